@@ -1,0 +1,146 @@
+"""An optimizer with its gradients clipped before it and its weights projected after it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from clipjax import _projections
+from clipjax._clipping import zero_nonfinite
+from clipjax._mesh import varying
+from clipjax._metrics import count
+from clipjax._norms import in_float64, tree_norm
+
+Nonfinite = Literal["propagate", "zero", "skip"]
+
+
+class SkipNonfiniteState(NamedTuple):
+    """State of :func:`skip_nonfinite`."""
+
+    steps: jax.Array  # int32: steps so far
+    skipped: jax.Array  # int32: steps skipped so far
+    skipped_in_a_row: jax.Array  # int32: steps skipped since the last good one
+    inner: Any
+
+
+def skip_nonfinite(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Skip every step whose gradients have a NaN or an infinite entry.
+
+    Such a step returns zero updates and leaves the inner state as it was: moments, schedules and
+    statistics do not see it.
+
+    Args:
+      optimizer: a gradient transformation, as a whole chain.
+
+    Returns:
+      A transformation whose state counts `steps`, `skipped` and `skipped_in_a_row` as int32 scalars.
+
+    Raises:
+      TypeError: `optimizer` is no gradient transformation.
+
+    Differs from `optax.apply_if_finite` in never giving in after a number of bad steps (watch
+    `skipped_in_a_row`), and in running without a branch, so that an accelerator never waits.
+
+    Example:
+      >>> import clipjax, optax, jax.numpy as jnp
+      >>> tx = clipjax.skip_nonfinite(optax.sgd(0.1, momentum=0.9))
+      >>> w = jnp.array([1.0, 2.0])
+      >>> updates, state = tx.update(jnp.array([jnp.nan, 1.0]), tx.init(w), w)
+      >>> print(updates, state.skipped)
+      [0. 0.] 1
+    """
+    inner = optax.with_extra_args_support(_check_transformation("optimizer", optimizer))
+
+    def init(params: Any) -> SkipNonfiniteState:
+        return SkipNonfiniteState(*(jnp.zeros((), jnp.int32) for _ in range(3)), inner.init(params))
+
+    def update(
+        updates: Any, state: SkipNonfiniteState, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, SkipNonfiniteState]:
+        good = _all_finite(updates)
+        new_updates, new_inner = inner.update(updates, state.inner, params, **extra_args)
+        # Selecting entry by entry costs no pass over memory, and 0 * NaN would be NaN.
+        new_updates = jax.tree.map(lambda u: jnp.where(good, u, jnp.zeros_like(u)), new_updates)
+        new_inner = jax.tree.map(lambda new, old: jnp.where(good, new, old), new_inner, state.inner)
+        return new_updates, SkipNonfiniteState(
+            steps=count(state.steps, jnp.ones((), bool)),
+            skipped=count(state.skipped, ~good),
+            skipped_in_a_row=jnp.where(good, 0, count(state.skipped_in_a_row, ~good)),
+            inner=new_inner,
+        )
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+@in_float64
+def _all_finite(tree: Any) -> jax.Array:
+    return jnp.isfinite(tree_norm(tree, math.inf, varying))
+
+
+def bounded(
+    optimizer: optax.GradientTransformation,
+    *,
+    clip: optax.GradientTransformation | None = None,
+    project: Callable[[Any], Any] | None = None,
+    nonfinite: Nonfinite = "propagate",
+) -> optax.GradientTransformationExtraArgs:
+    """Put bounds around an optimizer, in the order that is right: clip, optimize, project.
+
+    Args:
+      optimizer: any gradient transformation, as `optax.adam(1e-3)`.
+      clip: a gradient transformation that goes before it, as `clipjax.clip_by_global_norm(1.0)`.
+      project: a projection that goes after it, as `clipjax.max_norm(3.0)`, or any function of the
+        weights.
+      nonfinite: what NaN and infinite gradient entries do. `"propagate"`: show, as NaN; `"zero"`:
+        become 0 and are counted (:func:`clipjax.zero_nonfinite`); `"skip"`: leave out the step and
+        freeze the whole state (:func:`skip_nonfinite`).
+
+    Returns:
+      A transformation; `clipjax.metrics` reads what all of its parts did.
+
+    Raises:
+      TypeError, ValueError: an argument is of the wrong kind, or in the wrong place.
+
+    Example:
+      >>> import clipjax, optax
+      >>> tx = clipjax.bounded(
+      ...     optax.adam(1e-3),
+      ...     clip=clipjax.clip_by_global_norm(1.0),
+      ...     project=clipjax.max_norm(3.0),
+      ...     nonfinite="skip",
+      ... )
+    """
+    if nonfinite not in get_args(Nonfinite):
+        raise ValueError(f"nonfinite must be one of {get_args(Nonfinite)}, got {nonfinite!r}")
+    _check_transformation("optimizer", optimizer)
+    links = [optimizer]
+    if clip is not None:
+        links.insert(0, _check_transformation("clip", clip))
+    if nonfinite == "zero":
+        links.insert(0, zero_nonfinite())
+    if project is not None:
+        links.append(_as_projection(project))
+    chain = optax.chain(*links)
+    return skip_nonfinite(chain) if nonfinite == "skip" else optax.with_extra_args_support(chain)
+
+
+def _check_transformation(name: str, value: Any) -> optax.GradientTransformation:
+    if isinstance(value, _projections.Projection):
+        raise ValueError(f"{name}: {value!r} projects weights and goes last; pass it as project=")
+    if not isinstance(value, optax.GradientTransformation):
+        raise TypeError(f"{name} must be an optax.GradientTransformation, got {value!r}")
+    return value
+
+
+def _as_projection(value: Any) -> _projections.Projection:
+    if isinstance(value, optax.GradientTransformation) and not isinstance(value, _projections.Projection):
+        raise TypeError(
+            f"project must be a projection or a function of the weights, got the gradient "
+            f"transformation {value!r}"
+        )
+    return _projections.project(value)

@@ -1,0 +1,252 @@
+"""Measuring: norms exact enough to decide by.
+
+Norms are float64 values inside this package, whatever `jax_enable_x64` says. A float32 sum of a
+million squares is off by more than the four ulp that a bounded unit may lose, and overflows at
+1e19; the same sum in float64 is exact to 1e-13 and holds every float32, bfloat16 and float16 number.
+It costs little: the pass is bound by memory, which it reads once either way.
+
+The price is that every function that touches such a norm runs under :func:`in_float64`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from clipjax._axes import Reduced, is_measured
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+Names = tuple[str, ...]
+
+# |x|**p fits a float64 for every float32 x, subnormals included, up to this power.
+_LARGEST_PLAIN_POWER = 6
+
+# From this many entries on, XLA's CPU reductions in float64 are slower than memory.
+_BLOCKED_FROM = 2**17
+_BLOCK = 2**14
+_STREAMS = 8
+
+
+def in_float64(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Trace `function` with 64-bit types allowed, so that norms can be float64 anywhere."""
+
+    @functools.wraps(function)
+    def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with jax.enable_x64(True):
+            return function(*args, **kwargs)
+
+    return wrapped
+
+
+def wide(x: Any) -> jax.Array:
+    """Convert to float64 (complex128), under :func:`in_float64`."""
+    x = jnp.asarray(x)
+    return lax.convert_element_type(x, np.complex128 if jnp.iscomplexobj(x) else np.float64)
+
+
+def norm_dtype(leaves: Sequence[Any]) -> np.dtype:
+    """The dtype in which users see norms: float32, or float64 if a leaf is as wide."""
+    return np.dtype(np.float64 if any(x.dtype in (np.float64, np.complex128) for x in leaves) else np.float32)
+
+
+def as_arrays(tree: Any) -> Any:
+    """Make arrays of Python numbers, whose dtype could not be told any more under :func:`in_float64`."""
+    return jax.tree.map(lambda leaf: leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf), tree)
+
+
+def strong(x: Any) -> jax.Array:
+    """X without a weak type: under :func:`in_float64` a weak float32 plus 1.0 is a float64."""
+    return jnp.asarray(x, x.dtype)
+
+
+def check_ord(ord: Any) -> Any:  # noqa: A002 - the name that NumPy, JAX and SciPy use
+    """Return `ord` as a Python float, or as it is while it is traced."""
+    if isinstance(ord, bool | str) or not (np.isscalar(ord) or hasattr(ord, "dtype")):
+        raise TypeError(f"ord must be a number, got {ord!r}")
+    if isinstance(ord, jax.core.Tracer):
+        return ord
+    if not float(ord) >= 1:
+        raise ValueError(f"ord must be at least 1, got {ord!r}")
+    return float(ord)
+
+
+@in_float64
+def norm_of(x: Any, axes: Reduced, ord: Any, names: Names = ()) -> jax.Array:  # noqa: A002
+    """Measure the p-norm along `axes`, in float64, with the reduced axes kept as 1.
+
+    Args:
+      x: a real or complex array.
+      axes: the reduced axes; `None` reduces all and gives a scalar.
+      ord: p >= 1 or inf; may be traced, which costs a power per entry.
+      names: mesh axes over which a norm's entries are spread, too.
+    """
+    x = strong(x)
+    reduced = tuple(range(x.ndim)) if axes is None else axes
+    if isinstance(ord, jax.core.Tracer):
+        norm = _traced_norm(x, reduced, lax.convert_element_type(ord, np.float64))
+    else:
+        norm = _norm(x, reduced, ord)
+    if axes is None:
+        norm = norm.reshape(())
+    return _over_devices(norm, ord, names, _needs_scaling(x.dtype, ord)) if names else norm
+
+
+@in_float64
+def norm_of_norms(norms: Sequence[jax.Array], ord: Any) -> jax.Array:  # noqa: A002
+    """The norm of a whole from the norms of its parts, all float64 scalars."""
+    if len(norms) == 1:
+        return norms[0]
+    return norm_of(jnp.stack(norms) if norms else jnp.zeros(0, np.float64), None, ord)
+
+
+@in_float64
+def tree_norm(tree: Any, ord: Any, names_of: Callable[[Any], Names]) -> jax.Array:  # noqa: A002
+    """The norm of all leaves of `tree` together; `names_of(leaf)` are the mesh axes it is spread over.
+
+    Leaves that are spread alike are put together first: one all-reduce of a scalar for each kind.
+    """
+    groups: dict[Names, list[jax.Array]] = {}
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if is_measured(leaf)]
+    for leaf in leaves:
+        groups.setdefault(names_of(leaf), []).append(norm_of(leaf, None, ord))
+    scaled = _needs_scaling(norm_dtype(leaves), ord)
+    parts = []
+    for names, norms in groups.items():
+        norm = norm_of_norms(norms, ord)
+        parts.append(_over_devices(norm, ord, names, scaled) if names else norm)
+    return norm_of_norms(parts, ord)
+
+
+def _needs_scaling(dtype: Any, p: Any) -> bool:
+    """Whether sums of |x|**p could leave the range of a float64."""
+    return (
+        dtype in (np.float64, np.complex128)
+        or isinstance(p, jax.core.Tracer)
+        or p > _LARGEST_PLAIN_POWER
+        # TPUs emulate float64 by pairs of float32, with the range of a float32.
+        or jax.default_backend() == "tpu"
+    )
+
+
+def _over_devices(norm: jax.Array, ord: Any, names: Names, scaled: bool) -> jax.Array:  # noqa: A002
+    """The norm of what is spread over mesh axes, from each device's own norm."""
+    if not isinstance(ord, jax.core.Tracer) and ord == math.inf:
+        return lax.pmax(norm, names)
+    return _root_of_sum(norm, lax.convert_element_type(ord, np.float64), names, scaled)
+
+
+def _largest(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    return wide(jnp.max(jnp.abs(x), axis=axes, keepdims=True, initial=0))
+
+
+def _nonzero(x: jax.Array) -> jax.Array:
+    """X where it can divide, 1 elsewhere."""
+    return jnp.where((x > 0) & (x < jnp.inf), x, 1.0)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+@in_float64
+def _norm(x: jax.Array, axes: tuple[int, ...], p: float) -> jax.Array:
+    if p == math.inf:
+        return _largest(x, axes)
+    if not _needs_scaling(x.dtype, p):
+        return _root(_sum_of_powers(x, axes, p), p)
+    unit = _nonzero(_largest(x, axes))
+    return unit * _root(jnp.sum(_power(jnp.abs(wide(x)) / unit, p), axis=axes, keepdims=True), p)
+
+
+@_norm.defjvp
+@in_float64
+def _norm_jvp(axes: tuple[int, ...], p: float, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    (x,), (dx,) = primals, tangents
+    norm = _norm(x, axes, p)
+    size, slope = _size_and_slope(wide(x), wide(dx))
+    if p == math.inf:  # entries that tie for the largest share the derivative
+        share = wide(size == norm)
+        weight = share / jnp.maximum(jnp.sum(share, axis=axes, keepdims=True), 1.0)
+    else:
+        weight = (size / _nonzero(norm)) ** (p - 1)
+    return norm, jnp.sum(weight * slope, axis=axes, keepdims=True)
+
+
+def _size_and_slope(x: jax.Array, dx: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """|x| and its derivative along dx, 0 at 0."""
+    if not jnp.iscomplexobj(x):
+        return jnp.abs(x), jnp.sign(x) * dx
+    zero = x == 0
+    size = jnp.where(zero, 0.0, jnp.abs(jnp.where(zero, 1.0, x)))
+    return size, jnp.real(jnp.conj(x) * dx) / jnp.where(zero, 1.0, size)
+
+
+def _traced_norm(x: jax.Array, axes: tuple[int, ...], p: jax.Array) -> jax.Array:
+    """The norm for a p that only the running program knows: scaled, so that p = inf is right too."""
+    unit = lax.stop_gradient(_nonzero(_largest(x, axes)))
+    ratio = jnp.abs(wide(x)) / unit
+    powers = jnp.where(ratio > 0, jnp.where(ratio > 0, ratio, 1.0) ** p, 0.0)
+    total = jnp.sum(powers, axis=axes, keepdims=True)
+    return unit * jnp.where(total > 0, jnp.where(total > 0, total, 1.0) ** (1 / p), total)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
+@in_float64
+def _root_of_sum(norm: jax.Array, p: jax.Array, names: Names, scaled: bool) -> jax.Array:
+    unit = _nonzero(lax.pmax(norm, names)) if scaled else jnp.ones(())
+    return unit * lax.psum((norm / unit) ** p, names) ** (1 / p)
+
+
+@_root_of_sum.defjvp
+@in_float64
+def _root_of_sum_jvp(names: Names, scaled: bool, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    norm, p = primals
+    total = _root_of_sum(norm, p, names, scaled)
+    return total, lax.psum((norm / _nonzero(total)) ** (p - 1) * tangents[0], names)
+
+
+def _power(size: jax.Array, p: float) -> jax.Array:
+    return size if p == 1 else size * size if p == 2 else size**p
+
+
+def _root(total: jax.Array, p: float) -> jax.Array:
+    return total if p == 1 else jnp.sqrt(total) if p == 2 else total ** (1 / p)
+
+
+def _powers(x: jax.Array, p: float) -> jax.Array:
+    """|x|**p in float64; two multiplications and no root for p = 2, complex or not."""
+    if p == 2 and jnp.iscomplexobj(x):
+        return wide(x.real) ** 2 + wide(x.imag) ** 2
+    return wide(x) * wide(x) if p == 2 else _power(jnp.abs(wide(x)), p)
+
+
+def _sum_of_powers(x: jax.Array, axes: tuple[int, ...], p: float) -> jax.Array:
+    """Sum |x|**p along `axes`, keeping them as 1."""
+    one_cpu = jax.default_backend() == "cpu" and jax.local_device_count() == 1
+    if not (axes and one_cpu and x.size >= _BLOCKED_FROM):
+        return jnp.sum(_powers(x, p), axis=axes, keepdims=True)
+    axis = max(axes, key=lambda a: x.shape[a])
+    length = x.shape[axis]
+    width = max(1, _BLOCK * length // x.size)
+    steps = length // (_STREAMS * width)
+    if steps < 2:
+        return jnp.sum(_powers(x, p), axis=axes, keepdims=True)
+
+    # XLA's CPU reduction adds float64 at a third of the speed of memory. The same sum as an
+    # elementwise addition of slices runs at memory's speed; a loop keeps the block it adds
+    # into small enough for the cache.
+    def block(step: Any) -> jax.Array:
+        slices = [
+            lax.dynamic_slice_in_dim(x, (step * _STREAMS + i) * width, width, axis) for i in range(_STREAMS)
+        ]
+        return functools.reduce(jnp.add, [_powers(s, p) for s in slices])
+
+    total = lax.fori_loop(1, steps, lambda step, sums: sums + block(step), block(0))
+    rest = lax.slice_in_dim(x, steps * _STREAMS * width, length, axis=axis)
+    return sum(jnp.sum(part, axis=axes, keepdims=True) for part in (total, _powers(rest, p)))

@@ -1,0 +1,222 @@
+"""Projections of weights: a function of the weights, and a link for the end of a chain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax._src import core  # no public name for the current trace
+
+from clipjax._axes import Axes, check_axes, fan_in, is_measured
+from clipjax._bounds import Bound, bound_at
+from clipjax._mesh import AxisName, varying
+from clipjax._metrics import Seen, observe, start
+from clipjax._norms import as_arrays, in_float64, tree_norm
+from clipjax._trees import Report, clip_units
+
+Constrain = Callable[[Any, Any], tuple[Any, Report]]
+
+
+class MaxNormState(NamedTuple):
+    """State of :func:`max_norm` as a link."""
+
+    seen: Seen
+
+
+class ProjectState(NamedTuple):
+    """State of :func:`project` as a link; `seen.norm` is the distance moved."""
+
+    seen: Seen
+
+
+class Projection(optax.GradientTransformationExtraArgs):
+    """A projection of weights, with two uses.
+
+    Called, it projects: `params = max_norm(3.0)(params)`. As the **last** link of a chain it changes
+    the update so that the parameters end up projected: `optax.chain(…, max_norm(3.0))`. To Optax it
+    is a gradient transformation of two fields.
+    """
+
+    constrain: Constrain
+
+    def __new__(cls, state: Callable[[Seen], Any], constrain: Constrain) -> Projection:
+        """Make a projection of `constrain(params, step) -> (params, report)`."""
+        self = super().__new__(cls, *_link(state, constrain))
+        self.constrain = constrain
+        return self
+
+    def __call__(self, params: Any, step: Any = None) -> Any:
+        """Project `params`; `step` is for a bound that is a schedule."""
+        return self.constrain(params, step)[0]
+
+
+def max_norm(
+    radius: Bound, *, axes: Axes = fan_in, specs: Any = None, axis_name: AxisName = None
+) -> Projection:
+    """Project each unit's weights onto the ball of norm `radius`: w * min(1, radius / |w|).
+
+    Args:
+      radius: a number, an array that broadcasts to the units, or a schedule `step -> radius`.
+      axes: the axes that are reduced, as in `clipjax.clip_by_norm`. By default `clipjax.fan_in`:
+        the incoming weights of each unit of a Dense or Conv kernel, and biases left alone.
+      specs: inside `shard_map`, the `PartitionSpec` tree of the parameters.
+      axis_name: the mesh axes that split the units, in `pmap` and unchecked `shard_map`.
+
+    Returns:
+      A :class:`Projection`: a function `params -> params`, and a link for the end of a chain, which
+      needs `params` in `update`.
+
+    Raises:
+      TypeError, ValueError: `radius` is no number, negative or NaN; `axes` are no axes. As a link:
+      no `params` in `update`.
+
+    Guarantees: measured in float64, no projected unit's norm is above `radius`, by the call and after
+    `optax.apply_updates`, in any dtype; a unit outside ends at most 4 ulp below it (for a link, ulp of
+    the larger of its norm before and the radius); a unit inside stays bit for bit, so that projecting
+    twice is projecting once; NaN shows. As a link, 16-bit leaves get a float32 update, which
+    `optax.apply_updates` rounds once; inside a branch of `lax.cond`, whose branches must agree
+    (`optax.apply_if_finite`), the update keeps its dtype, and the 4 ulp are those of a 16-bit sum.
+
+    Equals `keras.constraints.MaxNorm` (whose `axis` is `axes`) and TensorFlow 1's assign operations
+    after the step.
+
+    References:
+      Srebro et al., 2005, Maximum-margin matrix factorization; Srivastava et al., 2014, Dropout.
+
+    Example:
+      >>> import clipjax, jax.numpy as jnp
+      >>> kernel = jnp.array([[3.0, 0.3], [4.0, 0.4]])  # (in, out): a unit is a column
+      >>> print(clipjax.max_norm(1.0)(kernel).round(3))
+      [[0.6 0.3]
+       [0.8 0.4]]
+    """
+    bound, axes = bound_at("radius", radius), check_axes(axes)
+
+    def constrain(params: Any, step: Any) -> tuple[Any, Report]:
+        at_step = bound(step)
+        return clip_units(params, lambda _: at_step, axes, 2.0, specs, axis_name)
+
+    return Projection(MaxNormState, constrain)
+
+
+def project(function: Callable[[Any], Any]) -> Projection:
+    """Make a projection of any function of the weights; a projection is returned as it is.
+
+    Args:
+      function: `params -> params`, keeping structure, shapes and dtypes, as those of
+        `optax.projections`.
+
+    Returns:
+      A :class:`Projection`. As a link its metric `norm` is the distance by which it moved the
+      weights at the last step. After `optax.apply_updates` every entry is what `function` returned,
+      to the rounding of that sum, and on the inner side of it.
+
+    Raises:
+      TypeError: `function` cannot be called, or does not keep the structure.
+
+    Example:
+      >>> import clipjax, optax, jax.numpy as jnp
+      >>> simplex = clipjax.project(optax.projections.projection_simplex)
+      >>> print(simplex(jnp.array([2.0, 0.0])))
+      [1. 0.]
+    """
+    if isinstance(function, Projection):
+        return function
+    if not callable(function):
+        raise TypeError(f"function must be a function of the weights, got {function!r}")
+
+    def constrain(params: Any, step: Any) -> tuple[Any, Report]:
+        del step
+        projected = function(params)
+        if jax.tree.structure(projected) != jax.tree.structure(params):
+            raise TypeError(
+                f"function must keep the structure of the weights, {jax.tree.structure(params)}, "
+                f"but returned {jax.tree.structure(projected)}"
+            )
+        moved = tree_norm(_difference(projected, params), 2.0, varying)
+        return projected, Report(moved, jnp.ones(()), in_float64(lambda: moved > 0)())
+
+    return Projection(ProjectState, constrain)
+
+
+def _difference(a: Any, b: Any) -> Any:
+    return jax.tree.map(lambda x, y: x - y if is_measured(x) else None, a, b)
+
+
+def _link(state: Callable[[Seen], Any], constrain: Constrain) -> optax.GradientTransformationExtraArgs:
+    def init(params: Any) -> Any:
+        return state(start(params))
+
+    def update(updates: Any, state_: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+        del extra_args
+        if params is None:
+            raise ValueError(
+                "a projection bounds the parameters after the update: pass them, as in "
+                "tx.update(grads, state, params)"
+            )
+        leaves, treedef = jax.tree.flatten(as_arrays(updates))
+        before = treedef.flatten_up_to(as_arrays(params))
+        after = [jnp.asarray(p + u).astype(jnp.asarray(p).dtype) for p, u in zip(before, leaves, strict=True)]
+        wanted, report = constrain(treedef.unflatten(after), state_.seen.steps)
+        leaves = [
+            _step_to(p, u, v, t) if is_measured(p) else u
+            for p, u, v, t in zip(before, leaves, after, treedef.flatten_up_to(wanted), strict=True)
+        ]
+        return treedef.unflatten(leaves), state(observe(state_.seen, report))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _step_to(before: Any, update: Any, after: jax.Array, wanted: Any) -> jax.Array:
+    """The update that takes `before` to `wanted`, where it is not where `update` ends anyway."""
+    before, update, wanted = jnp.asarray(before), jnp.asarray(update), jnp.asarray(wanted)
+    if not jnp.iscomplexobj(before):
+        return _real_step_to(before, update, after, wanted)
+    parts = (
+        _real_step_to(part(before), part(update), part(after), part(wanted)) for part in (jnp.real, jnp.imag)
+    )
+    return lax.complex(*parts)
+
+
+def _real_step_to(before: jax.Array, update: jax.Array, after: jax.Array, wanted: jax.Array) -> jax.Array:
+    """For real leaves. The sum `before + step` is rounded, once in the step and once in the sum.
+
+    An entry that would end beyond `wanted`, seen from `after`, is held back by one unit of its step's
+    last place: short of the bound, never over it.
+    """
+    dtype = _step_dtype(before, update)
+    exact = jnp.promote_types(dtype, before.dtype)
+    step = (wanted.astype(exact) - before.astype(exact)).astype(dtype)
+    end = (before + step).astype(before.dtype)
+    beyond = jnp.where(after > wanted, end > wanted, end < wanted)
+    held_back = lax.nextafter(step, jnp.where(after > wanted, -jnp.inf, jnp.inf).astype(dtype))
+    step = jnp.where(beyond, held_back, step)
+    return jnp.where(wanted == after, update.astype(dtype), step)
+
+
+def _step_dtype(before: jax.Array, update: jax.Array) -> Any:
+    """The dtype of an update that moves a parameter exactly enough: at least float32.
+
+    From a weight of 16000 no bfloat16 update leads to 1: it ends at 0. But all branches of a
+    `lax.cond` must agree on their dtypes, so there the update keeps its own.
+    """
+    if _in_cond_branch():
+        return update.dtype
+    wide = np.float64 in (before.dtype, update.dtype)
+    return np.dtype(np.float64 if wide else np.float32)
+
+
+def _in_cond_branch() -> bool:
+    """Whether a branch of `lax.cond` is being traced, as by `optax.apply_if_finite`."""
+    trace = getattr(core.trace_ctx, "trace", None)
+    while trace is not None:
+        frame = getattr(trace, "frame", None)
+        if frame is not None:
+            return getattr(frame.debug_info, "traced_for", "") in ("cond", "switch")
+        trace = getattr(trace, "parent_trace", None)
+    return False

@@ -1,0 +1,165 @@
+"""Bounding whole trees: what the functions on trees, the transformations and the projections share.
+
+Each function returns the bounded tree and a :class:`Report` of what it did.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from clipjax._axes import SKIP, Axes, Reduced, is_measured, resolve_axes
+from clipjax._mesh import AxisName, names_of_leaf, names_of_units, spec_leaves, varying
+from clipjax._norms import Names, as_arrays, in_float64, norm_of, strong, tree_norm, wide
+from clipjax._rescale import limits_in, rescale, scale_of, shrink_to, weakly_typed_as
+
+
+class Report(NamedTuple):
+    """What one call measured and did, over all leaves and units, as scalars."""
+
+    norm: jax.Array  # the largest norm before
+    scale: jax.Array  # the smallest factor applied
+    clipped: jax.Array  # bool: whether anything was out of bounds
+
+
+class Unit(NamedTuple):
+    """Where the units of a leaf lie: its index in the tree, the reduced axes, the mesh axes."""
+
+    index: int
+    leaf: Any
+    reduced: Reduced
+    names: Names
+
+
+BoundOfUnits: TypeAlias = Callable[[Unit], jax.Array]
+
+
+def clip_tree(
+    tree: Any,
+    bound: jax.Array,
+    ord: Any,  # noqa: A002
+    axis_name: AxisName = None,
+    norm: jax.Array | None = None,
+) -> tuple[Any, Report]:
+    """Bound the norm of all leaves together; every leaf gets the same factor."""
+    tree = as_arrays(tree)
+    if norm is None:
+        norm = tree_norm(tree, ord, lambda leaf: names_of_leaf(leaf, axis_name))
+    how = shrink_to(norm, bound)
+    clipped = jax.tree.map(lambda leaf: rescale(leaf, how) if is_measured(leaf) else leaf, tree)
+    return clipped, Report(norm, scale_of(norm, bound), ~how.inside)
+
+
+def clip_units(
+    tree: Any,
+    bound_of: BoundOfUnits,
+    axes: Axes,
+    ord: Any,  # noqa: A002
+    specs: Any = None,
+    axis_name: AxisName = None,
+) -> tuple[Any, Report]:
+    """Bound the norm of each unit along `axes` (of each leaf where they are None) on its own."""
+    return _clip_units(as_arrays(tree), bound_of, axes, ord, specs, axis_name)
+
+
+@in_float64
+def _clip_units(
+    tree: Any,
+    bound_of: BoundOfUnits,
+    axes: Axes,
+    ord: Any,  # noqa: A002
+    specs: Any,
+    axis_name: AxisName,
+) -> tuple[Any, Report]:
+    reports = []
+    leaves, treedef = jax.tree.flatten(tree)
+    for unit in units_of(tree, axes, specs, axis_name):
+        norm, bound = norm_of(unit.leaf, unit.reduced, ord, unit.names), bound_of(unit)
+        how = shrink_to(norm, bound)
+        leaves[unit.index] = rescale(unit.leaf, how)
+        reports.append(
+            (jnp.max(norm, initial=0), jnp.min(scale_of(norm, bound), initial=1), how.inside.all())
+        )
+    return treedef.unflatten(leaves), _summary(reports)
+
+
+def units_of(tree: Any, axes: Axes, specs: Any = None, axis_name: AxisName = None) -> list[Unit]:
+    """Find the units of every leaf that has any."""
+    paths = jax.tree_util.tree_flatten_with_path(tree)[0]
+    resolved = resolve_axes(axes, tree)
+    return [
+        Unit(i, leaf, reduced, names_of_units(path, leaf, reduced, spec, axis_name))
+        for i, ((path, leaf), reduced, spec) in enumerate(
+            zip(paths, resolved, spec_leaves(specs, tree), strict=True)
+        )
+        if reduced is not SKIP
+    ]
+
+
+@in_float64
+def size_of(unit: Unit) -> int:
+    """How many entries share a norm, on all devices."""
+    shape = jnp.shape(unit.leaf)
+    local = math.prod(shape if unit.reduced is None else (shape[a] for a in unit.reduced))
+    return local * math.prod(lax.axis_size(name) for name in unit.names)
+
+
+def clip_entries(
+    tree: Any, low: jax.Array, high: jax.Array, *, symmetric: bool = False, axis_name: AxisName = None
+) -> tuple[Any, Report]:
+    """Bound each entry by itself. `symmetric` says that low = -high, which saves a pass."""
+    return _clip_entries(as_arrays(tree), low, high, symmetric, axis_name)
+
+
+@in_float64
+def _clip_entries(
+    tree: Any, low: jax.Array, high: jax.Array, symmetric: bool, axis_name: AxisName
+) -> tuple[Any, Report]:
+
+    def clip(leaf: Any) -> Any:
+        if not is_measured(leaf):
+            return leaf
+        return weakly_typed_as(leaf, jnp.clip(strong(leaf), *limits_in(low, high, leaf.dtype)))
+
+    reports = []
+    for leaf in jax.tree.leaves(tree):
+        if not is_measured(leaf):
+            continue
+        if symmetric:
+            top = norm_of(leaf, None, math.inf, names_of_leaf(leaf, axis_name))
+            bottom = -top
+        else:
+            top, bottom = (wide(f(strong(leaf), initial=0)) for f in (jnp.max, jnp.min))
+            if names := names_of_leaf(leaf, axis_name):
+                top, bottom = lax.pmax(top, names), lax.pmin(bottom, names)
+        before = jnp.maximum(top, -bottom)
+        after = jnp.maximum(*(jnp.abs(jnp.clip(x, low, high)) for x in (top, bottom)))
+        scale = jnp.where(before > 0, after / jnp.where(before > 0, before, 1.0), 1.0)
+        reports.append((before, scale, (top <= high) & (bottom >= low)))
+    return jax.tree.map(clip, tree), _summary(reports)
+
+
+def _summary(reports: list[tuple[jax.Array, jax.Array, jax.Array]]) -> Report:
+    """One report for all leaves and, inside shard_map, for all devices."""
+    if not reports:
+        return Report(jnp.zeros(()), jnp.ones(()), jnp.zeros((), bool))
+    norm, scale, clipped = (
+        reduce(jnp.stack([_everywhere(x, over) for x in column]))
+        for column, reduce, over in zip(
+            zip(*((n, s, ~inside) for n, s, inside in reports), strict=True),
+            (jnp.max, jnp.min, jnp.any),
+            (lax.pmax, lax.pmin, lax.pmax),
+            strict=True,
+        )
+    )
+    return Report(norm, scale, clipped)
+
+
+def _everywhere(x: jax.Array, over: Any) -> jax.Array:
+    names = varying(x)
+    return over(x, names) if names else x
