@@ -12,25 +12,25 @@ import jax
 import jax.numpy as jnp
 
 
-class _Skip:
-    """The type of :data:`SKIP`, of which there is one."""
+class Skip:
+    """The type of :data:`SKIP`, which is its one value."""
 
     def __repr__(self) -> str:
         return "clipjax.SKIP"
 
 
-SKIP: Final = _Skip()
+SKIP: Final = Skip()
 """What an axes rule returns for a leaf that is to be left alone."""
 
 Path: TypeAlias = tuple[Any, ...]
 Reduced: TypeAlias = tuple[int, ...] | None
-Rule: TypeAlias = Callable[[Path, Any], "int | Sequence[int] | _Skip | None"]
+Rule: TypeAlias = Callable[[Path, Any], "int | Sequence[int] | Skip | None"]
 Axes: TypeAlias = (
-    int | Sequence[int] | Rule | Mapping[str, "int | Sequence[int] | Rule | _Skip | None"] | _Skip | None
+    int | Sequence[int] | Rule | Mapping[str, "int | Sequence[int] | Rule | Skip | None"] | Skip | None
 )
 
 
-def fan_in(path: Path, leaf: Any) -> tuple[int, ...] | _Skip:
+def fan_in(path: Path, leaf: Any) -> tuple[int, ...] | Skip:
     """Reduce over the incoming weights of each unit: every axis but the last.
 
     Right for the kernels of Dense `(in, out)` and Conv `(*window, in, out)` layers. Leaves of
@@ -80,7 +80,7 @@ def check_axes(axes: Axes) -> Axes:
     return axes
 
 
-def resolve_axes(axes: Axes, tree: Any) -> list[Reduced | _Skip]:
+def resolve_axes(axes: Axes, tree: Any) -> list[Reduced | Skip]:
     """Resolve `axes` for every leaf of `tree`, in the order of its leaves.
 
     Returns, for each leaf, the reduced axes as a sorted tuple of non-negative ints, `None` for
@@ -106,7 +106,7 @@ def _matches(pattern: str, name: str) -> bool:
     return bool(re.match(fnmatch.translate(pattern), name)) or fnmatch.fnmatchcase(name, f"*/{pattern}")
 
 
-def _resolve(axes: Any, path: Path, leaf: Any) -> Reduced | _Skip:
+def _resolve(axes: Any, path: Path, leaf: Any) -> Reduced | Skip:
     if not is_measured(leaf):
         return SKIP
     if callable(axes):
@@ -126,7 +126,7 @@ def _resolve(axes: Any, path: Path, leaf: Any) -> Reduced | _Skip:
 
 
 def _as_tuple(axes: Any) -> tuple[int, ...]:
-    if isinstance(axes, bool) or isinstance(axes, str):
+    if isinstance(axes, bool | str):
         raise TypeError(f"axes must be ints, a rule, a mapping or None, got {axes!r}")
     try:
         return tuple(operator.index(a) for a in (axes if isinstance(axes, Sequence) else (axes,)))

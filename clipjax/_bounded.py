@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, get_args
@@ -57,7 +58,8 @@ def skip_nonfinite(optimizer: optax.GradientTransformation) -> optax.GradientTra
     inner = optax.with_extra_args_support(_check_transformation("optimizer", optimizer))
 
     def init(params: Any) -> SkipNonfiniteState:
-        return SkipNonfiniteState(*(jnp.zeros((), jnp.int32) for _ in range(3)), inner.init(params))
+        zero = functools.partial(jnp.zeros, (), jnp.int32)  # a buffer each, to be donated
+        return SkipNonfiniteState(zero(), zero(), zero(), inner.init(params))
 
     def update(
         updates: Any, state: SkipNonfiniteState, params: Any = None, **extra_args: Any

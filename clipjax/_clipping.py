@@ -88,7 +88,7 @@ def clip_by_value(
 
     Raises:
       TypeError, ValueError: a limit is no number, is NaN, is negative as the only one, or `low` is
-        above `high`. In `update`: a leaf is complex.
+        above `high`. In `update`: a leaf is complex, and there are two limits.
 
     Guarantees: no entry is outside its limits, measured in float64 (a limit that the leaf's dtype
     does not hold is rounded inwards); entries inside come back bit for bit. NaN stays NaN, and is
@@ -103,17 +103,20 @@ def clip_by_value(
       >>> print(tx.update(grads, tx.init(grads))[0])
       [-1.   0.5  1. ]
     """
-    symmetric = high is None
-    if symmetric:
-        upper = bound_at("bound", low)
-        lower = in_float64(lambda step: -upper(step))
+    if high is None:
+        bound = bound_at("bound", low)
+
+        def clip(updates: Any, params: Any, step: jax.Array) -> tuple[Any, Report]:
+            del params
+            return clip_entries(updates, None, bound(step), axis_name)
+
     else:
         check_order(low, high)
         lower, upper = bound_at("low", low, minimum=None), bound_at("high", high, minimum=None)
 
-    def clip(updates: Any, params: Any, step: jax.Array) -> tuple[Any, Report]:
-        del params
-        return clip_entries(updates, lower(step), upper(step), symmetric=symmetric, axis_name=axis_name)
+        def clip(updates: Any, params: Any, step: jax.Array) -> tuple[Any, Report]:
+            del params
+            return clip_entries(updates, lower(step), upper(step), axis_name)
 
     return _transformation(ClipByValueState, clip)
 
@@ -292,6 +295,7 @@ def zero_nonfinite() -> optax.GradientTransformationExtraArgs:
     ) -> tuple[Any, ZeroNonfiniteState]:
         del params, extra_args
         bad = jnp.zeros((), jnp.int32)
+        treedef: Any
         leaves, treedef = jax.tree.flatten(as_arrays(updates))
         for i, leaf in enumerate(leaves):
             if is_measured(leaf):

@@ -121,8 +121,8 @@ def _own(state: Any) -> dict[str, jax.Array]:
                 "clipped_fraction": share,
                 "nonfinite_count": seen.nonfinite,
             }
-        elif jax.tree.structure(value).num_leaves == 1 and not isinstance(value, dict | list | tuple):
-            (array,) = jax.tree.leaves(value)
-            if jnp.ndim(array) == 0:
-                shown[key] = array
+        elif not isinstance(value, dict | list | tuple):
+            arrays = jax.tree.leaves(value)
+            if len(arrays) == 1 and jnp.ndim(arrays[0]) == 0:
+                shown[key] = arrays[0]
     return shown

@@ -249,4 +249,4 @@ def _sum_of_powers(x: jax.Array, axes: tuple[int, ...], p: float) -> jax.Array:
 
     total = lax.fori_loop(1, steps, lambda step, sums: sums + block(step), block(0))
     rest = lax.slice_in_dim(x, steps * _STREAMS * width, length, axis=axis)
-    return sum(jnp.sum(part, axis=axes, keepdims=True) for part in (total, _powers(rest, p)))
+    return jnp.sum(total, axis=axes, keepdims=True) + jnp.sum(_powers(rest, p), axis=axes, keepdims=True)

@@ -133,10 +133,11 @@ def project(function: Callable[[Any], Any]) -> Projection:
     def constrain(params: Any, step: Any) -> tuple[Any, Report]:
         del step
         projected = function(params)
-        if jax.tree.structure(projected) != jax.tree.structure(params):
+        given: Any
+        given, returned = jax.tree.structure(params), jax.tree.structure(projected)
+        if returned != given:
             raise TypeError(
-                f"function must keep the structure of the weights, {jax.tree.structure(params)}, "
-                f"but returned {jax.tree.structure(projected)}"
+                f"function must keep the structure of the weights, {given}, but returned {returned}"
             )
         moved = tree_norm(_difference(projected, params), 2.0, varying)
         return projected, Report(moved, jnp.ones(()), in_float64(lambda: moved > 0)())
@@ -159,6 +160,7 @@ def _link(state: Callable[[Seen], Any], constrain: Constrain) -> optax.GradientT
                 "a projection bounds the parameters after the update: pass them, as in "
                 "tx.update(grads, state, params)"
             )
+        treedef: Any
         leaves, treedef = jax.tree.flatten(as_arrays(updates))
         before = treedef.flatten_up_to(as_arrays(params))
         after = [jnp.asarray(p + u).astype(jnp.asarray(p).dtype) for p, u in zip(before, leaves, strict=True)]

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from clipjax._axes import SKIP, Axes, Reduced, is_measured, resolve_axes
+from clipjax._axes import Axes, Reduced, Skip, is_measured, resolve_axes
 from clipjax._mesh import AxisName, names_of_leaf, names_of_units, spec_leaves, varying
 from clipjax._norms import Names, as_arrays, in_float64, norm_of, strong, tree_norm, wide
 from clipjax._rescale import limits_in, rescale, scale_of, shrink_to, weakly_typed_as
@@ -28,9 +28,9 @@ class Report(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """Where the units of a leaf lie: its index in the tree, the reduced axes, the mesh axes."""
+    """Where the units of a leaf lie: its position in the tree, the reduced axes, the mesh axes."""
 
-    index: int
+    position: int
     leaf: Any
     reduced: Reduced
     names: Names
@@ -77,11 +77,12 @@ def _clip_units(
     axis_name: AxisName,
 ) -> tuple[Any, Report]:
     reports = []
+    treedef: Any
     leaves, treedef = jax.tree.flatten(tree)
     for unit in units_of(tree, axes, specs, axis_name):
         norm, bound = norm_of(unit.leaf, unit.reduced, ord, unit.names), bound_of(unit)
         how = shrink_to(norm, bound)
-        leaves[unit.index] = rescale(unit.leaf, how)
+        leaves[unit.position] = rescale(unit.leaf, how)
         reports.append(
             (jnp.max(norm, initial=0), jnp.min(scale_of(norm, bound), initial=1), how.inside.all())
         )
@@ -97,7 +98,7 @@ def units_of(tree: Any, axes: Axes, specs: Any = None, axis_name: AxisName = Non
         for i, ((path, leaf), reduced, spec) in enumerate(
             zip(paths, resolved, spec_leaves(specs, tree), strict=True)
         )
-        if reduced is not SKIP
+        if not isinstance(reduced, Skip)
     ]
 
 
@@ -110,38 +111,43 @@ def size_of(unit: Unit) -> int:
 
 
 def clip_entries(
-    tree: Any, low: jax.Array, high: jax.Array, *, symmetric: bool = False, axis_name: AxisName = None
+    tree: Any, low: jax.Array | None, high: jax.Array, axis_name: AxisName = None
 ) -> tuple[Any, Report]:
-    """Bound each entry by itself. `symmetric` says that low = -high, which saves a pass."""
-    return _clip_entries(as_arrays(tree), low, high, symmetric, axis_name)
+    """Bound each entry by itself. `low=None` stands for -high, which saves a pass."""
+    return _clip_entries(as_arrays(tree), low, high, axis_name)
 
 
 @in_float64
 def _clip_entries(
-    tree: Any, low: jax.Array, high: jax.Array, symmetric: bool, axis_name: AxisName
+    tree: Any, low: jax.Array | None, high: jax.Array, axis_name: AxisName
 ) -> tuple[Any, Report]:
+    floor = -high if low is None else low
 
     def clip(leaf: Any) -> Any:
         if not is_measured(leaf):
             return leaf
-        return weakly_typed_as(leaf, jnp.clip(strong(leaf), *limits_in(low, high, leaf.dtype)))
+        if low is None and jnp.iscomplexobj(leaf):  # an entry is a unit of its own
+            return rescale(leaf, shrink_to(norm_of(leaf, (), 2.0), high))
+        return weakly_typed_as(leaf, jnp.clip(strong(leaf), *limits_in(floor, high, leaf.dtype)))
 
     reports = []
-    for leaf in jax.tree.leaves(tree):
-        if not is_measured(leaf):
-            continue
-        if symmetric:
-            top = norm_of(leaf, None, math.inf, names_of_leaf(leaf, axis_name))
-            bottom = -top
-        else:
-            top, bottom = (wide(f(strong(leaf), initial=0)) for f in (jnp.max, jnp.min))
-            if names := names_of_leaf(leaf, axis_name):
-                top, bottom = lax.pmax(top, names), lax.pmin(bottom, names)
+    for leaf in filter(is_measured, jax.tree.leaves(tree)):
+        names = names_of_leaf(leaf, axis_name)
+        top = (
+            norm_of(leaf, None, math.inf, names) if low is None else _extreme(leaf, jnp.max, lax.pmax, names)
+        )
+        bottom = -top if low is None else _extreme(leaf, jnp.min, lax.pmin, names)
         before = jnp.maximum(top, -bottom)
-        after = jnp.maximum(*(jnp.abs(jnp.clip(x, low, high)) for x in (top, bottom)))
+        after = jnp.maximum(*(jnp.max(jnp.abs(jnp.clip(x, floor, high)), initial=0) for x in (top, bottom)))
         scale = jnp.where(before > 0, after / jnp.where(before > 0, before, 1.0), 1.0)
-        reports.append((before, scale, (top <= high) & (bottom >= low)))
+        reports.append((before, scale, jnp.all((top <= high) & (bottom >= floor))))
     return jax.tree.map(clip, tree), _summary(reports)
+
+
+def _extreme(leaf: jax.Array, find: Any, over_devices: Any, names: Names) -> jax.Array:
+    """The largest or the smallest entry, or 0 if that is beyond it."""
+    extreme = wide(find(strong(leaf), initial=0))
+    return over_devices(extreme, names) if names else extreme
 
 
 def _summary(reports: list[tuple[jax.Array, jax.Array, jax.Array]]) -> Report:

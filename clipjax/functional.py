@@ -110,12 +110,13 @@ def unit_norms(tree: Any, axes: Axes, ord: float = 2) -> Any:  # noqa: A002
       Array([5., 1.], dtype=float32)
     """
     tree = as_arrays(tree)
+    treedef: Any
     leaves, treedef = jax.tree.flatten(tree)
     norms: list[Any] = [None] * len(leaves)
     p = check_ord(ord)
     for unit in units_of(tree, check_axes(axes)):
         norm = norm_of(unit.leaf, unit.reduced, p, unit.names)
-        norms[unit.index] = _shown(norm if unit.reduced is None else norm.squeeze(unit.reduced), unit.leaf)
+        norms[unit.position] = _shown(norm if unit.reduced is None else norm.squeeze(unit.reduced), unit.leaf)
     return treedef.unflatten(norms)
 
 
