@@ -126,10 +126,11 @@ def _resolve(axes: Any, path: Path, leaf: Any) -> Reduced | Skip:
 
 
 def _as_tuple(axes: Any) -> tuple[int, ...]:
-    if isinstance(axes, bool | str):
+    each = axes if isinstance(axes, Sequence) else (axes,)
+    if any(isinstance(axis, bool | str) for axis in each):
         raise TypeError(f"axes must be ints, a rule, a mapping or None, got {axes!r}")
     try:
-        return tuple(operator.index(a) for a in (axes if isinstance(axes, Sequence) else (axes,)))
+        return tuple(operator.index(axis) for axis in each)
     except Exception as error:  # a traced int raises its own kind
         raise TypeError(
             f"axes must be ints that are known when tracing, a rule, a mapping or None, got {axes!r}"

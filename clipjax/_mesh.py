@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.sharding import PartitionSpec
 
 from clipjax._axes import Path, Reduced, path_name
-from clipjax._norms import Names
 
+Names: TypeAlias = tuple[str, ...]
 AxisName: TypeAlias = str | Sequence[str] | None
 
 
@@ -77,3 +79,14 @@ def spec_leaves(specs: Any, tree: Any) -> list[PartitionSpec | None]:
         is_leaf=is_spec,
     )
     return jax.tree.leaves(spread, is_leaf=is_spec)
+
+
+def pmax(x: jax.Array, names: Names) -> jax.Array:
+    """The largest value on all devices; infinite if one is NaN, which `lax.pmax` may lose."""
+    return lax.pmax(jnp.where(jnp.isnan(x), jnp.inf, x), names)
+
+
+def pmin(x: jax.Array, names: Names) -> jax.Array:
+    """The smallest value on all devices; NaN if one is."""
+    least = lax.pmin(jnp.where(jnp.isnan(x), -jnp.inf, x), names)
+    return jnp.where(least == -jnp.inf, jnp.nan, least)

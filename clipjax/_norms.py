@@ -21,19 +21,17 @@ import numpy as np
 from jax import lax
 
 from clipjax._axes import Reduced, is_measured
+from clipjax._mesh import Names, pmax
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-Names = tuple[str, ...]
-
 # |x|**p fits a float64 for every float32 x, subnormals included, up to this power.
 _LARGEST_PLAIN_POWER = 6
 
-# From this many entries on, XLA's CPU reductions in float64 are slower than memory.
-_BLOCKED_FROM = 2**17
-_BLOCK = 2**14
-_STREAMS = 8
+# On a CPU, leaves of at least this many entries are summed as so many slices.
+_SLICED_FROM = 2**17
+_SLICES = 32
 
 
 def in_float64(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -140,7 +138,7 @@ def _needs_scaling(dtype: Any, p: Any) -> bool:
 def _over_devices(norm: jax.Array, ord: Any, names: Names, scaled: bool) -> jax.Array:  # noqa: A002
     """The norm of what is spread over mesh axes, from each device's own norm."""
     if not isinstance(ord, jax.core.Tracer) and ord == math.inf:
-        return lax.pmax(norm, names)
+        return pmax(norm, names)
     return _root_of_sum(norm, lax.convert_element_type(ord, np.float64), names, scaled)
 
 
@@ -199,7 +197,7 @@ def _traced_norm(x: jax.Array, axes: tuple[int, ...], p: jax.Array) -> jax.Array
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
 @in_float64
 def _root_of_sum(norm: jax.Array, p: jax.Array, names: Names, scaled: bool) -> jax.Array:
-    unit = _nonzero(lax.pmax(norm, names)) if scaled else jnp.ones(())
+    unit = _nonzero(pmax(norm, names)) if scaled else jnp.ones(())
     return unit * lax.psum((norm / unit) ** p, names) ** (1 / p)
 
 
@@ -229,24 +227,21 @@ def _powers(x: jax.Array, p: float) -> jax.Array:
 def _sum_of_powers(x: jax.Array, axes: tuple[int, ...], p: float) -> jax.Array:
     """Sum |x|**p along `axes`, keeping them as 1."""
     one_cpu = jax.default_backend() == "cpu" and jax.local_device_count() == 1
-    if not (axes and one_cpu and x.size >= _BLOCKED_FROM):
-        return jnp.sum(_powers(x, p), axis=axes, keepdims=True)
-    axis = max(axes, key=lambda a: x.shape[a])
-    length = x.shape[axis]
-    width = max(1, _BLOCK * length // x.size)
-    steps = length // (_STREAMS * width)
-    if steps < 2:
+    axis = max(axes, key=lambda a: x.shape[a], default=0)
+    if not (one_cpu and axes and x.size >= _SLICED_FROM and x.shape[axis] >= 2 * _SLICES):
         return jnp.sum(_powers(x, p), axis=axes, keepdims=True)
 
-    # XLA's CPU reduction adds float64 at a third of the speed of memory. The same sum as an
-    # elementwise addition of slices runs at memory's speed; a loop keeps the block it adds
-    # into small enough for the cache.
-    def block(step: Any) -> jax.Array:
-        slices = [
-            lax.dynamic_slice_in_dim(x, (step * _STREAMS + i) * width, width, axis) for i in range(_STREAMS)
-        ]
-        return functools.reduce(jnp.add, [_powers(s, p) for s in slices])
+    # XLA's CPU reduction adds float64 at a third of the speed of memory; an elementwise sum of
+    # slices runs at memory's speed, and leaves one entry in 32 to the reduction. The rounding, which
+    # rounds nothing, keeps XLA from taking the sum back into the reduction.
+    width = x.shape[axis] // _SLICES
+    slices = [lax.slice_in_dim(x, i * width, (i + 1) * width, axis=axis) for i in range(_SLICES)]
+    partial = lax.reduce_precision(_pairwise_sum([_powers(s, p) for s in slices]), 11, 52)
+    rest = lax.slice_in_dim(x, _SLICES * width, x.shape[axis], axis=axis)
+    return jnp.sum(partial, axis=axes, keepdims=True) + jnp.sum(_powers(rest, p), axis=axes, keepdims=True)
 
-    total = lax.fori_loop(1, steps, lambda step, sums: sums + block(step), block(0))
-    rest = lax.slice_in_dim(x, steps * _STREAMS * width, length, axis=axis)
-    return jnp.sum(total, axis=axes, keepdims=True) + jnp.sum(_powers(rest, p), axis=axes, keepdims=True)
+
+def _pairwise_sum(terms: list[jax.Array]) -> jax.Array:
+    while len(terms) > 1:
+        terms = [a + b for a, b in zip(terms[::2], terms[1::2], strict=True)]
+    return terms[0]

@@ -17,6 +17,7 @@ from clipjax._bounds import Bound, bound_at
 from clipjax._mesh import AxisName, varying
 from clipjax._metrics import Seen, observe, start
 from clipjax._norms import as_arrays, in_float64, tree_norm
+from clipjax._rescale import neighbour, rounded, widened
 from clipjax._trees import Report, clip_units
 
 Constrain = Callable[[Any, Any], tuple[Any, Report]]
@@ -43,12 +44,16 @@ class Projection(optax.GradientTransformationExtraArgs):
     """
 
     constrain: Constrain
+    name: str
 
-    def __new__(cls, state: Callable[[Seen], Any], constrain: Constrain) -> Projection:
+    def __new__(cls, name: str, state: Callable[[Seen], Any], constrain: Constrain) -> Projection:
         """Make a projection of `constrain(params, step) -> (params, report)`."""
         self = super().__new__(cls, *_link(state, constrain))
-        self.constrain = constrain
+        self.constrain, self.name = constrain, name
         return self
+
+    def __repr__(self) -> str:
+        return self.name
 
     def __call__(self, params: Any, step: Any = None) -> Any:
         """Project `params`; `step` is for a bound that is a schedule."""
@@ -101,7 +106,7 @@ def max_norm(
         at_step = bound(step)
         return clip_units(params, lambda _: at_step, axes, 2.0, specs, axis_name)
 
-    return Projection(MaxNormState, constrain)
+    return Projection(f"clipjax.max_norm({radius!r})", MaxNormState, constrain)
 
 
 def project(function: Callable[[Any], Any]) -> Projection:
@@ -142,7 +147,7 @@ def project(function: Callable[[Any], Any]) -> Projection:
         moved = tree_norm(_difference(projected, params), 2.0, varying)
         return projected, Report(moved, jnp.ones(()), in_float64(lambda: moved > 0)())
 
-    return Projection(ProjectState, constrain)
+    return Projection(f"clipjax.project({function!r})", ProjectState, constrain)
 
 
 def _difference(a: Any, b: Any) -> Any:
@@ -163,7 +168,7 @@ def _link(state: Callable[[Seen], Any], constrain: Constrain) -> optax.GradientT
         treedef: Any
         leaves, treedef = jax.tree.flatten(as_arrays(updates))
         before = treedef.flatten_up_to(as_arrays(params))
-        after = [jnp.asarray(p + u).astype(jnp.asarray(p).dtype) for p, u in zip(before, leaves, strict=True)]
+        after = [_applied(p, u) for p, u in zip(before, leaves, strict=True)]
         wanted, report = constrain(treedef.unflatten(after), state_.seen.steps)
         leaves = [
             _step_to(p, u, v, t) if is_measured(p) else u
@@ -172,6 +177,15 @@ def _link(state: Callable[[Seen], Any], constrain: Constrain) -> optax.GradientT
         return treedef.unflatten(leaves), state(observe(state_.seen, report))
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _applied(before: Any, update: Any) -> Any:
+    """What `optax.apply_updates` makes of a parameter, to the last bit."""
+    if not is_measured(before):
+        return before
+    if jnp.iscomplexobj(before) or before.dtype in (np.float32, np.float64):
+        return (before + update).astype(before.dtype)
+    return rounded(widened(before) + widened(update), before.dtype).astype(before.dtype)
 
 
 def _step_to(before: Any, update: Any, after: jax.Array, wanted: Any) -> jax.Array:
@@ -192,13 +206,12 @@ def _real_step_to(before: jax.Array, update: jax.Array, after: jax.Array, wanted
     last place: short of the bound, never over it.
     """
     dtype = _step_dtype(before, update)
-    exact = jnp.promote_types(dtype, before.dtype)
-    step = (wanted.astype(exact) - before.astype(exact)).astype(dtype)
-    end = (before + step).astype(before.dtype)
-    beyond = jnp.where(after > wanted, end > wanted, end < wanted)
-    held_back = lax.nextafter(step, jnp.where(after > wanted, -jnp.inf, jnp.inf).astype(dtype))
-    step = jnp.where(beyond, held_back, step)
-    return jnp.where(wanted == after, update.astype(dtype), step)
+    step = rounded(widened(wanted) - widened(before), dtype).astype(dtype)
+    end = widened(_applied(before, step))
+    down = after > wanted
+    beyond = jnp.where(down, end > widened(wanted), end < widened(wanted))
+    held_back = neighbour(step, (step < 0) == down)
+    return jnp.where(wanted == after, update.astype(dtype), jnp.where(beyond, held_back, step))
 
 
 def _step_dtype(before: jax.Array, update: jax.Array) -> Any:

@@ -25,33 +25,34 @@ _SLACK_FLOAT64 = 2.0**-50
 
 
 class Shrink(NamedTuple):
-    """How to bring something of a known norm inside a bound; scalars, or one value for each unit.
+    """How to bring something of a known norm inside a bound; scalars, or one factor for each unit.
 
-    The factor c/n may be out of float32's range (from 1e38 down to 1e-3, say), so it comes in two
-    parts: an exact division by a power of two near n, then `factor`, which is near c.
+    A leaf times `power` times `factor` has the norm of the bound. The factor alone would do, but
+    from 1e38 down to 1e-3 it leaves the range of a float32.
     """
 
-    inside: jax.Array  # bool: nothing to do
-    power: jax.Array  # float32: a power of two
-    factor: jax.Array  # float64: bound * power / norm, NaN where the norm is not finite
+    power: jax.Array  # float64 scalar: 1, or a power of two if a factor needs it
+    factor: jax.Array  # float64: bound / norm / power; -1 inside the bound; NaN for a non-finite norm
 
 
 @in_float64
-def shrink_to(norm: jax.Array, bound: jax.Array) -> Shrink:
-    """Compare a float64 norm with a bound: the two lines that every clip and projection rests on."""
+def shrink_to(norm: jax.Array, bound: jax.Array, *, alone: bool = False) -> Shrink:
+    """Compare a float64 norm with a bound, and divide: what every clip and projection rests on.
+
+    The norms are those of the units of one leaf, or, if `alone`, each of a whole leaf.
+    """
     inside = (norm <= bound) & (norm < jnp.inf)
     outside = jnp.where(inside, 1.0, norm)  # so that nobody divides by 0, derivatives included
-    near = lax.convert_element_type(lax.stop_gradient(outside), np.float32)
-    power = lax.reduce_precision(jnp.clip(near, 2.0**-100, 2.0**100), 8, 0)
-    factor = bound * (wide(power) / outside)
-    return Shrink(inside, power, jnp.where(outside < jnp.inf, factor, jnp.nan))
+    factor = jnp.where(outside < jnp.inf, bound / outside, jnp.nan)
+    tiny = factor < 2.0**-100
+    power = jnp.where(tiny if alone else jnp.any(tiny), 2.0**-64, 1.0)
+    return Shrink(power, jnp.where(inside, -1.0, factor / power))
 
 
 @in_float64
-def scale_of(norm: jax.Array, bound: jax.Array) -> jax.Array:
-    """The scale min(1, bound/norm) that :func:`shrink_to` amounts to, for the metrics."""
-    how = shrink_to(norm, bound)
-    return jnp.where(how.inside, 1.0, how.factor / wide(how.power))
+def scale_of(how: Shrink) -> jax.Array:
+    """The scale min(1, bound/norm), for the metrics."""
+    return jnp.where(how.factor < 0, 1.0, how.factor * how.power)
 
 
 @in_float64
@@ -59,11 +60,14 @@ def rescale(leaf: Any, how: Shrink) -> jax.Array:
     """Bring `leaf` inside its bound. What is inside comes back bit for bit, in its dtype."""
     weak, leaf = leaf, strong(leaf)
     if leaf.dtype in (np.float64, np.complex128):
-        power, factor = wide(how.power), how.factor * (1 - _SLACK_FLOAT64)
+        power, factor = how.power, how.factor * (1 - _SLACK_FLOAT64)
     else:
-        power, factor = how.power, lax.convert_element_type(how.factor * (1 - _SLACK), np.float32)
-    shrunk = _per_part(lambda x: toward_zero(_widened(x) * (1 / power) * factor, x.dtype), leaf)
-    return weakly_typed_as(weak, jnp.where(how.inside, leaf, shrunk))
+        power = lax.convert_element_type(how.power, np.float32)
+        factor = lax.convert_element_type(how.factor * (1 - _SLACK), np.float32)
+    if factor.ndim:  # else XLA computes a unit's factor, in float64, for each of its entries anew
+        factor = lax.optimization_barrier(factor)
+    shrunk = _per_part(lambda x: _narrowed(widened(x) * power * factor, x.dtype), leaf)
+    return weakly_typed_as(weak, jnp.where(factor < 0, leaf, shrunk))
 
 
 def _per_part(function: Any, leaf: jax.Array) -> jax.Array:
@@ -73,24 +77,58 @@ def _per_part(function: Any, leaf: jax.Array) -> jax.Array:
     return function(leaf)
 
 
-def _widened(x: jax.Array) -> jax.Array:
-    """X in the dtype it is multiplied in: float32 for narrower ones."""
+def widened(x: jax.Array) -> jax.Array:
+    """X in the dtype it is computed with: float32 for narrower ones."""
     return lax.convert_element_type(x, x.dtype if x.dtype == np.float64 else np.float32)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def toward_zero(x: jax.Array, dtype: Any) -> jax.Array:
-    """Round to a narrower dtype without growing: its rounding never breaks a bound."""
-    if x.dtype == dtype:
+def _narrowed(x: jax.Array, dtype: Any) -> jax.Array:
+    """X in a narrower dtype, rounded so that it does not grow: rounding never breaks a bound."""
+    return lax.convert_element_type(rounded(x, dtype, True), dtype)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def rounded(x: jax.Array, dtype: Any, toward_zero: bool = False) -> jax.Array:
+    """Round x to the values of a narrower dtype, in x's own: to the nearest, or never growing.
+
+    A pair of conversions will not do where the result is looked at again: XLA takes out a pair of
+    conversions to 16 bits and back (`xla_allow_excess_precision`), and the rounding with it.
+    """
+    narrow, own = jnp.finfo(dtype), jnp.finfo(x.dtype)
+    drop = own.nmant - narrow.nmant
+    if drop <= 0:
         return x
-    nearest = lax.convert_element_type(x, dtype)
-    grown = jnp.abs(lax.convert_element_type(nearest, x.dtype)) > jnp.abs(x)
-    return jnp.where(grown, lax.nextafter(nearest, jnp.zeros_like(nearest)), nearest)
+    bits = lax.bitcast_convert_type(x, np.dtype(f"uint{own.bits}"))
+    one = np.ones((), bits.dtype)
+    half = 0 if toward_zero else (one << (drop - 1)) - one + ((bits >> drop) & one)
+    normal = lax.bitcast_convert_type((bits + half) & ~((one << drop) - one), x.dtype)
+    if narrow.minexp > own.minexp:  # the narrower dtype has subnormals and infinities of its own
+        unit = float(narrow.smallest_subnormal)
+        whole = jnp.trunc(x / unit) if toward_zero else jnp.round(x / unit)
+        normal = jnp.where(jnp.abs(x) < float(narrow.tiny), whole * unit, normal)
+        normal = jnp.where(jnp.abs(normal) > float(narrow.max), jnp.copysign(jnp.inf, x), normal)
+    return jnp.where(jnp.isnan(x), x, normal)
 
 
-@toward_zero.defjvp
-def _toward_zero_jvp(dtype: Any, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    return toward_zero(primals[0], dtype), lax.convert_element_type(tangents[0], dtype)
+@rounded.defjvp
+def _rounded_jvp(dtype: Any, toward_zero: bool, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    return rounded(primals[0], dtype, toward_zero), tangents[0]
+
+
+@jax.custom_jvp
+def neighbour(x: jax.Array, outward: jax.Array) -> jax.Array:
+    """The next value of x's dtype away from 0 where `outward`, else towards it.
+
+    x must be neither 0 nor NaN: what `lax.nextafter` does beyond this costs more than a pass.
+    """
+    bits = lax.bitcast_convert_type(x, np.dtype(f"int{8 * x.dtype.itemsize}"))
+    one = np.ones((), bits.dtype)
+    return lax.bitcast_convert_type(jnp.where(outward, bits + one, bits - one), x.dtype)
+
+
+@neighbour.defjvp
+def _neighbour_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    return neighbour(*primals), tangents[0]
 
 
 def weakly_typed_as(like: Any, x: jax.Array) -> jax.Array:
@@ -106,9 +144,18 @@ def limits_in(low: jax.Array, high: jax.Array, dtype: Any) -> tuple[jax.Array, j
     if jnp.issubdtype(dtype, jnp.complexfloating):
         raise TypeError(f"a complex leaf of dtype {dtype} has no order to clip by value")
 
-    def inward(limit: jax.Array, direction: float) -> jax.Array:
-        nearest = lax.convert_element_type(limit, dtype)
-        beyond = (wide(nearest) - limit) * direction < 0
-        return jnp.where(beyond, lax.nextafter(nearest, jnp.full_like(nearest, direction)), nearest)
+    return _inward(low, dtype, jnp.inf), _inward(high, dtype, -jnp.inf)
 
-    return inward(low, jnp.inf), inward(high, -jnp.inf)
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+@in_float64
+def _inward(limit: jax.Array, dtype: Any, direction: float) -> jax.Array:
+    nearest = lax.convert_element_type(limit, dtype)
+    beyond = (wide(nearest) - limit) * direction < 0
+    return jnp.where(beyond, lax.nextafter(nearest, jnp.full_like(nearest, direction)), nearest)
+
+
+@_inward.defjvp
+@in_float64
+def _inward_jvp(dtype: Any, direction: float, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    return _inward(primals[0], dtype, direction), lax.convert_element_type(tangents[0], dtype)

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from clipjax._axes import Axes, Reduced, Skip, is_measured, resolve_axes
-from clipjax._mesh import AxisName, names_of_leaf, names_of_units, spec_leaves, varying
-from clipjax._norms import Names, as_arrays, in_float64, norm_of, strong, tree_norm, wide
-from clipjax._rescale import limits_in, rescale, scale_of, shrink_to, weakly_typed_as
+from clipjax._mesh import AxisName, Names, names_of_leaf, names_of_units, pmax, pmin, spec_leaves, varying
+from clipjax._norms import as_arrays, in_float64, norm_of, strong, tree_norm, wide
+from clipjax._rescale import Shrink, limits_in, rescale, scale_of, shrink_to, weakly_typed_as
 
 
 class Report(NamedTuple):
@@ -47,12 +47,22 @@ def clip_tree(
     norm: jax.Array | None = None,
 ) -> tuple[Any, Report]:
     """Bound the norm of all leaves together; every leaf gets the same factor."""
-    tree = as_arrays(tree)
+    return _clip_tree(as_arrays(tree), bound, ord, axis_name, norm)
+
+
+@in_float64
+def _clip_tree(
+    tree: Any,
+    bound: jax.Array,
+    ord: Any,  # noqa: A002
+    axis_name: AxisName,
+    norm: jax.Array | None,
+) -> tuple[Any, Report]:
     if norm is None:
         norm = tree_norm(tree, ord, lambda leaf: names_of_leaf(leaf, axis_name))
     how = shrink_to(norm, bound)
     clipped = jax.tree.map(lambda leaf: rescale(leaf, how) if is_measured(leaf) else leaf, tree)
-    return clipped, Report(norm, scale_of(norm, bound), ~how.inside)
+    return clipped, Report(norm, scale_of(how), ~(how.factor < 0))
 
 
 def clip_units(
@@ -76,17 +86,35 @@ def _clip_units(
     specs: Any,
     axis_name: AxisName,
 ) -> tuple[Any, Report]:
-    reports = []
+    units = units_of(tree, axes, specs, axis_name)
+    norms = [norm_of(unit.leaf, unit.reduced, ord, unit.names) for unit in units]
+    bounds = [jnp.broadcast_to(bound_of(unit), n.shape) for unit, n in zip(units, norms, strict=True)]
     treedef: Any
     leaves, treedef = jax.tree.flatten(tree)
-    for unit in units_of(tree, axes, specs, axis_name):
-        norm, bound = norm_of(unit.leaf, unit.reduced, ord, unit.names), bound_of(unit)
-        how = shrink_to(norm, bound)
-        leaves[unit.position] = rescale(unit.leaf, how)
+    reports = []
+    for members in _alike(norms):
+        # What hundreds of scalars cost is to compile and to launch each alone.
+        norm, bound = (_side_by_side([of[i] for i in members]) for of in (norms, bounds))
+        how = shrink_to(norm, bound, alone=len(members) > 1)
+        for place, i in enumerate(members):
+            own = Shrink(how.power[place], how.factor[place]) if len(members) > 1 else how
+            leaves[units[i].position] = rescale(units[i].leaf, own)
         reports.append(
-            (jnp.max(norm, initial=0), jnp.min(scale_of(norm, bound), initial=1), how.inside.all())
+            (jnp.max(norm, initial=0), jnp.min(scale_of(how), initial=1), ~jnp.all(how.factor < 0))
         )
     return treedef.unflatten(leaves), _summary(reports)
+
+
+def _alike(values: list[jax.Array]) -> list[list[int]]:
+    """Which values can be treated side by side: scalars that vary over the same mesh axes."""
+    groups: dict[Any, list[int]] = {}
+    for i, value in enumerate(values):
+        groups.setdefault(varying(value) if value.ndim == 0 else i, []).append(i)
+    return list(groups.values())
+
+
+def _side_by_side(values: list[jax.Array]) -> jax.Array:
+    return jnp.stack(values) if len(values) > 1 else values[0]
 
 
 def units_of(tree: Any, axes: Axes, specs: Any = None, axis_name: AxisName = None) -> list[Unit]:
@@ -130,17 +158,21 @@ def _clip_entries(
             return rescale(leaf, shrink_to(norm_of(leaf, (), 2.0), high))
         return weakly_typed_as(leaf, jnp.clip(strong(leaf), *limits_in(floor, high, leaf.dtype)))
 
-    reports = []
+    tops, bottoms = [], []
     for leaf in filter(is_measured, jax.tree.leaves(tree)):
         names = names_of_leaf(leaf, axis_name)
-        top = (
-            norm_of(leaf, None, math.inf, names) if low is None else _extreme(leaf, jnp.max, lax.pmax, names)
+        top = norm_of(leaf, None, math.inf, names) if low is None else _extreme(leaf, jnp.max, pmax, names)
+        tops.append(top)
+        bottoms.append(-top if low is None else _extreme(leaf, jnp.min, pmin, names))
+    reports = []
+    for members in _alike(tops):
+        top, bottom = (
+            f(_side_by_side([of[i] for i in members])) for f, of in ((jnp.max, tops), (jnp.min, bottoms))
         )
-        bottom = -top if low is None else _extreme(leaf, jnp.min, lax.pmin, names)
         before = jnp.maximum(top, -bottom)
         after = jnp.maximum(*(jnp.max(jnp.abs(jnp.clip(x, floor, high)), initial=0) for x in (top, bottom)))
         scale = jnp.where(before > 0, after / jnp.where(before > 0, before, 1.0), 1.0)
-        reports.append((before, scale, jnp.all((top <= high) & (bottom >= floor))))
+        reports.append((before, scale, jnp.any((top > high) | (bottom < floor))))
     return jax.tree.map(clip, tree), _summary(reports)
 
 
@@ -154,18 +186,14 @@ def _summary(reports: list[tuple[jax.Array, jax.Array, jax.Array]]) -> Report:
     """One report for all leaves and, inside shard_map, for all devices."""
     if not reports:
         return Report(jnp.zeros(()), jnp.ones(()), jnp.zeros((), bool))
-    norm, scale, clipped = (
-        reduce(jnp.stack([_everywhere(x, over) for x in column]))
-        for column, reduce, over in zip(
-            zip(*((n, s, ~inside) for n, s, inside in reports), strict=True),
-            (jnp.max, jnp.min, jnp.any),
-            (lax.pmax, lax.pmin, lax.pmax),
-            strict=True,
-        )
+
+    def over_all(values: tuple[jax.Array, ...], over: Any, over_devices: Any) -> jax.Array:
+        everywhere = [over_devices(x, varying(x)) if varying(x) else x for x in values]
+        return over(_side_by_side(everywhere))
+
+    norms, scales, clipped = zip(*reports, strict=True)
+    return Report(
+        over_all(norms, jnp.max, pmax),
+        over_all(scales, jnp.min, pmin),
+        over_all(clipped, jnp.any, lax.pmax),
     )
-    return Report(norm, scale, clipped)
-
-
-def _everywhere(x: jax.Array, over: Any) -> jax.Array:
-    names = varying(x)
-    return over(x, names) if names else x
