@@ -16,7 +16,8 @@ from clipjax import _projections
 from clipjax._clipping import zero_nonfinite
 from clipjax._mesh import varying
 from clipjax._metrics import count
-from clipjax._norms import in_float64, tree_norm
+from clipjax._norms import as_arrays, in_float64, tree_norm
+from clipjax._rescale import weakly_typed_as
 
 Nonfinite = Literal["propagate", "zero", "skip"]
 
@@ -84,11 +85,10 @@ def skip_nonfinite(optimizer: optax.GradientTransformation) -> optax.GradientTra
 def _where(good: jax.Array, step: Callable[[], tuple[Any, Any]], old: Any) -> tuple[Any, Any]:
     """What `step` returns if `good`, else zero updates and the old state."""
     if jax.default_backend() == "cpu":
-        # Selecting keeps the old state beside the new one: half as slow again as a branch. The
-        # branches agree here on the updates' dtypes, whatever they are; jit tells the projections.
+        # Selecting keeps the old state beside the new one, and takes half as long again as a branch.
         shapes, _ = jax.eval_shape(step)
-        zeros = lambda: jax.tree.map(lambda u: jnp.zeros(u.shape, u.dtype), shapes)  # noqa: E731
-        return lax.cond(good, jax.jit(step), lambda: (zeros(), old))
+        zeros = lambda: jax.tree.map(lambda u: weakly_typed_as(u, jnp.zeros(u.shape, u.dtype)), shapes)  # noqa: E731
+        return lax.cond(good, step, lambda: (zeros(), old))
     # An accelerator would wait for the host to choose a branch. (0 * NaN would be NaN.)
     updates, new = step()
     return (
@@ -99,7 +99,7 @@ def _where(good: jax.Array, step: Callable[[], tuple[Any, Any]], old: Any) -> tu
 
 @in_float64
 def _all_finite(tree: Any) -> jax.Array:
-    return jnp.isfinite(tree_norm(tree, math.inf, varying))
+    return jnp.isfinite(tree_norm(as_arrays(tree), math.inf, varying))
 
 
 def bounded(

@@ -57,7 +57,7 @@ def bound_at(name: str, bound: Any, *, minimum: float | None = 0.0) -> Evaluate:
             return _to_float64(bound, minimum)
         if step is None:
             raise ValueError(f"{name} is a schedule, {bound!r}: pass the step to evaluate it at")
-        return _to_float64(check_bound(name, bound(step), minimum=minimum), minimum)
+        return _to_float64(bound(step), minimum)
 
     return evaluate
 

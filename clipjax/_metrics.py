@@ -113,12 +113,12 @@ def _own(state: Any) -> dict[str, jax.Array]:
     for key, value in state._asdict().items():
         if isinstance(value, Seen):
             seen = Seen(*jax.tree.leaves(value))  # Flax NNX wraps each array in a variable
-            share = lax.convert_element_type(seen.clipped, np.float32) / jnp.maximum(seen.steps, 1)
+            clipped, steps = (lax.convert_element_type(n, np.float32) for n in (seen.clipped, seen.steps))
             shown |= {
                 "norm": seen.norm,
                 "scale": seen.scale,
                 "steps": seen.steps,
-                "clipped_fraction": share,
+                "clipped_fraction": clipped / jnp.maximum(steps, 1),
                 "nonfinite_count": seen.nonfinite,
             }
         elif not isinstance(value, dict | list | tuple):

@@ -167,7 +167,7 @@ def _norm(x: jax.Array, axes: tuple[int, ...], p: float) -> jax.Array:
 def _norm_jvp(axes: tuple[int, ...], p: float, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     (x,), (dx,) = primals, tangents
     norm = _norm(x, axes, p)
-    size, slope = _size_and_slope(wide(x), wide(dx))
+    size, slope = _size_and_slope(x, dx)
     if p == math.inf:  # entries that tie for the largest share the derivative
         share = wide(size == norm)
         weight = share / jnp.maximum(jnp.sum(share, axis=axes, keepdims=True), 1.0)
@@ -179,10 +179,11 @@ def _norm_jvp(axes: tuple[int, ...], p: float, primals: Any, tangents: Any) -> t
 def _size_and_slope(x: jax.Array, dx: jax.Array) -> tuple[jax.Array, jax.Array]:
     """|x| and its derivative along dx, 0 at 0."""
     if not jnp.iscomplexobj(x):
-        return jnp.abs(x), jnp.sign(x) * dx
-    zero = x == 0
-    size = jnp.where(zero, 0.0, jnp.abs(jnp.where(zero, 1.0, x)))
-    return size, jnp.real(jnp.conj(x) * dx) / jnp.where(zero, 1.0, size)
+        return jnp.abs(wide(x)), jnp.sign(wide(x)) * wide(dx)
+    # Widened after they are taken apart: JAX transposes taking apart in the width of its own mode.
+    re, im, dre, dim = (wide(part) for part in (x.real, x.imag, dx.real, dx.imag))
+    size = jnp.sqrt(jnp.where((re == 0) & (im == 0), 1.0, re * re + im * im))
+    return jnp.where((re == 0) & (im == 0), 0.0, size), (re * dre + im * dim) / size
 
 
 def _traced_norm(x: jax.Array, axes: tuple[int, ...], p: jax.Array) -> jax.Array:
@@ -228,7 +229,8 @@ def _sum_of_powers(x: jax.Array, axes: tuple[int, ...], p: float) -> jax.Array:
     """Sum |x|**p along `axes`, keeping them as 1."""
     one_cpu = jax.default_backend() == "cpu" and jax.local_device_count() == 1
     axis = max(axes, key=lambda a: x.shape[a], default=0)
-    if not (one_cpu and axes and x.size >= _SLICED_FROM and x.shape[axis] >= 2 * _SLICES):
+    narrow = x.dtype.itemsize < 4  # sliced, it would be widened as a whole first
+    if not (one_cpu and axes and not narrow and x.size >= _SLICED_FROM and x.shape[axis] >= 2 * _SLICES):
         return jnp.sum(_powers(x, p), axis=axes, keepdims=True)
 
     # XLA's CPU reduction adds float64 at a third of the speed of memory; an elementwise sum of

@@ -17,7 +17,7 @@ from clipjax._bounds import Bound, bound_at
 from clipjax._mesh import AxisName, varying
 from clipjax._metrics import Seen, observe, start
 from clipjax._norms import as_arrays, in_float64, tree_norm
-from clipjax._rescale import neighbour, rounded, widened
+from clipjax._rescale import neighbour, rounded, weakly_typed_as, widened
 from clipjax._trees import Report, clip_units
 
 Constrain = Callable[[Any, Any], tuple[Any, Report]]
@@ -84,8 +84,8 @@ def max_norm(
     `optax.apply_updates`, in any dtype; a unit outside ends at most 4 ulp below it (for a link, ulp of
     the larger of its norm before and the radius); a unit inside stays bit for bit, so that projecting
     twice is projecting once; NaN shows. As a link, 16-bit leaves get a float32 update, which
-    `optax.apply_updates` rounds once; inside a branch of `lax.cond`, whose branches must agree
-    (`optax.apply_if_finite`), the update keeps its dtype, and the 4 ulp are those of a 16-bit sum.
+    `optax.apply_updates` rounds once; inside `optax.apply_if_finite`, which does not allow that, the
+    update keeps its dtype, and the 4 ulp are those of a 16-bit sum.
 
     Equals `keras.constraints.MaxNorm` (whose `axis` is `axes`) and TensorFlow 1's assign operations
     after the step.
@@ -211,27 +211,27 @@ def _real_step_to(before: jax.Array, update: jax.Array, after: jax.Array, wanted
     down = after > wanted
     beyond = jnp.where(down, end > widened(wanted), end < widened(wanted))
     held_back = neighbour(step, (step < 0) == down)
-    return jnp.where(wanted == after, update.astype(dtype), jnp.where(beyond, held_back, step))
+    step = jnp.where(wanted == after, update.astype(dtype), jnp.where(beyond, held_back, step))
+    return weakly_typed_as(update, step) if step.dtype == update.dtype else step
 
 
 def _step_dtype(before: jax.Array, update: jax.Array) -> Any:
     """The dtype of an update that moves a parameter exactly enough: at least float32.
 
-    From a weight of 16000 no bfloat16 update leads to 1: it ends at 0. But all branches of a
-    `lax.cond` must agree on their dtypes, so there the update keeps its own.
+    From a weight of 16000 no bfloat16 update leads to 1: it ends at 0.
     """
-    if _in_cond_branch():
+    if _in_apply_if_finite():
         return update.dtype
     wide = np.float64 in (before.dtype, update.dtype)
     return np.dtype(np.float64 if wide else np.float32)
 
 
-def _in_cond_branch() -> bool:
-    """Whether a branch of `lax.cond` is being traced, as by `optax.apply_if_finite`."""
+def _in_apply_if_finite() -> bool:
+    """Whether `optax.apply_if_finite` is tracing us, whose other branch has the updates' own dtypes."""
     trace = getattr(core.trace_ctx, "trace", None)
     while trace is not None:
-        frame = getattr(trace, "frame", None)
-        if frame is not None:
-            return getattr(frame.debug_info, "traced_for", "") in ("cond", "switch")
+        if hasattr(trace, "frame"):
+            source = trace.frame.debug_info.func_src_info or ""
+            return source.startswith("do_update at ") and "optax" in source
         trace = getattr(trace, "parent_trace", None)
     return False

@@ -27,7 +27,7 @@ _SLACK_FLOAT64 = 2.0**-50
 class Shrink(NamedTuple):
     """How to bring something of a known norm inside a bound; scalars, or one factor for each unit.
 
-    A leaf times `power` times `factor` has the norm of the bound. The factor alone would do, but
+    A leaf times `factor` times `power` has the norm of the bound. The factor alone would do, but
     from 1e38 down to 1e-3 it leaves the range of a float32.
     """
 
@@ -66,7 +66,7 @@ def rescale(leaf: Any, how: Shrink) -> jax.Array:
         factor = lax.convert_element_type(how.factor * (1 - _SLACK), np.float32)
     if factor.ndim:  # else XLA computes a unit's factor, in float64, for each of its entries anew
         factor = lax.optimization_barrier(factor)
-    shrunk = _per_part(lambda x: _narrowed(widened(x) * power * factor, x.dtype), leaf)
+    shrunk = _per_part(lambda x: _narrowed(widened(x) * factor * power, x.dtype), leaf)
     return weakly_typed_as(weak, jnp.where(factor < 0, leaf, shrunk))
 
 
@@ -141,9 +141,6 @@ def weakly_typed_as(like: Any, x: jax.Array) -> jax.Array:
 @in_float64
 def limits_in(low: jax.Array, high: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """Float64 limits in a leaf's dtype, rounded inwards, so that clipped entries obey them."""
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        raise TypeError(f"a complex leaf of dtype {dtype} has no order to clip by value")
-
     return _inward(low, dtype, jnp.inf), _inward(high, dtype, -jnp.inf)
 
 

@@ -99,6 +99,7 @@ def _clip_units(
         for place, i in enumerate(members):
             own = Shrink(how.power[place], how.factor[place]) if len(members) > 1 else how
             leaves[units[i].position] = rescale(units[i].leaf, own)
+        norm, how = lax.stop_gradient((norm, how))
         reports.append(
             (jnp.max(norm, initial=0), jnp.min(scale_of(how), initial=1), ~jnp.all(how.factor < 0))
         )
@@ -150,6 +151,11 @@ def _clip_entries(
     tree: Any, low: jax.Array | None, high: jax.Array, axis_name: AxisName
 ) -> tuple[Any, Report]:
     floor = -high if low is None else low
+    for leaf in jax.tree.leaves(tree):
+        if low is not None and is_measured(leaf) and jnp.iscomplexobj(leaf):
+            raise TypeError(
+                f"a complex leaf, of dtype {leaf.dtype}, has no order to clip between low and high"
+            )
 
     def clip(leaf: Any) -> Any:
         if not is_measured(leaf):
@@ -167,7 +173,8 @@ def _clip_entries(
     reports = []
     for members in _alike(tops):
         top, bottom = (
-            f(_side_by_side([of[i] for i in members])) for f, of in ((jnp.max, tops), (jnp.min, bottoms))
+            f(lax.stop_gradient(_side_by_side([of[i] for i in members])))
+            for f, of in ((jnp.max, tops), (jnp.min, bottoms))
         )
         before = jnp.maximum(top, -bottom)
         after = jnp.maximum(*(jnp.max(jnp.abs(jnp.clip(x, floor, high)), initial=0) for x in (top, bottom)))

@@ -1,0 +1,122 @@
+"""Timing donated train steps, interleaved, so that what disturbs one disturbs all."""
+
+from __future__ import annotations
+
+import gc
+import random
+import statistics
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.steps import ADAM, Recipe, start
+from benchmarks.trees import Problem
+
+# A sample shorter than this is mostly the clock and the call: it becomes several steps in a row.
+_SHORTEST_SAMPLE = 0.004
+
+
+class Result(NamedTuple):
+    """What one contestant took."""
+
+    seconds: float  # one step: the median over rounds
+    ratio: float  # to Adam alone: the median over rounds of the ratio within a round
+    ratio_of_minima: float
+    temporary: float  # bytes of temporaries, as a share of the parameters' bytes
+    compile_seconds: float  # CPU time of lowering and compiling: the least of the repetitions
+
+
+class _Contestant:
+    """A compiled step and the arrays that are threaded through it."""
+
+    def __init__(self, recipe: Recipe, problem: Problem, compile_repeats: int) -> None:
+        self.params = jax.tree.map(jnp.copy, problem.params)
+        self.state = start(recipe, problem.params)
+        self.grads = problem.grads
+        self.compile_seconds = float("inf")
+        for _ in range(compile_repeats):
+            jax.clear_caches()
+            begin = time.process_time()  # of all threads: a busy machine does not change it much
+            # A new function object each time: nothing that JAX keeps per function is found again.
+            step = jax.jit(lambda *args: recipe.step(*args), donate_argnums=(0, 1))
+            self.compiled: Any = step.lower(self.params, self.state, self.grads).compile()
+            self.compile_seconds = min(self.compile_seconds, time.process_time() - begin)
+        analysis = self.compiled.memory_analysis()
+        # Not every backend tells.
+        self.temporary = analysis.temp_size_in_bytes / problem.nbytes if analysis else float("nan")
+
+    def run(self, steps: int) -> float:
+        """Take some steps and return the seconds of one."""
+        begin = time.perf_counter()
+        for _ in range(steps):
+            self.params, self.state = self.compiled(self.params, self.state, self.grads)
+        # The outputs of one program are ready together.
+        jax.tree.leaves(self.params)[0].block_until_ready()
+        return (time.perf_counter() - begin) / steps
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def race(
+    recipes: Mapping[str, Recipe], problem: Problem, *, rounds: int, compile_repeats: int
+) -> dict[str, Result]:
+    """Let the recipes, of which one is named :data:`ADAM`, take turns.
+
+    Args:
+      recipes: the contestants.
+      problem: what they train; every contestant has its own copy of the parameters.
+      rounds: how often each is timed.
+      compile_repeats: how often each is compiled.
+    """
+    field = {name: _Contestant(recipe, problem, compile_repeats) for name, recipe in recipes.items()}
+    for contestant in field.values():
+        contestant.run(2)
+    steps = max(1, round(_SHORTEST_SAMPLE / max(field[ADAM].run(3), 1e-7)))
+    samples: dict[str, list[float]] = {name: [] for name in field}
+    names, shuffle = list(field), random.Random(0)
+    with _no_collection():
+        for _ in range(rounds):
+            # Whoever comes before leaves the cache and the allocator as it needs them: so the order
+            # changes, and a step that does not count goes first.
+            for name in shuffle.sample(names, len(names)):
+                field[name].run(1)
+                samples[name].append(field[name].run(steps))
+    return {name: _result(samples[name], samples[ADAM], field[name]) for name in names}
+
+
+def _result(samples: list[float], adam: list[float], contestant: _Contestant) -> Result:
+    return Result(
+        seconds=statistics.median(samples),
+        ratio=statistics.median(a / b for a, b in zip(samples, adam, strict=True)),
+        ratio_of_minima=min(samples) / min(adam),
+        temporary=contestant.temporary,
+        compile_seconds=contestant.compile_seconds,
+    )
+
+
+def race_in_groups(
+    recipes: Mapping[str, Recipe], problem: Problem, *, memory: float, **options: Any
+) -> dict[str, Result]:
+    """Let as many recipes take turns at once as fit into `memory` bytes; Adam is in every group."""
+    # Parameters, two float32 moments, and the temporaries of a careless step.
+    each = 2 * problem.nbytes + 8 * problem.size
+    room = max(2, int(memory / each)) - 1
+    others = [name for name in recipes if name != ADAM]
+    results: dict[str, Result] = {}
+    for i in range(0, max(1, len(others)), room):
+        group = {name: recipes[name] for name in [ADAM, *others[i : i + room]]}
+        results |= race(group, problem, **options)
+        gc.collect()
+    return results

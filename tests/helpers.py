@@ -1,0 +1,263 @@
+"""What the tests share: trees, float64 oracles in NumPy, and the walk over the public transformations."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+
+import clipjax
+
+INF = math.inf
+DTYPES = {"f32": np.float32, "bf16": ml_dtypes.bfloat16, "f16": np.float16}
+
+
+# --------------------------------------------------------------------------------------------------
+# The public transformations, found by walking the namespace.
+
+# A value for every required parameter, by its name. A new transformation with a new parameter name
+# needs one line here, and nothing else.
+ARGUMENTS: dict[str, Any] = {
+    "max_norm": 1.0,
+    "radius": 1.0,
+    "bound": 1.0,
+    "threshold": 0.25,
+    "clipping": 0.01,
+    "low": 0.5,
+    "high": 1.0,
+    # decay=0.5 is exact, so that a fused multiply-add under jit rounds as the eager sum does.
+    "optimizer": optax.trace(decay=0.5),
+    "function": lambda params: jax.tree.map(
+        lambda x: jnp.clip(x, -1, 1) if jnp.issubdtype(jnp.result_type(x), jnp.floating) else x, params
+    ),
+}
+
+# Further values worth a case of their own for optional parameters, by name.
+VARIANTS: dict[str, list[Any]] = {
+    "axes": [{"*kernel": 0}],
+    "ord": [3],
+    "high": [0.75],
+    "nonfinite": ["zero", "skip"],
+    "clip": [clipjax.clip_by_global_norm(1.0)],
+    "project": [clipjax.max_norm(1.0)],
+}
+
+# The parameters that say how large something may be.
+BOUNDS = ("max_norm", "radius", "bound", "threshold", "clipping", "low", "high")
+
+# Bounds of entries, which may be negative.
+SIGNED = {("box", "low"), ("box", "high")}
+
+
+class Case(NamedTuple):
+    """One transformation: its public name, and the arguments that differ from ARGUMENTS."""
+
+    name: str
+    options: dict[str, Any] = {}  # noqa: RUF012
+
+    def __str__(self) -> str:
+        shown = (f"{k}={getattr(v, '__name__', None) or type_or_value(v)}" for k, v in self.options.items())
+        return f"{self.name}({', '.join(shown)})" if self.options else self.name
+
+
+def type_or_value(value: Any) -> str:
+    return type(value).__name__ if isinstance(value, optax.GradientTransformation | dict) else repr(value)
+
+
+def public_callables() -> dict[str, Callable[..., Any]]:
+    public = {name: getattr(clipjax, name) for name in clipjax.__all__}
+    return {
+        name: value
+        for name, value in public.items()
+        if callable(value) and not isinstance(value, type | types.ModuleType)
+    }
+
+
+def parameters(name: str) -> dict[str, inspect.Parameter]:
+    return dict(inspect.signature(getattr(clipjax, name)).parameters)
+
+
+def required(name: str) -> list[str]:
+    return [
+        key
+        for key, parameter in parameters(name).items()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+
+
+def returns_transformation(function: Callable[..., Any]) -> bool:
+    returned = str(inspect.signature(function).return_annotation)
+    return "GradientTransformation" in returned or returned.split(".")[-1] == "Projection"
+
+
+def make(name: str, **options: Any) -> Any:
+    """Call a public function with the arguments of the table, except for `options`."""
+    function = getattr(clipjax, name)
+    positional, named = [], {}
+    for key, parameter in parameters(name).items():
+        if key in required(name) or key in options:
+            value = options[key] if key in options else ARGUMENTS[key]
+            if parameter.kind is parameter.POSITIONAL_ONLY:
+                positional.append(value)
+            else:
+                named[key] = value
+    return function(*positional, **named)
+
+
+def is_transformation(name: str) -> bool:
+    """Whether a public callable makes a gradient transformation, by its annotation or by trying."""
+    if returns_transformation(public_callables()[name]):
+        return True
+    if not set(required(name)) <= set(ARGUMENTS):
+        return False
+    try:
+        return isinstance(make(name), optax.GradientTransformation)
+    except (TypeError, ValueError):
+        return False
+
+
+def names() -> list[str]:
+    return [name for name in public_callables() if is_transformation(name)]
+
+
+def cases() -> list[Case]:
+    """Every transformation as it is by default."""
+    return [Case(name) for name in names() if set(required(name)) <= set(ARGUMENTS)]
+
+
+def variants() -> list[Case]:
+    """Every transformation by default and with each of its optional parameters set."""
+    found = cases()
+    for case in cases():
+        for key, values in VARIANTS.items():
+            if key in parameters(case.name) and key not in required(case.name):
+                found += [Case(case.name, {key: value}) for value in values]
+    return found
+
+
+def bound_parameters(name: str) -> list[str]:
+    return [key for key in parameters(name) if key in BOUNDS]
+
+
+def build(case: Case, **options: Any) -> Any:
+    return make(case.name, **{**case.options, **options})
+
+
+def is_projection(tx: Any) -> bool:
+    return isinstance(tx, clipjax.Projection)
+
+
+# --------------------------------------------------------------------------------------------------
+# Trees.
+
+
+def random_tree(seed: int = 0, dtype: Any = np.float32, scale: float = 1.0) -> dict[str, Any]:
+    """A small tree as of a model: kernels, a bias, a scalar."""
+    rng = np.random.default_rng(seed)
+
+    def leaf(*shape: int) -> jax.Array:
+        return jnp.asarray((scale * rng.standard_normal(shape)).astype(dtype))
+
+    return {
+        "dense": {"bias": leaf(3), "kernel": leaf(4, 3)},
+        "scale": leaf(),
+    }
+
+
+def bits(tree: Any) -> Any:
+    """The leaves as bit patterns, so that -0.0 and NaN compare, with all that a leaf's type says."""
+
+    def of(leaf: Any) -> Any:
+        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        array = np.asarray(leaf)
+        return (array.shape, str(array.dtype), array.tobytes())
+
+    return jax.tree.map(of, tree)
+
+
+def same_bits(a: Any, b: Any) -> bool:
+    return bits(a) == bits(b)
+
+
+def within_one_ulp(a: Any, b: Any) -> bool:
+    """Whether two arrays agree to one unit in the last place, entry by entry."""
+    a, b = np.asarray(a), np.asarray(b)
+    return bool(np.all(np.abs(a.astype(np.float64) - b) <= np.spacing(np.maximum(np.abs(a), np.abs(b)))))
+
+
+def avals(tree: Any) -> Any:
+    """Structure, shapes, dtypes and weak types."""
+
+    def of(leaf: Any) -> Any:
+        dtype = getattr(leaf, "dtype", None)
+        if dtype is None:
+            leaf = jnp.asarray(leaf)
+        return (np.shape(leaf), str(leaf.dtype), bool(getattr(leaf, "weak_type", False)))
+
+    return jax.tree.structure(tree), [of(leaf) for leaf in jax.tree.leaves(tree)]
+
+
+def floats(tree: Any) -> list[np.ndarray]:
+    """The real and complex leaves as float64 or complex128 arrays."""
+    found = []
+    for leaf in jax.tree.leaves(tree):
+        if jnp.issubdtype(jnp.asarray(leaf).dtype, jnp.inexact):
+            array = np.asarray(leaf)
+            found.append(array.astype(np.complex128 if np.iscomplexobj(array) else np.float64))
+    return found
+
+
+def flat(tree: Any) -> np.ndarray:
+    parts = [x.ravel() for x in floats(tree)]
+    return np.concatenate(parts) if parts else np.zeros(0)
+
+
+# --------------------------------------------------------------------------------------------------
+# Oracles.
+
+
+def exact_norm(x: Any, axis: Any = None, p: float = 2) -> np.ndarray:
+    """The p-norm along `axis` in extended precision, scaled so that nothing overflows."""
+    array = np.asarray(x)
+    size = np.abs(array.astype(np.complex128 if np.iscomplexobj(array) else np.float64)).astype(np.longdouble)
+    if p == INF:
+        return np.max(size, axis=axis, initial=0)
+    unit = np.max(size, axis=axis, initial=0, keepdims=True)
+    unit = np.where(unit > 0, unit, np.longdouble(1))
+    total = np.sum((size / unit) ** p, axis=axis, keepdims=True)
+    root = np.sqrt(total) if p == 2 else total ** (1 / np.longdouble(p))
+    norm = unit * root
+    return norm.squeeze(axis) if axis is not None else norm.reshape(())
+
+
+def exact_tree_norm(tree: Any, p: float = 2) -> np.ndarray:
+    return exact_norm(flat(tree), None, p)
+
+
+def ulp(x: Any, dtype: Any) -> np.ndarray:
+    """The distance from |x| to the next larger number of `dtype`, in float64."""
+    info = ml_dtypes.finfo(dtype)
+    size = np.maximum(np.abs(np.asarray(x, np.float64)), float(info.smallest_normal))
+    exponent = np.floor(np.log2(size))
+    exponent = np.where(2.0**exponent > size, exponent - 1, exponent)
+    return np.maximum(2.0 ** (exponent - info.nmant), float(info.smallest_subnormal))
+
+
+@functools.cache
+def exact_slack() -> float:
+    """The relative error of the oracles themselves: some roundings of extended precision.
+
+    Where `longdouble` is a plain float64, the oracles are no better than the float64 they judge.
+    """
+    return 64 * float(np.finfo(np.longdouble).eps)

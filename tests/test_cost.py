@@ -1,0 +1,203 @@
+"""What a bound costs, read off the compiled step without a clock: temporaries, and passes over memory.
+
+A pass is one array of the parameters' size read or written by one operation of the optimized program.
+Adam alone takes ten in float32 on XLA's CPU backend; what a bound adds to them is what it costs.
+"""
+
+import functools
+import re
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import clipjax
+
+# Nothing is allocated: the step is only compiled.
+LEAVES, WIDTH = 4, 2048
+
+pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the counts are those of XLA on CPU")
+
+
+class Cost(NamedTuple):
+    temporary: float  # share of the parameters' bytes
+    passes: float  # over float32 arrays of the parameters' size; half of one is a pass in bfloat16
+
+
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\) -> .* \{$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (.+?) ([\w-]+)\((.*)$")
+_ARRAY = re.compile(r"([a-z]+\d+)\[([\d,]*)\]")
+_WIDTHS = {
+    "f64": 8,
+    "s64": 8,
+    "u64": 8,
+    "f32": 4,
+    "s32": 4,
+    "u32": 4,
+    "bf16": 2,
+    "f16": 2,
+    "s16": 2,
+    "u16": 2,
+    "s8": 1,
+    "u8": 1,
+}
+_CALLED = re.compile(r"(?:to_apply|body|condition)=%?([\w.-]+)")
+# What moves no data.
+_FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast"}
+
+
+class Operation(NamedTuple):
+    name: str
+    type: str
+    opcode: str
+    rest: str
+
+
+def computations(text: str) -> tuple[str, dict[str, list[Operation]]]:
+    entry, name, found = "", "", {}
+    for line in text.splitlines():
+        if match := _COMPUTATION.match(line):
+            name = match[2]
+            entry = name if match[1] else entry
+            found[name] = []
+        elif match := _INSTRUCTION.match(line):
+            found[name].append(Operation(*match.groups()))
+    return entry, found
+
+
+def branches(rest: str) -> list[str]:
+    """The computations of which a conditional runs one."""
+    if listed := re.search(r"branch_computations=\{([^}]*)\}", rest):
+        return re.findall(r"[\w.-]+", listed[1])
+    return re.findall(r"(?:true|false)_computation=%?([\w.-]+)", rest)
+
+
+def large_bytes(kind: str, at_least: int) -> int:
+    """The bytes of the arrays in a type that are as large as a leaf; bool, `pred`, counts as nothing."""
+    arrays = [(width, [int(n) for n in dims.split(",") if n]) for width, dims in _ARRAY.findall(kind)]
+    return sum(
+        _WIDTHS.get(width, 4) * int(np.prod(dims)) for width, dims in arrays if np.prod(dims) >= at_least
+    )
+
+
+def traffic(text: str, at_least: int) -> int:
+    """The bytes of all leaf-sized arrays that the operations of a program read and write.
+
+    Of the branches of a conditional, the one that moves most. A loop that streams over an array in slices
+    is one pass: its body names the array once.
+    """
+    entry, found = computations(text)
+
+    def walk(name: str) -> int:
+        types = {operation.name: operation.type for operation in found[name]}
+        total = 0
+        for operation in found[name]:
+            if operation.opcode in ("while", "call"):
+                total += sum(walk(called) for called in _CALLED.findall(operation.rest))
+            elif operation.opcode == "conditional":
+                total += max(walk(branch) for branch in branches(operation.rest))
+            elif operation.opcode not in _FREE:
+                operands = re.findall(r"%([\w.-]+)", operation.rest.split("), ")[0])
+                total += large_bytes(operation.type, at_least)
+                total += sum(large_bytes(types.get(operand, ""), at_least) for operand in operands)
+        return total
+
+    return walk(entry)
+
+
+def cost(tx, project=lambda params: params, dtype=jnp.float32) -> Cost:
+    shapes = {f"kernel_{i}": (WIDTH, WIDTH) for i in range(LEAVES)}
+    params = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
+    wide = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    state = jax.eval_shape(tx.init, wide)
+
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return project(optax.apply_updates(params, updates)), state
+
+    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, params).compile()
+    nbytes = LEAVES * WIDTH * WIDTH * jnp.dtype(dtype).itemsize
+    temporary = compiled.memory_analysis().temp_size_in_bytes / nbytes
+    return Cost(temporary, traffic(compiled.as_text(), WIDTH * WIDTH) / (4 * LEAVES * WIDTH * WIDTH))
+
+
+def adam():
+    return optax.adam(1e-3, mu_dtype=jnp.float32)
+
+
+def chain(*links):
+    return optax.chain(*links), lambda params: params
+
+
+STEPS = {
+    "global_norm": chain(clipjax.clip_by_global_norm(1.0), adam()),
+    "value": chain(clipjax.clip_by_value(1.0), adam()),
+    "rms": chain(clipjax.clip_by_rms(1.0), adam()),
+    "norm": chain(clipjax.clip_by_norm(1.0), adam()),
+    "max_norm": (adam(), clipjax.max_norm(1.0)),
+    "clip_max_norm": (optax.chain(clipjax.clip_by_global_norm(1.0), adam()), clipjax.max_norm(1.0)),
+    "link": chain(adam(), clipjax.max_norm(1.0)),
+    "bounded": chain(
+        clipjax.bounded(
+            adam(),
+            clip=clipjax.clip_by_global_norm(1.0),
+            project=clipjax.max_norm(1.0),
+            nonfinite="skip",
+        )
+    ),
+}
+
+# The most that each may cost: temporaries, and passes added to Adam's. What must be, in float32:
+# - a clip by a norm reads the gradients once more, for the norm; the rescaling is part of Adam's own
+#   passes. Its temporaries are the partial sums that keep a float64 sum at the speed of memory.
+# - a clip by value reads them once more for its metrics.
+# - a projection by a direct call reads the new weights for their norms, and reads and writes them.
+# - a link must return an update: the new weights, and Adam's update, exist next to the old ones.
+# - skipping reads the gradients first for non-finite entries, and chooses between two branches,
+#   whose results XLA copies where a link's temporaries already are.
+# In bfloat16 XLA on CPU computes in float32 and keeps what several operations share in float32: two
+# parameters' worth of temporaries, which Optax' own clips cost, too. An added pass is half as large.
+F32 = {
+    "global_norm": (0.07, 1),
+    "value": (0.01, 1),
+    "rms": (0.07, 1),
+    "norm": (0.07, 1),
+    "max_norm": (0.07, 3),
+    "clip_max_norm": (0.07, 4),
+    "link": (2.1, 7),
+    "bounded": (2.3, 12),
+}
+BF16 = {
+    "global_norm": (2.1, 3.5),
+    "value": (3.1, 3.5),
+    "rms": (2.1, 3.5),
+    "norm": (2.1, 3.5),
+    "max_norm": (2.1, 3.5),
+    "clip_max_norm": (2.1, 7),
+    "link": (5.1, 7),
+    "bounded": (5.1, 17.5),
+}
+
+
+@functools.cache
+def adam_alone(dtype):
+    return cost(adam(), dtype=dtype)
+
+
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize(("dtype", "limits"), [("float32", F32), ("bfloat16", BF16)], ids=["f32", "bf16"])
+def test_a_step_costs_no_more_than_it_did(name, dtype, limits):
+    measured = cost(*STEPS[name], dtype=dtype)
+    temporary, passes = limits[name]
+    assert measured.temporary <= temporary
+    assert measured.passes - adam_alone(dtype).passes <= passes
+
+
+def test_the_count_of_passes_counts():
+    # 40 bytes per parameter in float32: three fusions, each of which reads what it needs.
+    assert adam_alone("float32").passes == 10
+    # Optax' clip divides, and XLA keeps the quotients: a temporary, written and read by two.
+    assert cost(optax.chain(optax.clip_by_global_norm(1.0), adam())).passes > 12

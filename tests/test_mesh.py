@@ -1,0 +1,344 @@
+"""One device or many, the same numbers: sharded `jit`, `shard_map` and `pmap` on eight CPU devices.
+
+The devices must be asked for before JAX starts, so the checks run in one process of their own: this
+file, as a script. Each check prints its name when it has passed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CHECKS = (
+    "sharded_jit",
+    "shard_map_tree_and_leaves",
+    "shard_map_units",
+    "shard_map_units_need_specs",
+    "shard_map_nonfinite",
+    "shard_map_gradients",
+    "unchecked_shard_map",
+    "pmap",
+    "one_all_reduce",
+    "two_mesh_axes",
+)
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, str]:
+    """What each check printed."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+    done = subprocess.run(
+        [sys.executable, "-W", "error::FutureWarning", __file__],
+        env={**os.environ, "XLA_FLAGS": flags.strip(), "JAX_PLATFORMS": "cpu"},
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    parts = re.split(r"^== (\w+)\n", done.stdout, flags=re.MULTILINE)
+    found = dict(zip(parts[1::2], parts[2::2], strict=True))
+    assert found, f"the script failed:\n{done.stdout}\n{done.stderr}"
+    return found
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_on_eight_devices(results: dict[str, str], check: str) -> None:
+    assert results.get(check, "did not run").strip() == "passed", results.get(check)
+
+
+def test_all_checks_are_listed() -> None:
+    assert {f"check_{name}" for name in CHECKS} == {k for k in globals() if k.startswith("check_")}
+
+
+# --------------------------------------------------------------------------------------------------
+# The script.
+
+
+def tree() -> dict[str, Any]:
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    return {
+        "kernel": rng.standard_normal((16, 8)).astype(np.float32),
+        "columns": rng.standard_normal((4, 8)).astype(np.float32),
+        "rows": rng.standard_normal((8, 4)).astype(np.float32),
+        "replicated": rng.standard_normal((4, 3)).astype(np.float32),
+        "half": rng.standard_normal((8, 2)).astype(np.float16),
+    }
+
+
+def specs() -> dict[str, Any]:
+    from jax.sharding import PartitionSpec
+
+    return {
+        "kernel": PartitionSpec("d"),
+        "columns": PartitionSpec(None, "d"),
+        "rows": PartitionSpec("d", None),
+        "replicated": PartitionSpec(),
+        "half": PartitionSpec("d"),
+    }
+
+
+def mesh(*shape: int, names: tuple[str, ...] = ("d",)) -> Any:
+    import jax
+
+    return jax.make_mesh(shape or (8,), names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))
+
+
+def members(axes_too: bool = True) -> dict[str, Any]:
+    """Transformations by name, each of (specs, axis_name); those of units if `axes_too`."""
+    import clipjax
+
+    found: dict[str, Any] = {
+        "global": lambda s, a: clipjax.clip_by_global_norm(1.0, axis_name=a),
+        "global p=3": lambda s, a: clipjax.clip_by_global_norm(1.0, ord=3, axis_name=a),
+        "global inf": lambda s, a: clipjax.clip_by_global_norm(0.5, ord=float("inf"), axis_name=a),
+        "leaves": lambda s, a: clipjax.clip_by_norm(1.0, axis_name=a),
+        "rms": lambda s, a: clipjax.clip_by_rms(0.5, axis_name=a),
+        "value": lambda s, a: clipjax.clip_by_value(0.5, axis_name=a),
+    }
+    if axes_too:
+        found |= {
+            "units": lambda s, a: clipjax.clip_by_norm(0.5, axes=0, specs=s, axis_name=a),
+            "units 1": lambda s, a: clipjax.clip_by_norm(0.5, axes=1, specs=s, axis_name=a),
+            "units rms": lambda s, a: clipjax.clip_by_rms(0.25, axes=0, specs=s, axis_name=a),
+            "max_norm": lambda s, a: clipjax.max_norm(0.5, specs=s, axis_name=a),
+        }
+    return found
+
+
+def one_device(tx: Any, grads: Any) -> Any:
+    import clipjax
+
+    updates, state = tx.update(grads, tx.init(grads), grads)
+    return updates, clipjax.metrics(state)
+
+
+def same(got: Any, expected: Any, what: str) -> None:
+    import jax
+    import numpy as np
+
+    got_leaves, leaves = jax.tree.leaves(got), jax.tree.leaves(expected)
+    assert len(got_leaves) == len(leaves), what
+    for a, b in zip(got_leaves, leaves, strict=True):
+        assert a.dtype == b.dtype, f"{what}: {a.dtype} instead of {b.dtype}"
+        # Sums in another order may round one entry of 16 bits to its neighbour.
+        tolerance = 1e-3 if b.dtype == np.float16 else 1e-6
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance / 10, err_msg=what)
+
+
+def held(updates: Any, grads: Any, name: str) -> None:
+    """The bound, measured in float64 after all devices' parts are put together."""
+    import jax
+    import numpy as np
+    from helpers import exact_norm, exact_tree_norm
+
+    updates = jax.tree.map(np.asarray, updates)
+    if name == "global":
+        assert exact_tree_norm(updates) <= 1
+    if name == "leaves":
+        assert all(exact_norm(x) <= 1 for x in updates.values())
+    if name in ("units", "units 1"):
+        axis = 1 if name == "units 1" else 0
+        assert all((exact_norm(x, axis) <= 0.5).all() for x in updates.values())
+    if name == "max_norm":
+        after = {k: (grads[k] + u).astype(grads[k].dtype) for k, u in updates.items()}
+        assert all((exact_norm(x, 0) <= 0.5).all() for x in after.values())
+
+
+def mapped(tx: Any, m: Any, in_specs: Any, **options: Any) -> Any:
+    import jax
+    from jax.sharding import PartitionSpec
+
+    import clipjax
+
+    def local(grads: Any) -> Any:
+        updates, state = tx.update(grads, tx.init(grads), grads)
+        return updates, clipjax.metrics(state)
+
+    return jax.jit(
+        jax.shard_map(local, mesh=m, in_specs=(in_specs,), out_specs=(in_specs, PartitionSpec()), **options)
+    )
+
+
+def check_sharded_jit() -> None:
+    import jax
+    from jax.sharding import NamedSharding
+
+    m, grads = mesh(), tree()
+    shardings = {key: NamedSharding(m, spec) for key, spec in specs().items()}
+    placed = jax.device_put(grads, shardings)
+    for name, build in members().items():
+        tx = build(None, None)
+        updates, seen = jax.jit(lambda g, tx=tx: one_device(tx, g))(placed)
+        expected = one_device(tx, grads)
+        same((updates, seen), expected, name)
+        held(updates, grads, name)
+        for key, leaf in updates.items():
+            assert leaf.sharding.is_equivalent_to(shardings[key], leaf.ndim), f"{name}: {key} {leaf.sharding}"
+
+
+def check_shard_map_tree_and_leaves() -> None:
+    grads = tree()
+    for name, build in members(axes_too=False).items():
+        tx = build(None, None)
+        got = mapped(tx, mesh(), specs())(grads)
+        same(got, one_device(tx, grads), name)
+        held(got[0], grads, name)
+
+
+def check_shard_map_units() -> None:
+    grads = tree()
+    for name in ("units", "units 1", "units rms", "max_norm"):
+        build = members()[name]
+        got = mapped(build(specs(), None), mesh(), specs())(grads)
+        same(got, one_device(build(None, None), grads), name)
+        held(got[0], grads, name)
+
+
+def check_shard_map_units_need_specs() -> None:
+    for name in ("units", "units 1", "units rms", "max_norm"):
+        with pytest.raises(ValueError, match="specs"):
+            mapped(members()[name](None, None), mesh(), specs())(tree())
+    # A leaf that does not vary needs none.
+    import jax
+    from jax.sharding import PartitionSpec
+
+    grads = tree()
+    whole = jax.tree.map(lambda _: PartitionSpec(), grads)
+    tx = members()["units"](None, None)
+    same(mapped(tx, mesh(), whole)(grads), one_device(tx, grads), "replicated")
+
+
+def check_shard_map_nonfinite() -> None:
+    import numpy as np
+    import optax
+
+    import clipjax
+
+    grads = tree()
+    grads["rows"][0, 0] = np.nan  # on one device only
+    tx = clipjax.skip_nonfinite(optax.sgd(1.0))
+    updates, seen = mapped(tx, mesh(), specs())(grads)
+    assert all((np.asarray(x) == 0).all() for x in updates.values()), "some devices took the step"
+    assert seen["skip_nonfinite/skipped"] == 1
+    updates, seen = mapped(clipjax.clip_by_global_norm(1.0), mesh(), specs())(grads)
+    assert all(np.isnan(np.asarray(x)).all() for x in updates.values())
+    assert seen["clip_by_global_norm/nonfinite_count"] == 1
+    updates, seen = mapped(clipjax.zero_nonfinite(), mesh(), specs())(grads)
+    assert seen["zero_nonfinite/nonfinite_count"] == 1
+    assert updates["rows"][0, 0] == 0
+
+
+def check_shard_map_gradients() -> None:
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import PartitionSpec
+
+    import clipjax
+
+    grads = tree()
+    tx = clipjax.clip_by_global_norm(1.0)
+
+    def loss(grads: Any) -> Any:
+        updates = tx.update(grads, tx.init(grads))[0]
+        return {k: jnp.sin(u) for k, u in updates.items()}
+
+    total = lambda f: lambda g: sum(jnp.sum(x.astype(jnp.float32)) for x in f(g).values())  # noqa: E731
+    sharded = jax.shard_map(loss, mesh=mesh(), in_specs=(specs(),), out_specs=specs())
+    assert PartitionSpec() == specs()["replicated"]
+    got = jax.jit(jax.grad(total(sharded)))(grads)
+    same(got, jax.jit(jax.grad(total(loss)))(grads), "gradient")
+
+
+def check_unchecked_shard_map() -> None:
+    import jax
+    from jax.sharding import PartitionSpec
+
+    grads = {key: value for key, value in tree().items() if key != "replicated"}
+    rows = jax.tree.map(lambda _: PartitionSpec("d"), grads)
+    grads["columns"] = grads["columns"].repeat(2, axis=0)
+    for name, build in members().items():
+        if name == "units 1":
+            continue  # its units are whole on each device: axis_name would be wrong
+        got = mapped(build(None, "d"), mesh(), rows, check_vma=False)(grads)
+        same(got, one_device(build(None, None), grads), name)
+        held(got[0], grads, name)
+
+
+def check_pmap() -> None:
+    import warnings
+
+    import jax
+    import numpy as np
+
+    grads = {key: value for key, value in tree().items() if key != "replicated"}
+    grads["columns"] = grads["columns"].repeat(2, axis=0)
+    split = jax.tree.map(lambda x: x.reshape(8, -1, x.shape[-1]), grads)
+    for name, build in members().items():
+        if name == "units 1":
+            continue
+        tx = build(None, "d")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of pmap itself
+            updates, seen = jax.pmap(lambda g, tx=tx: one_device(tx, g), axis_name="d")(split)
+        updates = jax.tree.map(lambda u, g: np.asarray(u).reshape(g.shape), updates, grads)
+        for key, value in seen.items():
+            assert (np.asarray(value) == np.asarray(value)[0]).all(), f"{name}: {key} differs"
+        seen = jax.tree.map(lambda x: np.asarray(x)[0], seen)
+        same((updates, seen), one_device(build(None, None), grads), name)
+        held(updates, grads, name)
+
+
+def check_one_all_reduce() -> None:
+    import clipjax
+
+    def collectives(tx: Any) -> dict[str, int]:
+        text = mapped(tx, mesh(), specs()).lower(tree()).compile().as_text()
+        kinds = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
+        return {kind: len(re.findall(rf" {kind}(?:-start)?\(", text)) for kind in kinds}
+
+    found = collectives(clipjax.clip_by_global_norm(1.0))
+    assert found == {
+        "all-reduce": 1,
+        "all-gather": 0,
+        "all-to-all": 0,
+        "collective-permute": 0,
+        "reduce-scatter": 0,
+    }, found
+
+
+def check_two_mesh_axes() -> None:
+    from jax.sharding import PartitionSpec as P
+
+    grads = tree()
+    names = {
+        "kernel": P("x", "y"),
+        "columns": P(None, ("x", "y")),
+        "rows": P("y"),
+        "replicated": P(),
+        "half": P(("x", "y")),
+    }
+    two = mesh(2, 4, names=("x", "y"))
+    for name, build in members().items():
+        got = mapped(build(names, None), two, names)(grads)
+        same(got, one_device(build(None, None), grads), name)
+        held(got[0], grads, name)
+
+
+if __name__ == "__main__":
+    for check in CHECKS:
+        print(f"== {check}", flush=True)
+        try:
+            globals()[f"check_{check}"]()
+            print("passed", flush=True)
+        except Exception:
+            print(traceback.format_exc(), flush=True)
