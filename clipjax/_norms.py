@@ -143,7 +143,13 @@ def _over_devices(norm: jax.Array, ord: Any, names: Names, scaled: bool) -> jax.
 
 
 def _largest(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    if _is_narrow(x):  # on a CPU, the absolute values of 16-bit entries would be written out first
+        x = wide(x)
     return wide(jnp.max(jnp.abs(x), axis=axes, keepdims=True, initial=0))
+
+
+def _is_narrow(x: jax.Array) -> bool:
+    return x.dtype.itemsize < 4
 
 
 def _nonzero(x: jax.Array) -> jax.Array:
@@ -229,8 +235,9 @@ def _sum_of_powers(x: jax.Array, axes: tuple[int, ...], p: float) -> jax.Array:
     """Sum |x|**p along `axes`, keeping them as 1."""
     one_cpu = jax.default_backend() == "cpu" and jax.local_device_count() == 1
     axis = max(axes, key=lambda a: x.shape[a], default=0)
-    narrow = x.dtype.itemsize < 4  # sliced, it would be widened as a whole first
-    if not (one_cpu and axes and not narrow and x.size >= _SLICED_FROM and x.shape[axis] >= 2 * _SLICES):
+    long_enough = x.size >= _SLICED_FROM and x.shape[axis] >= 2 * _SLICES
+    # What is narrow would be widened as a whole before it is sliced.
+    if not (one_cpu and axes and long_enough and not _is_narrow(x)):
         return jnp.sum(_powers(x, p), axis=axes, keepdims=True)
 
     # XLA's CPU reduction adds float64 at a third of the speed of memory; an elementwise sum of
