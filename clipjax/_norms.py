@@ -26,6 +26,8 @@ from clipjax._mesh import Names, pmax
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
+Arrays = Sequence[jax.Array]
+
 # |x|**p fits a float64 for every float32 x, subnormals included, up to this power.
 _LARGEST_PLAIN_POWER = 6
 
@@ -88,22 +90,8 @@ def norm_of(x: Any, axes: Reduced, ord: Any, names: Names = ()) -> jax.Array:  #
       names: mesh axes over which a norm's entries are spread, too.
     """
     x = strong(x)
-    reduced = tuple(range(x.ndim)) if axes is None else axes
-    if isinstance(ord, jax.core.Tracer):
-        norm = _traced_norm(x, reduced, lax.convert_element_type(ord, np.float64))
-    else:
-        norm = _norm(x, reduced, ord)
-    if axes is None:
-        norm = norm.reshape(())
+    norm = _norm_for(ord)((x,), axes, ord)
     return _over_devices(norm, ord, names, _needs_scaling(x.dtype, ord)) if names else norm
-
-
-@in_float64
-def norm_of_norms(norms: Sequence[jax.Array], ord: Any) -> jax.Array:  # noqa: A002
-    """The norm of a whole from the norms of its parts, all float64 scalars."""
-    if len(norms) == 1:
-        return norms[0]
-    return norm_of(jnp.stack(norms) if norms else jnp.zeros(0, np.float64), None, ord)
 
 
 @in_float64
@@ -115,13 +103,15 @@ def tree_norm(tree: Any, ord: Any, names_of: Callable[[Any], Names]) -> jax.Arra
     groups: dict[Names, list[jax.Array]] = {}
     leaves = [leaf for leaf in jax.tree.leaves(tree) if is_measured(leaf)]
     for leaf in leaves:
-        groups.setdefault(names_of(leaf), []).append(norm_of(leaf, None, ord))
+        groups.setdefault(names_of(leaf), []).append(strong(leaf))
     scaled = _needs_scaling(norm_dtype(leaves), ord)
     parts = []
-    for names, norms in groups.items():
-        norm = norm_of_norms(norms, ord)
+    for names, group in groups.items():
+        norm = _norm_for(ord)(tuple(group), None, ord)
         parts.append(_over_devices(norm, ord, names, scaled) if names else norm)
-    return norm_of_norms(parts, ord)
+    if len(parts) == 1:
+        return parts[0]
+    return norm_of(jnp.stack(parts) if parts else jnp.zeros(0, np.float64), None, ord)
 
 
 def _needs_scaling(dtype: Any, p: Any) -> bool:
@@ -142,10 +132,22 @@ def _over_devices(norm: jax.Array, ord: Any, names: Names, scaled: bool) -> jax.
     return _root_of_sum(norm, lax.convert_element_type(ord, np.float64), names, scaled)
 
 
-def _largest(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    if _is_narrow(x):  # on a CPU, the absolute values of 16-bit entries would be written out first
-        x = wide(x)
-    return wide(jnp.max(jnp.abs(x), axis=axes, keepdims=True, initial=0))
+def _largest(xs: Arrays, axes: Reduced) -> jax.Array:
+    """The largest |x|, in float64."""
+
+    def of(x: jax.Array) -> jax.Array:
+        if _is_narrow(x):  # on a CPU, the absolute values of 16-bit entries would be written out first
+            x = wide(x)
+        largest = jnp.max(jnp.abs(x), axis=axes, keepdims=axes is not None, initial=0)
+        return lax.convert_element_type(largest, norm_dtype(xs))
+
+    return wide(jnp.max(jnp.stack([of(x) for x in xs]), axis=0))
+
+
+def _sum(xs: Arrays, axes: Reduced, of: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """Sum a function of the entries along `axes`, and over the arrays."""
+    sums = [jnp.sum(of(x), axis=axes, keepdims=axes is not None) for x in xs]
+    return jnp.sum(jnp.stack(sums), axis=0) if len(sums) > 1 else sums[0]
 
 
 def _is_narrow(x: jax.Array) -> bool:
@@ -157,29 +159,35 @@ def _nonzero(x: jax.Array) -> jax.Array:
     return jnp.where((x > 0) & (x < jnp.inf), x, 1.0)
 
 
+def _norm_for(ord: Any) -> Callable[[Arrays, Reduced, Any], jax.Array]:  # noqa: A002
+    return _traced_norm if isinstance(ord, jax.core.Tracer) else _norm
+
+
+# The norm of several arrays together, or of the units of one.
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 @in_float64
-def _norm(x: jax.Array, axes: tuple[int, ...], p: float) -> jax.Array:
+def _norm(xs: Arrays, axes: Reduced, p: float) -> jax.Array:
     if p == math.inf:
-        return _largest(x, axes)
-    if not _needs_scaling(x.dtype, p):
-        return _root(_sum_of_powers(x, axes, p), p)
-    unit = _nonzero(_largest(x, axes))
-    return unit * _root(jnp.sum(_power(jnp.abs(wide(x)) / unit, p), axis=axes, keepdims=True), p)
+        return _largest(xs, axes)
+    if not any(_needs_scaling(x.dtype, p) for x in xs):
+        sums = [_sum_of_powers(x, axes, p) for x in xs]
+        return _root(jnp.sum(jnp.stack(sums), axis=0) if len(sums) > 1 else sums[0], p)
+    unit = _nonzero(_largest(xs, axes))
+    return unit * _root(_sum(xs, axes, lambda x: _power(jnp.abs(wide(x)) / unit, p)), p)
 
 
 @_norm.defjvp
 @in_float64
-def _norm_jvp(axes: tuple[int, ...], p: float, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    (x,), (dx,) = primals, tangents
-    norm = _norm(x, axes, p)
-    size, slope = _size_and_slope(x, dx)
+def _norm_jvp(axes: Reduced, p: float, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    (xs,), (dxs,) = primals, tangents
+    norm = _norm(xs, axes, p)
+    pairs = [_size_and_slope(x, dx) for x, dx in zip(xs, dxs, strict=True)]
     if p == math.inf:  # entries that tie for the largest share the derivative
-        share = wide(size == norm)
-        weight = share / jnp.maximum(jnp.sum(share, axis=axes, keepdims=True), 1.0)
+        ties = jnp.maximum(_sum([size for size, _ in pairs], axes, lambda size: wide(size == norm)), 1.0)
+        slopes = [wide(size == norm) / ties * slope for size, slope in pairs]
     else:
-        weight = (size / _nonzero(norm)) ** (p - 1)
-    return norm, jnp.sum(weight * slope, axis=axes, keepdims=True)
+        slopes = [(size / _nonzero(norm)) ** (p - 1) * slope for size, slope in pairs]
+    return norm, _sum(slopes, axes, wide)
 
 
 def _size_and_slope(x: jax.Array, dx: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -192,13 +200,18 @@ def _size_and_slope(x: jax.Array, dx: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.where((re == 0) & (im == 0), 0.0, size), (re * dre + im * dim) / size
 
 
-def _traced_norm(x: jax.Array, axes: tuple[int, ...], p: jax.Array) -> jax.Array:
+@in_float64
+def _traced_norm(xs: Arrays, axes: Reduced, p: jax.Array) -> jax.Array:
     """The norm for a p that only the running program knows: scaled, so that p = inf is right too."""
-    unit = lax.stop_gradient(_nonzero(_largest(x, axes)))
-    ratio = jnp.abs(wide(x)) / unit
-    powers = jnp.where(ratio > 0, jnp.where(ratio > 0, ratio, 1.0) ** p, 0.0)
-    total = jnp.sum(powers, axis=axes, keepdims=True)
-    return unit * jnp.where(total > 0, jnp.where(total > 0, total, 1.0) ** (1 / p), total)
+    p = lax.convert_element_type(p, np.float64)
+    unit = lax.stop_gradient(_nonzero(_largest(xs, axes)))
+
+    def powers(x: jax.Array) -> jax.Array:
+        ratio = jnp.abs(wide(x)) / unit
+        return jnp.where(ratio == 0, 0.0, jnp.where(ratio == 0, 1.0, ratio) ** p)
+
+    total = _sum(xs, axes, powers)
+    return unit * jnp.where(total == 0, 0.0, jnp.where(total == 0, 1.0, total) ** (1 / p))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
@@ -231,14 +244,19 @@ def _powers(x: jax.Array, p: float) -> jax.Array:
     return wide(x) * wide(x) if p == 2 else _power(jnp.abs(wide(x)), p)
 
 
-def _sum_of_powers(x: jax.Array, axes: tuple[int, ...], p: float) -> jax.Array:
-    """Sum |x|**p along `axes`, keeping them as 1."""
+def _sum_of_powers(x: jax.Array, axes: Reduced, p: float) -> jax.Array:
+    """Sum |x|**p along `axes`, kept as 1; over all of x if they are None."""
+
+    def total(powers: jax.Array) -> jax.Array:
+        return jnp.sum(powers, axis=axes, keepdims=axes is not None)
+
     one_cpu = jax.default_backend() == "cpu" and jax.local_device_count() == 1
-    axis = max(axes, key=lambda a: x.shape[a], default=0)
-    long_enough = x.size >= _SLICED_FROM and x.shape[axis] >= 2 * _SLICES
+    reduced = range(x.ndim) if axes is None else axes
+    axis = max(reduced, key=lambda a: x.shape[a], default=0)
+    long_enough = x.size >= _SLICED_FROM and axis in reduced and x.shape[axis] >= 2 * _SLICES
     # What is narrow would be widened as a whole before it is sliced.
-    if not (one_cpu and axes and long_enough and not _is_narrow(x)):
-        return jnp.sum(_powers(x, p), axis=axes, keepdims=True)
+    if not (one_cpu and long_enough and not _is_narrow(x)):
+        return total(_powers(x, p))
 
     # XLA's CPU reduction adds float64 at a third of the speed of memory; an elementwise sum of
     # slices runs at memory's speed, and leaves one entry in 32 to the reduction. The rounding, which
@@ -247,7 +265,7 @@ def _sum_of_powers(x: jax.Array, axes: tuple[int, ...], p: float) -> jax.Array:
     slices = [lax.slice_in_dim(x, i * width, (i + 1) * width, axis=axis) for i in range(_SLICES)]
     partial = lax.reduce_precision(_pairwise_sum([_powers(s, p) for s in slices]), 11, 52)
     rest = lax.slice_in_dim(x, _SLICES * width, x.shape[axis], axis=axis)
-    return jnp.sum(partial, axis=axes, keepdims=True) + jnp.sum(_powers(rest, p), axis=axes, keepdims=True)
+    return total(partial) + total(_powers(rest, p))
 
 
 def _pairwise_sum(terms: list[jax.Array]) -> jax.Array:

@@ -5,6 +5,7 @@ Each function returns the bounded tree and a :class:`Report` of what it did.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
@@ -86,36 +87,28 @@ def _clip_units(
     specs: Any,
     axis_name: AxisName,
 ) -> tuple[Any, Report]:
-    units = units_of(tree, axes, specs, axis_name)
-    norms = [norm_of(unit.leaf, unit.reduced, ord, unit.names) for unit in units]
-    bounds = [jnp.broadcast_to(bound_of(unit), n.shape) for unit, n in zip(units, norms, strict=True)]
     treedef: Any
     leaves, treedef = jax.tree.flatten(tree)
+    wholes: list[tuple[jax.Array, jax.Array]] = []  # norms and bounds of whole leaves
     reports = []
-    for members in _alike(norms):
-        # What hundreds of scalars cost is to compile and to launch each alone.
-        norm, bound = (_side_by_side([of[i] for i in members]) for of in (norms, bounds))
-        how = shrink_to(norm, bound, alone=len(members) > 1)
-        for place, i in enumerate(members):
-            own = Shrink(how.power[place], how.factor[place]) if len(members) > 1 else how
-            leaves[units[i].position] = rescale(units[i].leaf, own)
-        norm, how = lax.stop_gradient((norm, how))
-        reports.append(
-            (jnp.max(norm, initial=0), jnp.min(scale_of(how), initial=1), ~jnp.all(how.factor < 0))
-        )
+    for unit in units_of(tree, axes, specs, axis_name):
+        norm = norm_of(unit.leaf, unit.reduced, ord, unit.names)
+        bound = jnp.broadcast_to(bound_of(unit), norm.shape)
+        how = shrink_to(norm, bound)
+        leaves[unit.position] = rescale(unit.leaf, how)
+        if norm.ndim == 0 and not varying(norm):
+            wholes.append((norm, bound))
+        else:
+            reports.append(_report(norm, how))
+    if wholes:  # side by side: hundreds of scalars take long to compile one by one
+        norms, bounds = (jnp.stack(column) for column in zip(*wholes, strict=True))
+        reports.append(_report(norms, shrink_to(norms, bounds, alone=True)))
     return treedef.unflatten(leaves), _summary(reports)
 
 
-def _alike(values: list[jax.Array]) -> list[list[int]]:
-    """Which values can be treated side by side: scalars that vary over the same mesh axes."""
-    groups: dict[Any, list[int]] = {}
-    for i, value in enumerate(values):
-        groups.setdefault(varying(value) if value.ndim == 0 else i, []).append(i)
-    return list(groups.values())
-
-
-def _side_by_side(values: list[jax.Array]) -> jax.Array:
-    return jnp.stack(values) if len(values) > 1 else values[0]
+def _report(norm: jax.Array, how: Shrink) -> Report:
+    norm, how = lax.stop_gradient((norm, how))
+    return Report(jnp.max(norm, initial=0), jnp.min(scale_of(how), initial=1), ~jnp.all(how.factor < 0))
 
 
 def units_of(tree: Any, axes: Axes, specs: Any = None, axis_name: AxisName = None) -> list[Unit]:
@@ -157,30 +150,35 @@ def _clip_entries(
                 f"a complex leaf, of dtype {leaf.dtype}, has no order to clip between low and high"
             )
 
+    limits = functools.cache(lambda dtype: limits_in(floor, high, dtype))
+
     def clip(leaf: Any) -> Any:
         if not is_measured(leaf):
             return leaf
         if low is None and jnp.iscomplexobj(leaf):  # an entry is a unit of its own
             return rescale(leaf, shrink_to(norm_of(leaf, (), 2.0), high))
-        return weakly_typed_as(leaf, jnp.clip(strong(leaf), *limits_in(floor, high, leaf.dtype)))
+        return weakly_typed_as(leaf, jnp.clip(strong(leaf), *limits(leaf.dtype)))
 
-    tops, bottoms = [], []
-    for leaf in filter(is_measured, jax.tree.leaves(tree)):
-        names = names_of_leaf(leaf, axis_name)
-        top = norm_of(leaf, None, math.inf, names) if low is None else _extreme(leaf, jnp.max, pmax, names)
-        tops.append(top)
-        bottoms.append(-top if low is None else _extreme(leaf, jnp.min, pmin, names))
-    reports = []
-    for members in _alike(tops):
-        top, bottom = (
-            f(lax.stop_gradient(_side_by_side([of[i] for i in members])))
-            for f, of in ((jnp.max, tops), (jnp.min, bottoms))
-        )
-        before = jnp.maximum(top, -bottom)
-        after = jnp.maximum(*(jnp.max(jnp.abs(jnp.clip(x, floor, high)), initial=0) for x in (top, bottom)))
-        scale = jnp.where(before > 0, after / jnp.where(before > 0, before, 1.0), 1.0)
-        reports.append((before, scale, jnp.any((top > high) | (bottom < floor))))
-    return jax.tree.map(clip, tree), _summary(reports)
+    clipped = jax.tree.map(clip, tree)
+    top, bottom = lax.stop_gradient(_extremes(tree, axis_name, symmetric=low is None))
+    before = jnp.maximum(top, -bottom)
+    after = jnp.maximum(*(jnp.max(jnp.abs(jnp.clip(x, floor, high)), initial=0) for x in (top, bottom)))
+    scale = jnp.where(before > 0, after / jnp.where(before > 0, before, 1.0), 1.0)
+    return clipped, _summary([Report(before, scale, jnp.any((top > high) | (bottom < floor)))])
+
+
+def _extremes(tree: Any, axis_name: AxisName, *, symmetric: bool) -> tuple[jax.Array, jax.Array]:
+    """The largest and the smallest entry, and 0 if that is beyond them; in one pass if symmetric."""
+    if symmetric:
+        top = tree_norm(tree, math.inf, lambda leaf: names_of_leaf(leaf, axis_name))
+        return top, -top
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if is_measured(leaf)]
+
+    def over_all(find: Any, over_devices: Any) -> jax.Array:
+        found = [_extreme(leaf, find, over_devices, names_of_leaf(leaf, axis_name)) for leaf in leaves]
+        return find(jnp.stack(found)) if found else jnp.zeros(())
+
+    return over_all(jnp.max, pmax), over_all(jnp.min, pmin)
 
 
 def _extreme(leaf: jax.Array, find: Any, over_devices: Any, names: Names) -> jax.Array:
@@ -189,18 +187,15 @@ def _extreme(leaf: jax.Array, find: Any, over_devices: Any, names: Names) -> jax
     return over_devices(extreme, names) if names else extreme
 
 
-def _summary(reports: list[tuple[jax.Array, jax.Array, jax.Array]]) -> Report:
+def _summary(reports: list[Report]) -> Report:
     """One report for all leaves and, inside shard_map, for all devices."""
     if not reports:
         return Report(jnp.zeros(()), jnp.ones(()), jnp.zeros((), bool))
 
     def over_all(values: tuple[jax.Array, ...], over: Any, over_devices: Any) -> jax.Array:
-        everywhere = [over_devices(x, varying(x)) if varying(x) else x for x in values]
-        return over(_side_by_side(everywhere))
+        return over(jnp.stack([over_devices(x, varying(x)) if varying(x) else x for x in values]))
 
     norms, scales, clipped = zip(*reports, strict=True)
     return Report(
-        over_all(norms, jnp.max, pmax),
-        over_all(scales, jnp.min, pmin),
-        over_all(clipped, jnp.any, lax.pmax),
+        over_all(norms, jnp.max, pmax), over_all(scales, jnp.min, pmin), over_all(clipped, jnp.any, lax.pmax)
     )
