@@ -36,6 +36,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--memory", type=float, default=8.0, metavar="GiB", help="held by steps at a time")
     parser.add_argument("--bandwidth", type=float, metavar="GB/s", help="of the device's memory")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there, too")
+    parser.add_argument("--markdown", type=Path, metavar="PATH", help="write the tables there, too")
     parser.add_argument("--growth", action="store_true", help="the second table: growth with size and leaves")
     parser.add_argument("--quick", action="store_true", help="few rounds, one compilation, float32")
     parser.add_argument(
@@ -133,6 +134,8 @@ def main(argv: list[str] | None = None) -> None:
         rows += _growth(console, args) if args.growth else _steps(console, args)
     if args.scheduler != "default":
         rows += _under_memory_scheduler(console, args, argv)
+    if args.markdown:
+        args.markdown.write_text(tables.markdown_of(where, rows))
     if args.json:
         args.json.write_text(json.dumps({"environment": where, "rows": rows}, indent=1) + "\n")
 

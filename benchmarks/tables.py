@@ -188,3 +188,29 @@ def growth_table(rows: list[dict[str, Any]]) -> Table:
             f"{ours['compile_seconds'] / row['leaves'] * 1e3:.1f}",
         )
     return table
+
+
+def markdown_of(where: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    """Write the rows as Markdown tables, one for each tree, dtype and scheduler."""
+    lines = [", ".join(f"{key} {value}" for key, value in where.items() if value != ""), ""]
+    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["tree"], row["dtype"], row["scheduler"]), []).append(row)
+    for (tree, dtype, scheduler), group in groups.items():
+        first = group[0]
+        lines += [
+            f"**{tree}, {dtype}**, {first['parameters']:,} parameters in {first['leaves']} leaves, "
+            f"{scheduler} scheduler; Adam alone {first['adam']['seconds'] * 1e3:.3g} ms",
+            "",
+            "| step | clipjax | Optax | floor | target | temporaries, clipjax and Optax | compile, to Optax |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        for row in group:
+            ours, theirs = row["ours"], row["theirs"]
+            lines.append(
+                f"| {row['label']} | {ours['ratio']:.2f} | {theirs['ratio']:.2f} | {row['floor']:.2f} "
+                f"| {row['target']:.2f} | {_percent(ours['temporary'], theirs['temporary'])} "
+                f"| {row['compile_ratio']:.1f} |".replace("% | ", "%, ")
+            )
+        lines.append("")
+    return "\n".join(lines)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 import operator
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
@@ -22,11 +21,28 @@ class Skip:
 SKIP: Final = Skip()
 """What an axes rule returns for a leaf that is to be left alone."""
 
+
+class FanIn:
+    """The type of :data:`FAN_IN`, which is its one value."""
+
+    def __repr__(self) -> str:
+        return "fan_in"
+
+
+FAN_IN: Final = FanIn()
+"""`fan_in` as a default: Optax' `inject_hyperparams` takes a default that can be called for a schedule."""
+
 Path: TypeAlias = tuple[Any, ...]
 Reduced: TypeAlias = tuple[int, ...] | None
 Rule: TypeAlias = Callable[[Path, Any], "int | Sequence[int] | Skip | None"]
 Axes: TypeAlias = (
-    int | Sequence[int] | Rule | Mapping[str, "int | Sequence[int] | Rule | Skip | None"] | Skip | None
+    int
+    | Sequence[int]
+    | Rule
+    | Mapping[str, "int | Sequence[int] | Rule | Skip | None"]
+    | Skip
+    | FanIn
+    | None
 )
 
 
@@ -75,6 +91,8 @@ def check_axes(axes: Axes) -> Axes:
             if isinstance(value, Mapping):
                 raise TypeError(f"axes: pattern {pattern!r} must map to axes, got the mapping {value!r}")
             check_axes(value)
+    elif axes is FAN_IN:
+        return fan_in
     elif not (axes is None or axes is SKIP or callable(axes)):
         _as_tuple(axes)
     return axes
@@ -103,7 +121,7 @@ def resolve_axes(axes: Axes, tree: Any) -> list[Reduced | Skip]:
 
 def _matches(pattern: str, name: str) -> bool:
     """Whether a glob matches a whole path, or the last components of it."""
-    return bool(re.match(fnmatch.translate(pattern), name)) or fnmatch.fnmatchcase(name, f"*/{pattern}")
+    return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"*/{pattern}")
 
 
 def _resolve(axes: Any, path: Path, leaf: Any) -> Reduced | Skip:

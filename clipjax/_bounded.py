@@ -14,7 +14,7 @@ from jax import lax
 
 from clipjax import _projections
 from clipjax._clipping import zero_nonfinite
-from clipjax._mesh import varying
+from clipjax._mesh import AxisName, names_of_leaf, varying
 from clipjax._metrics import count
 from clipjax._norms import as_arrays, in_float64, tree_norm
 from clipjax._rescale import weakly_typed_as
@@ -31,7 +31,9 @@ class SkipNonfiniteState(NamedTuple):
     inner: Any
 
 
-def skip_nonfinite(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+def skip_nonfinite(
+    optimizer: optax.GradientTransformation, *, axis_name: AxisName = None
+) -> optax.GradientTransformationExtraArgs:
     """Skip every step whose gradients have a NaN or an infinite entry.
 
     Such a step returns zero updates and leaves the inner state as it was: moments, schedules and
@@ -39,6 +41,7 @@ def skip_nonfinite(optimizer: optax.GradientTransformation) -> optax.GradientTra
 
     Args:
       optimizer: a gradient transformation, as a whole chain.
+      axis_name: the mesh axes whose devices skip together, in `pmap` and unchecked `shard_map`.
 
     Returns:
       A transformation whose state counts `steps`, `skipped` and `skipped_in_a_row` as int32 scalars.
@@ -66,12 +69,12 @@ def skip_nonfinite(optimizer: optax.GradientTransformation) -> optax.GradientTra
     def update(
         updates: Any, state: SkipNonfiniteState, params: Any = None, **extra_args: Any
     ) -> tuple[Any, SkipNonfiniteState]:
-        good = _all_finite(updates)
+        good = _all_finite(updates, axis_name)
 
         def step() -> tuple[Any, Any]:
             return inner.update(updates, state.inner, params, **extra_args)
 
-        new_updates, new_inner = _where(good, step, state.inner)
+        new_updates, new_inner = _where(good, step, updates, state.inner)
         return new_updates, SkipNonfiniteState(
             steps=count(state.steps, jnp.ones((), bool)),
             skipped=count(state.skipped, ~good),
@@ -82,24 +85,25 @@ def skip_nonfinite(optimizer: optax.GradientTransformation) -> optax.GradientTra
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _where(good: jax.Array, step: Callable[[], tuple[Any, Any]], old: Any) -> tuple[Any, Any]:
+def _where(good: jax.Array, step: Callable[[], tuple[Any, Any]], updates: Any, old: Any) -> tuple[Any, Any]:
     """What `step` returns if `good`, else zero updates and the old state."""
-    if jax.default_backend() == "cpu":
+    split = any(varying(x) for x in jax.tree.leaves((updates, old)))  # branches would differ in type
+    if jax.default_backend() == "cpu" and not split:
         # Selecting keeps the old state beside the new one, and takes half as long again as a branch.
         shapes, _ = jax.eval_shape(step)
         zeros = lambda: jax.tree.map(lambda u: weakly_typed_as(u, jnp.zeros(u.shape, u.dtype)), shapes)  # noqa: E731
         return lax.cond(good, step, lambda: (zeros(), old))
     # An accelerator would wait for the host to choose a branch. (0 * NaN would be NaN.)
-    updates, new = step()
+    new_updates, new = step()
     return (
-        jax.tree.map(lambda u: jnp.where(good, u, jnp.zeros_like(u)), updates),
+        jax.tree.map(lambda u: jnp.where(good, u, jnp.zeros_like(u)), new_updates),
         jax.tree.map(lambda n, o: jnp.where(good, n, o), new, old),
     )
 
 
 @in_float64
-def _all_finite(tree: Any) -> jax.Array:
-    return jnp.isfinite(tree_norm(as_arrays(tree), math.inf, varying))
+def _all_finite(tree: Any, axis_name: AxisName) -> jax.Array:
+    return jnp.isfinite(tree_norm(as_arrays(tree), math.inf, lambda leaf: names_of_leaf(leaf, axis_name)))
 
 
 def bounded(
@@ -108,6 +112,7 @@ def bounded(
     clip: optax.GradientTransformation | None = None,
     project: Callable[[Any], Any] | None = None,
     nonfinite: Nonfinite = "propagate",
+    axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Put bounds around an optimizer, in the order that is right: clip, optimize, project.
 
@@ -119,6 +124,7 @@ def bounded(
       nonfinite: what NaN and infinite gradient entries do. `"propagate"`: show, as NaN; `"zero"`:
         become 0 and are counted (:func:`clipjax.zero_nonfinite`); `"skip"`: leave out the step and
         freeze the whole state (:func:`skip_nonfinite`).
+      axis_name: the mesh axes whose devices do so together, in `pmap` and unchecked `shard_map`.
 
     Returns:
       A transformation; `clipjax.metrics` reads what all of its parts did.
@@ -142,16 +148,22 @@ def bounded(
     if clip is not None:
         links.insert(0, _check_transformation("clip", clip))
     if nonfinite == "zero":
-        links.insert(0, zero_nonfinite())
+        links.insert(0, zero_nonfinite(axis_name=axis_name))
     if project is not None:
         links.append(_as_projection(project))
     chain = optax.chain(*links)
-    return skip_nonfinite(chain) if nonfinite == "skip" else optax.with_extra_args_support(chain)
+    return (
+        skip_nonfinite(chain, axis_name=axis_name)
+        if nonfinite == "skip"
+        else optax.with_extra_args_support(chain)
+    )
 
 
 def _check_transformation(name: str, value: Any) -> optax.GradientTransformation:
     if isinstance(value, _projections.Projection):
-        raise ValueError(f"{name}: {value!r} projects weights and goes last; pass it as project=")
+        raise ValueError(
+            f"{name}: {value!r} projects weights: it goes last in a chain, and into bounded as project="
+        )
     if not isinstance(value, optax.GradientTransformation):
         raise TypeError(f"{name} must be an optax.GradientTransformation, got {value!r}")
     return value

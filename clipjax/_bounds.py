@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -25,7 +24,7 @@ def check_bound(name: str, bound: Any, *, minimum: float | None = 0.0) -> Any:
     """
     if callable(bound) or isinstance(bound, jax.core.Tracer):
         return bound
-    if isinstance(bound, bool | str | bytes) or bound is None:
+    if isinstance(bound, bool | str | bytes | list | tuple) or bound is None:
         raise TypeError(f"{name} must be a number, an array or a schedule, got {bound!r}")
     values = np.asarray(bound)
     if not (jnp.issubdtype(values.dtype, jnp.floating) or jnp.issubdtype(values.dtype, jnp.integer)):
@@ -35,6 +34,26 @@ def check_bound(name: str, bound: Any, *, minimum: float | None = 0.0) -> Any:
         raise ValueError(f"{name} must not be NaN, got {bound!r}")
     if minimum is not None and (values < minimum).any():
         raise ValueError(f"{name} must be at least {minimum:g}, got {bound!r}")
+    return bound
+
+
+def check_order(low: Any, high: Any) -> None:
+    """Raise if a known `low` is above a known `high`."""
+    check_bound("low", low, minimum=None)
+    check_bound("high", high, minimum=None)
+    if any(callable(x) or isinstance(x, jax.core.Tracer) for x in (low, high)):
+        return
+    if np.any(np.asarray(low, np.float64) > np.asarray(high, np.float64)):
+        raise ValueError(f"low must not be above high, got low={low!r} and high={high!r}")
+
+
+def check_fits(bound: jax.Array, shape: tuple[int, ...], of: str) -> jax.Array:
+    """Return `bound` if it broadcasts to `shape`, else raise an error that names both."""
+    fits = len(bound.shape) <= len(shape) and all(
+        b in (1, s) for b, s in zip(reversed(bound.shape), reversed(shape), strict=False)
+    )
+    if not fits:
+        raise ValueError(f"a bound of shape {bound.shape} does not fit {of}, of shape {shape}")
     return bound
 
 
@@ -60,12 +79,3 @@ def bound_at(name: str, bound: Any, *, minimum: float | None = 0.0) -> Evaluate:
         return _to_float64(bound(step), minimum)
 
     return evaluate
-
-
-def check_finite_number(name: str, value: Any, *, minimum: float = -math.inf) -> float:
-    """Return a plain finite number >= `minimum` as a float, or raise an error that quotes it."""
-    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
-        raise TypeError(f"{name} must be a number, got {value!r}")
-    if not (math.isfinite(value) and value >= minimum):
-        raise ValueError(f"{name} must be finite and at least {minimum:g}, got {value!r}")
-    return float(value)

@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 
 from clipjax._axes import Axes, check_axes, is_measured
-from clipjax._bounds import Bound, bound_at
-from clipjax._mesh import AxisName
+from clipjax._bounds import Bound, bound_at, check_order
+from clipjax._mesh import AxisName, names_of_leaf
 from clipjax._metrics import Seen, count, observe, start
 from clipjax._norms import as_arrays, check_ord, in_float64
 from clipjax._trees import Report, clip_entries, clip_tree, clip_units, size_of
-from clipjax.functional import check_order
 
 Clip = Callable[[Any, Any, jax.Array], tuple[Any, Report]]
 
@@ -69,9 +69,13 @@ def _transformation(state: Callable[[Seen], Any], clip: Clip) -> optax.GradientT
 
 
 @overload
-def clip_by_value(bound: Bound, /) -> optax.GradientTransformationExtraArgs: ...
+def clip_by_value(
+    bound: Bound, /, *, axis_name: AxisName = None
+) -> optax.GradientTransformationExtraArgs: ...
 @overload
-def clip_by_value(low: Bound, high: Bound) -> optax.GradientTransformationExtraArgs: ...
+def clip_by_value(
+    low: Bound, high: Bound, *, axis_name: AxisName = None
+) -> optax.GradientTransformationExtraArgs: ...
 def clip_by_value(
     low: Any, high: Any = None, *, axis_name: AxisName = None
 ) -> optax.GradientTransformationExtraArgs:
@@ -239,7 +243,10 @@ def clip_by_rms(
     Returns:
       A transformation whose state holds scalars; `norm` is the largest norm (not RMS).
 
-    Raises, guarantees: those of :func:`clip_by_norm`, with the bound `threshold * sqrt(entries)`.
+    Raises:
+      TypeError, ValueError: as :func:`clip_by_norm`.
+
+    Guarantees: those of :func:`clip_by_norm`, with the bound `threshold * sqrt(entries)`.
 
     Equals `optax.clip_by_block_rms`.
 
@@ -265,11 +272,14 @@ def clip_by_rms(
     return _transformation(ClipByRmsState, clip)
 
 
-def zero_nonfinite() -> optax.GradientTransformationExtraArgs:
+def zero_nonfinite(*, axis_name: AxisName = None) -> optax.GradientTransformationExtraArgs:
     """Replace NaN and infinite entries by 0, and count them.
 
     In front of a clip it keeps one bad entry from making the rest NaN. To leave out the whole step
     instead, see `clipjax.skip_nonfinite`.
+
+    Args:
+      axis_name: the mesh axes to count over, in `pmap` and unchecked `shard_map`.
 
     Returns:
       A transformation whose state counts `steps`, `nonfinite_count` (entries zeroed so far) and
@@ -300,7 +310,8 @@ def zero_nonfinite() -> optax.GradientTransformationExtraArgs:
         for i, leaf in enumerate(leaves):
             if is_measured(leaf):
                 finite = jnp.isfinite(leaf)
-                bad = count(bad, jnp.sum(~finite, dtype=np.int32))
+                found, names = jnp.sum(~finite, dtype=np.int32), names_of_leaf(leaf, axis_name)
+                bad = count(bad, lax.psum(found, names) if names else found)
                 leaves[i] = jnp.where(finite, leaf, jnp.zeros_like(leaf))
         one = jnp.ones((), bool)
         return treedef.unflatten(leaves), ZeroNonfiniteState(

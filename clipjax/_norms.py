@@ -64,16 +64,20 @@ def as_arrays(tree: Any) -> Any:
 
 
 def strong(x: Any) -> jax.Array:
-    """X without a weak type: under :func:`in_float64` a weak float32 plus 1.0 is a float64."""
+    """Take away a weak type: under :func:`in_float64` a weak float32 plus 1.0 is a float64."""
     return jnp.asarray(x, x.dtype)
 
 
 def check_ord(ord: Any) -> Any:  # noqa: A002 - the name that NumPy, JAX and SciPy use
     """Return `ord` as a Python float, or as it is while it is traced."""
-    if isinstance(ord, bool | str) or not (np.isscalar(ord) or hasattr(ord, "dtype")):
-        raise TypeError(f"ord must be a number, got {ord!r}")
     if isinstance(ord, jax.core.Tracer):
         return ord
+    if isinstance(ord, bool) or not (
+        isinstance(ord, int | float) or (np.ndim(ord) == 0 and hasattr(ord, "dtype"))
+    ):
+        raise TypeError(f"ord must be a number, got {ord!r}")
+    if not np.isreal(ord):
+        raise TypeError(f"ord must be real, got {ord!r}")
     if not float(ord) >= 1:
         raise ValueError(f"ord must be at least 1, got {ord!r}")
     return float(ord)
@@ -155,7 +159,7 @@ def _is_narrow(x: jax.Array) -> bool:
 
 
 def _nonzero(x: jax.Array) -> jax.Array:
-    """X where it can divide, 1 elsewhere."""
+    """Replace by 1 what cannot divide: 0, NaN and infinity."""
     return jnp.where((x > 0) & (x < jnp.inf), x, 1.0)
 
 
@@ -204,6 +208,10 @@ def _size_and_slope(x: jax.Array, dx: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _traced_norm(xs: Arrays, axes: Reduced, p: jax.Array) -> jax.Array:
     """The norm for a p that only the running program knows: scaled, so that p = inf is right too."""
     p = lax.convert_element_type(p, np.float64)
+    return lax.cond(p == 2, lambda: _norm(xs, axes, 2.0), lambda: _norm_to_any_power(xs, axes, p))
+
+
+def _norm_to_any_power(xs: Arrays, axes: Reduced, p: jax.Array) -> jax.Array:
     unit = lax.stop_gradient(_nonzero(_largest(xs, axes)))
 
     def powers(x: jax.Array) -> jax.Array:

@@ -12,7 +12,7 @@ import optax
 from jax import lax
 from jax._src import core  # no public name for the current trace
 
-from clipjax._axes import Axes, check_axes, fan_in, is_measured
+from clipjax._axes import FAN_IN, Axes, check_axes, is_measured, path_name
 from clipjax._bounds import Bound, bound_at
 from clipjax._mesh import AxisName, varying
 from clipjax._metrics import Seen, observe, start
@@ -40,7 +40,8 @@ class Projection(optax.GradientTransformationExtraArgs):
 
     Called, it projects: `params = max_norm(3.0)(params)`. As the **last** link of a chain it changes
     the update so that the parameters end up projected: `optax.chain(…, max_norm(3.0))`. To Optax it
-    is a gradient transformation of two fields.
+    is a gradient transformation of two fields; being a tuple, it can't be given to `jax.jit` as it
+    is: compile the step around it, or `jax.jit(projection.__call__)`.
     """
 
     constrain: Constrain
@@ -55,13 +56,19 @@ class Projection(optax.GradientTransformationExtraArgs):
     def __repr__(self) -> str:
         return self.name
 
+    def __copy__(self) -> Projection:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Projection:
+        return self
+
     def __call__(self, params: Any, step: Any = None) -> Any:
         """Project `params`; `step` is for a bound that is a schedule."""
         return self.constrain(params, step)[0]
 
 
 def max_norm(
-    radius: Bound, *, axes: Axes = fan_in, specs: Any = None, axis_name: AxisName = None
+    radius: Bound, *, axes: Axes = FAN_IN, specs: Any = None, axis_name: AxisName = None
 ) -> Projection:
     """Project each unit's weights onto the ball of norm `radius`: w * min(1, radius / |w|).
 
@@ -122,7 +129,7 @@ def project(function: Callable[[Any], Any]) -> Projection:
       to the rounding of that sum, and on the inner side of it.
 
     Raises:
-      TypeError: `function` cannot be called, or does not keep the structure.
+      TypeError: `function` cannot be called, or does not keep structure, shapes and dtypes.
 
     Example:
       >>> import clipjax, optax, jax.numpy as jnp
@@ -137,17 +144,27 @@ def project(function: Callable[[Any], Any]) -> Projection:
 
     def constrain(params: Any, step: Any) -> tuple[Any, Report]:
         del step
-        projected = function(params)
+        params = as_arrays(params)
+        projected = as_arrays(function(params))
         given: Any
         given, returned = jax.tree.structure(params), jax.tree.structure(projected)
         if returned != given:
             raise TypeError(
                 f"function must keep the structure of the weights, {given}, but returned {returned}"
             )
+        jax.tree_util.tree_map_with_path(_check_kept, params, projected)
         moved = tree_norm(_difference(projected, params), 2.0, varying)
         return projected, Report(moved, jnp.ones(()), in_float64(lambda: moved > 0)())
 
     return Projection(f"clipjax.project({function!r})", ProjectState, constrain)
+
+
+def _check_kept(path: Any, given: Any, returned: Any) -> None:
+    if (given.shape, given.dtype) != (returned.shape, returned.dtype):
+        raise TypeError(
+            f"function must keep shapes and dtypes, but made {returned.dtype}{list(returned.shape)} of "
+            f"{path_name(path)!r}, which is {given.dtype}{list(given.shape)}"
+        )
 
 
 def _difference(a: Any, b: Any) -> Any:
@@ -232,6 +249,7 @@ def _in_apply_if_finite() -> bool:
     while trace is not None:
         if hasattr(trace, "frame"):
             source = trace.frame.debug_info.func_src_info or ""
-            return source.startswith("do_update at ") and "optax" in source
+            if source.startswith("do_update at ") and "optax" in source:
+                return True
         trace = getattr(trace, "parent_trace", None)
     return False

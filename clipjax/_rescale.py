@@ -58,7 +58,7 @@ def scale_of(how: Shrink) -> jax.Array:
 @in_float64
 def rescale(leaf: Any, how: Shrink) -> jax.Array:
     """Bring `leaf` inside its bound. What is inside comes back bit for bit, in its dtype."""
-    weak, leaf = leaf, strong(leaf)
+    given, leaf = leaf, strong(leaf)
     if leaf.dtype in (np.float64, np.complex128):
         power, factor = how.power, how.factor * (1 - _SLACK_FLOAT64)
     else:
@@ -67,7 +67,7 @@ def rescale(leaf: Any, how: Shrink) -> jax.Array:
     if factor.ndim:  # else XLA computes a unit's factor, in float64, for each of its entries anew
         factor = lax.optimization_barrier(factor)
     shrunk = _per_part(lambda x: _narrowed(widened(x) * factor * power, x.dtype), leaf)
-    return weakly_typed_as(weak, jnp.where(factor < 0, leaf, shrunk))
+    return weakly_typed_as(given, jnp.where(factor < 0, leaf, shrunk))
 
 
 def _per_part(function: Any, leaf: jax.Array) -> jax.Array:
@@ -78,12 +78,12 @@ def _per_part(function: Any, leaf: jax.Array) -> jax.Array:
 
 
 def widened(x: jax.Array) -> jax.Array:
-    """X in the dtype it is computed with: float32 for narrower ones."""
+    """Widen to the dtype to compute in: float32 for narrower ones."""
     return lax.convert_element_type(x, x.dtype if x.dtype == np.float64 else np.float32)
 
 
 def _narrowed(x: jax.Array, dtype: Any) -> jax.Array:
-    """X in a narrower dtype, rounded so that it does not grow: rounding never breaks a bound."""
+    """Convert to a narrower dtype so that nothing grows: rounding never breaks a bound."""
     return lax.convert_element_type(rounded(x, dtype, True), dtype)
 
 

@@ -12,9 +12,11 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from clipjax._axes import Axes, Reduced, Skip, is_measured, resolve_axes
+from clipjax._bounds import check_fits
 from clipjax._mesh import AxisName, Names, names_of_leaf, names_of_units, pmax, pmin, spec_leaves, varying
 from clipjax._norms import as_arrays, in_float64, norm_of, strong, tree_norm, wide
 from clipjax._rescale import Shrink, limits_in, rescale, scale_of, shrink_to, weakly_typed_as
@@ -59,9 +61,15 @@ def _clip_tree(
     axis_name: AxisName,
     norm: jax.Array | None,
 ) -> tuple[Any, Report]:
-    if norm is None:
+    check_fits(bound, (), "one norm")
+    given = norm
+    if given is None:
         norm = tree_norm(tree, ord, lambda leaf: names_of_leaf(leaf, axis_name))
+    else:
+        norm = wide(check_fits(given, (), "the norm of the whole tree"))
     how = shrink_to(norm, bound)
+    if given is not None and given.dtype != np.float64:  # what was rounded may be too small
+        how = how._replace(factor=jnp.where(how.factor < 0, how.factor, how.factor * (1 - 2.0**-24)))
     clipped = jax.tree.map(lambda leaf: rescale(leaf, how) if is_measured(leaf) else leaf, tree)
     return clipped, Report(norm, scale_of(how), ~(how.factor < 0))
 
@@ -93,7 +101,7 @@ def _clip_units(
     reports = []
     for unit in units_of(tree, axes, specs, axis_name):
         norm = norm_of(unit.leaf, unit.reduced, ord, unit.names)
-        bound = jnp.broadcast_to(bound_of(unit), norm.shape)
+        bound = jnp.broadcast_to(check_fits(bound_of(unit), norm.shape, "the norms"), norm.shape)
         how = shrink_to(norm, bound)
         leaves[unit.position] = rescale(unit.leaf, how)
         if norm.ndim == 0 and not varying(norm):
@@ -157,33 +165,37 @@ def _clip_entries(
             return leaf
         if low is None and jnp.iscomplexobj(leaf):  # an entry is a unit of its own
             return rescale(leaf, shrink_to(norm_of(leaf, (), 2.0), high))
+        for limit in (floor, high):
+            check_fits(limit, leaf.shape, "a leaf")
         return weakly_typed_as(leaf, jnp.clip(strong(leaf), *limits(leaf.dtype)))
 
     clipped = jax.tree.map(clip, tree)
+    if not any(is_measured(leaf) and leaf.size for leaf in jax.tree.leaves(tree)):
+        return clipped, _summary([])
     top, bottom = lax.stop_gradient(_extremes(tree, axis_name, symmetric=low is None))
-    before = jnp.maximum(top, -bottom)
+    before = jnp.maximum(jnp.abs(top), jnp.abs(bottom))
     after = jnp.maximum(*(jnp.max(jnp.abs(jnp.clip(x, floor, high)), initial=0) for x in (top, bottom)))
     scale = jnp.where(before > 0, after / jnp.where(before > 0, before, 1.0), 1.0)
     return clipped, _summary([Report(before, scale, jnp.any((top > high) | (bottom < floor)))])
 
 
 def _extremes(tree: Any, axis_name: AxisName, *, symmetric: bool) -> tuple[jax.Array, jax.Array]:
-    """The largest and the smallest entry, and 0 if that is beyond them; in one pass if symmetric."""
+    """The largest and the smallest entry; if symmetric those of |x| and -|x|, in one pass."""
     if symmetric:
         top = tree_norm(tree, math.inf, lambda leaf: names_of_leaf(leaf, axis_name))
         return top, -top
-    leaves = [leaf for leaf in jax.tree.leaves(tree) if is_measured(leaf)]
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if is_measured(leaf) and leaf.size]
 
     def over_all(find: Any, over_devices: Any) -> jax.Array:
         found = [_extreme(leaf, find, over_devices, names_of_leaf(leaf, axis_name)) for leaf in leaves]
-        return find(jnp.stack(found)) if found else jnp.zeros(())
+        return find(jnp.stack(found))
 
     return over_all(jnp.max, pmax), over_all(jnp.min, pmin)
 
 
 def _extreme(leaf: jax.Array, find: Any, over_devices: Any, names: Names) -> jax.Array:
-    """The largest or the smallest entry, or 0 if that is beyond it."""
-    extreme = wide(find(strong(leaf), initial=0))
+    """The largest or the smallest entry, on all devices."""
+    extreme = wide(find(strong(leaf)))
     return over_devices(extreme, names) if names else extreme
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from clipjax._axes import Axes, check_axes, is_measured
-from clipjax._bounds import Bound, bound_at
+from clipjax._bounds import Bound, bound_at, check_order
 from clipjax._mesh import varying
 from clipjax._norms import as_arrays, check_ord, in_float64, norm_dtype, norm_of, tree_norm
 from clipjax._trees import clip_entries, clip_tree, clip_units, units_of
@@ -76,6 +76,9 @@ def leaf_norms(tree: Any, ord: float = 2) -> Any:  # noqa: A002
     Returns:
       A tree of the same structure of scalars, float32 or float64; 0 for a leaf that does not count.
 
+    Raises:
+      TypeError, ValueError: `ord` is no number, or below 1.
+
     Example:
       >>> import jax.numpy as jnp
       >>> from clipjax import functional
@@ -102,6 +105,10 @@ def unit_norms(tree: Any, axes: Axes, ord: float = 2) -> Any:  # noqa: A002
     Returns:
       A tree of the same structure; a leaf of shape `(in, out)` reduced over axis 0 becomes `(out,)`.
       None stands for a leaf that is left alone.
+
+    Raises:
+      TypeError, ValueError: `ord` is no number, or below 1; `axes` do not fit a leaf, or a pattern
+        matches none.
 
     Example:
       >>> import jax.numpy as jnp
@@ -160,6 +167,10 @@ def clip_by_norm(tree: Any, max_norm: Bound, axes: Axes = None, ord: float = 2) 
       The clipped tree. Measured in float64, no norm is above `max_norm`; what was inside comes back
       bit for bit; a non-finite entry makes every entry that shares its norm NaN.
 
+    Raises:
+      TypeError, ValueError: `max_norm` is no number, negative or NaN, or does not fit the norms; `ord`
+        is below 1; `axes` do not fit a leaf, or a pattern matches none.
+
     Example:
       >>> import jax.numpy as jnp
       >>> from clipjax import functional
@@ -183,12 +194,16 @@ def clip_by_global_norm(
       tree: a pytree of arrays.
       max_norm: the bound, a number or a scalar array.
       ord: 1, 2, any p >= 1, or `jax.numpy.inf`.
-      norm: the global norm, if it is known already: TensorFlow's `use_norm`. It is trusted.
+      norm: the global norm, if it is known already: TensorFlow's `use_norm`. It is trusted, to its
+        own precision.
 
     Returns:
       The clipped tree and its norm before clipping. Measured in float64, the clipped norm is not
       above `max_norm`; a tree inside comes back bit for bit; a norm that is not finite makes every
       entry NaN, as in TensorFlow.
+
+    Raises:
+      TypeError, ValueError: `max_norm` is no number, negative, NaN or not a scalar; `ord` is below 1.
 
     Example:
       >>> import jax.numpy as jnp
@@ -197,16 +212,6 @@ def clip_by_global_norm(
       >>> print(norm, [x.round(3) for x in clipped])
       5.0 [Array([0.6], dtype=float32), Array([0.8], dtype=float32)]
     """
-    given = None if norm is None else _number("norm", norm)
+    given = None if norm is None else jnp.asarray(norm)
     clipped, report = clip_tree(tree, _number("max_norm", max_norm), check_ord(ord), norm=given)
     return clipped, _shown(report.norm, *jax.tree.leaves(clipped))
-
-
-@in_float64
-def check_order(low: Any, high: Any) -> None:
-    """Raise if a known `low` is above a known `high`."""
-    if any(callable(x) or isinstance(x, jax.core.Tracer) for x in (low, high)):
-        return
-    lower, upper = _number("low", low, None), _number("high", high, None)
-    if bool(jnp.any(lower > upper)):
-        raise ValueError(f"low must not be above high, got low={low!r} and high={high!r}")
