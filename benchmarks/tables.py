@@ -202,7 +202,7 @@ def markdown_of(where: dict[str, Any], rows: list[dict[str, Any]]) -> str:
             f"**{tree}, {dtype}**, {first['parameters']:,} parameters in {first['leaves']} leaves, "
             f"{scheduler} scheduler; Adam alone {first['adam']['seconds'] * 1e3:.3g} ms",
             "",
-            "| step | clipjax | Optax | floor | target | temporaries, clipjax and Optax | compile, to Optax |",
+            "| step | clipjax | Optax | floor | target | temporaries, ours and theirs | compile, to Optax |",
             "|---|---|---|---|---|---|---|",
         ]
         for row in group:

@@ -61,7 +61,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--method", choices=LEARNING_RATES, default="both", help="what is bounded (default: %(default)s)")
+    add(
+        "--method",
+        choices=LEARNING_RATES,
+        default="both",
+        help="value: clip the gradient's entries, SGD; global-norm: clip its norm, Adam; max-norm: keep the "
+        "weights of each unit within a radius, momentum; both: global norm and radius, Adam (default)",
+    )
     add("--data", type=Path, metavar="DIR", help="MNIST's IDX files, gzipped or not (default: small digits)")
     add("--epochs", type=count, metavar="N", help="passes over the training set (default: 30)")
     add("--batch-size", type=count, default=32, metavar="N", help="images per step (default: %(default)s)")
@@ -69,17 +75,21 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--learning-rate",
         type=positive,
         metavar="X",
-        help="(default: 1 for value, 0.1 for max-norm, else 0.003)",
+        help="step size (default: 1 for value, 0.1 for max-norm, else 0.003)",
     )
     add(
-        "--clip", type=positive, default=1.0, metavar="X", help="bound of the gradient (default: %(default)s)"
+        "--clip",
+        type=positive,
+        default=1.0,
+        metavar="X",
+        help="bound of the gradient; not for max-norm (default: %(default)s)",
     )
     add(
         "--radius",
         type=positive,
         default=1.5,
         metavar="X",
-        help="bound of each unit's weights (default: %(default)s)",
+        help="bound of each unit's weights; for max-norm and both (default: %(default)s)",
     )
     add("--hidden", type=count, nargs="+", default=[300, 100], metavar="N", help="widths (default: 300 100)")
     add("--batch-norm", action="store_true", help="normalise each hidden layer over the batch")
