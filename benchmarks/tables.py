@@ -207,10 +207,10 @@ def markdown_of(where: dict[str, Any], rows: list[dict[str, Any]]) -> str:
         ]
         for row in group:
             ours, theirs = row["ours"], row["theirs"]
+            temporaries = _percent(ours["temporary"], theirs["temporary"]).replace(" |", ",")
             lines.append(
                 f"| {row['label']} | {ours['ratio']:.2f} | {theirs['ratio']:.2f} | {row['floor']:.2f} "
-                f"| {row['target']:.2f} | {_percent(ours['temporary'], theirs['temporary'])} "
-                f"| {row['compile_ratio']:.1f} |".replace("% | ", "%, ")
+                f"| {row['target']:.2f} | {temporaries} | {row['compile_ratio']:.1f} |"
             )
         lines.append("")
     return "\n".join(lines)
