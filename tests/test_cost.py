@@ -160,7 +160,7 @@ STEPS = {
 #   whose results XLA copies where a link's temporaries already are.
 # An added pass is half as large in bfloat16. There the clipped gradients are kept: several operations
 # of Adam use them, and XLA will not repeat the rounding that bounds them. So one temporary, written
-# and read. Optax' clips keep two, in float32.
+# and read, and read once more with JAX 0.12 than with 0.10. Optax' clips keep two, in float32.
 F32 = {
     "global_norm": (0.07, 1),
     "value": (0.01, 1),
@@ -172,14 +172,14 @@ F32 = {
     "bounded": (2.3, 12),
 }
 BF16 = {
-    "global_norm": (1.05, 1.5),
+    "global_norm": (1.05, 2.5),
     "value": (1.05, 1.5),
-    "rms": (1.05, 1.5),
-    "norm": (1.05, 1.5),
+    "rms": (1.05, 2.5),
+    "norm": (1.05, 2.5),
     "max_norm": (0.01, 1.5),
-    "clip_max_norm": (1.05, 3),
+    "clip_max_norm": (1.05, 4),
     "link": (3.05, 5),
-    "bounded": (3.55, 9.5),
+    "bounded": (3.55, 10.5),
 }
 
 
