@@ -91,8 +91,11 @@ def _where(good: jax.Array, step: Callable[[], tuple[Any, Any]], updates: Any, o
     if jax.default_backend() == "cpu" and not split:
         # Selecting keeps the old state beside the new one, and takes half as long again as a branch.
         shapes, _ = jax.eval_shape(step)
-        zeros = lambda: jax.tree.map(lambda u: weakly_typed_as(u, jnp.zeros(u.shape, u.dtype)), shapes)  # noqa: E731
-        return lax.cond(good, step, lambda: (zeros(), old))
+
+        def skip() -> tuple[Any, Any]:
+            return jax.tree.map(lambda u: weakly_typed_as(u, jnp.zeros(u.shape, u.dtype)), shapes), old
+
+        return lax.cond(good, step, skip)
     # An accelerator would wait for the host to choose a branch. (0 * NaN would be NaN.)
     new_updates, new = step()
     return (

@@ -150,7 +150,10 @@ def _largest(xs: Arrays, axes: Reduced) -> jax.Array:
 
 def _sum(xs: Arrays, axes: Reduced, of: Callable[[jax.Array], jax.Array]) -> jax.Array:
     """Sum a function of the entries along `axes`, and over the arrays."""
-    sums = [jnp.sum(of(x), axis=axes, keepdims=axes is not None) for x in xs]
+    return _added([jnp.sum(of(x), axis=axes, keepdims=axes is not None) for x in xs])
+
+
+def _added(sums: list[jax.Array]) -> jax.Array:
     return jnp.sum(jnp.stack(sums), axis=0) if len(sums) > 1 else sums[0]
 
 
@@ -174,8 +177,7 @@ def _norm(xs: Arrays, axes: Reduced, p: float) -> jax.Array:
     if p == math.inf:
         return _largest(xs, axes)
     if not any(_needs_scaling(x.dtype, p) for x in xs):
-        sums = [_sum_of_powers(x, axes, p) for x in xs]
-        return _root(jnp.sum(jnp.stack(sums), axis=0) if len(sums) > 1 else sums[0], p)
+        return _root(_added([_sum_of_powers(x, axes, p) for x in xs]), p)
     unit = _nonzero(_largest(xs, axes))
     return unit * _root(_sum(xs, axes, lambda x: _power(jnp.abs(wide(x)) / unit, p)), p)
 

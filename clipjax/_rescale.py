@@ -64,8 +64,6 @@ def rescale(leaf: Any, how: Shrink) -> jax.Array:
     else:
         power = lax.convert_element_type(how.power, np.float32)
         factor = lax.convert_element_type(how.factor * (1 - _SLACK), np.float32)
-    if factor.ndim:  # else XLA computes a unit's factor, in float64, for each of its entries anew
-        factor = lax.optimization_barrier(factor)
     shrunk = _per_part(lambda x: _narrowed(widened(x) * factor * power, x.dtype), leaf)
     return weakly_typed_as(given, jnp.where(factor < 0, leaf, shrunk))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,9 @@ from clipjax._bounds import check_fits
 from clipjax._mesh import AxisName, Names, names_of_leaf, names_of_units, pmax, pmin, spec_leaves, varying
 from clipjax._norms import as_arrays, in_float64, norm_of, strong, tree_norm, wide
 from clipjax._rescale import Shrink, limits_in, rescale, scale_of, shrink_to, weakly_typed_as
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 class Report(NamedTuple):
@@ -42,6 +45,18 @@ class Unit(NamedTuple):
 BoundOfUnits: TypeAlias = Callable[[Unit], jax.Array]
 
 
+def _on_arrays(function: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenate[Any, _P], _R]:
+    """Run `function(tree, …)` under :func:`in_float64`, on a tree whose leaves have their dtypes already."""
+    inside = in_float64(function)
+
+    @functools.wraps(function)
+    def wrapped(tree: Any, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        return inside(as_arrays(tree), *args, **kwargs)
+
+    return wrapped
+
+
+@_on_arrays
 def clip_tree(
     tree: Any,
     bound: jax.Array,
@@ -50,17 +65,6 @@ def clip_tree(
     norm: jax.Array | None = None,
 ) -> tuple[Any, Report]:
     """Bound the norm of all leaves together; every leaf gets the same factor."""
-    return _clip_tree(as_arrays(tree), bound, ord, axis_name, norm)
-
-
-@in_float64
-def _clip_tree(
-    tree: Any,
-    bound: jax.Array,
-    ord: Any,  # noqa: A002
-    axis_name: AxisName,
-    norm: jax.Array | None,
-) -> tuple[Any, Report]:
     check_fits(bound, (), "one norm")
     given = norm
     if given is None:
@@ -74,6 +78,7 @@ def _clip_tree(
     return clipped, Report(norm, scale_of(how), ~(how.factor < 0))
 
 
+@_on_arrays
 def clip_units(
     tree: Any,
     bound_of: BoundOfUnits,
@@ -83,18 +88,6 @@ def clip_units(
     axis_name: AxisName = None,
 ) -> tuple[Any, Report]:
     """Bound the norm of each unit along `axes` (of each leaf where they are None) on its own."""
-    return _clip_units(as_arrays(tree), bound_of, axes, ord, specs, axis_name)
-
-
-@in_float64
-def _clip_units(
-    tree: Any,
-    bound_of: BoundOfUnits,
-    axes: Axes,
-    ord: Any,  # noqa: A002
-    specs: Any,
-    axis_name: AxisName,
-) -> tuple[Any, Report]:
     treedef: Any
     leaves, treedef = jax.tree.flatten(tree)
     wholes: list[tuple[jax.Array, jax.Array]] = []  # norms and bounds of whole leaves
@@ -140,17 +133,11 @@ def size_of(unit: Unit) -> int:
     return local * math.prod(lax.axis_size(name) for name in unit.names)
 
 
+@_on_arrays
 def clip_entries(
     tree: Any, low: jax.Array | None, high: jax.Array, axis_name: AxisName = None
 ) -> tuple[Any, Report]:
     """Bound each entry by itself. `low=None` stands for -high, which saves a pass."""
-    return _clip_entries(as_arrays(tree), low, high, axis_name)
-
-
-@in_float64
-def _clip_entries(
-    tree: Any, low: jax.Array | None, high: jax.Array, axis_name: AxisName
-) -> tuple[Any, Report]:
     floor = -high if low is None else low
     for leaf in jax.tree.leaves(tree):
         if low is not None and is_measured(leaf) and jnp.iscomplexobj(leaf):
