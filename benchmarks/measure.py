@@ -24,7 +24,7 @@ class Result(NamedTuple):
     """What one contestant took."""
 
     seconds: float  # one step: the median over rounds
-    ratio: float  # to Adam alone: the median over rounds of the ratio within a round
+    ratio: float  # to the baseline: the median over rounds of the ratio within a round
     ratio_of_minima: float
     temporary: float  # bytes of temporaries, as a share of the parameters' bytes
     compile_seconds: float  # CPU time of lowering and compiling: the least of the repetitions
@@ -70,20 +70,26 @@ def _no_collection() -> Iterator[None]:
 
 
 def race(
-    recipes: Mapping[str, Recipe], problem: Problem, *, rounds: int, compile_repeats: int
+    recipes: Mapping[str, Recipe],
+    problem: Problem,
+    *,
+    rounds: int,
+    compile_repeats: int,
+    baseline: str = ADAM,
 ) -> dict[str, Result]:
-    """Let the recipes, of which one is named :data:`ADAM`, take turns.
+    """Let the recipes take turns.
 
     Args:
       recipes: the contestants.
       problem: what they train; every contestant has its own copy of the parameters.
       rounds: how often each is timed.
       compile_repeats: how often each is compiled.
+      baseline: the contestant that the others are compared with.
     """
     field = {name: _Contestant(recipe, problem, compile_repeats) for name, recipe in recipes.items()}
     for contestant in field.values():
         contestant.run(2)
-    steps = max(1, round(_SHORTEST_SAMPLE / max(field[ADAM].run(3), 1e-7)))
+    steps = max(1, round(_SHORTEST_SAMPLE / max(field[baseline].run(3), 1e-7)))
     samples: dict[str, list[float]] = {name: [] for name in field}
     names, shuffle = list(field), random.Random(0)
     with _no_collection():
@@ -93,30 +99,30 @@ def race(
             for name in shuffle.sample(names, len(names)):
                 field[name].run(1)
                 samples[name].append(field[name].run(steps))
-    return {name: _result(samples[name], samples[ADAM], field[name]) for name in names}
+    return {name: _result(samples[name], samples[baseline], field[name]) for name in names}
 
 
-def _result(samples: list[float], adam: list[float], contestant: _Contestant) -> Result:
+def _result(samples: list[float], baseline: list[float], contestant: _Contestant) -> Result:
     return Result(
         seconds=statistics.median(samples),
-        ratio=statistics.median(a / b for a, b in zip(samples, adam, strict=True)),
-        ratio_of_minima=min(samples) / min(adam),
+        ratio=statistics.median(a / b for a, b in zip(samples, baseline, strict=True)),
+        ratio_of_minima=min(samples) / min(baseline),
         temporary=contestant.temporary,
         compile_seconds=contestant.compile_seconds,
     )
 
 
 def race_in_groups(
-    recipes: Mapping[str, Recipe], problem: Problem, *, memory: float, **options: Any
+    recipes: Mapping[str, Recipe], problem: Problem, *, memory: float, baseline: str = ADAM, **options: Any
 ) -> dict[str, Result]:
-    """Let as many recipes take turns at once as fit into `memory` bytes; Adam is in every group."""
+    """Let as many recipes take turns at once as fit into `memory` bytes; the baseline is in every group."""
     # Parameters, two float32 moments, and the temporaries of a careless step.
     each = 2 * problem.nbytes + 8 * problem.size
     room = max(2, int(memory / each)) - 1
-    others = [name for name in recipes if name != ADAM]
+    others = [name for name in recipes if name != baseline]
     results: dict[str, Result] = {}
     for i in range(0, max(1, len(others)), room):
-        group = {name: recipes[name] for name in [ADAM, *others[i : i + room]]}
-        results |= race(group, problem, **options)
+        group = {name: recipes[name] for name in [baseline, *others[i : i + room]]}
+        results |= race(group, problem, baseline=baseline, **options)
         gc.collect()
     return results

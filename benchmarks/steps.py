@@ -176,7 +176,7 @@ STEPS: tuple[Step, ...] = (
     Step(
         "link",
         "Adam, max_norm as last link",
-        lambda at: chain(adam(), clipjax.max_norm(at.radius)),
+        lambda at: Recipe(clipjax.chain(adam(), clipjax.max_norm(at.radius))),
         lambda at: chain(adam(), naive_link(at.radius)),
         "naive formula as link",
         reads=0,

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import operator
+import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 
 
 class Skip:
@@ -44,6 +49,9 @@ Axes: TypeAlias = (
     | FanIn
     | None
 )
+
+
+Where: TypeAlias = str | Sequence[str] | Callable[[Path, Any], bool] | None
 
 
 def fan_in(path: Path, leaf: Any) -> tuple[int, ...] | Skip:
@@ -107,21 +115,123 @@ def resolve_axes(axes: Axes, tree: Any) -> list[Reduced | Skip]:
     Raises:
       ValueError: an axis is out of range or repeated, or a path pattern matches no leaf.
     """
-    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    leaves = leaves_with_paths(tree)
     if not isinstance(axes, Mapping):
         return [_resolve(axes, path, leaf) for path, leaf in leaves]
-    names = [path_name(path) for path, _ in leaves]
-    for pattern in axes:
-        if not any(_matches(pattern, name) for name in names):
+    patterns = first_matches("axes", list(axes), tree)
+    return [
+        _resolve(SKIP if pattern is None else axes[pattern], path, leaf)
+        for pattern, (path, leaf) in zip(patterns, leaves, strict=True)
+    ]
+
+
+def leaves_with_paths(tree: Any) -> list[tuple[Path, Any]]:
+    """The leaves of `tree` and their paths, the same with and without Flax' boxes around them.
+
+    To JAX an `nnx.Variable` or an `nn.Partitioned` is a node with its leaf at `value`: that key is left out.
+    """
+    boxes = _boxes()
+    found: list[tuple[Path, Any]] = []
+    for path, node in _flattened(tree, boxes):
+        if isinstance(node, boxes):
+            found += [((*path, *inside[1:]), leaf) for inside, leaf in _flattened(node)]
+        else:
+            found.append((path, node))
+    return found
+
+
+def _boxes() -> tuple[type, ...]:
+    """The types of Flax' boxes; none where Flax is not loaded."""
+    names = (("flax.nnx", "Variable"), ("flax.nnx", "VariableState"), ("flax.core.meta", "AxisMetadata"))
+    loaded = ((vars(sys.modules[module]), name) for module, name in names if module in sys.modules)
+    return tuple(members[name] for members, name in loaded if name in members)
+
+
+def _flattened(tree: Any, leaf_types: tuple[type, ...] = ()) -> list[tuple[Path, Any]]:
+    return jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, leaf_types))[0]
+
+
+def first_matches(argument: str, patterns: Sequence[str], tree: Any) -> list[str | None]:
+    """The first of `patterns` that matches the path of each leaf of `tree`, or None.
+
+    Raises:
+      ValueError: a pattern matches no leaf, and nothing that `optax.masked`, `optax.partition` or a None
+        keeps out of the tree.
+    """
+    names = [path_name(path) for path, _ in leaves_with_paths(tree)]
+    found = [[p for p in patterns if _matches(p, name)] for name in names]
+    unmatched = [p for p in patterns if not any(p in matching for matching in found)]
+    left_out = _left_out(tree) if unmatched else []
+    for pattern in unmatched:
+        if not any(_reaches(pattern, name) for name in left_out):
             listed = "\n  ".join(names) or "(none)"
-            raise ValueError(f"axes: the pattern {pattern!r} matches no leaf. The paths are:\n  {listed}")
-    chosen = [next((axes[p] for p in axes if _matches(p, name)), SKIP) for name in names]
-    return [_resolve(a, path, leaf) for a, (path, leaf) in zip(chosen, leaves, strict=True)]
+            raise ValueError(
+                f"{argument}: the pattern {pattern!r} matches no leaf. The paths are:\n  {listed}"
+            )
+    return [matching[0] if matching else None for matching in found]
+
+
+def _left_out(tree: Any) -> list[str]:
+    """The paths of what is no leaf of `tree`, being None or masked."""
+    nodes = jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=lambda x: x is None or isinstance(x, optax.MaskedNode)
+    )[0]
+    return [
+        path_name(path).removesuffix("/value")
+        for path, node in nodes
+        if node is None or isinstance(node, optax.MaskedNode)
+    ]
+
+
+def _reaches(pattern: str, name: str) -> bool:
+    """Whether a pattern matches a path, or what may have been below it."""
+    parts = pattern.split("/")
+    return not name or any(_matches("/".join(parts[: i + 1]), name) for i in range(len(parts)))
+
+
+def check_where(where: Where) -> Where:
+    """Return `where` with a lone pattern as a tuple, or raise what is wrong with it."""
+    if where is None or callable(where):
+        return where
+    patterns = (where,) if isinstance(where, str) else where
+    if not isinstance(patterns, Sequence) or not all(isinstance(p, str) for p in patterns):
+        raise TypeError(f"where must be path patterns, a rule (path, leaf) -> bool or None, got {where!r}")
+    if not patterns:
+        raise ValueError(f"where must name at least one path pattern, got {where!r}")
+    return tuple(patterns)
+
+
+def resolve_where(where: Where, tree: Any) -> list[bool]:
+    """Whether each leaf of `tree` is chosen, in the order of its leaves; what is not float is not.
+
+    Raises:
+      TypeError: a rule returns no bool.
+      ValueError: a path pattern matches no leaf.
+    """
+    leaves = leaves_with_paths(tree)
+    if where is None:
+        chosen = [True] * len(leaves)
+    elif callable(where):
+        chosen = [_chosen(where(path, leaf), path) for path, leaf in leaves]
+    else:
+        chosen = [pattern is not None for pattern in first_matches("where", where, tree)]
+    return [yes and is_measured(leaf) for yes, (_, leaf) in zip(chosen, leaves, strict=True)]
+
+
+def _chosen(answer: Any, path: Path) -> bool:
+    if not isinstance(answer, bool | np.bool_):
+        raise TypeError(f"where: a rule must return a bool, got {answer!r} for leaf {path_name(path)!r}")
+    return bool(answer)
 
 
 def _matches(pattern: str, name: str) -> bool:
     """Whether a glob matches a whole path, or the last components of it."""
-    return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"*/{pattern}")
+    return _compiled(pattern).match(name) is not None
+
+
+@functools.cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(f"(?s:.*/)?{fnmatch.translate(pattern)}")
 
 
 def _resolve(axes: Any, path: Path, leaf: Any) -> Reduced | Skip:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from clipjax import _projections
+from clipjax._chain import as_projections, chain, check_transformation, knowing, links_of, projections_of
 from clipjax._clipping import zero_nonfinite
 from clipjax._mesh import AxisName, names_of_leaf, varying
 from clipjax._metrics import count
 from clipjax._norms import as_arrays, in_float64, tree_norm
+from clipjax._projections import Projection
 from clipjax._rescale import weakly_typed_as
 
 Nonfinite = Literal["propagate", "zero", "skip"]
@@ -82,7 +83,7 @@ def skip_nonfinite(
             inner=new_inner,
         )
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return knowing(optax.GradientTransformationExtraArgs(init, update), *links_of(optimizer))
 
 
 def _where(good: jax.Array, step: Callable[[], tuple[Any, Any]], updates: Any, old: Any) -> tuple[Any, Any]:
@@ -113,7 +114,7 @@ def bounded(
     optimizer: optax.GradientTransformation,
     *,
     clip: optax.GradientTransformation | None = None,
-    project: Callable[[Any], Any] | None = None,
+    project: Callable[[Any], Any] | Sequence[Callable[[Any], Any]] | None = None,
     nonfinite: Nonfinite = "propagate",
     axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -123,7 +124,8 @@ def bounded(
       optimizer: any gradient transformation, as `optax.adam(1e-3)`.
       clip: a gradient transformation that goes before it, as `clipjax.clip_by_global_norm(1.0)`.
       project: a projection that goes after it, as `clipjax.max_norm(3.0)`, or any function of the
-        weights.
+        weights; or several in a sequence, applied in its order (the last one's bound is sure to hold,
+        the others' where it does not move the weights out of them).
       nonfinite: what NaN and infinite gradient entries do. `"propagate"`: show, as NaN; `"zero"`:
         become 0 and are counted (:func:`clipjax.zero_nonfinite`); `"skip"`: leave out the step and
         freeze the whole state (:func:`skip_nonfinite`).
@@ -133,7 +135,12 @@ def bounded(
       A transformation; `clipjax.metrics` reads what all of its parts did.
 
     Raises:
-      TypeError, ValueError: an argument is of the wrong kind, or in the wrong place.
+      TypeError, ValueError: an argument is of the wrong kind, or in the wrong place: a projection as
+        `optimizer` or `clip`, or `optax.MultiSteps` as `optimizer`.
+
+    Gradients are accumulated outside, so that their mean is clipped, once:
+    `optax.MultiSteps(bounded(…), every_k_schedule=4)`. A NaN would stay in its sum for ever: keep it
+    out with `should_skip_update_fn=optax.skip_not_finite`, or with :func:`skip_nonfinite` around it all.
 
     Example:
       >>> import clipjax, optax
@@ -146,36 +153,34 @@ def bounded(
     """
     if nonfinite not in get_args(Nonfinite):
         raise ValueError(f"nonfinite must be one of {get_args(Nonfinite)}, got {nonfinite!r}")
-    _check_transformation("optimizer", optimizer)
-    links = [optimizer]
+    links = [_check_before("optimizer", optimizer)]
     if clip is not None:
-        links.insert(0, _check_transformation("clip", clip))
+        links.insert(0, _check_before("clip", clip))
     if nonfinite == "zero":
         links.insert(0, zero_nonfinite(axis_name=axis_name))
     if project is not None:
-        links.append(_as_projection(project))
-    chain = optax.chain(*links)
-    return (
-        skip_nonfinite(chain, axis_name=axis_name)
-        if nonfinite == "skip"
-        else optax.with_extra_args_support(chain)
-    )
+        links.extend(as_projections("project", project))
+    tx = chain(*links)
+    return skip_nonfinite(tx, axis_name=axis_name) if nonfinite == "skip" else tx
 
 
 def _check_transformation(name: str, value: Any) -> optax.GradientTransformation:
-    if isinstance(value, _projections.Projection):
+    """Return `value` if it transforms gradients and is no mere projection."""
+    if isinstance(value, Projection):
         raise ValueError(
             f"{name}: {value!r} projects weights: it goes last in a chain, and into bounded as project="
         )
-    if not isinstance(value, optax.GradientTransformation):
-        raise TypeError(f"{name} must be an optax.GradientTransformation, got {value!r}")
-    return value
+    return check_transformation(name, value)
 
 
-def _as_projection(value: Any) -> _projections.Projection:
-    if isinstance(value, optax.GradientTransformation) and not isinstance(value, _projections.Projection):
-        raise TypeError(
-            f"project must be a projection or a function of the weights, got the gradient "
-            f"transformation {value!r}"
+def _check_before(name: str, value: Any) -> optax.GradientTransformation:
+    """Return `value` if it may stand before the projections in `bounded`."""
+    update = getattr(value, "update", None)
+    if isinstance(getattr(update, "__self__", None), optax.MultiSteps):  # the object, or its transformation
+        raise ValueError(
+            f"{name}: inside bounded, optax.MultiSteps would add up gradients that are clipped already: "
+            f"put it around, as in optax.MultiSteps(clipjax.bounded(…), every_k_schedule=k)"
         )
-    return _projections.project(value)
+    for projection in projections_of(_check_transformation(name, value)):
+        raise ValueError(f"{name}: a chain that ends in {projection!r}: give that to bounded as project=")
+    return value

@@ -22,6 +22,7 @@ from jax import lax
 
 from clipjax._axes import Reduced, is_measured
 from clipjax._mesh import Names, pmax
+from clipjax._turns import Turn, in_turn, is_large, turn_after
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -31,9 +32,8 @@ Arrays = Sequence[jax.Array]
 # |x|**p fits a float64 for every float32 x, subnormals included, up to this power.
 _LARGEST_PLAIN_POWER = 6
 
-# On a CPU, leaves of at least this many entries are summed as so many slices.
-_SLICED_FROM = 2**17
-_SLICES = 32
+# On a CPU, large leaves are summed as slices, of which so many are read side by side.
+_STREAMS = 16
 
 
 def in_float64(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -84,7 +84,14 @@ def check_ord(ord: Any) -> Any:  # noqa: A002 - the name that NumPy, JAX and Sci
 
 
 @in_float64
-def norm_of(x: Any, axes: Reduced, ord: Any, names: Names = ()) -> jax.Array:  # noqa: A002
+def norm_of(
+    x: Any,
+    axes: Reduced,
+    ord: Any,  # noqa: A002
+    names: Names = (),
+    turn: Turn = None,
+    terms: Arrays = (),
+) -> jax.Array:
     """Measure the p-norm along `axes`, in float64, with the reduced axes kept as 1.
 
     Args:
@@ -92,9 +99,11 @@ def norm_of(x: Any, axes: Reduced, ord: Any, names: Names = ()) -> jax.Array:  #
       axes: the reduced axes; `None` reduces all and gives a scalar.
       ord: p >= 1 or inf; may be traced, which costs a power per entry.
       names: mesh axes over which a norm's entries are spread, too.
+      turn: when it is the turn of x.
+      terms: arrays whose sum is x, where it is better not to store that.
     """
     x = strong(x)
-    norm = _norm_for(ord)((x,), axes, ord)
+    norm = _norm_for(ord)((x,), tuple(terms), turn, axes, ord)
     return _over_devices(norm, ord, names, _needs_scaling(x.dtype, ord)) if names else norm
 
 
@@ -111,7 +120,7 @@ def tree_norm(tree: Any, ord: Any, names_of: Callable[[Any], Names]) -> jax.Arra
     scaled = _needs_scaling(norm_dtype(leaves), ord)
     parts = []
     for names, group in groups.items():
-        norm = _norm_for(ord)(tuple(group), None, ord)
+        norm = _norm_for(ord)(tuple(group), (), None, None, ord)
         parts.append(_over_devices(norm, ord, names, scaled) if names else norm)
     if len(parts) == 1:
         return parts[0]
@@ -136,13 +145,15 @@ def _over_devices(norm: jax.Array, ord: Any, names: Names, scaled: bool) -> jax.
     return _root_of_sum(norm, lax.convert_element_type(ord, np.float64), names, scaled)
 
 
-def _largest(xs: Arrays, axes: Reduced) -> jax.Array:
+def _largest(xs: Arrays, axes: Reduced, turn: Turn = None) -> jax.Array:
     """The largest |x|, in float64."""
 
+    def size(part: jax.Array) -> jax.Array:
+        # On a CPU, the absolute values of 16-bit entries would be written out first.
+        return jnp.abs(wide(part) if _is_narrow(part) else part)
+
     def of(x: jax.Array) -> jax.Array:
-        if _is_narrow(x):  # on a CPU, the absolute values of 16-bit entries would be written out first
-            x = wide(x)
-        largest = jnp.max(jnp.abs(x), axis=axes, keepdims=axes is not None, initial=0)
+        largest = _reduced(x, (x,), axes, turn, size, jnp.maximum, jnp.max)
         return lax.convert_element_type(largest, norm_dtype(xs))
 
     return wide(jnp.max(jnp.stack([of(x) for x in xs]), axis=0))
@@ -166,18 +177,23 @@ def _nonzero(x: jax.Array) -> jax.Array:
     return jnp.where((x > 0) & (x < jnp.inf), x, 1.0)
 
 
-def _norm_for(ord: Any) -> Callable[[Arrays, Reduced, Any], jax.Array]:  # noqa: A002
+def _norm_for(ord: Any) -> Callable[[Arrays, Arrays, Turn, Reduced, Any], jax.Array]:  # noqa: A002
     return _traced_norm if isinstance(ord, jax.core.Tracer) else _norm
 
 
-# The norm of several arrays together, or of the units of one.
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+# The norm of several arrays together, or of the units of one, which may be given as the sum of `terms`.
+@functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4))
 @in_float64
-def _norm(xs: Arrays, axes: Reduced, p: float) -> jax.Array:
+def _norm(xs: Arrays, terms: Arrays, turn: Turn, axes: Reduced, p: float) -> jax.Array:
     if p == math.inf:
-        return _largest(xs, axes)
+        return _largest(xs, axes, turn)
     if not any(_needs_scaling(x.dtype, p) for x in xs):
-        return _root(_added([_sum_of_powers(x, axes, p) for x in xs]), p)
+        sums = []
+        for x in xs:
+            sums.append(_sum_of_powers(x, terms or (x,), axes, p, turn))
+            if axes is None:
+                turn = turn_after(turn, x, -sums[-1])
+        return _root(_added(sums), p)
     unit = _nonzero(_largest(xs, axes))
     return unit * _root(_sum(xs, axes, lambda x: _power(jnp.abs(wide(x)) / unit, p)), p)
 
@@ -185,8 +201,8 @@ def _norm(xs: Arrays, axes: Reduced, p: float) -> jax.Array:
 @_norm.defjvp
 @in_float64
 def _norm_jvp(axes: Reduced, p: float, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    (xs,), (dxs,) = primals, tangents
-    norm = _norm(xs, axes, p)
+    (xs, terms, turn), (dxs, _, _) = primals, tangents
+    norm = _norm(xs, terms, turn, axes, p)
     pairs = [_size_and_slope(x, dx) for x, dx in zip(xs, dxs, strict=True)]
     if p == math.inf:  # entries that tie for the largest share the derivative
         ties = jnp.maximum(_sum([size for size, _ in pairs], axes, lambda size: wide(size == norm)), 1.0)
@@ -207,10 +223,12 @@ def _size_and_slope(x: jax.Array, dx: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 @in_float64
-def _traced_norm(xs: Arrays, axes: Reduced, p: jax.Array) -> jax.Array:
+def _traced_norm(xs: Arrays, terms: Arrays, turn: Turn, axes: Reduced, p: jax.Array) -> jax.Array:
     """The norm for a p that only the running program knows: scaled, so that p = inf is right too."""
     p = lax.convert_element_type(p, np.float64)
-    return lax.cond(p == 2, lambda: _norm(xs, axes, 2.0), lambda: _norm_to_any_power(xs, axes, p))
+    return lax.cond(
+        p == 2, lambda: _norm(xs, terms, turn, axes, 2.0), lambda: _norm_to_any_power(xs, axes, p)
+    )
 
 
 def _norm_to_any_power(xs: Arrays, axes: Reduced, p: jax.Array) -> jax.Array:
@@ -254,31 +272,50 @@ def _powers(x: jax.Array, p: float) -> jax.Array:
     return wide(x) * wide(x) if p == 2 else _power(jnp.abs(wide(x)), p)
 
 
-def _sum_of_powers(x: jax.Array, axes: Reduced, p: float) -> jax.Array:
+def _sum_of_powers(x: jax.Array, terms: Arrays, axes: Reduced, p: float, turn: Turn) -> jax.Array:
     """Sum |x|**p along `axes`, kept as 1; over all of x if they are None."""
+    return _reduced(x, terms, axes, turn, lambda part: _powers(part, p), jnp.add, jnp.sum)
 
-    def total(powers: jax.Array) -> jax.Array:
-        return jnp.sum(powers, axis=axes, keepdims=axes is not None)
 
-    one_cpu = jax.default_backend() == "cpu" and jax.local_device_count() == 1
+def _reduced(
+    x: jax.Array,
+    terms: Arrays,
+    axes: Reduced,
+    turn: Turn,
+    of: Callable[[jax.Array], jax.Array],
+    pair: Callable[[jax.Array, jax.Array], jax.Array],
+    all_: Callable[..., jax.Array],
+) -> jax.Array:
+    """Reduce of(x), x being the sum of `terms`: by `pair` two arrays, by `all_` one along `axes`."""
+
+    def along_axes(values: jax.Array) -> jax.Array:
+        return all_(values, axis=axes, keepdims=axes is not None, initial=0)
+
     reduced = range(x.ndim) if axes is None else axes
     axis = max(reduced, key=lambda a: x.shape[a], default=0)
-    long_enough = x.size >= _SLICED_FROM and axis in reduced and x.shape[axis] >= 2 * _SLICES
+    slices = _STREAMS // len(terms)
+    long_enough = axis in reduced and x.shape[axis] >= 2 * slices
     # What is narrow would be widened as a whole before it is sliced.
-    if not (one_cpu and long_enough and not _is_narrow(x)):
-        return total(_powers(x, p))
+    if not (is_large(x) and long_enough and not _is_narrow(x)):
+        return along_axes(of(x))
 
-    # XLA's CPU reduction adds float64 at a third of the speed of memory; an elementwise sum of
-    # slices runs at memory's speed, and leaves one entry in 32 to the reduction. The rounding, which
-    # rounds nothing, keeps XLA from taking the sum back into the reduction.
-    width = x.shape[axis] // _SLICES
-    slices = [lax.slice_in_dim(x, i * width, (i + 1) * width, axis=axis) for i in range(_SLICES)]
-    partial = lax.reduce_precision(_pairwise_sum([_powers(s, p) for s in slices]), 11, 52)
-    rest = lax.slice_in_dim(x, _SLICES * width, x.shape[axis], axis=axis)
-    return total(partial) + total(_powers(rest, p))
+    # XLA's CPU reductions take float64 at a third of the speed of memory, and are no faster for the
+    # largest of float32; an elementwise operation on slices runs at memory's speed, and leaves one entry
+    # in so many to the reduction. The rounding, which rounds nothing, keeps XLA from taking the slices back
+    # into the reduction.
+    width = x.shape[axis] // slices
+
+    def part(start: int, stop: int) -> jax.Array:
+        parts = [lax.slice_in_dim(term, start, stop, axis=axis) for term in terms]
+        return of(functools.reduce(jnp.add, parts))
+
+    partial = _pairwise(pair, [part(i * width, (i + 1) * width) for i in range(slices)])
+    bits = jnp.finfo(partial.dtype)
+    partial = lax.reduce_precision(in_turn(partial, x, turn), bits.nexp, bits.nmant)
+    return pair(along_axes(partial), along_axes(part(slices * width, x.shape[axis])))
 
 
-def _pairwise_sum(terms: list[jax.Array]) -> jax.Array:
-    while len(terms) > 1:
-        terms = [a + b for a, b in zip(terms[::2], terms[1::2], strict=True)]
-    return terms[0]
+def _pairwise(pair: Callable[[jax.Array, jax.Array], jax.Array], values: list[jax.Array]) -> jax.Array:
+    while len(values) > 1:
+        values = [pair(a, b) for a, b in zip(values[::2], values[1::2], strict=True)]
+    return values[0]

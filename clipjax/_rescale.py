@@ -2,12 +2,13 @@
 
 A leaf of norm n > c becomes `leaf * c/n`, rounded so that its norm, measured in float64, is never
 above c: in float32 by a factor that is two roundings too small, in 16 bits by rounding every entry
-towards zero. Either costs less than 4 ulp of the norm.
+towards zero. Either costs less than 4 ulp of the norm. A leaf that grows to c is rounded alike.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -31,7 +32,7 @@ class Shrink(NamedTuple):
     from 1e38 down to 1e-3 it leaves the range of a float32.
     """
 
-    power: jax.Array  # float64 scalar: 1, or a power of two if a factor needs it
+    power: jax.Array  # float64: 1, or a power of two if a factor needs it; broadcasts to the factors
     factor: jax.Array  # float64: bound / norm / power; -1 inside the bound; NaN for a non-finite norm
 
 
@@ -43,10 +44,67 @@ def shrink_to(norm: jax.Array, bound: jax.Array, *, alone: bool = False) -> Shri
     """
     inside = (norm <= bound) & (norm < jnp.inf)
     outside = jnp.where(inside, 1.0, norm)  # so that nobody divides by 0, derivatives included
-    factor = jnp.where(outside < jnp.inf, bound / outside, jnp.nan)
+    factor = _ratio(bound, outside)
     tiny = factor < 2.0**-100
     power = jnp.where(tiny if alone else jnp.any(tiny), 2.0**-64, 1.0)
     return Shrink(power, jnp.where(inside, -1.0, factor / power))
+
+
+def _ratio(bound: jax.Array, norm: jax.Array) -> jax.Array:
+    return jnp.where(norm < jnp.inf, bound / norm, jnp.nan)
+
+
+@in_float64
+def bring_between(
+    norm: jax.Array, low: jax.Array, high: jax.Array, rate: jax.Array, dtype: Any, entries: int
+) -> Shrink:
+    """Compare the norms of a leaf's units with two limits, and go `rate` of the way to the one they miss.
+
+    A norm that ended a little below `low` by rounding is inside, and so is 0, which has no direction to
+    grow in. If `low` is above `high`, `high` holds.
+    """
+    low = jnp.minimum(jnp.minimum(low, high), float(jnp.finfo(dtype).max))
+    inside = (norm <= high) & (norm >= low_enough(norm, low, dtype, entries))
+    inside = (inside | (rate == 0)) & (norm < jnp.inf)
+    shrinks = norm > high
+    outside, limit = jnp.where(inside, 1.0, norm), jnp.where(inside, 1.0, jnp.where(shrinks, high, low))
+    target = rate * limit + (1 - rate) * outside
+    # What grows by less than the factor's slack would shrink.
+    target = jnp.where(shrinks, target, jnp.maximum(target, outside * (1 + 2 * _slack(dtype))))
+    # Half of the way each: then neither factor leaves the range of a float32.
+    half = jnp.sqrt(lax.stop_gradient(target)) * lax.rsqrt(lax.stop_gradient(outside))
+    power = jnp.where(half > 0, lax.reduce_precision(half, 11, 0), 1.0)
+    return Shrink(power, jnp.where(inside, -1.0, _ratio(target, outside * power)))
+
+
+@in_float64
+def low_enough(norm: jax.Array, low: jax.Array, dtype: Any, entries: int) -> jax.Array:
+    """The norm from which on a unit of `entries` entries is not below `low`, as far as its dtype can tell.
+
+    It is `low` less what rescaling may lose of it: the factor's slack twice, a unit of the last place in
+    16 bits, and for each entry the smallest number. A norm of 0 is not below anything: what flushing made
+    0 on one device must not grow on another.
+    """
+    lost = 2.0**-46 if _is_wide(dtype) else 2 * _SLACK
+    if jnp.finfo(dtype).bits < 32:
+        lost += float(jnp.finfo(dtype).eps)
+    floor = low * (1 - lost) - math.sqrt(entries) * smallest(dtype)
+    flushed = norm < float(jnp.finfo(np.float64 if _is_wide(dtype) else np.float32).tiny)
+    return jnp.where(flushed, 0.0, floor)
+
+
+def smallest(dtype: Any) -> float:
+    """The smallest positive number that XLA does not flush to 0; float16 is computed in float32."""
+    info = jnp.finfo(dtype)
+    return float(info.smallest_subnormal if dtype == np.float16 else info.tiny)
+
+
+def _is_wide(dtype: Any) -> bool:
+    return dtype in (np.float64, np.complex128)
+
+
+def _slack(dtype: Any) -> float:
+    return _SLACK_FLOAT64 if _is_wide(dtype) else _SLACK
 
 
 @in_float64
@@ -59,13 +117,21 @@ def scale_of(how: Shrink) -> jax.Array:
 def rescale(leaf: Any, how: Shrink) -> jax.Array:
     """Bring `leaf` inside its bound. What is inside comes back bit for bit, in its dtype."""
     given, leaf = leaf, strong(leaf)
-    if leaf.dtype in (np.float64, np.complex128):
+    if _is_wide(leaf.dtype):
         power, factor = how.power, how.factor * (1 - _SLACK_FLOAT64)
     else:
         power = lax.convert_element_type(how.power, np.float32)
-        factor = lax.convert_element_type(how.factor * (1 - _SLACK), np.float32)
+        factor = _stored(lax.convert_element_type(how.factor * (1 - _SLACK), np.float32))
     shrunk = _per_part(lambda x: _narrowed(widened(x) * factor * power, x.dtype), leaf)
     return weakly_typed_as(given, jnp.where(factor < 0, leaf, shrunk))
+
+
+def _stored(factor: jax.Array) -> jax.Array:
+    """The factor, bit for bit, which no factor is below -1: but to XLA a division.
+
+    What is that expensive is computed once for each unit; conversions it would repeat for each entry.
+    """
+    return factor / jnp.where(factor < -1, factor, np.float32(1)) if factor.ndim else factor
 
 
 def _per_part(function: Any, leaf: jax.Array) -> jax.Array:

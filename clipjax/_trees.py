@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 import jax
@@ -15,11 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from clipjax._axes import Axes, Reduced, Skip, is_measured, resolve_axes
+from clipjax._axes import Axes, Reduced, Skip, is_measured, leaves_with_paths, path_name, resolve_axes
 from clipjax._bounds import check_fits
 from clipjax._mesh import AxisName, Names, names_of_leaf, names_of_units, pmax, pmin, spec_leaves, varying
 from clipjax._norms import as_arrays, in_float64, norm_of, strong, tree_norm, wide
 from clipjax._rescale import Shrink, limits_in, rescale, scale_of, shrink_to, weakly_typed_as
+from clipjax._turns import Turn, in_turn, turn_after
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -34,15 +35,25 @@ class Report(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """Where the units of a leaf lie: its position in the tree, the reduced axes, the mesh axes."""
+    """Where the units of a leaf lie: its place in the tree, the reduced axes, the mesh axes."""
 
     position: int
+    path: str
     leaf: Any
     reduced: Reduced
     names: Names
 
 
+class Queue(NamedTuple):
+    """How leaves that take long to compute come in one after the other."""
+
+    turn: Turn  # of the first
+    # (position in the tree, turn) -> (the leaf there, the arrays whose sum it is, if any)
+    enter: Callable[[int, Turn], tuple[jax.Array, Sequence[jax.Array]]]
+
+
 BoundOfUnits: TypeAlias = Callable[[Unit], jax.Array]
+ScaleOfUnits: TypeAlias = Callable[[Unit, jax.Array], Shrink]
 
 
 def _on_arrays(function: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenate[Any, _P], _R]:
@@ -57,6 +68,12 @@ def _on_arrays(function: Callable[Concatenate[Any, _P], _R]) -> Callable[Concate
 
 
 @_on_arrays
+def measure_tree(tree: Any, ord: Any, axis_name: AxisName = None) -> jax.Array:  # noqa: A002
+    """The norm of all leaves together, on all devices, in float64: what :func:`clip_tree` compares."""
+    return tree_norm(tree, ord, lambda leaf: names_of_leaf(leaf, axis_name))
+
+
+@_on_arrays
 def clip_tree(
     tree: Any,
     bound: jax.Array,
@@ -68,7 +85,7 @@ def clip_tree(
     check_fits(bound, (), "one norm")
     given = norm
     if given is None:
-        norm = tree_norm(tree, ord, lambda leaf: names_of_leaf(leaf, axis_name))
+        norm = measure_tree(tree, ord, axis_name)
     else:
         norm = wide(check_fits(given, (), "the norm of the whole tree"))
     how = shrink_to(norm, bound)
@@ -86,17 +103,21 @@ def clip_units(
     ord: Any,  # noqa: A002
     specs: Any = None,
     axis_name: AxisName = None,
+    queue: Queue | None = None,
 ) -> tuple[Any, Report]:
     """Bound the norm of each unit along `axes` (of each leaf where they are None) on its own."""
     treedef: Any
     leaves, treedef = jax.tree.flatten(tree)
     wholes: list[tuple[jax.Array, jax.Array]] = []  # norms and bounds of whole leaves
     reports = []
+    turn = queue.turn if queue else None
     for unit in units_of(tree, axes, specs, axis_name):
-        norm = norm_of(unit.leaf, unit.reduced, ord, unit.names)
+        leaf, terms = queue.enter(unit.position, turn) if queue else (unit.leaf, ())
+        norm = norm_of(leaf, unit.reduced, ord, unit.names, turn, terms)
         bound = jnp.broadcast_to(check_fits(bound_of(unit), norm.shape, "the norms"), norm.shape)
         how = shrink_to(norm, bound)
-        leaves[unit.position] = rescale(unit.leaf, how)
+        leaves[unit.position] = rescale(leaf, how)
+        turn = turn_after(turn, leaf, how.factor.ravel()[:1].sum())
         if norm.ndim == 0 and not varying(norm):
             wholes.append((norm, bound))
         else:
@@ -104,7 +125,26 @@ def clip_units(
     if wholes:  # side by side: hundreds of scalars take long to compile one by one
         norms, bounds = (jnp.stack(column) for column in zip(*wholes, strict=True))
         reports.append(_report(norms, shrink_to(norms, bounds, alone=True)))
-    return treedef.unflatten(leaves), _summary(reports)
+    report = summary(reports)
+    if queue and turn is not None:  # XLA multiplies by the reciprocal of a divisor that has no other use
+        report = report._replace(scale=jnp.minimum(report.scale, turn))
+    return treedef.unflatten(leaves), report
+
+
+@_on_arrays
+def scale_units(
+    tree: Any, how_of: ScaleOfUnits, axes: Axes, specs: Any = None, axis_name: AxisName = None
+) -> tuple[Any, Report]:
+    """Rescale each unit along `axes` as `how_of(unit, norms)` says."""
+    treedef: Any
+    leaves, treedef = jax.tree.flatten(tree)
+    reports = []
+    for unit in units_of(tree, axes, specs, axis_name):
+        norm = norm_of(unit.leaf, unit.reduced, 2.0, unit.names)
+        how = how_of(unit, norm)
+        leaves[unit.position] = rescale(unit.leaf, how)
+        reports.append(_report(norm, how))
+    return treedef.unflatten(leaves), summary(reports)
 
 
 def _report(norm: jax.Array, how: Shrink) -> Report:
@@ -114,10 +154,10 @@ def _report(norm: jax.Array, how: Shrink) -> Report:
 
 def units_of(tree: Any, axes: Axes, specs: Any = None, axis_name: AxisName = None) -> list[Unit]:
     """Find the units of every leaf that has any."""
-    paths = jax.tree_util.tree_flatten_with_path(tree)[0]
+    paths = leaves_with_paths(tree)
     resolved = resolve_axes(axes, tree)
     return [
-        Unit(i, leaf, reduced, names_of_units(path, leaf, reduced, spec, axis_name))
+        Unit(i, path_name(path), leaf, reduced, names_of_units(path, leaf, reduced, spec, axis_name))
         for i, ((path, leaf), reduced, spec) in enumerate(
             zip(paths, resolved, spec_leaves(specs, tree), strict=True)
         )
@@ -139,54 +179,74 @@ def clip_entries(
 ) -> tuple[Any, Report]:
     """Bound each entry by itself. `low=None` stands for -high, which saves a pass."""
     floor = -high if low is None else low
-    for leaf in jax.tree.leaves(tree):
-        if low is not None and is_measured(leaf) and jnp.iscomplexobj(leaf):
-            raise TypeError(
-                f"a complex leaf, of dtype {leaf.dtype}, has no order to clip between low and high"
-            )
-
-    limits = functools.cache(lambda dtype: limits_in(floor, high, dtype))
-
-    def clip(leaf: Any) -> Any:
+    limits_of = functools.cache(lambda dtype: limits_in(floor, high, dtype))
+    treedef: Any
+    leaves, treedef = jax.tree.flatten(tree)
+    extremes: dict[Names, list[jax.Array]] = {}
+    turn: Turn = None
+    for i, leaf in enumerate(leaves):
         if not is_measured(leaf):
-            return leaf
-        if low is None and jnp.iscomplexobj(leaf):  # an entry is a unit of its own
-            return rescale(leaf, shrink_to(norm_of(leaf, (), 2.0), high))
-        for limit in (floor, high):
-            check_fits(limit, leaf.shape, "a leaf")
-        return weakly_typed_as(leaf, jnp.clip(strong(leaf), *limits(leaf.dtype)))
-
-    clipped = jax.tree.map(clip, tree)
-    if not any(is_measured(leaf) and leaf.size for leaf in jax.tree.leaves(tree)):
-        return clipped, _summary([])
-    top, bottom = lax.stop_gradient(_extremes(tree, axis_name, symmetric=low is None))
+            continue
+        ordered = low is None or not jnp.iscomplexobj(leaf)
+        if ordered and leaf.size and not (floor.ndim or high.ndim):
+            found = _extremes(lax.stop_gradient(strong(leaf)), turn, symmetric=low is None)
+            extremes.setdefault(names_of_leaf(leaf, axis_name), []).append(found)
+            turn = turn_after(turn, leaf, -jnp.max(jnp.abs(found)))
+        if jnp.iscomplexobj(leaf):
+            leaves[i] = _clip_sizes(leaf, low, high)
+            continue
+        limits = [
+            check_fits(in_turn(limit, leaf, turn), leaf.shape, "a leaf") for limit in limits_of(leaf.dtype)
+        ]
+        leaves[i] = weakly_typed_as(leaf, jnp.clip(strong(leaf), *limits))
+    clipped = treedef.unflatten(leaves)
+    if floor.ndim or high.ndim:  # which entry meets which limit, the extremes do not tell
+        return clipped, summary([_changes(tree, clipped, axis_name)])
+    if not extremes:
+        return clipped, summary([])
+    largest = [jnp.max(jnp.stack(group), axis=0) for group in extremes.values()]
+    over_devices = [
+        pmax(x, names) if names else x for x, names in zip(largest, extremes, strict=True)
+    ]  # one all-reduce for all leaves that are spread alike
+    top, minus_bottom = jnp.max(jnp.stack(over_devices), axis=0)
+    bottom = -minus_bottom
     before = jnp.maximum(jnp.abs(top), jnp.abs(bottom))
     after = jnp.maximum(*(jnp.max(jnp.abs(jnp.clip(x, floor, high)), initial=0) for x in (top, bottom)))
     scale = jnp.where(before > 0, after / jnp.where(before > 0, before, 1.0), 1.0)
-    return clipped, _summary([Report(before, scale, jnp.any((top > high) | (bottom < floor)))])
+    return clipped, summary([Report(before, scale, jnp.any((top > high) | (bottom < floor)))])
 
 
-def _extremes(tree: Any, axis_name: AxisName, *, symmetric: bool) -> tuple[jax.Array, jax.Array]:
-    """The largest and the smallest entry; if symmetric those of |x| and -|x|, in one pass."""
+def _clip_sizes(leaf: jax.Array, low: jax.Array | None, high: jax.Array) -> jax.Array:
+    """Clip complex entries, each a unit of its own."""
+    if low is not None:
+        raise TypeError(f"a complex leaf, of dtype {leaf.dtype}, has no order to clip between low and high")
+    return rescale(leaf, shrink_to(norm_of(leaf, (), 2.0), high))
+
+
+def _extremes(leaf: jax.Array, turn: Turn, *, symmetric: bool) -> jax.Array:
+    """The largest entry and the largest negative, of this device; if symmetric, of |x| twice, in one pass."""
     if symmetric:
-        top = tree_norm(tree, math.inf, lambda leaf: names_of_leaf(leaf, axis_name))
-        return top, -top
-    leaves = [leaf for leaf in jax.tree.leaves(tree) if is_measured(leaf) and leaf.size]
-
-    def over_all(find: Any, over_devices: Any) -> jax.Array:
-        found = [_extreme(leaf, find, over_devices, names_of_leaf(leaf, axis_name)) for leaf in leaves]
-        return find(jnp.stack(found))
-
-    return over_all(jnp.max, pmax), over_all(jnp.min, pmin)
+        top = norm_of(leaf, None, math.inf, turn=turn)
+        return jnp.stack([top, top])
+    return jnp.stack([wide(jnp.max(leaf)), wide(jnp.max(-leaf))])
 
 
-def _extreme(leaf: jax.Array, find: Any, over_devices: Any, names: Names) -> jax.Array:
-    """The largest or the smallest entry, on all devices."""
-    extreme = wide(find(strong(leaf)))
-    return over_devices(extreme, names) if names else extreme
+def _changes(tree: Any, clipped: Any, axis_name: AxisName) -> Report:
+    """What became of the largest absolute entry, and whether any entry has changed."""
+    before, after = (
+        lax.stop_gradient(tree_norm(t, math.inf, lambda leaf: names_of_leaf(leaf, axis_name)))
+        for t in (tree, clipped)
+    )
+    moved = jnp.zeros((), bool)
+    for old, new in zip(jax.tree.leaves(tree), jax.tree.leaves(clipped), strict=True):
+        if is_measured(old):
+            some, names = jnp.any(old != new), names_of_leaf(old, axis_name)
+            moved |= lax.pmax(some, names) if names else some
+    scale = jnp.where(before > 0, after / jnp.where(before > 0, before, 1.0), 1.0)
+    return Report(before, scale, moved)
 
 
-def _summary(reports: list[Report]) -> Report:
+def summary(reports: list[Report]) -> Report:
     """One report for all leaves and, inside shard_map, for all devices."""
     if not reports:
         return Report(jnp.zeros(()), jnp.ones(()), jnp.zeros((), bool))

@@ -220,7 +220,6 @@ class TestErrors:
             ({"head/kernel": (0, 0)}, "names an axis twice for leaf 'head/kernel' of shape (4, 6)"),
             ({"head/kernel": (1, -1)}, "names an axis twice for leaf 'head/kernel' of shape (4, 6)"),
         ],
-        ids=repr,
     )
     def test_in_update(self, update: Any, axes: Any, message: str) -> None:
         params = {"head": tree()["head"]}
@@ -242,7 +241,6 @@ class TestErrors:
             {"a": {"b": 0}},
             {0: 0},
         ],
-        ids=repr,
     )
     def test_when_built(self, update: Any, axes: Any) -> None:
         with pytest.raises(TypeError, match="axes"):

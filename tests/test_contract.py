@@ -22,6 +22,7 @@ import pytest
 from helpers import (
     ARGUMENTS,
     SIGNED,
+    TURNING,
     Case,
     avals,
     bits,
@@ -94,6 +95,18 @@ def step(tx: Any, grads: Any, params: Any) -> tuple[Any, Any]:
 
 
 run = jax.jit(step, static_argnums=0)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def after_a_while(tx: Any, params: Any) -> Any:
+    """The state after small gradients, beyond any warm-up: what adapts to them clips larger ones."""
+
+    def one(state: Any, i: jax.Array) -> tuple[Any, None]:
+        size = 1e-3 * (1 + 0.1 * jnp.sin(i))
+        small = jax.tree.map(lambda p: jnp.full(p.shape, size.astype(p.dtype), p.dtype), params)
+        return tx.update(small, state, params)[1], None
+
+    return jax.lax.scan(one, tx.init(params), jnp.arange(128.0))[0]
 
 
 def new_params(tx: Any, grads: Any, params: Any) -> Any:
@@ -407,12 +420,12 @@ def test_empty_trees_and_leaves(case: Case, tree: Any) -> None:
     updates, state = run(tx, tree, tree)
     assert same_bits(updates, tree)
     assert avals(updates) == avals(tree)
-    assert all(np.isfinite(float(v)) for v in clipjax.metrics(state).values())
+    assert not any(np.isnan(float(v)) for v in clipjax.metrics(state).values())
     if is_projection(tx):
         assert same_bits(tx(tree), tree)
 
 
-@pytest.mark.parametrize("axes", [0, 1, (0, 1), clipjax.fan_in], ids=str)
+@pytest.mark.parametrize("axes", [0, 1, (0, 1), clipjax.fan_in])
 @every_case
 def test_zero_size_units(case: Case, axes: Any) -> None:
     if "axes" not in parameters(case.name):
@@ -420,7 +433,7 @@ def test_zero_size_units(case: Case, axes: Any) -> None:
     tree = {"a": jnp.zeros((3, 0)), "b": jnp.zeros((0, 3)), "c": 4 * jnp.ones((2, 3))}
     updates, state = run(build(case, axes=axes), tree, tree)
     assert avals(updates) == avals(tree)
-    assert all(np.isfinite(float(v)) for v in clipjax.metrics(state).values())
+    assert not any(np.isnan(float(v)) for v in clipjax.metrics(state).values())
 
 
 @every_variant
@@ -511,6 +524,8 @@ def test_inside_the_bound_nothing_moves(case: Case, dtype: Any) -> None:
         tree = delicate(dtype)
         if is_projection(tx):
             start = tx(tree)
+            for _ in range(200 if "rate" in case.options else 0):  # goes a part of the way at a time
+                start = tx(start)
             assert same_bits(tx(start), start), "the projection is not idempotent"
             still = jax.tree.map(jnp.zeros_like, start)
             for go in (run,):
@@ -519,7 +534,7 @@ def test_inside_the_bound_nothing_moves(case: Case, dtype: Any) -> None:
                     np.testing.assert_array_equal(a, b)
         else:
             weights = jax.tree.map(jnp.ones_like, tree)
-            if "project" in case.options:  # weights far inside: the link has nothing to say
+            if "project" in case.options or case.name in TURNING:  # weights far inside: nothing to say
                 weights = jax.tree.map(jnp.zeros_like, tree)
             for go in (run,):
                 updates, state = go(tx, tree, weights)
@@ -558,28 +573,39 @@ def test_nonfinite_entries_follow_a_policy(case: Case, dtype: Any) -> None:
     marks = jax.tree.map(jnp.zeros_like, grads)
     marks["dense"]["kernel"] = marks["dense"]["kernel"].at[1, 2].set(1)
     entry = int(np.argmax(flat(marks)))
+    used = after_a_while(tx, params)
+    update = jax.jit(tx.update)
+
+    def effect(value: float) -> np.ndarray:
+        return seen_in(update(with_entry(value), used, params)[0])
+
+    def seen_in(updates: Any) -> np.ndarray:
+        projects = is_projection(tx) or "project" in case.options
+        return flat(optax.apply_updates(params, updates) if projects else updates)
+
     # Who shares a norm with the entry: those that change when it does.
-    small = flat(new_params(tx, with_entry(8.0), params))
-    large = flat(new_params(tx, with_entry(64.0), params))
-    shares = small != large
+    small, large, opposite = effect(8.0), effect(64.0), effect(-64.0)
+    shares = (small != large) | (small != opposite)
     shares[entry] = True
 
     for bad in (math.nan, math.inf, -math.inf):
-        updates, state = run(tx, with_entry(bad), params)
-        after = flat(optax.apply_updates(params, updates))
+        updates, state = update(with_entry(bad), used, params)
+        after = seen_in(updates)
         seen = clipjax.metrics(state)
         assert not seen or metric(state, "nonfinite_count", "skipped") > 0, "the metrics must show it"
         if metric(state, "/skipped"):
             assert same_bits(updates, jax.tree.map(jnp.zeros_like, updates))
         elif metric(state, "zero_nonfinite/nonfinite_count"):
-            assert same_bits(updates, run(tx, with_entry(0.0), params)[0])
+            assert same_bits(updates, update(with_entry(0.0), used, params)[0])
         elif not seen:  # a wrapper that was given nothing to bound
             assert not np.isfinite(after[entry])
-        elif shares.sum() == 1 and math.isinf(bad) and np.isfinite(after[entry]):
-            # What bounds single entries treats an infinite one as a large one.
-            np.testing.assert_array_equal(
-                after, flat(new_params(tx, with_entry(math.copysign(64.0, bad)), params))
-            )
+        elif shares.sum() == 1 and math.isinf(bad) and not np.isnan(after[entry]):
+            # What bounds single entries treats an infinite one as a large one; one without a bound shows.
+            as_large = effect(math.copysign(64.0, bad))
+            if np.isinf(after[entry]):
+                assert math.copysign(as_large[entry], bad) > 32
+                as_large[entry] = bad
+            np.testing.assert_array_equal(after, as_large)
         else:
             assert np.isnan(after[shares]).all(), "an entry that shares the norm is not NaN"
             np.testing.assert_array_equal(after[~shares], small[~shares])
@@ -594,8 +620,7 @@ def test_statistics_do_not_take_in_nonfinite_norms(case: Case) -> None:
     _, state = run(tx, bad, params)
     updates, state = jax.jit(tx.update)(grads, state, params)
     assert np.isfinite(flat(updates)).all()
-    finite = jax.tree.map(lambda x: bool(jnp.isfinite(x).all()), state)
-    assert all(jax.tree.leaves(finite))
+    assert not any(jnp.isnan(x).any() for x in jax.tree.leaves(state))
     assert same_bits(updates, clean[0])
 
 
@@ -693,8 +718,10 @@ def test_zero_and_infinite_bounds_work(case: Case, parameter: str) -> None:
         return new_params(with_identity(case, **{parameter: bound}), grads, params)
 
     for value in (0.0, 1.0, math.inf):
-        if math.isinf(value) and {"low", "high"} <= set(required(case.name)) and parameter == "low":
-            continue  # low above high
+        both = {"low", "high"} <= set(required(case.name))
+        limits = {**ARGUMENTS, parameter: value}
+        if both and (limits["low"] > limits["high"] or math.isinf(limits["low"])):
+            continue
         expected = with_traced(value)
         assert np.isfinite(flat(expected)).all()
         kinds = [value, jnp.float32(value), np.float64(value), lambda _, value=value: value]
@@ -702,7 +729,8 @@ def test_zero_and_infinite_bounds_work(case: Case, parameter: str) -> None:
             after = new_params(with_identity(case, **{parameter: bound}), grads, params)
             # Known and traced bounds are different programs: XLA folds a constant into the factor.
             np.testing.assert_allclose(flat(after), flat(expected), rtol=2.5e-7, atol=1e-7)
-            assert value == 1 or same_bits(after, expected), f"{bound!r} and a traced {value} differ"
+            # Of one bound, 0 leaves nothing to round.
+            assert value == 1 or both or same_bits(after, expected), f"{bound!r} and a traced {value} differ"
 
 
 @pytest.mark.parametrize(("case", "parameter"), MAIN_BOUNDS)
@@ -725,7 +753,7 @@ def test_schedules_that_reach_zero_and_go_below(case: Case, parameter: str) -> N
         results.append(result)
         start = params if is_projection(tx) else grads
         assert np.isfinite(flat(result)).all()
-        assert (flat(result) * flat(start) >= 0).all(), "a sign flipped"
+        assert case.name in TURNING or (flat(result) * flat(start) >= 0).all(), "a sign flipped"
     below = step(with_identity(case, **{parameter: lambda _: -1.0}), grads, params)[0]
     below = optax.apply_updates(params, below) if is_projection(tx) else below
     assert same_bits(below, results[2])  # without jit, too
@@ -862,7 +890,8 @@ def test_in_inject_hyperparams(case: Case, schedule: bool) -> None:
     assert set(clipjax.metrics(state)) == set(own_metrics(plain, params))
     np.testing.assert_allclose(flat(updates), flat(run(plain, grads, params)[0]), rtol=1e-6)
     if bounds and not schedule:
-        state.hyperparams[bounds[0]] = jnp.zeros_like(state.hyperparams[bounds[0]])
+        for key in bounds:
+            state.hyperparams[key] = jnp.zeros_like(state.hyperparams[key])
         changed = tx.update(grads, state, params)[0]
         assert not same_bits(changed, updates)
         assert np.isfinite(flat(changed)).all()

@@ -6,6 +6,7 @@ file, as a script. Each check prints its name when it has passed.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
@@ -27,6 +28,7 @@ CHECKS = (
     "pmap",
     "one_all_reduce",
     "two_mesh_axes",
+    "thresholds_that_adapt",
 )
 
 
@@ -332,6 +334,49 @@ def check_two_mesh_axes() -> None:
         got = mapped(build(names, None), two, names)(grads)
         same(got, one_device(build(None, None), grads), name)
         held(got[0], grads, name)
+
+
+def check_thresholds_that_adapt() -> None:
+    """Over some steps: what is remembered is the same on every device, and the same as on one."""
+    import jax
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    import clipjax
+
+    m, grads = mesh(), tree()
+    params = jax.tree.map(lambda x: x[::-1] / 2, grads)
+    shardings = {key: NamedSharding(m, spec) for key, spec in specs().items()}
+    adaptive: dict[str, Any] = {
+        "autoclip": lambda s: clipjax.autoclip(50.0, window=4),
+        "zclip": lambda s: clipjax.zclip(warmup_steps=2),
+        "lognormal": lambda s: clipjax.clip_by_lognormal(0.1),
+        "quantile": lambda s: clipjax.clip_by_quantile(),
+        "adagc": lambda s: clipjax.adagc(warmup_steps=2),
+        "agc": lambda s: clipjax.adaptive_grad_clip(specs=s),
+    }
+    for name, build in adaptive.items():
+
+        def some_steps(tx: Any, grads: Any, params: Any) -> Any:
+            state, updates = tx.init(params), []
+            for size in (1, 3, 2, 9, 1):
+                scaled = jax.tree.map(lambda x, size=size: (x * size).astype(x.dtype), grads)
+                clipped, state = tx.update(scaled, state, params)
+                updates.append(clipped)
+            return updates, state
+
+        whole = jax.jit(functools.partial(some_steps, build(None)))
+        expected = whole(grads, params)
+        same(
+            whole(*jax.device_put((grads, params), (shardings, shardings))), expected, f"{name}, sharded jit"
+        )
+        split = jax.shard_map(
+            functools.partial(some_steps, build(specs())),
+            mesh=m,
+            in_specs=(specs(), specs()),
+            out_specs=([specs()] * 5, P()),
+        )
+        same(jax.jit(split)(grads, params), expected, f"{name}, shard_map")
 
 
 if __name__ == "__main__":

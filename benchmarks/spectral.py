@@ -1,0 +1,125 @@
+"""What a cap on singular values costs: each method beside one SVD of the same matrix.
+
+Run `python -m benchmarks.spectral` from the root of the repository; `--write PATH` writes Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+import clipjax
+
+_SHAPES = ((64, 64), (256, 256), (256, 1024), (1024, 1024))
+_HEADER = ("matrix", "SVD", "svd", "products", "inside", "loss, svd", "loss, products")
+
+
+def _matrix(shape: tuple[int, int], top: float) -> jax.Array:
+    """Random, as a layer is, with its largest singular value at `top`."""
+    matrix = np.random.default_rng(0).standard_normal(shape)
+    return jnp.asarray(top * matrix / np.linalg.norm(matrix, 2), jnp.float32)
+
+
+def _contestants(shape: tuple[int, int]) -> dict[str, tuple[Callable[[Any], Any], jax.Array]]:
+    """A compiled function and its matrix; for the caps three tenths above the bound, or inside it."""
+    outside, inside = _matrix(shape, 1.3), _matrix(shape, 0.99)
+    functions = {
+        "SVD": (lambda w: jnp.linalg.svd(w, full_matrices=False), outside),
+        "svd": (clipjax.spectral_cap(1.0).__call__, outside),
+        "products": (clipjax.spectral_cap(1.0, method="products").__call__, outside),
+        "inside": (clipjax.spectral_cap(1.0, method="products").__call__, inside),
+    }
+    return {name: (jax.jit(function).lower(w).compile(), w) for name, (function, w) in functions.items()}
+
+
+def _seconds(function: Callable[[Any], Any], w: jax.Array) -> float:
+    begin = time.perf_counter()
+    jax.block_until_ready(function(w))
+    return time.perf_counter() - begin
+
+
+def measure(shape: tuple[int, int], rounds: int) -> tuple[str, ...]:
+    """Let the methods take turns on one matrix; one row of the table."""
+    field = _contestants(shape)
+    for function, w in field.values():
+        _seconds(function, w)
+    samples: dict[str, list[float]] = {name: [] for name in field}
+    names, shuffle = list(field), random.Random(0)
+    for _ in range(rounds):
+        for name in shuffle.sample(names, len(names)):
+            samples[name].append(_seconds(*field[name]))
+    ratios = [
+        statistics.median(a / b for a, b in zip(samples[name], samples["SVD"], strict=True))
+        for name in names[1:]
+    ]
+    tops = [
+        np.linalg.norm(np.asarray(field[name][0](field[name][1]), np.float64), 2)
+        for name in ("svd", "products")
+    ]
+    return (
+        "x".join(map(str, shape)),
+        f"{1e3 * statistics.median(samples['SVD']):.3g} ms",
+        *(f"{ratio:.2f}" for ratio in ratios),
+        *(f"{1 - top:.1e}" for top in tops),
+    )
+
+
+_INTRODUCTION = """# What `spectral_cap` costs
+
+Measured on {date} with {versions} on a {device}, by
+`python -m benchmarks.spectral --write docs/spectral.md`.
+
+The matrices are random, float32, with a largest singular value of 1.3 for a bound of 1. `SVD` is the time of
+one `jnp.linalg.svd` in float32; `svd` and `products` are the times of the two methods divided by it, taken in
+the same round, and `inside` that of a matrix that is inside, whichever the method. A loss is by how much the
+largest singular value, in float64, ends below the bound.
+
+{table}
+
+Both methods compute in float64 and prove their result with a Cholesky factorisation. `svd` takes its SVD
+in float64, too, which costs more than the float32 one that it is compared with. Where `products` is the
+slower of the two, `svd` is the better choice in every respect.
+"""
+
+
+def _markdown(rows: list[tuple[str, ...]]) -> str:
+    lines = [f"| {' | '.join(_HEADER)} |", "|---" * len(_HEADER) + "|"]
+    lines += [f"| {' | '.join(row)} |" for row in rows]
+    return _INTRODUCTION.format(
+        date=f"{datetime.datetime.now(datetime.UTC):%d %B %Y}",
+        versions=f"jax {jax.__version__}, numpy {np.__version__}",
+        device=f"{jax.devices()[0].device_kind} ({jax.default_backend()}, {os.cpu_count()} cores)",
+        table="\n".join(lines),
+    )
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure, show and write."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.spectral", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=9, help="how often each is timed")
+    parser.add_argument("--write", type=Path, metavar="PATH", help="write a Markdown page there")
+    args = parser.parse_args(argv)
+    rows = [measure(shape, args.rounds) for shape in _SHAPES]
+    table = Table(*_HEADER)
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+    if args.write:
+        args.write.write_text(_markdown(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,311 @@
+"""Train one small network on handwritten digits, some of whose batches are broken, bounded in eight ways.
+
+A broken batch has pixels a hundred times too bright and the wrong labels, which makes a spike of the
+gradient, or pixels that are NaN, which makes the gradient NaN. Every method sees the same batches. The
+clips need a policy for NaN besides, and get `bounded(nonfinite="skip")`; only "none" does without.
+
+    python examples/spikes.py
+    python examples/spikes.py --steps 4000 --spikes 0.05 --plot out/more.png
+    python examples/norm_log.py out/spikes.npz
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import matplotlib as mpl
+import numpy as np
+import optax
+from matplotlib.figure import Figure
+from mnist import Data, load_data
+from mnist_cli import Parser, UserError, check_plot, make_directory, number
+from rich.console import Console
+from rich.table import Table
+
+import clipjax
+
+BATCH, LEARNING_RATE = 32, 0.05
+BRIGHTER = 100.0
+EVALUATE_EVERY = 10  # steps between two looks at the test set
+NORM, CLIPPED, SKIPPED, BAD, INK = "#9aa5b1", "#e4572e", "#8a5cb8", "#d62839", "#1d1d1f"
+
+
+class Method(NamedTuple):
+    """One way of bounding an optimizer."""
+
+    bound: Callable[[optax.GradientTransformation], optax.GradientTransformation]
+    threshold: str | float | None = None  # of the norm of the whole gradient: a number, or its metric
+
+
+class Run(NamedTuple):
+    """What is kept of one run: an entry for each step, or for each look at the test set."""
+
+    norms: np.ndarray
+    thresholds: np.ndarray  # NaN where there is none
+    clipped: np.ndarray
+    skipped: np.ndarray
+    losses: np.ndarray
+    accuracies: np.ndarray
+
+
+class Network(nn.Module):
+    """Two dense layers."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Map pixels `(batch, pixels)` to logits `(batch, 10)`."""
+        return nn.Dense(10)(nn.relu(nn.Dense(64)(x)))
+
+
+def methods(clip: float) -> dict[str, Method]:
+    """The contestants; what each is called in the table."""
+
+    def clipping(transformation: optax.GradientTransformation, threshold: Any = None) -> Method:
+        return Method(
+            functools.partial(clipjax.bounded, clip=transformation, nonfinite="skip"), threshold=threshold
+        )
+
+    return {
+        "none": Method(lambda optimizer: optimizer),
+        "skip_nonfinite": Method(clipjax.skip_nonfinite),
+        "skip_spikes": Method(clipjax.skip_spikes, "skip_spikes/threshold"),
+        "clip_by_global_norm": clipping(clipjax.clip_by_global_norm(clip), clip),
+        "autoclip": clipping(clipjax.autoclip(), "autoclip/threshold"),
+        "zclip": clipping(clipjax.zclip(), "zclip/threshold"),
+        "adagc": clipping(clipjax.adagc()),  # a threshold for each leaf
+        "adaptive_grad_clip": clipping(clipjax.adaptive_grad_clip(0.01)),  # for each unit
+    }
+
+
+def broken_batches(steps: int, spikes: float, nans: float, seed: int) -> np.ndarray:
+    """What the pixels of each step's batch are multiplied by, float32 `(steps,)`: 1, much more, or NaN."""
+    draw = np.random.default_rng(seed).random(steps)
+    start = steps // 20  # everything has a quiet start, as statistics need it
+    draw[:start] = 1
+    factors = np.where(draw < spikes, BRIGHTER, np.where(draw < spikes + nans, np.nan, 1.0))
+    return factors.astype(np.float32)
+
+
+def first_params(seed: int, pixels: int) -> Any:
+    """Draw the first parameters, the same for every method."""
+    return jax.jit(Network().init)(jax.random.key(seed), jnp.zeros((1, pixels)))
+
+
+def train(method: Method, params: Any, data: Data, factors: np.ndarray, seed: int) -> Run:
+    """Train with one method: all steps in one scan, without a look at the numbers in between."""
+    network, tx = Network(), method.bound(optax.sgd(LEARNING_RATE, momentum=0.9))
+    train_x, train_y = jnp.asarray(data.train_x), jnp.asarray(data.train_y)
+
+    def loss_of(params: Any, x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logits = network.apply(params, x)
+        loss = optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+        return loss, jnp.mean(logits.argmax(-1) == y)
+
+    def step(carry: Any, inputs: Any) -> Any:
+        params, state = carry
+        rows, factor = inputs
+        y = jnp.where(factor == 1, train_y[rows], (train_y[rows] + 1) % 10)
+        grads = jax.grad(loss_of, has_aux=True)(params, factor * train_x[rows], y)[0]
+        updates, after = tx.update(grads, state, params)
+        norm = clipjax.functional.global_norm(grads)  # the method's own, where it measures it
+        seen, before = clipjax.metrics(after), clipjax.metrics(state)
+        report = {
+            "norms": norm,
+            "thresholds": threshold_of(method, seen),
+            "clipped": clips(seen) > clips(before) + 0.5,
+            "skipped": count(seen, "/skipped") > count(before, "/skipped"),
+        }
+        return (optax.apply_updates(params, updates), after), report
+
+    def block(carry: Any, inputs: Any) -> Any:
+        carry, report = jax.lax.scan(step, carry, inputs)
+        return carry, (report, loss_of(carry[0], data.test_x, data.test_y))
+
+    rows = np.random.default_rng([seed, 1]).integers(len(data.train_y), size=(len(factors), BATCH))
+    inputs = jax.tree.map(lambda x: jnp.asarray(x).reshape(-1, EVALUATE_EVERY, *x.shape[1:]), (rows, factors))
+
+    scan = jax.jit(lambda carry, inputs: jax.lax.scan(block, carry, inputs)[1])
+    report, (losses, accuracies) = jax.device_get(scan((params, tx.init(params)), inputs))
+    return Run(**{key: value.ravel() for key, value in report.items()}, losses=losses, accuracies=accuracies)
+
+
+def threshold_of(method: Method, seen: Mapping[str, Any]) -> Any:
+    """The norm above which the method acts at this step; NaN where there is none."""
+    limit = seen[method.threshold] if isinstance(method.threshold, str) else method.threshold
+    limit = jnp.asarray(jnp.nan if limit is None else limit, jnp.float32)
+    return jnp.where(limit < jnp.inf, limit, jnp.nan)
+
+
+def count(seen: Mapping[str, Any], ending: str) -> Any:
+    """Add up the metrics of that name."""
+    return sum((value for key, value in seen.items() if key.endswith(ending)), jnp.zeros(()))
+
+
+def clips(seen: Mapping[str, Any]) -> Any:
+    """How many steps were clipped so far."""
+    share = count(seen, "/clipped_fraction")
+    names = [key.removesuffix("/clipped_fraction") for key in seen if key.endswith("/clipped_fraction")]
+    return share * seen[f"{names[0]}/steps"] if names else share
+
+
+def table_of(runs: Mapping[str, Run]) -> Table:
+    """Put what came out into a table: what the test set says, and how many steps each thing happened to."""
+    table = Table()
+    table.add_column("method", no_wrap=True)
+    for column in ("accuracy", "test loss", "clipped", "skipped", "not finite"):
+        table.add_column(column, justify="right")
+    for name, run in runs.items():
+        table.add_row(
+            name,
+            f"{run.accuracies[-1]:.1%}",
+            f"{run.losses[-1]:.3f}",
+            *(str(np.sum(x)) for x in (run.clipped, run.skipped, ~np.isfinite(run.norms))),
+        )
+    return table
+
+
+def draw(path: Path, runs: Mapping[str, Run]) -> None:
+    """Draw the norms and thresholds of each method, and below them the loss of all."""
+    style = {"font.size": 10, "axes.titlesize": 11, "axes.spines.top": False, "axes.spines.right": False}
+    with mpl.rc_context(style):
+        figure = Figure(figsize=(13, 9), dpi=110, layout="constrained")
+        figure.get_layout_engine().set(hspace=0.03)
+        above, below = figure.subfigures(2, 1, height_ratios=(1.5, 1))
+        grid = above.subplots(2, 4, sharex=True, sharey=True)
+        for axes, (name, run) in zip(grid.flat, runs.items(), strict=True):
+            draw_norms(axes, name, run)
+        finite = np.concatenate(
+            [run.norms[np.isfinite(run.norms) & (run.norms > 0)] for run in runs.values()]
+        )
+        grid[0, 0].set_ylim(np.quantile(finite, 0.001) / 2, finite.max() * 6)
+        above.supylabel("norm of the gradient", fontsize=11)
+        handles = {
+            label: handle
+            for axes in grid.flat
+            for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+        }
+        above.legend(
+            handles.values(), handles, loc="outside upper right", ncols=5, frameon=False, markerscale=2
+        )
+        draw_losses(below.subplots(), runs)
+        figure.savefig(path)
+
+
+def draw_norms(axes: Any, name: str, run: Run) -> None:
+    """Draw the norms of one run, in the colour of what became of the step."""
+    steps, finite = np.arange(1, len(run.norms) + 1), np.isfinite(run.norms)
+    dots = {"linestyle": "none", "marker": ".", "markersize": 3.5, "markeredgewidth": 0}
+    kinds = (
+        ("taken as it is", NORM, ~run.clipped & ~run.skipped),
+        ("clipped", CLIPPED, run.clipped),
+        ("skipped", SKIPPED, run.skipped),
+    )
+    for label, color, which in kinds:
+        shown = which & finite
+        axes.plot(steps[shown], run.norms[shown], color=color, label=label, **dots)
+    where = axes.get_xaxis_transform()  # what is not finite goes along the upper edge
+    bad = np.full(np.sum(~finite), 0.97)
+    axes.plot(steps[~finite], bad, "x", transform=where, color=BAD, markersize=3, label="not finite")
+    axes.plot(steps, run.thresholds, color=INK, linewidth=1, label="threshold")
+    axes.set(yscale="log", title=name)
+    axes.grid(alpha=0.2)
+
+
+def draw_losses(axes: Any, runs: Mapping[str, Run]) -> None:
+    """Draw the loss on the test set, up to where it is no number any more."""
+    colors = ["#1d1d1f", "#9aa5b1", "#8a5cb8", "#e4572e", "#22577a", "#2a9d8f", "#c98a0c", "#b5467f"]
+    for (name, run), color in zip(runs.items(), colors, strict=True):
+        steps, finite = EVALUATE_EVERY * (1 + np.arange(len(run.losses))), np.isfinite(run.losses)
+        width = 3 if name == "skip_nonfinite" else 1.4  # "none" is the same until it ends
+        axes.plot(steps, run.losses, color=color, linewidth=width, label=name, zorder=3 - width / 2)
+        if not finite.all():
+            axes.plot(steps[finite][-1:], run.losses[finite][-1:], "x", color=color, markersize=9, zorder=4)
+    lowest = min(np.min(run.losses[np.isfinite(run.losses)]) for run in runs.values())
+    axes.set(xlabel="step", ylabel="test loss", yscale="log", xlim=(0, steps[-1]), ylim=(0.8 * lowest, 6))
+    axes.grid(alpha=0.25)
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    blocks = number(int, EVALUATE_EVERY, 10**7, f"a whole number of at least {EVALUATE_EVERY}")
+    share = number(float, 0, 0.5, "a number from 0 to 0.5")
+    parser = Parser(
+        prog="spikes.py", description="Train on broken batches, bounded in eight ways.", allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("--steps", type=blocks, metavar="N", help="training steps (default: 3000)")
+    add("--spikes", type=share, default=0.01, metavar="X", help="share of batches too bright (default: 0.01)")
+    add("--nans", type=share, default=0.01, metavar="X", help="share of batches that are NaN (default: 0.01)")
+    add(
+        "--clip",
+        type=number(float, 1e-30, 1e30, "a number above 0"),
+        default=1.0,
+        metavar="X",
+        help="the fixed threshold (default: 1)",
+    )
+    add(
+        "--seed",
+        type=number(int, 0, 2**32 - 1, "a whole number from 0 to 2**32 - 1"),
+        default=0,
+        metavar="N",
+        help="of the weights and the batches (default: 0)",
+    )
+    add(
+        "--plot",
+        type=Path,
+        default=Path("out/spikes.png"),
+        metavar="PATH",
+        help="figure (default: %(default)s)",
+    )
+    add(
+        "--log",
+        type=Path,
+        default=Path("out/spikes.npz"),
+        metavar="PATH",
+        help="the norms of skip_spikes, for norm_log.py (default: %(default)s)",
+    )
+    add("--quick", action="store_true", help="300 steps, to see that it runs")
+    args = parser.parse_args(argv)
+    args.steps = (args.steps or (300 if args.quick else 3000)) // EVALUATE_EVERY * EVALUATE_EVERY
+    return args
+
+
+def run(args: argparse.Namespace) -> None:
+    """Train with every method, and show what came out."""
+    check_plot(args.plot)
+    make_directory("--log", args.log.parent)
+    data = load_data(None)
+    factors = broken_batches(args.steps, args.spikes, args.nans, args.seed)
+    params = first_params(args.seed, data.train_x.shape[1])
+    runs = {
+        name: train(method, params, data, factors, args.seed) for name, method in methods(args.clip).items()
+    }
+    Console().print(table_of(runs))
+    draw(args.plot, runs)
+    log = clipjax.NormLog("skip_spikes")
+    log.extend(runs["skip_spikes"].norms)
+    log.save(args.log)
+    print(f"figure: {args.plot}, norms: {args.log}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the script; returns its exit status."""
+    try:
+        run(parse(argv))
+    except (UserError, OSError) as error:
+        print(f"spikes.py: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
