@@ -167,6 +167,7 @@ def test_the_units_of_a_linen_layer(name: str) -> None:
 
 
 RNGS = nnx.Rngs(0)
+LIST = getattr(nnx, "List", list)  # older versions of Flax take any
 
 
 def nnx_attention(param: str) -> Layer:
@@ -242,17 +243,17 @@ NORMS = {
     "LayerNorm": (nn.LayerNorm(), nnx.LayerNorm(4, rngs=RNGS)),
     "RMSNorm": (nn.RMSNorm(), nnx.RMSNorm(4, rngs=RNGS)),
     "GroupNorm": (nn.GroupNorm(2), nnx.GroupNorm(4, 2, rngs=RNGS)),
-    "InstanceNorm": (nn.InstanceNorm(), nnx.InstanceNorm(4, rngs=RNGS)),
-    "PReLU": (nn.PReLU(), nnx.PReLU()),
+    "InstanceNorm": (nn.InstanceNorm(), hasattr(nnx, "InstanceNorm") and nnx.InstanceNorm(4, rngs=RNGS)),
+    "PReLU": (nn.PReLU(), hasattr(nnx, "PReLU") and nnx.PReLU()),
 }
 
 
 @pytest.mark.parametrize("name", NORMS)
 def test_scales_are_left_alone(name: str) -> None:
     linen, live = NORMS[name]
-    for axes in (unit_axes(linen, KEY, random(2, 3, 4)), unit_axes(live)):
-        assert axes
-        assert set(axes.values()) == {SKIP}
+    assert set(unit_axes(linen, KEY, random(2, 3, 4)).values()) == {SKIP}
+    if live:  # older versions of Flax have not all of them
+        assert set(unit_axes(live).values()) == {SKIP}
 
 
 @pytest.mark.parametrize("wrapper", [nn.WeightNorm, nn.SpectralNorm])
@@ -387,8 +388,11 @@ class Block(nnx.Module):
 
 
 def stacked_blocks(axis: int, size: int, *more: Any) -> nnx.Module:
-    make = nnx.vmap(lambda rngs: Block(4, rngs, *more), in_axes=0, out_axes=axis)
-    return make(nnx.Rngs(0).split(size))
+    return stacked(lambda rngs: Block(4, rngs, *more), axis, size)
+
+
+def stacked(make: Any, axis: int, size: int) -> nnx.Module:
+    return nnx.split_rngs(splits=size)(nnx.vmap(make, in_axes=0, out_axes=axis))(nnx.Rngs(0))
 
 
 @pytest.mark.parametrize(
@@ -414,7 +418,7 @@ def test_sizes_that_coincide_are_told_apart_by_what_is_stacked_beside(
 
 
 def test_a_stack_that_cannot_be_told_is_named() -> None:
-    model = nnx.vmap(lambda rngs: nnx.Linear(3, 3, rngs=rngs), in_axes=0)(nnx.Rngs(0).split(3))
+    model = stacked(lambda rngs: nnx.Linear(3, 3, rngs=rngs), 0, 3)
     with pytest.raises(ValueError, match=r"kernel of shape \(3, 3, 3\): .* itself of shape \(3, 3\)"):
         unit_axes(model)
     assert unit_axes(model, other={"kernel": 1}) == {"kernel": 1, "bias": SKIP}
@@ -479,7 +483,7 @@ def test_other_serves_what_is_unknown_and_wins_over_what_is_known() -> None:
 def test_unknown_nnx_parameters_are_all_named() -> None:
     class Inner(nnx.Module):
         def __init__(self) -> None:
-            self.parts = nnx.List([nnx.Param(jnp.ones((2, 3)))])
+            self.parts = LIST([nnx.Param(jnp.ones((2, 3)))])
             self.pair = nnx.Param({"a": jnp.ones((2, 3)), "b": jnp.ones(3)})
 
     class Model(nnx.Module):
@@ -597,7 +601,7 @@ def test_an_entry_can_be_changed() -> None:
 class NNXModel(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.embed = nnx.Embed(11, 8, rngs=rngs)
-        self.layers = nnx.List(
+        self.layers = LIST(
             [nnx.Linear(8, 6, rngs=rngs), nnx.BatchNorm(6, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)]
         )
         self.rnn = nnx.RNN(nnx.LSTMCell(6, 4, rngs=rngs))
