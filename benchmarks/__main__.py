@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from benchmarks import tables, trees
+from benchmarks import adaptive, tables, trees
 from benchmarks.measure import race_in_groups
 from benchmarks.steps import ADAM, STEPS, Recipe, Step, adam
 from benchmarks.trees import Problem
@@ -38,6 +38,9 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there, too")
     parser.add_argument("--markdown", type=Path, metavar="PATH", help="write the tables there, too")
     parser.add_argument("--growth", action="store_true", help="the second table: growth with size and leaves")
+    parser.add_argument(
+        "--adaptive", action="store_true", help="the third table: bounds that follow the past (float32)"
+    )
     parser.add_argument("--quick", action="store_true", help="few rounds, one compilation, float32")
     parser.add_argument(
         "--scheduler",
@@ -126,6 +129,10 @@ def main(argv: list[str] | None = None) -> None:
     """Measure, show and write what was asked for."""
     argv = sys.argv[1:] if argv is None else argv
     args = _arguments(argv)
+    if args.adaptive:
+        options = ["--trees", *args.trees, "--rounds", str(args.rounds), "--memory", str(args.memory)]
+        adaptive.main(options + (["--markdown", str(args.markdown)] if args.markdown else []))
+        return
     console = Console(width=None if sys.stdout.isatty() else 120)
     where = tables.environment()
     rows: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""What a bound that follows the past costs, beside a constant one: `python -m benchmarks.adaptive`."""
+"""What a bound that follows the past costs, beside a constant one: `python -m benchmarks --adaptive`."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def clip_by_value(
 
         def clip(updates: Any, params: Any, step: jax.Array) -> tuple[Any, Report]:
             del params
-            return clip_entries(updates, None, bound(step), axis_name)
+            return clip_entries(updates, None, bound(step), axis_name, after_measuring=True)
 
     else:
         check_order(low, high)
@@ -120,7 +120,7 @@ def clip_by_value(
 
         def clip(updates: Any, params: Any, step: jax.Array) -> tuple[Any, Report]:
             del params
-            return clip_entries(updates, lower(step), upper(step), axis_name)
+            return clip_entries(updates, lower(step), upper(step), axis_name, after_measuring=True)
 
     return _transformation(ClipByValueState, clip)
 

@@ -175,9 +175,17 @@ def size_of(unit: Unit) -> int:
 
 @_on_arrays
 def clip_entries(
-    tree: Any, low: jax.Array | None, high: jax.Array, axis_name: AxisName = None
+    tree: Any,
+    low: jax.Array | None,
+    high: jax.Array,
+    axis_name: AxisName = None,
+    *,
+    after_measuring: bool = False,
 ) -> tuple[Any, Report]:
-    """Bound each entry by itself. `low=None` stands for -high, which saves a pass."""
+    """Bound each entry by itself. `low=None` stands for -high, which saves a pass.
+
+    A leaf is clipped `after_measuring` it if the report is needed in any case: it is in the cache then.
+    """
     floor = -high if low is None else low
     limits_of = functools.cache(lambda dtype: limits_in(floor, high, dtype))
     treedef: Any
@@ -191,7 +199,7 @@ def clip_entries(
         if ordered and leaf.size and not (floor.ndim or high.ndim):
             found = _extremes(lax.stop_gradient(strong(leaf)), turn, symmetric=low is None)
             extremes.setdefault(names_of_leaf(leaf, axis_name), []).append(found)
-            turn = turn_after(turn, leaf, -jnp.max(jnp.abs(found)))
+            turn = turn_after(turn, leaf, -jnp.max(jnp.abs(found))) if after_measuring else None
         if jnp.iscomplexobj(leaf):
             leaves[i] = _clip_sizes(leaf, low, high)
             continue

@@ -138,6 +138,7 @@ STEPS = {
     "rms": chain(clipjax.clip_by_rms(1.0), adam()),
     "norm": chain(clipjax.clip_by_norm(1.0), adam()),
     "max_norm": (adam(), clipjax.max_norm(1.0)),
+    "box": (adam(), clipjax.box(-1.0, 1.0)),
     "clip_max_norm": (optax.chain(clipjax.clip_by_global_norm(1.0), adam()), clipjax.max_norm(1.0)),
     "link": (clipjax.chain(adam(), clipjax.max_norm(1.0)), lambda params: params),
     "bounded": chain(
@@ -154,7 +155,8 @@ STEPS = {
 # - a clip by a norm reads the gradients once more, for the norm; the rescaling is part of Adam's own
 #   passes. Its temporaries are the partial sums that keep a float64 sum at the speed of memory.
 # - a clip by value reads them once more for its metrics.
-# - a projection by a direct call reads the new weights for their norms, and reads and writes them.
+# - a projection by a direct call reads the new weights for their norms, and reads and writes them; one of
+#   entries is part of Adam's own passes.
 # - a link must return an update: Adam's update exists next to the weights, leaf after leaf; it is written,
 #   read with them for their norms, and read once more for the new weights.
 # - skipping reads the gradients first for non-finite entries, and chooses between two branches,
@@ -168,6 +170,7 @@ F32 = {
     "rms": (0.04, 1),
     "norm": (0.04, 1),
     "max_norm": (0.04, 3),
+    "box": (0.01, 0),
     "clip_max_norm": (0.04, 4),
     "link": (0.35, 4),
     "bounded": (1.3, 9),
@@ -178,6 +181,7 @@ BF16 = {
     "rms": (1.05, 2.5),
     "norm": (1.05, 2.5),
     "max_norm": (0.01, 1.5),
+    "box": (0.01, 0),
     "clip_max_norm": (1.05, 4),
     "link": (0.8, 5),
     "bounded": (2.8, 9.5),
