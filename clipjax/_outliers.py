@@ -37,6 +37,12 @@ class ClipByLognormalState(NamedTuple):
     taken: jax.Array  # int32: norms taken in so far
 
 
+def _no_moments(params: Any, dtype: Any) -> Memory:
+    """Mean and standard deviation before the first norm."""
+    del params
+    return jnp.zeros((), dtype), jnp.zeros((), dtype), no_norms()
+
+
 def zclip(
     z_threshold: float = 2.5,
     *,
@@ -110,10 +116,6 @@ def zclip(
         raise TypeError(f"update_on_spike must be a bool, got {update_on_spike!r}")
     cap = None if max_norm is None else bound_at("max_norm", max_norm)
 
-    def first(params: Any, dtype: Any) -> Memory:
-        del params
-        return jnp.zeros((), dtype), jnp.zeros((), dtype), no_norms()
-
     def bound_of(norm: jax.Array, memory: Memory, step: jax.Array) -> tuple[jax.Array, Memory]:
         mean, std, taken = memory
         warming = taken < jnp.maximum(warmup_steps, 1)
@@ -138,7 +140,7 @@ def zclip(
             new_mean, new_std = jnp.where(spike, mean, new_mean), jnp.where(spike, std, new_std)
         return capped(bound, cap, step), (new_mean, new_std, one_more(taken))
 
-    return clip_by_past(ZclipState, first, bound_of, axis_name)
+    return clip_by_past(ZclipState, _no_moments, bound_of, axis_name)
 
 
 def clip_by_lognormal(
@@ -195,10 +197,6 @@ def clip_by_lognormal(
     check_number("eps", eps, 0, inside=True)
     cap = None if max_norm is None else bound_at("max_norm", max_norm)
 
-    def first(params: Any, dtype: Any) -> Memory:
-        del params
-        return jnp.zeros((), dtype), jnp.zeros((), dtype), no_norms()
-
     def bound_of(norm: jax.Array, memory: Memory, step: jax.Array) -> tuple[jax.Array, Memory]:
         mean, std, taken = memory
         old = jnp.minimum(wide(decay), wide(taken) / (wide(taken) + 1))
@@ -209,4 +207,4 @@ def clip_by_lognormal(
         bound = jnp.where(norm < limit, limit, jnp.exp(mean))
         return capped(bound, cap, step), (mean, jnp.sqrt(variance), one_more(taken))
 
-    return clip_by_past(ClipByLognormalState, first, bound_of, axis_name)
+    return clip_by_past(ClipByLognormalState, _no_moments, bound_of, axis_name)

@@ -112,6 +112,16 @@ def no_norms() -> jax.Array:
     return jnp.zeros((), jnp.int32)
 
 
+def no_ring(window: Any, dtype: Any) -> jax.Array:
+    """Return the ring of the last `window` norms before the first step."""
+    if isinstance(window, jax.core.Tracer):
+        raise TypeError(
+            "window must be known when tracing, for it is a shape: pass it to optax.inject_hyperparams "
+            "as one of static_args"
+        )
+    return jnp.zeros(int(window), dtype)
+
+
 def one_more(taken: jax.Array) -> jax.Array:
     """Count a norm that is taken in; whether it was finite is for :func:`remembering` to see."""
     return count(taken, jnp.ones((), bool))

@@ -16,8 +16,7 @@ from clipjax._mesh import pmax, varying
 from clipjax._metrics import Seen, observe, start
 from clipjax._norms import as_arrays, in_float64, norm_of, tree_norm, wide
 from clipjax._trees import Queue, Report
-from clipjax._turns import Turn, turn_at_start
-from clipjax._turns import in_turn as when_its_turn
+from clipjax._turns import Turn, in_turn, turn_at_start
 
 
 class Measured(NamedTuple):
@@ -119,7 +118,7 @@ def _link(
         after = [applied(p, u) for p, u in zip(before, leaves, strict=True)]
 
         def enter(i: int, turn: Turn) -> tuple[jax.Array, Sequence[jax.Array]]:
-            leaves[i] = when_its_turn(leaves[i], leaves[i], turn)
+            leaves[i] = in_turn(leaves[i], leaves[i], turn)
             after[i] = applied(before[i], leaves[i])
             is_sum = after[i].dtype == leaves[i].dtype and after[i].dtype.itemsize >= 4
             return after[i], (before[i], leaves[i]) if is_sum else ()

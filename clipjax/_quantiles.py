@@ -13,7 +13,7 @@ from jax import lax
 from clipjax._mesh import AxisName
 from clipjax._metrics import Seen
 from clipjax._norms import wide
-from clipjax._past import Memory, check_count, check_number, clip_by_past, no_norms, one_more
+from clipjax._past import Memory, check_count, check_number, clip_by_past, no_norms, no_ring, one_more
 
 
 class AutoclipState(NamedTuple):
@@ -76,12 +76,7 @@ def autoclip(
 
     def first(params: Any, dtype: Any) -> Memory:
         del params
-        if isinstance(window, jax.core.Tracer):
-            raise TypeError(
-                "window must be known when tracing, for it is a shape: pass it to optax.inject_hyperparams "
-                "as one of static_args"
-            )
-        return jnp.zeros(int(window), dtype), no_norms()
+        return no_ring(window, dtype), no_norms()
 
     def bound_of(norm: jax.Array, memory: Memory, step: jax.Array) -> tuple[jax.Array, Memory]:
         del step

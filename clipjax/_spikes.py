@@ -17,7 +17,7 @@ from clipjax._chain import knowing, links_of
 from clipjax._mesh import AxisName
 from clipjax._metrics import count
 from clipjax._norms import as_arrays, in_float64, norm_dtype, wide
-from clipjax._past import check_count
+from clipjax._past import check_count, no_ring
 from clipjax._trees import measure_tree
 
 # The median of |x - median| of normal numbers, times this, is their standard deviation.
@@ -127,11 +127,6 @@ def skip_spikes(
             raise ValueError(f"warmup_steps must be at most window={window!r}, got {warmup_steps!r}")
 
     def init(params: Any) -> SkipSpikesState:
-        if isinstance(window, jax.core.Tracer):
-            raise TypeError(
-                "window must be known when tracing, for it is a shape: pass it to optax.inject_hyperparams "
-                "as one of static_args"
-            )
         dtype = norm_dtype(jax.tree.leaves(as_arrays(params)))
         number = functools.partial(jnp.zeros, (), dtype)  # a buffer each, to be donated
         counter = functools.partial(jnp.zeros, (), jnp.int32)
@@ -143,7 +138,7 @@ def skip_spikes(
             norm=number(),
             z=number(),
             threshold=jnp.full((), jnp.inf, dtype),
-            norms=jnp.zeros(int(window), dtype),
+            norms=no_ring(window, dtype),
             taken=counter(),
             inner=inner.init(params),
         )
