@@ -22,7 +22,7 @@ from jax import lax
 
 from clipjax._axes import Reduced, is_measured
 from clipjax._mesh import Names, pmax
-from clipjax._turns import Turn, in_turn, is_large, turn_after
+from clipjax._turns import Turn, in_turn, is_large, is_small, turn_after
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -32,7 +32,8 @@ Arrays = Sequence[jax.Array]
 # |x|**p fits a float64 for every float32 x, subnormals included, up to this power.
 _LARGEST_PLAIN_POWER = 6
 
-# On a CPU, large leaves are summed as slices, of which so many are read side by side.
+# On a CPU, large leaves are summed as slices, of which so many are read side by side; and so many small
+# ones are reduced as one.
 _STREAMS = 16
 
 
@@ -145,26 +146,28 @@ def _over_devices(norm: jax.Array, ord: Any, names: Names, scaled: bool) -> jax.
     return _root_of_sum(norm, lax.convert_element_type(ord, np.float64), names, scaled)
 
 
-def _largest(xs: Arrays, axes: Reduced, turn: Turn = None) -> jax.Array:
-    """The largest |x|, in float64."""
+@in_float64
+def largest(
+    xs: Arrays,
+    axes: Reduced = None,
+    turn: Turn = None,
+    of: Callable[[jax.Array], jax.Array] = jnp.abs,
+    at_least: float = 0.0,
+) -> jax.Array:
+    """The largest of(x), in float64, and at least so much; of all arrays together where axes are None."""
 
-    def size(part: jax.Array) -> jax.Array:
-        # On a CPU, the absolute values of 16-bit entries would be written out first.
-        return jnp.abs(wide(part) if _is_narrow(part) else part)
+    def value(part: jax.Array) -> jax.Array:
+        # On a CPU, what is made of 16-bit entries would be written out first.
+        return of(wide(part) if _is_narrow(part) else part)
 
-    def of(x: jax.Array) -> jax.Array:
-        largest = _reduced(x, (x,), axes, turn, size, jnp.maximum, jnp.max)
-        return lax.convert_element_type(largest, norm_dtype(xs))
-
-    return wide(jnp.max(jnp.stack([of(x) for x in xs]), axis=0))
+    return wide(
+        _combined(xs, (), axes, turn, value, jnp.maximum, functools.partial(jnp.max, initial=at_least))
+    )
 
 
 def _sum(xs: Arrays, axes: Reduced, of: Callable[[jax.Array], jax.Array]) -> jax.Array:
     """Sum a function of the entries along `axes`, and over the arrays."""
-    return _added([jnp.sum(of(x), axis=axes, keepdims=axes is not None) for x in xs])
-
-
-def _added(sums: list[jax.Array]) -> jax.Array:
+    sums = [jnp.sum(of(x), axis=axes, keepdims=axes is not None) for x in xs]
     return jnp.sum(jnp.stack(sums), axis=0) if len(sums) > 1 else sums[0]
 
 
@@ -186,15 +189,10 @@ def _norm_for(ord: Any) -> Callable[[Arrays, Arrays, Turn, Reduced, Any], jax.Ar
 @in_float64
 def _norm(xs: Arrays, terms: Arrays, turn: Turn, axes: Reduced, p: float) -> jax.Array:
     if p == math.inf:
-        return _largest(xs, axes, turn)
+        return largest(xs, axes, turn)
     if not any(_needs_scaling(x.dtype, p) for x in xs):
-        sums = []
-        for x in xs:
-            sums.append(_sum_of_powers(x, terms or (x,), axes, p, turn))
-            if axes is None:
-                turn = turn_after(turn, x, -sums[-1])
-        return _root(_added(sums), p)
-    unit = _nonzero(_largest(xs, axes))
+        return _root(_combined(xs, terms, axes, turn, lambda part: _powers(part, p), jnp.add, jnp.sum), p)
+    unit = _nonzero(largest(xs, axes))
     return unit * _root(_sum(xs, axes, lambda x: _power(jnp.abs(wide(x)) / unit, p)), p)
 
 
@@ -232,7 +230,7 @@ def _traced_norm(xs: Arrays, terms: Arrays, turn: Turn, axes: Reduced, p: jax.Ar
 
 
 def _norm_to_any_power(xs: Arrays, axes: Reduced, p: jax.Array) -> jax.Array:
-    unit = lax.stop_gradient(_nonzero(_largest(xs, axes)))
+    unit = lax.stop_gradient(_nonzero(largest(xs, axes)))
 
     def powers(x: jax.Array) -> jax.Array:
         ratio = jnp.abs(wide(x)) / unit
@@ -272,9 +270,34 @@ def _powers(x: jax.Array, p: float) -> jax.Array:
     return wide(x) * wide(x) if p == 2 else _power(jnp.abs(wide(x)), p)
 
 
-def _sum_of_powers(x: jax.Array, terms: Arrays, axes: Reduced, p: float, turn: Turn) -> jax.Array:
-    """Sum |x|**p along `axes`, kept as 1; over all of x if they are None."""
-    return _reduced(x, terms, axes, turn, lambda part: _powers(part, p), jnp.add, jnp.sum)
+def _combined(
+    xs: Arrays,
+    terms: Arrays,
+    axes: Reduced,
+    turn: Turn,
+    of: Callable[[jax.Array], jax.Array],
+    pair: Callable[[jax.Array, jax.Array], jax.Array],
+    all_: Callable[..., jax.Array],
+) -> jax.Array:
+    """Reduce one array, which may be the sum of `terms`, along `axes`; or all entries of several arrays."""
+    if len(xs) == 1:
+        return _reduced(xs[0], terms or xs, axes, turn, of, pair, all_)
+    values = []
+    for x in xs:
+        if not is_small(x):
+            values.append(_reduced(x, (x,), None, turn, of, pair, all_))
+            turn = turn_after(turn, x, -jnp.abs(values[-1]))
+    for alike in _alike([x for x in xs if is_small(x)]):
+        values.append(all_(_pairwise(pair, [of(x) for x in alike])))
+    return all_(jnp.stack(values))
+
+
+def _alike(xs: Arrays) -> list[list[jax.Array]]:
+    """Put arrays of one shape together, so many that hundreds compile to a few operations."""
+    groups: dict[Any, list[jax.Array]] = {}
+    for x in xs:
+        groups.setdefault((x.shape, x.dtype), []).append(x)
+    return [group[i : i + _STREAMS] for group in groups.values() for i in range(0, len(group), _STREAMS)]
 
 
 def _reduced(
@@ -289,15 +312,15 @@ def _reduced(
     """Reduce of(x), x being the sum of `terms`: by `pair` two arrays, by `all_` one along `axes`."""
 
     def along_axes(values: jax.Array) -> jax.Array:
-        return all_(values, axis=axes, keepdims=axes is not None, initial=0)
+        return all_(values, axis=axes, keepdims=axes is not None)
 
-    reduced = range(x.ndim) if axes is None else axes
-    axis = max(reduced, key=lambda a: x.shape[a], default=0)
     slices = _STREAMS // len(terms)
-    long_enough = axis in reduced and x.shape[axis] >= 2 * slices
+    reduced = range(x.ndim) if axes is None else axes
+    long_enough = [a for a in reduced if x.shape[a] >= 2 * slices]
     # What is narrow would be widened as a whole before it is sliced.
     if not (is_large(x) and long_enough and not _is_narrow(x)):
         return along_axes(of(x))
+    axis = min(long_enough)  # of the longest pieces
 
     # XLA's CPU reductions take float64 at a third of the speed of memory, and are no faster for the
     # largest of float32; an elementwise operation on slices runs at memory's speed, and leaves one entry
@@ -317,5 +340,6 @@ def _reduced(
 
 def _pairwise(pair: Callable[[jax.Array, jax.Array], jax.Array], values: list[jax.Array]) -> jax.Array:
     while len(values) > 1:
-        values = [pair(a, b) for a, b in zip(values[::2], values[1::2], strict=True)]
+        odd = values[len(values) // 2 * 2 :]
+        values = [pair(a, b) for a, b in zip(values[::2], values[1::2], strict=False)] + odd
     return values[0]

@@ -16,7 +16,7 @@ from clipjax._mesh import pmax, varying
 from clipjax._metrics import Seen, observe, start
 from clipjax._norms import as_arrays, in_float64, norm_of, tree_norm, wide
 from clipjax._trees import Queue, Report
-from clipjax._turns import Turn, in_turn, turn_at_start
+from clipjax._turns import Turn, in_turn, is_large, turn_after, turn_at_start
 
 
 class Measured(NamedTuple):
@@ -116,6 +116,23 @@ def _link(
         params = as_arrays(params)
         before = treedef.flatten_up_to(params)
         after = [applied(p, u) for p, u in zip(before, leaves, strict=True)]
+        # Where the link is last, the weights that come in are those it let through a step ago.
+        violation = state_.violation
+        if measure is not None:
+            incoming = [lax.stop_gradient(p) if is_measured(p) else p for p in before]
+            worst = _worst(measure(treedef.unflatten(incoming), jnp.maximum(state_.seen.steps - 1, 0)))
+            violation = lax.convert_element_type(worst, violation.dtype)
+
+        def step_of(i: int, wanted: Any) -> Any:
+            """The update of a leaf."""
+            if not is_measured(before[i]):
+                return leaves[i]
+            step = step_to(before[i], leaves[i], after[i], wanted, how.outside)
+            # Never true; but a step that depends on the measure comes after it, so that XLA need not copy
+            # the old weights in order to measure them when the new ones are in their place.
+            return step if measure is None else jnp.where(violation < 0, jnp.zeros_like(step), step)
+
+        steps: dict[int, Any] = {}
 
         def enter(i: int, turn: Turn) -> tuple[jax.Array, Sequence[jax.Array]]:
             leaves[i] = in_turn(leaves[i], leaves[i], turn)
@@ -123,25 +140,23 @@ def _link(
             is_sum = after[i].dtype == leaves[i].dtype and after[i].dtype.itemsize >= 4
             return after[i], (before[i], leaves[i]) if is_sum else ()
 
-        queue = [Queue(turn_at_start(leaves, state_.seen.scale), enter)] if how.in_turn else []
+        def leave(i: int, wanted: jax.Array, turn: Turn) -> Turn:
+            if not is_large(wanted):
+                return turn
+            steps[i] = step_of(i, wanted)
+            # The next leaf waits for the new weights: XLA's memory-minimising scheduler would else take all
+            # norms first, for the metrics, and keep all updates meanwhile.
+            new = (before[i] + steps[i]).astype(before[i].dtype)  # as Optax adds them
+            return turn_after(turn, new, -jnp.abs(lax.slice(new, (0,) * new.ndim, (1,) * new.ndim).sum()))
+
+        queue = [Queue(turn_at_start(leaves, state_.seen.scale), enter, leave)] if how.in_turn else []
         taken = {name: extra_args[name] for name in how.extra if name in extra_args}
         wanted, report = constrain(treedef.unflatten(after), state_.seen.steps, *queue, **taken)
-        leaves = [
-            step_to(p, u, v, t, how.outside) if is_measured(p) else u
-            for p, u, v, t in zip(before, leaves, after, treedef.flatten_up_to(wanted), strict=True)
-        ]
+        targets = treedef.flatten_up_to(wanted)
+        leaves = [steps[i] if i in steps else step_of(i, target) for i, target in enumerate(targets)]
         if how.settle is not None:
             old, moved, updates = (treedef.unflatten(x) for x in (before, after, leaves))
             leaves = treedef.flatten_up_to(how.settle(old, moved, wanted, updates, state_.seen.steps))
-        # Where the link is last, the weights that come in are those it let through a step ago.
-        violation = state_.violation
-        if measure is not None:
-            incoming = [lax.stop_gradient(p) if is_measured(p) else p for p in before]
-            worst = _worst(measure(treedef.unflatten(incoming), jnp.maximum(state_.seen.steps - 1, 0)))
-            violation = lax.convert_element_type(worst, violation.dtype)
-            # Never true; but a step that depends on the measure comes after it, so that XLA need not copy
-            # the old weights in order to measure them when the new ones are in their place.
-            leaves = [jnp.where(violation < 0, jnp.zeros_like(u), u) if is_measured(u) else u for u in leaves]
         return treedef.unflatten(leaves), state(observe(state_.seen, report), violation)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -40,18 +40,21 @@ class Shrink(NamedTuple):
 def shrink_to(norm: jax.Array, bound: jax.Array, *, alone: bool = False) -> Shrink:
     """Compare a float64 norm with a bound, and divide: what every clip and projection rests on.
 
-    The norms are those of the units of one leaf, or, if `alone`, each of a whole leaf.
+    The norms are those of the units of one leaf, of which large ones are faster to rescale with one power
+    for all; or, if `alone`, each has its own.
     """
     inside = (norm <= bound) & (norm < jnp.inf)
-    outside = jnp.where(inside, 1.0, norm)  # so that nobody divides by 0, derivatives included
-    factor = _ratio(bound, outside)
-    tiny = factor < 2.0**-100
-    power = jnp.where(tiny if alone else jnp.any(tiny), 2.0**-64, 1.0)
-    return Shrink(power, jnp.where(inside, -1.0, factor / power))
+    # One quotient, with nothing but products after it: XLA makes an operation of its own of a division.
+    # (Nobody divides by 0, derivatives included.)
+    factor = jnp.where(inside, 1.0, bound) / jnp.where(inside, -1.0, _or_nan(norm))
+    tiny = (factor >= 0) & (factor < 2.0**-100)
+    if not alone:  # a sum is one operation, of which `any` would be three
+        tiny = jnp.sum(tiny, dtype=np.float64) > 0
+    return Shrink(jnp.where(tiny, 2.0**-64, 1.0), jnp.where(tiny & ~inside, 2.0**64 * factor, factor))
 
 
-def _ratio(bound: jax.Array, norm: jax.Array) -> jax.Array:
-    return jnp.where(norm < jnp.inf, bound / norm, jnp.nan)
+def _or_nan(norm: jax.Array) -> jax.Array:
+    return jnp.where(norm < jnp.inf, norm, jnp.nan)
 
 
 @in_float64
@@ -74,7 +77,7 @@ def bring_between(
     # Half of the way each: then neither factor leaves the range of a float32.
     half = jnp.sqrt(lax.stop_gradient(target)) * lax.rsqrt(lax.stop_gradient(outside))
     power = jnp.where(half > 0, lax.reduce_precision(half, 11, 0), 1.0)
-    return Shrink(power, jnp.where(inside, -1.0, _ratio(target, outside * power)))
+    return Shrink(power, jnp.where(inside, -1.0, target / _or_nan(outside * power)))
 
 
 @in_float64
@@ -113,17 +116,33 @@ def scale_of(how: Shrink) -> jax.Array:
     return jnp.where(how.factor < 0, 1.0, how.factor * how.power)
 
 
-@in_float64
+class Factors(NamedTuple):
+    """What the entries of a leaf are multiplied by, in the dtype in which that is computed."""
+
+    power: jax.Array
+    factor: jax.Array  # rounded down by more than a product is rounded up; negative: stay as you are
+
+
 def rescale(leaf: Any, how: Shrink) -> jax.Array:
     """Bring `leaf` inside its bound. What is inside comes back bit for bit, in its dtype."""
+    return multiply(leaf, factors_of(how, leaf.dtype))
+
+
+@in_float64
+def factors_of(how: Shrink, dtype: Any) -> Factors:
+    """The factors for leaves of a dtype."""
+    if _is_wide(dtype):
+        return Factors(how.power, how.factor * (1 - _SLACK_FLOAT64))
+    factor = lax.convert_element_type(how.factor * (1 - _SLACK), np.float32)
+    return Factors(lax.convert_element_type(how.power, np.float32), _stored(factor))
+
+
+@in_float64
+def multiply(leaf: Any, by: Factors) -> jax.Array:
+    """Rescale: the one line that does. What is inside its bound comes back bit for bit, in its dtype."""
     given, leaf = leaf, strong(leaf)
-    if _is_wide(leaf.dtype):
-        power, factor = how.power, how.factor * (1 - _SLACK_FLOAT64)
-    else:
-        power = lax.convert_element_type(how.power, np.float32)
-        factor = _stored(lax.convert_element_type(how.factor * (1 - _SLACK), np.float32))
-    shrunk = _per_part(lambda x: _narrowed(widened(x) * factor * power, x.dtype), leaf)
-    return weakly_typed_as(given, jnp.where(factor < 0, leaf, shrunk))
+    shrunk = _per_part(lambda x: _narrowed(widened(x) * by.factor * by.power, x.dtype), leaf)
+    return weakly_typed_as(given, jnp.where(by.factor < 0, leaf, shrunk))
 
 
 def _stored(factor: jax.Array) -> jax.Array:

@@ -18,9 +18,18 @@ from jax import lax
 from clipjax._axes import Axes, Reduced, Skip, is_measured, leaves_with_paths, path_name, resolve_axes
 from clipjax._bounds import check_fits
 from clipjax._mesh import AxisName, Names, names_of_leaf, names_of_units, pmax, pmin, spec_leaves, varying
-from clipjax._norms import as_arrays, in_float64, norm_of, strong, tree_norm, wide
-from clipjax._rescale import Shrink, limits_in, rescale, scale_of, shrink_to, weakly_typed_as
-from clipjax._turns import Turn, in_turn, turn_after
+from clipjax._norms import as_arrays, in_float64, largest, norm_of, strong, tree_norm, wide
+from clipjax._rescale import (
+    Shrink,
+    factors_of,
+    limits_in,
+    multiply,
+    rescale,
+    scale_of,
+    shrink_to,
+    weakly_typed_as,
+)
+from clipjax._turns import Turn, in_turn, is_large, is_small, on_one_device, turn_after
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -50,6 +59,8 @@ class Queue(NamedTuple):
     turn: Turn  # of the first
     # (position in the tree, turn) -> (the leaf there, the arrays whose sum it is, if any)
     enter: Callable[[int, Turn], tuple[jax.Array, Sequence[jax.Array]]]
+    # (position, the leaf rescaled, turn) -> the turn of the next
+    leave: Callable[[int, jax.Array, Turn], Turn]
 
 
 BoundOfUnits: TypeAlias = Callable[[Unit], jax.Array]
@@ -91,7 +102,10 @@ def clip_tree(
     how = shrink_to(norm, bound)
     if given is not None and given.dtype != np.float64:  # what was rounded may be too small
         how = how._replace(factor=jnp.where(how.factor < 0, how.factor, how.factor * (1 - 2.0**-24)))
-    clipped = jax.tree.map(lambda leaf: rescale(leaf, how) if is_measured(leaf) else leaf, tree)
+    factors = functools.cache(functools.partial(factors_of, how))
+    clipped = jax.tree.map(
+        lambda leaf: multiply(leaf, factors(leaf.dtype)) if is_measured(leaf) else leaf, tree
+    )
     return clipped, Report(norm, scale_of(how), ~(how.factor < 0))
 
 
@@ -108,27 +122,42 @@ def clip_units(
     """Bound the norm of each unit along `axes` (of each leaf where they are None) on its own."""
     treedef: Any
     leaves, treedef = jax.tree.flatten(tree)
-    wholes: list[tuple[jax.Array, jax.Array]] = []  # norms and bounds of whole leaves
+    norms, bounds = [], []  # of leaves that are reported together
     reports = []
     turn = queue.turn if queue else None
     for unit in units_of(tree, axes, specs, axis_name):
         leaf, terms = queue.enter(unit.position, turn) if queue else (unit.leaf, ())
         norm = norm_of(leaf, unit.reduced, ord, unit.names, turn, terms)
-        bound = jnp.broadcast_to(check_fits(bound_of(unit), norm.shape, "the norms"), norm.shape)
-        how = shrink_to(norm, bound)
-        leaves[unit.position] = rescale(leaf, how)
-        turn = turn_after(turn, leaf, how.factor.ravel()[:1].sum())
-        if norm.ndim == 0 and not varying(norm):
-            wholes.append((norm, bound))
+        bound = check_fits(bound_of(unit), norm.shape, "the norms")
+        how = shrink_to(norm, jnp.broadcast_to(bound, norm.shape), alone=is_small(leaf))
+        rescaled = rescale(leaf, how)
+        if queue:
+            turn = queue.leave(unit.position, rescaled, turn)
+        elif is_large(leaf):
+            turn = turn_after(turn, leaf, how.factor.ravel()[:1].sum())
+        leaves[unit.position] = rescaled
+        if not varying(norm) and (norm.ndim == 0 or on_one_device()):
+            norms.append(norm)
+            bounds.append(bound)
         else:
             reports.append(_report(norm, how))
-    if wholes:  # side by side: hundreds of scalars take long to compile one by one
-        norms, bounds = (jnp.stack(column) for column in zip(*wholes, strict=True))
-        reports.append(_report(norms, shrink_to(norms, bounds, alone=True)))
+    if norms:  # side by side: hundreds of small computations take long to compile
+        joined = _joined(norms)
+        reports.append(_report(joined, shrink_to(joined, _bounds_of(norms, bounds), alone=True)))
     report = summary(reports)
     if queue and turn is not None:  # XLA multiplies by the reciprocal of a divisor that has no other use
         report = report._replace(scale=jnp.minimum(report.scale, turn))
     return treedef.unflatten(leaves), report
+
+
+def _bounds_of(norms: Sequence[jax.Array], bounds: Sequence[jax.Array]) -> jax.Array:
+    if bounds[0].ndim == 0 and all(bound is bounds[0] for bound in bounds):
+        return bounds[0]
+    return _joined([jnp.broadcast_to(bound, norm.shape) for bound, norm in zip(bounds, norms, strict=True)])
+
+
+def _joined(values: Sequence[jax.Array]) -> jax.Array:
+    return jnp.concatenate([value.ravel() for value in values])
 
 
 @_on_arrays
@@ -149,6 +178,8 @@ def scale_units(
 
 def _report(norm: jax.Array, how: Shrink) -> Report:
     norm, how = lax.stop_gradient((norm, how))
+    # XLA would make a reduction for each leaf of the largest of norms that are just put together.
+    norm = jnp.maximum(norm, 0.0)
     return Report(jnp.max(norm, initial=0), jnp.min(scale_of(how), initial=1), ~jnp.all(how.factor < 0))
 
 
@@ -188,40 +219,43 @@ def clip_entries(
     """
     floor = -high if low is None else low
     limits_of = functools.cache(lambda dtype: limits_in(floor, high, dtype))
+    by_extremes = not (floor.ndim or high.ndim)  # else they do not tell which entry meets which limit
     treedef: Any
     leaves, treedef = jax.tree.flatten(tree)
-    extremes: dict[Names, list[jax.Array]] = {}
+    extremes: dict[Names, list[Extremes]] = {}
+    small: dict[Names, list[jax.Array]] = {}
     turn: Turn = None
     for i, leaf in enumerate(leaves):
         if not is_measured(leaf):
             continue
-        ordered = low is None or not jnp.iscomplexobj(leaf)
-        if ordered and leaf.size and not (floor.ndim or high.ndim):
-            found = _extremes(lax.stop_gradient(strong(leaf)), turn, symmetric=low is None)
-            extremes.setdefault(names_of_leaf(leaf, axis_name), []).append(found)
-            turn = turn_after(turn, leaf, -jnp.max(jnp.abs(found))) if after_measuring else None
+        names, measured = names_of_leaf(leaf, axis_name), lax.stop_gradient(strong(leaf))
         if jnp.iscomplexobj(leaf):
             leaves[i] = _clip_sizes(leaf, low, high)
-            continue
-        limits = [
-            check_fits(in_turn(limit, leaf, turn), leaf.shape, "a leaf") for limit in limits_of(leaf.dtype)
-        ]
-        leaves[i] = weakly_typed_as(leaf, jnp.clip(strong(leaf), *limits))
+        if is_large(leaf) and by_extremes:
+            found = _extremes([measured], turn, symmetric=low is None)
+            extremes.setdefault(names, []).append(found)
+            turn = turn_after(turn, leaf, -jnp.abs(found.top)) if after_measuring else None
+        elif leaf.size:
+            small.setdefault(names, []).append(measured)
+        if not jnp.iscomplexobj(leaf):
+            limits = [
+                check_fits(in_turn(limit, leaf, turn), leaf.shape, "a leaf")
+                for limit in limits_of(leaf.dtype)
+            ]
+            leaves[i] = weakly_typed_as(leaf, jnp.clip(strong(leaf), *limits))
     clipped = treedef.unflatten(leaves)
-    if floor.ndim or high.ndim:  # which entry meets which limit, the extremes do not tell
+    if not by_extremes:
         return clipped, summary([_changes(tree, clipped, axis_name)])
+    for names, group in small.items():
+        extremes.setdefault(names, []).append(_extremes(group, None, symmetric=low is None))
     if not extremes:
         return clipped, summary([])
-    largest = [jnp.max(jnp.stack(group), axis=0) for group in extremes.values()]
-    over_devices = [
-        pmax(x, names) if names else x for x, names in zip(largest, extremes, strict=True)
-    ]  # one all-reduce for all leaves that are spread alike
-    top, minus_bottom = jnp.max(jnp.stack(over_devices), axis=0)
-    bottom = -minus_bottom
+    tops, lows = zip(*(_over_devices(found, names) for names, found in extremes.items()), strict=True)
+    top, bottom = jnp.max(jnp.stack(tops)), -jnp.max(jnp.stack(lows))
     before = jnp.maximum(jnp.abs(top), jnp.abs(bottom))
     after = jnp.maximum(*(jnp.max(jnp.abs(jnp.clip(x, floor, high)), initial=0) for x in (top, bottom)))
-    scale = jnp.where(before > 0, after / jnp.where(before > 0, before, 1.0), 1.0)
-    return clipped, summary([Report(before, scale, jnp.any((top > high) | (bottom < floor)))])
+    report = Report(before, _ratio(after, before), jnp.any((top > high) | (bottom < floor)))
+    return clipped, summary([report])
 
 
 def _clip_sizes(leaf: jax.Array, low: jax.Array | None, high: jax.Array) -> jax.Array:
@@ -231,12 +265,26 @@ def _clip_sizes(leaf: jax.Array, low: jax.Array | None, high: jax.Array) -> jax.
     return rescale(leaf, shrink_to(norm_of(leaf, (), 2.0), high))
 
 
-def _extremes(leaf: jax.Array, turn: Turn, *, symmetric: bool) -> jax.Array:
-    """The largest entry and the largest negative, of this device; if symmetric, of |x| twice, in one pass."""
+class Extremes(NamedTuple):
+    """The largest entry and the largest negative; of absolute values where limits are symmetric."""
+
+    top: jax.Array
+    minus_bottom: jax.Array
+
+
+def _extremes(leaves: Sequence[jax.Array], turn: Turn, *, symmetric: bool) -> Extremes:
+    """The extremes on this device; if symmetric, in one pass."""
     if symmetric:
-        top = norm_of(leaf, None, math.inf, turn=turn)
-        return jnp.stack([top, top])
-    return jnp.stack([wide(jnp.max(leaf)), wide(jnp.max(-leaf))])
+        top = largest(leaves, None, turn)
+        return Extremes(top, top)
+    top, minus_bottom = (largest(leaves, of=of, at_least=-jnp.inf) for of in (jnp.positive, jnp.negative))
+    return Extremes(top, minus_bottom)
+
+
+def _over_devices(found: list[Extremes], names: Names) -> Extremes:
+    """The extremes of leaves that are spread alike: one all-reduce for all of them."""
+    both = jnp.stack([jnp.max(jnp.stack(column)) for column in zip(*found, strict=True)])
+    return Extremes(*(pmax(both, names) if names else both))
 
 
 def _changes(tree: Any, clipped: Any, axis_name: AxisName) -> Report:
@@ -250,8 +298,12 @@ def _changes(tree: Any, clipped: Any, axis_name: AxisName) -> Report:
         if is_measured(old):
             some, names = jnp.any(old != new), names_of_leaf(old, axis_name)
             moved |= lax.pmax(some, names) if names else some
-    scale = jnp.where(before > 0, after / jnp.where(before > 0, before, 1.0), 1.0)
-    return Report(before, scale, moved)
+    return Report(before, _ratio(after, before), moved)
+
+
+def _ratio(after: jax.Array, before: jax.Array) -> jax.Array:
+    """The scale by which something became smaller: 1 for what was 0."""
+    return jnp.where(before > 0, after / jnp.where(before > 0, before, 1.0), 1.0)
 
 
 def summary(reports: list[Report]) -> Report:

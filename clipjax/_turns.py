@@ -30,6 +30,16 @@ def is_large(x: Any) -> bool:
     return jax.default_backend() == "cpu" and jax.local_device_count() == 1 and x.size >= _LARGE
 
 
+def on_one_device() -> bool:
+    """Whether nothing is spread over devices, so that what different leaves have may be put together."""
+    return jax.device_count() == 1
+
+
+def is_small(x: Any) -> bool:
+    """Whether a leaf is mostly overhead, and may be put together with others."""
+    return on_one_device() and x.size < _LARGE
+
+
 def turn_after(turn: Turn, x: Any, at_most_one: jax.Array) -> Turn:
     """The turn of what comes after `x`, from a scalar that is computed last for x, and at most 1 or NaN."""
     if not is_large(x):

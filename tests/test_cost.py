@@ -91,6 +91,12 @@ def traffic(text: str, at_least: int) -> int:
     """
     entry, found = computations(text)
 
+    def looks_up(operation: Operation) -> bool:
+        """Whether a fusion makes a scalar of single entries, and not of sums over whole arrays."""
+        fused = re.search(r"calls=%?([\w.-]+)", operation.rest)
+        opcodes = {o.opcode for o in found[fused[1]]} if fused else {"unknown"}
+        return re.search(r"\[[\d,]+\]", operation.type) is None and not opcodes & {"reduce", "dot", "unknown"}
+
     def walk(name: str) -> int:
         types = {operation.name: operation.type for operation in found[name]}
         total = 0
@@ -102,7 +108,8 @@ def traffic(text: str, at_least: int) -> int:
             elif operation.opcode not in _FREE:
                 operands = re.findall(r"%([\w.-]+)", operation.rest.split("), ")[0])
                 total += large_bytes(operation.type, at_least)
-                total += sum(large_bytes(types.get(operand, ""), at_least) for operand in operands)
+                if not looks_up(operation):
+                    total += sum(large_bytes(types.get(operand, ""), at_least) for operand in operands)
         return total
 
     return walk(entry)
@@ -121,7 +128,8 @@ def cost(tx, project=lambda params: params, dtype=jnp.float32) -> Cost:
     compiled = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, params).compile()
     nbytes = LEAVES * WIDTH * WIDTH * jnp.dtype(dtype).itemsize
     temporary = compiled.memory_analysis().temp_size_in_bytes / nbytes
-    return Cost(temporary, traffic(compiled.as_text(), WIDTH * WIDTH) / (4 * LEAVES * WIDTH * WIDTH))
+    passes = traffic(compiled.as_text(), WIDTH * WIDTH) / (4 * LEAVES * WIDTH * WIDTH)
+    return Cost(temporary, passes)
 
 
 def adam():
