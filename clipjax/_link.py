@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from clipjax._axes import is_measured
-from clipjax._rescale import neighbour, rounded, smallest, weakly_typed_as, widened
+from clipjax._rescale import exactly, neighbour, rounded, smallest, weakly_typed_as, widened
 
 # Whether an entry at `end` is on the wrong side of `wanted`, coming from `after`.
 Outside: TypeAlias = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -24,7 +24,7 @@ def applied(before: Any, update: Any) -> Any:
         return before
     if jnp.iscomplexobj(before) or before.dtype in (np.float32, np.float64):
         return (before + update).astype(before.dtype)
-    return rounded(widened(before) + widened(update), before.dtype).astype(before.dtype)
+    return exactly(rounded(widened(before) + widened(update), before.dtype), before.dtype)
 
 
 def short_of(end: jax.Array, wanted: jax.Array, after: jax.Array) -> jax.Array:
@@ -59,7 +59,7 @@ def _real_step_to(
     place: beyond the bound, never short of it.
     """
     dtype = _step_dtype(before, update)
-    step = rounded(widened(wanted) - widened(before), dtype).astype(dtype)
+    step = exactly(rounded(widened(wanted) - widened(before), dtype), dtype)
     end = widened(applied(before, step))
     wrong = outside(end, widened(wanted), widened(after))
     moved_on = _one_further(step, end > widened(wanted))

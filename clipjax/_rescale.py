@@ -140,9 +140,13 @@ def factors_of(how: Shrink, dtype: Any) -> Factors:
 @in_float64
 def multiply(leaf: Any, by: Factors) -> jax.Array:
     """Rescale: the one line that does. What is inside its bound comes back bit for bit, in its dtype."""
-    given, leaf = leaf, strong(leaf)
-    shrunk = _per_part(lambda x: _narrowed(widened(x) * by.factor * by.power, x.dtype), leaf)
-    return weakly_typed_as(given, jnp.where(by.factor < 0, leaf, shrunk))
+
+    def shrunk(x: jax.Array) -> jax.Array:
+        entries = widened(x)
+        product = jnp.where(by.factor < 0, entries, entries * by.factor * by.power)
+        return exactly(rounded(product, x.dtype, True), x.dtype)
+
+    return weakly_typed_as(leaf, _per_part(shrunk, strong(leaf)))
 
 
 def _stored(factor: jax.Array) -> jax.Array:
@@ -165,9 +169,22 @@ def widened(x: jax.Array) -> jax.Array:
     return lax.convert_element_type(x, x.dtype if x.dtype == np.float64 else np.float32)
 
 
-def _narrowed(x: jax.Array, dtype: Any) -> jax.Array:
-    """Convert to a narrower dtype so that nothing grows: rounding never breaks a bound."""
-    return lax.convert_element_type(rounded(x, dtype, True), dtype)
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def exactly(x: jax.Array, dtype: Any) -> jax.Array:
+    """Convert to a dtype that holds every entry, after :func:`rounded`.
+
+    To bfloat16 by the bits: a conversion XLA on a CPU would not repeat for each operation that reads its
+    result, but store it.
+    """
+    if dtype != jnp.bfloat16 or x.dtype != np.float32:
+        return lax.convert_element_type(x, dtype)
+    bits = lax.bitcast_convert_type(x, np.uint32) >> np.uint32(16)
+    return lax.bitcast_convert_type(lax.convert_element_type(bits, np.uint16), dtype)
+
+
+@exactly.defjvp
+def _exactly_jvp(dtype: Any, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    return exactly(primals[0], dtype), lax.convert_element_type(tangents[0], dtype)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))

@@ -21,6 +21,7 @@ from clipjax._mesh import AxisName, Names, names_of_leaf, names_of_units, pmax, 
 from clipjax._norms import as_arrays, in_float64, largest, norm_of, strong, tree_norm, wide
 from clipjax._rescale import (
     Shrink,
+    exactly,
     factors_of,
     limits_in,
     multiply,
@@ -28,6 +29,7 @@ from clipjax._rescale import (
     scale_of,
     shrink_to,
     weakly_typed_as,
+    widened,
 )
 from clipjax._turns import Turn, in_turn, is_large, is_small, on_one_device, turn_after
 
@@ -242,7 +244,8 @@ def clip_entries(
                 check_fits(in_turn(limit, leaf, turn), leaf.shape, "a leaf")
                 for limit in limits_of(leaf.dtype)
             ]
-            leaves[i] = weakly_typed_as(leaf, jnp.clip(strong(leaf), *limits))
+            clipped_ = jnp.clip(widened(strong(leaf)), *map(widened, limits))
+            leaves[i] = weakly_typed_as(leaf, exactly(clipped_, leaf.dtype))
     clipped = treedef.unflatten(leaves)
     if not by_extremes:
         return clipped, summary([_changes(tree, clipped, axis_name)])
