@@ -22,7 +22,7 @@ from jax import lax
 
 from clipjax._axes import Reduced, is_measured
 from clipjax._mesh import Names, pmax
-from clipjax._turns import Turn, in_turn, is_large, is_small, turn_after
+from clipjax._turns import Turn, first_entry, in_turn, is_large, is_small, turn_after
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -35,6 +35,8 @@ _LARGEST_PLAIN_POWER = 6
 # On a CPU, large leaves are summed as slices, of which so many are read side by side; and so many small
 # ones are reduced as one.
 _STREAMS = 16
+# A large leaf is reduced in rounds, of which each adds slices up to about so many entries.
+_PARTIAL = 2**17
 
 
 def in_float64(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -326,16 +328,22 @@ def _reduced(
     # largest of float32; an elementwise operation on slices runs at memory's speed, and leaves one entry
     # in so many to the reduction. The rounding, which rounds nothing, keeps XLA from taking the slices back
     # into the reduction.
-    width = x.shape[axis] // slices
+    rounds = max(1, min(x.size // (slices * _PARTIAL), x.shape[axis] // (2 * slices)))
+    width = x.shape[axis] // (slices * rounds)
 
     def part(start: int, stop: int) -> jax.Array:
         parts = [lax.slice_in_dim(term, start, stop, axis=axis) for term in terms]
         return of(functools.reduce(jnp.add, parts))
 
-    partial = _pairwise(pair, [part(i * width, (i + 1) * width) for i in range(slices)])
-    bits = jnp.finfo(partial.dtype)
-    partial = lax.reduce_precision(in_turn(partial, x, turn), bits.nexp, bits.nmant)
-    return pair(along_axes(partial), along_axes(part(slices * width, x.shape[axis])))
+    total = along_axes(part(rounds * slices * width, x.shape[axis]))
+    for start in range(0, rounds * slices * width, slices * width):
+        parts = [part(start + i * width, start + (i + 1) * width) for i in range(slices)]
+        partial = in_turn(_pairwise(pair, parts), x, turn)
+        bits = jnp.finfo(partial.dtype)
+        found = along_axes(lax.reduce_precision(partial, bits.nexp, bits.nmant))
+        turn = turn_after(turn, x, -jnp.abs(first_entry(found)))
+        total = pair(total, found)
+    return total
 
 
 def _pairwise(pair: Callable[[jax.Array, jax.Array], jax.Array], values: list[jax.Array]) -> jax.Array:

@@ -16,7 +16,7 @@ from clipjax._mesh import pmax, varying
 from clipjax._metrics import Seen, observe, start
 from clipjax._norms import as_arrays, in_float64, norm_of, tree_norm, wide
 from clipjax._trees import Queue, Report
-from clipjax._turns import Turn, in_turn, is_large, turn_after, turn_at_start
+from clipjax._turns import Turn, first_entry, in_turn, is_large, turn_after, turn_at_start
 
 
 class Measured(NamedTuple):
@@ -147,7 +147,7 @@ def _link(
             # The next leaf waits for the new weights: XLA's memory-minimising scheduler would else take all
             # norms first, for the metrics, and keep all updates meanwhile.
             new = (before[i] + steps[i]).astype(before[i].dtype)  # as Optax adds them
-            return turn_after(turn, new, -jnp.abs(lax.slice(new, (0,) * new.ndim, (1,) * new.ndim).sum()))
+            return turn_after(turn, new, -jnp.abs(first_entry(new)))
 
         queue = [Queue(turn_at_start(leaves, state_.seen.scale), enter, leave)] if how.in_turn else []
         taken = {name: extra_args[name] for name in how.extra if name in extra_args}

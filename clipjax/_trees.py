@@ -31,7 +31,7 @@ from clipjax._rescale import (
     weakly_typed_as,
     widened,
 )
-from clipjax._turns import Turn, in_turn, is_large, is_small, on_one_device, turn_after
+from clipjax._turns import Turn, first_entry, in_turn, is_large, is_small, on_one_device, turn_after
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -136,7 +136,7 @@ def clip_units(
         if queue:
             turn = queue.leave(unit.position, rescaled, turn)
         elif is_large(leaf):
-            turn = turn_after(turn, leaf, how.factor.ravel()[:1].sum())
+            turn = turn_after(turn, leaf, first_entry(how.factor))
         leaves[unit.position] = rescaled
         if not varying(norm) and (norm.ndim == 0 or on_one_device()):
             norms.append(norm)

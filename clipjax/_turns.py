@@ -48,6 +48,11 @@ def turn_after(turn: Turn, x: Any, at_most_one: jax.Array) -> Turn:
     return jnp.where(last > 1, last, np.float32(1) if turn is None else turn)
 
 
+def first_entry(x: jax.Array) -> jax.Array:
+    """One entry, which is there when all are."""
+    return lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(())
+
+
 def turn_at_start(leaves: Sequence[Any], at_most_one: jax.Array) -> Turn:
     """The first turn, from a scalar that was there before; None if no leaf is large."""
     large = [x for x in leaves if is_large(x)]
