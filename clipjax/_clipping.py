@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, overload
@@ -265,9 +266,8 @@ def clip_by_rms(
     def clip(updates: Any, params: Any, step: jax.Array) -> tuple[Any, Report]:
         del params
         at_step = bound(step)
-        return clip_units(
-            updates, in_float64(lambda unit: at_step * math.sqrt(size_of(unit))), axes, 2.0, specs, axis_name
-        )
+        of_size = functools.cache(in_float64(lambda size: at_step * math.sqrt(size)))
+        return clip_units(updates, lambda unit: of_size(size_of(unit)), axes, 2.0, specs, axis_name)
 
     return _transformation(ClipByRmsState, clip)
 

@@ -15,7 +15,7 @@ from clipjax._mesh import AxisName
 from clipjax._metrics import Seen
 from clipjax._norms import as_arrays, in_float64, wide
 from clipjax._projections import Measured, NewState, Projection
-from clipjax._trees import Report, clip_entries
+from clipjax._trees import Report, check_ordered, clip_entries
 
 
 class NonNegativeState(NamedTuple):
@@ -124,7 +124,7 @@ def _entrywise(
         return [
             Measured(
                 path_name(path),
-                wide(leaf),
+                wide(check_ordered(leaf)),
                 *(jnp.broadcast_to(check_fits(x, leaf.shape, "a leaf"), leaf.shape) for x in limits),
             )
             for (path, leaf), yes in zip(found, resolve_where(where, params), strict=True)

@@ -37,6 +37,7 @@ class Shrink(NamedTuple):
 
 
 @in_float64
+@functools.partial(jax.jit, static_argnames="alone")
 def shrink_to(norm: jax.Array, bound: jax.Array, *, alone: bool = False) -> Shrink:
     """Compare a float64 norm with a bound, and divide: what every clip and projection rests on.
 
@@ -50,7 +51,7 @@ def shrink_to(norm: jax.Array, bound: jax.Array, *, alone: bool = False) -> Shri
     tiny = (factor >= 0) & (factor < 2.0**-100)
     if not alone:  # a sum is one operation, of which `any` would be three
         tiny = jnp.sum(tiny, dtype=np.float64) > 0
-    return Shrink(jnp.where(tiny, 2.0**-64, 1.0), jnp.where(tiny & ~inside, 2.0**64 * factor, factor))
+    return Shrink(jnp.where(tiny, 2.0**-64, 1.0), jnp.where(tiny, 2.0**64, 1.0) * factor)
 
 
 def _or_nan(norm: jax.Array) -> jax.Array:
@@ -129,15 +130,17 @@ def rescale(leaf: Any, how: Shrink) -> jax.Array:
 
 
 @in_float64
+@functools.partial(jax.jit, static_argnames="dtype")
 def factors_of(how: Shrink, dtype: Any) -> Factors:
     """The factors for leaves of a dtype."""
     if _is_wide(dtype):
         return Factors(how.power, how.factor * (1 - _SLACK_FLOAT64))
     factor = lax.convert_element_type(how.factor * (1 - _SLACK), np.float32)
-    return Factors(lax.convert_element_type(how.power, np.float32), _stored(factor))
+    return Factors(lax.convert_element_type(how.power, np.float32), stored(factor))
 
 
 @in_float64
+@jax.jit
 def multiply(leaf: Any, by: Factors) -> jax.Array:
     """Rescale: the one line that does. What is inside its bound comes back bit for bit, in its dtype."""
 
@@ -149,12 +152,12 @@ def multiply(leaf: Any, by: Factors) -> jax.Array:
     return weakly_typed_as(leaf, _per_part(shrunk, strong(leaf)))
 
 
-def _stored(factor: jax.Array) -> jax.Array:
-    """The factor, bit for bit, which no factor is below -1: but to XLA a division.
+def stored(x: jax.Array) -> jax.Array:
+    """The values, bit for bit, none of which is -inf: but to XLA a division.
 
-    What is that expensive is computed once for each unit; conversions it would repeat for each entry.
+    What is that expensive is computed once; conversions it would repeat for each entry that reads them.
     """
-    return factor / jnp.where(factor < -1, factor, np.float32(1)) if factor.ndim else factor
+    return x / jnp.where(x == -jnp.inf, x, np.ones((), x.dtype)) if x.ndim else x
 
 
 def _per_part(function: Any, leaf: jax.Array) -> jax.Array:
@@ -169,35 +172,40 @@ def widened(x: jax.Array) -> jax.Array:
     return lax.convert_element_type(x, x.dtype if x.dtype == np.float64 else np.float32)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def exactly(x: jax.Array, dtype: Any) -> jax.Array:
     """Convert to a dtype that holds every entry, after :func:`rounded`.
 
     To bfloat16 by the bits: a conversion XLA on a CPU would not repeat for each operation that reads its
     result, but store it.
     """
-    if dtype != jnp.bfloat16 or x.dtype != np.float32:
-        return lax.convert_element_type(x, dtype)
+    by_bits = dtype == jnp.bfloat16 and x.dtype == np.float32
+    return _upper_half(x) if by_bits else lax.convert_element_type(x, dtype)
+
+
+@jax.custom_jvp
+def _upper_half(x: jax.Array) -> jax.Array:
     bits = lax.bitcast_convert_type(x, np.uint32) >> np.uint32(16)
-    return lax.bitcast_convert_type(lax.convert_element_type(bits, np.uint16), dtype)
+    return lax.bitcast_convert_type(lax.convert_element_type(bits, np.uint16), jnp.bfloat16)
 
 
-@exactly.defjvp
-def _exactly_jvp(dtype: Any, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    return exactly(primals[0], dtype), lax.convert_element_type(tangents[0], dtype)
+@_upper_half.defjvp
+def _upper_half_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    return _upper_half(primals[0]), lax.convert_element_type(tangents[0], jnp.bfloat16)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def rounded(x: jax.Array, dtype: Any, toward_zero: bool = False) -> jax.Array:
     """Round x to the values of a narrower dtype, in x's own: to the nearest, or never growing.
 
     A pair of conversions will not do where the result is looked at again: XLA takes out a pair of
     conversions to 16 bits and back (`xla_allow_excess_precision`), and the rounding with it.
     """
+    return _rounded(x, dtype, toward_zero) if jnp.finfo(dtype).nmant < jnp.finfo(x.dtype).nmant else x
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def _rounded(x: jax.Array, dtype: Any, toward_zero: bool) -> jax.Array:
     narrow, own = jnp.finfo(dtype), jnp.finfo(x.dtype)
     drop = own.nmant - narrow.nmant
-    if drop <= 0:
-        return x
     bits = lax.bitcast_convert_type(x, np.dtype(f"uint{own.bits}"))
     one = np.ones((), bits.dtype)
     half = 0 if toward_zero else (one << (drop - 1)) - one + ((bits >> drop) & one)
@@ -210,9 +218,9 @@ def rounded(x: jax.Array, dtype: Any, toward_zero: bool = False) -> jax.Array:
     return jnp.where(jnp.isnan(x), x, normal)
 
 
-@rounded.defjvp
+@_rounded.defjvp
 def _rounded_jvp(dtype: Any, toward_zero: bool, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    return rounded(primals[0], dtype, toward_zero), tangents[0]
+    return _rounded(primals[0], dtype, toward_zero), tangents[0]
 
 
 @jax.custom_jvp

@@ -28,6 +28,7 @@ from clipjax._rescale import (
     rescale,
     scale_of,
     shrink_to,
+    stored,
     weakly_typed_as,
     widened,
 )
@@ -144,18 +145,20 @@ def clip_units(
         else:
             reports.append(_report(norm, how))
     if norms:  # side by side: hundreds of small computations take long to compile
-        joined = _joined(norms)
-        reports.append(_report(joined, shrink_to(joined, _bounds_of(norms, bounds), alone=True)))
+        reports.append(_report_together(norms, bounds))
     report = summary(reports)
     if queue and turn is not None:  # XLA multiplies by the reciprocal of a divisor that has no other use
         report = report._replace(scale=jnp.minimum(report.scale, turn))
     return treedef.unflatten(leaves), report
 
 
-def _bounds_of(norms: Sequence[jax.Array], bounds: Sequence[jax.Array]) -> jax.Array:
+def _report_together(norms: Sequence[jax.Array], bounds: Sequence[jax.Array]) -> Report:
+    joined = stored(_joined(norms))
     if bounds[0].ndim == 0 and all(bound is bounds[0] for bound in bounds):
-        return bounds[0]
-    return _joined([jnp.broadcast_to(bound, norm.shape) for bound, norm in zip(bounds, norms, strict=True)])
+        joined, bound = jnp.max(joined, initial=0), bounds[0]  # the largest norm tells all
+    else:
+        bound = _joined([jnp.broadcast_to(b, norm.shape) for b, norm in zip(bounds, norms, strict=True)])
+    return _report(joined, shrink_to(joined, bound, alone=True))
 
 
 def _joined(values: Sequence[jax.Array]) -> jax.Array:
@@ -180,8 +183,6 @@ def scale_units(
 
 def _report(norm: jax.Array, how: Shrink) -> Report:
     norm, how = lax.stop_gradient((norm, how))
-    # XLA would make a reduction for each leaf of the largest of norms that are just put together.
-    norm = jnp.maximum(norm, 0.0)
     return Report(jnp.max(norm, initial=0), jnp.min(scale_of(how), initial=1), ~jnp.all(how.factor < 0))
 
 
@@ -261,10 +262,17 @@ def clip_entries(
     return clipped, summary([report])
 
 
+def check_ordered(leaf: Any) -> Any:
+    """Return a leaf whose entries can be between two limits, else raise an error that says why."""
+    if jnp.iscomplexobj(leaf):
+        raise TypeError(f"a complex leaf, of dtype {leaf.dtype}, has no order to clip between low and high")
+    return leaf
+
+
 def _clip_sizes(leaf: jax.Array, low: jax.Array | None, high: jax.Array) -> jax.Array:
     """Clip complex entries, each a unit of its own."""
     if low is not None:
-        raise TypeError(f"a complex leaf, of dtype {leaf.dtype}, has no order to clip between low and high")
+        check_ordered(leaf)
     return rescale(leaf, shrink_to(norm_of(leaf, (), 2.0), high))
 
 

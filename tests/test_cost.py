@@ -97,6 +97,16 @@ def traffic(text: str, at_least: int) -> int:
         opcodes = {o.opcode for o in found[fused[1]]} if fused else {"unknown"}
         return re.search(r"\[[\d,]+\]", operation.type) is None and not opcodes & {"reduce", "dot", "unknown"}
 
+    def sliced(operation: Operation, i: int) -> float:
+        """The bytes that a fusion takes from an operand, if it takes nothing but slices."""
+        fused = re.search(r"calls=%?([\w.-]+)", operation.rest)
+        body = found[fused[1]] if fused else []
+        name = next((o.name for o in body if o.opcode == "parameter" and o.rest.startswith(f"{i})")), "")
+        users = [o for o in body if re.search(rf"%{re.escape(name)}(?![\w.-])", o.rest)] if name else []
+        if not users or any(user.opcode != "slice" for user in users):
+            return np.inf
+        return sum(large_bytes(user.type, 0) for user in users)
+
     def walk(name: str) -> int:
         types = {operation.name: operation.type for operation in found[name]}
         total = 0
@@ -109,7 +119,8 @@ def traffic(text: str, at_least: int) -> int:
                 operands = re.findall(r"%([\w.-]+)", operation.rest.split("), ")[0])
                 total += large_bytes(operation.type, at_least)
                 if not looks_up(operation):
-                    total += sum(large_bytes(types.get(operand, ""), at_least) for operand in operands)
+                    for i, operand in enumerate(operands):
+                        total += min(large_bytes(types.get(operand, ""), at_least), sliced(operation, i))
         return total
 
     return walk(entry)
