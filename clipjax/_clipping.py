@@ -266,7 +266,12 @@ def clip_by_rms(
     def clip(updates: Any, params: Any, step: jax.Array) -> tuple[Any, Report]:
         del params
         at_step = bound(step)
-        of_size = functools.cache(in_float64(lambda size: at_step * math.sqrt(size)))
+
+        @functools.cache
+        @in_float64
+        def of_size(entries: int) -> jax.Array:
+            return at_step * math.sqrt(entries)
+
         return clip_units(updates, lambda unit: of_size(size_of(unit)), axes, 2.0, specs, axis_name)
 
     return _transformation(ClipByRmsState, clip)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -41,24 +42,22 @@ def larger_than(end: jax.Array, wanted: jax.Array, after: jax.Array) -> jax.Arra
 def step_to(before: Any, update: Any, after: jax.Array, wanted: Any, outside: Outside) -> jax.Array:
     """The update that takes `before` to `wanted`, where it is not where `update` ends anyway."""
     before, update, wanted = jnp.asarray(before), jnp.asarray(update), jnp.asarray(wanted)
+    real = functools.partial(_real_step_to, outside=outside)
     if not jnp.iscomplexobj(before):
-        return _real_step_to(before, update, after, wanted, outside)
-    parts = (
-        _real_step_to(part(before), part(update), part(after), part(wanted), outside)
-        for part in (jnp.real, jnp.imag)
-    )
-    return lax.complex(*parts)
+        return real(before, update, after, wanted, dtype=_step_dtype(before, update))
+    parts = [[part(x) for x in (before, update, after, wanted)] for part in (jnp.real, jnp.imag)]
+    return lax.complex(*(real(*part, dtype=_step_dtype(*part[:2])) for part in parts))
 
 
+@functools.partial(jax.jit, static_argnames=("dtype", "outside"))
 def _real_step_to(
-    before: jax.Array, update: jax.Array, after: jax.Array, wanted: jax.Array, outside: Outside
+    before: jax.Array, update: jax.Array, after: jax.Array, wanted: jax.Array, *, dtype: Any, outside: Outside
 ) -> jax.Array:
     """For real leaves. The sum `before + step` is rounded, once in the step and once in the sum.
 
     An entry that would end on the wrong side of `wanted` is moved on by one unit of its step's last
     place: beyond the bound, never short of it.
     """
-    dtype = _step_dtype(before, update)
     step = exactly(rounded(widened(wanted) - widened(before), dtype), dtype)
     end = widened(applied(before, step))
     wrong = outside(end, widened(wanted), widened(after))
