@@ -95,7 +95,7 @@ def _growth(console: Console, args: argparse.Namespace) -> list[dict[str, Any]]:
     shapes = [trees.square(8, width) for width in widths] + [trees.square(n, 32) for n in leaves]
     rows = []
     for shape in shapes:
-        rows += _run(steps, trees.make("growth", shape, _DTYPES[args.dtypes[0]]), args)
+        rows += _run(steps, trees.make(tables.GROWTH, shape, _DTYPES[args.dtypes[0]]), args)
     console.print(tables.growth_table(rows))
     return rows
 

@@ -99,6 +99,8 @@ def _misses(step: Step, row: dict[str, Any]) -> list[str]:
     return missed
 
 
+GROWTH = "growth"
+
 _PLAIN: dict[str, Any] = {
     "box": box.SIMPLE_HEAD,
     "padding": (0, 1, 0, 0),
@@ -190,6 +192,23 @@ def growth_table(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
+def _growth_lines(rows: list[dict[str, Any]]) -> list[str]:
+    lines = [
+        "| step | parameters | leaves | Adam, ms | clipjax | Optax | temporaries, ours and theirs "
+        "| compile, ours and theirs |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in sorted(rows, key=lambda r: r["step"]):
+        ours, theirs = row["ours"], row["theirs"]
+        temporaries = _percent(ours["temporary"], theirs["temporary"]).replace(" |", ",")
+        lines.append(
+            f"| {row['label']} | {row['parameters']:.1e} | {row['leaves']} "
+            f"| {row['adam']['seconds'] * 1e3:.3g} | {ours['ratio']:.2f} | {theirs['ratio']:.2f} "
+            f"| {temporaries} | {ours['compile_seconds']:.2f}, {theirs['compile_seconds']:.2f} s |"
+        )
+    return lines
+
+
 def markdown_of(where: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     """Write the rows as Markdown tables, one for each tree, dtype and scheduler."""
     lines = [", ".join(f"{key} {value}" for key, value in where.items() if value != ""), ""]
@@ -197,6 +216,9 @@ def markdown_of(where: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     for row in rows:
         groups.setdefault((row["tree"], row["dtype"], row["scheduler"]), []).append(row)
     for (tree, dtype, scheduler), group in groups.items():
+        if tree == GROWTH:
+            lines += [*_growth_lines(group), ""]
+            continue
         first = group[0]
         lines += [
             f"**{tree}, {dtype}**, {first['parameters']:,} parameters in {first['leaves']} leaves, "
