@@ -35,8 +35,10 @@ _LARGEST_PLAIN_POWER = 6
 # On a CPU, large leaves are summed as slices, of which so many are read side by side; and so many small
 # ones are reduced as one.
 _STREAMS = 16
-# A large leaf is reduced in rounds, of which each adds slices up to about so many entries.
+# A large leaf is reduced in rounds, of which each adds slices up to about so many entries: in at most so
+# many rounds, since each has to be compiled.
 _PARTIAL = 2**17
+_ROUNDS = 4
 
 
 def in_float64(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -328,7 +330,7 @@ def _reduced(
     # largest of float32; an elementwise operation on slices runs at memory's speed, and leaves one entry
     # in so many to the reduction. The rounding, which rounds nothing, keeps XLA from taking the slices back
     # into the reduction.
-    rounds = max(1, min(x.size // (slices * _PARTIAL), x.shape[axis] // (2 * slices)))
+    rounds = max(1, min(_ROUNDS, x.size // (slices * _PARTIAL), x.shape[axis] // (2 * slices)))
     width = x.shape[axis] // (slices * rounds)
 
     def part(start: int, stop: int) -> jax.Array:
