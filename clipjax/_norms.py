@@ -22,23 +22,14 @@ from jax import lax
 
 from clipjax._axes import Reduced, is_measured
 from clipjax._mesh import Names, pmax
-from clipjax._turns import Turn, first_entry, in_turn, is_large, is_small, turn_after
+from clipjax._reductions import Arrays, is_narrow, reduce_all
+from clipjax._turns import Turn
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-Arrays = Sequence[jax.Array]
-
 # |x|**p fits a float64 for every float32 x, subnormals included, up to this power.
 _LARGEST_PLAIN_POWER = 6
-
-# On a CPU, large leaves are summed as slices, of which so many are read side by side; and so many small
-# ones are reduced as one.
-_STREAMS = 16
-# A large leaf is reduced in rounds, of which each adds slices up to about so many entries: in at most so
-# many rounds, since each has to be compiled.
-_PARTIAL = 2**17
-_ROUNDS = 4
 
 
 def in_float64(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -162,10 +153,10 @@ def largest(
 
     def value(part: jax.Array) -> jax.Array:
         # On a CPU, what is made of 16-bit entries would be written out first.
-        return of(wide(part) if _is_narrow(part) else part)
+        return of(wide(part) if is_narrow(part) else part)
 
     return wide(
-        _combined(xs, (), axes, turn, value, jnp.maximum, functools.partial(jnp.max, initial=at_least))
+        reduce_all(xs, (), axes, turn, value, jnp.maximum, functools.partial(jnp.max, initial=at_least))
     )
 
 
@@ -173,10 +164,6 @@ def _sum(xs: Arrays, axes: Reduced, of: Callable[[jax.Array], jax.Array]) -> jax
     """Sum a function of the entries along `axes`, and over the arrays."""
     sums = [jnp.sum(of(x), axis=axes, keepdims=axes is not None) for x in xs]
     return jnp.sum(jnp.stack(sums), axis=0) if len(sums) > 1 else sums[0]
-
-
-def _is_narrow(x: jax.Array) -> bool:
-    return x.dtype.itemsize < 4
 
 
 def _nonzero(x: jax.Array) -> jax.Array:
@@ -195,7 +182,7 @@ def _norm(xs: Arrays, terms: Arrays, turn: Turn, axes: Reduced, p: float) -> jax
     if p == math.inf:
         return largest(xs, axes, turn)
     if not any(_needs_scaling(x.dtype, p) for x in xs):
-        return _root(_combined(xs, terms, axes, turn, lambda part: _powers(part, p), jnp.add, jnp.sum), p)
+        return _root(reduce_all(xs, terms, axes, turn, lambda part: _powers(part, p), jnp.add, jnp.sum), p)
     unit = _nonzero(largest(xs, axes))
     return unit * _root(_sum(xs, axes, lambda x: _power(jnp.abs(wide(x)) / unit, p)), p)
 
@@ -272,84 +259,3 @@ def _powers(x: jax.Array, p: float) -> jax.Array:
     if p == 2 and jnp.iscomplexobj(x):
         return wide(x.real) ** 2 + wide(x.imag) ** 2
     return wide(x) * wide(x) if p == 2 else _power(jnp.abs(wide(x)), p)
-
-
-def _combined(
-    xs: Arrays,
-    terms: Arrays,
-    axes: Reduced,
-    turn: Turn,
-    of: Callable[[jax.Array], jax.Array],
-    pair: Callable[[jax.Array, jax.Array], jax.Array],
-    all_: Callable[..., jax.Array],
-) -> jax.Array:
-    """Reduce one array, which may be the sum of `terms`, along `axes`; or all entries of several arrays."""
-    if len(xs) == 1:
-        return _reduced(xs[0], terms or xs, axes, turn, of, pair, all_)
-    values = []
-    for x in xs:
-        if not is_small(x):
-            values.append(_reduced(x, (x,), None, turn, of, pair, all_))
-            turn = turn_after(turn, x, -jnp.abs(values[-1]))
-    for alike in _alike([x for x in xs if is_small(x)]):
-        values.append(all_(_pairwise(pair, [of(x) for x in alike])))
-    return all_(jnp.stack(values))
-
-
-def _alike(xs: Arrays) -> list[list[jax.Array]]:
-    """Put arrays of one shape together, so many that hundreds compile to a few operations."""
-    groups: dict[Any, list[jax.Array]] = {}
-    for x in xs:
-        groups.setdefault((x.shape, x.dtype), []).append(x)
-    return [group[i : i + _STREAMS] for group in groups.values() for i in range(0, len(group), _STREAMS)]
-
-
-def _reduced(
-    x: jax.Array,
-    terms: Arrays,
-    axes: Reduced,
-    turn: Turn,
-    of: Callable[[jax.Array], jax.Array],
-    pair: Callable[[jax.Array, jax.Array], jax.Array],
-    all_: Callable[..., jax.Array],
-) -> jax.Array:
-    """Reduce of(x), x being the sum of `terms`: by `pair` two arrays, by `all_` one along `axes`."""
-
-    def along_axes(values: jax.Array) -> jax.Array:
-        return all_(values, axis=axes, keepdims=axes is not None)
-
-    slices = _STREAMS // len(terms)
-    reduced = range(x.ndim) if axes is None else axes
-    long_enough = [a for a in reduced if x.shape[a] >= 2 * slices]
-    # What is narrow would be widened as a whole before it is sliced.
-    if not (is_large(x) and long_enough and not _is_narrow(x)):
-        return along_axes(of(x))
-    axis = min(long_enough)  # of the longest pieces
-
-    # XLA's CPU reductions take float64 at a third of the speed of memory, and are no faster for the
-    # largest of float32; an elementwise operation on slices runs at memory's speed, and leaves one entry
-    # in so many to the reduction. The rounding, which rounds nothing, keeps XLA from taking the slices back
-    # into the reduction.
-    rounds = max(1, min(_ROUNDS, x.size // (slices * _PARTIAL), x.shape[axis] // (2 * slices)))
-    width = x.shape[axis] // (slices * rounds)
-
-    def part(start: int, stop: int) -> jax.Array:
-        parts = [lax.slice_in_dim(term, start, stop, axis=axis) for term in terms]
-        return of(functools.reduce(jnp.add, parts))
-
-    total = along_axes(part(rounds * slices * width, x.shape[axis]))
-    for start in range(0, rounds * slices * width, slices * width):
-        parts = [part(start + i * width, start + (i + 1) * width) for i in range(slices)]
-        partial = in_turn(_pairwise(pair, parts), x, turn)
-        bits = jnp.finfo(partial.dtype)
-        found = along_axes(lax.reduce_precision(partial, bits.nexp, bits.nmant))
-        turn = turn_after(turn, x, -jnp.abs(first_entry(found)))
-        total = pair(total, found)
-    return total
-
-
-def _pairwise(pair: Callable[[jax.Array, jax.Array], jax.Array], values: list[jax.Array]) -> jax.Array:
-    while len(values) > 1:
-        odd = values[len(values) // 2 * 2 :]
-        values = [pair(a, b) for a, b in zip(values[::2], values[1::2], strict=False)] + odd
-    return values[0]

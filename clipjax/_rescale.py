@@ -49,8 +49,8 @@ def shrink_to(norm: jax.Array, bound: jax.Array, *, alone: bool = False) -> Shri
     # (Nobody divides by 0, derivatives included.)
     factor = jnp.where(inside, 1.0, bound) / jnp.where(inside, -1.0, _or_nan(norm))
     tiny = (factor >= 0) & (factor < 2.0**-100)
-    if not alone:  # a sum is one operation, of which `any` would be three
-        tiny = jnp.sum(tiny, dtype=np.float64) > 0
+    if not alone and tiny.ndim:  # a sum is one operation, of which `any` would be three
+        tiny = jnp.sum(jnp.where(tiny, 1.0, 0.0)) > 0
     return Shrink(jnp.where(tiny, 2.0**-64, 1.0), jnp.where(tiny, 2.0**64, 1.0) * factor)
 
 

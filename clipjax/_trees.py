@@ -153,7 +153,7 @@ def clip_units(
 
 
 def _report_together(norms: Sequence[jax.Array], bounds: Sequence[jax.Array]) -> Report:
-    joined = stored(_joined(norms))
+    joined = stored(lax.stop_gradient(_joined(norms)))
     if bounds[0].ndim == 0 and all(bound is bounds[0] for bound in bounds):
         joined, bound = jnp.max(joined, initial=0), bounds[0]  # the largest norm tells all
     else:

@@ -13,7 +13,7 @@ import pytest
 from helpers import exact_norm, same_bits, ulp, within_one_ulp
 
 import clipjax
-from clipjax import _norms, _trees, _turns
+from clipjax import _reductions, _trees, _turns
 
 # Each just large enough, with a size along which slices do not come out even.
 SHAPES = {"a": (512, 301), "b": (517, 257), "c": (2, 600, 131), "d": (5,)}
@@ -50,7 +50,7 @@ def side_by_side(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Switches turns and slices off."""
 
     def switch() -> None:
-        for module in (_turns, _norms):
+        for module in (_turns, _reductions):
             monkeypatch.setattr(module, "is_large", lambda x: False)
 
     return switch
