@@ -19,10 +19,11 @@ import numpy as np
 from clipjax._axes import Axes, check_axes
 from clipjax._bounds import Bound, bound_at, check_bound, check_fits, check_order
 from clipjax._cotangents import altered_back, floats_of
+from clipjax._limits import clip_entries
 from clipjax._linear_rules import check_alike, first, scaled, stopped
 from clipjax._mesh import AxisName
 from clipjax._norms import as_arrays
-from clipjax._trees import Report, clip_entries, clip_tree, clip_units, units_of
+from clipjax._trees import Report, clip_tree, clip_units, units_of
 
 _T = TypeVar("_T")
 

@@ -15,10 +15,11 @@ from jax import lax
 
 from clipjax._axes import Axes, check_axes, is_measured
 from clipjax._bounds import Bound, bound_at, check_order
+from clipjax._limits import clip_entries
 from clipjax._mesh import AxisName, names_of_leaf
 from clipjax._metrics import Seen, count, observe, start
 from clipjax._norms import as_arrays, check_ord, in_float64
-from clipjax._trees import Report, clip_entries, clip_tree, clip_units, size_of
+from clipjax._trees import Report, clip_tree, clip_units, size_of
 
 Clip = Callable[[Any, Any, jax.Array], tuple[Any, Report]]
 

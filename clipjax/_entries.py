@@ -11,11 +11,12 @@ import jax.numpy as jnp
 
 from clipjax._axes import Where, check_where, leaves_with_paths, path_name, resolve_where
 from clipjax._bounds import Bound, Evaluate, bound_at, check_fits, check_order
+from clipjax._limits import check_ordered, clip_entries
 from clipjax._mesh import AxisName
 from clipjax._metrics import Seen
 from clipjax._norms import as_arrays, in_float64, wide
 from clipjax._projections import Measured, NewState, Projection
-from clipjax._trees import Report, check_ordered, clip_entries
+from clipjax._trees import Report
 
 
 class NonNegativeState(NamedTuple):

@@ -13,7 +13,7 @@ import pytest
 from helpers import exact_norm, same_bits, ulp, within_one_ulp
 
 import clipjax
-from clipjax import _reductions, _trees, _turns
+from clipjax import _limits, _reductions, _turns
 
 # Each just large enough, with a size along which slices do not come out even.
 SHAPES = {"a": (512, 301), "b": (517, 257), "c": (2, 600, 131), "d": (5,)}
@@ -59,7 +59,7 @@ def side_by_side(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_these_leaves_are_large() -> None:
     if jax.default_backend() == "cpu" and jax.local_device_count() == 1:
         assert [k for k, x in tree(0).items() if _turns.is_large(x)] == ["a", "b", "c"]
-    assert _trees.in_turn is _turns.in_turn
+    assert _limits.in_turn is _turns.in_turn
 
 
 @pytest.mark.parametrize(
