@@ -132,7 +132,7 @@ def adagc(
         seen = wide(round_up(norms, dtype))
         known = jnp.where(gamma < jnp.inf, gamma, seen)
         bounds = jnp.where(warming, jnp.inf, at_step * known)
-        scales = jnp.where(warming, scale_of(together), scale_of(shrink_to(norms, bounds, alone=True)))
+        scales = jnp.where(warming, scale_of(together), scale_of(shrink_to(norms, bounds)))
         least = jnp.minimum(gamma, seen if warmup_norms == "before" else seen * scales)
         average = wide(decay) * known + (1 - wide(decay)) * jnp.minimum(seen, bounds)
         return Clipped(

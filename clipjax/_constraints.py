@@ -188,7 +188,7 @@ def _between(
 ) -> Projection:
     axes = check_axes(axes)
 
-    def constrain(params: Any, step: Any) -> tuple[Any, Report]:
+    def constrain(params: Any, step: Any, queue: Queue | None = None) -> tuple[Any, Report]:
         lowest, highest, share = low(step), high(step), rate(step)
 
         @in_float64
@@ -196,12 +196,12 @@ def _between(
             least, most, part = (_for_units(x, norm) for x in (lowest, highest, jnp.minimum(share, 1.0)))
             return bring_between(norm, least, most, part, unit.leaf.dtype, size_of(unit))
 
-        return scale_units(params, how_of, axes, specs, axis_name)
+        return scale_units(params, how_of, axes, specs, axis_name, queue)
 
     def measure(params: Any, step: Any) -> list[Measured]:
         return measured_norms(params, low(step), high(step), axes, specs, axis_name)
 
-    return Projection(name, state, constrain, measure, How(outside=larger_than))
+    return Projection(name, state, constrain, measure, How(outside=larger_than, in_turn=True))
 
 
 def _check_at_most(name: str, value: Any, largest: float, what: str) -> None:

@@ -22,7 +22,7 @@ from jax import lax
 
 from clipjax._axes import Reduced, is_measured
 from clipjax._mesh import Names, pmax
-from clipjax._reductions import Arrays, is_narrow, reduce_all
+from clipjax._reductions import Arrays, Reduction, is_narrow, reduce_all
 from clipjax._turns import Turn
 
 _P = ParamSpec("_P")
@@ -155,9 +155,8 @@ def largest(
         # On a CPU, what is made of 16-bit entries would be written out first.
         return of(wide(part) if is_narrow(part) else part)
 
-    return wide(
-        reduce_all(xs, (), axes, turn, value, jnp.maximum, functools.partial(jnp.max, initial=at_least))
-    )
+    how = Reduction(value, jnp.maximum, functools.partial(jnp.max, initial=at_least))
+    return wide(reduce_all(how, xs, (), axes, turn))
 
 
 def _sum(xs: Arrays, axes: Reduced, of: Callable[[jax.Array], jax.Array]) -> jax.Array:
@@ -182,7 +181,8 @@ def _norm(xs: Arrays, terms: Arrays, turn: Turn, axes: Reduced, p: float) -> jax
     if p == math.inf:
         return largest(xs, axes, turn)
     if not any(_needs_scaling(x.dtype, p) for x in xs):
-        return _root(reduce_all(xs, terms, axes, turn, lambda part: _powers(part, p), jnp.add, jnp.sum), p)
+        how = Reduction(lambda part: _powers(part, p), jnp.add, jnp.sum)
+        return _root(reduce_all(how, xs, terms, axes, turn), p)
     unit = _nonzero(largest(xs, axes))
     return unit * _root(_sum(xs, axes, lambda x: _power(jnp.abs(wide(x)) / unit, p)), p)
 

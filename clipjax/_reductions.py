@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,26 +24,26 @@ _PARTIAL = 2**17
 _ROUNDS = 4
 
 
-def reduce_all(
-    xs: Arrays,
-    terms: Arrays,
-    axes: Reduced,
-    turn: Turn,
-    of: Callable[[jax.Array], jax.Array],
-    pair: Callable[[jax.Array, jax.Array], jax.Array],
-    all_: Callable[..., jax.Array],
-) -> jax.Array:
+class Reduction(NamedTuple):
+    """What is reduced, and how."""
+
+    of: Callable[[jax.Array], jax.Array]  # of an array, entry by entry
+    pair: Callable[[jax.Array, jax.Array], jax.Array]  # two arrays to one, entry by entry
+    along: Callable[..., jax.Array]  # one array along axes, as `jax.numpy.sum` takes them
+
+
+def reduce_all(how: Reduction, xs: Arrays, terms: Arrays, axes: Reduced, turn: Turn) -> jax.Array:
     """Reduce one array, which may be the sum of `terms`, along `axes`; or all entries of several arrays."""
     if len(xs) == 1:
-        return _reduced(xs[0], terms or xs, axes, turn, of, pair, all_)
+        return _reduced(how, xs[0], terms or xs, axes, turn)
     values = []
     for x in xs:
         if not is_small(x):
-            values.append(_reduced(x, (x,), None, turn, of, pair, all_))
+            values.append(_reduced(how, x, (x,), None, turn))
             turn = turn_after(turn, x, -jnp.abs(values[-1]))
     for alike in _alike([x for x in xs if is_small(x)]):
-        values.append(all_(_pairwise(pair, [of(x) for x in alike])))
-    return all_(jnp.stack(values))
+        values.append(how.along(_pairwise(how, [how.of(x) for x in alike])))
+    return how.along(jnp.stack(values))
 
 
 def _alike(xs: Arrays) -> list[list[jax.Array]]:
@@ -54,26 +54,18 @@ def _alike(xs: Arrays) -> list[list[jax.Array]]:
     return [group[i : i + _STREAMS] for group in groups.values() for i in range(0, len(group), _STREAMS)]
 
 
-def _reduced(
-    x: jax.Array,
-    terms: Arrays,
-    axes: Reduced,
-    turn: Turn,
-    of: Callable[[jax.Array], jax.Array],
-    pair: Callable[[jax.Array, jax.Array], jax.Array],
-    all_: Callable[..., jax.Array],
-) -> jax.Array:
-    """Reduce of(x), x being the sum of `terms`: by `pair` two arrays, by `all_` one along `axes`."""
+def _reduced(how: Reduction, x: jax.Array, terms: Arrays, axes: Reduced, turn: Turn) -> jax.Array:
+    """Reduce one array, the sum of `terms`, along `axes`."""
 
     def along_axes(values: jax.Array) -> jax.Array:
-        return all_(values, axis=axes, keepdims=axes is not None)
+        return how.along(values, axis=axes, keepdims=axes is not None)
 
     slices = _STREAMS // len(terms)
     reduced = range(x.ndim) if axes is None else axes
     long_enough = [a for a in reduced if x.shape[a] >= 2 * slices]
     # What is narrow would be widened as a whole before it is sliced.
     if not (is_large(x) and long_enough and not is_narrow(x)):
-        return along_axes(of(x))
+        return along_axes(how.of(x))
     axis = min(long_enough)  # of the longest pieces
 
     # XLA's CPU reductions take float64 at a third of the speed of memory, and are no faster for the
@@ -85,23 +77,23 @@ def _reduced(
 
     def part(start: int, stop: int) -> jax.Array:
         parts = [lax.slice_in_dim(term, start, stop, axis=axis) for term in terms]
-        return of(functools.reduce(jnp.add, parts))
+        return how.of(functools.reduce(jnp.add, parts))
 
     total = along_axes(part(rounds * slices * width, x.shape[axis]))
     for start in range(0, rounds * slices * width, slices * width):
         parts = [part(start + i * width, start + (i + 1) * width) for i in range(slices)]
-        partial = in_turn(_pairwise(pair, parts), x, turn)
+        partial = in_turn(_pairwise(how, parts), x, turn)
         bits = jnp.finfo(partial.dtype)
         found = along_axes(lax.reduce_precision(partial, bits.nexp, bits.nmant))
         turn = turn_after(turn, x, -jnp.abs(first_entry(found)))
-        total = pair(total, found)
+        total = how.pair(total, found)
     return total
 
 
-def _pairwise(pair: Callable[[jax.Array, jax.Array], jax.Array], values: list[jax.Array]) -> jax.Array:
+def _pairwise(how: Reduction, values: list[jax.Array]) -> jax.Array:
     while len(values) > 1:
         odd = values[len(values) // 2 * 2 :]
-        values = [pair(a, b) for a, b in zip(values[::2], values[1::2], strict=False)] + odd
+        values = [how.pair(a, b) for a, b in zip(values[::2], values[1::2], strict=False)] + odd
     return values[0]
 
 

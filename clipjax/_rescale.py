@@ -18,6 +18,7 @@ from jax import lax
 from jax.extend.core.primitives import convert_element_type_p
 
 from clipjax._norms import in_float64, strong, wide
+from clipjax._turns import is_small
 
 # The factor and its product with an entry are rounded to float32 once each, by 2**-24 at the most;
 # the rest covers the float64 arithmetic behind the factor.
@@ -28,8 +29,8 @@ _SLACK_FLOAT64 = 2.0**-50
 class Shrink(NamedTuple):
     """How to bring something of a known norm inside a bound; scalars, or one factor for each unit.
 
-    A leaf times `factor` times `power` has the norm of the bound. The factor alone would do, but
-    from 1e38 down to 1e-3 it leaves the range of a float32.
+    A leaf times `factor` times `power` has the norm of the bound. The factor alone would do, but from
+    1e38 down to 1e-3 it leaves the range of a float32. The two reach from 3e38 down to 1e-36.
     """
 
     power: jax.Array  # float64: 1, or a power of two if a factor needs it; broadcasts to the factors
@@ -37,21 +38,16 @@ class Shrink(NamedTuple):
 
 
 @in_float64
-@functools.partial(jax.jit, static_argnames="alone")
-def shrink_to(norm: jax.Array, bound: jax.Array, *, alone: bool = False) -> Shrink:
-    """Compare a float64 norm with a bound, and divide: what every clip and projection rests on.
-
-    The norms are those of the units of one leaf, of which large ones are faster to rescale with one power
-    for all; or, if `alone`, each has its own.
-    """
+@jax.jit
+def shrink_to(norm: jax.Array, bound: jax.Array) -> Shrink:
+    """Compare a float64 norm with a bound, and divide: what every clip and projection rests on."""
     inside = (norm <= bound) & (norm < jnp.inf)
-    # One quotient, with nothing but products after it: XLA makes an operation of its own of a division.
-    # (Nobody divides by 0, derivatives included.)
-    factor = jnp.where(inside, 1.0, bound) / jnp.where(inside, -1.0, _or_nan(norm))
-    tiny = (factor >= 0) & (factor < 2.0**-100)
-    if not alone and tiny.ndim:  # a sum is one operation, of which `any` would be three
-        tiny = jnp.sum(jnp.where(tiny, 1.0, 0.0)) > 0
-    return Shrink(jnp.where(tiny, 2.0**-64, 1.0), jnp.where(tiny, 2.0**64, 1.0) * factor)
+    far = norm > 2.0**124 * bound  # then an entry times 2**123 * bound / norm is a float32, too
+    # One quotient, of what is known before it: XLA makes an operation of its own of a division, and of
+    # what is read from it. (Nobody divides by 0, derivatives included.)
+    dividend = jnp.where(inside, 1.0, jnp.where(far, 2.0**123 * bound, bound))
+    divisor = jnp.where(inside, -1.0, _or_nan(norm))
+    return Shrink(jnp.where(far, 2.0**-123, 1.0), dividend / divisor)
 
 
 def _or_nan(norm: jax.Array) -> jax.Array:
@@ -126,17 +122,18 @@ class Factors(NamedTuple):
 
 def rescale(leaf: Any, how: Shrink) -> jax.Array:
     """Bring `leaf` inside its bound. What is inside comes back bit for bit, in its dtype."""
-    return multiply(leaf, factors_of(how, leaf.dtype))
+    return multiply(leaf, factors_of(how, leaf.dtype, many=not is_small(leaf)))
 
 
 @in_float64
-@functools.partial(jax.jit, static_argnames="dtype")
-def factors_of(how: Shrink, dtype: Any) -> Factors:
-    """The factors for leaves of a dtype."""
+@functools.partial(jax.jit, static_argnames=("dtype", "many"))
+def factors_of(how: Shrink, dtype: Any, *, many: bool = True) -> Factors:
+    """The factors for leaves of a dtype; `many` entries for each are worth an operation of its own."""
     if _is_wide(dtype):
         return Factors(how.power, how.factor * (1 - _SLACK_FLOAT64))
+    power = lax.convert_element_type(how.power, np.float32)
     factor = lax.convert_element_type(how.factor * (1 - _SLACK), np.float32)
-    return Factors(lax.convert_element_type(how.power, np.float32), stored(factor))
+    return Factors(stored(power) if many else power, stored(factor))
 
 
 @in_float64

@@ -28,7 +28,7 @@ from clipjax._rescale import (
     shrink_to,
     stored,
 )
-from clipjax._turns import Turn, first_entry, is_large, is_small, on_one_device, turn_after
+from clipjax._turns import Turn, first_entry, is_large, on_one_device, turn_after
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -63,7 +63,7 @@ class Queue(NamedTuple):
 
 
 BoundOfUnits: TypeAlias = Callable[[Unit], jax.Array]
-ScaleOfUnits: TypeAlias = Callable[[Unit, jax.Array], Shrink]
+HowOfUnits: TypeAlias = Callable[[Unit, jax.Array], Shrink]
 
 
 def on_arrays(function: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenate[Any, _P], _R]:
@@ -119,62 +119,88 @@ def clip_units(
     queue: Queue | None = None,
 ) -> tuple[Any, Report]:
     """Bound the norm of each unit along `axes` (of each leaf where they are None) on its own."""
+    bounds: list[jax.Array] = []
+
+    def how_of(unit: Unit, norm: jax.Array) -> Shrink:
+        bounds.append(check_fits(bound_of(unit), norm.shape, "the norms"))
+        return shrink_to(norm, bounds[-1])
+
+    def reports_of(norms: list[jax.Array], hows: list[Shrink]) -> list[Report]:
+        apart, together = [], []
+        for norm, how, bound in zip(norms, hows, bounds, strict=True):
+            if not varying(norm) and (norm.ndim == 0 or on_one_device()):
+                together.append((norm, bound))
+            else:
+                apart.append(_report(norm, how))
+        # Side by side: hundreds of small computations take long to compile.
+        return [*apart, _report_together(together)] if together else apart
+
+    return _rescale_units(tree, how_of, reports_of, axes, ord, specs, axis_name, queue)
+
+
+@on_arrays
+def scale_units(
+    tree: Any,
+    how_of: HowOfUnits,
+    axes: Axes,
+    specs: Any = None,
+    axis_name: AxisName = None,
+    queue: Queue | None = None,
+) -> tuple[Any, Report]:
+    """Rescale each unit along `axes` as `how_of(unit, norms)` says."""
+
+    def reports_of(norms: list[jax.Array], hows: list[Shrink]) -> list[Report]:
+        return [_report(norm, how) for norm, how in zip(norms, hows, strict=True)]
+
+    return _rescale_units(tree, how_of, reports_of, axes, 2.0, specs, axis_name, queue)
+
+
+def _rescale_units(
+    tree: Any,
+    how_of: HowOfUnits,
+    reports_of: Callable[[list[jax.Array], list[Shrink]], list[Report]],
+    axes: Axes,
+    ord: Any,  # noqa: A002
+    specs: Any,
+    axis_name: AxisName,
+    queue: Queue | None,
+) -> tuple[Any, Report]:
+    """Measure and rescale one leaf after the other."""
     treedef: Any
     leaves, treedef = jax.tree.flatten(tree)
-    norms, bounds = [], []  # of leaves that are reported together
-    reports = []
+    norms, hows = [], []
     turn = queue.turn if queue else None
     for unit in units_of(tree, axes, specs, axis_name):
         leaf, terms = queue.enter(unit.position, turn) if queue else (unit.leaf, ())
         norm = norm_of(leaf, unit.reduced, ord, unit.names, turn, terms)
-        bound = check_fits(bound_of(unit), norm.shape, "the norms")
-        how = shrink_to(norm, jnp.broadcast_to(bound, norm.shape), alone=is_small(leaf))
+        how = how_of(unit, norm)
         rescaled = rescale(leaf, how)
         if queue:
             turn = queue.leave(unit.position, rescaled, turn)
         elif is_large(leaf):
-            turn = turn_after(turn, leaf, first_entry(how.factor))
+            turn = turn_after(turn, leaf, -jnp.abs(first_entry(how.factor)))
         leaves[unit.position] = rescaled
-        if not varying(norm) and (norm.ndim == 0 or on_one_device()):
-            norms.append(norm)
-            bounds.append(bound)
-        else:
-            reports.append(_report(norm, how))
-    if norms:  # side by side: hundreds of small computations take long to compile
-        reports.append(_report_together(norms, bounds))
-    report = summary(reports)
+        norms.append(norm)
+        hows.append(how)
+    report = summary(reports_of(norms, hows))
     if queue and turn is not None:  # XLA multiplies by the reciprocal of a divisor that has no other use
         report = report._replace(scale=jnp.minimum(report.scale, turn))
     return treedef.unflatten(leaves), report
 
 
-def _report_together(norms: Sequence[jax.Array], bounds: Sequence[jax.Array]) -> Report:
+def _report_together(measured: Sequence[tuple[jax.Array, jax.Array]]) -> Report:
+    """One report of units in many leaves, from their norms and bounds."""
+    norms, bounds = zip(*measured, strict=True)
     joined = stored(lax.stop_gradient(_joined(norms)))
     if bounds[0].ndim == 0 and all(bound is bounds[0] for bound in bounds):
         joined, bound = jnp.max(joined, initial=0), bounds[0]  # the largest norm tells all
     else:
-        bound = _joined([jnp.broadcast_to(b, norm.shape) for b, norm in zip(bounds, norms, strict=True)])
-    return _report(joined, shrink_to(joined, bound, alone=True))
+        bound = _joined([jnp.broadcast_to(b, norm.shape) for norm, b in measured])
+    return _report(joined, shrink_to(joined, bound))
 
 
 def _joined(values: Sequence[jax.Array]) -> jax.Array:
     return jnp.concatenate([value.ravel() for value in values])
-
-
-@on_arrays
-def scale_units(
-    tree: Any, how_of: ScaleOfUnits, axes: Axes, specs: Any = None, axis_name: AxisName = None
-) -> tuple[Any, Report]:
-    """Rescale each unit along `axes` as `how_of(unit, norms)` says."""
-    treedef: Any
-    leaves, treedef = jax.tree.flatten(tree)
-    reports = []
-    for unit in units_of(tree, axes, specs, axis_name):
-        norm = norm_of(unit.leaf, unit.reduced, 2.0, unit.names)
-        how = how_of(unit, norm)
-        leaves[unit.position] = rescale(unit.leaf, how)
-        reports.append(_report(norm, how))
-    return treedef.unflatten(leaves), summary(reports)
 
 
 def _report(norm: jax.Array, how: Shrink) -> Report:

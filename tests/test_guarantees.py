@@ -50,6 +50,12 @@ def test_a_clipped_norm_is_inside_its_bound(trial: Trial) -> None:
 
 
 @given(trials)
+@example(Trial("f32", 2**20, 0.0, 0.0, 0.0))  # a large leaf
+def test_units_with_bounds_of_their_own_are_inside_them(trial: Trial) -> None:
+    assert not list(CHECKS["units"](trial))
+
+
+@given(trials)
 @example(Trial("mixed", 483548212, 0.7963242702872942, 4.0, 0.001, True))
 @example(Trial("bf16", 901815916, 0.5094958815215094, 4.0, 0.5))
 def test_a_projected_norm_is_inside_its_radius(trial: Trial) -> None:

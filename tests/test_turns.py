@@ -27,6 +27,8 @@ STEPS = {
     "units": clipjax.clip_by_norm(1.0, axes=AXES),
     "cubes": clipjax.clip_by_norm(1.0, ord=3),
     "link": clipjax.chain(optax.sgd(0.5), clipjax.max_norm(1.0, axes=AXES)),
+    "between": clipjax.chain(optax.sgd(0.5), clipjax.min_max_norm(1.0, 1e3, axes=AXES)),
+    "unit": clipjax.chain(optax.sgd(0.5), clipjax.unit_norm(axes=AXES)),
     "unchecked": optax.chain(optax.sgd(0.5), clipjax.max_norm(1.0, axes=AXES)),
 }
 
@@ -85,7 +87,7 @@ def test_the_same_numbers_as_side_by_side(name: str, dtype: Any, side_by_side: A
 
 
 @pytest.mark.parametrize("bad", [np.nan, -np.inf])
-@pytest.mark.parametrize("name", ["value", "norm", "units", "link"])
+@pytest.mark.parametrize("name", ["value", "norm", "units", "link", "unit"])
 def test_a_bad_leaf_stays_alone(name: str, bad: float) -> None:
     grads, params = tree(1), tree(2)
     good, _ = run(STEPS[name], grads, params)
@@ -116,8 +118,10 @@ def test_inside_the_bound_nothing_moves() -> None:
     grads, params = tree(5, scale=1e-6), tree(6, scale=1e-6)
     for name in ("value", "norm", "units"):
         assert same_bits(run(STEPS[name], grads, params)[0], grads)
-    updates = run(STEPS["link"], grads, params)[0]
-    assert same_bits(updates, jax.tree.map(lambda g: -0.5 * g, grads))
+    for name, scale in (("link", 1.0), ("between", 1e6)):
+        params = tree(6, scale=scale * 1e-6)
+        updates = run(STEPS[name], grads, params)[0]
+        assert same_bits(updates, jax.tree.map(lambda g: -0.5 * g, grads))
 
 
 @pytest.mark.parametrize("name", ["value", "link", "global"])
