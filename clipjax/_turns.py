@@ -66,4 +66,6 @@ def in_turn(value: jax.Array, leaf: Any, turn: Turn) -> jax.Array:
     """
     if turn is None or not is_large(leaf):
         return value
+    if jnp.iscomplexobj(value):  # whose division by 1 would lose the sign of a zero
+        return lax.complex(in_turn(value.real, leaf, turn), in_turn(value.imag, leaf, turn))
     return value / lax.convert_element_type(turn, value.dtype)

@@ -124,6 +124,14 @@ def test_inside_the_bound_nothing_moves() -> None:
         assert same_bits(updates, jax.tree.map(lambda g: -0.5 * g, grads))
 
 
+def test_a_complex_link_leaves_what_is_inside_to_the_last_bit() -> None:
+    grads = jax.tree.map(jax.lax.complex, tree(5), tree(6))
+    params = jax.tree.map(lambda x, y: 1e-6 * jax.lax.complex(x, y), tree(7), tree(8))
+    grads = jax.tree.map(lambda g: (1e-6 * g).at[0].set(-0.0 - 0.0j), grads)
+    tx = clipjax.chain(optax.identity(), clipjax.max_norm(1.0, axes=AXES))
+    assert same_bits(run(tx, grads, params)[0], grads)
+
+
 @pytest.mark.parametrize("name", ["value", "link", "global"])
 def test_derivatives_and_maps(name: str, side_by_side: Any) -> None:
     tx = STEPS.get(name) or clipjax.clip_by_global_norm(1.0)
