@@ -61,7 +61,7 @@ def skip_nonfinite(
       >>> print(updates, state.skipped)
       [0. 0.] 1
     """
-    inner = optax.with_extra_args_support(_check_transformation("optimizer", optimizer))
+    inner = optax.with_extra_args_support(check_optimizer("optimizer", optimizer))
 
     def init(params: Any) -> SkipNonfiniteState:
         zero = functools.partial(jnp.zeros, (), jnp.int32)  # a buffer each, to be donated
@@ -75,7 +75,7 @@ def skip_nonfinite(
         def step() -> tuple[Any, Any]:
             return inner.update(updates, state.inner, params, **extra_args)
 
-        new_updates, new_inner = _where(good, step, updates, state.inner)
+        new_updates, new_inner = step_if(good, step, updates, state.inner)
         return new_updates, SkipNonfiniteState(
             steps=count(state.steps, jnp.ones((), bool)),
             skipped=count(state.skipped, ~good),
@@ -86,8 +86,8 @@ def skip_nonfinite(
     return knowing(optax.GradientTransformationExtraArgs(init, update), *links_of(optimizer))
 
 
-def _where(good: jax.Array, step: Callable[[], tuple[Any, Any]], updates: Any, old: Any) -> tuple[Any, Any]:
-    """What `step` returns if `good`, else zero updates and the old state."""
+def step_if(good: jax.Array, step: Callable[[], tuple[Any, Any]], updates: Any, old: Any) -> tuple[Any, Any]:
+    """Return what `step` returns if `good`, else zero updates and the old state."""
     split = any(varying(x) for x in jax.tree.leaves((updates, old)))  # branches would differ in type
     if jax.default_backend() == "cpu" and not split:
         # Selecting keeps the old state beside the new one, and takes half as long again as a branch.
@@ -164,7 +164,7 @@ def bounded(
     return skip_nonfinite(tx, axis_name=axis_name) if nonfinite == "skip" else tx
 
 
-def _check_transformation(name: str, value: Any) -> optax.GradientTransformation:
+def check_optimizer(name: str, value: Any) -> optax.GradientTransformation:
     """Return `value` if it transforms gradients and is no mere projection."""
     if isinstance(value, Projection):
         raise ValueError(
@@ -181,6 +181,6 @@ def _check_before(name: str, value: Any) -> optax.GradientTransformation:
             f"{name}: inside bounded, optax.MultiSteps would add up gradients that are clipped already: "
             f"put it around, as in optax.MultiSteps(clipjax.bounded(…), every_k_schedule=k)"
         )
-    for projection in projections_of(_check_transformation(name, value)):
+    for projection in projections_of(check_optimizer(name, value)):
         raise ValueError(f"{name}: a chain that ends in {projection!r}: give that to bounded as project=")
     return value

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from clipjax._bounded import _check_transformation, _where
+from clipjax._bounded import check_optimizer, step_if
 from clipjax._bounds import Bound, bound_at
 from clipjax._chain import knowing, links_of
 from clipjax._mesh import AxisName
@@ -117,7 +117,7 @@ def skip_spikes(
       >>> print(updates, state.skipped, state.threshold.round(2))
       [0. 0.] 1 1.53
     """
-    inner = optax.with_extra_args_support(_check_transformation("optimizer", optimizer))
+    inner = optax.with_extra_args_support(check_optimizer("optimizer", optimizer))
     highest = bound_at("z_threshold", z_threshold)
     check_count("window", window, 1)
     if warmup_steps is not None:
@@ -181,7 +181,7 @@ def skip_spikes(
         def step() -> tuple[Any, Any]:
             return inner.update(updates, state.inner, params, **extra_args)
 
-        new_updates, new_inner = _where(good, step, updates, state.inner)
+        new_updates, new_inner = step_if(good, step, updates, state.inner)
         norms, taken = remember(state, verdict)
         return new_updates, SkipSpikesState(
             steps=count(state.steps, jnp.ones((), bool)),
