@@ -15,9 +15,9 @@ from clipjax._turns import Turn, first_entry, in_turn, is_large, is_small, turn_
 
 Arrays = Sequence[jax.Array]
 
-# On a CPU, large leaves are summed as slices, of which so many are read side by side; and so many small
-# ones are reduced as one.
-_STREAMS = 16
+# On a CPU, so many slices of a large leaf are read side by side; and so many small leaves reduced as one.
+_SLICES = 8
+_TOGETHER = 16
 # A large leaf is reduced in rounds, of which each adds slices up to about so many entries: in at most so
 # many rounds, since each has to be compiled.
 _PARTIAL = 2**17
@@ -51,7 +51,7 @@ def _alike(xs: Arrays) -> list[list[jax.Array]]:
     groups: dict[Any, list[jax.Array]] = {}
     for x in xs:
         groups.setdefault((x.shape, x.dtype), []).append(x)
-    return [group[i : i + _STREAMS] for group in groups.values() for i in range(0, len(group), _STREAMS)]
+    return [group[i : i + _TOGETHER] for group in groups.values() for i in range(0, len(group), _TOGETHER)]
 
 
 def _reduced(how: Reduction, x: jax.Array, terms: Arrays, axes: Reduced, turn: Turn) -> jax.Array:
@@ -60,9 +60,8 @@ def _reduced(how: Reduction, x: jax.Array, terms: Arrays, axes: Reduced, turn: T
     def along_axes(values: jax.Array) -> jax.Array:
         return how.along(values, axis=axes, keepdims=axes is not None)
 
-    slices = _STREAMS // len(terms)
     reduced = range(x.ndim) if axes is None else axes
-    long_enough = [a for a in reduced if x.shape[a] >= 2 * slices]
+    long_enough = [a for a in reduced if x.shape[a] >= 2 * _SLICES]
     # What is narrow would be widened as a whole before it is sliced.
     if not (is_large(x) and long_enough and not is_narrow(x)):
         return along_axes(how.of(x))
@@ -72,16 +71,16 @@ def _reduced(how: Reduction, x: jax.Array, terms: Arrays, axes: Reduced, turn: T
     # largest of float32; an elementwise operation on slices runs at memory's speed, and leaves one entry
     # in so many to the reduction. The rounding, which rounds nothing, keeps XLA from taking the slices back
     # into the reduction.
-    rounds = max(1, min(_ROUNDS, x.size // (slices * _PARTIAL), x.shape[axis] // (2 * slices)))
-    width = x.shape[axis] // (slices * rounds)
+    rounds = max(1, min(_ROUNDS, x.size // (_SLICES * _PARTIAL), x.shape[axis] // (2 * _SLICES)))
+    width = x.shape[axis] // (_SLICES * rounds)
 
     def part(start: int, stop: int) -> jax.Array:
         parts = [lax.slice_in_dim(term, start, stop, axis=axis) for term in terms]
         return how.of(functools.reduce(jnp.add, parts))
 
-    total = along_axes(part(rounds * slices * width, x.shape[axis]))
-    for start in range(0, rounds * slices * width, slices * width):
-        parts = [part(start + i * width, start + (i + 1) * width) for i in range(slices)]
+    total = along_axes(part(rounds * _SLICES * width, x.shape[axis]))
+    for start in range(0, rounds * _SLICES * width, _SLICES * width):
+        parts = [part(start + i * width, start + (i + 1) * width) for i in range(_SLICES)]
         partial = in_turn(_pairwise(how, parts), x, turn)
         bits = jnp.finfo(partial.dtype)
         found = along_axes(lax.reduce_precision(partial, bits.nexp, bits.nmant))
