@@ -1,72 +1,26 @@
-"""One device or many, the same numbers: sharded `jit`, `shard_map` and `pmap` on eight CPU devices.
-
-The devices must be asked for before JAX starts, so the checks run in one process of their own: this
-file, as a script. Each check prints its name when it has passed.
-"""
+"""One device or many, the same numbers: sharded `jit`, `shard_map` and `pmap` on eight CPU devices."""
 
 from __future__ import annotations
 
 import functools
-import os
 import re
-import subprocess
-import sys
-import traceback
-from pathlib import Path
+import warnings
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
+from eight_devices import checks_of, results_of, run
+from helpers import exact_norm, exact_tree_norm
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-CHECKS = (
-    "sharded_jit",
-    "shard_map_tree_and_leaves",
-    "shard_map_units",
-    "shard_map_units_need_specs",
-    "shard_map_nonfinite",
-    "shard_map_gradients",
-    "unchecked_shard_map",
-    "pmap",
-    "one_all_reduce",
-    "two_mesh_axes",
-    "thresholds_that_adapt",
-)
-
-
-@pytest.fixture(scope="module")
-def results() -> dict[str, str]:
-    """What each check printed."""
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
-    done = subprocess.run(
-        [sys.executable, "-W", "error::FutureWarning", __file__],
-        env={**os.environ, "XLA_FLAGS": flags.strip(), "JAX_PLATFORMS": "cpu"},
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    parts = re.split(r"^== (\w+)\n", done.stdout, flags=re.MULTILINE)
-    found = dict(zip(parts[1::2], parts[2::2], strict=True))
-    assert found, f"the script failed:\n{done.stdout}\n{done.stderr}"
-    return found
-
-
-@pytest.mark.parametrize("check", CHECKS)
-def test_on_eight_devices(results: dict[str, str], check: str) -> None:
-    assert results.get(check, "did not run").strip() == "passed", results.get(check)
-
-
-def test_all_checks_are_listed() -> None:
-    assert {f"check_{name}" for name in CHECKS} == {k for k in globals() if k.startswith("check_")}
-
-
-# --------------------------------------------------------------------------------------------------
-# The script.
+import clipjax
 
 
 def tree() -> dict[str, Any]:
-    import numpy as np
-
     rng = np.random.default_rng(0)
     return {
         "kernel": rng.standard_normal((16, 8)).astype(np.float32),
@@ -78,27 +32,21 @@ def tree() -> dict[str, Any]:
 
 
 def specs() -> dict[str, Any]:
-    from jax.sharding import PartitionSpec
-
     return {
-        "kernel": PartitionSpec("d"),
-        "columns": PartitionSpec(None, "d"),
-        "rows": PartitionSpec("d", None),
-        "replicated": PartitionSpec(),
-        "half": PartitionSpec("d"),
+        "kernel": P("d"),
+        "columns": P(None, "d"),
+        "rows": P("d", None),
+        "replicated": P(),
+        "half": P("d"),
     }
 
 
 def mesh(*shape: int, names: tuple[str, ...] = ("d",)) -> Any:
-    import jax
-
     return jax.make_mesh(shape or (8,), names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))
 
 
 def members(axes_too: bool = True) -> dict[str, Any]:
     """Transformations by name, each of (specs, axis_name); those of units if `axes_too`."""
-    import clipjax
-
     found: dict[str, Any] = {
         "global": lambda s, a: clipjax.clip_by_global_norm(1.0, axis_name=a),
         "global p=3": lambda s, a: clipjax.clip_by_global_norm(1.0, ord=3, axis_name=a),
@@ -118,16 +66,11 @@ def members(axes_too: bool = True) -> dict[str, Any]:
 
 
 def one_device(tx: Any, grads: Any) -> Any:
-    import clipjax
-
     updates, state = tx.update(grads, tx.init(grads), grads)
     return updates, clipjax.metrics(state)
 
 
 def same(got: Any, expected: Any, what: str) -> None:
-    import jax
-    import numpy as np
-
     got_leaves, leaves = jax.tree.leaves(got), jax.tree.leaves(expected)
     assert len(got_leaves) == len(leaves), what
     for a, b in zip(got_leaves, leaves, strict=True):
@@ -139,10 +82,6 @@ def same(got: Any, expected: Any, what: str) -> None:
 
 def held(updates: Any, grads: Any, name: str) -> None:
     """The bound, measured in float64 after all devices' parts are put together."""
-    import jax
-    import numpy as np
-    from helpers import exact_norm, exact_tree_norm
-
     updates = jax.tree.map(np.asarray, updates)
     if name == "global":
         assert exact_tree_norm(updates) <= 1
@@ -157,24 +96,14 @@ def held(updates: Any, grads: Any, name: str) -> None:
 
 
 def mapped(tx: Any, m: Any, in_specs: Any, **options: Any) -> Any:
-    import jax
-    from jax.sharding import PartitionSpec
-
-    import clipjax
-
     def local(grads: Any) -> Any:
         updates, state = tx.update(grads, tx.init(grads), grads)
         return updates, clipjax.metrics(state)
 
-    return jax.jit(
-        jax.shard_map(local, mesh=m, in_specs=(in_specs,), out_specs=(in_specs, PartitionSpec()), **options)
-    )
+    return jax.jit(jax.shard_map(local, mesh=m, in_specs=(in_specs,), out_specs=(in_specs, P()), **options))
 
 
 def check_sharded_jit() -> None:
-    import jax
-    from jax.sharding import NamedSharding
-
     m, grads = mesh(), tree()
     shardings = {key: NamedSharding(m, spec) for key, spec in specs().items()}
     placed = jax.device_put(grads, shardings)
@@ -211,21 +140,13 @@ def check_shard_map_units_need_specs() -> None:
         with pytest.raises(ValueError, match="specs"):
             mapped(members()[name](None, None), mesh(), specs())(tree())
     # A leaf that does not vary needs none.
-    import jax
-    from jax.sharding import PartitionSpec
-
     grads = tree()
-    whole = jax.tree.map(lambda _: PartitionSpec(), grads)
+    whole = jax.tree.map(lambda _: P(), grads)
     tx = members()["units"](None, None)
     same(mapped(tx, mesh(), whole)(grads), one_device(tx, grads), "replicated")
 
 
 def check_shard_map_nonfinite() -> None:
-    import numpy as np
-    import optax
-
-    import clipjax
-
     grads = tree()
     grads["rows"][0, 0] = np.nan  # on one device only
     tx = clipjax.skip_nonfinite(optax.sgd(1.0))
@@ -241,12 +162,6 @@ def check_shard_map_nonfinite() -> None:
 
 
 def check_shard_map_gradients() -> None:
-    import jax
-    import jax.numpy as jnp
-    from jax.sharding import PartitionSpec
-
-    import clipjax
-
     grads = tree()
     tx = clipjax.clip_by_global_norm(1.0)
 
@@ -256,17 +171,14 @@ def check_shard_map_gradients() -> None:
 
     total = lambda f: lambda g: sum(jnp.sum(x.astype(jnp.float32)) for x in f(g).values())  # noqa: E731
     sharded = jax.shard_map(loss, mesh=mesh(), in_specs=(specs(),), out_specs=specs())
-    assert PartitionSpec() == specs()["replicated"]
+    assert P() == specs()["replicated"]
     got = jax.jit(jax.grad(total(sharded)))(grads)
     same(got, jax.jit(jax.grad(total(loss)))(grads), "gradient")
 
 
 def check_unchecked_shard_map() -> None:
-    import jax
-    from jax.sharding import PartitionSpec
-
     grads = {key: value for key, value in tree().items() if key != "replicated"}
-    rows = jax.tree.map(lambda _: PartitionSpec("d"), grads)
+    rows = jax.tree.map(lambda _: P("d"), grads)
     grads["columns"] = grads["columns"].repeat(2, axis=0)
     for name, build in members().items():
         if name == "units 1":
@@ -277,11 +189,6 @@ def check_unchecked_shard_map() -> None:
 
 
 def check_pmap() -> None:
-    import warnings
-
-    import jax
-    import numpy as np
-
     grads = {key: value for key, value in tree().items() if key != "replicated"}
     grads["columns"] = grads["columns"].repeat(2, axis=0)
     split = jax.tree.map(lambda x: x.reshape(8, -1, x.shape[-1]), grads)
@@ -301,8 +208,6 @@ def check_pmap() -> None:
 
 
 def check_one_all_reduce() -> None:
-    import clipjax
-
     def collectives(tx: Any) -> dict[str, int]:
         text = mapped(tx, mesh(), specs()).lower(tree()).compile().as_text()
         kinds = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
@@ -319,8 +224,6 @@ def check_one_all_reduce() -> None:
 
 
 def check_two_mesh_axes() -> None:
-    from jax.sharding import PartitionSpec as P
-
     grads = tree()
     names = {
         "kernel": P("x", "y"),
@@ -338,12 +241,6 @@ def check_two_mesh_axes() -> None:
 
 def check_thresholds_that_adapt() -> None:
     """Over some steps: what is remembered is the same on every device, and the same as on one."""
-    import jax
-    from jax.sharding import NamedSharding
-    from jax.sharding import PartitionSpec as P
-
-    import clipjax
-
     m, grads = mesh(), tree()
     params = jax.tree.map(lambda x: x[::-1] / 2, grads)
     shardings = {key: NamedSharding(m, spec) for key, spec in specs().items()}
@@ -379,11 +276,9 @@ def check_thresholds_that_adapt() -> None:
         same(jax.jit(split)(grads, params), expected, f"{name}, shard_map")
 
 
+def test_on_eight_devices() -> None:
+    assert results_of(__file__) == dict.fromkeys(checks_of(globals()), "passed")
+
+
 if __name__ == "__main__":
-    for check in CHECKS:
-        print(f"== {check}", flush=True)
-        try:
-            globals()[f"check_{check}"]()
-            print("passed", flush=True)
-        except Exception:
-            print(traceback.format_exc(), flush=True)
+    run(checks_of(globals()))

@@ -1,0 +1,50 @@
+"""Checks on eight CPU devices: of a test module that runs itself as a script.
+
+The devices must be asked for before JAX starts, so the checks run in a process of their own, one for
+all of them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+
+def checks_of(module: Mapping[str, Any]) -> dict[str, Callable[[], None]]:
+    """The functions of a module whose names say that they check something."""
+    return {name: value for name, value in module.items() if name.startswith("check_")}
+
+
+def run(checks: Mapping[str, Callable[[], None]]) -> None:
+    """Print, for each check, its name and "passed" or a traceback: for the script."""
+    for name, check in checks.items():
+        print(f"== {name}", flush=True)
+        try:
+            check()
+            print("passed", flush=True)
+        except Exception:
+            print(traceback.format_exc(), flush=True)
+
+
+def results_of(script: str) -> dict[str, str]:
+    """Run a script, and return what it printed for each check."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+    done = subprocess.run(
+        [sys.executable, "-W", "error::FutureWarning", script],
+        env={**os.environ, "XLA_FLAGS": flags.strip(), "JAX_PLATFORMS": "cpu"},
+        cwd=Path(script).parent,
+        capture_output=True,
+        text=True,
+        timeout=1200,
+        check=False,
+    )
+    printed = re.split(r"^== (\w+)\n", done.stdout, flags=re.MULTILINE)
+    found = {name: text.strip() for name, text in zip(printed[1::2], printed[2::2], strict=True)}
+    assert found, f"the script failed:\n{done.stdout}\n{done.stderr}"
+    return found
