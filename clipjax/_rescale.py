@@ -29,7 +29,7 @@ _SLACK_FLOAT64 = 2.0**-50
 class Shrink(NamedTuple):
     """How to bring something of a known norm inside a bound; scalars, or one factor for each unit.
 
-    A leaf times `factor` times `power` has the norm of the bound. The factor alone would do, but from
+    A leaf times `power` times `factor` has the norm of the bound. The factor alone would do, but from
     1e38 down to 1e-3 it leaves the range of a float32. The two reach from 3e38 down to 1e-36.
     """
 
@@ -42,12 +42,15 @@ class Shrink(NamedTuple):
 def shrink_to(norm: jax.Array, bound: jax.Array) -> Shrink:
     """Compare a float64 norm with a bound, and divide: what every clip and projection rests on."""
     inside = (norm <= bound) & (norm < jnp.inf)
-    far = norm > 2.0**124 * bound  # then an entry times 2**123 * bound / norm is a float32, too
+    # The factor stays a float32 with room below, and so does an entry times the power, whose sum is the
+    # derivative of the factor: hence the first step, where the factor alone would do.
+    far, farther = norm > 2.0**64 * bound, norm > 2.0**180 * bound
+    power = jnp.where(farther, 2.0**-123, jnp.where(far, 2.0**-64, 1.0))
+    inverse = jnp.where(farther, 2.0**123, jnp.where(far, 2.0**64, 1.0))
     # One quotient, of what is known before it: XLA makes an operation of its own of a division, and of
     # what is read from it. (Nobody divides by 0, derivatives included.)
-    dividend = jnp.where(inside, 1.0, jnp.where(far, 2.0**123 * bound, bound))
-    divisor = jnp.where(inside, -1.0, _or_nan(norm))
-    return Shrink(jnp.where(far, 2.0**-123, 1.0), dividend / divisor)
+    dividend = jnp.where(inside, 1.0, inverse * bound)
+    return Shrink(power, dividend / jnp.where(inside, -1.0, _or_nan(norm)))
 
 
 def _or_nan(norm: jax.Array) -> jax.Array:
@@ -127,8 +130,11 @@ def rescale(leaf: Any, how: Shrink) -> jax.Array:
 
 @in_float64
 @functools.partial(jax.jit, static_argnames=("dtype", "many"))
-def factors_of(how: Shrink, dtype: Any, *, many: bool = True) -> Factors:
-    """The factors for leaves of a dtype; `many` entries for each are worth an operation of its own."""
+def factors_of(how: Shrink, dtype: Any, *, many: bool) -> Factors:
+    """The factors for leaves of a dtype.
+
+    If `many` entries read each power, it is computed once, in an operation of its own.
+    """
     if _is_wide(dtype):
         return Factors(how.power, how.factor * (1 - _SLACK_FLOAT64))
     power = lax.convert_element_type(how.power, np.float32)
@@ -143,7 +149,8 @@ def multiply(leaf: Any, by: Factors) -> jax.Array:
 
     def shrunk(x: jax.Array) -> jax.Array:
         entries = widened(x)
-        product = jnp.where(by.factor < 0, entries, entries * by.factor * by.power)
+        # The power first, as derivatives need it: what it flushes to 0, the product would be, too.
+        product = jnp.where(by.factor < 0, entries, entries * by.power * by.factor)
         if is_large(x) and by.power.ndim:
             product = _stored_whole(product, by.power)
         return exactly(rounded(product, x.dtype, True), x.dtype)

@@ -101,7 +101,7 @@ def clip_tree(
     how = shrink_to(norm, bound)
     if given is not None and given.dtype != np.float64:  # what was rounded may be too small
         how = how._replace(factor=jnp.where(how.factor < 0, how.factor, how.factor * (1 - 2.0**-24)))
-    factors = functools.cache(functools.partial(factors_of, how))
+    factors = functools.cache(functools.partial(factors_of, how, many=True))
     clipped = jax.tree.map(
         lambda leaf: multiply(leaf, factors(leaf.dtype)) if is_measured(leaf) else leaf, tree
     )
@@ -119,7 +119,7 @@ def clip_units(
     queue: Queue | None = None,
 ) -> tuple[Any, Report]:
     """Bound the norm of each unit along `axes` (of each leaf where they are None) on its own."""
-    bounds: list[jax.Array] = []
+    bounds: list[jax.Array] = []  # of the units, in their order
 
     def how_of(unit: Unit, norm: jax.Array) -> Shrink:
         bounds.append(check_fits(bound_of(unit), norm.shape, "the norms"))

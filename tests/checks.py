@@ -215,7 +215,7 @@ def judge(
     allowed = 4 * ulp(np.asarray(limit, np.float64), dtype) + tiny(dtype) * count ** (1 / p)
     lost = short > allowed
     if (~inside & ~close & lost).any():
-        yield f"{what}: {np.max((short / allowed)[~inside & ~close])} times 4 ulp below the bound {bound}"
+        yield f"{what}: {np.max((short / allowed)[~inside & ~close])} times too far below the bound {bound}"
 
 
 def check_clips(trial: Trial) -> Iterator[str]:
@@ -268,7 +268,7 @@ def check_clips(trial: Trial) -> Iterator[str]:
         )
 
 
-# The sums and the scheduling of large leaves are others.
+# Large leaves are summed and scheduled differently.
 MATRICES = {"small": (7, 3), "large": (4096, 40)}
 
 

@@ -140,6 +140,26 @@ DIFFERENTIABLE = {
 }
 
 
+@pytest.mark.parametrize("weight", [0.1, 20.0])
+@pytest.mark.parametrize("bound", [1e-2, 2.0, 1e8])
+@pytest.mark.parametrize("shape", [(8, 3), (512, 300)], ids=["small", "large"])
+def test_derivatives_far_outside_the_bound(shape: tuple[int, int], bound: float, weight: float) -> None:
+    """The products and sums of the backward pass stay in the range of a float32."""
+    x = np.full(shape, 1e37).astype(np.float32)
+    x[0, 0] = 0
+    units = x.astype(np.float64) / np.asarray(exact_norm(x, 0), np.float64)
+
+    def total(x: Any, bound: Any) -> jax.Array:
+        return weight * jnp.sum(clipjax.max_norm(bound, axes=0)(x))
+
+    of_x, of_bound = jax.jit(jax.grad(total, argnums=(0, 1)))(x, jnp.float32(bound))
+    np.testing.assert_allclose(of_bound, weight * units.sum(), rtol=1e-6)
+    slope = weight * bound / np.asarray(exact_norm(x, 0), np.float64)
+    exact = slope * (1 - units * units.sum(axis=0))
+    # What cancels leaves a rounding of its terms.
+    np.testing.assert_allclose(of_x, exact, rtol=1e-5, atol=1e-6 * slope.max() + np.finfo(np.float32).tiny)
+
+
 @pytest.mark.parametrize("bound", [0.5, 100.0], ids=["outside", "inside"])
 @pytest.mark.parametrize("name", list(DIFFERENTIABLE))
 def test_derivatives_equal_central_differences(name: str, bound: float) -> None:

@@ -81,7 +81,7 @@ def measure() -> list[Row]:
     a, b = pixels.T @ pixels / len(pixels), pixels.T @ classes / len(pixels)
     best, multipliers = optimum(a, b)
     rate = float(1 / np.linalg.eigvalsh(a).max())
-    # What the gradient is a sum of: rounding it leaves that much of it, by the unit of the dtype.
+    # The gradient's terms, added without their signs: rounding leaves that much of it, by the dtype's unit.
     summed = pixels.T @ (pixels @ np.abs(best) + classes) / len(pixels)
     rows = []
     for dtype, tolerance in TOLERANCES.items():
