@@ -50,8 +50,8 @@ ABOUT = """\
 What papers claim about clipping gradients and bounding weights, tried with clipjax on problems small enough
 for two CPU cores. `python -m examples.published` runs all of it, and with `--markdown` writes this page; one
 module in [`examples/published/`](../examples/published) for each result. The bars were set before these runs,
-but for what rounding leaves of a gradient (result 5): in float32 that was 1e-6 of it, which one processor met and
-another missed by a tenth.
+but for what rounding leaves of a gradient (result 5): in float32 that was 1e-6 of it, which one processor met
+and another missed by a tenth.
 """
 
 LIMITS = """\
