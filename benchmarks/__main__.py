@@ -63,6 +63,8 @@ def _run(steps: Iterable[Step], problem: Problem, args: argparse.Namespace) -> l
     for step in steps:
         recipes[step.name] = step.ours(problem.limits)
         recipes[f"{step.name}/peer"] = step.peer(problem.limits)
+        if step.bare:
+            recipes[f"{step.name}/bare"] = step.bare(problem.limits)
     results = race_in_groups(
         recipes,
         problem,

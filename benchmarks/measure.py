@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import random
 import statistics
 import time
@@ -16,8 +17,9 @@ import jax.numpy as jnp
 from benchmarks.steps import ADAM, Recipe, start
 from benchmarks.trees import Problem
 
-# A sample shorter than this is mostly the clock and the call: it becomes several steps in a row.
-_SHORTEST_SAMPLE = 0.004
+# Seconds. A step that takes less is sampled as several in a row: memory that is shared with others is
+# now fast and now slow, for some tens of milliseconds, and a median of single steps is off by a tenth.
+_SHORTEST_SAMPLE = 0.1
 
 
 class Result(NamedTuple):
@@ -25,7 +27,7 @@ class Result(NamedTuple):
 
     seconds: float  # one step: the median over rounds
     ratio: float  # to the baseline: the median over rounds of the ratio within a round
-    ratio_of_minima: float
+    error: float  # of that ratio: the standard error of the median, from its quartiles
     temporary: float  # bytes of temporaries, as a share of the parameters' bytes
     compile_seconds: float  # CPU time of lowering and compiling: the least of the repetitions
 
@@ -90,23 +92,33 @@ def race(
     for contestant in field.values():
         contestant.run(2)
     steps = max(1, round(_SHORTEST_SAMPLE / max(field[baseline].run(3), 1e-7)))
-    samples: dict[str, list[float]] = {name: [] for name in field}
-    names, shuffle = list(field), random.Random(0)
+    pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in field if name != baseline}
+    names, shuffle = list(pairs), random.Random(0)
+
+    def sample(name: str) -> float:
+        field[name].run(
+            1
+        )  # does not count: the cache and the allocator are as whoever came before needs them
+        return field[name].run(steps)
+
     with _no_collection():
         for _ in range(rounds):
-            # Whoever comes before leaves the cache and the allocator as it needs them: so the order
-            # changes, and a step that does not count goes first.
+            # The baseline runs right before each: what else the machine does changes within a second.
             for name in shuffle.sample(names, len(names)):
-                field[name].run(1)
-                samples[name].append(field[name].run(steps))
-    return {name: _result(samples[name], samples[baseline], field[name]) for name in names}
+                before = sample(baseline)
+                pairs[name].append((sample(name), before))
+    alone = [before for taken in pairs.values() for _, before in taken]
+    pairs[baseline] = [(seconds, seconds) for seconds in alone or [sample(baseline)]]
+    return {name: _result(pairs[name], contestant) for name, contestant in field.items()}
 
 
-def _result(samples: list[float], baseline: list[float], contestant: _Contestant) -> Result:
+def _result(pairs: list[tuple[float, float]], contestant: _Contestant) -> Result:
+    ratios = [own / before for own, before in pairs]
+    low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else (0, ratios[0], ratios[0])
     return Result(
-        seconds=statistics.median(samples),
-        ratio=statistics.median(a / b for a, b in zip(samples, baseline, strict=True)),
-        ratio_of_minima=min(samples) / min(baseline),
+        seconds=statistics.median(own for own, _ in pairs),
+        ratio=middle,
+        error=0.93 * (high - low) / math.sqrt(len(ratios)),
         temporary=contestant.temporary,
         compile_seconds=contestant.compile_seconds,
     )

@@ -39,6 +39,7 @@ class Step(NamedTuple):
     sweeps: int  # passes (a read or a write) over the parameters beyond Adam's
     target: float  # highest ratio to Adam alone, on two CPU cores
     is_link: bool = False  # emits an update from the parameters it wants
+    bare: Callable[[Limits], Recipe] | None = None  # the same passes, and nothing else: see `bare_scale`
 
 
 # The highest ratios allowed on two CPU cores, for cases that a step's own target does not cover.
@@ -105,6 +106,56 @@ def clip_each_leaf(bound: float) -> optax.GradientTransformation:
     return optax.stateless(lambda updates, _: jax.tree.map(one, updates))
 
 
+def bare_scale(tree: Any, bound: float, units: Callable[[jax.Array], Any]) -> Any:
+    """Scale every unit by its plain float32 norm, and nothing else: what the passes alone cost.
+
+    Neither exact nor safe, no metrics, no entry kept as it is: where this misses a target, the machine does.
+    """
+
+    def one(x: jax.Array) -> jax.Array:
+        norm = jnp.sqrt(jnp.sum(jnp.square(x), axis=units(x), keepdims=True))
+        return x * jnp.minimum(1.0, bound / norm)
+
+    return jax.tree.map(one, tree)
+
+
+def bare_clip(bound: float) -> optax.GradientTransformation:
+    """The passes of a clip of every leaf."""
+    return optax.stateless(lambda updates, _: bare_scale(updates, bound, lambda _: None))
+
+
+def bare_global_clip(bound: float) -> optax.GradientTransformation:
+    """The passes of a clip by global norm."""
+
+    def update(updates: Any, _: Any) -> Any:
+        norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(updates)))
+        factor = jnp.minimum(1.0, bound / norm)
+        return jax.tree.map(lambda g: g * factor, updates)
+
+    return optax.stateless(update)
+
+
+def bare_value_clip(bound: float) -> optax.GradientTransformation:
+    """The passes of a clip by value that also knows the largest entry, which it keeps as its state."""
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        del state, params
+        largest = [jnp.max(jnp.abs(g)) for g in jax.tree.leaves(updates)]
+        return jax.tree.map(lambda g: jnp.clip(g, -bound, bound), updates), jnp.max(jnp.stack(largest))
+
+    return optax.GradientTransformation(lambda _: jnp.zeros(()), update)
+
+
+def bare_projection(radius: float) -> Callable[[Any], Any]:
+    """The passes of a max-norm projection of every kernel."""
+
+    def project(params: Any) -> Any:
+        kernels = {key: w for key, w in params.items() if w.ndim > 1}
+        return params | bare_scale(kernels, radius, lambda w: tuple(range(w.ndim - 1)))
+
+    return project
+
+
 ADAM = "adam"
 
 STEPS: tuple[Step, ...] = (
@@ -117,6 +168,7 @@ STEPS: tuple[Step, ...] = (
         reads=1,
         sweeps=0,
         target=1.2,
+        bare=lambda at: chain(bare_global_clip(at.global_norm), adam()),
     ),
     Step(
         "value",
@@ -127,6 +179,7 @@ STEPS: tuple[Step, ...] = (
         reads=0,
         sweeps=0,
         target=1.15,
+        bare=lambda at: chain(bare_value_clip(at.value), adam()),
     ),
     Step(
         "rms",
@@ -137,6 +190,7 @@ STEPS: tuple[Step, ...] = (
         reads=1,
         sweeps=0,
         target=1.2,
+        bare=lambda at: chain(bare_clip(at.leaf_norm), adam()),
     ),
     Step(
         "norm",
@@ -147,6 +201,7 @@ STEPS: tuple[Step, ...] = (
         reads=1,
         sweeps=0,
         target=1.2,
+        bare=lambda at: chain(bare_clip(at.leaf_norm), adam()),
     ),
     Step(
         "max_norm",
@@ -157,6 +212,7 @@ STEPS: tuple[Step, ...] = (
         reads=0,
         sweeps=2,
         target=1.3,
+        bare=lambda at: Recipe(adam(), bare_projection(at.radius)),
     ),
     Step(
         "clip_max_norm",
@@ -172,6 +228,9 @@ STEPS: tuple[Step, ...] = (
         reads=1,
         sweeps=2,
         target=1.45,
+        bare=lambda at: Recipe(
+            optax.chain(bare_global_clip(at.global_norm), adam()), bare_projection(at.radius)
+        ),
     ),
     Step(
         "link",
