@@ -15,6 +15,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+
+
+def mesh(*shape: int, names: tuple[str, ...] = ("d",)) -> Any:
+    """A mesh of the eight devices: one axis, or axes of a shape."""
+    return jax.make_mesh(shape or (8,), names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))
+
 
 def checks_of(module: Mapping[str, Any]) -> dict[str, Callable[[], None]]:
     """The functions of a module whose names say that they check something."""

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from eight_devices import checks_of, results_of, run
+from eight_devices import checks_of, mesh, results_of, run
 from helpers import exact_norm, same_bits
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -48,10 +48,6 @@ def alike(got: Any, want: Any) -> None:
         np.testing.assert_allclose(
             np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=tolerance, atol=1e-6
         )
-
-
-def mesh() -> Any:
-    return jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
 def check_sharded_jit() -> None:

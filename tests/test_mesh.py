@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from eight_devices import checks_of, results_of, run
+from eight_devices import checks_of, mesh, results_of, run
 from helpers import exact_norm, exact_tree_norm
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -39,10 +39,6 @@ def specs() -> dict[str, Any]:
         "replicated": P(),
         "half": P("d"),
     }
-
-
-def mesh(*shape: int, names: tuple[str, ...] = ("d",)) -> Any:
-    return jax.make_mesh(shape or (8,), names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))
 
 
 def members(axes_too: bool = True) -> dict[str, Any]:
