@@ -39,7 +39,8 @@ class Shrink(NamedTuple):
     """
 
     power: jax.Array | None  # float64: 1, or a power of two if a factor needs it; broadcasts to the factors
-    factor: jax.Array  # float64: bound / norm / power; -1 inside the bound; NaN for a non-finite norm
+    # float64: bound / norm / power, without a power rounded down already; -1 inside; NaN for a non-finite norm
+    factor: jax.Array
 
 
 def shrink(leaf: Any, norm: jax.Array, bound: jax.Array) -> Shrink:
@@ -51,7 +52,7 @@ def shrink(leaf: Any, norm: jax.Array, bound: jax.Array) -> Shrink:
 @in_float64
 @jax.jit
 def _shrink_in_float64(norm: jax.Array, bound: jax.Array) -> Shrink:
-    """As :func:`shrink_to`, for entries that are multiplied in float64, by a factor already rounded down."""
+    """Do what :func:`shrink_to` does, for leaves that are multiplied in float64."""
     inside = norm <= jnp.minimum(bound, float(jnp.finfo(np.float64).max))
     # What is not finite less itself is NaN.
     divisor = jnp.where(inside, -1.0, norm + (norm - norm))
@@ -134,7 +135,8 @@ def _slack(dtype: Any) -> float:
 @in_float64
 def scale_of(how: Shrink) -> jax.Array:
     """The scale min(1, bound/norm), for the metrics."""
-    return jnp.where(how.factor < 0, 1.0, how.factor if how.power is None else how.factor * how.power)
+    scale = how.factor / (1 - _SLACK) if how.power is None else how.factor * how.power
+    return jnp.where(how.factor < 0, 1.0, scale)
 
 
 class Factors(NamedTuple):
