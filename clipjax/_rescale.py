@@ -35,12 +35,11 @@ class Shrink(NamedTuple):
 
     A leaf times `power` times `factor` has the norm of the bound. The factor alone would do, but from
     1e38 down to 1e-3 it leaves the range of a float32. The two reach from 3e38 down to 1e-36. Tiny leaves
-    are multiplied in float64 instead: they have no power.
+    are multiplied in float64 instead: they have no power, and a factor that is rounded down already.
     """
 
     power: jax.Array | None  # float64: 1, or a power of two if a factor needs it; broadcasts to the factors
-    # float64: bound / norm / power, without a power rounded down already; -1 inside; NaN for a non-finite norm
-    factor: jax.Array
+    factor: jax.Array  # float64: bound / norm / power; -1 inside the bound; NaN for a non-finite norm
 
 
 def shrink(leaf: Any, norm: jax.Array, bound: jax.Array) -> Shrink:
