@@ -25,37 +25,16 @@ from clipjax._turns import is_large, is_small
 _SLACK = 2.0**-23 + 2.0**-40
 _SLACK_FLOAT64 = 2.0**-50
 
-# Leaves of fewer entries are multiplied in float64 on a CPU. It saves a choice of powers at every use, and
-# to compile hundreds of leaves takes as long as they have operations. Larger ones it would slow down.
-_TINY = 2**12
-
 
 class Shrink(NamedTuple):
     """How to bring something of a known norm inside a bound; scalars, or one factor for each unit.
 
     A leaf times `power` times `factor` has the norm of the bound. The factor alone would do, but from
-    1e38 down to 1e-3 it leaves the range of a float32. The two reach from 3e38 down to 1e-36. Tiny leaves
-    are multiplied in float64 instead: they have no power, and a factor that is rounded down already.
+    1e38 down to 1e-3 it leaves the range of a float32. The two reach from 3e38 down to 1e-36.
     """
 
-    power: jax.Array | None  # float64: 1, or a power of two if a factor needs it; broadcasts to the factors
+    power: jax.Array  # float64: 1, or a power of two if a factor needs it; broadcasts to the factors
     factor: jax.Array  # float64: bound / norm / power; -1 inside the bound; NaN for a non-finite norm
-
-
-def shrink(leaf: Any, norm: jax.Array, bound: jax.Array) -> Shrink:
-    """Compare the float64 norms of a leaf's units with their bounds, and divide."""
-    tiny = jnp.size(leaf) < _TINY and jax.default_backend() == "cpu" and not _is_wide(leaf.dtype)
-    return _shrink_in_float64(norm, bound) if tiny else shrink_to(norm, bound)
-
-
-@in_float64
-@jax.jit
-def _shrink_in_float64(norm: jax.Array, bound: jax.Array) -> Shrink:
-    """Do what :func:`shrink_to` does, for leaves that are multiplied in float64."""
-    inside = norm <= jnp.minimum(bound, float(jnp.finfo(np.float64).max))
-    # What is not finite less itself is NaN.
-    divisor = jnp.where(inside, -1.0, norm + (norm - norm))
-    return Shrink(None, jnp.where(inside, 1.0, bound * (1 - _SLACK)) / divisor)
 
 
 @in_float64
@@ -134,14 +113,13 @@ def _slack(dtype: Any) -> float:
 @in_float64
 def scale_of(how: Shrink) -> jax.Array:
     """The scale min(1, bound/norm), for the metrics."""
-    scale = how.factor / (1 - _SLACK) if how.power is None else how.factor * how.power
-    return jnp.where(how.factor < 0, 1.0, scale)
+    return jnp.where(how.factor < 0, 1.0, how.factor * how.power)
 
 
 class Factors(NamedTuple):
     """What the entries of a leaf are multiplied by, in the dtype in which that is computed."""
 
-    power: jax.Array | None
+    power: jax.Array
     factor: jax.Array  # rounded down by more than a product is rounded up; negative: stay as you are
 
 
@@ -157,8 +135,6 @@ def factors_of(how: Shrink, dtype: Any, *, many: bool) -> Factors:
 
     If `many` entries read each power, it is computed once, in an operation of its own.
     """
-    if how.power is None:
-        return Factors(None, how.factor)
     if _is_wide(dtype):
         return Factors(how.power, how.factor * (1 - _SLACK_FLOAT64))
     power = lax.convert_element_type(how.power, np.float32)
@@ -173,12 +149,9 @@ def multiply(leaf: Any, by: Factors) -> jax.Array:
 
     def shrunk(x: jax.Array) -> jax.Array:
         entries = widened(x)
-        if by.power is None:
-            product = lax.convert_element_type(wide(entries) * by.factor, entries.dtype)
-        else:  # the power first, as derivatives need it: what it flushes to 0, the product would be, too
-            product = entries * by.power * by.factor
-        product = jnp.where(by.factor < 0, entries, product)
-        if is_large(x) and by.power is not None and by.power.ndim:
+        # The power first, as derivatives need it: what it flushes to 0, the product would be, too.
+        product = jnp.where(by.factor < 0, entries, entries * by.power * by.factor)
+        if is_large(x) and by.power.ndim:
             product = _stored_whole(product, by.power)
         return exactly(rounded(product, x.dtype, True), x.dtype)
 
