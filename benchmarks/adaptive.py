@@ -78,13 +78,14 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 def _run(problem: Problem, args: argparse.Namespace) -> dict[str, Result]:
     field = contestants(problem.limits.global_norm)
     recipes = {name: Recipe(field[name].tx) for name in (BASELINE, *args.steps)}
+    baseline = BASELINE, recipes.pop(BASELINE)
     return race_in_groups(
-        recipes,
+        [{name: recipe} for name, recipe in recipes.items()],
         problem,
         memory=args.memory * 2**30,
         rounds=args.rounds,
         compile_repeats=1,
-        baseline=BASELINE,
+        baseline=baseline,
     )
 
 

@@ -7,14 +7,14 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks.steps import ADAM, Recipe, start
+from benchmarks.steps import Recipe, start
 from benchmarks.trees import Problem
 
 # Seconds. A step that takes less is sampled as several in a row: memory that is shared with others is
@@ -77,7 +77,7 @@ def race(
     *,
     rounds: int,
     compile_repeats: int,
-    baseline: str = ADAM,
+    baseline: str,
 ) -> dict[str, Result]:
     """Let the recipes take turns.
 
@@ -96,9 +96,7 @@ def race(
     names, shuffle = list(pairs), random.Random(0)
 
     def sample(name: str) -> float:
-        field[name].run(
-            1
-        )  # does not count: the cache and the allocator are as whoever came before needs them
+        field[name].run(1)  # does not count: the cache is as whoever came before left it
         return field[name].run(steps)
 
     with _no_collection():
@@ -114,10 +112,11 @@ def race(
 
 def _result(pairs: list[tuple[float, float]], contestant: _Contestant) -> Result:
     ratios = [own / before for own, before in pairs]
-    low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else (0, ratios[0], ratios[0])
+    # From one sample no error can be told.
+    low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [math.nan] * 3
     return Result(
         seconds=statistics.median(own for own, _ in pairs),
-        ratio=middle,
+        ratio=statistics.median(ratios),
         error=0.93 * (high - low) / math.sqrt(len(ratios)),
         temporary=contestant.temporary,
         compile_seconds=contestant.compile_seconds,
@@ -125,16 +124,28 @@ def _result(pairs: list[tuple[float, float]], contestant: _Contestant) -> Result
 
 
 def race_in_groups(
-    recipes: Mapping[str, Recipe], problem: Problem, *, memory: float, baseline: str = ADAM, **options: Any
+    families: Sequence[Mapping[str, Recipe]],
+    problem: Problem,
+    *,
+    memory: float,
+    baseline: tuple[str, Recipe],
+    **options: Any,
 ) -> dict[str, Result]:
-    """Let as many recipes take turns at once as fit into `memory` bytes; the baseline is in every group."""
+    """Let as many families of recipes take turns at once as fit into `memory` bytes.
+
+    The baseline is in every group, and a family, whose results are to be compared, in one.
+    """
     # Parameters, two float32 moments, and the temporaries of a careless step.
     each = 2 * problem.nbytes + 8 * problem.size
-    room = max(2, int(memory / each)) - 1
-    others = [name for name in recipes if name != baseline]
+    room = int(memory / each) - 1
+    groups: list[dict[str, Recipe]] = [{}]
+    for family in families:
+        if groups[-1] and len(groups[-1]) + len(family) > room:
+            groups.append({})
+        groups[-1] |= family
+    name, recipe = baseline
     results: dict[str, Result] = {}
-    for i in range(0, max(1, len(others)), room):
-        group = {name: recipes[name] for name in [baseline, *others[i : i + room]]}
-        results |= race(group, problem, baseline=baseline, **options)
+    for group in groups:
+        results = race({name: recipe, **group}, problem, baseline=name, **options) | results
         gc.collect()
     return results

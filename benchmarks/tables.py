@@ -64,6 +64,7 @@ def row_of(
 ) -> dict[str, Any]:
     """Put one step's results beside its peer's, its floor and its target."""
     ours, peer = results[step.name], results[f"{step.name}/peer"]
+    bare = results.get(f"{step.name}/bare")
     moved = bytes_moved(step, problem.dtype)
     row: dict[str, Any] = {
         "tree": problem.name,
@@ -78,7 +79,7 @@ def row_of(
         "target": target_of(step, problem.name, memory_scheduler=memory_scheduler),
         "ours": ours._asdict(),
         "theirs": peer._asdict(),
-        "bare": results[f"{step.name}/bare"]._asdict() if step.bare else None,
+        "bare": bare._asdict() if bare else None,
         "adam": results[ADAM]._asdict(),
         "compile_ratio": ours.compile_seconds / peer.compile_seconds,
     }

@@ -263,6 +263,14 @@ def test_small_leaves_of_one_shape_are_measured_together(name):
     assert entry.count(" fusion(") <= 3 * len(grads) + 16
 
 
+def test_clips_of_many_examples_widen_none():
+    # Under vmap a leaf has the size of one example, and the program that of all.
+    examples = jax.ShapeDtypeStruct((2000, 1000), jnp.float32)
+    clip = jax.jit(jax.vmap(lambda g: clipjax.functional.clip_by_norm(g, 1.0)))
+    analysis = clip.lower(examples).compile().memory_analysis()
+    assert analysis.temp_size_in_bytes < 0.01 * 4 * examples.size
+
+
 @pytest.mark.parametrize(("dtype", "one_pass"), [("float32", 1), ("bfloat16", 0.5)])
 def test_a_link_whose_place_is_not_checked_reads_the_weights_once_more(dtype, one_pass):
     unchecked = cost(*chain(adam(), clipjax.max_norm(1.0)), dtype=dtype)

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 from eight_devices import checks_of, mesh, results_of, run
-from helpers import exact_norm, exact_tree_norm
+from helpers import exact_norm, exact_tree_norm, same_bits
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -129,6 +129,15 @@ def check_shard_map_units() -> None:
         got = mapped(build(specs(), None), mesh(), specs())(grads)
         same(got, one_device(build(None, None), grads), name)
         held(got[0], grads, name)
+
+
+def check_units_that_are_whole_on_a_device_keep_their_bits() -> None:
+    # Split between units, nothing is added in another order: the same bits, whatever the parts' size.
+    for columns in (8, 400, 4000):
+        grads = np.random.default_rng(columns).normal(size=(64, columns)).astype(np.float32)
+        for build in (members()["units"], members()["units rms"]):
+            got = mapped(build(P(None, "d"), None), mesh(), P(None, "d"))(grads)
+            assert same_bits(got[0], one_device(build(None, None), grads)[0]), columns
 
 
 def check_shard_map_units_need_specs() -> None:
