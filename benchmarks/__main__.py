@@ -59,7 +59,7 @@ def _memory_scheduler() -> bool:
 
 
 def _has_bare(problem: Problem) -> bool:
-    """Whether the plain formula makes the same passes: in 16 bits XLA stores what it widens."""
+    """Whether to race the bare passes: 16 bits XLA would store widened, and growth has no column for them."""
     return problem.name != tables.GROWTH and problem.dtype == "float32"
 
 

@@ -125,7 +125,7 @@ def _table(problem: Problem, results: dict[str, Result]) -> Table:
         table.add_column(column, justify="left" if column == "step" else "right", no_wrap=True)
     for name, result in results.items():
         target = STEPS[name].target
-        over = target is not None and result.ratio - 2 * result.error > target
+        over = target is not None and result.is_above(target)
         table.add_row(*_cells(name, result), style="red" if over else None)
     return table
 

@@ -26,10 +26,14 @@ class Result(NamedTuple):
     """What one contestant took."""
 
     seconds: float  # one step: the median over rounds
-    ratio: float  # to the baseline: the median over rounds of the ratio within a round
+    ratio: float  # to the baseline: the median over rounds of the ratio to its run right before
     error: float  # of that ratio: the standard error of the median, from its quartiles
     temporary: float  # bytes of temporaries, as a share of the parameters' bytes
     compile_seconds: float  # CPU time of lowering and compiling: the least of the repetitions
+
+    def is_above(self, target: float) -> bool:
+        """Whether the ratio is above a target by more than noise: twice its standard error."""
+        return self.ratio - 2 * self.error > target
 
 
 class _Contestant:
@@ -82,7 +86,7 @@ def race(
     """Let the recipes take turns.
 
     Args:
-      recipes: the contestants.
+      recipes: the baseline and at least one other.
       problem: what they train; every contestant has its own copy of the parameters.
       rounds: how often each is timed.
       compile_repeats: how often each is compiled.
@@ -105,8 +109,7 @@ def race(
             for name in shuffle.sample(names, len(names)):
                 before = sample(baseline)
                 pairs[name].append((sample(name), before))
-    alone = [before for taken in pairs.values() for _, before in taken]
-    pairs[baseline] = [(seconds, seconds) for seconds in alone or [sample(baseline)]]
+    pairs[baseline] = [(before, before) for taken in pairs.values() for _, before in taken]
     return {name: _result(pairs[name], contestant) for name, contestant in field.items()}
 
 

@@ -109,7 +109,7 @@ def clip_each_leaf(bound: float) -> optax.GradientTransformation:
 def bare_scale(tree: Any, bound: float, units: Callable[[jax.Array], Any]) -> Any:
     """Scale every unit by its plain float32 norm, and nothing else: what the passes alone cost.
 
-    Neither exact nor safe, no metrics, no entry kept as it is: where this misses a target, the machine does.
+    Neither exact nor safe, no metrics, no entry kept as it is.
     """
 
     def one(x: jax.Array) -> jax.Array:

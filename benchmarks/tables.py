@@ -83,19 +83,18 @@ def row_of(
         "adam": results[ADAM]._asdict(),
         "compile_ratio": ours.compile_seconds / peer.compile_seconds,
     }
-    row["misses"] = _misses(step, row)
+    row["misses"] = _misses(step, ours, row)
     if bandwidth:
         row["bandwidth_share"] = moved * problem.size / ours.seconds / (bandwidth * 1e9)
     return row
 
 
-def _misses(step: Step, row: dict[str, Any]) -> list[str]:
+def _misses(step: Step, ours: Result, row: dict[str, Any]) -> list[str]:
     """Which targets a row misses; `time?` where that may be noise."""
-    ours = row["ours"]
     missed = []
-    if ours["ratio"] > row["target"]:
-        missed.append("time" if ours["ratio"] - 2 * ours["error"] > row["target"] else "time?")
-    if row["tree"] != "small" and step.sweeps and not step.is_link and ours["temporary"] > TEMPORARY_TARGET:
+    if ours.ratio > row["target"]:
+        missed.append("time" if ours.is_above(row["target"]) else "time?")
+    if row["tree"] != "small" and step.sweeps and not step.is_link and ours.temporary > TEMPORARY_TARGET:
         missed.append("memory")
     if row["tree"] == "small" and row["compile_ratio"] > COMPILE_TARGET:
         missed.append("compile")

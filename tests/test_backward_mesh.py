@@ -13,6 +13,7 @@ import pytest
 from eight_devices import checks_of, mesh, results_of, run
 from helpers import exact_norm, same_bits
 from jax import lax
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import clipjax
@@ -51,8 +52,6 @@ def alike(got: Any, want: Any) -> None:
 
 
 def check_sharded_jit() -> None:
-    from jax.sharding import NamedSharding
-
     tree, specs = parts()
     placed = jax.device_put(tree, {k: NamedSharding(mesh(), s) for k, s in specs.items()})
     for layer in SHARDED.values():
@@ -137,7 +136,6 @@ def check_shard_map_higher() -> None:
 
 
 def check_unchecked_shard_map_and_pmap() -> None:
-
     tree, _ = parts()
     tree["columns"] = tree["columns"].T
     rows = jax.tree.map(lambda _: P("d"), tree)
