@@ -25,32 +25,54 @@ from clipjax._turns import is_large, is_small
 _SLACK = 2.0**-23 + 2.0**-40
 _SLACK_FLOAT64 = 2.0**-50
 
+# Leaves of fewer entries are multiplied in float64 on a CPU, to the same bits: that takes fewer operations,
+# and to compile hundreds of leaves takes as long as they have operations. Larger ones it would slow down.
+_TINY = 2**12
+
 
 class Shrink(NamedTuple):
     """How to bring something of a known norm inside a bound; scalars, or one factor for each unit.
 
     A leaf times `power` times `factor` has the norm of the bound. The factor alone would do, but from
-    1e38 down to 1e-3 it leaves the range of a float32. The two reach from 3e38 down to 1e-36.
+    1e38 down to 1e-3 it leaves the range of a float32. The two reach from 3e38 down to 1e-36. What is
+    multiplied in float64 needs no power.
     """
 
-    power: jax.Array  # float64: 1, or a power of two if a factor needs it; broadcasts to the factors
+    power: jax.Array | None  # float64: 1, or a power of two if a factor needs it; broadcasts to the factors
     factor: jax.Array  # float64: bound / norm / power; -1 inside the bound; NaN for a non-finite norm
+
+
+def shrink_leaf_to(leaf: Any, norm: jax.Array, bound: jax.Array) -> Shrink:
+    """Compare the float64 norms of a leaf's units with their bounds, and divide."""
+    tiny = jnp.size(leaf) < _TINY and jax.default_backend() == "cpu" and not _is_wide(leaf.dtype)
+    return _shrink_in_float64(norm, bound) if tiny else shrink_to(norm, bound)
+
+
+@in_float64
+@jax.jit
+def _shrink_in_float64(norm: jax.Array, bound: jax.Array) -> Shrink:
+    """As :func:`shrink_to`, for entries that are multiplied in float64."""
+    return Shrink(None, _quotient(norm, bound, bound))
 
 
 @in_float64
 @jax.jit
 def shrink_to(norm: jax.Array, bound: jax.Array) -> Shrink:
     """Compare a float64 norm with a bound, and divide: what every clip and projection rests on."""
-    inside = (norm <= bound) & (norm < jnp.inf)
     # The factor stays a float32 with room below, and so does an entry times the power, whose sum is the
     # derivative of the factor: hence the first step, where the factor alone would do.
     far, farther = norm > 2.0**64 * bound, norm > 2.0**180 * bound
     power = jnp.where(farther, 2.0**-123, jnp.where(far, 2.0**-64, 1.0))
     inverse = jnp.where(farther, 2.0**123, jnp.where(far, 2.0**64, 1.0))
+    return Shrink(power, _quotient(norm, bound, inverse * bound))
+
+
+def _quotient(norm: jax.Array, bound: jax.Array, dividend: jax.Array) -> jax.Array:
+    """Divide by the norm: -1 inside the bound, NaN for a non-finite norm."""
+    inside = norm <= jnp.minimum(bound, float(jnp.finfo(np.float64).max))
     # One quotient, of what is known before it: XLA makes an operation of its own of a division, and of
     # what is read from it. (Nobody divides by 0, derivatives included.)
-    dividend = jnp.where(inside, 1.0, inverse * bound)
-    return Shrink(power, dividend / jnp.where(inside, -1.0, _or_nan(norm)))
+    return jnp.where(inside, 1.0, dividend) / jnp.where(inside, -1.0, _or_nan(norm))
 
 
 def _or_nan(norm: jax.Array) -> jax.Array:
@@ -113,13 +135,13 @@ def _slack(dtype: Any) -> float:
 @in_float64
 def scale_of(how: Shrink) -> jax.Array:
     """The scale min(1, bound/norm), for the metrics."""
-    return jnp.where(how.factor < 0, 1.0, how.factor * how.power)
+    return jnp.where(how.factor < 0, 1.0, how.factor if how.power is None else how.factor * how.power)
 
 
 class Factors(NamedTuple):
     """What the entries of a leaf are multiplied by, in the dtype in which that is computed."""
 
-    power: jax.Array
+    power: jax.Array | None
     factor: jax.Array  # rounded down by more than a product is rounded up; negative: stay as you are
 
 
@@ -137,6 +159,8 @@ def factors_of(how: Shrink, dtype: Any, *, many: bool) -> Factors:
     """
     if _is_wide(dtype):
         return Factors(how.power, how.factor * (1 - _SLACK_FLOAT64))
+    if how.power is None:
+        return Factors(None, lax.reduce_precision(how.factor * (1 - _SLACK), 11, 23))  # as a float32 has
     power = lax.convert_element_type(how.power, np.float32)
     factor = lax.convert_element_type(how.factor * (1 - _SLACK), np.float32)
     return Factors(stored(power) if many else power, stored(factor))
@@ -149,13 +173,27 @@ def multiply(leaf: Any, by: Factors) -> jax.Array:
 
     def shrunk(x: jax.Array) -> jax.Array:
         entries = widened(x)
-        # The power first, as derivatives need it: what it flushes to 0, the product would be, too.
-        product = jnp.where(by.factor < 0, entries, entries * by.power * by.factor)
-        if is_large(x) and by.power.ndim:
+        if by.power is None:
+            product = _product_in_float64(entries, by.factor)
+        else:  # the power first, as derivatives need it: what it flushes to 0, the product would be, too
+            product = entries * by.power * by.factor
+        product = jnp.where(by.factor < 0, entries, product)
+        if is_large(x) and by.power is not None and by.power.ndim:
             product = _stored_whole(product, by.power)
         return exactly(rounded(product, x.dtype, True), x.dtype)
 
     return weakly_typed_as(leaf, _per_part(shrunk, strong(leaf)))
+
+
+def _product_in_float64(entries: jax.Array, factor: jax.Array) -> jax.Array:
+    """The product of float32 entries with float64 factors that a float32 could hold but for their range.
+
+    Nothing is lost before it is rounded to float32: so are the same product's bits in float32, with a power.
+    """
+    # This rounding rounds nothing. Without it XLA would share the conversion with that for the norms, and
+    # store it where, under `vmap`, many small leaves are a large one.
+    alone = lax.reduce_precision(entries, 8, 23)
+    return lax.convert_element_type(wide(alone) * factor, np.float32)
 
 
 @jax.custom_jvp
@@ -254,7 +292,7 @@ def neighbour(x: jax.Array, outward: jax.Array) -> jax.Array:
     """
     bits = lax.bitcast_convert_type(x, np.dtype(f"int{8 * x.dtype.itemsize}"))
     one = np.ones((), bits.dtype)
-    return lax.bitcast_convert_type(jnp.where(outward, bits + one, bits - one), x.dtype)
+    return lax.bitcast_convert_type(bits + jnp.where(outward, one, -one), x.dtype)
 
 
 @neighbour.defjvp

@@ -25,6 +25,7 @@ from clipjax._rescale import (
     multiply,
     rescale,
     scale_of,
+    shrink_leaf_to,
     shrink_to,
     stored,
 )
@@ -123,7 +124,7 @@ def clip_units(
 
     def how_of(unit: Unit, norm: jax.Array) -> Shrink:
         bounds.append(check_fits(bound_of(unit), norm.shape, "the norms"))
-        return shrink_to(norm, bounds[-1])
+        return shrink_leaf_to(unit.leaf, norm, bounds[-1])
 
     def reports_of(norms: list[jax.Array], hows: list[Shrink]) -> list[Report]:
         apart, together = [], []

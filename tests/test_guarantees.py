@@ -80,6 +80,27 @@ def test_the_python_float_is_the_bound(bound: float, kind: str) -> None:
     assert bound - np.abs(values).max() < ulp(bound, DTYPES[kind])
 
 
+@given(
+    kind=st.sampled_from(list(DTYPES)),
+    seed=st.integers(0, 2**30),
+    place=st.floats(0, 1, width=16),
+    bound=st.sampled_from([0.0, 1e-38, 1e-30, 1e-10, 0.1, 1.0, 3.0, 1e30]),
+)
+@example("f32", 0, 1.0, 1e-38)
+@example("f32", 0, 0.0, 1e-38)
+def test_the_number_of_units_beside_it_changes_no_bit_of_a_unit(
+    kind: str, seed: int, place: float, bound: float
+) -> None:
+    """Leaves of few entries are multiplied in another way, and a part of a split leaf may be one of them."""
+    info = jnp.finfo(DTYPES[kind])
+    low, high = math.log2(float(info.tiny)), math.log2(float(info.max)) - 4
+    units = np.random.default_rng(seed).standard_normal((16, 4)) * 2.0 ** (low + place * (high - low))
+    few = units.astype(DTYPES[kind])
+    many = np.tile(few, (1, 80))
+    for bounded in (lambda x: functional.clip_by_norm(x, bound, 0), clipjax.max_norm(bound)):
+        assert same_bits(jnp.tile(bounded(few), (1, 80)), bounded(many))
+
+
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("far", [1.0, 100.0, 16000.0])
 @pytest.mark.parametrize("kind", list(DTYPES))
