@@ -79,15 +79,20 @@ def check_ord(ord: Any) -> Any:  # noqa: A002 - the name that NumPy, JAX and Sci
     return float(ord)
 
 
+def norm_of(x: Any, axes: Reduced, ord: Any, names: Names = ()) -> jax.Array:  # noqa: A002
+    """Measure the p-norm along `axes`: the first of what :func:`measured` returns."""
+    return measured(x, axes, ord, names)[0]
+
+
 @in_float64
-def norm_of(
+def measured(
     x: Any,
     axes: Reduced,
     ord: Any,  # noqa: A002
     names: Names = (),
     turn: Turn = None,
     terms: Arrays = (),
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array]:
     """Measure the p-norm along `axes`, in float64, with the reduced axes kept as 1.
 
     Args:
@@ -97,10 +102,13 @@ def norm_of(
       names: mesh axes over which a norm's entries are spread, too.
       turn: when it is the turn of x.
       terms: arrays whose sum is x, where it is better not to store that.
+
+    Returns:
+      The norm, and x, strongly typed: what overwrites it should read this one, which spares a copy.
     """
     x = strong(x)
-    norm = _norm_for(ord)((x,), tuple(terms), turn, axes, ord)
-    return _over_devices(norm, ord, names, _needs_scaling(x.dtype, ord)) if names else norm
+    norm, (x,) = _norm_for(ord)((x,), tuple(terms), turn, axes, ord)
+    return _over_devices(norm, ord, names, _needs_scaling(x.dtype, ord)) if names else norm, x
 
 
 @in_float64
@@ -116,7 +124,7 @@ def tree_norm(tree: Any, ord: Any, names_of: Callable[[Any], Names]) -> jax.Arra
     scaled = _needs_scaling(norm_dtype(leaves), ord)
     parts = []
     for names, group in groups.items():
-        norm = _norm_for(ord)(tuple(group), (), None, None, ord)
+        norm = _norm_for(ord)(tuple(group), (), None, None, ord)[0]
         parts.append(_over_devices(norm, ord, names, scaled) if names else norm)
     if len(parts) == 1:
         return parts[0]
@@ -156,7 +164,7 @@ def largest(
         return of(wide(part) if is_narrow(part) else part)
 
     how = Reduction(value, jnp.maximum, functools.partial(jnp.max, initial=at_least))
-    return wide(reduce_all(how, xs, (), axes, turn))
+    return wide(reduce_all(how, xs, (), axes, turn)[0])
 
 
 def _sum(xs: Arrays, axes: Reduced, of: Callable[[jax.Array], jax.Array]) -> jax.Array:
@@ -170,35 +178,37 @@ def _nonzero(x: jax.Array) -> jax.Array:
     return jnp.where((x > 0) & (x < jnp.inf), x, 1.0)
 
 
-def _norm_for(ord: Any) -> Callable[[Arrays, Arrays, Turn, Reduced, Any], jax.Array]:  # noqa: A002
+def _norm_for(ord: Any) -> Callable[[Arrays, Arrays, Turn, Reduced, Any], tuple[jax.Array, Arrays]]:  # noqa: A002
     return _traced_norm if isinstance(ord, jax.core.Tracer) else _norm
 
 
-# The norm of several arrays together, or of the units of one, which may be given as the sum of `terms`.
+# The norm of several arrays together, or of the units of one, which may be given as the sum of `terms`;
+# and the arrays, as `reduce_all` returns them.
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4))
 @in_float64
-def _norm(xs: Arrays, terms: Arrays, turn: Turn, axes: Reduced, p: float) -> jax.Array:
+def _norm(xs: Arrays, terms: Arrays, turn: Turn, axes: Reduced, p: float) -> tuple[jax.Array, Arrays]:
     if p == math.inf:
-        return largest(xs, axes, turn)
+        return largest(xs, axes, turn), xs
     if not any(_needs_scaling(x.dtype, p) for x in xs):
         how = Reduction(lambda part: _powers(part, p), jnp.add, jnp.sum)
-        return _root(reduce_all(how, xs, terms, axes, turn), p)
+        total, xs = reduce_all(how, xs, terms, axes, turn)
+        return _root(total, p), xs
     unit = _nonzero(largest(xs, axes))
-    return unit * _root(_sum(xs, axes, lambda x: _power(jnp.abs(wide(x)) / unit, p)), p)
+    return unit * _root(_sum(xs, axes, lambda x: _power(jnp.abs(wide(x)) / unit, p)), p), xs
 
 
 @_norm.defjvp
 @in_float64
-def _norm_jvp(axes: Reduced, p: float, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+def _norm_jvp(axes: Reduced, p: float, primals: Any, tangents: Any) -> tuple[Any, Any]:
     (xs, terms, turn), (dxs, _, _) = primals, tangents
-    norm = _norm(xs, terms, turn, axes, p)
+    norm, read = _norm(xs, terms, turn, axes, p)
     pairs = [_size_and_slope(x, dx) for x, dx in zip(xs, dxs, strict=True)]
     if p == math.inf:  # entries that tie for the largest share the derivative
         ties = jnp.maximum(_sum([size for size, _ in pairs], axes, lambda size: wide(size == norm)), 1.0)
         slopes = [wide(size == norm) / ties * slope for size, slope in pairs]
     else:
         slopes = [(size / _nonzero(norm)) ** (p - 1) * slope for size, slope in pairs]
-    return norm, _sum(slopes, axes, wide)
+    return (norm, read), (_sum(slopes, axes, wide), dxs)
 
 
 def _size_and_slope(x: jax.Array, dx: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -212,16 +222,19 @@ def _size_and_slope(x: jax.Array, dx: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 @in_float64
-def _traced_norm(xs: Arrays, terms: Arrays, turn: Turn, axes: Reduced, p: jax.Array) -> jax.Array:
+def _traced_norm(
+    xs: Arrays, terms: Arrays, turn: Turn, axes: Reduced, p: jax.Array
+) -> tuple[jax.Array, Arrays]:
     """The norm for a p that only the running program knows: scaled, so that p = inf is right too."""
     p = lax.convert_element_type(p, np.float64)
-    return lax.cond(
-        p == 2, lambda: _norm(xs, terms, turn, axes, 2.0), lambda: _norm_to_any_power(xs, axes, p)
+    norm = lax.cond(
+        p == 2, lambda: _norm(xs, terms, turn, axes, 2.0)[0], lambda: _norm_to_any_power(xs, axes, p)
     )
+    return norm, xs
 
 
 def _norm_to_any_power(xs: Arrays, axes: Reduced, p: jax.Array) -> jax.Array:
-    unit = lax.stop_gradient(_nonzero(largest(xs, axes)))
+    unit = _nonzero(largest(lax.stop_gradient(xs), axes))
 
     def powers(x: jax.Array) -> jax.Array:
         ratio = jnp.abs(wide(x)) / unit

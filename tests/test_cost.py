@@ -90,8 +90,8 @@ def large_bytes(kind: str, at_least: int) -> int:
 def traffic(text: str, at_least: int) -> int:
     """The bytes of all leaf-sized arrays that the operations of a program read and write.
 
-    Of the branches of a conditional, the one that moves most. A loop that streams over an array in slices
-    is one pass: its body names the array once.
+    Of the branches of a conditional, the one that moves most. A loop counts as often as it runs, where that
+    is known.
     """
     entry, found = computations(text)
 
@@ -107,7 +107,7 @@ def traffic(text: str, at_least: int) -> int:
         body = found[fused[1]] if fused else []
         name = next((o.name for o in body if o.opcode == "parameter" and o.rest.startswith(f"{i})")), "")
         users = [o for o in body if re.search(rf"%{re.escape(name)}(?![\w.-])", o.rest)] if name else []
-        if not users or any(user.opcode != "slice" for user in users):
+        if not users or any(user.opcode not in ("slice", "dynamic-slice") for user in users):
             return np.inf
         return sum(large_bytes(user.type, 0) for user in users)
 
@@ -116,7 +116,9 @@ def traffic(text: str, at_least: int) -> int:
         total = 0
         for operation in found[name]:
             if operation.opcode in ("while", "call"):
-                total += sum(walk(called) for called in _CALLED.findall(operation.rest))
+                times = re.search(r'"known_trip_count":\{"n":"(\d+)"', operation.rest)
+                runs = int(times[1]) if times else 1
+                total += runs * sum(walk(called) for called in _CALLED.findall(operation.rest))
             elif operation.opcode == "conditional":
                 total += max(walk(branch) for branch in branches(operation.rest))
             elif operation.opcode not in _FREE:
@@ -130,9 +132,9 @@ def traffic(text: str, at_least: int) -> int:
     return walk(entry)
 
 
-def compiled(tx, project=lambda params: params, dtype=jnp.float32):
-    """A donated train step, compiled for LEAVES matrices."""
-    shapes = {f"kernel_{i}": (WIDTH, WIDTH) for i in range(LEAVES)}
+def compiled(tx, project=lambda params: params, dtype=jnp.float32, shape=(WIDTH, WIDTH)):
+    """A donated train step, compiled for LEAVES arrays."""
+    shapes = {f"kernel_{i}": shape for i in range(LEAVES)}
     params = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
     wide = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
     state = jax.eval_shape(tx.init, wide)
@@ -192,13 +194,13 @@ STEPS = {
 # An added pass is half as large in bfloat16. A link's update is float32 there, and so is Adam's.
 # One more read is allowed where newer versions of XLA make it.
 F32 = {
-    "global_norm": (0.02, 1),
+    "global_norm": (0.01, 1),
     "value": (0.01, 1),
-    "rms": (0.02, 1),
-    "norm": (0.02, 1),
-    "max_norm": (0.02, 3),
+    "rms": (0.01, 1),
+    "norm": (0.01, 1),
+    "max_norm": (0.01, 3),
     "box": (0.01, 0),
-    "clip_max_norm": (0.02, 4),
+    "clip_max_norm": (0.01, 4),
     "link": (0.3, 4),
     "bounded": (1.3, 9),
 }
@@ -236,6 +238,15 @@ def test_rescaled_units_are_stored_whole(name):
     ends = re.findall(rf"ROOT \S+ = f32\[{WIDTH},{WIDTH}\]\S* ([\w-]+)\(", text)
     assert "add" in ends  # Adam's
     assert "select" not in ends
+
+
+@pytest.mark.parametrize(
+    "shape", [(512, 512), (512, 1024), (512, 3072), (1024, 1025), (3000, 1000), (60_000, 17), (9, 512, 512)]
+)
+def test_no_leaf_is_copied(shape):
+    """What a loop has read, and another operation overwrites, XLA copies unless it comes out of the loop."""
+    temporary = compiled(*STEPS["max_norm"], shape=shape).memory_analysis().temp_size_in_bytes
+    assert temporary < 0.4 * 4 * np.prod(shape)
 
 
 def test_either_scheduler_keeps_one_update_of_a_link():
