@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from clipjax._norms import in_float64, strong
-from clipjax._rescale import widened
+from clipjax._rounding import widened
 
 
 @jax.custom_jvp

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from clipjax._axes import is_measured
-from clipjax._rescale import exactly, neighbour, rounded, smallest, weakly_typed_as, widened
+from clipjax._rounding import exactly, neighbour, rounded, smallest, weakly_typed_as, widened
 
 # Whether an entry at `end` is on the wrong side of `wanted`, coming from `after`.
 Outside: TypeAlias = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]

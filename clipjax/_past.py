@@ -20,7 +20,7 @@ from clipjax._bounds import check_bound
 from clipjax._mesh import AxisName
 from clipjax._metrics import count, observe, start
 from clipjax._norms import as_arrays, in_float64, wide
-from clipjax._rescale import limits_in
+from clipjax._rounding import limits_in
 from clipjax._trees import Report, clip_tree, measure_tree
 
 Memory: TypeAlias = tuple[jax.Array, ...]

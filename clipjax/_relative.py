@@ -14,7 +14,7 @@ from clipjax._bounds import Bound, bound_at
 from clipjax._mesh import AxisName, pmin, varying
 from clipjax._metrics import Seen, observe, start
 from clipjax._norms import as_arrays, in_float64, norm_of
-from clipjax._rescale import limits_in
+from clipjax._rounding import limits_in
 from clipjax._trees import Unit, clip_units
 
 

@@ -24,7 +24,7 @@ import numpy as np
 from jax import lax
 
 from clipjax._norms import in_float64, wide
-from clipjax._rescale import rounded
+from clipjax._rounding import rounded
 
 Cap = Callable[[jax.Array, jax.Array], jax.Array]  # (matrix, bound) -> about the capped matrix, in float64
 

@@ -28,8 +28,8 @@ from clipjax._rescale import (
     shrink_leaf_to,
     shrink_to,
     stored,
-    weakly_typed_as,
 )
+from clipjax._rounding import weakly_typed_as
 from clipjax._turns import Turn, first_entry, is_large, on_one_device, turn_after
 
 _P = ParamSpec("_P")
