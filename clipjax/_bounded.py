@@ -16,9 +16,8 @@ from clipjax._chain import as_projections, chain, check_transformation, knowing,
 from clipjax._clipping import zero_nonfinite
 from clipjax._mesh import AxisName, names_of_leaf, varying
 from clipjax._metrics import count
-from clipjax._norms import as_arrays, in_float64, tree_norm
+from clipjax._norms import as_arrays, in_float64, tree_norm, weakly_typed_as
 from clipjax._projections import Projection
-from clipjax._rounding import weakly_typed_as
 
 Nonfinite = Literal["propagate", "zero", "skip"]
 

@@ -14,9 +14,9 @@ from jax import lax
 from clipjax._axes import is_measured
 from clipjax._bounds import check_fits
 from clipjax._mesh import AxisName, Names, names_of_leaf, pmax
-from clipjax._norms import largest, norm_of, strong, tree_norm
+from clipjax._norms import largest, norm_of, strong, tree_norm, weakly_typed_as
 from clipjax._rescale import rescale, shrink_to
-from clipjax._rounding import exactly, limits_in, weakly_typed_as, widened
+from clipjax._rounding import exactly, limits_in, widened
 from clipjax._trees import Report, on_arrays, summary
 from clipjax._turns import Turn, in_turn, is_large, turn_after
 

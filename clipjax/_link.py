@@ -13,7 +13,8 @@ import numpy as np
 from jax import lax
 
 from clipjax._axes import is_measured
-from clipjax._rounding import exactly, neighbour, rounded, smallest, weakly_typed_as, widened
+from clipjax._norms import weakly_typed_as
+from clipjax._rounding import exactly, neighbour, rounded, smallest, widened
 
 # Whether an entry at `end` is on the wrong side of `wanted`, coming from `after`.
 Outside: TypeAlias = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]

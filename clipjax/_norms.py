@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core.primitives import convert_element_type_p
 
 from clipjax._axes import Reduced, is_measured
 from clipjax._mesh import Names, pmax
@@ -64,6 +65,13 @@ def strong(x: Any) -> jax.Array:
     return jnp.asarray(x, x.dtype)
 
 
+def weakly_typed_as(like: Any, x: jax.Array) -> jax.Array:
+    """Give x the weak type of `like`, which arithmetic with a strong bound takes away."""
+    if not getattr(like, "weak_type", False) or x.weak_type:
+        return x
+    return convert_element_type_p.bind(x, new_dtype=x.dtype, weak_type=True, sharding=None)
+
+
 def check_ord(ord: Any) -> Any:  # noqa: A002 - the name that NumPy, JAX and SciPy use
     """Return `ord` as a Python float, or as it is while it is traced."""
     if isinstance(ord, jax.core.Tracer):
@@ -79,20 +87,15 @@ def check_ord(ord: Any) -> Any:  # noqa: A002 - the name that NumPy, JAX and Sci
     return float(ord)
 
 
-def norm_of(x: Any, axes: Reduced, ord: Any, names: Names = ()) -> jax.Array:  # noqa: A002
-    """Measure the p-norm along `axes`: the first of what :func:`measured` returns."""
-    return measured(x, axes, ord, names)[0]
-
-
 @in_float64
-def measured(
+def norm_of(
     x: Any,
     axes: Reduced,
     ord: Any,  # noqa: A002
     names: Names = (),
     turn: Turn = None,
     terms: Arrays = (),
-) -> tuple[jax.Array, jax.Array]:
+) -> jax.Array:
     """Measure the p-norm along `axes`, in float64, with the reduced axes kept as 1.
 
     Args:
@@ -102,13 +105,10 @@ def measured(
       names: mesh axes over which a norm's entries are spread, too.
       turn: when it is the turn of x.
       terms: arrays whose sum is x, where it is better not to store that.
-
-    Returns:
-      The norm, and x, strongly typed: what overwrites it should read this one, which spares a copy.
     """
     x = strong(x)
-    norm, (x,) = _norm_for(ord)((x,), tuple(terms), turn, axes, ord)
-    return _over_devices(norm, ord, names, _needs_scaling(x.dtype, ord)) if names else norm, x
+    norm = _norm_for(ord)((x,), tuple(terms), turn, axes, ord)
+    return _over_devices(norm, ord, names, _needs_scaling(x.dtype, ord)) if names else norm
 
 
 @in_float64
@@ -124,7 +124,7 @@ def tree_norm(tree: Any, ord: Any, names_of: Callable[[Any], Names]) -> jax.Arra
     scaled = _needs_scaling(norm_dtype(leaves), ord)
     parts = []
     for names, group in groups.items():
-        norm = _norm_for(ord)(tuple(group), (), None, None, ord)[0]
+        norm = _norm_for(ord)(tuple(group), (), None, None, ord)
         parts.append(_over_devices(norm, ord, names, scaled) if names else norm)
     if len(parts) == 1:
         return parts[0]
@@ -164,7 +164,7 @@ def largest(
         return of(wide(part) if is_narrow(part) else part)
 
     how = Reduction(value, jnp.maximum, functools.partial(jnp.max, initial=at_least))
-    return wide(reduce_all(how, xs, (), axes, turn)[0])
+    return wide(reduce_all(how, xs, (), axes, turn))
 
 
 def _sum(xs: Arrays, axes: Reduced, of: Callable[[jax.Array], jax.Array]) -> jax.Array:
@@ -178,37 +178,35 @@ def _nonzero(x: jax.Array) -> jax.Array:
     return jnp.where((x > 0) & (x < jnp.inf), x, 1.0)
 
 
-def _norm_for(ord: Any) -> Callable[[Arrays, Arrays, Turn, Reduced, Any], tuple[jax.Array, Arrays]]:  # noqa: A002
+def _norm_for(ord: Any) -> Callable[[Arrays, Arrays, Turn, Reduced, Any], jax.Array]:  # noqa: A002
     return _traced_norm if isinstance(ord, jax.core.Tracer) else _norm
 
 
-# The norm of several arrays together, or of the units of one, which may be given as the sum of `terms`;
-# and the arrays, as `reduce_all` returns them.
+# The norm of several arrays together, or of the units of one, which may be given as the sum of `terms`.
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4))
 @in_float64
-def _norm(xs: Arrays, terms: Arrays, turn: Turn, axes: Reduced, p: float) -> tuple[jax.Array, Arrays]:
+def _norm(xs: Arrays, terms: Arrays, turn: Turn, axes: Reduced, p: float) -> jax.Array:
     if p == math.inf:
-        return largest(xs, axes, turn), xs
+        return largest(xs, axes, turn)
     if not any(_needs_scaling(x.dtype, p) for x in xs):
         how = Reduction(lambda part: _powers(part, p), jnp.add, jnp.sum)
-        total, xs = reduce_all(how, xs, terms, axes, turn)
-        return _root(total, p), xs
+        return _root(reduce_all(how, xs, terms, axes, turn), p)
     unit = _nonzero(largest(xs, axes))
-    return unit * _root(_sum(xs, axes, lambda x: _power(jnp.abs(wide(x)) / unit, p)), p), xs
+    return unit * _root(_sum(xs, axes, lambda x: _power(jnp.abs(wide(x)) / unit, p)), p)
 
 
 @_norm.defjvp
 @in_float64
-def _norm_jvp(axes: Reduced, p: float, primals: Any, tangents: Any) -> tuple[Any, Any]:
+def _norm_jvp(axes: Reduced, p: float, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     (xs, terms, turn), (dxs, _, _) = primals, tangents
-    norm, read = _norm(xs, terms, turn, axes, p)
+    norm = _norm(xs, terms, turn, axes, p)
     pairs = [_size_and_slope(x, dx) for x, dx in zip(xs, dxs, strict=True)]
     if p == math.inf:  # entries that tie for the largest share the derivative
         ties = jnp.maximum(_sum([size for size, _ in pairs], axes, lambda size: wide(size == norm)), 1.0)
         slopes = [wide(size == norm) / ties * slope for size, slope in pairs]
     else:
         slopes = [(size / _nonzero(norm)) ** (p - 1) * slope for size, slope in pairs]
-    return (norm, read), (_sum(slopes, axes, wide), dxs)
+    return norm, _sum(slopes, axes, wide)
 
 
 def _size_and_slope(x: jax.Array, dx: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -222,19 +220,16 @@ def _size_and_slope(x: jax.Array, dx: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 @in_float64
-def _traced_norm(
-    xs: Arrays, terms: Arrays, turn: Turn, axes: Reduced, p: jax.Array
-) -> tuple[jax.Array, Arrays]:
+def _traced_norm(xs: Arrays, terms: Arrays, turn: Turn, axes: Reduced, p: jax.Array) -> jax.Array:
     """The norm for a p that only the running program knows: scaled, so that p = inf is right too."""
     p = lax.convert_element_type(p, np.float64)
-    norm = lax.cond(
-        p == 2, lambda: _norm(xs, terms, turn, axes, 2.0)[0], lambda: _norm_to_any_power(xs, axes, p)
+    return lax.cond(
+        p == 2, lambda: _norm(xs, terms, turn, axes, 2.0), lambda: _norm_to_any_power(xs, axes, p)
     )
-    return norm, xs
 
 
 def _norm_to_any_power(xs: Arrays, axes: Reduced, p: jax.Array) -> jax.Array:
-    unit = _nonzero(largest(lax.stop_gradient(xs), axes))
+    unit = lax.stop_gradient(_nonzero(largest(xs, axes)))
 
     def powers(x: jax.Array) -> jax.Array:
         ratio = jnp.abs(wide(x)) / unit

@@ -8,22 +8,20 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from clipjax._axes import Reduced
-from clipjax._turns import Turn, in_turn, is_large, is_small, turn_after
+from clipjax._turns import Turn, first_entry, in_turn, is_large, is_small, turn_after
 
 Arrays = Sequence[jax.Array]
 
 # On a CPU, so many slices of a large leaf are read side by side; and so many small leaves reduced as one.
 _SLICES = 8
 _TOGETHER = 16
-# A large leaf is added up to about so many entries, which the cache holds, before they are reduced: in a
-# loop over blocks, which takes longer to compile, and is not worth it for fewer blocks. (Of a loop that
-# runs once XLA makes none, and copies what it would have carried.)
-_PARTIAL = 2**16
-_FEWEST_BLOCKS = 3
+# A large leaf is reduced in rounds, of which each adds slices up to about so many entries: in at most so
+# many rounds, since each has to be compiled.
+_PARTIAL = 2**17
+_ROUNDS = 4
 
 
 class Reduction(NamedTuple):
@@ -34,24 +32,18 @@ class Reduction(NamedTuple):
     along: Callable[..., jax.Array]  # one array along axes, as `jax.numpy.sum` takes them
 
 
-def reduce_all(
-    how: Reduction, xs: Arrays, terms: Arrays, axes: Reduced, turn: Turn
-) -> tuple[jax.Array, Arrays]:
-    """Reduce one array, which may be the sum of `terms`, along `axes`; or all entries of several arrays.
-
-    Returns the arrays, too: what overwrites one should read it from here (see `_reduced`).
-    """
+def reduce_all(how: Reduction, xs: Arrays, terms: Arrays, axes: Reduced, turn: Turn) -> jax.Array:
+    """Reduce one array, which may be the sum of `terms`, along `axes`; or all entries of several arrays."""
     if len(xs) == 1:
-        reduced, x = _reduced(how, xs[0], terms, axes, turn)
-        return reduced, (x,)
+        return _reduced(how, xs[0], terms or xs, axes, turn)
     values = []
     for x in xs:
         if not is_small(x):
-            values.append(_reduced(how, x, (), None, turn)[0])
+            values.append(_reduced(how, x, (x,), None, turn))
             turn = turn_after(turn, x, -jnp.abs(values[-1]))
     for alike in _alike([x for x in xs if is_small(x)]):
         values.append(how.along(_pairwise(how, [how.of(x) for x in alike])))
-    return how.along(jnp.stack(values)), xs
+    return how.along(jnp.stack(values))
 
 
 def _alike(xs: Arrays) -> list[list[jax.Array]]:
@@ -62,10 +54,8 @@ def _alike(xs: Arrays) -> list[list[jax.Array]]:
     return [group[i : i + _TOGETHER] for group in groups.values() for i in range(0, len(group), _TOGETHER)]
 
 
-def _reduced(
-    how: Reduction, x: jax.Array, terms: Arrays, axes: Reduced, turn: Turn
-) -> tuple[jax.Array, jax.Array]:
-    """Reduce one array, which may be the sum of `terms`, along `axes`; and return it, read."""
+def _reduced(how: Reduction, x: jax.Array, terms: Arrays, axes: Reduced, turn: Turn) -> jax.Array:
+    """Reduce one array, the sum of `terms`, along `axes`."""
 
     def along_axes(values: jax.Array) -> jax.Array:
         return how.along(values, axis=axes, keepdims=axes is not None)
@@ -74,44 +64,29 @@ def _reduced(
     long_enough = [a for a in reduced if x.shape[a] >= 2 * _SLICES]
     # What is narrow would be widened as a whole before it is sliced.
     if not (is_large(x) and long_enough and not is_narrow(x)):
-        return along_axes(how.of(x)), x
+        return along_axes(how.of(x))
     axis = min(long_enough)  # of the longest pieces
 
     # XLA's CPU reductions take float64 at a third of the speed of memory, and are no faster for the
-    # largest of float32; an elementwise operation on slices runs at memory's speed. It goes over the array
-    # block by block, and leaves few entries to the reduction, which the cache still holds.
-    length = x.shape[axis]
-    width = max(1, _PARTIAL * length // x.size)
-    blocks = length // (_SLICES * width)
-    if blocks < _FEWEST_BLOCKS:
-        width, blocks = length // _SLICES, 1
+    # largest of float32; an elementwise operation on slices runs at memory's speed, and leaves one entry
+    # in so many to the reduction. The rounding, which rounds nothing, keeps XLA from taking the slices back
+    # into the reduction.
+    rounds = max(1, min(_ROUNDS, x.size // (_SLICES * _PARTIAL), x.shape[axis] // (2 * _SLICES)))
+    width = x.shape[axis] // (_SLICES * rounds)
 
-    def part(arrays: Arrays, start: Any, size: int) -> jax.Array:
-        parts = [lax.dynamic_slice_in_dim(a, start, size, axis=axis) for a in arrays]
+    def part(start: int, stop: int) -> jax.Array:
+        parts = [lax.slice_in_dim(term, start, stop, axis=axis) for term in terms]
         return how.of(functools.reduce(jnp.add, parts))
 
-    def block(arrays: Arrays, i: Any) -> jax.Array:
-        starts = [(i * _SLICES + k) * width for k in range(_SLICES)]
-        return _pairwise(how, [part(arrays, start, width) for start in starts])
-
-    def add_block(i: Any, carry: tuple[jax.Array, Arrays]) -> tuple[jax.Array, Arrays]:
-        # XLA gives the memory of what a loop has read to nobody but who reads it from the loop. The barrier
-        # keeps it from seeing that the loop changes nothing, and that it could be read from before.
-        partial, arrays = carry
-        return how.pair(partial, block(arrays, i)), lax.optimization_barrier(arrays)
-
-    arrays = tuple(terms) or (x,)
-    first = in_turn(block(arrays, 0), x, turn)
-    # The rounding, which rounds nothing, keeps XLA from taking the slices back into the reduction.
-    bits = jnp.finfo(first.dtype)
-    partial = lax.reduce_precision(first, bits.nexp, bits.nmant)
-    if blocks > 1:
-        partial, arrays = lax.fori_loop(np.int32(1), np.int32(blocks), add_block, (partial, arrays))
-    total = along_axes(partial)
-    done = blocks * _SLICES * width
-    if done < length:
-        total = how.pair(total, along_axes(part(arrays, done, length - done)))
-    return total, x if terms else arrays[0]
+    total = along_axes(part(rounds * _SLICES * width, x.shape[axis]))
+    for start in range(0, rounds * _SLICES * width, _SLICES * width):
+        parts = [part(start + i * width, start + (i + 1) * width) for i in range(_SLICES)]
+        partial = in_turn(_pairwise(how, parts), x, turn)
+        bits = jnp.finfo(partial.dtype)
+        found = along_axes(lax.reduce_precision(partial, bits.nexp, bits.nmant))
+        turn = turn_after(turn, x, -jnp.abs(first_entry(found)))
+        total = how.pair(total, found)
+    return total
 
 
 def _pairwise(how: Reduction, values: list[jax.Array]) -> jax.Array:

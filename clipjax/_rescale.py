@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from clipjax._norms import in_float64, strong, wide
-from clipjax._rounding import exactly, rounded, smallest, weakly_typed_as, widened
+from clipjax._norms import in_float64, strong, weakly_typed_as, wide
+from clipjax._rounding import exactly, rounded, smallest, widened
 from clipjax._turns import is_large, is_small
 
 # The factor and its product with an entry are rounded to float32 once each, by 2**-24 at the most;
@@ -25,8 +25,9 @@ from clipjax._turns import is_large, is_small
 _SLACK = 2.0**-23 + 2.0**-40
 _SLACK_FLOAT64 = 2.0**-50
 
-# Leaves of fewer entries are multiplied in float64 on a CPU, to the same bits: that takes fewer operations,
-# and to compile hundreds of leaves takes as long as they have operations. Larger ones it would slow down.
+# Leaves of fewer entries are multiplied in float64 on a CPU: that takes fewer operations, and to compile
+# hundreds of leaves takes as long as they have operations. Larger ones it would slow down. The bits are the
+# same, but from norms of 3e38 to bounds below 1e-36, where the two float32 factors end at 0.
 _TINY = 2**12
 
 
@@ -34,8 +35,8 @@ class Shrink(NamedTuple):
     """How to bring something of a known norm inside a bound; scalars, or one factor for each unit.
 
     A leaf times `power` times `factor` has the norm of the bound. The factor alone would do, but from
-    1e38 down to 1e-3 it leaves the range of a float32. The two reach from 3e38 down to 1e-36. What is
-    multiplied in float64 needs no power.
+    1e38 down to 1e-3 it leaves the range of a float32. The two reach from 3e38 down to 1e-36. Tiny leaves
+    that are multiplied in float64 need none.
     """
 
     power: jax.Array | None  # float64: 1, or a power of two if a factor needs it; broadcasts to the factors

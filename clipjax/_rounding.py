@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core.primitives import convert_element_type_p
 
 from clipjax._norms import in_float64, wide
 
@@ -84,13 +83,6 @@ def neighbour(x: jax.Array, outward: jax.Array) -> jax.Array:
 @neighbour.defjvp
 def _neighbour_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     return neighbour(*primals), tangents[0]
-
-
-def weakly_typed_as(like: Any, x: jax.Array) -> jax.Array:
-    """Give x the weak type of `like`, which arithmetic with a strong bound takes away."""
-    if not getattr(like, "weak_type", False) or x.weak_type:
-        return x
-    return convert_element_type_p.bind(x, new_dtype=x.dtype, weak_type=True, sharding=None)
 
 
 @in_float64

@@ -14,9 +14,8 @@ from clipjax._bounds import Bound, bound_at, check_fits
 from clipjax._link import applied
 from clipjax._matrices import Flatten, Matrices, check_flatten, matrices_of
 from clipjax._metrics import Seen
-from clipjax._norms import as_arrays, in_float64, strong, wide
+from clipjax._norms import as_arrays, in_float64, strong, weakly_typed_as, wide
 from clipjax._projections import How, Measured, Projection
-from clipjax._rounding import weakly_typed_as
 from clipjax._singular import by_products, by_svd, capped, largest_singular_value, least_shrink
 from clipjax._trees import Report, summary
 

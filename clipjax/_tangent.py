@@ -13,8 +13,7 @@ from clipjax._axes import FAN_IN, Axes, check_axes
 from clipjax._bounds import Bound, bound_at, check_fits
 from clipjax._mesh import AxisName
 from clipjax._metrics import Seen, observe, start
-from clipjax._norms import as_arrays, in_float64, norm_of, strong, wide
-from clipjax._rounding import weakly_typed_as
+from clipjax._norms import as_arrays, in_float64, norm_of, strong, weakly_typed_as, wide
 from clipjax._trees import Report, Unit, summary, units_of
 
 # `max_norm` leaves a unit at most 4 ulp below the radius, 16-bit links a little more.

@@ -18,7 +18,7 @@ from jax import lax
 from clipjax._axes import Axes, Reduced, Skip, is_measured, leaves_with_paths, path_name, resolve_axes
 from clipjax._bounds import check_fits
 from clipjax._mesh import AxisName, Names, names_of_leaf, names_of_units, pmax, pmin, spec_leaves, varying
-from clipjax._norms import as_arrays, in_float64, measured, tree_norm, wide
+from clipjax._norms import as_arrays, in_float64, norm_of, tree_norm, wide
 from clipjax._rescale import (
     Shrink,
     factors_of,
@@ -29,7 +29,6 @@ from clipjax._rescale import (
     shrink_to,
     stored,
 )
-from clipjax._rounding import weakly_typed_as
 from clipjax._turns import Turn, first_entry, is_large, on_one_device, turn_after
 
 _P = ParamSpec("_P")
@@ -174,9 +173,9 @@ def _rescale_units(
     turn = queue.turn if queue else None
     for unit in units_of(tree, axes, specs, axis_name):
         leaf, terms = queue.enter(unit.position, turn) if queue else (unit.leaf, ())
-        norm, read = measured(leaf, unit.reduced, ord, unit.names, turn, terms)
+        norm = norm_of(leaf, unit.reduced, ord, unit.names, turn, terms)
         how = how_of(unit, norm)
-        rescaled = weakly_typed_as(leaf, rescale(read, how))
+        rescaled = rescale(leaf, how)
         if queue:
             turn = queue.leave(unit.position, rescaled, turn)
         elif is_large(leaf):

@@ -90,8 +90,8 @@ def large_bytes(kind: str, at_least: int) -> int:
 def traffic(text: str, at_least: int) -> int:
     """The bytes of all leaf-sized arrays that the operations of a program read and write.
 
-    Of the branches of a conditional, the one that moves most. A loop counts as often as it runs, where that
-    is known.
+    Of the branches of a conditional, the one that moves most. A loop that streams over an array in slices
+    is one pass: its body names the array once.
     """
     entry, found = computations(text)
 
@@ -107,7 +107,7 @@ def traffic(text: str, at_least: int) -> int:
         body = found[fused[1]] if fused else []
         name = next((o.name for o in body if o.opcode == "parameter" and o.rest.startswith(f"{i})")), "")
         users = [o for o in body if re.search(rf"%{re.escape(name)}(?![\w.-])", o.rest)] if name else []
-        if not users or any(user.opcode not in ("slice", "dynamic-slice") for user in users):
+        if not users or any(user.opcode != "slice" for user in users):
             return np.inf
         return sum(large_bytes(user.type, 0) for user in users)
 
@@ -116,9 +116,7 @@ def traffic(text: str, at_least: int) -> int:
         total = 0
         for operation in found[name]:
             if operation.opcode in ("while", "call"):
-                times = re.search(r'"known_trip_count":\{"n":"(\d+)"', operation.rest)
-                runs = int(times[1]) if times else 1
-                total += runs * sum(walk(called) for called in _CALLED.findall(operation.rest))
+                total += sum(walk(called) for called in _CALLED.findall(operation.rest))
             elif operation.opcode == "conditional":
                 total += max(walk(branch) for branch in branches(operation.rest))
             elif operation.opcode not in _FREE:
@@ -194,13 +192,13 @@ STEPS = {
 # An added pass is half as large in bfloat16. A link's update is float32 there, and so is Adam's.
 # One more read is allowed where newer versions of XLA make it.
 F32 = {
-    "global_norm": (0.01, 1),
+    "global_norm": (0.02, 1),
     "value": (0.01, 1),
-    "rms": (0.01, 1),
-    "norm": (0.01, 1),
-    "max_norm": (0.01, 3),
+    "rms": (0.02, 1),
+    "norm": (0.02, 1),
+    "max_norm": (0.02, 3),
     "box": (0.01, 0),
-    "clip_max_norm": (0.01, 4),
+    "clip_max_norm": (0.02, 4),
     "link": (0.3, 4),
     "bounded": (1.3, 9),
 }
@@ -240,13 +238,29 @@ def test_rescaled_units_are_stored_whole(name):
     assert "select" not in ends
 
 
-@pytest.mark.parametrize(
-    "shape", [(512, 512), (512, 1024), (512, 3072), (1024, 1025), (3000, 1000), (60_000, 17), (9, 512, 512)]
-)
-def test_no_leaf_is_copied(shape):
-    """What a loop has read, and another operation overwrites, XLA copies unless it comes out of the loop."""
-    temporary = compiled(*STEPS["max_norm"], shape=shape).memory_analysis().temp_size_in_bytes
-    assert temporary < 0.4 * 4 * np.prod(shape)
+def divide_by_norms(params):
+    norms = clipjax.functional.leaf_norms(params)
+    return jax.tree.map(lambda w, norm: w / (1 + norm), params, norms)
+
+
+# What reads the new weights, which are then overwritten, and how many leaves of temporaries it may take.
+READERS = {
+    "max_norm": (adam(), clipjax.max_norm(1.0), 0.4),
+    "leaf_norms": (adam(), divide_by_norms, 1.1),  # partial sums of all leaves, side by side
+    "clip ord=inf": (adam(), lambda p: clipjax.functional.clip_by_norm(p, 1.0, ord=jnp.inf), 0.4),
+    "clip_by_global_norm": (adam(), lambda p: clipjax.functional.clip_by_global_norm(p, 1.0)[0], 0.4),
+    # Adam's updates are kept for their norm.
+    "adam, clip_by_global_norm": (*chain(adam(), clipjax.clip_by_global_norm(1.0)), LEAVES + 0.4),
+    "adam, clip_by_rms": (*chain(adam(), clipjax.clip_by_rms(1.0)), LEAVES + 0.4),
+}
+
+
+@pytest.mark.parametrize("shape", [(512, 1024), (2048, 2048), (60_000, 17), (9, 512, 512)], ids=str)
+@pytest.mark.parametrize("name", READERS)
+def test_what_is_measured_is_not_copied(name, shape):
+    tx, project, leaves = READERS[name]
+    temporary = compiled(tx, project, shape=shape).memory_analysis().temp_size_in_bytes
+    assert temporary < leaves * 4 * np.prod(shape)
 
 
 def test_either_scheduler_keeps_one_update_of_a_link():
