@@ -152,13 +152,13 @@ def factors_of(how: Shrink, dtype: Any, *, many: bool) -> Factors:
 
     If `many` entries read each power, it is computed once, in an operation of its own.
     """
+    factor = how.factor * (1 - _slack(dtype))
     if _is_wide(dtype):
-        return Factors(how.power, how.factor * (1 - _SLACK_FLOAT64))
+        return Factors(how.power, factor)
     if how.power is None:
-        return Factors(None, lax.reduce_precision(how.factor * (1 - _SLACK), 11, 23))  # as a float32 has
+        return Factors(None, lax.reduce_precision(factor, 11, 23))  # as a float32 has
     power = lax.convert_element_type(how.power, np.float32)
-    factor = lax.convert_element_type(how.factor * (1 - _SLACK), np.float32)
-    return Factors(stored(power) if many else power, stored(factor))
+    return Factors(stored(power) if many else power, stored(lax.convert_element_type(factor, np.float32)))
 
 
 @in_float64
@@ -181,9 +181,9 @@ def multiply(leaf: Any, by: Factors) -> jax.Array:
 
 
 def _product_in_float64(entries: jax.Array, factor: jax.Array) -> jax.Array:
-    """The product of float32 entries with float64 factors that a float32 could hold but for their range.
+    """The product of float32 entries with factors of 24 bits: exact in float64, and rounded once, to float32.
 
-    Nothing is lost before it is rounded to float32: so are the same product's bits in float32, with a power.
+    A product in float32, power first, is rounded once, too: hence the same bits.
     """
     # This rounding rounds nothing. Without it XLA would share the conversion with that for the norms, and
     # store it where, under `vmap`, many small leaves are a large one.

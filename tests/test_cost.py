@@ -245,7 +245,7 @@ def divide_by_norms(params):
 
 # What reads the new weights, which are then overwritten, and how many leaves of temporaries it may take.
 READERS = {
-    "max_norm": (adam(), clipjax.max_norm(1.0), 0.4),
+    "max_norm": (*STEPS["max_norm"], 0.4),
     "leaf_norms": (adam(), divide_by_norms, 1.1),  # partial sums of all leaves, side by side
     "clip ord=inf": (adam(), lambda p: clipjax.functional.clip_by_norm(p, 1.0, ord=jnp.inf), 0.4),
     "clip_by_global_norm": (adam(), lambda p: clipjax.functional.clip_by_global_norm(p, 1.0)[0], 0.4),
