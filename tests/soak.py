@@ -12,13 +12,10 @@ import collections
 import re
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from checks import CHECKS, MIXTURES, Trial
+from tests.support.properties import CHECKS, MIXTURES, Trial
 
 SPREADS = (0.0, 1.0, 4.0, 20.0)
 BOUNDS = (0.0, 1e-30, 1e-3, 0.1, 0.5, 0.999, 1.0, 1.001, 3.0)
