@@ -17,7 +17,16 @@ import pytest
 
 import clipjax
 from tests.support import ROOT
-from tests.support.programs import LEAVES, WIDTH, adam, adam_alone, chain, compiled, cost, traffic
+from tests.support.programs import (
+    LEAVES,
+    WIDTH,
+    adam,
+    adam_alone,
+    chain,
+    compiled,
+    cost,
+    traffic,  # noqa: F401 - for the modules that look for it here
+)
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the counts are those of XLA on CPU")
 
