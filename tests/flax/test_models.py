@@ -152,7 +152,7 @@ def nnx_model() -> NNXModel:
     """A live model of random weights, whose own initialisation is not run."""
     graph, params, rest = nnx.split(nnx.eval_shape(lambda: NNXModel(nnx.Rngs(0))), nnx.Param, ...)
     # Small, so that little is lost where an update of this size is added to get to the radius.
-    params = jax.tree.map(lambda x: jnp.asarray(x / 8), random_weights(lambda: params))
+    params = jax.tree.map(lambda x: jnp.asarray(x / 3), random_weights(lambda: params))
     rest = jax.tree.map(
         lambda x: (
             KEY if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else jnp.asarray(np.zeros(x.shape, x.dtype))
