@@ -1,0 +1,141 @@
+"""Mutants of the numbers: rounding, bounds, norms, derivatives, and what is not finite."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+MUTANTS = (
+    Mutant(
+        "no slack",
+        "_rescale.py",
+        "_SLACK = 2.0**-23 + 2.0**-40",
+        "_SLACK = 0.0",
+        "tests/core",
+    ),
+    Mutant(
+        "half of the slack",
+        "_rescale.py",
+        "_SLACK = 2.0**-23 + 2.0**-40",
+        "_SLACK = 2.0**-25",
+        "tests/core",
+    ),
+    Mutant(
+        "no slack in float64",
+        "_rescale.py",
+        "_SLACK_FLOAT64 = 2.0**-50",
+        "_SLACK_FLOAT64 = 0.0",
+        "tests/core tests/contract tests/backward",
+    ),
+    Mutant(
+        "16 bits rounded to the nearest",
+        "_rescale.py",
+        "return exactly(rounded(product, x.dtype, True), x.dtype)",
+        "return exactly(rounded(product, x.dtype, False), x.dtype)",
+        "tests/core",
+    ),
+    Mutant(
+        "subnormal numbers rounded to the nearest",
+        "_rounding.py",
+        "whole = jnp.trunc(x / unit) if toward_zero else jnp.round(x / unit)",
+        "whole = jnp.round(x / unit)",
+        "tests/core",
+    ),
+    Mutant(
+        "limits of entries rounded outwards",
+        "_rounding.py",
+        "return _inward(low, dtype, jnp.inf), _inward(high, dtype, -jnp.inf)",
+        "return _inward(low, dtype, -jnp.inf), _inward(high, dtype, jnp.inf)",
+        "tests/core tests/weights",
+    ),
+    Mutant(
+        "a norm at the bound is outside",
+        "_rescale.py",
+        "inside = norm <= jnp.minimum(",
+        "inside = norm < jnp.minimum(",
+        "tests/core",
+    ),
+    Mutant(
+        "an infinite norm is finite",
+        "_rescale.py",
+        "return jnp.where(norm < jnp.inf, norm, jnp.nan)",
+        "return norm",
+        "tests/core",
+    ),
+    Mutant(
+        "no power of two beside the factor",
+        "_rescale.py",
+        "far, farther = norm > 2.0**64 * bound, norm > 2.0**180 * bound",
+        "far, farther = norm > jnp.inf, norm > jnp.inf",
+        "tests/core",
+    ),
+    Mutant(
+        "sums of float64 powers are not scaled",
+        "_norms.py",
+        "unit = _nonzero(largest(xs, axes))",
+        "unit = jnp.ones(())",
+        "tests/core tests/contract tests/backward",
+    ),
+    Mutant(
+        "squares in the dtype of the leaf",
+        "_norms.py",
+        "return wide(x) * wide(x) if p == 2",
+        "return wide(x * x) if p == 2",
+        "tests/core",
+    ),
+    Mutant(
+        "sums in float32",
+        "_norms.py",
+        "how = Reduction(lambda part: _powers(part, p), jnp.add, jnp.sum)",
+        "how = Reduction(lambda part: _powers(part, p).astype(np.float32), jnp.add, jnp.sum)",
+        "tests/core",
+    ),
+    Mutant(
+        "the first slices of a large leaf are left out",
+        "_reductions.py",
+        "for start in range(0, rounds * _SLICES * width, _SLICES * width):",
+        "for start in range(_SLICES * width, rounds * _SLICES * width, _SLICES * width):",
+        "tests/core",
+    ),
+    Mutant(
+        "entries that tie for the largest each get the whole derivative",
+        "_norms.py",
+        "slopes = [wide(size == norm) / ties * slope for size, slope in pairs]",
+        "slopes = [wide(size == norm) * slope for size, slope in pairs]",
+        "tests/core tests/contract",
+    ),
+    Mutant(
+        "complex entries by their real part",
+        "_norms.py",
+        "return wide(x.real) ** 2 + wide(x.imag) ** 2",
+        "return wide(x.real) ** 2",
+        "tests/contract tests/core",
+    ),
+    Mutant(
+        "a derivative that divides by a norm of 0",
+        "_norms.py",
+        "return jnp.where((x > 0) & (x < jnp.inf), x, 1.0)",
+        "return jnp.where(x < jnp.inf, x, 1.0)",
+        "tests/core",
+    ),
+    Mutant(
+        "a schedule below 0 flips signs",
+        "_bounds.py",
+        "return value if minimum is None else jnp.maximum(value, minimum)",
+        "return value",
+        "tests/core tests/contract",
+    ),
+    Mutant(
+        "a schedule that is NaN is 0",
+        "_bounds.py",
+        "return value if minimum is None else jnp.maximum(value, minimum)",
+        "return value if minimum is None else jnp.where(value > minimum, value, minimum)",
+        "tests/core tests/contract",
+    ),
+    Mutant(
+        "weak types are lost",
+        "_norms.py",
+        'if not getattr(like, "weak_type", False) or x.weak_type:',
+        "if like is not None:",
+        "tests/contract",
+    ),
+)
