@@ -6,13 +6,11 @@ or wider.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import optax
@@ -74,61 +72,91 @@ def bound_for(norm: float, trial: Trial) -> float:
 
 
 # --------------------------------------------------------------------------------------------------
-# Compiled once for each dtype mixture: bounds are arguments, in float64 as a Python float would be.
+# Compiled once for each mixture of dtypes: bounds are arguments, in float64 as a Python float would be.
 
 
-def _wide(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Jit a function whose bound is a float64 argument, which stands for a Python float."""
+def with_wide_bounds(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Jit a function whose first argument, a tree of bounds, arrives in float64, as Python floats would."""
     compiled = jax.jit(function)
 
-    def call(bound: Any, *args: Any) -> Any:
+    def call(bounds: Any, *args: Any) -> Any:
         with jax.enable_x64(True):
-            return compiled(jnp.float64(bound), *args)
+            bounds = jax.tree.map(lambda bound: np.asarray(bound, np.float64), bounds)
+            return jax.tree.map(np.asarray, compiled(bounds, *args))
 
     return call
 
 
-@functools.cache
-def clip(name: str, axes: Any = None, p: float = 2) -> Callable[..., Any]:
-    options: dict[str, Any] = {}
-    if name != "clip_by_value":
-        options = {"ord": p} if name == "clip_by_global_norm" else {"axes": axes, "ord": p}
-    if name == "clip_by_rms":
-        options = {"axes": axes}
-
-    def update(bound: Any, tree: Any) -> Any:
-        tx = getattr(clipjax, name)(bound, **options)
-        return tx.update(tree, tx.init(tree))[0]
-
-    return _wide(update)
-
-
-@functools.cache
-def projection(how: str, axes: Any = clipjax.fan_in) -> Callable[..., Any]:
-    def link(bound: Any, params: Any, update: Any) -> Any:
-        tx = optax.chain(optax.identity(), clipjax.max_norm(bound, axes=axes))
-        updates, _ = tx.update(update, tx.init(params), params)
-        return optax.apply_updates(params, updates)
-
-    def in_branch(bound: Any, params: Any, update: Any) -> Any:
-        tx = optax.apply_if_finite(clipjax.max_norm(bound, axes=axes), 5)
-        updates, _ = tx.update(update, tx.init(params), params)
-        return optax.apply_updates(params, updates)
-
-    if how == "call":
-        return _wide(lambda bound, params: clipjax.max_norm(bound, axes=axes)(params))
-    return _wide(link if how == "link" else in_branch)
-
-
-@functools.cache
-def measure(p: float) -> Callable[..., Any]:
-    return jax.jit(
-        lambda tree: (
+@jax.jit
+def measured(tree: Any) -> Any:
+    """For each p: the norm of the tree, of the leaves, and of the units."""
+    return {
+        p: (
             functional.global_norm(tree, p),
             functional.leaf_norms(tree, p),
             functional.unit_norms(tree, clipjax.fan_in, p),
         )
+        for p in ORDS
+    }
+
+
+def updated(tx: Any, grads: Any) -> Any:
+    return tx.update(grads, tx.init(grads))[0]
+
+
+GLOBAL_ORDS = (1, 2, INF)
+NORMS_OF_A_KERNEL = ((None, 2), (0, 1), (1, 3), (clipjax.fan_in, 2), (None, INF))
+RMS_OF_A_KERNEL = (None, clipjax.fan_in)
+
+
+@with_wide_bounds
+def clip_tree(bounds: Any, tree: Any) -> Any:
+    """By the global norms, and by value with the bound that comes last."""
+    clips = [
+        clipjax.clip_by_global_norm(bound, ord=p) for p, bound in zip(GLOBAL_ORDS, bounds[:-1], strict=True)
+    ]
+    return [updated(tx, tree) for tx in (*clips, clipjax.clip_by_value(bounds[-1]))]
+
+
+@with_wide_bounds
+def clip_kernel(bounds: Any, kernel: Any) -> Any:
+    """By norms along different axes, and by root mean squares."""
+    of_norms, of_rms = bounds
+    return (
+        [
+            updated(clipjax.clip_by_norm(bound, axes=axes, ord=p), kernel)
+            for bound, (axes, p) in zip(of_norms, NORMS_OF_A_KERNEL, strict=True)
+        ],
+        [
+            updated(clipjax.clip_by_rms(bound, axes=axes), kernel)
+            for bound, axes in zip(of_rms, RMS_OF_A_KERNEL, strict=True)
+        ],
     )
+
+
+@with_wide_bounds
+def bound_units(bounds: Any, kernel: Any) -> Any:
+    """Clip and project the columns of a matrix, each to a bound of its own."""
+    return {
+        "clip_by_norm": updated(clipjax.clip_by_norm(bounds, axes=0), kernel),
+        "max_norm": clipjax.max_norm(bounds, axes=0)(kernel),
+    }
+
+
+@with_wide_bounds
+def project_in_three_ways(radius: Any, moved: Any, params: Any, update: Any) -> Any:
+    """By the call, as a link, and as a link inside a branch."""
+    ball = clipjax.max_norm(radius)
+    found = {"call": ball(moved)}
+    for how, tx in (
+        ("link", optax.chain(optax.identity(), ball)),
+        ("branch", optax.apply_if_finite(ball, 5)),
+    ):
+        found[how] = optax.apply_updates(params, tx.update(update, tx.init(params), params)[0])
+    return found
+
+
+apply_updates = jax.jit(optax.apply_updates)
 
 
 def units_of(leaf: Any, axes: Any) -> Any:
@@ -145,8 +173,7 @@ def units_of(leaf: Any, axes: Any) -> Any:
 def check_norms(trial: Trial) -> Iterator[str]:
     """Measured norms agree with the oracle to 1e-6, and are neither 0 nor inf while it is in range."""
     tree = draw(trial)
-    for p in ORDS:
-        whole, leaves, units = measure(p)(tree)
+    for p, (whole, leaves, units) in jax.tree.map(np.asarray, measured(tree)).items():
         pairs = [("tree", whole, exact_tree_norm(tree, p))]
         for name, leaf in tree.items():
             pairs.append((name, leaves[name], exact_norm(leaf, None, p)))
@@ -154,8 +181,8 @@ def check_norms(trial: Trial) -> Iterator[str]:
             if axis != "skip":
                 pairs.append((f"units of {name}", units[name], exact_norm(leaf, axis, p)))
         for what, got, exact in pairs:
-            if np.asarray(got).dtype != np.float32:
-                yield f"ord {p}, {what}: dtype {np.asarray(got).dtype}"
+            if got.dtype != np.float32:
+                yield f"ord {p}, {what}: dtype {got.dtype}"
             expected = np.asarray(exact, np.float64)
             got = np.asarray(got, np.float64)
             representable = expected <= FLOAT32_MAX
@@ -222,10 +249,11 @@ def judge(
 def check_clips(trial: Trial) -> Iterator[str]:
     """No clipped norm is above its bound, none needlessly below, and inside nothing moves."""
     tree = draw(trial)
-    for p in (2,) if trial.seed % 2 else (1, INF):
-        norm = float(exact_tree_norm(tree, p))
-        bound = bound_for(norm, trial)
-        after = clip("clip_by_global_norm", None, p)(bound, tree)
+    norms = [float(exact_tree_norm(tree, p)) for p in GLOBAL_ORDS]
+    largest = float(np.max(np.abs(flat(tree))))
+    bounds = [bound_for(size, trial) for size in (*norms, largest)]
+    *by_norms, by_value = clip_tree(bounds, tree)
+    for p, norm, bound, after in zip(GLOBAL_ORDS, norms, bounds[:-1], by_norms, strict=True):
         if not np.isfinite(flat(after)).all():
             yield f"clip_by_global_norm(ord={p}): not finite for the norm {norm}"
         new = exact_tree_norm(after, p)
@@ -238,35 +266,24 @@ def check_clips(trial: Trial) -> Iterator[str]:
         # One factor for all: in float32 it costs two roundings of 2**-24 and their slack.
         elif norm > bound > 1e-36 and trial.mixture == "f32" and bound - new > bound * 2.0**-21 + lost:
             yield f"clip_by_global_norm(ord={p}): the norm {new} is far below {bound}"
-    one = tree["kernel"]
-    for axes, p in ((None, 2), (0, 1), (1, 3), (clipjax.fan_in, 2), (None, INF)):
-        axis = units_of(one, axes)
-        bound = bound_for(float(np.max(exact_norm(one, axis, p))), trial)
-        after = clip("clip_by_norm", axes, p)(bound, {"kernel": one})["kernel"]
-        yield from judge(
-            f"clip_by_norm(axes={axes}, ord={p}) {one.dtype}", one, np.asarray(after), axis, p, bound
-        )
-    for axes in (None, clipjax.fan_in):
-        axis = units_of(one, axes)
-        count = one.size if axis is None else one.size // one.shape[-1]
-        root = math.sqrt(count)
-        bound = bound_for(float(np.max(exact_norm(one, axis)) / root), trial)
-        after = clip("clip_by_rms", axes)(bound, {"kernel": one})["kernel"]
-        yield from judge(
-            f"clip_by_rms(axes={axes}) {one.dtype}", one, np.asarray(after), axis, 2, bound, times=root
-        )
-    bound = bound_for(float(np.max(np.abs(flat(tree)))), trial)
-    after = clip("clip_by_value")(bound, tree)
     for name, leaf in tree.items():
-        yield from judge(
-            f"clip_by_value {leaf.dtype}",
-            leaf,
-            np.asarray(after[name]),
-            (),
-            INF,
-            bound,
-            # The limit rounded inwards is one ulp away; below the subnormals it is 0.
-        )
+        # The limit rounded inwards is one ulp away; below the subnormals it is 0.
+        yield from judge(f"clip_by_value {leaf.dtype}", leaf, by_value[name], (), INF, bounds[-1])
+
+    one = tree["kernel"]
+    ways = [(units_of(one, axes), p) for axes, p in NORMS_OF_A_KERNEL]
+    of_norms = [bound_for(float(np.max(exact_norm(one, axis, p))), trial) for axis, p in ways]
+    rows = [units_of(one, axes) for axes in RMS_OF_A_KERNEL]
+    roots = [math.sqrt(one.size if axis is None else one.size // one.shape[-1]) for axis in rows]
+    of_rms = [
+        bound_for(float(np.max(exact_norm(one, axis)) / root), trial)
+        for axis, root in zip(rows, roots, strict=True)
+    ]
+    by_norms, by_rms = clip_kernel((of_norms, of_rms), one)
+    for (axis, p), bound, after in zip(ways, of_norms, by_norms, strict=True):
+        yield from judge(f"clip_by_norm(axes={axis}, ord={p}) {one.dtype}", one, after, axis, p, bound)
+    for axis, root, bound, after in zip(rows, roots, of_rms, by_rms, strict=True):
+        yield from judge(f"clip_by_rms(axes={axis}) {one.dtype}", one, after, axis, 2, bound, times=root)
 
 
 # Large leaves are summed and scheduled differently.
@@ -285,8 +302,7 @@ def check_units(trial: Trial) -> Iterator[str]:
     matrix = (scales * rng.uniform(-1, 1, shape)).astype(DTYPES[kind])
     if trial.sparse:
         matrix[:, rng.random(shape[1]) < 0.5] = 0
-    for name, function in (("clip_by_norm", clip("clip_by_norm", 0)), ("max_norm", projection("call", 0))):
-        after = np.asarray(function(bounds, {"kernel": matrix})["kernel"])
+    for name, after in bound_units(bounds, matrix).items():
         yield from judge(f"{name} of a {size} {kind} matrix", matrix, after, 0, 2, bounds)
 
 
@@ -310,14 +326,15 @@ def weights_and_update(trial: Trial) -> tuple[dict[str, Any], dict[str, Any]]:
 def check_projection(trial: Trial) -> Iterator[str]:
     """By the call, as a link, and inside a branch: inside the ball, close to it, idempotent."""
     params, update = weights_and_update(trial)
-    moved = jax.tree.map(np.asarray, optax.apply_updates(params, update))
+    moved = jax.tree.map(np.asarray, apply_updates(params, update))
     largest = max(
         float(np.max(exact_norm(moved[k], units_of(moved[k], clipjax.fan_in)))) for k in ("conv", "kernel")
     )
     radius = bound_for(largest, trial)
 
-    direct = jax.tree.map(np.asarray, projection("call")(radius, moved))
-    again = jax.tree.map(np.asarray, projection("call")(radius, direct))
+    found = project_in_three_ways(radius, moved, params, update)
+    direct = found["call"]
+    again = project_in_three_ways(radius, direct, params, update)["call"]
     for name in ("conv", "kernel"):
         axis = units_of(moved[name], clipjax.fan_in)
         yield from judge(f"max_norm {moved[name].dtype}", moved[name], direct[name], axis, 2, radius)
@@ -325,7 +342,7 @@ def check_projection(trial: Trial) -> Iterator[str]:
         if direct[name].tobytes() != again[name].tobytes():
             yield f"max_norm {direct[name].dtype}: not idempotent, radius {radius}"
     for how in ("link", "branch"):
-        after = jax.tree.map(np.asarray, projection(how)(radius, params, update))
+        after = found[how]
         for name in SHAPES:
             leaf, dtype = after[name], after[name].dtype
             axis = units_of(leaf, clipjax.fan_in)
