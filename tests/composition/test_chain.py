@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -64,42 +65,62 @@ def test_a_misplaced_projection_is_an_error_that_says_where(name: str) -> None:
     assert f"links[{after}] moves them again" in message
 
 
-@pytest.mark.parametrize(
-    "links",
-    [
-        pytest.param(lambda: (sgd(),), id="none"),
-        pytest.param(lambda: (BALL,), id="alone"),
-        pytest.param(lambda: (sgd(), BALL), id="last"),
-        pytest.param(lambda: (sgd(), BOX, BALL), id="several"),
-        pytest.param(lambda: (clipjax.chain(sgd(), BOX), BALL), id="nested"),
-        pytest.param(lambda: (sgd(), clipjax.chain(BOX, BALL)), id="nested, several"),
-        pytest.param(lambda: (optax.chain(sgd(), sgd()), optax.masked(BALL, True)), id="wrapped"),
-    ],
-)
-def test_a_chain_in_the_right_order_equals_optax_chain(links: Any) -> None:
-    ours, theirs = clipjax.chain(*links()), optax.chain(*links())
-    grads, params = random_tree(0, scale=4.0), random_tree(1, scale=2.0)
-    state, expected_state = ours.init(params), theirs.init(params)
-    assert avals(state) == avals(expected_state)
+ORDERED: dict[str, Callable[[], Any]] = {
+    "none": lambda: (sgd(),),
+    "alone": lambda: (BALL,),
+    "last": lambda: (sgd(), BALL),
+    "several": lambda: (sgd(), BOX, BALL),
+    "nested": lambda: (clipjax.chain(sgd(), BOX), BALL),
+    "nested, several": lambda: (sgd(), clipjax.chain(BOX, BALL)),
+    "wrapped": lambda: (optax.chain(sgd(), sgd()), optax.masked(BALL, True)),
+}
+
+
+@functools.cache
+def two_steps_of_every_order() -> Any:
+    """By our chain and by Optax': the updates of two steps and the metrics after them."""
+
+    @jax.jit
+    def run(grads: Any, params: Any) -> Any:
+        found = {}
+        for name, links in ORDERED.items():
+            for whose, chain in (("ours", clipjax.chain), ("theirs", optax.chain)):
+                tx = chain(*links())
+                first, state = tx.update(grads, tx.init(params), params)
+                second, state = tx.update(grads, state, optax.apply_updates(params, first))
+                found[name, whose] = (first, second), clipjax.metrics(state)
+        return found
+
+    return run(random_tree(0, scale=4.0), random_tree(1, scale=2.0))
+
+
+@pytest.mark.parametrize("name", ORDERED)
+def test_a_chain_in_the_right_order_equals_optax_chain(name: str) -> None:
+    ours, theirs = clipjax.chain(*ORDERED[name]()), optax.chain(*ORDERED[name]())
+    params = random_tree(1)
+    assert avals(jax.eval_shape(ours.init, params)) == avals(jax.eval_shape(theirs.init, params))
     assert len(ours) == 2
     assert isinstance(ours, optax.GradientTransformationExtraArgs)
-    update, expected_update = jax.jit(ours.update), jax.jit(theirs.update)
-    for _ in range(2):
-        updates, state = update(grads, state, params)
-        expected, expected_state = expected_update(grads, expected_state, params)
-        assert same_bits(updates, expected)
-        params = optax.apply_updates(params, updates)
+    (updates, seen), (expected, expected_seen) = (
+        two_steps_of_every_order()[name, whose] for whose in ("ours", "theirs")
+    )
+    assert same_bits(updates, expected)
     # All that differs is what is not measured where it is known.
-    seen, expected_seen = clipjax.metrics(state), clipjax.metrics(expected_state)
     assert list(seen) == list(expected_seen)
     assert same_bits(*({k: v for k, v in s.items() if "violation" not in k} for s in (seen, expected_seen)))
 
 
 def test_extra_arguments_reach_the_links() -> None:
     tx = clipjax.chain(clipjax.clip_by_global_norm(1.0), optax.polyak_sgd(), BALL)
-    grads, params = random_tree(0), random_tree(1)
-    updates, _ = tx.update(grads, tx.init(params), params, value=jnp.asarray(2.0))
-    assert jax.tree.structure(updates) == jax.tree.structure(params)
+    params = random_tree(1)
+
+    def update(grads: Any, value: Any) -> Any:
+        return tx.update(grads, tx.init(params), params, value=value)[0]
+
+    found = jax.jit(update)
+    low, high = (found(random_tree(0), value) for value in (0.2, 0.3))
+    assert avals(low) == avals(params)
+    assert not same_bits(low, high)
 
 
 def test_what_is_no_link_is_an_error() -> None:
@@ -128,41 +149,91 @@ WRAPPERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def violations(tx: Any, steps: int = 4, *, jit: bool = True) -> list[float]:
-    """The metric after each step, for weights that are inside the ball when training starts."""
-    params = clipjax.max_norm(1.0)(random_tree(1, scale=2.0))
-    state = tx.init(params)
-    update = jax.jit(tx.update) if jit else tx.update
-    found = []
-    for i in range(steps):
-        updates, state = update(random_tree(i), state, params)
-        params = optax.apply_updates(params, updates)
-        (seen,) = (v for k, v in clipjax.metrics(state).items() if k.endswith("/violation"))
-        found.append(float(seen))
+def violation(state: Any) -> Any:
+    (found,) = (v for k, v in clipjax.metrics(state).items() if k.endswith("/violation"))
     return found
 
 
-@pytest.mark.parametrize(("name", "jit"), [("chain", False), *((name, True) for name in WRAPPERS)], ids=str)
-def test_the_metric_shows_a_misplaced_projection(name: str, jit: bool) -> None:
-    wrap = WRAPPERS[name]
-    wrong = violations(wrap(optax.chain(clipjax.max_norm(1.0), optax.adam(0.1))), jit=jit)
-    assert wrong[0] == 0
-    assert wrong[-1] > 0.01
-    assert violations(wrap(optax.chain(optax.adam(0.1), clipjax.max_norm(1.0))), jit=jit) == [0.0] * 4
+def violations(update: Callable[..., Any], state: Any, steps: int = 4) -> list[Any]:
+    """The metric after each step, for weights that are inside the ball when training starts."""
+    params, found = INSIDE, []
+    for i in range(steps):
+        updates, state = update(random_tree(i), state, params)
+        params = jax.tree.map(lambda w, u: np.asarray(w) + np.asarray(u), params, updates)
+        found.append(jax.tree.map(float, violation(state)))
+    return found
+
+
+INSIDE = jax.tree.map(lambda w: np.asarray(w) / 4, random_tree(1))
+
+
+def in_both_places(name: str) -> dict[str, Any]:
+    """A wrapped chain with its projection in the wrong and in the right place."""
+    wrap, step = WRAPPERS[name], optax.sgd(3.0)
+    return {
+        "wrong": wrap(optax.chain(clipjax.max_norm(1.0), step)),
+        "right": wrap(optax.chain(step, clipjax.max_norm(1.0))),
+    }
+
+
+@functools.cache
+def violations_in_both_places() -> dict[str, dict[str, list[float]]]:
+    """For every wrapper, from one compiled step of all of them."""
+    txs = {name: in_both_places(name) for name in WRAPPERS}
+
+    def each(function: Callable[..., Any], *trees: Any) -> Any:
+        return {
+            name: {place: function(tx, *(t[name][place] for t in trees)) for place, tx in places.items()}
+            for name, places in txs.items()
+        }
+
+    @jax.jit
+    def step(grads: Any, states: Any, params: Any) -> Any:
+        found = each(lambda tx, state, w: tx.update(grads, state, w), states, params)
+        params = each(lambda tx, update, w: optax.apply_updates(w, update[0]), found, params)
+        states = each(lambda tx, update: update[1], found)
+        return states, params, each(lambda tx, state: violation(state), states)
+
+    states, params = each(lambda tx: tx.init(INSIDE)), each(lambda tx: INSIDE)
+    seen = []
+    for i in range(4):
+        states, params, now = step(random_tree(i), states, params)
+        seen.append(now)
+    return each(lambda tx, *values: [float(v) for v in values], *seen)
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_the_metric_shows_a_misplaced_projection(name: str) -> None:
+    found = violations_in_both_places()[name]
+    assert found["wrong"][0] == 0
+    assert found["wrong"][-1] > 0.01
+    assert found["right"] == [0.0] * 4
+
+
+def test_the_metric_shows_it_outside_of_jit() -> None:
+    found = {place: violations(tx.update, tx.init(INSIDE)) for place, tx in in_both_places("chain").items()}
+    assert found["wrong"][0] == 0
+    assert found["wrong"][-1] > 0.01
+    assert found["right"] == [0.0] * 4
 
 
 def test_the_metric_says_by_how_much() -> None:
     tx = optax.chain(clipjax.max_norm(1.0), optax.scale(3.0))
-    params = {"kernel": jnp.array([[0.0, 0.5], [0.0, 0.8]])}
-    still = jax.tree.map(jnp.zeros_like, params)
-    state = tx.init(params)
-    _, state = tx.update(still, state, params)
-    assert clipjax.metrics(state)["max_norm/violation"] == 0
-    outside = {"kernel": jnp.array([[0.0, 1.5], [3.0, 2.0]])}
-    _, state = jax.jit(tx.update)(still, state, outside)
-    assert clipjax.metrics(state)["max_norm/violation"] == 2.0
-    _, state = jax.jit(tx.update)(still, state, {"kernel": outside["kernel"].at[0, 0].set(jnp.nan)})
-    assert np.isnan(clipjax.metrics(state)["max_norm/violation"])
+
+    @jax.jit
+    def seen(kernel: Any, steps: Any) -> Any:
+        still = {"kernel": jnp.zeros_like(kernel)}
+        state = tx.init({"kernel": kernel})
+        state = jax.lax.cond(
+            steps > 0, lambda: tx.update(still, state, {"kernel": 0 * still["kernel"]})[1], lambda: state
+        )
+        return violation(tx.update(still, state, {"kernel": kernel})[1])
+
+    outside = np.float32([[0.0, 1.5], [3.0, 2.0]])
+    assert seen(np.float32([[0.0, 0.5], [0.0, 0.8]]), 0) == 0
+    assert seen(outside, 1) == 2.0
+    outside[0, 0] = np.nan
+    assert np.isnan(seen(outside, 1))
 
 
 def test_a_shrinking_bound_is_no_violation() -> None:
@@ -171,18 +242,24 @@ def test_a_shrinking_bound_is_no_violation() -> None:
     def radius(step: Any) -> Any:
         return 1.0 / (1 + step)
 
-    seen = violations(optax.chain(optax.sgd(0.1), clipjax.max_norm(radius)))
-    assert seen == [0.0] * 4
-    assert violations(optax.chain(clipjax.max_norm(radius), optax.sgd(0.1)))[-1] > 0
+    right = optax.chain(optax.sgd(0.1), clipjax.max_norm(radius))
+    wrong = optax.chain(clipjax.max_norm(radius), optax.sgd(0.1))
+    assert violations(jax.jit(right.update), right.init(INSIDE)) == [0.0] * 4
+    assert violations(jax.jit(wrong.update), wrong.init(INSIDE))[-1] > 0
 
 
 def test_where_the_place_is_checked_nothing_is_measured() -> None:
     """Weights that were outside from the start are no concern of a link that is known to be last."""
     params, grads = random_tree(1, scale=9.0), random_tree(0)
-    for tx, measures in (
-        (optax.chain(sgd(), BALL), True),
-        (clipjax.chain(sgd(), BALL), False),
-        (clipjax.bounded(sgd(), project=BALL), False),
-    ):
-        _, state = jax.jit(tx.update)(grads, tx.init(params), params)
-        assert (float(clipjax.metrics(state)["max_norm/violation"]) > 0) == measures
+    txs = {
+        "unchecked": optax.chain(sgd(), BALL),
+        "chain": clipjax.chain(sgd(), BALL),
+        "bounded": clipjax.bounded(sgd(), project=BALL),
+    }
+
+    @jax.jit
+    def seen(grads: Any, params: Any) -> Any:
+        return {name: violation(tx.update(grads, tx.init(params), params)[1]) for name, tx in txs.items()}
+
+    found = {name: float(value) > 0 for name, value in seen(grads, params).items()}
+    assert found == {"unchecked": True, "chain": False, "bounded": False}

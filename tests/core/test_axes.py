@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
@@ -19,8 +20,8 @@ from tests.support.trees import same_bits
 def tree() -> dict[str, Any]:
     rng = np.random.default_rng(0)
 
-    def leaf(*shape: int) -> jax.Array:
-        return jnp.asarray(rng.standard_normal(shape), np.float32)
+    def leaf(*shape: int) -> np.ndarray:
+        return np.asarray(rng.standard_normal(shape), np.float32)
 
     return {
         "attention": {"query": {"kernel": leaf(4, 2, 3), "bias": leaf(2, 3)}},
@@ -30,36 +31,9 @@ def tree() -> dict[str, Any]:
     }
 
 
-def paths(tree: Any) -> dict[str, jax.Array]:
+def paths(tree: Any) -> dict[str, np.ndarray]:
     flat = jax.tree_util.tree_flatten_with_path(tree)[0]
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in flat}
-
-
-def check(axes: Any, reduced: dict[str, Any]) -> None:
-    """`reduced` says which axes of which leaf; the leaves it does not name are left alone."""
-    params = tree()
-    norms = functional.unit_norms(params, axes)
-    clipped = paths(functional.clip_by_norm(params, 0.5, axes))
-    projected = paths(clipjax.max_norm(0.5, axes=axes)(params))
-    link = clipjax.max_norm(0.5, axes=axes)
-    zeros = jax.tree.map(jnp.zeros_like, params)
-    linked = paths(link.update(zeros, link.init(params), params)[0])
-    flat_norms = dict(zip(paths(params), jax.tree.leaves(norms, is_leaf=lambda x: x is None), strict=True))
-    for path, leaf in paths(params).items():
-        if path not in reduced:
-            assert flat_norms[path] is None
-            assert same_bits(clipped[path], leaf)
-            assert same_bits(projected[path], leaf)
-            assert same_bits(linked[path], jnp.zeros_like(leaf))
-            continue
-        axis = reduced[path]
-        expected = exact_norm(leaf, axis)
-        assert flat_norms[path].shape == expected.shape
-        np.testing.assert_allclose(flat_norms[path], expected, rtol=1e-6)
-        after = exact_norm(clipped[path], axis)
-        np.testing.assert_allclose(after, np.minimum(expected, 0.5), rtol=1e-6)
-        assert (after <= 0.5).all() or (after[expected > 0.5] <= 0.5).all()
-        assert same_bits(projected[path], clipped[path])
 
 
 ALL = {
@@ -72,17 +46,17 @@ ALL = {
 }
 
 
-def test_none_is_the_whole_leaf() -> None:
-    check(None, ALL)
+def by_rank_and_name(path: Any, leaf: Any) -> Any:
+    if leaf.ndim == 3:
+        return (0,)  # one norm for each head and channel
+    return None if path[0].key == "embed" else SKIP
 
 
-def test_skip_leaves_all_alone() -> None:
-    check(SKIP, {})
-    assert repr(SKIP) == "clipjax.SKIP"
-
-
-def test_fan_in() -> None:
-    check(
+# Every form of `axes`, and which axes of which leaf it reduces: leaves without a name are left alone.
+FORMS: dict[str, tuple[Any, dict[str, tuple[int, ...]]]] = {
+    "None is the whole leaf": (None, ALL),
+    "SKIP leaves all alone": (SKIP, {}),
+    "fan_in": (
         fan_in,
         {
             "attention/query/kernel": (0, 1),
@@ -90,59 +64,75 @@ def test_fan_in() -> None:
             "embed": (0,),
             "head/kernel": (0,),
         },
-    )
+    ),
+    "a rule": (by_rank_and_name, {"attention/query/kernel": (0,), "embed": (0, 1)}),
+    "a mapping takes the first match": (
+        {"attention/*/kernel": 0, "*kernel": (0, 1), "embed": -1},
+        {"attention/query/kernel": (0,), "head/kernel": (0, 1), "embed": (1,)},
+    ),
+    "a mapping to rules and None": (
+        {"*kernel": fan_in, "attention/*": None},
+        {"attention/query/kernel": (0, 1), "head/kernel": (0,), "attention/query/bias": (0, 1)},
+    ),
+    "a mapping may skip and end in a default": (
+        {"embed": SKIP, "*": None},
+        {key: value for key, value in ALL.items() if key != "embed"},
+    ),
+    "the last component of a path": (
+        {"kernel": fan_in},
+        {"attention/query/kernel": (0, 1), "head/kernel": (0,)},
+    ),
+    "the last components of a path": ({"query/bias": 1}, {"attention/query/bias": (1,)}),
+    "a pattern that is shadowed still matches": ({"*": SKIP, "head/*": 0}, {}),
+}
 
 
-@pytest.mark.parametrize(
-    ("shape", "reduced"),
-    [
-        ((), SKIP),
-        ((3,), SKIP),
-        ((3, 4), (0,)),
-        ((5, 4, 8), (0, 1)),
-        ((3, 3, 4, 8), (0, 1, 2)),
-        ((2, 3, 3, 4, 8), (0, 1, 2, 3)),
-    ],
-)
-def test_fan_in_of_every_rank(shape: tuple[int, ...], reduced: Any) -> None:
-    assert fan_in((), jnp.ones(shape)) == reduced
-    assert fan_in((), np.ones(shape)) == reduced
-    assert fan_in((), jax.ShapeDtypeStruct(shape, np.float32)) == reduced
-    leaf = 2 * jnp.ones(shape)
-    norms = functional.unit_norms(leaf, fan_in)
-    assert (norms is None) == (reduced is SKIP)
-    if norms is not None:
-        assert norms.shape == shape[-1:]
+@functools.cache
+def results() -> dict[str, Any]:
+    """For each form: the norms, the leaves clipped, those projected, and the updates of a link."""
+
+    @jax.jit
+    def of_every_form(params: Any, zeros: Any) -> dict[str, Any]:
+        found = {}
+        for name, (axes, _) in FORMS.items():
+            ball = clipjax.max_norm(0.5, axes=axes)
+            found[name] = (
+                functional.unit_norms(params, axes),
+                functional.clip_by_norm(params, 0.5, axes),
+                ball(params),
+                ball.update(zeros, ball.init(params), params)[0],
+            )
+        return found
+
+    return jax.tree.map(np.asarray, of_every_form(tree(), jax.tree.map(np.zeros_like, tree())))
 
 
-MATRICES = {"a": jnp.arange(12.0).reshape(3, 4) / 4, "b": jnp.arange(6.0).reshape(2, 3) / 4}
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_axes(form: str) -> None:
+    params, reduced = tree(), FORMS[form][1]
+    norms = jax.tree.leaves(results()[form][0], is_leaf=lambda x: x is None)
+    norms = dict(zip(paths(params), norms, strict=True))
+    clipped, projected, linked = map(paths, results()[form][1:])
+    for path, leaf in paths(params).items():
+        if path not in reduced:
+            assert norms[path] is None
+            assert same_bits(clipped[path], leaf)
+            assert same_bits(projected[path], leaf)
+            assert same_bits(linked[path], np.zeros_like(leaf))
+            continue
+        axis = reduced[path]
+        expected = exact_norm(leaf, axis)
+        assert norms[path].shape == expected.shape
+        np.testing.assert_allclose(norms[path], expected, rtol=1e-6)
+        after = exact_norm(clipped[path], axis)
+        np.testing.assert_allclose(after, np.minimum(expected, 0.5), rtol=1e-6)
+        assert (after <= 0.5).all()
+        assert same_bits(projected[path], clipped[path])
+        assert (exact_norm(leaf + linked[path], axis) <= 0.5).all()
 
 
-@pytest.mark.parametrize(
-    ("axes", "same"),
-    [(0, (0,)), (1, (1,)), (-1, (1,)), (-2, (0,)), ((0, 1), (0, 1)), ([1, 0], (0, 1)), ((-1, 0), (0, 1))],
-)
-def test_ints_and_tuples(axes: Any, same: tuple[int, ...]) -> None:
-    norms = functional.unit_norms(MATRICES, axes)
-    for key, leaf in MATRICES.items():
-        np.testing.assert_allclose(norms[key], exact_norm(leaf, same), rtol=1e-6)
-    clipped = functional.clip_by_norm(MATRICES, 0.25, axes)
-    assert same_bits(clipped, functional.clip_by_norm(MATRICES, 0.25, same))
-    for leaf in clipped.values():
-        assert (exact_norm(leaf, same) <= 0.25).all()
-
-
-def test_numpy_ints_are_axes() -> None:
-    assert same_bits(functional.unit_norms(MATRICES, np.int64(1)), functional.unit_norms(MATRICES, 1))
-
-
-def test_the_empty_tuple_makes_every_entry_a_unit() -> None:
-    norms = functional.unit_norms(MATRICES, ())
-    assert same_bits(norms, MATRICES)  # they are not negative
-    clipped = functional.clip_by_norm(MATRICES, 0.5, ())
-    for key, leaf in clipped.items():
-        assert (np.asarray(leaf) <= 0.5).all()
-        np.testing.assert_allclose(leaf, np.minimum(MATRICES[key], 0.5), rtol=1e-6)
+def test_skip_has_a_name() -> None:
+    assert repr(SKIP) == "clipjax.SKIP"
 
 
 def test_a_rule_sees_path_and_leaf() -> None:
@@ -150,34 +140,78 @@ def test_a_rule_sees_path_and_leaf() -> None:
 
     def rule(path: Any, leaf: Any) -> Any:
         seen.append((jax.tree_util.keystr(path, simple=True, separator="/"), leaf.shape))
-        if leaf.ndim == 3:
-            return (0,)  # one norm for each head and channel
-        return None if path[0].key == "embed" else SKIP
+        return SKIP
 
-    check(rule, {"attention/query/kernel": (0,), "embed": (0, 1)})
-    assert ("attention/query/kernel", (4, 2, 3)) in seen
-    assert ("scale", ()) in seen
+    functional.unit_norms(tree(), rule)
+    assert seen == [(path, leaf.shape) for path, leaf in paths(tree()).items()]
 
 
-def test_a_mapping_takes_the_first_match_and_leaves_the_rest_alone() -> None:
-    check(
-        {"attention/*/kernel": 0, "*kernel": (0, 1), "embed": -1},
-        {"attention/query/kernel": (0,), "head/kernel": (0, 1), "embed": (1,)},
+RANKS: list[tuple[tuple[int, ...], Any]] = [
+    ((), SKIP),
+    ((3,), SKIP),
+    ((3, 4), (0,)),
+    ((5, 4, 8), (0, 1)),  # a Conv1D kernel: its units are the output channels
+    ((3, 3, 4, 8), (0, 1, 2)),
+    ((2, 3, 3, 4, 8), (0, 1, 2, 3)),
+]
+
+
+@pytest.mark.parametrize(("shape", "reduced"), RANKS, ids=str)
+def test_fan_in_of_every_rank(shape: tuple[int, ...], reduced: Any) -> None:
+    ones = np.ones(shape, np.float32)
+    assert fan_in((), ones) == reduced
+    assert fan_in((), jnp.asarray(ones)) == reduced
+    assert fan_in((), jax.ShapeDtypeStruct(shape, np.float32)) == reduced
+    norms = jax.eval_shape(lambda x: functional.unit_norms(x, fan_in), ones)
+    assert (norms is None) == (reduced is SKIP)
+    if norms is not None:
+        assert norms.shape == shape[-1:]
+
+
+def test_the_units_of_a_conv1d_kernel_are_its_output_channels() -> None:
+    norms = jax.jit(lambda x: functional.unit_norms(x, fan_in))(np.ones((5, 4, 8), np.float32))
+    np.testing.assert_allclose(norms, np.full(8, np.sqrt(20)), rtol=1e-6)
+
+
+MATRICES = {
+    "a": np.arange(12, dtype=np.float32).reshape(3, 4) / 4,
+    "b": np.arange(6, dtype=np.float32).reshape(2, 3) / 4,
+}
+NUMBERS: list[tuple[Any, tuple[int, ...]]] = [
+    (0, (0,)),
+    (1, (1,)),
+    (-1, (1,)),
+    (-2, (0,)),
+    ((0, 1), (0, 1)),
+    ([1, 0], (0, 1)),
+    ((-1, 0), (0, 1)),
+    (np.int64(1), (1,)),
+    ((), ()),  # every entry is a unit
+]
+
+
+@functools.cache
+def results_of_numbers() -> Any:
+    def clip(matrices: Any, axes: Any) -> Any:
+        return functional.unit_norms(matrices, axes), functional.clip_by_norm(matrices, 0.25, axes)
+
+    of_all = jax.jit(
+        lambda matrices: [(clip(matrices, axes), clip(matrices, same)) for axes, same in NUMBERS]
     )
-    check(
-        {"*kernel": fan_in, "attention/*": None},
-        {"attention/query/kernel": (0, 1), "head/kernel": (0,), "attention/query/bias": (0, 1)},
-    )
+    return jax.tree.map(np.asarray, of_all(MATRICES))
 
 
-def test_a_mapping_may_skip_and_end_in_a_default() -> None:
-    rest = {key: value for key, value in ALL.items() if key != "embed"}
-    check({"embed": SKIP, "*": None}, rest)
-
-
-def test_a_pattern_may_be_the_last_components_of_a_path() -> None:
-    check({"kernel": fan_in}, {"attention/query/kernel": (0, 1), "head/kernel": (0,)})
-    check({"query/bias": 1}, {"attention/query/bias": (1,)})
+@pytest.mark.parametrize("i", range(len(NUMBERS)), ids=[str(axes) for axes, _ in NUMBERS])
+def test_ints_and_tuples(i: int) -> None:
+    axes = NUMBERS[i][1]
+    (norms, clipped), same = results_of_numbers()[i]
+    assert same_bits((norms, clipped), same)
+    for key, leaf in MATRICES.items():
+        exact = exact_norm(leaf, axes)
+        np.testing.assert_allclose(norms[key], exact, rtol=1e-6)
+        after = exact_norm(clipped[key], axes)
+        assert (after <= 0.25).all()
+        np.testing.assert_allclose(after, np.minimum(exact, 0.25), rtol=1e-6)
 
 
 def test_a_pattern_does_not_match_part_of_a_name() -> None:
@@ -195,10 +229,6 @@ def test_a_pattern_that_matches_nothing_lists_the_paths() -> None:
     assert "'*kernel'" not in message
     for path in paths(tree()):
         assert path in message
-
-
-def test_a_pattern_that_is_shadowed_still_matches() -> None:
-    check({"*": SKIP, "head/*": 0}, {})
 
 
 @pytest.mark.parametrize(
@@ -269,12 +299,16 @@ def test_leaves_that_do_not_count_need_no_axes() -> None:
 
 
 def test_rms_divides_by_the_entries_of_a_unit() -> None:
-    params = tree()
-    for axes, axis in ((None, None), (fan_in, (0,)), ({"head/kernel": 1}, (1,))):
-        tx = clipjax.clip_by_rms(0.25, axes=axes)
-        leaf = tx.update(params, tx.init(params))[0]["head"]["kernel"]
-        exact = np.asarray(leaf, np.float64)
-        before = np.asarray(params["head"]["kernel"], np.float64)
-        rms, expected = (np.sqrt(np.mean(x**2, axis=axis)) for x in (exact, before))
+    kernel = {"kernel": tree()["head"]["kernel"]}
+    forms = [(None, None), (fan_in, (0,)), ({"kernel": 1}, (1,))]
+
+    @jax.jit
+    def clip(kernel: Any) -> Any:
+        clips = [clipjax.clip_by_rms(0.25, axes=axes) for axes, _ in forms]
+        return [tx.update(kernel, tx.init(kernel))[0]["kernel"] for tx in clips]
+
+    for (_, axis), leaf in zip(forms, clip(kernel), strict=True):
+        after, before = (np.asarray(x, np.float64) for x in (leaf, kernel["kernel"]))
+        rms, expected = (np.sqrt(np.mean(x**2, axis=axis)) for x in (after, before))
         np.testing.assert_allclose(rms, np.minimum(expected, 0.25), rtol=1e-6)
         assert (rms <= 0.25 * (1 + 1e-15)).all()  # the mean itself is rounded

@@ -120,9 +120,9 @@ def traffic(text: str, at_least: int) -> int:
     return walk(entry)
 
 
-def compiled(tx, project=lambda params: params, dtype=jnp.float32, shape=(WIDTH, WIDTH), leaves=LEAVES):
-    """A donated train step, compiled for several arrays of one shape."""
-    shapes = {f"kernel_{i}": shape for i in range(leaves)}
+def compiled(tx, project=lambda params: params, dtype=jnp.float32, shape=(WIDTH, WIDTH)):
+    """A donated train step, compiled for LEAVES arrays."""
+    shapes = {f"kernel_{i}": shape for i in range(LEAVES)}
     params = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
     wide = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
     state = jax.eval_shape(tx.init, wide)
@@ -134,7 +134,7 @@ def compiled(tx, project=lambda params: params, dtype=jnp.float32, shape=(WIDTH,
     return jax.jit(step, donate_argnums=(0, 1)).lower(params, state, params).compile()
 
 
-def cost_of(program, dtype) -> Cost:
+def cost_of(program, dtype=jnp.float32) -> Cost:
     """The cost of what `compiled` returned."""
     nbytes = LEAVES * WIDTH * WIDTH * jnp.dtype(dtype).itemsize
     temporary = program.memory_analysis().temp_size_in_bytes / nbytes
