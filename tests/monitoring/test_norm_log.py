@@ -1,8 +1,7 @@
-"""NormLog: what it keeps, what it counts, and that its rules are the library's own."""
+"""NormLog: what it keeps, what it counts, and what it refuses."""
 
 from __future__ import annotations
 
-import builtins
 import functools
 import math
 from typing import Any
@@ -108,7 +107,7 @@ def test_the_name_says_which_norm() -> None:
     tx = clipjax.skip_spikes(
         optax.chain(clipjax.clip_by_global_norm(1.0), clipjax.clip_by_norm(0.5)), warmup_steps=1
     )
-    _, state = tx.update(jnp.array([3.0, 4.0]), tx.init(jnp.zeros(2)))
+    _, state = jax.jit(tx.update)(np.array([3, 4], np.float32), tx.init(np.zeros(2, np.float32)))
     seen = clipjax.metrics(state)
     for name, norm in [("skip_spikes", 5), ("clip_by_global_norm/norm", 5), ("clip_by_norm", 1)]:
         log = clipjax.NormLog(name)
@@ -119,7 +118,7 @@ def test_the_name_says_which_norm() -> None:
     with pytest.raises(ValueError, match="name: 'zclip' has no norm"):
         clipjax.NormLog("zclip").append(seen)
     with pytest.raises(ValueError, match=r"got \[\]"):
-        clipjax.NormLog().append(clipjax.metrics(optax.adam(1e-3).init(jnp.zeros(2))))
+        clipjax.NormLog().append(clipjax.metrics(optax.adam(1e-3).init(np.zeros(2, np.float32))))
 
 
 def test_quantiles_and_clip_rates_are_those_of_the_finite_norms() -> None:
@@ -141,66 +140,6 @@ def test_quantiles_and_clip_rates_are_those_of_the_finite_norms() -> None:
     ]
     counted = float(clipjax.metrics(state)["clip_by_global_norm/clipped_fraction"])
     np.testing.assert_allclose(log.clip_rate(2.0), counted, rtol=1e-6)
-
-
-def test_a_replay_is_the_transformation_step_by_step() -> None:
-    norms = some(120)
-    norms[[0, 30]] = NAN, INF
-    for tx in (clipjax.autoclip(25.0, window=16), clipjax.zclip(), clipjax.clip_by_quantile(0.9)):
-        replay = filled(norms).replay(tx)
-        state, thresholds, clipped = tx.init(jnp.zeros(2)), [], []
-        for norm in norms:
-            update, state = jax.jit(tx.update)(jnp.array([norm, 0.0]), state)
-            thresholds.append(float(state.threshold))
-            clipped.append(bool(update[0] < norm))
-        np.testing.assert_array_equal(replay.thresholds, thresholds)
-        np.testing.assert_array_equal(replay.clipped, clipped)
-        assert not replay.clipped[[0, 30]].any()
-        assert replay.clipped.any()
-
-
-def test_autoclip_is_suggested_as_the_percentile_of_all() -> None:
-    norms = some(400)
-    log = filled(norms)
-    suggestions = log.suggest(
-        {"a": clipjax.autoclip(10.0, window=400), "b": clipjax.autoclip(90.0, window=400)}
-    )
-    assert list(suggestions) == ["a", "b"]
-    for name, percentile in (("a", 10), ("b", 90)):
-        running = [np.percentile(norms[: i + 1].astype(np.float64), percentile) for i in range(400)]
-        np.testing.assert_allclose(suggestions[name].threshold, np.median(running[-100:]), rtol=1e-6)
-        rate = np.mean(norms > np.array(running, np.float32) * (1 + 1e-6))
-        np.testing.assert_allclose(suggestions[name].clip_rate, rate, atol=0.005)
-
-
-def test_every_rule_of_the_whole_tree_is_suggested() -> None:
-    suggestions = filled(some()).suggest()
-    assert set(suggestions) == {
-        "autoclip",
-        "clip_by_quantile",
-        "clip_by_lognormal",
-        "zclip",
-        "adagc",
-        "skip_spikes",
-    }
-    assert all(0 < s.threshold < INF and 0 < s.clip_rate < 1 for s in suggestions.values())
-    # Of so short a run some rules have nothing to say yet.
-    assert str(filled([1.0, 2.0])).count("none") == 2
-
-
-def test_the_summary_is_a_table() -> None:
-    log = filled([*some(), NAN, INF], name="clip_by_global_norm", capacity=400)
-    shown = str(log)
-    assert shown.startswith("400 gradient norms, clip_by_global_norm, 2 of them not finite; 102 before")
-    assert shown == log.summary()
-    header, *rows = shown.split("\n\n")[2].splitlines()
-    assert header.split("  ")[0] == "rule"
-    assert len(rows) == 6
-    assert len({len(row) for row in (header, *rows)}) == 1, "the columns do not line up"
-    median = f"{log.quantiles(0.5):.3g}"
-    assert median in shown
-    assert "all finite" in log.summary({}).replace("2 of them not finite", "all finite")
-    assert filled(some()).summary({}).startswith("500 gradient norms, all finite")
 
 
 def test_save_and_load(tmp_path: Any) -> None:
@@ -234,46 +173,6 @@ def test_what_is_no_log_is_refused(tmp_path: Any) -> None:
         np.save(file, np.zeros(3))
     with pytest.raises(ValueError, match="was not written"):
         clipjax.NormLog.load(path)
-
-
-def test_plot_draws_on_axes_or_to_a_file(tmp_path: Any) -> None:
-    figure = pytest.importorskip("matplotlib.figure")
-    norms = some()
-    norms[[3, 99]] = NAN, INF
-    log = filled(norms)
-    axes = figure.Figure().subplots()
-    log.plot(axes, {"autoclip": clipjax.autoclip(), "never": clipjax.skip_spikes(optax.identity(), INF)})
-    lines = {line.get_label(): line for line in axes.lines}
-    assert list(lines) == ["norm", "not finite", "autoclip", "never"]
-    np.testing.assert_array_equal(lines["not finite"].get_xdata(), [4, 100])
-    np.testing.assert_array_equal(lines["norm"].get_ydata(), norms[np.isfinite(norms)])
-    np.testing.assert_array_equal(
-        lines["autoclip"].get_ydata()[5:], log.replay(clipjax.autoclip()).thresholds[5:]
-    )
-    for i, each in enumerate((log, filled([NAN]), filled([]), filled([0.0, 1.0]))):
-        path = tmp_path / f"{i}.png"
-        if len(each) == each.nonfinite_count:
-            with pytest.raises(ValueError, match="no finite norm"):
-                each.plot(path)
-            assert not path.exists()
-        else:
-            each.plot(path)
-            assert path.read_bytes().startswith(b"\x89PNG")
-
-
-def test_without_matplotlib_only_plot_fails(monkeypatch: Any, tmp_path: Any) -> None:
-    real = builtins.__import__
-
-    def without(name: str, *args: Any) -> Any:
-        if name.split(".")[0] == "matplotlib":
-            raise ImportError(name)
-        return real(name, *args)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    log = filled(some())
-    log.summary({})
-    with pytest.raises(ImportError, match="plot needs matplotlib"):
-        log.plot(tmp_path / "norms.png")
 
 
 def test_what_cannot_work_is_an_error() -> None:
