@@ -266,6 +266,14 @@ def test_a_threshold_may_be_infinite_zero_or_a_schedule() -> None:
     assert 5 < len(at["above the median"]) < 19
 
 
+def test_a_norm_at_the_threshold_is_taken() -> None:
+    """All norms are 1, whose logarithm and its exponential are exact, and so is the median."""
+    _, own, skipped = follow([1.0] * 40, z=0.0, window=7, warmup=3)
+    np.testing.assert_array_equal(own["norm"], 1)
+    np.testing.assert_array_equal(own["threshold"][3:], 1)
+    assert not skipped.any()
+
+
 def test_a_threshold_may_be_traced_or_injected() -> None:
     for z in (INF, 6.0):
         assert int(follow(UP_TO_A_SPIKE, z=z, window=7, warmup=3)[0].skipped) == (z == 6)

@@ -13,22 +13,10 @@ import optax
 import pytest
 
 import clipjax
+from tests.support.norm_logs import filled, some
 
 NAN, INF = math.nan, math.inf
 BATCH = 256  # of fetches: twice as many norms wait at the most
-
-
-def filled(norms: Any, **options: Any) -> clipjax.NormLog:
-    log = clipjax.NormLog(**options)
-    log.extend(np.asarray(norms))
-    return log
-
-
-def some(count: int = 500, seed: int = 0) -> np.ndarray:
-    rng = np.random.default_rng(seed)
-    norms = np.exp(0.5 * rng.standard_normal(count)).astype(np.float32)
-    norms[rng.random(count) < 0.02] *= 100
-    return norms
 
 
 def test_it_follows_a_training_loop_whose_state_is_donated() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import math
 from typing import Any
 
 import jax
@@ -11,7 +12,9 @@ import optax
 import pytest
 
 import clipjax
-from tests.monitoring.test_norm_log import INF, NAN, filled, some
+from tests.support.norm_logs import filled, some
+
+NAN, INF = math.nan, math.inf
 
 # Norms in a log: what is compiled for as many serves all of the tests.
 STEPS = 400
