@@ -1,0 +1,71 @@
+"""The metrics are flat scalars with constant names, which say what happened."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import clipjax
+from tests.contract.cases import (
+    default,
+    every_case,
+    every_variant,
+    own_metrics,
+    problem,
+    run,
+    update,
+    with_identity,
+)
+from tests.support.trees import avals, same_bits
+from tests.support.walk import Case, build
+
+compiled_metrics = jax.jit(clipjax.metrics)
+
+
+@every_variant
+def test_metrics_are_flat_scalars_with_constant_keys(case: Case) -> None:
+    tx = default(case)
+    grads, params = problem()
+    before = clipjax.metrics(tx.init(params))
+    state = run(tx, grads, params)[1]
+    after, jitted = clipjax.metrics(state), compiled_metrics(state)
+    assert list(before) == list(after) == sorted(jitted, key=list(after).index)
+    assert same_bits(after, jitted)
+    assert avals(before) == avals(after)
+    for key, value in after.items():
+        assert re.fullmatch(r"[a-z_0-9]+/[a-z_0-9]+", key), key
+        assert np.shape(value) == ()
+    if case.name != "bounded":
+        assert any(key.startswith(f"{case.name}/") for key in after), "its own name is missing"
+    if f"{case.name}/steps" in after:
+        assert after[f"{case.name}/steps"] == 1
+
+
+@every_case
+def test_repeated_names_are_numbered(case: Case) -> None:
+    own = own_metrics(build(case), problem()[1])
+    state = optax.chain(*(with_identity(case) for _ in range(3))).init(problem()[1])
+    seen = set(clipjax.metrics(state))
+    for label in {key.split("/")[0] for key in own} if case.name != "bounded" else set():
+        assert {key.split("/")[0] for key in seen} >= {label, f"{label}_1", f"{label}_2"}
+    assert len(seen) == 3 * len(own)
+
+
+def test_metrics_say_what_happened() -> None:
+    tx = clipjax.clip_by_global_norm(2.0)
+    tree = {"a": np.array([3.0], np.float32), "b": np.array([4.0], np.float32)}
+    state = tx.init(tree)
+    for factor in (1.0, 0.1, math.nan, 2.0):
+        _, state = update(tx, jax.tree.map(lambda x, f=factor: np.float32(f) * x, tree), state, None)
+    assert {k: float(v) for k, v in clipjax.metrics(state).items()} == {
+        "clip_by_global_norm/norm": 10.0,
+        "clip_by_global_norm/scale": pytest.approx(0.2, rel=1e-6),
+        "clip_by_global_norm/steps": 4,
+        "clip_by_global_norm/clipped_fraction": 0.5,
+        "clip_by_global_norm/nonfinite_count": 1,
+    }
