@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import clipjax
-from tests.support.backward import CLIPS, MATRIX, back, close, each_clip, expected
+from tests.support.backward import CLIPS, MATRIX, back, close, each_clip, expected, pulled
 
 
 def test_products():
@@ -40,6 +40,16 @@ def test_value_and_scale():
     got = jax.jit(jax.grad(lambda x: clipjax.clip_gradient_by_value(x, -0.1, 0.1)))(3.0)
     assert 0.1 * (1 - 1e-7) < float(got) <= 0.1
     assert jax.grad(lambda x: clipjax.scale_gradient(x, 5.0))(3.0) == 5.0
+
+
+def test_two_limits():
+    """One of them at zero, and one of another size than the other; known and traced."""
+    g = np.array([-3.0, -0.25, -0.1, 0.0, 0.1, 0.5, 4.0], np.float32)
+    layer = jax.jit(lambda g, low: pulled(lambda x: clipjax.clip_gradient_by_value(x, low, 0.5), g))
+    for low in (-0.25, 0.0):
+        np.testing.assert_array_equal(layer(g, low), np.clip(g, low, 0.5))
+    got = back(lambda x: clipjax.clip_gradient_by_value(x, -0.25, 0.5))(g)
+    np.testing.assert_array_equal(got, np.clip(g, -0.25, 0.5))
 
 
 def test_units():

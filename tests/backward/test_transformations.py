@@ -76,6 +76,7 @@ def test_each_example_by_itself():
         each = {
             "vmap of grad": jax.vmap(jax.grad(one))(g, g),
             "grad of vmap": jax.grad(lambda x: jnp.sum(jax.vmap(one)(x, g)))(g),
+            "grad of vmap over columns": jax.grad(lambda x: jnp.sum(jax.vmap(one, (1, 0))(x, g)))(g.T).T,
             "grad of vmap of jit": jax.grad(lambda x: jnp.sum(jax.vmap(jax.jit(one))(x, g)))(g),
             "vmap of grad, not mapped": jax.vmap(jax.grad(one), (None, 0))(g[0], g),
         }
@@ -173,7 +174,7 @@ class TestPartOfATree:
         self.check(name, jax.jit(functools.partial(self.gradients, name, keys, lambda f: f)))
 
     def test_outside_of_jit(self):
-        self.check("value", functools.partial(self.gradients, "value", ["jit of zero"], lambda f: f))
+        self.check("value", functools.partial(self.gradients, "value", ["zero", "jit of zero"], lambda f: f))
 
     @pytest.mark.full
     @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
