@@ -1,9 +1,9 @@
-"""The example examples/mnist.py: its reader, its four methods, its checkpoints and its errors."""
+"""The example examples/mnist.py: its four methods, its checkpoints and its errors."""
 
-import gzip
+import os
 import re
+import shutil
 import signal
-import struct
 import subprocess
 import sys
 import time
@@ -15,127 +15,44 @@ import optax
 import pytest
 
 from tests.support import ROOT
+from tests.support.mnist_files import write
 
 for module in ("flax", "orbax.checkpoint", "sklearn", "matplotlib", "rich"):
     pytest.importorskip(module)
 
 EXAMPLES = ROOT / "examples"
 
-import idx  # noqa: E402
 import mnist  # noqa: E402
 import orbax.checkpoint as ocp  # noqa: E402
 
-NAMES = {
-    "train_x": "train-images-idx3-ubyte",
-    "train_y": "train-labels-idx1-ubyte",
-    "test_x": "t10k-images-idx3-ubyte",
-    "test_y": "t10k-labels-idx1-ubyte",
-}
+pytestmark = pytest.mark.usefixtures("unoptimised")
+HIDDEN = ("--hidden", 60, 30)  # the same widths everywhere, so that little is compiled anew
 
 
-def as_idx(array, magic=None):
-    magic = 0x0800 + array.ndim if magic is None else magic
-    return struct.pack(f">{1 + array.ndim}I", magic, *array.shape) + array.astype(np.uint8).tobytes()
+class Script:
+    """Runs the script in this process; its figures lie in a folder."""
 
+    def __init__(self, folder, capsys):
+        self.figure = folder / "figure.png"
+        self.capsys = capsys
 
-@pytest.fixture
-def arrays():
-    rng = np.random.default_rng(0)
-    return {
-        "train_x": rng.integers(0, 256, (50, 4, 3)),
-        "train_y": np.arange(50) % 10,
-        "test_x": rng.integers(0, 256, (20, 4, 3)),
-        "test_y": np.arange(20) % 10,
-    }
-
-
-@pytest.fixture
-def write(tmp_path, arrays):
-    """Write the four files, some of them replaced: by an array, by bytes, or by None for no file."""
-
-    def write(suffix="", **replaced):
-        directory = tmp_path / "data"
-        directory.mkdir()
-        for name, content in {**arrays, **replaced}.items():
-            if content is not None:
-                raw = content if isinstance(content, bytes) else as_idx(content)
-                raw = gzip.compress(raw) if suffix and not isinstance(content, bytes) else raw
-                (directory / f"{NAMES[name]}{suffix}").write_bytes(raw)
-        return directory
-
-    return write
-
-
-@pytest.mark.parametrize("suffix", ["", ".gz"])
-def test_the_reader_returns_what_was_written(write, arrays, suffix):
-    read = idx.read_mnist(write(suffix))
-    for found, wanted in zip(read, arrays.values(), strict=True):
-        np.testing.assert_array_equal(found, wanted.reshape(len(wanted), -1).squeeze())
-        assert found.dtype == np.uint8
-
-
-X, Y = np.zeros((50, 4, 3)), np.zeros(50)
-
-
-@pytest.mark.parametrize(
-    ("replaced", "file", "message"),
-    [
-        ({"train_y": None}, "train_y", "no such file"),
-        ({"train_x": as_idx(X, 0x0802)}, "train_x", "starts with 0x00000802, but must with 0x00000803"),
-        ({"train_x": as_idx(X, 0x0D03)}, "train_x", "starts with 0x00000d03"),
-        ({"train_y": as_idx(X)}, "train_y", "starts with 0x00000803, but must with 0x00000801"),
-        ({"test_y": b"\0\0\x08"}, "test_y", "3 bytes, too short for a header of 8"),
-        ({"train_x": as_idx(X)[:-1]}, "train_x", "615 bytes, but its shape (50, 4, 3) needs 616"),
-        ({"train_x": as_idx(X) + b"\0"}, "train_x", "617 bytes, but its shape (50, 4, 3) needs 616"),
-        ({"train_x": np.zeros((50, 0, 3))}, "train_x", "is empty"),
-        ({"train_y": Y[1:]}, "train_x", "50 images, but 49 labels in train-labels"),
-        ({"test_y": np.full(20, 10)}, "test_y", "labels must be 0 to 9, but one is 10"),
-    ],
-)
-def test_the_reader_says_which_file_is_wrong(write, replaced, file, message):
-    with pytest.raises(idx.IdxError, match=re.escape(message)) as raised:
-        idx.read_mnist(write(**replaced))
-    assert NAMES[file] in str(raised.value)
-    assert "\n" not in str(raised.value)
-
-
-def test_images_of_two_sizes_are_refused(write):
-    with pytest.raises(idx.IdxError, match="have 12 pixels, test images 9"):
-        idx.read_mnist(write(test_x=np.zeros((20, 3, 3))))
-
-
-@pytest.mark.parametrize(
-    "corrupt",
-    [
-        lambda raw: raw[:-20],
-        lambda raw: raw[:30] + bytes(64) + raw[94:],
-        lambda raw: raw[:-8] + bytes(8),
-        lambda raw: b"not gzip" + raw,
-    ],
-    ids=["truncated", "damaged", "checksum", "not gzip"],
-)
-def test_a_corrupt_gzip_file_is_refused(write, arrays, corrupt):
-    raw = corrupt(gzip.compress(as_idx(arrays["train_x"])))
-    with pytest.raises(idx.IdxError, match=r"train-images-idx3-ubyte\.gz: cannot be read"):
-        idx.read_mnist(write(".gz", train_x=raw))
+    def __call__(self, *arguments):
+        """Returns its status, output and errors."""
+        self.capsys.readouterr()
+        status = mnist.main(["--plot", str(self.figure), *map(str, arguments)])
+        captured = self.capsys.readouterr()
+        return status, captured.out, captured.err
 
 
 @pytest.fixture
 def run(tmp_path, capsys):
-    """Run the script in this process; returns its status, output and errors."""
-
-    def run(*arguments):
-        status = mnist.main(["--plot", str(tmp_path / "figure.png"), *map(str, arguments)])
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
-
-    return run
+    return Script(tmp_path, capsys)
 
 
-def saved(directory):
-    """The latest checkpoint, read without the script: its step and its tree of arrays."""
+def saved(directory, step=None):
+    """The latest checkpoint or that of a step, read without the script: the step and the tree of arrays."""
     with ocp.CheckpointManager(directory.resolve()) as manager:
-        step = manager.latest_step()
+        step = manager.latest_step() if step is None else step
         items = manager.restore(step, args=ocp.args.Composite(content=ocp.args.StandardRestore()))
     return step, jax.tree.map(np.asarray, items["content"])
 
@@ -148,7 +65,8 @@ def largest_norm(params):
 @pytest.mark.parametrize("method", ["value", "global-norm", "max-norm", "both"])
 def test_each_method_keeps_its_bounds_and_no_other(run, tmp_path, method):
     status, out, err = run(
-        *("--method", method, "--quick", "--clip", 0.05, "--radius", 0.9, "--checkpoint", tmp_path / "run")
+        *("--method", method, "--quick", "--clip", 0.05, "--radius", 0.9, "--checkpoint", tmp_path / "run"),
+        *HIDDEN,
     )
     assert (status, err) == (0, "")
     step, content = saved(tmp_path / "run")
@@ -205,12 +123,21 @@ def test_every_epoch_sees_each_image_once_in_an_order_of_its_own():
     np.testing.assert_array_equal(late, second[8:])
 
 
-def test_batch_normalisation_moves_its_statistics_and_evaluates_with_them(run, tmp_path):
-    flags = ("--batch-norm", "--hidden", 60, 30, "--checkpoint", tmp_path / "run")
-    assert run("--epochs", 1, *flags)[0] == 0
-    one = saved(tmp_path / "run")[1]["state"]["stats"]
-    assert run("--epochs", 2, *flags)[0] == 0
-    _, two = saved(tmp_path / "run")
+NORMALISED = ("--batch-norm", *HIDDEN, "--epochs", 2)
+
+
+@pytest.fixture(scope="module")
+def whole(unoptimised, tmp_path_factory):
+    """The folder of checkpoints of a run that nothing interrupted."""
+    folder = tmp_path_factory.mktemp("whole")
+    arguments = (*NORMALISED, "--checkpoint", folder / "run", "--plot", folder / "figure.png")
+    assert mnist.main([*map(str, arguments)]) == 0
+    return folder / "run"
+
+
+def test_batch_normalisation_moves_its_statistics_and_evaluates_with_them(whole):
+    one = saved(whole, 44)[1]["state"]["stats"]
+    _, two = saved(whole)
     assert set(one) == {"BatchNorm_0", "BatchNorm_1"}
     for layer, stats in one.items():
         assert np.all(stats["mean"] != 0)
@@ -224,12 +151,6 @@ def test_batch_normalisation_moves_its_statistics_and_evaluates_with_them(run, t
     assert mnist.evaluate(network, fresh, data.test_x, data.test_y)[1] < 0.8
 
 
-def test_it_trains_on_files_of_mnists_format(run, write):
-    status, out, err = run("--data", write(".gz"), "--epochs", 2, "--batch-size", 10)
-    assert (status, err) == (0, "")
-    assert "test accuracy" in out
-
-
 def test_the_default_reads_at_least_96_of_100_digits(run):
     status, out, err = run()
     assert (status, err) == (0, "")
@@ -240,28 +161,30 @@ def test_the_default_reads_at_least_96_of_100_digits(run):
     assert projected > 1
 
 
-def test_killed_and_resumed_it_ends_with_the_same_bits(tmp_path):
-    def command(name):
-        flags = ("--batch-norm", "--epochs", "3", "--save-every", "12")
-        paths = ("--checkpoint", str(tmp_path / name), "--plot", str(tmp_path / f"{name}.png"))
-        return [sys.executable, str(EXAMPLES / "mnist.py"), *flags, *paths]
+def test_killed_and_resumed_it_ends_with_the_same_bits(whole, run, tmp_path):
+    arguments = [*map(str, (*NORMALISED, "--save-every", 12, "--checkpoint", tmp_path / "killed"))]
 
-    def steps(name):
-        return [int(path.name) for path in (tmp_path / name).glob("*") if path.name.isdigit()]
+    def steps():
+        return [int(path.name) for path in (tmp_path / "killed").glob("*") if path.name.isdigit()]
 
-    whole = subprocess.run(command("whole"), capture_output=True, text=True, check=True)
-    assert whole.stderr == ""
-    killed = subprocess.Popen(command("killed"), stdout=subprocess.DEVNULL)
-    while killed.poll() is None and not steps("killed"):
+    killed = subprocess.Popen(
+        [sys.executable, str(EXAMPLES / "mnist.py"), *arguments, "--plot", str(tmp_path / "figure.png")],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},  # the same programs as here
+    )
+    while killed.poll() is None and not steps():
         time.sleep(0.005)
     killed.kill()
-    assert killed.wait() == -signal.SIGKILL
-    last = max(steps("killed"))
-    resumed = subprocess.run(command("killed"), capture_output=True, text=True, check=True)
-    assert f"resumed at step {last} of 132\n" in resumed.stdout
+    assert killed.communicate() == (None, b"")
+    assert killed.returncode == -signal.SIGKILL
+    last = max(steps())
+    status, out, err = run(*arguments)
+    assert (status, err) == (0, "")
+    assert f"resumed at step {last} of 88\n" in out
 
-    (step, wanted), (resumed_step, found) = saved(tmp_path / "whole"), saved(tmp_path / "killed")
-    assert step == resumed_step == 132
+    (step, wanted), (resumed_step, found) = saved(whole), saved(tmp_path / "killed")
+    assert step == resumed_step == 88
     assert {"params", "stats", "opt_state"} == set(found["state"])
     assert jax.tree.structure(found) == jax.tree.structure(wanted)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
@@ -283,30 +206,48 @@ def fails(result, *mentions):
 SMALL = ("--hidden", 6, "--batch-size", 10)
 
 
-def test_a_checkpoint_of_another_run_is_refused_and_left_as_it_was(run, write, tmp_path):
-    data, run_dir = write(), tmp_path / "run"
-    at = ("--data", data, "--checkpoint", run_dir)
-    assert run(*SMALL, *at, "--epochs", 2)[0] == 0
-    (tmp_path / "figure.png").unlink()
-    before = contents(run_dir)
-    fails(run(*SMALL, *at, "--method", "max-norm"), "method both and not max-norm")
-    fails(run(*SMALL, *at, "--batch-norm"), "--batch-norm")
-    fails(run(*SMALL, *at, "--radius", 1.25), "--radius 1.5 and not 1.25")
-    fails(run(*SMALL, *at, "--hidden", 6, 4), "--hidden [6] and not [6, 4]")
-    fails(run(*SMALL, *at, "--epochs", 1), "step 10, past --epochs 1")
-    fails(run(*SMALL, "--checkpoint", run_dir), "data 50 images of 12 pixels")
-    assert contents(run_dir) == before
+@pytest.fixture(scope="module")
+def trained(unoptimised, tmp_path_factory):
+    """A folder with files of MNIST's format, and with checkpoints of a run on them."""
+    folder = tmp_path_factory.mktemp("trained")
+    data = write(folder / "data", ".gz")
+    arguments = (*SMALL, "--data", data, "--checkpoint", folder / "run", "--epochs", 2)
+    assert mnist.main([*map(str, arguments), "--plot", str(folder / "figure.png")]) == 0
+    return folder
+
+
+@pytest.fixture
+def at(trained, tmp_path):
+    """The arguments of that run, on a copy of its checkpoints."""
+    shutil.copytree(trained / "run", tmp_path / "run")
+    return (*SMALL, "--data", trained / "data", "--checkpoint", tmp_path / "run")
+
+
+def test_it_trains_on_files_of_mnists_format(run, at):
+    status, out, err = run(*at, "--epochs", 2)
+    assert (status, err) == (0, "")
+    assert "resumed at step 10 of 10" in out
+    assert "test accuracy" in out
+
+
+def test_a_checkpoint_of_another_run_is_refused_and_left_as_it_was(run, at, tmp_path):
+    before = contents(tmp_path / "run")
+    fails(run(*at, "--method", "max-norm"), "method both and not max-norm")
+    fails(run(*at, "--batch-norm"), "--batch-norm")
+    fails(run(*at, "--radius", 1.25), "--radius 1.5 and not 1.25")
+    fails(run(*at, "--hidden", 6, 4), "--hidden [6] and not [6, 4]")
+    fails(run(*at, "--epochs", 1), "step 10, past --epochs 1")
+    fails(run(*SMALL, "--checkpoint", tmp_path / "run"), "data 50 images of 12 pixels")
+    assert contents(tmp_path / "run") == before
     assert not (tmp_path / "figure.png").exists()
 
 
-def test_a_damaged_checkpoint_is_refused_and_left_as_it_was(run, write, tmp_path):
-    command = (*SMALL, "--data", write(), "--checkpoint", tmp_path / "run")
-    assert run(*command, "--epochs", 1)[0] == 0
-    for path in (tmp_path / "run" / "5" / "content").rglob("*"):
+def test_a_damaged_checkpoint_is_refused_and_left_as_it_was(run, at, tmp_path):
+    for path in (tmp_path / "run" / "10" / "content").rglob("*"):
         if path.is_file():
             path.write_bytes(b"")
     before = contents(tmp_path / "run")
-    fails(run(*command, "--epochs", 2), str(tmp_path / "run" / "5"), "cannot be read")
+    fails(run(*at, "--epochs", 3), str(tmp_path / "run" / "10"), "cannot be read")
     assert contents(tmp_path / "run") == before
 
 

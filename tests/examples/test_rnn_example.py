@@ -15,6 +15,9 @@ for module in ("flax", "sklearn", "matplotlib", "rich"):
 import rnn  # noqa: E402
 import rnn_cli  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("unoptimised")
+sequences = jax.jit(rnn.sequences, static_argnums=(1, 2))
+
 
 @pytest.fixture
 def run(tmp_path, capsys):
@@ -30,7 +33,7 @@ def run(tmp_path, capsys):
 
 @pytest.mark.parametrize("length", [10, 30, 57])
 def test_a_sequence_has_two_symbols_and_their_order_is_its_class(length):
-    x, y = map(np.asarray, rnn.sequences(jax.random.key(0), 2000, length))
+    x, y = map(np.asarray, sequences(jax.random.key(0), 2000, length))
     assert x.shape == (2000, length)
     assert set(x.ravel()) == set(range(6))
     row, place = np.nonzero(x < 2)
@@ -44,8 +47,9 @@ def test_a_sequence_has_two_symbols_and_their_order_is_its_class(length):
 
 
 def test_the_recurrent_weights_are_sparse_and_almost_preserve_their_largest_mode():
+    draw = jax.jit(lambda seed: rnn.smart_tanh(jax.random.key(seed), (50, 50)))
     for seed in range(3):
-        weights = np.asarray(rnn.smart_tanh(jax.random.key(seed), (50, 50)), np.float64)
+        weights = np.asarray(draw(seed), np.float64)
         np.testing.assert_array_equal(np.count_nonzero(weights, axis=1), 15)
         np.testing.assert_allclose(np.abs(np.linalg.eigvals(weights)).max(), 0.95, rtol=1e-5)
 
@@ -77,46 +81,67 @@ def gradient_through_time(params, x, y, bound):
     return grads, clipped
 
 
-@pytest.mark.parametrize("bound", [None, 0.005, 100.0])
-def test_the_network_clips_what_each_time_step_hands_back(bound):
-    network = rnn.Network(bound)
-    params = network.init(jax.random.key(1), jnp.zeros((1, 1), int))
+@jax.jit
+def gradients(params, x, y, bound):
+    """Of the loss, without a clip and with one."""
+
+    def loss_of(params, network):
+        logits = network.apply(params, x)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+    return [jax.grad(loss_of)(params, rnn.Network(limit)) for limit in (None, bound)]
+
+
+def test_the_network_clips_what_each_time_step_hands_back():
+    params = jax.jit(rnn.Network(1.0).init)(jax.random.key(1), jnp.zeros((1, 1), int))
     # Larger weights than at the start: the gradient must explode for the clip to matter.
-    params = jax.tree.map(lambda a: 1.5 * a if a.shape == (50, 50) else 20 * a, params)
-    x, y = rnn.sequences(jax.random.key(2), 20, 20)
+    params = jax.tree.map(lambda a: np.float32(1.5 if a.shape == (50, 50) else 20) * np.asarray(a), params)
+    x, y = sequences(jax.random.key(2), 20, 20)
+    plain, tight = gradients(params, x, y, 0.005)
+    loose = gradients(params, x, y, 100.0)[1]
+    for bound, found in ((None, plain), (0.005, tight), (100.0, loose)):
+        wanted, clipped = gradient_through_time(params, np.asarray(x), np.asarray(y), bound)
+        assert (clipped > 5) == (bound == 0.005)
+        found = found["params"]
+        close = {"rtol": 1e-3, "atol": 1e-5}  # float32 through 20 time steps
+        np.testing.assert_allclose(found["Cell_0"]["i"]["kernel"], wanted["w"], **close)
+        np.testing.assert_allclose(found["Cell_0"]["i"]["bias"], wanted["b"], **close)
+        np.testing.assert_allclose(found["Cell_0"]["h"]["kernel"], wanted["u"], **close)
+        np.testing.assert_allclose(found["Dense_0"]["kernel"], wanted["head"], **close)
 
-    def loss_of(params):
-        return optax.softmax_cross_entropy_with_integer_labels(network.apply(params, x), y).mean()
 
-    found = jax.jit(jax.grad(loss_of))(params)["params"]
-    wanted, clipped = gradient_through_time(params, np.asarray(x), np.asarray(y), bound)
-    assert (clipped > 5) == (bound == 0.005)
-    close = {"rtol": 1e-3, "atol": 1e-5}  # float32 through 20 time steps
-    np.testing.assert_allclose(found["Cell_0"]["i"]["kernel"], wanted["w"], **close)
-    np.testing.assert_allclose(found["Cell_0"]["i"]["bias"], wanted["b"], **close)
-    np.testing.assert_allclose(found["Cell_0"]["h"]["kernel"], wanted["u"], **close)
-    np.testing.assert_allclose(found["Dense_0"]["kernel"], wanted["head"], **close)
+def test_quick_shows_a_table_and_a_figure_and_records_gradients_as_they_are_used(run, tmp_path, monkeypatch):
+    outcomes, said = {}, {}
+    train = rnn.train
 
+    def watched(method, length, args, show):
+        def listen(*shown):
+            said.setdefault(method, []).append(shown)
+            show(*shown)
 
-def test_quick_shows_a_table_and_a_figure(run, tmp_path):
-    status, out, err = run("--quick")
+        outcomes[method] = train(method, length, args, listen)
+        return outcomes[method]
+
+    monkeypatch.setattr(rnn, "train", watched)
+    status, out, err = run("--quick", "--clip", 0.05)
     assert (status, err) == (0, "")
     for label in rnn_cli.METHODS.values():
         assert re.search(rf"20 +│ {label} +│ [0-2]/2 ", out)
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
-
-def test_clipped_gradients_are_recorded_as_they_are_used():
-    args = rnn_cli.parse(["--quick", "--steps", "250", "--clip", "0.05"])
-    said = []
-    outcome = rnn.train("global", 20, args, lambda *shown: said.append(shown))
-    assert outcome.before.shape == outcome.after.shape == (2, 250)
+    outcome = outcomes["global"]
+    assert outcome.before.shape == outcome.after.shape == (2, 500)
     assert np.sum(outcome.before > 0.05) > 50
     np.testing.assert_allclose(outcome.after, np.minimum(outcome.before, 0.05), rtol=1e-5)
-    assert [step for step, _, _ in said] == [250]
-    plain = rnn.train("none", 20, args, lambda *_: None)
+    assert [step for step, _, _ in said["global"]] == [250, 500]
+    plain = outcomes["none"]
     np.testing.assert_array_equal(plain.after, plain.before)
     assert plain.before[0, 0] == pytest.approx(outcome.before[0, 0], rel=1e-5)  # the same start
+
+
+def test_quick_is_short():
+    args = rnn_cli.parse(["--quick"])
+    assert (args.lengths, args.seeds, args.steps) == ([20], 2, 500)
 
 
 @pytest.mark.slow

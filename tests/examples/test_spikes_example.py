@@ -14,6 +14,7 @@ import spikes  # noqa: E402
 
 import clipjax  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("unoptimised")
 METHODS = list(spikes.methods(1.0))
 
 
