@@ -154,3 +154,12 @@ def test_the_quantile_rule_recovers_from_steps_that_overshoot_every_float() -> N
     thresholds, _ = track(0.5, 1e4, 1.0, norms)
     limits = np.finfo(np.float32)
     np.testing.assert_array_equal(thresholds, [1, limits.tiny, limits.max, limits.tiny])
+
+
+def test_the_threshold_that_is_shown_is_rounded_up() -> None:
+    """So that no norm that was kept is above it: here the median lies between two floats."""
+    tx, above = clipjax.autoclip(50.0, window=2), np.nextafter(np.float32(1), np.float32(2))
+    state, update = tx.init(above), jax.jit(tx.update)
+    for norm in (np.float32(1), above):
+        _, state = update(norm, state)
+    assert state.threshold == above
