@@ -210,6 +210,7 @@ def test_the_metric_shows_a_misplaced_projection(name: str) -> None:
     assert found["right"] == [0.0] * 4
 
 
+@pytest.mark.full  # hundreds of operations, one by one
 def test_the_metric_shows_it_outside_of_jit() -> None:
     found = {place: violations(tx.update, tx.init(INSIDE)) for place, tx in in_both_places("chain").items()}
     assert found["wrong"][0] == 0

@@ -23,19 +23,23 @@ from tests.support.oracles import exact_norm, exact_tree_norm, ulp
 from tests.support.properties import CHECKS, MIXTURES, Trial, with_wide_bounds
 from tests.support.trees import DTYPES, same_bits
 
-trials = st.builds(
-    Trial,
-    mixture=st.sampled_from(sorted(MIXTURES)),
-    seed=st.integers(0, 2**30),
-    place=st.floats(0, 1, width=16),
-    spread=st.sampled_from([0.0, 1.0, 4.0, 20.0]),
-    bound=st.sampled_from([0.0, 1e-30, 1e-3, 0.1, 0.5, 0.999, 1.0, 1.001, 3.0]),
-    sparse=st.booleans(),
-)
+
+def trials(*mixtures: str) -> st.SearchStrategy[Trial]:
+    return st.builds(
+        Trial,
+        mixture=st.sampled_from(mixtures),
+        seed=st.integers(0, 2**30),
+        place=st.floats(0, 1, width=16),
+        spread=st.sampled_from([0.0, 1.0, 4.0, 20.0]),
+        bound=st.sampled_from([0.0, 1e-30, 1e-3, 0.1, 0.5, 0.999, 1.0, 1.001, 3.0]),
+        sparse=st.booleans(),
+    )
+
+
 every_kind = pytest.mark.parametrize("kind", list(DTYPES))
 
 
-@given(trials)
+@given(trials("f32", "bf16", "f16"))
 @example(Trial("f32", 0, 0.0, 0.0, 1.0))  # the smallest normal numbers
 @example(Trial("bf16", 0, 1.0, 0.0, 1.0))  # near the largest ones
 @example(Trial("f16", 0, 0.0, 0.0, 0.5))  # subnormal
@@ -43,7 +47,7 @@ def test_norms_are_right(trial: Trial) -> None:
     assert not list(CHECKS["norms"](trial))
 
 
-@given(trials)
+@given(trials(*MIXTURES))
 @example(Trial("f32", 0, 1.0, 4.0, 1e-30))
 @example(Trial("mixed", 0, 0.5, 0.0, 0.5))
 @example(Trial("bf16", 41383501, 0.09171473713390443, 20.0, 0.05269387719658645))  # units far apart
@@ -51,13 +55,13 @@ def test_a_clipped_norm_is_inside_its_bound(trial: Trial) -> None:
     assert not list(CHECKS["clips"](trial))
 
 
-@given(trials)
+@given(trials("f32", "bf16", "f16"))
 @example(Trial("f32", 2**20, 0.0, 0.0, 0.0))  # a large leaf
 def test_units_with_bounds_of_their_own_are_inside_them(trial: Trial) -> None:
     assert not list(CHECKS["units"](trial))
 
 
-@given(trials)
+@given(trials("f32", "bf16", "mixed"))
 @example(Trial("mixed", 483548212, 0.7963242702872942, 4.0, 0.001, True))
 @example(Trial("bf16", 901815916, 0.5094958815215094, 4.0, 0.5))
 def test_a_projected_norm_is_inside_its_radius(trial: Trial) -> None:

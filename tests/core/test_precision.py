@@ -12,7 +12,7 @@ import pytest
 
 import clipjax
 from clipjax import functional
-from tests.support.oracles import exact_tree_norm
+from tests.support.oracles import exact_norm, exact_tree_norm
 from tests.support.properties import with_wide_bounds
 from tests.support.trees import DTYPES
 
@@ -72,3 +72,20 @@ def test_mixed_dtypes_keep_theirs() -> None:
     clipped = CLIPS["jit"](1.0, grads)[0]
     assert {kind: x.dtype for kind, x in clipped.items()} == {kind: x.dtype for kind, x in grads.items()}
     assert 0.98 < exact_tree_norm(clipped) <= 1
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+def test_powers_beyond_the_range_of_float64_are_scaled(size: float) -> None:
+    """Of float64 leaves already for p = 2; of float32 leaves for large p."""
+    with jax.enable_x64(True):
+        narrow = (size * np.random.default_rng(0).standard_normal(100)).astype(np.float32)
+        wide = narrow.astype(np.float64) ** 9  # up to 1e270, and down to 1e-270
+        norms = jax.jit(
+            lambda narrow, wide: (
+                [functional.global_norm(narrow, p) for p in (7, 20)]
+                + [functional.global_norm({"a": wide, "b": narrow}, p) for p in (2, 3)]
+            )
+        )(narrow, wide)
+    expected = [exact_norm(narrow, None, p) for p in (7, 20)]
+    expected += [exact_norm(np.concatenate([wide, narrow.astype(np.float64)]), None, p) for p in (2, 3)]
+    np.testing.assert_allclose(norms, np.asarray(expected, np.float64), rtol=1e-6)
