@@ -126,7 +126,7 @@ class Outcome(NamedTuple):
 
 @functools.cache
 def outcomes(model: Callable[[], Parts]) -> tuple[Any, dict[str, Any], dict[str, Outcome]]:
-    """The weights of a model, every constraint of the page, and what it makes of them: one program."""
+    """The weights of a model, every constraint of the page, and what it makes of them."""
     params, axes, layout = model()
     params = jax.tree.map(lambda x: np.asarray(x) / 4, params)  # norms around 1: less is lost in the update
     constraints = {name: made(name, axes, layout) for name in rows()}
@@ -140,7 +140,19 @@ def outcomes(model: Callable[[], Parts]) -> tuple[Any, dict[str, Any], dict[str,
         called = None if first else constraint(params, **extra)
         return Outcome(called, optax.apply_updates(params, updates), clipjax.metrics(state))
 
-    found = jax.jit(lambda params: {name: one(name, params) for name in constraints})(params)
+    # Of leaves alone, so that models of the same leaves are the same program. Short runs need no fast code.
+    leaves, treedef = jax.tree.flatten(params)
+    shape: list[Any] = []
+
+    @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+    def every(leaves: list[Any]) -> list[Any]:
+        found = {name: one(name, treedef.unflatten(leaves)) for name in constraints}
+        flat, structure = jax.tree.flatten(found)
+        shape.append(structure)
+        return flat
+
+    flat = every(leaves)
+    found = shape[0].unflatten(flat)
     return params, {name: constraint for name, (constraint, _) in constraints.items()}, found
 
 

@@ -89,11 +89,16 @@ def test_each_method_keeps_its_bounds_and_no_other(run, tmp_path, method):
 
 def test_the_rate_of_max_norm_decays_polynomially_to_a_tenth():
     tx = mnist.make_optimizer("max-norm", 2.0, clip=1.0, radius=1e9, steps=4)
-    params, momentum, rates = {"w": jnp.zeros((2, 2))}, 0.0, []
-    state = tx.init(params)
-    for _ in range(6):
+    params, momentum, rates = {"w": np.zeros((2, 2), np.float32)}, 0.0, []
+    state = jax.jit(tx.init)(params)
+
+    @jax.jit
+    def step(params, state):
         updates, state = tx.update({"w": jnp.ones((2, 2))}, state, params)
-        params = optax.apply_updates(params, updates)
+        return optax.apply_updates(params, updates), updates, state
+
+    for _ in range(6):
+        params, updates, state = step(params, state)
         momentum = 1.0 + 0.9 * momentum
         rates.append(-float(updates["w"][0, 0]) / momentum)
     wanted = [0.2 + 1.8 * (1 - min(i, 4) / 4) ** 0.9 for i in range(6)]
