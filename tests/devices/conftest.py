@@ -1,0 +1,95 @@
+"""Runs the tests of this folder on eight CPU devices, in one process for all of them.
+
+JAX must be told of the devices before it starts, and the other tests need one device. So the first test here
+that is asked for starts a second pytest, which runs all tests of this folder that were selected, and writes
+down what came of each. Here no test's function is called: it passes, fails or is skipped as it did there.
+
+To run the tests directly, as under a debugger:
+
+    XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m pytest -n0 tests/devices
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from tests.support import ROOT
+from tests.support.eight_devices import DEVICES
+
+# Where the second pytest writes: a line of JSON for each report, and what it printed in the end.
+REPORTS = "CLIPJAX_REPORTS_OF_EIGHT_DEVICES"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def reports(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, worker_id: str
+) -> dict[str, list[dict[str, str]]] | None:
+    """The reports of the eight devices by node id; None where there are eight devices already."""
+    if jax.device_count() == DEVICES:
+        return None
+    folder = tmp_path_factory.getbasetemp()
+    if worker_id != "master":
+        folder = folder.parent  # all workers of pytest-xdist share it
+    path = folder / "reports_of_eight_devices"
+    with (folder / "eight_devices.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed: one worker runs the tests, others wait
+        if not path.exists():
+            here = Path(__file__).parent
+            run([item.nodeid for item in request.session.items if item.path.parent == here], path)
+    found: dict[str, list[dict[str, str]]] = {}
+    for line in path.read_text().splitlines():
+        report = json.loads(line)
+        found.setdefault(report["nodeid"], []).append(report)
+    return found
+
+
+def run(nodeids: list[str], path: Path) -> None:
+    """Run tests in a process with eight devices."""
+    path.touch()
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider", *nodeids],
+        env={**os.environ, "XLA_FLAGS": flags.strip(), "JAX_PLATFORMS": "cpu", REPORTS: str(path)},
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    write(path, nodeid="", when="end", outcome="", text=done.stdout)
+
+
+def write(path: str | Path, **report: str) -> None:
+    with Path(path).open("a") as file:
+        file.write(json.dumps(report) + "\n")
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if path := os.environ.get(REPORTS):
+        text = "\n".join([report.longreprtext, *(f"{title}:\n{text}" for title, text in report.sections)])
+        write(path, nodeid=report.nodeid, when=report.when, outcome=report.outcome, text=text)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: Any) -> bool | None:
+    reports = pyfuncitem.funcargs["reports"]
+    if reports is None:
+        return None  # pytest calls the function
+    own = reports.get(pyfuncitem.nodeid, [])
+    if failed := [report["text"] for report in own if report["outcome"] == "failed"]:
+        pytest.fail("\n".join(failed), pytrace=False)
+    if skipped := [report["text"] for report in own if report["outcome"] == "skipped"]:
+        pytest.skip("\n".join(skipped))
+    if not any(report["when"] == "call" and report["outcome"] == "passed" for report in own):
+        printed = "\n".join(report["text"] for report in reports.get("", []))
+        pytest.fail(f"the process with eight devices did not run it, and printed:\n{printed}", pytrace=False)
+    return True
