@@ -1,4 +1,4 @@
-"""The checks of `test_guarantees` at random, for as long as you like.
+"""The checks of `tests.core.test_bounds` at random, for as long as you like.
 
     python -m tests.soak --trials 10000 [--seed N] [--only norms clips projection]
 

@@ -27,7 +27,6 @@ from tests.support.programs import (
     compiled,
     cost,
     cost_of,
-    traffic,  # noqa: F401 - for the modules that look for it here
 )
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the counts are those of XLA on CPU")
