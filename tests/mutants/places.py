@@ -143,7 +143,7 @@ MUTANTS = (
         "_tangent.py",
         "radial = lax.psum(radial, unit.names)",
         "radial = lax.pmin(radial, unit.names)",
-        "tests/weights/test_tangent.py::test_inside_shard_map_units_may_be_split",
+        "tests/devices/test_units_and_specs.py::test_same_as_on_one_device",
     ),
     Mutant(
         "the violation is that of one device",
