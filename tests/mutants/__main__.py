@@ -41,7 +41,7 @@ def main() -> int:
         tests = list(dict.fromkeys(test for mutant in chosen for test in mutant.tests.split()))
         whole = copies[0].run(tests, arguments.timeout * 10, processes=arguments.jobs)
         if whole.outcome != "survived":
-            print(f"{whole.printed}\nthe tests fail without a change ({whole.outcome})", file=sys.stderr)
+            print(f"{whole.printed}\nThe tests do not pass without a change.", file=sys.stderr)
             return 1
         runs = _run_all(chosen, copies, arguments.timeout)
     print(_table(chosen, runs))
