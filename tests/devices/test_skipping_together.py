@@ -16,7 +16,7 @@ def test_same_as_on_one_device(way: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(("way", "name"), members(["skip_nonfinite", "bounded, skip"], *WAYS))
-@pytest.mark.parametrize("row", [0, 6, 15])
+@pytest.mark.parametrize("row", [0, 6, 14])
 def test_a_nan_on_one_device_skips_the_step_on_all(way: str, name: str, row: int) -> None:
     (updates, seen), (good, _) = (steps_of(way, name, bad)[0] for bad in (Bad("kernel", (row, 5)), None))
     for key, leaf in updates.items():
@@ -26,9 +26,8 @@ def test_a_nan_on_one_device_skips_the_step_on_all(way: str, name: str, row: int
 
 
 @pytest.mark.parametrize(("way", "name"), members(["skip_spikes"], *WAYS))
-@pytest.mark.parametrize("row", [0, 6, 15])
-def test_a_spike_on_one_device_skips_the_step_on_all(way: str, name: str, row: int) -> None:
-    bad = Bad("kernel", (row, 5), value=1e9)
+def test_a_spike_on_one_device_skips_the_step_on_all(way: str, name: str) -> None:
+    bad = Bad("kernel", (6, 5), value=1e9)
     (before, _), *_, (updates, seen) = steps_of(way, name, bad)
     for key, leaf in updates.items():
         assert (np.asarray(before[key]) != 0).all()

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import clipjax
 from tests.support.eight_devices import (
+    MEMBERS,
     OF_UNITS,
     SPECS,
     check,
@@ -35,6 +36,13 @@ def mapped(tx: Any, specs: Any) -> Any:
 @pytest.mark.parametrize(("way", "name"), members(OF_UNITS, "shard_map", "two mesh axes"))
 def test_same_as_on_one_device(way: str, name: str) -> None:
     check(way, name)
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_what_is_reported_is_known_to_be_the_same_on_all_devices(name: str) -> None:
+    """Else shard_map would not take `P()` for it: which tracing finds out."""
+    traced = mapped(MEMBERS[name](SPECS, None), SPECS)
+    jax.eval_shape(traced, tree(), tree())
 
 
 @pytest.mark.parametrize("build", [*OF_UNITS.values(), lambda *_: clipjax.adaptive_grad_clip()])
@@ -90,6 +98,7 @@ def test_attention_heads_that_are_whole_on_a_device() -> None:
         assert clip(kernels, bad)[1]["qk_clip/nonfinite_count"] == 1
 
 
+@pytest.mark.full
 def test_matrices_that_are_whole_on_a_device() -> None:
     """Each device caps its own matrix of a stack; the report is of all."""
     stack = np.random.default_rng(1).standard_normal((8, 3, 2)).astype(np.float32)

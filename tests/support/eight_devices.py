@@ -179,14 +179,12 @@ WAYS = {
     "pmap": Way(_pmapped, NAMED, None, "d"),
 }
 # What is compiled by default; the other members are marked "full". To the library, sharded jit is nothing
-# special, and pmap is nothing else than an unchecked shard_map: each member is in one of these two.
+# special, and pmap is nothing else than an unchecked shard_map: each member is in one of these two. Members
+# that differ from others by nothing that depends on devices need not be in the checked shard_map as well.
+ALIKE = ["non_negative", "unit_norm", "autoclip", "zclip", "lognormal", "bounded, zero", "bounded, skip"]
 CHOSEN = {
     "sharded jit": ["global", "value", "units", "units of rows", "max_norm", "quantile", "agc"],
-    "shard_map": [
-        name
-        for name in MEMBERS
-        if name not in ("non_negative", "zclip", "lognormal", "bounded, zero", "bounded, skip")
-    ],
+    "shard_map": [name for name in MEMBERS if name not in ALIKE],
     "two mesh axes": ["global", "value", "units", "units of rows", "rms of units"],
     "pmap": [
         *("global", "global inf", "value", "box", "non_negative", "units", "min_max_norm", "unit_norm"),
