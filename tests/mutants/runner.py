@@ -19,6 +19,8 @@ from tests.mutants.mutant import Mutant
 ROOT = Path(__file__).parents[2]
 _COPIED = ("clipjax", "tests", "examples", "docs", "conftest.py", "pyproject.toml", "README.md")
 _OPTIONS = ("-x", "-q", "-rfE", "-m", "not peer and not slow and not full", "-p", "no:cacheprovider")
+# Where the folder of compiled programs is emptied meanwhile, that is no defect which a test has seen.
+_WARNINGS = ("-W", "ignore:Error writing persistent compilation cache")
 
 Outcome = Literal["seen", "survived", "out of time", "broken"]
 
@@ -64,7 +66,7 @@ class Copy:
     def run(self, tests: Iterable[str], timeout: float, processes: int = 0) -> Run:
         """Run tests up to the first failure."""
         begin = time.monotonic()
-        options = [*_OPTIONS, "-n", str(processes), "-p", "tests.mutants.no_shrinking"]
+        options = [*_OPTIONS, *_WARNINGS, "-n", str(processes), "-p", "tests.mutants.no_shrinking"]
         with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
             started = subprocess.Popen(
                 [sys.executable, "-m", "pytest", *options, *tests],
