@@ -24,6 +24,7 @@ from clipjax._past import (
     remembering,
     round_up,
 )
+from clipjax._reductions import min_of
 from clipjax._rescale import Shrink, rescale, scale_of, shrink_to
 from clipjax._trees import Report
 
@@ -137,8 +138,8 @@ def adagc(
         average = wide(decay) * known + (1 - wide(decay)) * jnp.minimum(seen, bounds)
         return Clipped(
             treedef.unflatten(leaves),
-            Report(total, jnp.min(scales, initial=1), ~jnp.all(scales == 1)),
-            jnp.where(warming, cap, jnp.min(bounds, initial=jnp.inf)),
+            Report(total, min_of(scales, 1), ~jnp.all(scales == 1)),
+            jnp.where(warming, cap, min_of(bounds)),
             (jnp.where(seen > 0, jnp.where(warming, least, average), gamma), one_more(taken)),
         )
 

@@ -15,6 +15,7 @@ from clipjax._axes import is_measured
 from clipjax._bounds import check_fits
 from clipjax._mesh import AxisName, Names, names_of_leaf, pmax
 from clipjax._norms import largest, norm_of, strong, tree_norm, weakly_typed_as
+from clipjax._reductions import max_of
 from clipjax._rescale import rescale, shrink_to
 from clipjax._rounding import exactly, limits_in, widened
 from clipjax._trees import Report, on_arrays, summary
@@ -69,7 +70,8 @@ def clip_entries(
     if not extremes:
         return clipped, summary([])
     tops, lows = zip(*(_over_devices(found, names) for names, found in extremes.items()), strict=True)
-    top, bottom = jnp.max(jnp.stack(tops)), -jnp.max(jnp.stack(lows))
+    top, bottom = (max_of(jnp.stack(x), initial=-jnp.inf) for x in (tops, lows))
+    bottom = -bottom
     before = jnp.maximum(jnp.abs(top), jnp.abs(bottom))
     after = jnp.maximum(*(jnp.max(jnp.abs(jnp.clip(x, floor, high)), initial=0) for x in (top, bottom)))
     report = Report(before, _ratio(after, before), jnp.any((top > high) | (bottom < floor)))
@@ -108,7 +110,7 @@ def _extremes(leaves: Sequence[jax.Array], turn: Turn, *, symmetric: bool) -> Ex
 
 def _over_devices(found: list[Extremes], names: Names) -> Extremes:
     """The extremes of leaves that are spread alike: one all-reduce for all of them."""
-    both = jnp.stack([jnp.max(jnp.stack(column)) for column in zip(*found, strict=True)])
+    both = jnp.stack([max_of(jnp.stack(column), initial=-jnp.inf) for column in zip(*found, strict=True)])
     return Extremes(*(pmax(both, names) if names else both))
 
 

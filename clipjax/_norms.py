@@ -23,7 +23,7 @@ from jax.extend.core.primitives import convert_element_type_p
 
 from clipjax._axes import Reduced, is_measured
 from clipjax._mesh import Names, pmax
-from clipjax._reductions import Arrays, Reduction, is_narrow, reduce_all
+from clipjax._reductions import Arrays, Reduction, is_narrow, max_of, reduce_all
 from clipjax._turns import Turn
 
 _P = ParamSpec("_P")
@@ -158,13 +158,19 @@ def largest(
     at_least: float = 0.0,
 ) -> jax.Array:
     """The largest of(x), in float64, and at least so much; of all arrays together where axes are None."""
-
-    def value(part: jax.Array) -> jax.Array:
-        # On a CPU, what is made of 16-bit entries would be written out first.
-        return of(wide(part) if is_narrow(part) else part)
-
-    how = Reduction(value, jnp.maximum, functools.partial(jnp.max, initial=at_least))
-    return wide(reduce_all(how, xs, (), axes, turn))
+    narrow = [x for x in xs if is_narrow(x)]
+    if not narrow:
+        how = Reduction(of, jnp.maximum, functools.partial(max_of, initial=at_least))
+        return wide(reduce_all(how, xs, (), axes, turn))
+    if len(narrow) < len(xs):
+        others = [x for x in xs if not is_narrow(x)]
+        return jnp.maximum(*(largest(part, axes, turn, of, at_least) for part in (narrow, others)))
+    # XLA's CPU compiler writes out what 16-bit entries are converted to where two operations share it. So the
+    # maximum alone is of float64, and NaN, which `max_of` would find, is found in entries behind a barrier.
+    how = Reduction(lambda x: of(wide(x)), jnp.maximum, functools.partial(jnp.max, initial=at_least))
+    apart = lax.optimization_barrier(tuple(xs))
+    total = _sum(apart, axes, lambda x: jnp.abs(lax.convert_element_type(x, np.float32)))
+    return jnp.where(jnp.isnan(total), jnp.nan, reduce_all(how, xs, (), axes, turn))
 
 
 def _sum(xs: Arrays, axes: Reduced, of: Callable[[jax.Array], jax.Array]) -> jax.Array:

@@ -15,6 +15,7 @@ from clipjax._link import Outside, applied, short_of, step_to
 from clipjax._mesh import pmax, varying
 from clipjax._metrics import Seen, observe, start
 from clipjax._norms import as_arrays, in_float64, norm_of, tree_norm, wide
+from clipjax._reductions import max_of
 from clipjax._trees import Queue, Report
 from clipjax._turns import Turn, first_entry, in_turn, is_large, turn_after, turn_at_start
 
@@ -165,9 +166,9 @@ def _link(
 @in_float64
 def _worst(measured: list[Measured]) -> jax.Array:
     """By how much the worst unit is out of bounds."""
-    excesses = [jnp.max(_excess(m), initial=0.0) for m in measured]
+    excesses = [max_of(_excess(m)) for m in measured]
     over_devices = [pmax(x, varying(x)) if varying(x) else x for x in excesses]
-    return jnp.max(jnp.stack(over_devices)) if excesses else wide(0.0)
+    return max_of(jnp.stack(over_devices)) if excesses else wide(0.0)
 
 
 @in_float64

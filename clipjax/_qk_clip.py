@@ -15,6 +15,7 @@ from clipjax._link import larger_than
 from clipjax._metrics import Seen
 from clipjax._norms import as_arrays, in_float64, wide
 from clipjax._projections import How, Projection
+from clipjax._reductions import min_of
 from clipjax._rescale import Shrink, rescale, scale_of, shrink_to
 from clipjax._trees import Report, summary
 
@@ -136,7 +137,7 @@ def qk_clip(
             for position, clipped in _clipped(layer, factor, heads_at, head_dim):
                 leaves[position] = clipped
             norm = jnp.where(jnp.all(usable), jnp.max(logits), jnp.nan)
-            reports.append(Report(norm, jnp.min(factor), jnp.any(factor < 1)))
+            reports.append(Report(norm, min_of(factor), jnp.any(factor < 1)))
         return treedef.unflatten(leaves), summary(reports)
 
     def measure(params: Any, step: Any) -> list[Any]:

@@ -14,6 +14,7 @@ from clipjax._bounds import Bound, bound_at
 from clipjax._mesh import AxisName, pmin, varying
 from clipjax._metrics import Seen, observe, start
 from clipjax._norms import as_arrays, in_float64, norm_of
+from clipjax._reductions import min_of
 from clipjax._rounding import limits_in
 from clipjax._trees import Unit, clip_units
 
@@ -125,11 +126,11 @@ def adaptive_grad_clip(
         def bound_of(unit: Unit) -> jax.Array:
             norm = norm_of(weights[unit.position], unit.reduced, 2.0, unit.names)
             bound = jnp.where(at_step < jnp.inf, at_step * jnp.maximum(norm, at_least), at_step)
-            smallest.append(_everywhere(jnp.min(lax.stop_gradient(bound), initial=jnp.inf)))
+            smallest.append(_everywhere(min_of(lax.stop_gradient(bound))))
             return bound
 
         clipped, report = clip_units(updates, bound_of, rule, 2.0, specs, axis_name)
-        bound = jnp.min(jnp.stack(smallest))
+        bound = min_of(jnp.stack(smallest))
         threshold = limits_in(bound, bound, state.threshold.dtype)[0]
         return clipped, AdaptiveGradClipState(observe(state.seen, report), threshold)
 

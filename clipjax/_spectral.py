@@ -16,6 +16,7 @@ from clipjax._matrices import Flatten, Matrices, check_flatten, matrices_of
 from clipjax._metrics import Seen
 from clipjax._norms import as_arrays, in_float64, strong, weakly_typed_as, wide
 from clipjax._projections import How, Measured, Projection
+from clipjax._reductions import max_of, min_of
 from clipjax._singular import by_products, by_svd, capped, largest_singular_value, least_shrink
 from clipjax._trees import Report, summary
 
@@ -186,4 +187,4 @@ def _step_to_smaller(before: jax.Array, wanted: jax.Array, update: jax.Array, s:
 def _report(norms: jax.Array, bound: jax.Array) -> Report:
     scale = jnp.where(norms > bound, bound / jnp.where(norms > bound, norms, 1.0), 1.0)
     scale = jnp.where(jnp.isnan(norms), jnp.nan, scale)
-    return Report(jnp.max(norms), jnp.min(scale), ~jnp.all(norms <= bound))
+    return Report(max_of(norms), min_of(scale), ~jnp.all(norms <= bound))

@@ -14,6 +14,7 @@ from clipjax._bounds import Bound, bound_at, check_fits
 from clipjax._mesh import AxisName
 from clipjax._metrics import Seen, observe, start
 from clipjax._norms import as_arrays, in_float64, norm_of, strong, weakly_typed_as, wide
+from clipjax._reductions import max_of, min_of
 from clipjax._trees import Report, Unit, summary, units_of
 
 # `max_norm` leaves a unit at most 4 ulp below the radius, 16-bit links a little more.
@@ -137,9 +138,7 @@ def _tangential(unit: Unit, weight: Any, radius: jax.Array) -> tuple[jax.Array, 
     removed = jnp.where(changed, jnp.where(bad, jnp.nan, removed), 0.0)
     share = jnp.where(nothing, 0.0, sizes[1] / jnp.where(sizes[0] > 0, sizes[0], 1.0))
     share = jnp.where(changed & (sizes[0] > 0), share, 1.0)
-    report = Report(
-        jnp.max(removed, initial=0.0), jnp.min(share, initial=1.0), jnp.any(changed & ~(removed == 0))
-    )
+    report = Report(max_of(removed), min_of(share, 1), jnp.any(changed & ~(removed == 0)))
     return weakly_typed_as(unit.leaf, result), report
 
 

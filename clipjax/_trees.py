@@ -19,6 +19,7 @@ from clipjax._axes import Axes, Reduced, Skip, is_measured, leaves_with_paths, p
 from clipjax._bounds import check_fits
 from clipjax._mesh import AxisName, Names, names_of_leaf, names_of_units, pmax, pmin, spec_leaves, varying
 from clipjax._norms import as_arrays, in_float64, norm_of, tree_norm, wide
+from clipjax._reductions import max_of, min_of
 from clipjax._rescale import (
     Shrink,
     factors_of,
@@ -194,7 +195,7 @@ def _report_together(measured: Sequence[tuple[jax.Array, jax.Array]]) -> Report:
     norms, bounds = zip(*measured, strict=True)
     joined = stored(lax.stop_gradient(_joined(norms)))
     if bounds[0].ndim == 0 and all(bound is bounds[0] for bound in bounds):
-        joined, bound = jnp.max(joined, initial=0), bounds[0]  # the largest norm tells all
+        joined, bound = max_of(joined), bounds[0]  # the largest norm tells all
     else:
         bound = _joined([jnp.broadcast_to(b, norm.shape) for norm, b in measured])
     return _report(joined, shrink_to(joined, bound))
@@ -206,7 +207,7 @@ def _joined(values: Sequence[jax.Array]) -> jax.Array:
 
 def _report(norm: jax.Array, how: Shrink) -> Report:
     norm, how = lax.stop_gradient((norm, how))
-    return Report(jnp.max(norm, initial=0), jnp.min(scale_of(how), initial=1), ~jnp.all(how.factor < 0))
+    return Report(max_of(norm), min_of(scale_of(how), 1), ~jnp.all(how.factor < 0))
 
 
 def units_of(tree: Any, axes: Axes, specs: Any = None, axis_name: AxisName = None) -> list[Unit]:
@@ -240,5 +241,5 @@ def summary(reports: list[Report]) -> Report:
 
     norms, scales, clipped = zip(*reports, strict=True)
     return Report(
-        over_all(norms, jnp.max, pmax), over_all(scales, jnp.min, pmin), over_all(clipped, jnp.any, lax.pmax)
+        over_all(norms, max_of, pmax), over_all(scales, min_of, pmin), over_all(clipped, jnp.any, lax.pmax)
     )
