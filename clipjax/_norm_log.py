@@ -276,7 +276,8 @@ class NormLog:
         return log
 
 
-def default_rules() -> dict[str, optax.GradientTransformation]:
+@functools.cache  # as other objects they would be compiled anew for each replay
+def default_rules() -> Mapping[str, optax.GradientTransformation]:
     """Every rule that follows the norm, with the arguments it has by default; `adagc` as for one leaf."""
     return {
         "autoclip": autoclip(),

@@ -56,6 +56,18 @@ def test_repeated_names_are_numbered(case: Case) -> None:
     assert len(seen) == 3 * len(own)
 
 
+def test_counters_stop_at_their_largest_value() -> None:
+    """They are int32, and a run that outlasts them must not count from below zero."""
+    tx, last = clipjax.clip_by_global_norm(2.0), np.int32(np.iinfo(np.int32).max)
+    for bad, counted in ((1.0, "clipped"), (math.nan, "nonfinite")):
+        tree = {"a": np.array([3.0 * bad], np.float32), "b": np.array([4.0], np.float32)}
+        state = tx.init(tree)
+        full = state._replace(seen=state.seen._replace(steps=last, clipped=last, nonfinite=last))
+        seen = update(tx, tree, full, None)[1].seen
+        assert seen.steps == last
+        assert getattr(seen, counted) == last
+
+
 def test_metrics_say_what_happened() -> None:
     tx = clipjax.clip_by_global_norm(2.0)
     tree = {"a": np.array([3.0], np.float32), "b": np.array([4.0], np.float32)}

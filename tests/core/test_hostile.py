@@ -71,7 +71,9 @@ def test_nonfinite_entries_can_be_zeroed_and_are_counted():
     grads = jnp.array([jnp.nan, jnp.inf, -jnp.inf, 3.0])
     clipped, state = tx.update(grads, tx.init(grads))
     np.testing.assert_allclose(clipped, [0, 0, 0, 1], rtol=1e-6)
-    assert int(clipjax.metrics(state)["zero_nonfinite/nonfinite_count"]) == 3
+    seen = clipjax.metrics(state)
+    assert int(seen["zero_nonfinite/nonfinite_count"]) == 3
+    assert int(seen["zero_nonfinite/nonfinite_steps"]) == 1
 
 
 @functools.cache

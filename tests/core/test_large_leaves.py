@@ -19,7 +19,7 @@ import pytest
 import clipjax
 from clipjax import _limits, _reductions, _turns, functional
 from tests.support.oracles import INF, exact_norm, ulp
-from tests.support.trees import same_bits, within_one_ulp
+from tests.support.trees import DTYPES, same_bits, within_one_ulp
 
 # Each just large enough; the slices of the first do not come out even.
 SHAPES = {"a": (517, 257), "b": (2, 600, 131), "c": (5,)}
@@ -237,13 +237,14 @@ def test_large_leaves_are_summed_right(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("p", [1, 2, INF])
-@pytest.mark.parametrize("at", [0, 2**16])
-def test_nan_reaches_the_norm_of_a_large_leaf(at: int, p: float) -> None:
-    leaf = np.ones(ALONE[0], np.float32)
-    leaf[at] = np.nan
-    norm, clipped = norms_and_clips(leaf)[p]
-    assert np.isnan(norm)
-    assert np.isnan(clipped).all()
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_reaches_the_norm_of_a_large_leaf(dtype: str, p: float) -> None:
+    for at in (0, 2**16):
+        leaf = np.ones(ALONE[0], DTYPES[dtype])
+        leaf[at] = np.nan
+        norm, clipped = norms_and_clips(leaf)[p]
+        assert np.isnan(norm)
+        assert np.isnan(clipped.astype(np.float32)).all()
 
 
 def test_nan_reaches_the_metrics_of_a_clip_by_value() -> None:

@@ -21,12 +21,6 @@ STEPS = 400
 DEFAULT_RULES = clipjax._norm_log.default_rules()
 
 
-@pytest.fixture
-def default_rules(monkeypatch: Any) -> None:
-    """The default rules are the same objects each time, and so are compiled once."""
-    monkeypatch.setattr(clipjax._norm_log, "default_rules", lambda: DEFAULT_RULES)
-
-
 def test_a_replay_is_the_transformation_step_by_step() -> None:
     norms = some(120)
     norms[[0, 30]] = NAN, INF
@@ -56,7 +50,16 @@ def test_autoclip_is_suggested_as_the_percentile_of_all() -> None:
         np.testing.assert_allclose(suggestions[name].clip_rate, rate, atol=0.005)
 
 
-def test_every_rule_of_the_whole_tree_is_suggested(default_rules: Any) -> None:
+def test_steps_that_are_not_finite_do_not_count_for_the_rate() -> None:
+    norms = some(120)
+    norms[[0, 30, 31, 77]] = NAN, INF, -INF, NAN
+    rule = clipjax.autoclip(25.0, window=16)
+    log = filled(norms)
+    clipped = log.replay(rule).clipped[np.isfinite(norms)]
+    assert log.suggest({"rule": rule})["rule"].clip_rate == np.mean(clipped) > 0.5
+
+
+def test_every_rule_of_the_whole_tree_is_suggested() -> None:
     suggestions = filled(some(STEPS)).suggest()
     assert set(suggestions) == {
         "autoclip",
@@ -71,7 +74,7 @@ def test_every_rule_of_the_whole_tree_is_suggested(default_rules: Any) -> None:
     assert str(filled([1.0, 2.0, *[NAN] * (STEPS - 2)])).count("none") == 2
 
 
-def test_the_summary_is_a_table(default_rules: Any) -> None:
+def test_the_summary_is_a_table() -> None:
     log = filled([*some(), NAN, INF], name="clip_by_global_norm", capacity=STEPS)
     shown = str(log)
     assert shown.startswith("400 gradient norms, clip_by_global_norm, 2 of them not finite; 102 before")
@@ -86,7 +89,7 @@ def test_the_summary_is_a_table(default_rules: Any) -> None:
     assert filled(some()).summary({}).startswith("500 gradient norms, all finite")
 
 
-def test_plot_draws_on_axes_or_to_a_file(default_rules: Any, tmp_path: Any) -> None:
+def test_plot_draws_on_axes_or_to_a_file(tmp_path: Any) -> None:
     figure = pytest.importorskip("matplotlib.figure")
     norms = some(STEPS)
     norms[[3, 99]] = NAN, INF

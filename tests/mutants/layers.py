@@ -46,7 +46,7 @@ MUTANTS = (
         "_qk_clip.py",
         "logits = wide(lax.stop_gradient(jnp.asarray(value)))",
         "logits = wide(jnp.asarray(value))",
-        "tests/weights/test_qk_clip.py::test_gradients_flow_through",
+        "tests/weights/test_qk_clip.py::test_gradients_flow_through_to_the_weights_alone",
     ),
     Mutant(
         "what points inward is taken out",

@@ -44,6 +44,21 @@ MUTANTS = (
         "tests/core/test_hostile.py::test_a_clip_propagates_a_nonfinite_entry_to_all_that_share_its_norm",
     ),
     Mutant(
+        "NaN lost in a large maximum",
+        "_reductions.py",
+        "return jnp.where(jnp.isnan(total), jnp.nan, largest(x))",
+        "return largest(x)",
+        "tests/core/test_large_leaves.py::test_nan_reaches_the_norm_of_a_large_leaf "
+        "tests/core/test_large_leaves.py::test_nan_reaches_the_metrics_of_a_clip_by_value",
+    ),
+    Mutant(
+        "NaN lost in a large maximum of 16 bits",
+        "_norms.py",
+        "return jnp.where(jnp.isnan(total), jnp.nan, reduce_all(how, xs, (), axes, turn))",
+        "return reduce_all(how, xs, (), axes, turn)",
+        "tests/core/test_large_leaves.py::test_nan_reaches_the_norm_of_a_large_leaf",
+    ),
+    Mutant(
         "no power of two beside the factor",
         "_rescale.py",
         "far, farther = norm > 2.0**64 * bound, norm > 2.0**180 * bound",

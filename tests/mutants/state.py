@@ -31,7 +31,7 @@ MUTANTS = (
         "_metrics.py",
         "return counter + jnp.minimum(lax.convert_element_type(event, np.int32), room)",
         "return counter + lax.convert_element_type(event, np.int32)",
-        "tests/contract/test_metrics.py",
+        "tests/contract/test_metrics.py::test_counters_stop_at_their_largest_value",
     ),
     Mutant(
         "a second state of one kind hides the first",
@@ -129,6 +129,20 @@ MUTANTS = (
         "_norm_log.py",
         "np.mean(replay.clipped[np.isfinite(norms)])",
         "np.mean(replay.clipped)",
-        "tests/monitoring",
+        "tests/monitoring/test_norm_log_rules.py::test_steps_that_are_not_finite_do_not_count_for_the_rate",
+    ),
+    Mutant(
+        "past norms are differentiated",
+        "_past.py",
+        "past = lax.stop_gradient(tuple(wide(x) if _is_float(x) else x for x in memory))",
+        "past = tuple(wide(x) if _is_float(x) else x for x in memory)",
+        "tests/gradients/test_adaptive_rules.py::test_what_is_remembered_has_no_derivative",
+    ),
+    Mutant(
+        "entries are counted as steps",
+        "_clipping.py",
+        "count(state.nonfinite_count, bad), count(state.nonfinite_steps, bad > 0)",
+        "count(state.nonfinite_count, bad), count(state.nonfinite_steps, bad)",
+        "tests/core/test_hostile.py::test_nonfinite_entries_can_be_zeroed_and_are_counted",
     ),
 )
