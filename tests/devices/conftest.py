@@ -56,10 +56,17 @@ def run(nodeids: list[str], path: Path) -> None:
     """Run tests in a process with eight devices."""
     path.touch()
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
+    environment = {
+        "XLA_FLAGS": flags.strip(),
+        "JAX_PLATFORMS": "cpu",
+        "PYTEST_ADDOPTS": "",
+        REPORTS: str(path),
+    }
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider", *nodeids],
-        env={**os.environ, "XLA_FLAGS": flags.strip(), "JAX_PLATFORMS": "cpu", REPORTS: str(path)},
+        env={**os.environ, **environment},
         cwd=ROOT,
+        timeout=1200,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

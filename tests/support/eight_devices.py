@@ -57,14 +57,16 @@ OF_LEAVES: dict[str, Builder] = {
     "rms": lambda s, a: clipjax.clip_by_rms(0.5, axis_name=a),
     "value": lambda s, a: clipjax.clip_by_value(0.5, axis_name=a),
     "low and high value": lambda s, a: clipjax.clip_by_value(-0.5, 0.25, axis_name=a),
-    # Of the entries at the first step, the one that this clips is on the third device.
-    "array of values": lambda s, a: clipjax.clip_by_value(np.full((1, 1), 2.3, np.float32), axis_name=a),
+    # At the first step it clips two entries, neither of them on the first device.
+    "array of values": lambda s, a: clipjax.clip_by_value(np.full((1, 1), 2.35, np.float32), axis_name=a),
     "box": lambda s, a: clipjax.box(-0.5, 0.25, axis_name=a),
     "non_negative": lambda s, a: clipjax.non_negative(axis_name=a),
 }
 OF_UNITS: dict[str, Builder] = {
     "units": lambda s, a: clipjax.clip_by_norm(0.5, axes=0, specs=s, axis_name=a),
     "units of rows": lambda s, a: clipjax.clip_by_norm(0.5, axes=1, specs=s, axis_name=a),
+    # At the first step it clips one unit, which is on one device.
+    "few units": lambda s, a: clipjax.clip_by_norm(3.6, axes={"columns": 0}, specs=s, axis_name=a),
     "rms of units": lambda s, a: clipjax.clip_by_rms(0.25, axes=0, specs=s, axis_name=a),
     "max_norm": lambda s, a: clipjax.max_norm(0.5, specs=s, axis_name=a),
     "min_max_norm": lambda s, a: clipjax.min_max_norm(2.5, 3.5, specs=s, axis_name=a),
@@ -271,7 +273,7 @@ def check(way: str, name: str) -> None:
 
 
 def same(got: Any, expected: Any, but: tuple[str, ...] = ()) -> None:
-    """The same numbers, but for their rounding; what is not finite is so in both."""
+    """The same numbers, but for their rounding. Over devices, a maximum of NaN may be infinite."""
     paths, leaves = jax.tree.leaves_with_path(got), jax.tree.leaves(expected)
     assert len(paths) == len(leaves)
     for (path, a), b in zip(paths, leaves, strict=True):
@@ -281,6 +283,7 @@ def same(got: Any, expected: Any, but: tuple[str, ...] = ()) -> None:
         assert a.dtype == b.dtype, f"{where}: {a.dtype} instead of {b.dtype}"
         finite = np.isfinite(b)
         np.testing.assert_array_equal(np.isfinite(a), finite, where)
+        assert not np.any(np.isnan(b) & (a == -np.inf)), f"{where}: -inf instead of NaN"
         # Sums in another order may round one entry of 16 bits to its neighbour.
         tolerance = 1e-3 if b.dtype == np.float16 else 1e-6
         np.testing.assert_allclose(a[finite], b[finite], rtol=tolerance, atol=tolerance / 10, err_msg=where)
