@@ -25,6 +25,10 @@ import pytest
 from tests.support import ROOT
 from tests.support.eight_devices import DEVICES
 
+# LLVM is not asked to make the code fast, which is a fifth of what these tests cost: what they prove does not
+# depend on that. XLA's own passes, which place and merge the collectives, are as ever.
+FLAGS = f"--xla_force_host_platform_device_count={DEVICES} --xla_backend_optimization_level=0"
+
 # Where the second pytest writes: a line of JSON for each report, and what it printed in the end.
 REPORTS = "CLIPJAX_REPORTS_OF_EIGHT_DEVICES"
 
@@ -55,7 +59,7 @@ def reports(
 def run(nodeids: list[str], path: Path) -> None:
     """Run tests in a process with eight devices."""
     path.touch()
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}"
     environment = {
         "XLA_FLAGS": flags.strip(),
         "JAX_PLATFORMS": "cpu",
