@@ -174,9 +174,17 @@ def batches(
 def evaluate(network: Network, state: State, x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
     """Measure loss and accuracy, with batch normalisation's running statistics."""
     variables = {"params": state.params, "batch_stats": state.stats}
-    logits = jax.jit(functools.partial(network.apply, train=False))(variables, x)
+    loss, accuracy = _loss_and_accuracy(network, variables, x, y)
+    return float(loss), float(accuracy)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _loss_and_accuracy(
+    network: Network, variables: Any, x: jax.Array, y: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    logits = network.apply(variables, x, train=False)
     loss = optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
-    return float(loss), float(jnp.mean(logits.argmax(-1) == y))
+    return loss, jnp.mean(logits.argmax(-1) == y)
 
 
 def open_checkpoints(

@@ -82,7 +82,6 @@ every_variant_and_dtype = marked(
     [((case, dtype), dtype is np.float32 or not case.options) for dtype in FLOATS[:2] for case in VARIANTS],
     "case, dtype",
 )
-default_or_full = marked([((case,), not case.options) for case in VARIANTS], "case")
 
 
 # --------------------------------------------------------------------------------------------------

@@ -15,11 +15,12 @@ import pytest
 import clipjax
 from tests.contract.cases import (
     DEFAULTS,
+    VARIANTS,
     covering,
-    default_or_full,
     every_case,
     metric,
     run,
+    sampled,
     step,
     with_identity,
 )
@@ -130,7 +131,7 @@ def test_zero_size_units(case: Case, axes: str) -> None:
     assert not any(np.isnan(float(v)) for v in clipjax.metrics(state).values())
 
 
-@default_or_full
+@sampled(VARIANTS, one_in=4, first=3)
 def test_complex_leaves(case: Case) -> None:
     """Complex entries count by |z|; what needs an order raises a TypeError that says so."""
     tx = with_identity(case)

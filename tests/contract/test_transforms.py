@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 from tests.contract.cases import (
     DEFAULTS,
@@ -30,7 +31,7 @@ from tests.support.trees import avals, flat, same_bits, within_one_ulp
 from tests.support.walk import Case, is_projection
 
 
-@sampled(VARIANTS, one_in=3)
+@sampled(VARIANTS, one_in=5)
 def test_jit_equals_eager_bit_for_bit(case: Case) -> None:
     tx = default(case)
     # Leaves of one shape: without jit, each operation is compiled for each shape.
@@ -40,8 +41,20 @@ def test_jit_equals_eager_bit_for_bit(case: Case) -> None:
     assert same_bits(run(tx, grads, params), step(tx, grads, params))
 
 
-@covering("case, dtype", DEFAULTS, FLOATS[:2])
+# Every transformation is either in a scan or mapped by default. What a scan needs, a carry of constant types,
+# is asked of each in test_types.py.
+@covering("case, dtype", DEFAULTS[::2], FLOATS[:2])
 def test_scan_equals_a_loop_bit_for_bit(case: Case, dtype: Any) -> None:
+    scan_equals_a_loop(case, dtype)
+
+
+@pytest.mark.full
+@covering("case, dtype", DEFAULTS[1::2], FLOATS[:2])
+def test_others_in_a_scan(case: Case, dtype: Any) -> None:
+    scan_equals_a_loop(case, dtype)
+
+
+def scan_equals_a_loop(case: Case, dtype: Any) -> None:
     tx = default(case)
     _, params = problem(dtype)
     every_grads = [problem(dtype, seed=s)[0] for s in range(3)]
@@ -73,7 +86,7 @@ def test_scan_equals_a_loop_bit_for_bit(case: Case, dtype: Any) -> None:
     assert avals(scanned) == avals(tx.init(params))
 
 
-@every_case
+@sampled(DEFAULTS, one_in=2, first=1)
 def test_vmap_equals_single_calls(case: Case) -> None:
     tx = default(case)
     problems = [problem(seed=s) for s in range(3)]
@@ -115,7 +128,7 @@ def test_gradients_are_finite(case: Case) -> None:
         assert np.isfinite(flat(at_zero)).all()
 
 
-@sampled(DEFAULTS, one_in=2)
+@sampled(DEFAULTS, one_in=6, first=1)
 def test_gradients_are_the_same_with_remat(case: Case) -> None:
     remat = jax.jit(jax.grad(jax.checkpoint(functools.partial(loss, case)), argnums=(0, 1)))
     for scale in (0.0, 1e-3, 1.0):
@@ -123,7 +136,7 @@ def test_gradients_are_the_same_with_remat(case: Case) -> None:
         np.testing.assert_allclose(flat(remat(*scaled(scale))), flat(plain), rtol=1e-6, atol=1e-7)
 
 
-@every_case
+@sampled(DEFAULTS, one_in=3)
 def test_forward_derivatives_agree_with_reverse(case: Case) -> None:
     grads, params = problem()
 

@@ -61,7 +61,7 @@ def test_float64(case: Case) -> None:
         assert set(norms.values()) <= {np.dtype(np.float64)}
 
 
-@sampled(DEFAULTS, one_in=4)
+@sampled(DEFAULTS, one_in=7)
 def test_float64_runs(case: Case) -> None:
     with jax.enable_x64(True):
         tx = default(case)
@@ -91,7 +91,7 @@ def test_weak_types_are_kept(case: Case) -> None:
         assert avals_of(jax.eval_shape(tx.__call__, params)) == avals_of(jax.eval_shape(lambda x: x, params))
 
 
-@every_case
+@sampled(DEFAULTS, one_in=6, first=1)
 def test_python_floats_are_taken_without_jit(case: Case) -> None:
     """Operation by operation a Python number is one until it meets an array."""
     tx = default(case)
