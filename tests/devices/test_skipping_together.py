@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.support.eight_devices import SKIPPING, Bad, check, members, steps_of
+from tests.support.eight_devices import CHOSEN, SKIPPING, Bad, check, members, program, steps_of, tree
 
 WAYS = ("shard_map", "unchecked", "pmap")
 
@@ -23,6 +23,18 @@ def test_a_nan_on_one_device_skips_the_step_on_all(way: str, name: str, row: int
         assert (np.asarray(good[key]) != 0).all()
         assert (np.asarray(leaf) == 0).all(), f"some devices took the step with {key}"
     assert seen["skip_nonfinite/skipped"] == 1
+
+
+@pytest.mark.parametrize(("way", "name"), members(["skip_nonfinite"], "shard_map", "unchecked"))
+def test_a_skipped_step_leaves_the_state_as_it_was(way: str, name: str) -> None:
+    bad = tree(0)
+    bad["kernel"][6, 5] = np.nan
+    (first, _), _, (third, _) = (
+        (updates[name], seen[name])
+        for updates, seen in program(way, name in CHOSEN[way]).steps([tree(0), bad, tree(0)], tree(1))
+    )
+    for key, leaf in third.items():  # the second step that is taken
+        np.testing.assert_allclose(leaf, np.asarray(first[key]) / 2, rtol=1e-3)
 
 
 @pytest.mark.parametrize(("way", "name"), members(["skip_spikes"], *WAYS))

@@ -92,6 +92,7 @@ class Copy:
         """The compiled programs are shared with the project's own tests: most are those of every mutant."""
         return {
             "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".jax_cache"),
+            "XLA_FLAGS": "",  # XLA's defaults, by which users compile
             **os.environ,
             # Tests that start processes of their own must import this copy of the library.
             "PYTHONPATH": str(self.root),

@@ -81,9 +81,16 @@ ADAPTIVE: dict[str, Builder] = {
     "adagc": lambda s, a: clipjax.adagc(warmup_steps=2, axis_name=a),
     "agc": lambda s, a: clipjax.adaptive_grad_clip(specs=s, axis_name=a),
 }
+
+
+def counting() -> Any:
+    """An optimizer with a state: its rate is 1, 1/2, 1/3, … at the steps that it takes."""
+    return optax.sgd(lambda count: 1.0 / (1.0 + count))
+
+
 SKIPPING: dict[str, Builder] = {
     "zero_nonfinite": lambda s, a: clipjax.zero_nonfinite(axis_name=a),
-    "skip_nonfinite": lambda s, a: clipjax.skip_nonfinite(optax.sgd(1.0), axis_name=a),
+    "skip_nonfinite": lambda s, a: clipjax.skip_nonfinite(counting(), axis_name=a),
     "skip_spikes": lambda s, a: clipjax.skip_spikes(optax.sgd(1.0), warmup_steps=2, axis_name=a),
     "bounded, zero": lambda s, a: clipjax.bounded(optax.sgd(1.0), nonfinite="zero", axis_name=a),
     "bounded, skip": lambda s, a: clipjax.bounded(optax.sgd(1.0), nonfinite="skip", axis_name=a),
