@@ -166,4 +166,18 @@ MUTANTS = (
         "new,",
         "tests/devices/test_skipping_together.py::test_a_skipped_step_leaves_the_state_as_it_was",
     ),
+    Mutant(
+        "a local convolution reduces its places",
+        "_layers.py",
+        "return (rank - 2,)  #",
+        "return tuple(range(rank - 1))  #",
+        "tests/flax/test_linen_layers.py::test_the_units_of_a_layer",
+    ),
+    Mutant(
+        "devices skip on their own",
+        "_spikes.py",
+        "measure_tree(updates, 2.0, axis_name)",
+        "measure_tree(updates, 2.0)",
+        "tests/gradients/test_spikes_composed.py::test_devices_skip_together",
+    ),
 )
