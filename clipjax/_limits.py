@@ -70,8 +70,8 @@ def clip_entries(
     if not extremes:
         return clipped, summary([])
     tops, lows = zip(*(_over_devices(found, names) for names, found in extremes.items()), strict=True)
-    top, bottom = (max_of(jnp.stack(x), initial=-jnp.inf) for x in (tops, lows))
-    bottom = -bottom
+    top, minus_bottom = (max_of(jnp.stack(x), initial=-jnp.inf) for x in (tops, lows))
+    bottom = -minus_bottom
     before = jnp.maximum(jnp.abs(top), jnp.abs(bottom))
     after = jnp.maximum(*(jnp.max(jnp.abs(jnp.clip(x, floor, high)), initial=0) for x in (top, bottom)))
     report = Report(before, _ratio(after, before), jnp.any((top > high) | (bottom < floor)))

@@ -168,9 +168,14 @@ def largest(
     # XLA's CPU compiler writes out what 16-bit entries are converted to where two operations share it. So the
     # maximum alone is of float64, and NaN, which `max_of` would find, is found in entries behind a barrier.
     how = Reduction(lambda x: of(wide(x)), jnp.maximum, functools.partial(jnp.max, initial=at_least))
-    apart = lax.optimization_barrier(tuple(xs))
-    total = _sum(apart, axes, lambda x: jnp.abs(lax.convert_element_type(x, np.float32)))
-    return jnp.where(jnp.isnan(total), jnp.nan, reduce_all(how, xs, (), axes, turn))
+
+    def on_cpu(found: jax.Array, *xs: jax.Array) -> jax.Array:
+        apart = lax.optimization_barrier(xs)
+        total = _sum(apart, axes, lambda x: jnp.abs(lax.convert_element_type(x, np.float32)))
+        return jnp.where(jnp.isnan(total), jnp.nan, found)
+
+    found = reduce_all(how, xs, (), axes, turn)
+    return lax.platform_dependent(found, *xs, cpu=on_cpu, default=lambda found, *_: found)
 
 
 def _sum(xs: Arrays, axes: Reduced, of: Callable[[jax.Array], jax.Array]) -> jax.Array:

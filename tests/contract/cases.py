@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -63,13 +64,23 @@ def marked(pairs: Sequence[tuple[tuple[Any, ...], bool]], names: str) -> Any:
     )
 
 
-def covering(names: str, of_cases: Sequence[Case], others: Sequence[Any], each: int = 1) -> Any:
-    """Parametrize over all pairs, of which every case keeps `each` of the others, which take turns."""
-    kept = {(i, (i * each + j) % len(others)) for i in range(len(of_cases)) for j in range(each)}
-    pairs = [
-        ((case, other), (i, j) in kept) for i, case in enumerate(of_cases) for j, other in enumerate(others)
-    ]
-    return marked(pairs, names)
+def covering(
+    names: str,
+    of_cases: Sequence[Case],
+    others: Sequence[Any],
+    keeps: Callable[[Case], bool] = lambda _: True,
+) -> Any:
+    """Parametrize over all pairs, of which each case that `keeps` one of the others has it in turn."""
+    turn = itertools.count()
+    kept = [next(turn) % len(others) if keeps(case) else None for case in of_cases]
+    return marked(
+        [
+            ((case, other), j == k)
+            for case, k in zip(of_cases, kept, strict=True)
+            for j, other in enumerate(others)
+        ],
+        names,
+    )
 
 
 def sampled(of_cases: Sequence[Case], *, one_in: int, first: int = 0) -> Any:
@@ -88,9 +99,14 @@ every_variant_and_dtype = marked(
 # The transformations, each built once: JAX compiles anew for another object.
 
 
+def labelled(label: str) -> Case:
+    """The case of that name, which can be hashed as a case cannot."""
+    return next(case for case in VARIANTS if str(case) == label)
+
+
 @functools.cache
 def _built(label: str, bare: bool) -> Any:
-    case = next(c for c in VARIANTS if str(c) == label)
+    case = labelled(label)
     if bare and "optimizer" not in parameters(case.name):
         return _built(label, bare=False)
     return build(case, **({"optimizer": optax.identity()} if bare else {}))
@@ -155,11 +171,6 @@ def run(tx: Any, grads: Any, params: Any) -> tuple[Any, Any]:
 def step(tx: Any, grads: Any, params: Any) -> tuple[Any, Any]:
     """The first step as it is written: to be traced, or run operation by operation."""
     return tx.update(grads, tx.init(params), params)
-
-
-def after(tx: Any, grads: Any, params: Any) -> Any:
-    """The parameters after the first step."""
-    return optax.apply_updates(params, run(tx, grads, params)[0])
 
 
 def metric(state: Any, *endings: str) -> float:

@@ -20,6 +20,7 @@ from tests.contract.cases import (
     every_bound,
     every_case,
     like,
+    marked,
     problem,
     step,
     update,
@@ -33,7 +34,6 @@ from tests.support.walk import (
     Case,
     build,
     is_projection,
-    make,
     parameters,
     required,
 )
@@ -110,7 +110,10 @@ def test_zero_and_infinite_and_negative_bounds_work(case: Case, parameter: str) 
     assert np.isnan(flat(with_traced(math.nan)[1])).any(), "a traced NaN bound must show"
 
 
-@every_bound([pair for pair in MAIN_BOUNDS if not of_entries(pair[0])])
+OF_NORMS = [pair for pair in MAIN_BOUNDS if not of_entries(pair[0])]
+
+
+@every_bound(OF_NORMS)
 def test_schedules_that_reach_zero_and_go_below(case: Case, parameter: str) -> None:
     def schedule(count: Any) -> Any:
         return 1.0 - count  # 1, 0, -1
@@ -140,14 +143,14 @@ def test_schedules_that_reach_zero_and_go_below(case: Case, parameter: str) -> N
             tx(params)
 
 
-def test_schedules_need_no_jit() -> None:
+@marked([(pair, pair[0].name in ("clip_by_global_norm", "max_norm")) for pair in OF_NORMS], "case, parameter")
+def test_schedules_need_no_jit(case: Case, parameter: str) -> None:
     grads, params = jax.tree.map(jnp.asarray, problem())
-    for name in ("clip_by_global_norm", "max_norm"):
-        below, zero = (
-            step(make(name, **{required(name)[0]: lambda _, value=value: value}), grads, params)[0]
-            for value in (-1.0, 0.0)
-        )
-        assert same_bits(below, zero)
+    below, zero = (
+        step(with_identity(case, **{parameter: lambda _, value=value: value}), grads, params)[0]
+        for value in (-1.0, 0.0)
+    )
+    assert same_bits(below, zero)
 
 
 @every_case

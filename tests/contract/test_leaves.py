@@ -18,6 +18,7 @@ from tests.contract.cases import (
     VARIANTS,
     covering,
     every_case,
+    labelled,
     metric,
     run,
     sampled,
@@ -85,7 +86,7 @@ EMPTY = {
 @functools.cache
 def results_of_empty_trees(label: str) -> dict[str, Any]:
     """For each tree the update, the state and, of a projection, the call: all in one program."""
-    tx = with_identity(next(case for case in DEFAULTS if str(case) == label))
+    tx = with_identity(labelled(label))
 
     @jax.jit
     def all_of_them(trees: Any) -> Any:
