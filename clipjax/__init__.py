@@ -1,9 +1,9 @@
 """clipjax: bounds for the gradients and the weights of JAX training."""
 
 from clipjax import functional
-from clipjax._adagc import adagc
-from clipjax._axes import SKIP, fan_in
-from clipjax._backward import (
+from clipjax.gradients.adagc import adagc
+from clipjax._core.axes import SKIP, fan_in
+from clipjax.backward.layers import (
     clip_gradient_by_global_norm,
     clip_gradient_by_norm,
     clip_gradient_by_value,
@@ -12,26 +12,26 @@ from clipjax._backward import (
 )
 from clipjax._bounded import bounded, skip_nonfinite
 from clipjax._chain import chain
-from clipjax._clipping import (
+from clipjax.gradients.fixed import (
     clip_by_global_norm,
     clip_by_norm,
     clip_by_rms,
     clip_by_value,
     zero_nonfinite,
 )
-from clipjax._constraints import max_norm, min_max_norm, unit_norm
-from clipjax._entries import box, non_negative
-from clipjax._metrics import metrics
-from clipjax._norm_log import NormLog
-from clipjax._outliers import clip_by_lognormal, zclip
-from clipjax._projections import Projection, project
-from clipjax._qk_clip import qk_clip
-from clipjax._quantiles import autoclip, clip_by_quantile
-from clipjax._relative import adaptive_grad_clip, fan_in_or_whole
-from clipjax._spectral import spectral_cap
-from clipjax._spikes import skip_spikes
-from clipjax._tangent import tangent
-from clipjax._verify import verify
+from clipjax.weights.constraints import max_norm, min_max_norm, unit_norm
+from clipjax.weights.entries import box, non_negative
+from clipjax.monitoring.metrics import metrics
+from clipjax.monitoring.norm_log import NormLog
+from clipjax.gradients.outliers import clip_by_lognormal, zclip
+from clipjax.weights.projections import Projection, project
+from clipjax.weights.qk_clip import qk_clip
+from clipjax.gradients.quantiles import autoclip, clip_by_quantile
+from clipjax.gradients.relative import adaptive_grad_clip, fan_in_or_whole
+from clipjax.weights.spectral import spectral_cap
+from clipjax.gradients.spikes import skip_spikes
+from clipjax.gradients.tangent_cone import tangent
+from clipjax.weights.verify import verify
 
 __version__ = "0.1.0"
 

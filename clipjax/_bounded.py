@@ -13,11 +13,11 @@ import optax
 from jax import lax
 
 from clipjax._chain import as_projections, chain, check_transformation, knowing, links_of, projections_of
-from clipjax._clipping import zero_nonfinite
-from clipjax._mesh import AxisName, names_of_leaf, varying
-from clipjax._metrics import count
-from clipjax._norms import as_arrays, in_float64, tree_norm, weakly_typed_as
-from clipjax._projections import Projection
+from clipjax.gradients.fixed import zero_nonfinite
+from clipjax._core.mesh import AxisName, names_of_leaf, varying
+from clipjax.monitoring.metrics import count
+from clipjax._core.norms import as_arrays, in_float64, tree_norm, weakly_typed_as
+from clipjax.weights.projections import Projection
 
 Nonfinite = Literal["propagate", "zero", "skip"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import optax
 
-from clipjax._projections import Projection, project
+from clipjax.weights.projections import Projection, project
 
 
 class Chain(optax.GradientTransformationExtraArgs):

@@ -12,9 +12,9 @@ from typing import Any
 import flax.linen as nn
 from flax import nnx
 
-from clipjax._axes import check_axes, first_matches
-from clipjax._linen import linen_params
-from clipjax._nnx import nnx_params
+from clipjax._core.axes import check_axes, first_matches
+from clipjax._flax_linen import linen_params
+from clipjax._flax_nnx import nnx_params
 
 __all__ = ["unit_axes"]
 

@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from clipjax._axes import Axes, check_axes, is_measured
-from clipjax._bounds import Bound, bound_at, check_order
-from clipjax._limits import clip_entries
-from clipjax._mesh import varying
-from clipjax._norms import as_arrays, check_ord, in_float64, norm_dtype, norm_of, tree_norm
-from clipjax._trees import clip_tree, clip_units, units_of
+from clipjax._core.axes import Axes, check_axes, is_measured
+from clipjax._core.bounds import Bound, bound_at, check_order
+from clipjax._core.limits import clip_entries
+from clipjax._core.mesh import varying
+from clipjax._core.norms import as_arrays, check_ord, in_float64, norm_dtype, norm_of, tree_norm
+from clipjax._core.trees import clip_tree, clip_units, units_of
 
 __all__ = [
     "clip_by_global_norm",

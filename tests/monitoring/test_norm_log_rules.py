@@ -18,7 +18,7 @@ NAN, INF = math.nan, math.inf
 
 # Norms in a log: what is compiled for as many serves all of the tests.
 STEPS = 400
-DEFAULT_RULES = clipjax._norm_log.default_rules()
+DEFAULT_RULES = clipjax.monitoring.norm_log.default_rules()
 
 
 def test_a_replay_is_the_transformation_step_by_step() -> None:
@@ -95,7 +95,7 @@ def test_plot_draws_on_axes_or_to_a_file(tmp_path: Any) -> None:
     norms[[3, 99]] = NAN, INF
     log = filled(norms)
     axes = figure.Figure().subplots()
-    autoclip = clipjax._norm_log.default_rules()["autoclip"]
+    autoclip = clipjax.monitoring.norm_log.default_rules()["autoclip"]
     log.plot(axes, {"autoclip": autoclip, "never": clipjax.skip_spikes(optax.identity(), INF)})
     lines = {line.get_label(): line for line in axes.lines}
     assert list(lines) == ["norm", "not finite", "autoclip", "never"]

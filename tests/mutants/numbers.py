@@ -7,7 +7,7 @@ from tests.mutants.mutant import Mutant
 MUTANTS = (
     Mutant(
         "no slack",
-        "_rescale.py",
+        "_core/rescale.py",
         "_SLACK = 2.0**-23 + 2.0**-40",
         "_SLACK = 0.0",
         "tests/core/test_bounds.py::test_no_bound_is_exceeded_and_little_is_lost "
@@ -15,7 +15,7 @@ MUTANTS = (
     ),
     Mutant(
         "16 bits rounded to the nearest",
-        "_rescale.py",
+        "_core/rescale.py",
         "return exactly(rounded(product, x.dtype, True), x.dtype)",
         "return exactly(rounded(product, x.dtype, False), x.dtype)",
         "tests/core/test_bounds.py::test_no_bound_is_exceeded_and_little_is_lost "
@@ -23,7 +23,7 @@ MUTANTS = (
     ),
     Mutant(
         "limits of entries rounded outwards",
-        "_rounding.py",
+        "_core/rounding.py",
         "return _inward(low, dtype, jnp.inf), _inward(high, dtype, -jnp.inf)",
         "return _inward(low, dtype, -jnp.inf), _inward(high, dtype, jnp.inf)",
         "tests/core/test_bounds.py::test_the_python_float_is_the_bound "
@@ -31,21 +31,21 @@ MUTANTS = (
     ),
     Mutant(
         "a norm at the bound is outside",
-        "_rescale.py",
+        "_core/rescale.py",
         "inside = norm <= jnp.minimum(",
         "inside = norm < jnp.minimum(",
         "tests/core/test_bounds.py::test_norms_at_the_bound_exactly_stay",
     ),
     Mutant(
         "an infinite norm is finite",
-        "_rescale.py",
+        "_core/rescale.py",
         "return jnp.where(norm < jnp.inf, norm, jnp.nan)",
         "return norm",
         "tests/core/test_hostile.py::test_a_clip_propagates_a_nonfinite_entry_to_all_that_share_its_norm",
     ),
     Mutant(
         "NaN lost in a large maximum",
-        "_reductions.py",
+        "_core/reductions.py",
         "return jnp.where(jnp.isnan(total), jnp.nan, largest(x))",
         "return largest(x)",
         "tests/core/test_large_leaves.py::test_nan_reaches_the_norm_of_a_large_leaf "
@@ -53,14 +53,14 @@ MUTANTS = (
     ),
     Mutant(
         "NaN lost in a large maximum of 16 bits",
-        "_norms.py",
+        "_core/norms.py",
         "return jnp.where(jnp.isnan(total), jnp.nan, found)",
         "return found",
         "tests/core/test_large_leaves.py::test_nan_reaches_the_norm_of_a_large_leaf",
     ),
     Mutant(
         "no power of two beside the factor",
-        "_rescale.py",
+        "_core/rescale.py",
         "far, farther = norm > 2.0**64 * bound, norm > 2.0**180 * bound",
         "far, farther = norm > jnp.inf, norm > jnp.inf",
         "tests/core/test_precision.py::test_norms_neither_overflow_nor_underflow "
@@ -68,7 +68,7 @@ MUTANTS = (
     ),
     Mutant(
         "sums in float32",
-        "_norms.py",
+        "_core/norms.py",
         "how = Reduction(lambda part: _powers(part, p), jnp.add, jnp.sum)",
         "how = Reduction(lambda part: _powers(part, p).astype(np.float32), jnp.add, jnp.sum)",
         "tests/core/test_precision.py::test_norms_neither_overflow_nor_underflow "
@@ -76,84 +76,84 @@ MUTANTS = (
     ),
     Mutant(
         "entries that tie for the largest each get the whole derivative",
-        "_norms.py",
+        "_core/norms.py",
         "slopes = [wide(size == norm) / ties * slope for size, slope in pairs]",
         "slopes = [wide(size == norm) * slope for size, slope in pairs]",
         "tests/core/test_derivatives.py::test_derivatives_of_norms",
     ),
     Mutant(
         "complex entries by their real part",
-        "_norms.py",
+        "_core/norms.py",
         "return wide(x.real) ** 2 + wide(x.imag) ** 2",
         "return wide(x.real) ** 2",
         "tests/contract/test_leaves.py::test_complex_leaves",
     ),
     Mutant(
         "a schedule below 0 flips signs",
-        "_bounds.py",
+        "_core/bounds.py",
         "return value if minimum is None else jnp.maximum(value, minimum)",
         "return value",
         "tests/core/test_hostile.py::test_a_schedule_may_reach_zero_and_overshoot",
     ),
     Mutant(
         "weak types are lost",
-        "_norms.py",
+        "_core/norms.py",
         'if not getattr(like, "weak_type", False) or x.weak_type:',
         "if like is not None:",
         "tests/contract/test_types.py::test_weak_types_are_kept",
     ),
     Mutant(
         "half of the slack",
-        "_rescale.py",
+        "_core/rescale.py",
         "_SLACK = 2.0**-23 + 2.0**-40",
         "_SLACK = 2.0**-25",
         "tests/core/test_bounds.py::test_a_clipped_norm_is_inside_its_bound",
     ),
     Mutant(
         "no slack in float64",
-        "_rescale.py",
+        "_core/rescale.py",
         "_SLACK_FLOAT64 = 2.0**-50",
         "_SLACK_FLOAT64 = 0.0",
         "tests/weights/test_norm_limits.py::test_wide_leaves_grow_and_shrink_far",
     ),
     Mutant(
         "subnormal numbers rounded to the nearest",
-        "_rounding.py",
+        "_core/rounding.py",
         "whole = jnp.trunc(x / unit) if toward_zero else jnp.round(x / unit)",
         "whole = jnp.round(x / unit)",
         "tests/core/test_bounds.py::test_units_with_bounds_of_their_own_are_inside_them",
     ),
     Mutant(
         "sums of float64 powers are not scaled",
-        "_norms.py",
+        "_core/norms.py",
         "unit = _nonzero(largest(xs, axes))",
         "unit = jnp.ones(())",
         "tests/core/test_precision.py::test_powers_beyond_the_range_of_float64_are_scaled",
     ),
     Mutant(
         "squares in the dtype of the leaf",
-        "_norms.py",
+        "_core/norms.py",
         "return wide(x) * wide(x) if p == 2",
         "return wide(x * x) if p == 2",
         "tests/core/test_precision.py::test_norms_neither_overflow_nor_underflow",
     ),
     Mutant(
         "the first slices of a large leaf are left out",
-        "_reductions.py",
+        "_core/reductions.py",
         "for start in range(0, rounds * _SLICES * width, _SLICES * width):",
         "for start in range(_SLICES * width, rounds * _SLICES * width, _SLICES * width):",
         "tests/core/test_large_leaves.py::test_the_same_numbers_as_side_by_side",
     ),
     Mutant(
         "a derivative that divides by a norm of 0",
-        "_norms.py",
+        "_core/norms.py",
         "return jnp.where((x > 0) & (x < jnp.inf), x, 1.0)",
         "return jnp.where(x < jnp.inf, x, 1.0)",
         "tests/core/test_derivatives.py::test_derivatives_are_finite_at_zero",
     ),
     Mutant(
         "a schedule that is NaN is 0",
-        "_bounds.py",
+        "_core/bounds.py",
         "return value if minimum is None else jnp.maximum(value, minimum)",
         "return value if minimum is None else jnp.where(value > minimum, value, minimum)",
         "tests/contract/test_bounds.py::test_zero_and_infinite_and_negative_bounds_work",

@@ -7,14 +7,14 @@ from tests.mutants.mutant import Mutant
 MUTANTS = (
     Mutant(
         "the axes of a kernel are those of its outputs",
-        "_axes.py",
+        "_core/axes.py",
         "return tuple(range(rank - 1)) if rank >= 2 else SKIP",
         "return tuple(range(1, rank)) if rank >= 2 else SKIP",
         "tests/core/test_axes.py::test_fan_in_of_every_rank",
     ),
     Mutant(
         "the last matching pattern wins",
-        "_axes.py",
+        "_core/axes.py",
         "return [matching[0] if matching",
         "return [matching[-1] if matching",
         "tests/core/test_axes.py::test_every_form_of_axes "
@@ -22,35 +22,35 @@ MUTANTS = (
     ),
     Mutant(
         "a pattern that matches nothing is ignored",
-        "_axes.py",
+        "_core/axes.py",
         "if not any(_reaches(pattern, name) for name in left_out):",
         "if not names:",
         "tests/core/test_axes.py::test_a_pattern_that_matches_nothing_lists_the_paths",
     ),
     Mutant(
         "the root mean square is that of the leaf",
-        "_trees.py",
+        "_core/trees.py",
         "local = math.prod(shape if unit.reduced is None else (shape[a] for a in unit.reduced))",
         "local = math.prod(shape)",
         "tests/core/test_axes.py::test_rms_divides_by_the_entries_of_a_unit",
     ),
     Mutant(
         "the gradient of each unit is clipped as one leaf",
-        "_backward.py",
+        "backward/layers.py",
         "return clip_units(tree, lambda _: limit, axes, 2.0, specs, axis_name)",
         "return clip_units(tree, lambda _: limit, None, 2.0, specs, axis_name)",
         "tests/backward/test_known_values.py::test_units",
     ),
     Mutant(
         "a convolution's units are those of a Dense layer",
-        "_layers.py",
+        "_flax_layers.py",
         "return tuple(range(rank - 1))",
         "return (rank - 2,)",
         "tests/flax/test_linen_layers.py::test_the_units_of_a_layer",
     ),
     Mutant(
         "batch axes are reduced",
-        "_layers.py",
+        "_flax_layers.py",
         "return tuple(range(len(batch), len(batch) + len(_as_tuple(layer.axis))))",
         "return tuple(range(len(_as_tuple(layer.axis))))",
         "tests/flax/test_linen_layers.py::test_the_units_of_a_layer "
@@ -58,7 +58,7 @@ MUTANTS = (
     ),
     Mutant(
         "a transposed kernel is taken as any other",
-        "_layers.py",
+        "_flax_layers.py",
         "out = rank - 2 if layer.transpose_kernel else rank - 1",
         "out = rank - 1",
         "tests/flax/test_linen_layers.py::test_the_units_of_a_layer "
@@ -66,7 +66,7 @@ MUTANTS = (
     ),
     Mutant(
         "an einsum reduces what is in its output",
-        "_layers.py",
+        "_flax_layers.py",
         "if label not in output)",
         "if label in output)",
         "tests/flax/test_linen_layers.py::test_the_units_of_a_layer "
@@ -74,7 +74,7 @@ MUTANTS = (
     ),
     Mutant(
         "an embedding's units are its columns",
-        "_layers.py",
+        "_flax_layers.py",
         "return (1,)",
         "return (0,)",
         "tests/flax/test_linen_layers.py::test_the_units_of_a_layer "
@@ -82,7 +82,7 @@ MUTANTS = (
     ),
     Mutant(
         "the axes of a stack of stacks come off in the wrong order",
-        "_linen.py",
+        "_flax_linen.py",
         "for index in reversed(added):",
         "for index in added:",
         "tests/flax/test_linen_stacks.py::test_stacks_of_stacks_in_a_larger_model",
@@ -105,56 +105,56 @@ MUTANTS = (
     ),
     Mutant(
         "the maximum over devices loses a NaN",
-        "_mesh.py",
+        "_core/mesh.py",
         "return lax.pmax(jnp.where(jnp.isnan(x), jnp.inf, x), names)",
         "return lax.pmax(jnp.where(jnp.isnan(x), -jnp.inf, x), names)",
         "tests/devices/test_lost_nan.py",
     ),
     Mutant(
         "the minimum over devices loses a NaN",
-        "_mesh.py",
+        "_core/mesh.py",
         "least = lax.pmin(jnp.where(jnp.isnan(x), -jnp.inf, x), names)",
         "least = lax.pmin(jnp.where(jnp.isnan(x), jnp.inf, x), names)",
         "tests/devices/test_lost_nan.py",
     ),
     Mutant(
         "powers are not summed over devices",
-        "_norms.py",
+        "_core/norms.py",
         "return unit * lax.psum((norm / unit) ** p, names) ** (1 / p)",
         "return unit * lax.pmax((norm / unit) ** p, names) ** (1 / p)",
         "tests/devices/test_shard_map.py::test_same_as_on_one_device",
     ),
     Mutant(
         "derivatives of norms are not summed over devices",
-        "_norms.py",
+        "_core/norms.py",
         "return total, lax.psum((norm / _nonzero(total)) ** (p - 1) * tangents[0], names)",
         "return total, lax.pmean((norm / _nonzero(total)) ** (p - 1) * tangents[0], names)",
         "tests/devices/test_shard_map.py::test_a_gradient_through_a_clip_is_that_of_one_device",
     ),
     Mutant(
         "bad entries are counted on one device",
-        "_clipping.py",
+        "gradients/fixed.py",
         "lax.psum(found, names) if names else found",
         "lax.pmax(found, names) if names else found",
         "tests/devices/test_skipping_together.py::test_entries_that_are_zeroed_are_counted_on_all_devices",
     ),
     Mutant(
         "the radial part is that of one device",
-        "_tangent.py",
+        "gradients/tangent_cone.py",
         "radial = lax.psum(radial, unit.names)",
         "radial = lax.pmin(radial, unit.names)",
         "tests/devices/test_units_and_specs.py::test_same_as_on_one_device",
     ),
     Mutant(
         "the violation is that of one device",
-        "_projections.py",
+        "weights/projections.py",
         "[pmax(x, varying(x)) if varying(x) else x for x in excesses]",
         "[lax.pmin(x, varying(x)) if varying(x) else x for x in excesses]",
         "tests/devices/test_units_and_specs.py::test_same_as_on_one_device",
     ),
     Mutant(
         "the least bound is that of one device",
-        "_relative.py",
+        "gradients/relative.py",
         "return pmin(smallest, varying(smallest)) if varying(smallest) else smallest",
         "return lax.pmax(smallest, varying(smallest)) if varying(smallest) else smallest",
         "tests/devices/test_adaptive_thresholds.py::test_same_as_on_one_device",
@@ -168,14 +168,14 @@ MUTANTS = (
     ),
     Mutant(
         "a local convolution reduces its places",
-        "_layers.py",
+        "_flax_layers.py",
         "return (rank - 2,)  #",
         "return tuple(range(rank - 1))  #",
         "tests/flax/test_linen_layers.py::test_the_units_of_a_layer",
     ),
     Mutant(
         "devices skip on their own",
-        "_spikes.py",
+        "gradients/spikes.py",
         "measure_tree(updates, 2.0, axis_name)",
         "measure_tree(updates, 2.0)",
         "tests/gradients/test_spikes_composed.py::test_devices_skip_together",

@@ -1,0 +1,1 @@
+"""What every bound is made of: norms, factors, rounding, and how trees of leaves are walked."""

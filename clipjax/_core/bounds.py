@@ -1,0 +1,81 @@
+"""How large a norm may be: a number, an array or a schedule, checked as early as it can be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from clipjax._core.norms import in_float64, wide
+
+Schedule: TypeAlias = Callable[[Any], Any]
+Bound: TypeAlias = float | jax.Array | np.ndarray | Schedule
+Evaluate: TypeAlias = Callable[[Any], jax.Array]
+
+
+def check_bound(name: str, bound: Any, *, minimum: float | None = 0.0) -> Any:
+    """Return `bound` if it can bound something, else raise an error that quotes it.
+
+    Numbers and concrete arrays are checked for NaN and against `minimum`. A traced array or a
+    schedule is not known yet: :func:`bound_at` raises it to `minimum` when it runs.
+    """
+    if callable(bound) or isinstance(bound, jax.core.Tracer):
+        return bound
+    if isinstance(bound, bool | str | bytes | list | tuple) or bound is None:
+        raise TypeError(f"{name} must be a number, an array or a schedule, got {bound!r}")
+    values = np.asarray(bound)
+    if not (jnp.issubdtype(values.dtype, jnp.floating) or jnp.issubdtype(values.dtype, jnp.integer)):
+        raise TypeError(f"{name} must be real, got {bound!r}")
+    values = values.astype(np.float64)
+    if np.isnan(values).any():
+        raise ValueError(f"{name} must not be NaN, got {bound!r}")
+    if minimum is not None and (values < minimum).any():
+        raise ValueError(f"{name} must be at least {minimum:g}, got {bound!r}")
+    return bound
+
+
+def check_order(low: Any, high: Any) -> None:
+    """Raise if a known `low` is above a known `high`."""
+    check_bound("low", low, minimum=None)
+    check_bound("high", high, minimum=None)
+    if any(callable(x) or isinstance(x, jax.core.Tracer) for x in (low, high)):
+        return
+    if np.any(np.asarray(low, np.float64) > np.asarray(high, np.float64)):
+        raise ValueError(f"low must not be above high, got low={low!r} and high={high!r}")
+
+
+def check_fits(bound: jax.Array, shape: tuple[int, ...], of: str) -> jax.Array:
+    """Return `bound` if it broadcasts to `shape`, else raise an error that names both."""
+    fits = len(bound.shape) <= len(shape) and all(
+        b in (1, s) for b, s in zip(reversed(bound.shape), reversed(shape), strict=False)
+    )
+    if not fits:
+        raise ValueError(f"a bound of shape {bound.shape} does not fit {of}, of shape {shape}")
+    return bound
+
+
+@in_float64
+def _to_float64(value: Any, minimum: float | None) -> jax.Array:
+    value = wide(value)
+    return value if minimum is None else jnp.maximum(value, minimum)
+
+
+def bound_at(name: str, bound: Any, *, minimum: float | None = 0.0) -> Evaluate:
+    """Check `bound` and make it a function `step -> float64 array`.
+
+    What only the running program knows is raised to `minimum`, so that a schedule that overshoots
+    zero clips to zero and never flips a sign. NaN stays NaN, and shows.
+    """
+    check_bound(name, bound, minimum=minimum)
+
+    def evaluate(step: Any) -> jax.Array:
+        if not callable(bound):
+            return _to_float64(bound, minimum)
+        if step is None:
+            raise ValueError(f"{name} is a schedule, {bound!r}: pass the step to evaluate it at")
+        return _to_float64(bound(step), minimum)
+
+    return evaluate

@@ -1,0 +1,100 @@
+"""What the layers of Flax say of their parameters, and what is known of each in the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import flax.linen as nn
+from flax import nnx
+
+from clipjax._core.axes import SKIP, Skip
+
+Known: TypeAlias = tuple[int, ...] | Skip | None
+Rule: TypeAlias = Callable[[Any, int], Known]
+
+
+class Param(NamedTuple):
+    """A parameter, and what is known of it."""
+
+    name: str  # its path
+    shape: tuple[int, ...]
+    axes: Known  # None: not known
+    why: str  # it is not
+
+
+def _left_alone(_: Any, __: int) -> Known:
+    return SKIP
+
+
+def _all_but_last(_: Any, rank: int) -> Known:
+    return tuple(range(rank - 1))
+
+
+def _general(layer: Any, _: int) -> Known:
+    batch = layer.batch_axis if isinstance(layer, nnx.LinearGeneral) else _as_tuple(layer.batch_dims)
+    return tuple(range(len(batch), len(batch) + len(_as_tuple(layer.axis))))
+
+
+def _local(_: Any, rank: int) -> Known:
+    return (rank - 2,)  # the window and its channels are one axis, after those of the places
+
+
+def _transposed(layer: Any, rank: int) -> Known:
+    out = rank - 2 if layer.transpose_kernel else rank - 1
+    return tuple(axis for axis in range(rank) if axis != out)
+
+
+def _einsum(layer: Any, rank: int) -> Known:
+    """The axes of the kernel that are not in the output."""
+    operands, _, output = (layer.einsum_str or "").replace(" ", "").partition("->")
+    kernel = operands.split(",")[-1]
+    if len(set(kernel)) != rank or not kernel.isalpha():  # with an ellipsis, or said at the call only
+        return None
+    return tuple(axis for axis, label in enumerate(kernel) if label not in output)
+
+
+def _row(_: Any, __: int) -> Known:
+    return (1,)
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
+def _named(*names: str) -> tuple[type, ...]:
+    """The layers of these names, of Linen and of NNX, that this version of Flax has."""
+    return tuple(getattr(of, name) for of in (nn, nnx) for name in names if hasattr(of, name))
+
+
+# Of each layer's parameters, by name, the axes that are reduced, counted in the layer's own parameter.
+_LAYERS: tuple[tuple[tuple[type, ...], dict[str, Rule]], ...] = (
+    (
+        (*_named("Dense", "Linear", "Conv"), nn.recurrent.DenseParams),
+        {"kernel": _all_but_last, "bias": _left_alone},
+    ),
+    (_named("DenseGeneral", "LinearGeneral"), {"kernel": _general, "bias": _left_alone}),
+    (_named("ConvLocal"), {"kernel": _local, "bias": _left_alone}),
+    (_named("ConvTranspose"), {"kernel": _transposed, "bias": _left_alone}),
+    (_named("Einsum"), {"kernel": _einsum, "bias": _left_alone}),
+    (_named("Embed"), {"embedding": _row}),
+    (_named("LoRA"), {"lora_a": _all_but_last, "lora_b": _all_but_last}),
+    (
+        _named("BatchNorm", "LayerNorm", "RMSNorm", "GroupNorm", "InstanceNorm"),
+        {"scale": _left_alone, "bias": _left_alone},
+    ),
+    (_named("PReLU"), {"negative_slope": _left_alone}),
+)
+
+
+def rule_of(layer: Any, name: str) -> Rule | None:
+    """How to tell the axes of a parameter from its layer and its rank; None if that is not known."""
+    if isinstance(layer, nn.WeightNorm | nn.SpectralNorm):
+        return _left_alone  # scales, named after the parameters of the layer inside
+    return next((rules.get(name) for types, rules in _LAYERS if isinstance(layer, types)), None)
+
+
+def no_rule(layer: Any, name: str) -> str:
+    """Say that there is no rule."""
+    known = any(isinstance(layer, types) for types, _ in _LAYERS)
+    return f"{name!r} of {type(layer).__name__}" + ("" if known else ", which is no layer that is known")

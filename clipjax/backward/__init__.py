@@ -1,0 +1,1 @@
+"""Identity layers that change the gradient in the backward pass."""

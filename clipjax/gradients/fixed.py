@@ -1,0 +1,327 @@
+"""The gradient transformations: each is a bound and the function on trees that keeps it."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+from clipjax._core.axes import Axes, check_axes, is_measured
+from clipjax._core.bounds import Bound, bound_at, check_order
+from clipjax._core.limits import clip_entries
+from clipjax._core.mesh import AxisName, names_of_leaf
+from clipjax.monitoring.metrics import Seen, count, observe, start
+from clipjax._core.norms import as_arrays, check_ord, in_float64
+from clipjax._core.trees import Report, clip_tree, clip_units, size_of
+
+Clip = Callable[[Any, Any, jax.Array], tuple[Any, Report]]
+
+
+class ClipByValueState(NamedTuple):
+    """State of :func:`clip_by_value`."""
+
+    seen: Seen
+
+
+class ClipByNormState(NamedTuple):
+    """State of :func:`clip_by_norm`."""
+
+    seen: Seen
+
+
+class ClipByGlobalNormState(NamedTuple):
+    """State of :func:`clip_by_global_norm`."""
+
+    seen: Seen
+
+
+class ClipByRmsState(NamedTuple):
+    """State of :func:`clip_by_rms`."""
+
+    seen: Seen
+
+
+class ZeroNonfiniteState(NamedTuple):
+    """State of :func:`zero_nonfinite`."""
+
+    steps: jax.Array  # int32: steps so far
+    nonfinite_count: jax.Array  # int32: entries zeroed so far
+    nonfinite_steps: jax.Array  # int32: steps at which there were any
+
+
+def _transformation(state: Callable[[Seen], Any], clip: Clip) -> optax.GradientTransformationExtraArgs:
+    """Make a transformation of `clip(updates, params, step) -> (updates, report)`."""
+
+    def init(params: Any) -> Any:
+        return state(start(params))
+
+    def update(updates: Any, state_: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+        del extra_args
+        updates, report = clip(updates, params, state_.seen.steps)
+        return updates, state(observe(state_.seen, report))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+@overload
+def clip_by_value(
+    bound: Bound, /, *, axis_name: AxisName = None
+) -> optax.GradientTransformationExtraArgs: ...
+@overload
+def clip_by_value(
+    low: Bound, high: Bound, *, axis_name: AxisName = None
+) -> optax.GradientTransformationExtraArgs: ...
+def clip_by_value(
+    low: Any, high: Any = None, *, axis_name: AxisName = None
+) -> optax.GradientTransformationExtraArgs:
+    """Clip each entry to `[-bound, bound]`, or to `[low, high]`.
+
+    Args:
+      low: the bound, if it is the only argument; else the lower limit. Each limit is a number, an
+        array that broadcasts to every leaf, or a schedule `step -> limit`.
+      high: the upper limit.
+      axis_name: the mesh axes over which the metrics are taken, in `pmap` and unchecked `shard_map`.
+
+    Returns:
+      A transformation whose state holds scalars; `norm` is the largest absolute entry.
+
+    Raises:
+      TypeError, ValueError: a limit is no number, is NaN, is negative as the only one, or `low` is
+        above `high`. In `update`: a leaf is complex, and there are two limits.
+
+    Guarantees: no entry is outside its limits, measured in float64 (a limit that the leaf's dtype
+    does not hold is rounded inwards); entries inside come back bit for bit. NaN stays NaN, and is
+    counted; an infinite entry becomes the limit, as in TensorFlow and Optax.
+
+    Equals `tf.clip_by_value`, `optax.clip`, Keras' `clipvalue` and torch's `clip_grad_value_`.
+
+    Example:
+      >>> import clipjax, jax.numpy as jnp
+      >>> tx = clipjax.clip_by_value(1.0)
+      >>> grads = jnp.array([-3.0, 0.5, 3.0])
+      >>> print(tx.update(grads, tx.init(grads))[0])
+      [-1.   0.5  1. ]
+    """
+    if high is None:
+        bound = bound_at("bound", low)
+
+        def clip(updates: Any, params: Any, step: jax.Array) -> tuple[Any, Report]:
+            del params
+            return clip_entries(updates, None, bound(step), axis_name, after_measuring=True)
+
+    else:
+        check_order(low, high)
+        lower, upper = bound_at("low", low, minimum=None), bound_at("high", high, minimum=None)
+
+        def clip(updates: Any, params: Any, step: jax.Array) -> tuple[Any, Report]:
+            del params
+            return clip_entries(updates, lower(step), upper(step), axis_name, after_measuring=True)
+
+    return _transformation(ClipByValueState, clip)
+
+
+def clip_by_norm(
+    max_norm: Bound,
+    *,
+    axes: Axes = None,
+    ord: float = 2,  # noqa: A002
+    specs: Any = None,
+    axis_name: AxisName = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Clip the norm of each leaf, or of each unit along `axes`, to `max_norm`.
+
+    Args:
+      max_norm: the bound: a number, an array that broadcasts to the norms, or a schedule.
+      axes: the axes that are reduced: those whose entries share a norm. None is the whole leaf; an
+        int or a tuple; a rule `(path, leaf) -> axes` such as `clipjax.fan_in`; or a mapping from path
+        patterns (globs of `"encoder/Dense_0/kernel"` or of its last components) to any of these,
+        of which the first match wins and leaves that none matches are left alone.
+      ord: 1, 2, any p >= 1, or `jax.numpy.inf`.
+      specs: inside `shard_map`, the `PartitionSpec` tree of the updates: needed for units of leaves
+        that are split.
+      axis_name: the mesh axes that split the norms, in `pmap` and unchecked `shard_map`.
+
+    Returns:
+      A transformation whose state holds scalars; `norm` is the largest of the norms.
+
+    Raises:
+      TypeError, ValueError: a bound is no number, negative or NaN; `ord` is below 1; `axes` are no
+        axes. In `update`: an axis that a leaf does not have, a pattern that matches no leaf.
+
+    Guarantees: measured in float64, no clipped norm is above `max_norm`, in any dtype, and none is
+    more than 4 ulp below it; what is inside comes back bit for bit; a non-finite entry makes every
+    entry that shares its norm NaN; gradients through it are right, and finite at 0.
+
+    Equals `tf.clip_by_norm` with its `axes`, and Keras' `clipnorm`.
+
+    Example:
+      >>> import clipjax, jax.numpy as jnp
+      >>> tx = clipjax.clip_by_norm(1.0, axes=0)
+      >>> grads = jnp.array([[3.0, 0.3], [4.0, 0.4]])
+      >>> print(tx.update(grads, tx.init(grads))[0].round(3))
+      [[0.6 0.3]
+       [0.8 0.4]]
+    """
+    bound, p, axes = bound_at("max_norm", max_norm), check_ord(ord), check_axes(axes)
+
+    def clip(updates: Any, params: Any, step: jax.Array) -> tuple[Any, Report]:
+        del params
+        at_step = bound(step)
+        return clip_units(updates, lambda _: at_step, axes, p, specs, axis_name)
+
+    return _transformation(ClipByNormState, clip)
+
+
+def clip_by_global_norm(
+    max_norm: Bound,
+    *,
+    ord: float = 2,  # noqa: A002
+    axis_name: AxisName = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Clip the norm of all leaves together to `max_norm`; every leaf gets the same factor.
+
+    Args:
+      max_norm: the bound: a number, a scalar array or a schedule `step -> bound`.
+      ord: 1, 2, any p >= 1, or `jax.numpy.inf`.
+      axis_name: the mesh axes that split the tree, in `pmap` and unchecked `shard_map`. Inside a
+        checked `shard_map` each leaf's type tells.
+
+    Returns:
+      A transformation whose state holds the norm, the scale and counts, as scalars.
+
+    Raises:
+      TypeError, ValueError: `max_norm` is no number, negative or NaN; `ord` is below 1.
+
+    Guarantees: measured in float64, the clipped norm is not above `max_norm`, whatever the dtypes and
+    their mixture; a tree inside comes back bit for bit; norms neither overflow nor underflow; a
+    non-finite entry makes every entry NaN, never silently 0; gradients through it are right, and
+    finite at 0.
+
+    Equals `tf.clip_by_global_norm`, `optax.clip_by_global_norm`, Keras' `global_clipnorm` and torch's
+    `clip_grad_norm_` with its `norm_type`.
+
+    References:
+      Pascanu et al., 2013, On the difficulty of training recurrent neural networks, arXiv:1211.5063.
+
+    Example:
+      >>> import clipjax, jax.numpy as jnp
+      >>> tx = clipjax.clip_by_global_norm(1.0)
+      >>> grads = {"w": jnp.array([3.0]), "b": jnp.array([4.0])}
+      >>> clipped, state = tx.update(grads, tx.init(grads))
+      >>> print(clipped["w"].round(3), clipped["b"].round(3), state.seen.norm)
+      [0.6] [0.8] 5.0
+    """
+    bound, p = bound_at("max_norm", max_norm), check_ord(ord)
+
+    def clip(updates: Any, params: Any, step: jax.Array) -> tuple[Any, Report]:
+        del params
+        return clip_tree(updates, bound(step), p, axis_name)
+
+    return _transformation(ClipByGlobalNormState, clip)
+
+
+def clip_by_rms(
+    threshold: Bound,
+    *,
+    axes: Axes = None,
+    specs: Any = None,
+    axis_name: AxisName = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Clip the root mean square of each leaf, or of each unit along `axes`, to `threshold`.
+
+    Args:
+      threshold: the bound on the RMS: a number, an array that broadcasts to the units, or a schedule.
+      axes: the axes that are reduced, as in :func:`clip_by_norm`; None is the whole leaf.
+      specs: inside `shard_map`, the `PartitionSpec` tree of the updates.
+      axis_name: the mesh axes that split the units, in `pmap` and unchecked `shard_map`.
+
+    Returns:
+      A transformation whose state holds scalars; `norm` is the largest norm (not RMS).
+
+    Raises:
+      TypeError, ValueError: as :func:`clip_by_norm`.
+
+    Guarantees: those of :func:`clip_by_norm`, with the bound `threshold * sqrt(entries)`.
+
+    Equals `optax.clip_by_block_rms`.
+
+    References:
+      Shazeer and Stern, 2018, Adafactor, arXiv:1804.04235, section 6.
+
+    Example:
+      >>> import clipjax, jax.numpy as jnp
+      >>> tx = clipjax.clip_by_rms(1.0)
+      >>> grads = jnp.array([3.0, -3.0, 3.0, 3.0])
+      >>> print(tx.update(grads, tx.init(grads))[0].round(3))
+      [ 1. -1.  1.  1.]
+    """
+    bound, axes = bound_at("threshold", threshold), check_axes(axes)
+
+    def clip(updates: Any, params: Any, step: jax.Array) -> tuple[Any, Report]:
+        del params
+        at_step = bound(step)
+
+        @functools.cache
+        @in_float64
+        def of_size(entries: int) -> jax.Array:
+            return at_step * math.sqrt(entries)
+
+        return clip_units(updates, lambda unit: of_size(size_of(unit)), axes, 2.0, specs, axis_name)
+
+    return _transformation(ClipByRmsState, clip)
+
+
+def zero_nonfinite(*, axis_name: AxisName = None) -> optax.GradientTransformationExtraArgs:
+    """Replace NaN and infinite entries by 0, and count them.
+
+    In front of a clip it keeps one bad entry from making the rest NaN. To leave out the whole step
+    instead, see `clipjax.skip_nonfinite`.
+
+    Args:
+      axis_name: the mesh axes to count over, in `pmap` and unchecked `shard_map`.
+
+    Returns:
+      A transformation whose state counts `steps`, `nonfinite_count` (entries zeroed so far) and
+      `nonfinite_steps`, as int32 scalars that stop at their largest value.
+
+    Equals `optax.zero_nans`, with infinities too.
+
+    Example:
+      >>> import clipjax, jax.numpy as jnp
+      >>> tx = clipjax.zero_nonfinite()
+      >>> grads = jnp.array([1.0, jnp.nan, -jnp.inf])
+      >>> clean, state = tx.update(grads, tx.init(grads))
+      >>> print(clean, state.nonfinite_count)
+      [1. 0. 0.] 2
+    """
+
+    def init(params: Any) -> ZeroNonfiniteState:
+        del params
+        return ZeroNonfiniteState(*(jnp.zeros((), jnp.int32) for _ in range(3)))
+
+    def update(
+        updates: Any, state: ZeroNonfiniteState, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, ZeroNonfiniteState]:
+        del params, extra_args
+        bad = jnp.zeros((), jnp.int32)
+        treedef: Any
+        leaves, treedef = jax.tree.flatten(as_arrays(updates))
+        for i, leaf in enumerate(leaves):
+            if is_measured(leaf):
+                finite = jnp.isfinite(leaf)
+                found, names = jnp.sum(~finite, dtype=np.int32), names_of_leaf(leaf, axis_name)
+                bad = count(bad, lax.psum(found, names) if names else found)
+                leaves[i] = jnp.where(finite, leaf, jnp.zeros_like(leaf))
+        one = jnp.ones((), bool)
+        return treedef.unflatten(leaves), ZeroNonfiniteState(
+            count(state.steps, one), count(state.nonfinite_count, bad), count(state.nonfinite_steps, bad > 0)
+        )
+
+    return optax.GradientTransformationExtraArgs(init, update)

@@ -1,0 +1,167 @@
+"""Bounds that follow the norms of past steps: the one place that remembers.
+
+A method is a function `bound_of(norm, memory, step) -> (bound, memory)` and what its memory starts as;
+:func:`clip_by_past` measures the norm once, asks for the bound, rescales, and remembers.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+from clipjax._core.bounds import check_bound
+from clipjax._core.mesh import AxisName
+from clipjax.monitoring.metrics import count, observe, start
+from clipjax._core.norms import as_arrays, in_float64, wide
+from clipjax._core.rounding import limits_in
+from clipjax._core.trees import Report, clip_tree, measure_tree
+
+Memory: TypeAlias = tuple[jax.Array, ...]
+Start: TypeAlias = Callable[[Any, Any], Memory]
+BoundOf: TypeAlias = Callable[[jax.Array, Memory, jax.Array], tuple[jax.Array, Memory]]
+
+
+class Clipped(NamedTuple):
+    """What a clip that remembers did at one step."""
+
+    updates: Any
+    report: Report
+    threshold: jax.Array  # the bound used (the smallest, of several)
+    memory: Memory
+
+
+def remembering(
+    state: Callable[..., Any],
+    first: Start,
+    clip: Callable[[Any, Memory, jax.Array, Any], Clipped],
+) -> optax.GradientTransformationExtraArgs:
+    """Make a transformation of `clip(updates, memory, step, dtype)`, whose statistics no bad step reaches.
+
+    Args:
+      state: the class of the state, made of a `Seen`, the threshold and the arrays of the memory.
+      first: makes the memory before the first step, of the parameters and the float dtype of the state.
+      clip: gets the floats of the memory in float64, and returns them so; `dtype` is what they are
+        stored in.
+    """
+
+    def init(params: Any) -> Any:
+        seen = start(params)
+        return state(seen, jnp.full((), jnp.inf, seen.norm.dtype), *first(params, seen.norm.dtype))
+
+    @in_float64
+    def clip_and_remember(updates: Any, old: Any) -> tuple[Any, Any]:
+        seen, threshold, *memory = old
+        # Only the step's own norm is differentiated through; the past is data.
+        past = lax.stop_gradient(tuple(wide(x) if _is_float(x) else x for x in memory))
+        clipped = clip(updates, past, seen.steps, threshold.dtype)
+        good = jnp.isfinite(round_up(clipped.report.norm, threshold.dtype))
+
+        def remember(new: jax.Array, old: jax.Array) -> jax.Array:
+            return lax.stop_gradient(jnp.where(good, lax.convert_element_type(new, old.dtype), old))
+
+        return clipped.updates, state(
+            observe(seen, clipped.report),
+            remember(round_up(clipped.threshold, threshold.dtype), threshold),
+            *map(remember, clipped.memory, memory),
+        )
+
+    def update(updates: Any, old: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+        del params, extra_args
+        return clip_and_remember(as_arrays(updates), old)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def clip_by_past(
+    state: Callable[..., Any], first: Start, bound_of: BoundOf, axis_name: AxisName
+) -> optax.GradientTransformationExtraArgs:
+    """Clip the norm of the whole tree to what `bound_of(norm, memory, step)` makes of it and of the past."""
+
+    def clip(updates: Any, memory: Memory, step: jax.Array, dtype: Any) -> Clipped:
+        norm = measure_tree(updates, 2.0, axis_name)
+        bound, memory = bound_of(wide(round_up(norm, dtype)), memory, step)
+        updates, report = clip_tree(updates, bound, 2.0, axis_name, norm=norm)
+        return Clipped(updates, report, bound, memory)
+
+    return remembering(state, first, clip)
+
+
+@in_float64
+def round_up(x: jax.Array, dtype: Any) -> jax.Array:
+    """Round to the float dtype of a state, upwards.
+
+    So a norm that is as large as all those before is not above them, and is not clipped; and a
+    threshold that is shown was kept.
+    """
+    return limits_in(x, x, dtype)[0]
+
+
+def _is_float(x: jax.Array) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jnp.floating))
+
+
+def no_norms() -> jax.Array:
+    """Return the number of norms taken in before the first step."""
+    return jnp.zeros((), jnp.int32)
+
+
+def no_ring(window: Any, dtype: Any) -> jax.Array:
+    """Return the ring of the last `window` norms before the first step."""
+    if isinstance(window, jax.core.Tracer):
+        raise TypeError(
+            "window must be known when tracing, for it is a shape: pass it to optax.inject_hyperparams "
+            "as one of static_args"
+        )
+    return jnp.zeros(int(window), dtype)
+
+
+def one_more(taken: jax.Array) -> jax.Array:
+    """Count a norm that is taken in; whether it was finite is for :func:`remembering` to see."""
+    return count(taken, jnp.ones((), bool))
+
+
+def check_number(
+    name: str, value: Any, low: float, high: float = np.inf, *, inside: bool = False, below: bool = False
+) -> Any:
+    """Return a number in `[low, high]`, in `[low, high)` if `below`, in `(low, high)` if `inside`.
+
+    A traced number, as of `optax.inject_hyperparams`, is not known yet, and taken as it is.
+    """
+    if callable(value):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    check_bound(name, value, minimum=None)
+    if isinstance(value, jax.core.Tracer):
+        return value
+    if np.ndim(value):
+        raise ValueError(f"{name} must be one number, got {value!r}")
+    number, left, right = float(value), "(" if inside else "[", ")" if inside or below else "]"
+    if not low <= number <= high or (inside and number == low) or (right == ")" and number == high):
+        raise ValueError(f"{name} must be in {left}{low:g}, {high:g}{right}, got {value!r}")
+    return value
+
+
+def check_count(name: str, value: Any, minimum: int) -> Any:
+    """Return a whole number of at least `minimum`; a traced one is taken as it is."""
+    if isinstance(value, jax.core.Tracer):
+        return value
+    if isinstance(value, bool):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    try:
+        number = operator.index(value)
+    except TypeError as error:
+        raise TypeError(f"{name} must be an int, got {value!r}") from error
+    if number < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, got {value!r}")
+    return value
+
+
+def capped(bound: jax.Array, max_norm: Callable[[Any], jax.Array] | None, step: jax.Array) -> jax.Array:
+    """The bound, and never more than `max_norm` if there is one."""
+    return bound if max_norm is None else jnp.minimum(bound, max_norm(step))

@@ -1,0 +1,170 @@
+"""Bounds at a quantile of the norms of past steps."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+from clipjax._core.mesh import AxisName
+from clipjax.monitoring.metrics import Seen
+from clipjax._core.norms import wide
+from clipjax.gradients.past import Memory, check_count, check_number, clip_by_past, no_norms, no_ring, one_more
+
+
+class AutoclipState(NamedTuple):
+    """State of :func:`autoclip`."""
+
+    seen: Seen
+    threshold: jax.Array  # float: the bound used at the last step
+    history: jax.Array  # float (window,): the last norms, a ring
+    taken: jax.Array  # int32: norms taken in so far
+
+
+class ClipByQuantileState(NamedTuple):
+    """State of :func:`clip_by_quantile`."""
+
+    seen: Seen
+    threshold: jax.Array  # float: the bound used at the last step
+    max_norm: jax.Array  # float: the bound of the next step
+
+
+def autoclip(
+    percentile: float = 10.0, *, window: int = 1000, axis_name: AxisName = None
+) -> optax.GradientTransformationExtraArgs:
+    """Clip the norm of the whole tree to a percentile of its own history, this step included.
+
+    Args:
+      percentile: in [0, 100], interpolated linearly as `numpy.percentile` does.
+      window: how many of the last norms to remember. The state holds as many floats (4 kB for 1000),
+        and a step sorts them: tens of microseconds for 1000 on a CPU.
+      axis_name: the mesh axes that split the tree, in `pmap` and unchecked `shard_map`.
+
+    Returns:
+      A transformation; `threshold` is the percentile, to which this step was clipped.
+
+    Raises:
+      TypeError, ValueError: `percentile` or `window` is no number or out of range. When built by
+        `optax.inject_hyperparams` and initialised under `jit`: `window`, which is a shape, is traced.
+
+    Guarantees: those of `clipjax.clip_by_global_norm`, with the threshold as bound. A step whose norm
+    is not finite leaves the history as it is. The first step is never clipped. In derivatives, the
+    norms of other steps are constants.
+
+    Equals the authors' `autoclip`, whose history grows without end, while there are at most `window`
+    steps; from there on it is the percentile of the last `window` norms.
+
+    References:
+      Seetharaman et al., 2020, AutoClip: adaptive gradient clipping for source separation networks,
+      arXiv:2007.14469.
+
+    Example:
+      >>> import clipjax, jax.numpy as jnp
+      >>> tx = clipjax.autoclip(50.0)
+      >>> state = tx.init(jnp.zeros(2))
+      >>> for norm in (1.0, 2.0, 9.0):
+      ...     clipped, state = tx.update(jnp.array([norm, 0.0]), state)
+      >>> print(state.threshold, clipped.round(3))
+      2.0 [2. 0.]
+    """
+    check_number("percentile", percentile, 0, 100)
+    check_count("window", window, 1)
+
+    def first(params: Any, dtype: Any) -> Memory:
+        del params
+        return no_ring(window, dtype), no_norms()
+
+    def bound_of(norm: jax.Array, memory: Memory, step: jax.Array) -> tuple[jax.Array, Memory]:
+        del step
+        history, taken = memory
+        length = history.shape[0]
+        history = history.at[taken % length].set(lax.stop_gradient(norm))
+        taken = one_more(taken)
+        filled = jnp.minimum(taken, length)
+        places = jnp.arange(length, dtype=np.int32)
+        ascending = _sorted(jnp.where(places < filled, history, jnp.inf))
+        rank = wide(percentile) / 100 * wide(filled - 1)
+        low = lax.convert_element_type(jnp.floor(rank), np.int32)
+        high = jnp.minimum(low + 1, filled - 1)
+        share = rank - jnp.floor(rank)
+        bound = ascending[low] + (ascending[high] - ascending[low]) * share
+        # The derivative of the above by this step's norm, which JAX cannot take through a float64 sort.
+        own = lax.stop_gradient(norm)
+        slope = jnp.where(ascending[low] == own, 1 - share, 0) + jnp.where(ascending[high] == own, share, 0)
+        return bound + slope * (norm - own), (history, taken)
+
+    return clip_by_past(AutoclipState, first, bound_of, axis_name)
+
+
+def _sorted(norms: jax.Array) -> jax.Array:
+    """In ascending order."""
+    if jax.default_backend() != "cpu":
+        return jnp.sort(norms)
+    # The bits of numbers above 0 are integers in the same order, which XLA sorts four times as fast.
+    ascending = lax.sort(lax.bitcast_convert_type(norms, np.int64), is_stable=False)
+    return lax.bitcast_convert_type(ascending, np.float64)
+
+
+def clip_by_quantile(
+    quantile: float = 0.5,
+    *,
+    learning_rate: float = 0.2,
+    initial_max_norm: float = 1.0,
+    axis_name: AxisName = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Clip the norm of the whole tree to a bound that tracks a quantile of the norms.
+
+    After each step c <- c * exp(-learning_rate * (b - quantile)), where b is 1 if the norm was at most
+    c, else 0: c stops moving where the norms are below it as often as the quantile says. No history
+    is needed.
+
+    Args:
+      quantile: in (0, 1), the share of steps to leave unclipped.
+      learning_rate: the largest change of log c at a step, above 0.
+      initial_max_norm: the bound c of the first step, above 0.
+      axis_name: the mesh axes that split the tree, in `pmap` and unchecked `shard_map`.
+
+    Returns:
+      A transformation; `threshold` is the bound that clipped this step, `max_norm` the next one's.
+
+    Raises:
+      TypeError, ValueError: an argument is no number, or out of range.
+
+    Guarantees: those of `clipjax.clip_by_global_norm`, with the threshold as bound. A step is clipped
+    to c as it was before the step, as in the paper. A step whose norm is not finite leaves c as it is.
+    c stays a normal number above 0, from which it can recover.
+
+    Equals the geometric update of the paper with one norm a step, and without its noise: for
+    differential privacy, norms must be those of single examples, and b must be noised.
+
+    References:
+      Andrew et al., 2021, Differentially private learning with adaptive clipping, arXiv:1905.03871.
+
+    Example:
+      >>> import clipjax, jax.numpy as jnp
+      >>> tx = clipjax.clip_by_quantile(0.5, learning_rate=0.2, initial_max_norm=1.0)
+      >>> clipped, state = tx.update(jnp.array([3.0, 4.0]), tx.init(jnp.zeros(2)))
+      >>> print(clipped.round(3), state.max_norm.round(3))  # 1.0 * exp(0.2 * 0.5)
+      [0.6 0.8] 1.105
+    """
+    check_number("quantile", quantile, 0, 1, inside=True)
+    check_number("learning_rate", learning_rate, 0, inside=True)
+    check_number("initial_max_norm", initial_max_norm, 0, inside=True)
+
+    def first(params: Any, dtype: Any) -> Memory:
+        del params
+        return (jnp.array(initial_max_norm, dtype),)
+
+    def bound_of(norm: jax.Array, memory: Memory, step: jax.Array) -> tuple[jax.Array, Memory]:
+        del step
+        (bound,) = memory
+        inside = wide(norm <= bound)
+        after = bound * jnp.exp(-wide(learning_rate) * (inside - wide(quantile)))
+        limits = jnp.finfo(np.float32)  # of the narrowest state
+        return bound, (jnp.clip(after, float(limits.tiny), float(limits.max)),)
+
+    return clip_by_past(ClipByQuantileState, first, bound_of, axis_name)

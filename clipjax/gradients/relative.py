@@ -1,0 +1,160 @@
+"""Bounds relative to the weights."""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from clipjax._core.axes import Axes, Path, Skip, check_axes, fan_in
+from clipjax._core.bounds import Bound, bound_at
+from clipjax._core.mesh import AxisName, pmin, varying
+from clipjax.monitoring.metrics import Seen, observe, start
+from clipjax._core.norms import as_arrays, in_float64, norm_of
+from clipjax._core.reductions import min_of
+from clipjax._core.rounding import limits_in
+from clipjax._core.trees import Unit, clip_units
+
+
+class FanInOrWhole:
+    """The type of :data:`FAN_IN_OR_WHOLE`, which is its one value."""
+
+    def __repr__(self) -> str:
+        return "fan_in_or_whole"
+
+
+FAN_IN_OR_WHOLE: Final = FanInOrWhole()
+"""`fan_in_or_whole` as a default: `optax.inject_hyperparams` takes one that can be called for a schedule."""
+
+
+class AdaptiveGradClipState(NamedTuple):
+    """State of :func:`adaptive_grad_clip`."""
+
+    seen: Seen
+    threshold: jax.Array  # float: the least bound used at the last step
+
+
+def fan_in_or_whole(path: Path, leaf: Any) -> tuple[int, ...] | None:
+    """Reduce over the incoming weights of each unit, and over all of a bias or a scale.
+
+    `clipjax.fan_in`, except that a leaf of rank 0 or 1 is one unit, and not left alone.
+
+    Args:
+      path: the leaf's key path, which this rule does not look at.
+      leaf: anything with a `shape`.
+
+    Returns:
+      The reduced axes, or None for the whole leaf.
+
+    Example:
+      >>> import clipjax, jax.numpy as jnp
+      >>> clipjax.fan_in_or_whole((), jnp.ones((3, 3, 16, 32)))
+      (0, 1, 2)
+      >>> clipjax.fan_in_or_whole((), jnp.ones(32))  # None: the whole leaf
+    """
+    axes = fan_in(path, leaf)
+    return None if isinstance(axes, Skip) else axes
+
+
+def adaptive_grad_clip(
+    clipping: Bound = 0.01,
+    eps: Bound = 1e-3,
+    *,
+    axes: Axes | FanInOrWhole = FAN_IN_OR_WHOLE,
+    specs: Any = None,
+    axis_name: AxisName = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Clip the gradient of each unit to `clipping` times the norm of its weights: AGC.
+
+    The bound of a unit is clipping * max(|w|, eps). The paper leaves out the classifier's head, which is
+    `axes={"head/*": clipjax.SKIP, "*": clipjax.fan_in_or_whole}`.
+
+    Args:
+      clipping: a number, an array that broadcasts to the norms, or a schedule.
+      eps: the least norm of a unit's weights to count with, so that weights of 0 can move: a number,
+        an array or a schedule.
+      axes: the axes that are reduced, as in :func:`clip_by_norm`. By default
+        `clipjax.fan_in_or_whole`: the incoming weights of each unit of a Dense or Conv kernel, and all
+        of a bias or a scale.
+      specs: inside `shard_map`, the `PartitionSpec` tree of the updates.
+      axis_name: the mesh axes that split the units, in `pmap` and unchecked `shard_map`.
+
+    Returns:
+      A transformation that needs `params` in `update`. `norm` is the largest of the gradient's norms,
+      `threshold` the least of the bounds.
+
+    Raises:
+      TypeError, ValueError: as :func:`clip_by_norm`. In `update`: no `params`, or others than the updates.
+
+    Guarantees: measured in float64, no unit's clipped norm is above its bound; a unit inside comes back
+    bit for bit; a non-finite entry, of the gradient or the weights, makes its unit NaN (infinite weights
+    bound nothing). After SGD with rate r, no unit has moved by more than r * clipping * max(|w|, eps).
+
+    Equals the paper's, timm's and `optax.adaptive_grad_clip`, but for their 1e-6 under the division;
+    Optax takes axis 0 of a leaf of rank 3, and all of a kernel whose axes but one have length 1.
+
+    References:
+      Brock et al., 2021, High-performance large-scale image recognition without normalization,
+      arXiv:2102.06171.
+
+    Example:
+      >>> import clipjax, jax.numpy as jnp
+      >>> tx = clipjax.adaptive_grad_clip(0.01)
+      >>> weights = jnp.array([[3.0, 0.0], [4.0, 0.0]])  # (in, out): the norms are 5 and 0
+      >>> grads = jnp.array([[0.6, 0.0], [0.8, 1.0]])
+      >>> clipped, state = tx.update(grads, tx.init(weights), weights)
+      >>> print(jnp.linalg.norm(clipped, axis=0).round(6))  # 0.01 * 5 and 0.01 * 1e-3
+      [5.e-02 1.e-05]
+    """
+    ratio, least = bound_at("clipping", clipping), bound_at("eps", eps)
+    rule = check_axes(fan_in_or_whole if isinstance(axes, FanInOrWhole) else axes)
+
+    def init(params: Any) -> AdaptiveGradClipState:
+        seen = start(params)
+        return AdaptiveGradClipState(seen, jnp.full((), jnp.inf, seen.norm.dtype))
+
+    @in_float64
+    def clip(updates: Any, state: AdaptiveGradClipState, params: Any) -> tuple[Any, AdaptiveGradClipState]:
+        step = state.seen.steps
+        at_step, at_least = ratio(step), least(step)
+        weights = jax.tree.leaves(_like(updates, params))
+        smallest = [jnp.full((), jnp.inf)]
+
+        def bound_of(unit: Unit) -> jax.Array:
+            norm = norm_of(weights[unit.position], unit.reduced, 2.0, unit.names)
+            bound = jnp.where(at_step < jnp.inf, at_step * jnp.maximum(norm, at_least), at_step)
+            smallest.append(_everywhere(min_of(lax.stop_gradient(bound))))
+            return bound
+
+        clipped, report = clip_units(updates, bound_of, rule, 2.0, specs, axis_name)
+        bound = min_of(jnp.stack(smallest))
+        threshold = limits_in(bound, bound, state.threshold.dtype)[0]
+        return clipped, AdaptiveGradClipState(observe(state.seen, report), threshold)
+
+    def update(
+        updates: Any, state: AdaptiveGradClipState, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, AdaptiveGradClipState]:
+        del extra_args
+        if params is None and jax.tree.leaves(updates):
+            raise ValueError(
+                "adaptive_grad_clip measures the weights: it needs params, as in "
+                "tx.update(grads, state, params)"
+            )
+        return clip(as_arrays(updates), state, as_arrays(params))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _everywhere(smallest: jax.Array) -> jax.Array:
+    """The smallest on all devices, inside `shard_map`."""
+    return pmin(smallest, varying(smallest)) if varying(smallest) else smallest
+
+
+def _like(updates: Any, params: Any) -> Any:
+    """The parameters that have an update."""
+    return jax.tree.map(
+        lambda update, param: None if update is None else param, updates, params, is_leaf=lambda x: x is None
+    )

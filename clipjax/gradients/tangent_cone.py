@@ -1,0 +1,149 @@
+"""The gradient without what would push saturated weights further out."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from clipjax._core.axes import FAN_IN, Axes, check_axes
+from clipjax._core.bounds import Bound, bound_at, check_fits
+from clipjax._core.mesh import AxisName
+from clipjax.monitoring.metrics import Seen, observe, start
+from clipjax._core.norms import as_arrays, in_float64, norm_of, strong, weakly_typed_as, wide
+from clipjax._core.reductions import max_of, min_of
+from clipjax._core.trees import Report, Unit, summary, units_of
+
+# `max_norm` leaves a unit at most 4 ulp below the radius, 16-bit links a little more.
+_SATURATED_WITHIN_EPS = 8
+
+
+class TangentState(NamedTuple):
+    """State of :func:`tangent`; `seen.norm` is the largest radial part that was taken out."""
+
+    seen: Seen
+
+
+def tangent(
+    radius: Bound, *, axes: Axes = FAN_IN, specs: Any = None, axis_name: AxisName = None
+) -> optax.GradientTransformationExtraArgs:
+    """Take out what would push a saturated unit further out: g - w <g, w> / |w|².
+
+    For the place **before** an optimizer with moments, beside the projection at its end: a unit on the
+    sphere of `radius` cannot follow the radial part of its gradient, which :func:`max_norm` undoes
+    at each step, but Adam's moments would fill up with it. The three belong together::
+
+        clipjax.chain(clipjax.tangent(3.0), optax.adam(1e-3), clipjax.max_norm(3.0))
+        clipjax.bounded(optax.adam(1e-3), clip=clipjax.tangent(3.0), project=clipjax.max_norm(3.0))
+
+    with the same radius and axes, and with a clip of the norm, if there is one, after `tangent`:
+    `clip=optax.chain(clipjax.tangent(3.0), clipjax.clip_by_global_norm(1.0))`.
+
+    Args:
+      radius: that of :func:`max_norm`: a number, an array that broadcasts to the units, or a schedule
+        `step -> radius`.
+      axes: the axes that are reduced, as in :func:`max_norm`.
+      specs: inside `shard_map`, the `PartitionSpec` tree of the updates.
+      axis_name: the mesh axes that split the units, in `pmap` and unchecked `shard_map`.
+
+    Returns:
+      A transformation that needs `params` in `update`. Its metric `norm` is the largest radial part that was
+      taken out, `scale` the smallest share of a gradient's norm that was left.
+
+    Raises:
+      TypeError, ValueError: `radius` is no number, negative or NaN; `axes` are no axes. In `update`: no
+      `params`.
+
+    Guarantees: a unit changes if its weights' norm |w| is at least `radius` * (1 - 8 eps), eps that of the
+    leaf's dtype (what `max_norm` saturated counts), and the descent step -g points outward,
+    <g, w> < 0; all others keep their gradient bit for bit, units of zero weights too, which have no
+    direction. With `radius` 0 nothing can move, and every unit's gradient becomes 0. What is left of g has
+    |<g', w>| <= eps |g| |w|, and is 0 where it is no more than eps |g|, rounding that Adam would take for
+    a direction. At a minimum under the constraint |w| <= radius that is all of it, so the norm of what is
+    left tells how far training has come. A unit with an entry, of the gradient or the weights, that is
+    not finite becomes NaN.
+
+    References:
+      Calamai and Moré, 1987, Projected gradient methods for linearly constrained problems (the projected
+      gradient as the measure of stationarity).
+
+    Example:
+      >>> import clipjax, jax.numpy as jnp
+      >>> weights = jnp.array([[3.0, 0.3], [4.0, 0.4]])  # (in, out): the norms are 5 and 0.5
+      >>> grads = jnp.array([[-1.0, -1.0], [0.0, 0.0]])
+      >>> tx = clipjax.tangent(5.0)
+      >>> print(tx.update(grads, tx.init(weights), weights)[0].round(2))
+      [[-0.64 -1.  ]
+       [ 0.48  0.  ]]
+    """
+    radius_at, rule = bound_at("radius", radius), check_axes(axes)
+
+    def init(params: Any) -> TangentState:
+        return TangentState(start(params))
+
+    @in_float64
+    def project(updates: Any, state: TangentState, params: Any) -> tuple[Any, TangentState]:
+        treedef: Any
+        leaves, treedef = jax.tree.flatten(updates)
+        weights = treedef.flatten_up_to(params)
+        at_step = radius_at(state.seen.steps)
+        reports = []
+        for unit in units_of(updates, rule, specs, axis_name):
+            leaves[unit.position], report = _tangential(unit, weights[unit.position], at_step)
+            reports.append(report)
+        return treedef.unflatten(leaves), TangentState(observe(state.seen, summary(reports)))
+
+    def update(
+        updates: Any, state: TangentState, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, TangentState]:
+        del extra_args
+        if params is None and jax.tree.leaves(updates):
+            raise ValueError(
+                "tangent looks at the weights: it needs params, as in tx.update(grads, state, params)"
+            )
+        return project(as_arrays(updates), state, as_arrays(params))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+@in_float64
+def _tangential(unit: Unit, weight: Any, radius: jax.Array) -> tuple[jax.Array, Report]:
+    """The gradient of a leaf without the outward parts of its saturated units."""
+    grad, weight = strong(unit.leaf), strong(weight)
+    norm = norm_of(weight, unit.reduced, 2.0, unit.names)
+    radius = jnp.broadcast_to(check_fits(radius, norm.shape, "the norms"), norm.shape)
+    direction = wide(weight) / jnp.where(norm > 0, norm, 1.0)
+    radial = jnp.sum(_product(grad, direction), axis=unit.reduced, keepdims=unit.reduced is not None)
+    if unit.names:
+        radial = lax.psum(radial, unit.names)
+
+    eps = float(jnp.finfo(grad.dtype).eps)
+    least = radius * (1 - _SATURATED_WITHIN_EPS * float(jnp.finfo(weight.dtype).eps))
+    outward = (norm >= least) & (radial < 0)
+    left = wide(grad) - direction * radial
+    sizes = [norm_of(lax.stop_gradient(x), unit.reduced, 2.0, unit.names) for x in (grad, left)]
+    # Below the gradient's own rounding nothing is left but noise, which Adam would take for a direction.
+    nothing = (sizes[1] <= eps * sizes[0]) | (radius == 0)
+    left = jnp.where(nothing, jnp.zeros_like(left), left)
+    bad = ~(jnp.isfinite(radial) & jnp.isfinite(norm)) | jnp.isnan(radius)
+    left = jnp.where(bad, jnp.full_like(left, jnp.nan), left)
+    changed = outward | bad | (radius == 0)
+    # Not rounded again: what is inside keeps its bits.
+    result = jnp.where(changed, lax.convert_element_type(left, grad.dtype), grad)
+
+    removed = jnp.where(radius > 0, lax.stop_gradient(-radial), sizes[0])
+    removed = jnp.where(changed, jnp.where(bad, jnp.nan, removed), 0.0)
+    share = jnp.where(nothing, 0.0, sizes[1] / jnp.where(sizes[0] > 0, sizes[0], 1.0))
+    share = jnp.where(changed & (sizes[0] > 0), share, 1.0)
+    report = Report(max_of(removed), min_of(share, 1), jnp.any(changed & ~(removed == 0)))
+    return weakly_typed_as(unit.leaf, result), report
+
+
+def _product(a: jax.Array, b: jax.Array) -> jax.Array:
+    """The real inner product of entries, in float64."""
+    if not jnp.iscomplexobj(a):
+        return wide(a) * b
+    return wide(a.real) * b.real + wide(a.imag) * b.imag

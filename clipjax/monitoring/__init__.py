@@ -1,0 +1,1 @@
+"""What the transformations measured: metrics, records of norms, and their pictures."""

@@ -1,0 +1,230 @@
+"""Constraints on the norms of units: the projections of weights."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from clipjax._core.axes import FAN_IN, Axes, check_axes
+from clipjax._core.bounds import Bound, Evaluate, bound_at, check_fits, check_order
+from clipjax.weights.link import larger_than
+from clipjax._core.mesh import AxisName
+from clipjax.monitoring.metrics import Seen
+from clipjax._core.norms import as_arrays, in_float64, norm_of
+from clipjax.weights.projections import How, Measured, NewState, Projection
+from clipjax._core.rescale import Shrink, bring_between, low_enough
+from clipjax._core.trees import Queue, Report, Unit, clip_units, scale_units, size_of, units_of
+
+
+class MaxNormState(NamedTuple):
+    """State of :func:`max_norm` as a link."""
+
+    seen: Seen
+    violation: jax.Array  # float: by how much the weights that came in were out of bounds
+
+
+class MinMaxNormState(NamedTuple):
+    """State of :func:`min_max_norm` as a link."""
+
+    seen: Seen
+    violation: jax.Array  # float: by how much the weights that came in were out of bounds
+
+
+class UnitNormState(NamedTuple):
+    """State of :func:`unit_norm` as a link."""
+
+    seen: Seen
+    violation: jax.Array  # float: by how much the weights that came in were out of bounds
+
+
+def max_norm(
+    radius: Bound, *, axes: Axes = FAN_IN, specs: Any = None, axis_name: AxisName = None
+) -> Projection:
+    """Project each unit's weights onto the ball of norm `radius`: w * min(1, radius / |w|).
+
+    Args:
+      radius: a number, an array that broadcasts to the units, or a schedule `step -> radius`.
+      axes: the axes that are reduced, as in `clipjax.clip_by_norm`. By default `clipjax.fan_in`:
+        the incoming weights of each unit of a Dense or Conv kernel, and biases left alone.
+      specs: inside `shard_map`, the `PartitionSpec` tree of the parameters.
+      axis_name: the mesh axes that split the units, in `pmap` and unchecked `shard_map`.
+
+    Returns:
+      A :class:`Projection`: a function `params -> params`, and a link for the end of a chain, which
+      needs `params` in `update`. A link that is not last bounds nothing: `clipjax.chain` raises an
+      error, and in `optax.chain` its metric `violation` is above 0.
+
+    Raises:
+      TypeError, ValueError: `radius` is no number, negative or NaN; `axes` are no axes. As a link:
+      no `params` in `update`.
+
+    Guarantees: measured in float64, no projected unit's norm is above `radius`, by the call and after
+    `optax.apply_updates`, in any dtype; a unit outside ends at most 4 ulp below it (for a link, ulp of
+    the larger of its norm before and the radius); a unit inside stays bit for bit, so that projecting
+    twice is projecting once; NaN shows. As a link, 16-bit leaves get a float32 update, which
+    `optax.apply_updates` rounds once; inside `optax.apply_if_finite`, which does not allow that, the
+    update keeps its dtype, and the 4 ulp are those of a 16-bit sum.
+
+    Equals `keras.constraints.MaxNorm` (whose `axis` is `axes`) and TensorFlow 1's assign operations
+    after the step.
+
+    References:
+      Srebro et al., 2005, Maximum-margin matrix factorization; Srivastava et al., 2014, Dropout.
+
+    Example:
+      >>> import clipjax, jax.numpy as jnp
+      >>> kernel = jnp.array([[3.0, 0.3], [4.0, 0.4]])  # (in, out): a unit is a column
+      >>> print(clipjax.max_norm(1.0)(kernel).round(3))
+      [[0.6 0.3]
+       [0.8 0.4]]
+    """
+    bound, axes = bound_at("radius", radius), check_axes(axes)
+
+    def constrain(params: Any, step: Any, queue: Queue | None = None) -> tuple[Any, Report]:
+        at_step = bound(step)
+        return clip_units(params, lambda _: at_step, axes, 2.0, specs, axis_name, queue)
+
+    def measure(params: Any, step: Any) -> list[Measured]:
+        return measured_norms(params, None, bound(step), axes, specs, axis_name)
+
+    return Projection(f"clipjax.max_norm({radius!r})", MaxNormState, constrain, measure, How(in_turn=True))
+
+
+def min_max_norm(
+    low: Bound,
+    high: Bound,
+    *,
+    rate: Bound = 1.0,
+    axes: Axes = FAN_IN,
+    specs: Any = None,
+    axis_name: AxisName = None,
+) -> Projection:
+    """Bring each unit's norm between `low` and `high`: w * (rate * clip(|w|, low, high) / |w| + 1 - rate).
+
+    Args:
+      low: the smallest norm: a number, an array that broadcasts to the units, or a schedule
+        `step -> norm`. Finite; the largest number of a leaf's dtype stands for what is above it.
+      high: the largest norm, alike. Where a traced `low` is above it, `high` holds.
+      rate: how far a unit outside goes at each call, from 0 to 1; alike. 1 projects; less approaches.
+      axes: the axes that are reduced, as in :func:`max_norm`.
+      specs: inside `shard_map`, the `PartitionSpec` tree of the parameters.
+      axis_name: the mesh axes that split the units, in `pmap` and unchecked `shard_map`.
+
+    Returns:
+      A :class:`Projection`. Its metric `norm` is the largest norm before, and `scale` the smallest
+      factor: 1 where units only grew.
+
+    Raises:
+      TypeError, ValueError: a limit is no number, negative or NaN, `low` is infinite or above `high`,
+      `rate` is not in [0, 1]; `axes` are no axes. As a link: no `params` in `update`.
+
+    Guarantees: with `rate=1`, measured in float64, no unit's norm is above `high`, by the call and
+    after `optax.apply_updates`, in any dtype, and none is more than 4 ulp below `low` (for a link, ulp of
+    the larger of its norm before and the limit). A unit inside, or as little below `low` as rounding may
+    leave it (3e-7 of `low` in float32, an ulp of each entry in 16 bits), stays bit for bit, so that
+    projecting twice is projecting once. A unit of norm 0 stays 0, having no direction to grow in; so
+    does one whose norm is below the smallest normal float32. NaN shows. With `rate < 1` the formula holds
+    to those roundings, and 16-bit entries that it moves by less than an ulp may stay or lose one.
+
+    Equals `keras.constraints.MinMaxNorm` (whose `axis` is `axes`), which divides by the norm plus 1e-7.
+
+    Example:
+      >>> import clipjax, jax.numpy as jnp
+      >>> kernel = jnp.array([[3.0, 0.3], [4.0, 0.4]])  # (in, out): the norms of the units are 5 and 0.5
+      >>> print(clipjax.min_max_norm(1.0, 2.0)(kernel).round(3))
+      [[1.2 0.6]
+       [1.6 0.8]]
+    """
+    check_order(low, high)
+    lower, upper, share = bound_at("low", low), bound_at("high", high), bound_at("rate", rate)
+    _check_at_most("low", low, np.finfo(np.float64).max, "finite")
+    _check_at_most("rate", rate, 1, "at most 1")
+    name = f"clipjax.min_max_norm({low!r}, {high!r}, rate={rate!r})"
+    return _between(name, MinMaxNormState, lower, upper, share, axes, specs, axis_name)
+
+
+def unit_norm(*, axes: Axes = FAN_IN, specs: Any = None, axis_name: AxisName = None) -> Projection:
+    """Bring each unit's norm to 1: w / |w|.
+
+    Args:
+      axes: the axes that are reduced, as in :func:`max_norm`.
+      specs: inside `shard_map`, the `PartitionSpec` tree of the parameters.
+      axis_name: the mesh axes that split the units, in `pmap` and unchecked `shard_map`.
+
+    Returns:
+      A :class:`Projection`, with the metrics of :func:`min_max_norm`.
+
+    Raises:
+      TypeError: `axes` are no axes. As a link: no `params` in `update`.
+
+    Guarantees: those of :func:`min_max_norm` with both limits 1. A norm is never above 1 and at most 4 ulp
+    below it; a unit of norm 0 stays 0; projecting twice is projecting once, bit for bit.
+
+    Equals `keras.constraints.UnitNorm` (whose `axis` is `axes`), which divides by the norm plus 1e-7.
+
+    Example:
+      >>> import clipjax, jax.numpy as jnp
+      >>> kernel = jnp.array([[3.0, 0.3, 0.0], [4.0, 0.4, 0.0]])  # (in, out): a unit is a column
+      >>> print(clipjax.unit_norm()(kernel).round(3))
+      [[0.6 0.6 0. ]
+       [0.8 0.8 0. ]]
+    """
+    one = bound_at("one", 1.0)
+    return _between("clipjax.unit_norm()", UnitNormState, one, one, one, axes, specs, axis_name)
+
+
+def _between(
+    name: str,
+    state: NewState,
+    low: Evaluate,
+    high: Evaluate,
+    rate: Evaluate,
+    axes: Axes,
+    specs: Any,
+    axis_name: AxisName,
+) -> Projection:
+    axes = check_axes(axes)
+
+    def constrain(params: Any, step: Any, queue: Queue | None = None) -> tuple[Any, Report]:
+        lowest, highest, share = low(step), high(step), rate(step)
+
+        @in_float64
+        def how_of(unit: Unit, norm: jax.Array) -> Shrink:
+            least, most, part = (_for_units(x, norm) for x in (lowest, highest, jnp.minimum(share, 1.0)))
+            return bring_between(norm, least, most, part, unit.leaf.dtype, size_of(unit))
+
+        return scale_units(params, how_of, axes, specs, axis_name, queue)
+
+    def measure(params: Any, step: Any) -> list[Measured]:
+        return measured_norms(params, low(step), high(step), axes, specs, axis_name)
+
+    return Projection(name, state, constrain, measure, How(outside=larger_than, in_turn=True))
+
+
+def _check_at_most(name: str, value: Any, largest: float, what: str) -> None:
+    if not (callable(value) or isinstance(value, jax.core.Tracer)) and np.any(np.asarray(value) > largest):
+        raise ValueError(f"{name} must be {what}, got {value!r}")
+
+
+def _for_units(limit: jax.Array, norm: jax.Array) -> jax.Array:
+    return jnp.broadcast_to(check_fits(limit, norm.shape, "the norms"), norm.shape)
+
+
+@in_float64
+def measured_norms(
+    params: Any, low: jax.Array | None, high: jax.Array, axes: Axes, specs: Any, axis_name: AxisName
+) -> list[Measured]:
+    """Measure each unit's norm, beside its limits: `low` less what rounding may lose of it."""
+    measured = []
+    for unit in units_of(as_arrays(params), axes, specs, axis_name):
+        norm = norm_of(unit.leaf, unit.reduced, 2.0, unit.names)
+        highest = _for_units(high, norm)
+        lowest = jnp.zeros_like(norm)
+        if low is not None:
+            least = jnp.minimum(_for_units(low, norm), highest)
+            lowest = low_enough(norm, least, unit.leaf.dtype, size_of(unit))
+        measured.append(Measured(unit.path, norm, lowest, highest))
+    return measured

@@ -1,0 +1,98 @@
+"""A projection as a link: the update that ends where the projection wants the weights to be."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from clipjax._core.axes import is_measured
+from clipjax._core.norms import weakly_typed_as
+from clipjax._core.rounding import exactly, neighbour, rounded, smallest, widened
+
+# Whether an entry at `end` is on the wrong side of `wanted`, coming from `after`.
+Outside: TypeAlias = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+def applied(before: Any, update: Any) -> Any:
+    """What `optax.apply_updates` makes of a parameter, to the last bit."""
+    if not is_measured(before):
+        return before
+    if jnp.iscomplexobj(before) or before.dtype in (np.float32, np.float64):
+        return (before + update).astype(before.dtype)
+    return exactly(rounded(widened(before) + widened(update), before.dtype), before.dtype)
+
+
+def short_of(end: jax.Array, wanted: jax.Array, after: jax.Array) -> jax.Array:
+    """Whether an entry ends on this side of `wanted`, seen from `after`."""
+    return jnp.where(after > wanted, end > wanted, end < wanted)
+
+
+def larger_than(end: jax.Array, wanted: jax.Array, after: jax.Array) -> jax.Array:
+    """Whether an entry ends farther from 0 than `wanted`: too far for what bounds a norm that may grow."""
+    del after
+    return jnp.abs(end) > jnp.abs(wanted)
+
+
+def step_to(before: Any, update: Any, after: jax.Array, wanted: Any, outside: Outside) -> jax.Array:
+    """The update that takes `before` to `wanted`, where it is not where `update` ends anyway."""
+    before, update, wanted = jnp.asarray(before), jnp.asarray(update), jnp.asarray(wanted)
+    real = functools.partial(_real_step_to, outside=outside)
+    if not jnp.iscomplexobj(before):
+        return real(before, update, after, wanted, dtype=_step_dtype(before, update))
+    parts = [[part(x) for x in (before, update, after, wanted)] for part in (jnp.real, jnp.imag)]
+    return lax.complex(*(real(*part, dtype=_step_dtype(*part[:2])) for part in parts))
+
+
+@functools.partial(jax.jit, static_argnames=("dtype", "outside"))
+def _real_step_to(
+    before: jax.Array, update: jax.Array, after: jax.Array, wanted: jax.Array, *, dtype: Any, outside: Outside
+) -> jax.Array:
+    """For real leaves. The sum `before + step` is rounded, once in the step and once in the sum.
+
+    An entry that would end on the wrong side of `wanted` is moved on by one unit of its step's last
+    place: beyond the bound, never short of it.
+    """
+    step = exactly(rounded(widened(wanted) - widened(before), dtype), dtype)
+    end = widened(applied(before, step))
+    wrong = outside(end, widened(wanted), widened(after))
+    moved_on = _one_further(step, end > widened(wanted))
+    step = jnp.where(wanted == after, update.astype(dtype), jnp.where(wrong, moved_on, step))
+    return weakly_typed_as(update, step) if step.dtype == update.dtype else step
+
+
+def _one_further(step: jax.Array, down: jax.Array) -> jax.Array:
+    """The next smaller step where `down`, else the next larger one."""
+    least = jnp.full_like(step, smallest(step.dtype))
+    from_zero = jnp.where(down, -least, least)
+    return jnp.where(step == 0, from_zero, neighbour(step, (step < 0) == down))
+
+
+def _step_dtype(before: jax.Array, update: jax.Array) -> Any:
+    """The dtype of an update that moves a parameter exactly enough: at least float32.
+
+    From a weight of 16000 no bfloat16 update leads to 1: it ends at 0.
+    """
+    if _in_a_branch_of_optax():
+        return update.dtype
+    wide = np.float64 in (before.dtype, update.dtype)
+    return np.dtype(np.float64 if wide else np.float32)
+
+
+def _in_a_branch_of_optax() -> bool:
+    """Whether Optax runs us as a branch whose other one returns the updates in their own dtypes.
+
+    `apply_if_finite`, `conditionally_transform` and `conditionally_mask` do; only the call stack tells.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "do_update" and frame.f_globals["__name__"].startswith("optax."):
+            return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,126 @@
+"""Which leaves are matrices, or stacks of matrices, and how kernels of higher rank are flattened to them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from clipjax._core.axes import SKIP, Path, Skip, first_matches, is_measured, leaves_with_paths, path_name
+from clipjax._core.mesh import names_of_units, spec_leaves
+
+Sides: TypeAlias = tuple[int | Sequence[int], int | Sequence[int]]
+FlattenRule: TypeAlias = Callable[[Path, Any], Sides | Skip | None]
+Flatten: TypeAlias = Sides | FlattenRule | Mapping[str, Sides | FlattenRule | Skip | None] | Skip | None
+
+
+class Matrices(NamedTuple):
+    """A leaf that is a stack of matrices: its place in the tree, and which axes are what."""
+
+    position: int
+    path: str
+    leaf: Any
+    order: tuple[int, ...]  # the axes of the stack, of rows and of columns
+    batch: tuple[int, ...]  # the shape of the stack: () for one matrix
+    shape: tuple[int, int]  # of each matrix
+
+    def stacked(self, leaf: jax.Array) -> jax.Array:
+        """The leaf, or one like it, as an array `(*batch, rows, columns)`."""
+        return jnp.transpose(leaf, self.order).reshape(*self.batch, *self.shape)
+
+    def restored(self, matrices: jax.Array) -> jax.Array:
+        """What :meth:`stacked` was given."""
+        permuted = matrices.reshape([self.leaf.shape[axis] for axis in self.order])
+        return jnp.transpose(permuted, [self.order.index(axis) for axis in range(len(self.order))])
+
+
+def check_flatten(flatten: Flatten) -> Flatten:
+    """Return `flatten`, or raise what is wrong with it that no tree is needed to see."""
+    if isinstance(flatten, Mapping):
+        for pattern, value in flatten.items():
+            if not isinstance(pattern, str):
+                raise TypeError(f"flatten: a path pattern must be a string, got {pattern!r}")
+            if isinstance(value, Mapping):
+                raise TypeError(f"flatten: pattern {pattern!r} must map to axes, got the mapping {value!r}")
+            check_flatten(value)
+    elif not (flatten is None or flatten is SKIP or callable(flatten)):
+        _sides(flatten)
+    return flatten
+
+
+def matrices_of(tree: Any, flatten: Flatten, specs: Any) -> list[Matrices]:
+    """Find the matrices of every leaf that has any.
+
+    Raises:
+      ValueError: nothing says how to flatten a leaf of rank > 2; an axis is out of range or named twice;
+        a path pattern matches no leaf; a matrix is split over devices.
+    """
+    leaves = leaves_with_paths(tree)
+    if isinstance(flatten, Mapping):
+        patterns = first_matches("flatten", list(flatten), tree)
+        how = [None if pattern is None else flatten[pattern] for pattern in patterns]
+    else:
+        # One value for all is for those that need it: a Dense kernel stays the matrix it is.
+        for_all = callable(flatten) or flatten is SKIP
+        how = [flatten if for_all or len(leaf.shape) > 2 else None for _, leaf in leaves]
+    found = []
+    for i, ((path, leaf), way, spec) in enumerate(zip(leaves, how, spec_leaves(specs, tree), strict=True)):
+        sides = _resolve(way, path, leaf)
+        if isinstance(sides, Skip):
+            continue
+        rows, columns = sides
+        if names := names_of_units(path, leaf, rows + columns, spec, None):
+            raise ValueError(
+                f"spectral_cap: the matrices of leaf {path_name(path)!r} are split over the mesh axes "
+                f"{names}: project outside shard_map, or gather them first"
+            )
+        stack = tuple(axis for axis in range(len(leaf.shape)) if axis not in rows + columns)
+        batch = tuple(leaf.shape[axis] for axis in stack)
+        shape = tuple(math.prod(leaf.shape[axis] for axis in side) for side in (rows, columns))
+        if leaf.size:
+            found.append(Matrices(i, path_name(path), leaf, stack + rows + columns, batch, shape))
+    return found
+
+
+def _resolve(way: Any, path: Path, leaf: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | Skip:
+    """The axes of rows and of columns, or :data:`SKIP`."""
+    rank = len(leaf.shape)
+    if not is_measured(leaf):
+        return SKIP
+    if callable(way):
+        way = way(path, leaf)
+    where = f"leaf {path_name(path)!r} of shape {tuple(leaf.shape)}"
+    if way is None:
+        if rank > 2:
+            raise ValueError(
+                f"spectral_cap: nothing says how to flatten {where} to a matrix. Pass "
+                f"flatten={{{path_name(path)!r}: (rows, columns)}} with the axes of its rows and of its "
+                f"columns, as ((0, 1, 2), 3) for a convolution; other axes count matrices, as of scanned "
+                f"layers. clipjax.SKIP instead of them leaves it alone."
+            )
+        return ((0,), (1,)) if rank == 2 else SKIP
+    if isinstance(way, Skip):
+        return way
+    rows, columns = _sides(way)
+    for axis in rows + columns:
+        if not -rank <= axis < rank:
+            raise ValueError(f"flatten: {axis} is out of range for {where}")
+    rows, columns = (tuple(axis % rank for axis in side) for side in (rows, columns))
+    if len({*rows, *columns}) != len(rows + columns):
+        raise ValueError(f"flatten: {way!r} names an axis twice for {where}")
+    return rows, columns
+
+
+def _sides(flatten: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    message = (
+        f"flatten must be a pair (axes of rows, axes of columns), a rule, a mapping or None, got {flatten!r}"
+    )
+    if not isinstance(flatten, Sequence) or isinstance(flatten, str) or len(flatten) != 2:
+        raise TypeError(message)
+    sides = [tuple(side) if isinstance(side, Sequence) else (side,) for side in flatten]
+    if not all(isinstance(axis, int) and not isinstance(axis, bool) for side in sides for axis in side):
+        raise TypeError(message)
+    return sides[0], sides[1]

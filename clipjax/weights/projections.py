@@ -1,0 +1,240 @@
+"""What a projection of weights is: a function of the weights, and a link for the end of a chain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from clipjax._core.axes import is_measured, leaves_with_paths, path_name
+from clipjax.weights.link import Outside, applied, short_of, step_to
+from clipjax._core.mesh import pmax, varying
+from clipjax.monitoring.metrics import Seen, observe, start
+from clipjax._core.norms import as_arrays, in_float64, norm_of, tree_norm, wide
+from clipjax._core.reductions import max_of
+from clipjax._core.trees import Queue, Report
+from clipjax._core.turns import Turn, first_entry, in_turn, is_large, turn_after, turn_at_start
+
+
+class Measured(NamedTuple):
+    """What a projection bounds in one leaf, in float64: arrays of one shape, with an entry for each unit."""
+
+    path: str
+    value: jax.Array
+    low: jax.Array
+    high: jax.Array
+
+
+Constrain = Callable[..., tuple[Any, Report]]  # (params, step, …)
+Measure = Callable[[Any, Any], list[Measured]]
+NewState = Callable[[Seen, jax.Array], Any]
+Settle = Callable[[Any, Any, Any, Any, Any], Any]
+
+
+class How(NamedTuple):
+    """How a projection works as a link, where it differs from others."""
+
+    # Of two weights next to where `constrain` wants one, the link takes that which is not `outside`.
+    outside: Outside = short_of
+    # Whether `constrain` takes a queue of leaves, to treat one after the other.
+    in_turn: bool = False
+    # Where no choice entry by entry keeps the bound: `settle(before, after, wanted, updates, step)` has the
+    # last word on the updates.
+    settle: Settle | None = None
+    # The names of arguments of `update` that `constrain` takes, too.
+    extra: tuple[str, ...] = ()
+
+
+class ProjectState(NamedTuple):
+    """State of :func:`project` as a link; `seen.norm` is the distance moved."""
+
+    seen: Seen
+    violation: jax.Array  # float: by how much the weights that came in were out of bounds
+
+
+class Projection(optax.GradientTransformationExtraArgs):
+    """A projection of weights, with two uses.
+
+    Called, it projects: `params = max_norm(3.0)(params)`. As the **last** link of a chain it changes
+    the update so that the parameters end up projected: `clipjax.chain(…, max_norm(3.0))`. To Optax it
+    is a gradient transformation of two fields; being a tuple, it can't be given to `jax.jit` as it
+    is: compile the step around it, or `jax.jit(projection.__call__)`.
+
+    A link that is not last bounds nothing. `clipjax.chain` and `clipjax.bounded` raise an error then.
+    In `optax.chain`, which cannot, the link measures the weights that come in, at the cost of a pass
+    over them: its metric `violation` says by how much they were out of bounds. Where the link is last
+    that is 0 from the second step on.
+    """
+
+    constrain: Constrain
+    measure: Measure
+    name: str
+    last: optax.GradientTransformationExtraArgs  # the link where its place has been checked already
+
+    def __new__(
+        cls, name: str, state: NewState, constrain: Constrain, measure: Measure, how: How | None = None
+    ) -> Projection:
+        """Make a projection of `constrain(params, step)`, and `measure(params, step)` that judges weights."""
+        how = how or How()
+        self = super().__new__(cls, *_link(state, constrain, measure, how))
+        self.constrain, self.measure, self.name = constrain, measure, name
+        self.last = _link(state, constrain, None, how)
+        return self
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def __copy__(self) -> Projection:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Projection:
+        return self
+
+    def __call__(self, params: Any, step: Any = None, **extra_args: Any) -> Any:
+        """Project `params`; `step` is for a bound that is a schedule."""
+        return self.constrain(params, step, **extra_args)[0]
+
+
+def _link(
+    state: NewState, constrain: Constrain, measure: Measure | None, how: How
+) -> optax.GradientTransformationExtraArgs:
+    def init(params: Any) -> Any:
+        seen = start(params)
+        return state(seen, jnp.zeros_like(seen.norm))
+
+    def update(updates: Any, state_: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+        if params is None:
+            raise ValueError(
+                "a projection bounds the parameters after the update: pass them, as in "
+                "tx.update(grads, state, params)"
+            )
+        treedef: Any
+        leaves, treedef = jax.tree.flatten(as_arrays(updates))
+        params = as_arrays(params)
+        before = treedef.flatten_up_to(params)
+        after = [applied(p, u) for p, u in zip(before, leaves, strict=True)]
+        # Where the link is last, the weights that come in are those it let through a step ago.
+        violation = state_.violation
+        if measure is not None:
+            incoming = [lax.stop_gradient(p) if is_measured(p) else p for p in before]
+            worst = _worst(measure(treedef.unflatten(incoming), jnp.maximum(state_.seen.steps - 1, 0)))
+            violation = lax.convert_element_type(worst, violation.dtype)
+
+        def step_of(i: int, wanted: Any) -> Any:
+            """The update of a leaf."""
+            if not is_measured(before[i]):
+                return leaves[i]
+            step = step_to(before[i], leaves[i], after[i], wanted, how.outside)
+            # Never true; but a step that depends on the measure comes after it, so that XLA need not copy
+            # the old weights in order to measure them when the new ones are in their place.
+            return step if measure is None else jnp.where(violation < 0, jnp.zeros_like(step), step)
+
+        steps: dict[int, Any] = {}
+
+        def enter(i: int, turn: Turn) -> tuple[jax.Array, Sequence[jax.Array]]:
+            leaves[i] = in_turn(leaves[i], leaves[i], turn)
+            after[i] = applied(before[i], leaves[i])
+            is_sum = after[i].dtype == leaves[i].dtype and after[i].dtype.itemsize >= 4
+            return after[i], (before[i], leaves[i]) if is_sum else ()
+
+        def leave(i: int, wanted: jax.Array, turn: Turn) -> Turn:
+            if not is_large(wanted):
+                return turn
+            steps[i] = step_of(i, wanted)
+            # The next leaf waits for the new weights: XLA's memory-minimising scheduler would else take all
+            # norms first, for the metrics, and keep all updates meanwhile.
+            new = (before[i] + steps[i]).astype(before[i].dtype)  # as Optax adds them
+            return turn_after(turn, new, -jnp.abs(first_entry(new)))
+
+        queue = [Queue(turn_at_start(leaves, state_.seen.scale), enter, leave)] if how.in_turn else []
+        taken = {name: extra_args[name] for name in how.extra if name in extra_args}
+        wanted, report = constrain(treedef.unflatten(after), state_.seen.steps, *queue, **taken)
+        targets = treedef.flatten_up_to(wanted)
+        leaves = [steps[i] if i in steps else step_of(i, target) for i, target in enumerate(targets)]
+        if how.settle is not None:
+            old, moved, updates = (treedef.unflatten(x) for x in (before, after, leaves))
+            leaves = treedef.flatten_up_to(how.settle(old, moved, wanted, updates, state_.seen.steps))
+        return treedef.unflatten(leaves), state(observe(state_.seen, report), violation)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+@in_float64
+def _worst(measured: list[Measured]) -> jax.Array:
+    """By how much the worst unit is out of bounds."""
+    excesses = [max_of(_excess(m)) for m in measured]
+    over_devices = [pmax(x, varying(x)) if varying(x) else x for x in excesses]
+    return max_of(jnp.stack(over_devices)) if excesses else wide(0.0)
+
+
+@in_float64
+def _excess(m: Measured) -> jax.Array:
+    return jnp.maximum(jnp.maximum(m.value - m.high, m.low - m.value), 0.0)
+
+
+def project(function: Callable[[Any], Any]) -> Projection:
+    """Make a projection of any function of the weights; a projection is returned as it is.
+
+    Args:
+      function: `params -> params`, keeping structure, shapes and dtypes, as those of
+        `optax.projections`.
+
+    Returns:
+      A :class:`Projection`. As a link its metric `norm` is the distance by which it moved the
+      weights at the last step. After `optax.apply_updates` every entry is what `function` returned,
+      to the rounding of that sum, and on the inner side of it.
+
+    Raises:
+      TypeError: `function` cannot be called, or does not keep structure, shapes and dtypes.
+
+    Example:
+      >>> import clipjax, optax, jax.numpy as jnp
+      >>> simplex = clipjax.project(optax.projections.projection_simplex)
+      >>> print(simplex(jnp.array([2.0, 0.0])))
+      [1. 0.]
+    """
+    if isinstance(function, Projection):
+        return function
+    if not callable(function):
+        raise TypeError(f"function must be a function of the weights, got {function!r}")
+
+    def constrain(params: Any, step: Any) -> tuple[Any, Report]:
+        del step
+        params = as_arrays(params)
+        projected = as_arrays(function(params))
+        given: Any
+        given, returned = jax.tree.structure(params), jax.tree.structure(projected)
+        if returned != given:
+            raise TypeError(
+                f"function must keep the structure of the weights, {given}, but returned {returned}"
+            )
+        jax.tree_util.tree_map_with_path(_check_kept, params, projected)
+        moved = tree_norm(_difference(projected, params), 2.0, varying)
+        return projected, Report(moved, jnp.ones(()), in_float64(lambda: moved > 0)())
+
+    def measure(params: Any, step: Any) -> list[Measured]:
+        differences = _difference(constrain(params, step)[0], as_arrays(params))
+        paths = leaves_with_paths(differences)
+        nothing = in_float64(lambda: wide(0.0))()
+        return [
+            Measured(path_name(path), norm_of(leaf, None, 2.0, varying(leaf)), nothing, nothing)
+            for path, leaf in paths
+        ]
+
+    return Projection(f"clipjax.project({function!r})", ProjectState, constrain, measure)
+
+
+def _check_kept(path: Any, given: Any, returned: Any) -> None:
+    if (given.shape, given.dtype) != (returned.shape, returned.dtype):
+        raise TypeError(
+            f"function must keep shapes and dtypes, but made {returned.dtype}{list(returned.shape)} of "
+            f"{path_name(path)!r}, which is {given.dtype}{list(given.shape)}"
+        )
+
+
+def _difference(a: Any, b: Any) -> Any:
+    return jax.tree.map(lambda x, y: x - y if is_measured(x) else None, a, b)
