@@ -30,7 +30,7 @@ def _gradient_at(x: list[float]) -> Callable[[Library], str]:
 
 
 def _conv1d_ours() -> str:
-    norms = functional.unit_norms(jnp.ones((5, 4, 8)), clipjax.fan_in)
+    norms = functional.unitwise_norms(jnp.ones((5, 4, 8)), clipjax.fan_in)
     return f"{norms.size} norms of {float(norms.reshape(-1)[0]):.4g}"
 
 

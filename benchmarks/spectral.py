@@ -24,7 +24,7 @@ from rich.table import Table
 import clipjax
 
 _SHAPES = ((64, 64), (256, 256), (256, 1024), (1024, 1024))
-_HEADER = ("matrix", "SVD", "svd", "products", "inside", "loss, svd", "loss, products")
+_HEADER = ("matrix", "SVD", "svd", "newton_schulz", "inside", "loss, svd", "loss, products")
 
 
 def _matrix(shape: tuple[int, int], top: float) -> jax.Array:
@@ -39,8 +39,8 @@ def _contestants(shape: tuple[int, int]) -> dict[str, tuple[Callable[[Any], Any]
     functions = {
         "SVD": (lambda w: jnp.linalg.svd(w, full_matrices=False), outside),
         "svd": (clipjax.spectral_cap(1.0).__call__, outside),
-        "products": (clipjax.spectral_cap(1.0, method="products").__call__, outside),
-        "inside": (clipjax.spectral_cap(1.0, method="products").__call__, inside),
+        "newton_schulz": (clipjax.spectral_cap(1.0, method="newton_schulz").__call__, outside),
+        "inside": (clipjax.spectral_cap(1.0, method="newton_schulz").__call__, inside),
     }
     return {name: (jax.jit(function).lower(w).compile(), w) for name, (function, w) in functions.items()}
 
@@ -67,7 +67,7 @@ def measure(shape: tuple[int, int], rounds: int) -> tuple[str, ...]:
     ]
     tops = [
         np.linalg.norm(np.asarray(field[name][0](field[name][1]), np.float64), 2)
-        for name in ("svd", "products")
+        for name in ("svd", "newton_schulz")
     ]
     return (
         "x".join(map(str, shape)),

@@ -1,7 +1,6 @@
 """clipjax: bounds for the gradients and the weights of JAX training."""
 
 from clipjax import functional
-from clipjax.gradients.adagc import adagc
 from clipjax._core.axes import SKIP, fan_in
 from clipjax.backward.layers import (
     clip_gradient_by_global_norm,
@@ -10,27 +9,27 @@ from clipjax.backward.layers import (
     replace_gradient,
     scale_gradient,
 )
-from clipjax._bounded import bounded, skip_nonfinite
-from clipjax._chain import chain
+from clipjax.composition import bounded, chain
+from clipjax.gradients.adagc import adagc
 from clipjax.gradients.fixed import (
     clip_by_global_norm,
     clip_by_norm,
     clip_by_rms,
     clip_by_value,
-    zero_nonfinite,
 )
-from clipjax.weights.constraints import max_norm, min_max_norm, unit_norm
-from clipjax.weights.entries import box, non_negative
-from clipjax.monitoring.metrics import metrics
-from clipjax.monitoring.norm_log import NormLog
+from clipjax.gradients.nonfinite import skip_nonfinite, zero_nonfinite
 from clipjax.gradients.outliers import clip_by_lognormal, zclip
-from clipjax.weights.projections import Projection, project
-from clipjax.weights.qk_clip import qk_clip
 from clipjax.gradients.quantiles import autoclip, clip_by_quantile
 from clipjax.gradients.relative import adaptive_grad_clip, fan_in_or_whole
-from clipjax.weights.spectral import spectral_cap
 from clipjax.gradients.spikes import skip_spikes
-from clipjax.gradients.tangent_cone import tangent
+from clipjax.gradients.tangent_cone import tangent_cone
+from clipjax.monitoring.metrics import metrics
+from clipjax.monitoring.norm_log import NormLog
+from clipjax.weights.constraints import max_norm, min_max_norm, unit_norm
+from clipjax.weights.entries import box, non_negative
+from clipjax.weights.projections import Projection, project
+from clipjax.weights.qk_clip import qk_clip
+from clipjax.weights.spectral import spectral_cap
 from clipjax.weights.verify import verify
 
 __version__ = "0.1.0"
@@ -68,7 +67,7 @@ __all__ = [
     "skip_nonfinite",
     "skip_spikes",
     "spectral_cap",
-    "tangent",
+    "tangent_cone",
     "unit_norm",
     "verify",
     "zclip",

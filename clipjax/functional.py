@@ -26,7 +26,7 @@ __all__ = [
     "clip_by_value",
     "global_norm",
     "leaf_norms",
-    "unit_norms",
+    "unitwise_norms",
 ]
 
 
@@ -94,7 +94,7 @@ def leaf_norms(tree: Any, ord: float = 2) -> Any:  # noqa: A002
     return jax.tree.map(measure, as_arrays(tree))
 
 
-def unit_norms(tree: Any, axes: Axes, ord: float = 2) -> Any:  # noqa: A002
+def unitwise_norms(tree: Any, axes: Axes, ord: float = 2) -> Any:  # noqa: A002
     """Measure the norm of each unit along `axes`.
 
     Args:
@@ -114,7 +114,7 @@ def unit_norms(tree: Any, axes: Axes, ord: float = 2) -> Any:  # noqa: A002
     Example:
       >>> import jax.numpy as jnp
       >>> from clipjax import functional
-      >>> functional.unit_norms(jnp.array([[3.0, 0.0], [4.0, 1.0]]), axes=0)
+      >>> functional.unitwise_norms(jnp.array([[3.0, 0.0], [4.0, 1.0]]), axes=0)
       Array([5., 1.], dtype=float32)
     """
     tree = as_arrays(tree)
@@ -161,7 +161,7 @@ def clip_by_norm(tree: Any, max_norm: Bound, axes: Axes = None, ord: float = 2) 
     Args:
       tree: a pytree of arrays.
       max_norm: the bound, a number or an array that broadcasts to the norms.
-      axes: the axes that are reduced; None for the whole leaf. See :func:`unit_norms`.
+      axes: the axes that are reduced; None for the whole leaf. See :func:`unitwise_norms`.
       ord: 1, 2, any p >= 1, or `jax.numpy.inf`.
 
     Returns:

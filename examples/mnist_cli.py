@@ -174,7 +174,7 @@ def percent(part: float | None) -> str:
     return "-" if part is None else f"{part:.1%}"
 
 
-def unit_norms(params: Any) -> dict[str, np.ndarray]:
+def unitwise_norms(params: Any) -> dict[str, np.ndarray]:
     """Measure the norm of every unit's incoming weights, in float64 and without JAX."""
     return {
         name: np.linalg.norm(np.asarray(layer["kernel"], np.float64), axis=0)
@@ -187,7 +187,7 @@ def summary(
     method: str, params: Any, opt_state: Any, radius: float | None, train: Any, test: tuple[float, float]
 ) -> Table:
     """Put what came out into a table; `train` and `test` are pairs of loss and accuracy."""
-    largest = max(norms.max() for norms in unit_norms(params).values())
+    largest = max(norms.max() for norms in unitwise_norms(params).values())
     bound = "no radius" if radius is None else f"{'≤' if largest <= radius else '>'} {radius:g}"
     table = Table("method", method)
     table.add_row("train accuracy", f"{train[1]:.2%}")
@@ -211,7 +211,7 @@ def draw(
         measure = "largest entry" if method == "value" else "norm"
         titles = (
             _draw_gradient(left, measure, record, clip),
-            _draw_units(right, unit_norms(params), radius),
+            _draw_units(right, unitwise_norms(params), radius),
         )
         # Above the axes, the legends cover no data, however many layers there are.
         rows = math.ceil(len(right.get_legend_handles_labels()[1]) / 4)

@@ -17,7 +17,16 @@ from jax import lax
 
 from clipjax._core.axes import Axes, Reduced, Skip, is_measured, leaves_with_paths, path_name, resolve_axes
 from clipjax._core.bounds import check_fits
-from clipjax._core.mesh import AxisName, Names, names_of_leaf, names_of_units, pmax, pmin, spec_leaves, varying
+from clipjax._core.mesh import (
+    AxisName,
+    Names,
+    names_of_leaf,
+    names_of_units,
+    pmax,
+    pmin,
+    spec_leaves,
+    varying,
+)
 from clipjax._core.norms import as_arrays, in_float64, norm_of, tree_norm, wide
 from clipjax._core.reductions import max_of, min_of
 from clipjax._core.rescale import (

@@ -18,12 +18,12 @@ import numpy as np
 
 from clipjax._core.axes import Axes, check_axes
 from clipjax._core.bounds import Bound, bound_at, check_bound, check_fits, check_order
-from clipjax.backward.cotangents import altered_back, floats_of
 from clipjax._core.limits import clip_entries
-from clipjax.backward.linear_rules import check_alike, first, scaled, stopped
 from clipjax._core.mesh import AxisName
 from clipjax._core.norms import as_arrays
 from clipjax._core.trees import Report, clip_tree, clip_units, units_of
+from clipjax.backward.cotangents import altered_back, floats_of
+from clipjax.backward.linear_rules import check_alike, first, scaled, stopped
 
 _T = TypeVar("_T")
 

@@ -12,8 +12,11 @@ from jax import lax
 from clipjax._core.axes import is_measured
 from clipjax._core.bounds import Bound, bound_at
 from clipjax._core.mesh import AxisName, names_of_leaf
-from clipjax.monitoring.metrics import Seen
 from clipjax._core.norms import as_arrays, norm_of, wide
+from clipjax._core.reductions import min_of
+from clipjax._core.rescale import Shrink, rescale, scale_of, shrink_to
+from clipjax._core.stats import Stats
+from clipjax._core.trees import Report
 from clipjax.gradients.past import (
     Clipped,
     Memory,
@@ -24,9 +27,6 @@ from clipjax.gradients.past import (
     remembering,
     round_up,
 )
-from clipjax._core.reductions import min_of
-from clipjax._core.rescale import Shrink, rescale, scale_of, shrink_to
-from clipjax._core.trees import Report
 
 WarmupNorms = Literal["before", "after"]
 
@@ -34,7 +34,7 @@ WarmupNorms = Literal["before", "after"]
 class AdagcState(NamedTuple):
     """State of :func:`adagc`."""
 
-    seen: Seen
+    stats: Stats
     threshold: jax.Array  # float: the least bound used at the last step
     gamma: jax.Array  # float (leaves,): the norm that each leaf is used to; infinite while unknown
     taken: jax.Array  # int32: steps taken in so far

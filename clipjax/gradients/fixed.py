@@ -8,17 +8,14 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, overload
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
-from jax import lax
 
-from clipjax._core.axes import Axes, check_axes, is_measured
+from clipjax._core.axes import Axes, check_axes
 from clipjax._core.bounds import Bound, bound_at, check_order
 from clipjax._core.limits import clip_entries
-from clipjax._core.mesh import AxisName, names_of_leaf
-from clipjax.monitoring.metrics import Seen, count, observe, start
-from clipjax._core.norms import as_arrays, check_ord, in_float64
+from clipjax._core.mesh import AxisName
+from clipjax._core.norms import check_ord, in_float64
+from clipjax._core.stats import Stats, observe, start
 from clipjax._core.trees import Report, clip_tree, clip_units, size_of
 
 Clip = Callable[[Any, Any, jax.Array], tuple[Any, Report]]
@@ -27,36 +24,28 @@ Clip = Callable[[Any, Any, jax.Array], tuple[Any, Report]]
 class ClipByValueState(NamedTuple):
     """State of :func:`clip_by_value`."""
 
-    seen: Seen
+    stats: Stats
 
 
 class ClipByNormState(NamedTuple):
     """State of :func:`clip_by_norm`."""
 
-    seen: Seen
+    stats: Stats
 
 
 class ClipByGlobalNormState(NamedTuple):
     """State of :func:`clip_by_global_norm`."""
 
-    seen: Seen
+    stats: Stats
 
 
 class ClipByRmsState(NamedTuple):
     """State of :func:`clip_by_rms`."""
 
-    seen: Seen
+    stats: Stats
 
 
-class ZeroNonfiniteState(NamedTuple):
-    """State of :func:`zero_nonfinite`."""
-
-    steps: jax.Array  # int32: steps so far
-    nonfinite_count: jax.Array  # int32: entries zeroed so far
-    nonfinite_steps: jax.Array  # int32: steps at which there were any
-
-
-def _transformation(state: Callable[[Seen], Any], clip: Clip) -> optax.GradientTransformationExtraArgs:
+def _transformation(state: Callable[[Stats], Any], clip: Clip) -> optax.GradientTransformationExtraArgs:
     """Make a transformation of `clip(updates, params, step) -> (updates, report)`."""
 
     def init(params: Any) -> Any:
@@ -64,8 +53,8 @@ def _transformation(state: Callable[[Seen], Any], clip: Clip) -> optax.GradientT
 
     def update(updates: Any, state_: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         del extra_args
-        updates, report = clip(updates, params, state_.seen.steps)
-        return updates, state(observe(state_.seen, report))
+        updates, report = clip(updates, params, state_.stats.steps)
+        return updates, state(observe(state_.stats, report))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -215,7 +204,7 @@ def clip_by_global_norm(
       >>> tx = clipjax.clip_by_global_norm(1.0)
       >>> grads = {"w": jnp.array([3.0]), "b": jnp.array([4.0])}
       >>> clipped, state = tx.update(grads, tx.init(grads))
-      >>> print(clipped["w"].round(3), clipped["b"].round(3), state.seen.norm)
+      >>> print(clipped["w"].round(3), clipped["b"].round(3), state.stats.norm)
       [0.6] [0.8] 5.0
     """
     bound, p = bound_at("max_norm", max_norm), check_ord(ord)
@@ -276,52 +265,3 @@ def clip_by_rms(
         return clip_units(updates, lambda unit: of_size(size_of(unit)), axes, 2.0, specs, axis_name)
 
     return _transformation(ClipByRmsState, clip)
-
-
-def zero_nonfinite(*, axis_name: AxisName = None) -> optax.GradientTransformationExtraArgs:
-    """Replace NaN and infinite entries by 0, and count them.
-
-    In front of a clip it keeps one bad entry from making the rest NaN. To leave out the whole step
-    instead, see `clipjax.skip_nonfinite`.
-
-    Args:
-      axis_name: the mesh axes to count over, in `pmap` and unchecked `shard_map`.
-
-    Returns:
-      A transformation whose state counts `steps`, `nonfinite_count` (entries zeroed so far) and
-      `nonfinite_steps`, as int32 scalars that stop at their largest value.
-
-    Equals `optax.zero_nans`, with infinities too.
-
-    Example:
-      >>> import clipjax, jax.numpy as jnp
-      >>> tx = clipjax.zero_nonfinite()
-      >>> grads = jnp.array([1.0, jnp.nan, -jnp.inf])
-      >>> clean, state = tx.update(grads, tx.init(grads))
-      >>> print(clean, state.nonfinite_count)
-      [1. 0. 0.] 2
-    """
-
-    def init(params: Any) -> ZeroNonfiniteState:
-        del params
-        return ZeroNonfiniteState(*(jnp.zeros((), jnp.int32) for _ in range(3)))
-
-    def update(
-        updates: Any, state: ZeroNonfiniteState, params: Any = None, **extra_args: Any
-    ) -> tuple[Any, ZeroNonfiniteState]:
-        del params, extra_args
-        bad = jnp.zeros((), jnp.int32)
-        treedef: Any
-        leaves, treedef = jax.tree.flatten(as_arrays(updates))
-        for i, leaf in enumerate(leaves):
-            if is_measured(leaf):
-                finite = jnp.isfinite(leaf)
-                found, names = jnp.sum(~finite, dtype=np.int32), names_of_leaf(leaf, axis_name)
-                bad = count(bad, lax.psum(found, names) if names else found)
-                leaves[i] = jnp.where(finite, leaf, jnp.zeros_like(leaf))
-        one = jnp.ones((), bool)
-        return treedef.unflatten(leaves), ZeroNonfiniteState(
-            count(state.steps, one), count(state.nonfinite_count, bad), count(state.nonfinite_steps, bad > 0)
-        )
-
-    return optax.GradientTransformationExtraArgs(init, update)

@@ -10,8 +10,8 @@ import optax
 
 from clipjax._core.bounds import Bound, bound_at
 from clipjax._core.mesh import AxisName
-from clipjax.monitoring.metrics import Seen
 from clipjax._core.norms import wide
+from clipjax._core.stats import Stats
 from clipjax.gradients.past import Memory, capped, check_count, check_number, clip_by_past, no_norms, one_more
 
 ZclipMode = Literal["adaptive", "mean", "percentile"]
@@ -20,7 +20,7 @@ ZclipMode = Literal["adaptive", "mean", "percentile"]
 class ZclipState(NamedTuple):
     """State of :func:`zclip`."""
 
-    seen: Seen
+    stats: Stats
     threshold: jax.Array  # float: the bound used at the last step
     mean: jax.Array  # float: of the norms
     std: jax.Array  # float: of the norms
@@ -30,7 +30,7 @@ class ZclipState(NamedTuple):
 class ClipByLognormalState(NamedTuple):
     """State of :func:`clip_by_lognormal`."""
 
-    seen: Seen
+    stats: Stats
     threshold: jax.Array  # float: the bound used at the last step
     mean: jax.Array  # float: of the logarithms of the norms
     std: jax.Array  # float: of the same

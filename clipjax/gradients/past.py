@@ -18,9 +18,9 @@ from jax import lax
 
 from clipjax._core.bounds import check_bound
 from clipjax._core.mesh import AxisName
-from clipjax.monitoring.metrics import count, observe, start
 from clipjax._core.norms import as_arrays, in_float64, wide
 from clipjax._core.rounding import limits_in
+from clipjax._core.stats import count, observe, start
 from clipjax._core.trees import Report, clip_tree, measure_tree
 
 Memory: TypeAlias = tuple[jax.Array, ...]
@@ -45,29 +45,29 @@ def remembering(
     """Make a transformation of `clip(updates, memory, step, dtype)`, whose statistics no bad step reaches.
 
     Args:
-      state: the class of the state, made of a `Seen`, the threshold and the arrays of the memory.
+      state: the class of the state, made of a `Stats`, the threshold and the arrays of the memory.
       first: makes the memory before the first step, of the parameters and the float dtype of the state.
       clip: gets the floats of the memory in float64, and returns them so; `dtype` is what they are
         stored in.
     """
 
     def init(params: Any) -> Any:
-        seen = start(params)
-        return state(seen, jnp.full((), jnp.inf, seen.norm.dtype), *first(params, seen.norm.dtype))
+        stats = start(params)
+        return state(stats, jnp.full((), jnp.inf, stats.norm.dtype), *first(params, stats.norm.dtype))
 
     @in_float64
     def clip_and_remember(updates: Any, old: Any) -> tuple[Any, Any]:
-        seen, threshold, *memory = old
+        stats, threshold, *memory = old
         # Only the step's own norm is differentiated through; the past is data.
         past = lax.stop_gradient(tuple(wide(x) if _is_float(x) else x for x in memory))
-        clipped = clip(updates, past, seen.steps, threshold.dtype)
+        clipped = clip(updates, past, stats.steps, threshold.dtype)
         good = jnp.isfinite(round_up(clipped.report.norm, threshold.dtype))
 
         def remember(new: jax.Array, old: jax.Array) -> jax.Array:
             return lax.stop_gradient(jnp.where(good, lax.convert_element_type(new, old.dtype), old))
 
         return clipped.updates, state(
-            observe(seen, clipped.report),
+            observe(stats, clipped.report),
             remember(round_up(clipped.threshold, threshold.dtype), threshold),
             *map(remember, clipped.memory, memory),
         )

@@ -11,15 +11,23 @@ import optax
 from jax import lax
 
 from clipjax._core.mesh import AxisName
-from clipjax.monitoring.metrics import Seen
 from clipjax._core.norms import wide
-from clipjax.gradients.past import Memory, check_count, check_number, clip_by_past, no_norms, no_ring, one_more
+from clipjax._core.stats import Stats
+from clipjax.gradients.past import (
+    Memory,
+    check_count,
+    check_number,
+    clip_by_past,
+    no_norms,
+    no_ring,
+    one_more,
+)
 
 
 class AutoclipState(NamedTuple):
     """State of :func:`autoclip`."""
 
-    seen: Seen
+    stats: Stats
     threshold: jax.Array  # float: the bound used at the last step
     history: jax.Array  # float (window,): the last norms, a ring
     taken: jax.Array  # int32: norms taken in so far
@@ -28,7 +36,7 @@ class AutoclipState(NamedTuple):
 class ClipByQuantileState(NamedTuple):
     """State of :func:`clip_by_quantile`."""
 
-    seen: Seen
+    stats: Stats
     threshold: jax.Array  # float: the bound used at the last step
     max_norm: jax.Array  # float: the bound of the next step
 

@@ -12,10 +12,10 @@ from jax import lax
 from clipjax._core.axes import Axes, Path, Skip, check_axes, fan_in
 from clipjax._core.bounds import Bound, bound_at
 from clipjax._core.mesh import AxisName, pmin, varying
-from clipjax.monitoring.metrics import Seen, observe, start
 from clipjax._core.norms import as_arrays, in_float64, norm_of
 from clipjax._core.reductions import min_of
 from clipjax._core.rounding import limits_in
+from clipjax._core.stats import Stats, observe, start
 from clipjax._core.trees import Unit, clip_units
 
 
@@ -33,7 +33,7 @@ FAN_IN_OR_WHOLE: Final = FanInOrWhole()
 class AdaptiveGradClipState(NamedTuple):
     """State of :func:`adaptive_grad_clip`."""
 
-    seen: Seen
+    stats: Stats
     threshold: jax.Array  # float: the least bound used at the last step
 
 
@@ -113,12 +113,12 @@ def adaptive_grad_clip(
     rule = check_axes(fan_in_or_whole if isinstance(axes, FanInOrWhole) else axes)
 
     def init(params: Any) -> AdaptiveGradClipState:
-        seen = start(params)
-        return AdaptiveGradClipState(seen, jnp.full((), jnp.inf, seen.norm.dtype))
+        stats = start(params)
+        return AdaptiveGradClipState(stats, jnp.full((), jnp.inf, stats.norm.dtype))
 
     @in_float64
     def clip(updates: Any, state: AdaptiveGradClipState, params: Any) -> tuple[Any, AdaptiveGradClipState]:
-        step = state.seen.steps
+        step = state.stats.steps
         at_step, at_least = ratio(step), least(step)
         weights = jax.tree.leaves(_like(updates, params))
         smallest = [jnp.full((), jnp.inf)]
@@ -132,7 +132,7 @@ def adaptive_grad_clip(
         clipped, report = clip_units(updates, bound_of, rule, 2.0, specs, axis_name)
         bound = min_of(jnp.stack(smallest))
         threshold = limits_in(bound, bound, state.threshold.dtype)[0]
-        return clipped, AdaptiveGradClipState(observe(state.seen, report), threshold)
+        return clipped, AdaptiveGradClipState(observe(state.stats, report), threshold)
 
     def update(
         updates: Any, state: AdaptiveGradClipState, params: Any = None, **extra_args: Any

@@ -11,14 +11,14 @@ import numpy as np
 import optax
 from jax import lax
 
-from clipjax._bounded import check_optimizer, step_if
 from clipjax._core.bounds import Bound, bound_at
-from clipjax._chain import knowing, links_of
+from clipjax._core.links import check_optimizer, knowing, links_of
 from clipjax._core.mesh import AxisName
-from clipjax.monitoring.metrics import count
 from clipjax._core.norms import as_arrays, in_float64, norm_dtype, wide
-from clipjax.gradients.past import check_count, no_ring
+from clipjax._core.stats import count
 from clipjax._core.trees import measure_tree
+from clipjax.gradients.nonfinite import step_if
+from clipjax.gradients.past import check_count, no_ring
 
 # The median of |x - median| of normal numbers, times this, is their standard deviation.
 _STD_PER_MAD = 1.4826

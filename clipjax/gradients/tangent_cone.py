@@ -12,22 +12,22 @@ from jax import lax
 from clipjax._core.axes import FAN_IN, Axes, check_axes
 from clipjax._core.bounds import Bound, bound_at, check_fits
 from clipjax._core.mesh import AxisName
-from clipjax.monitoring.metrics import Seen, observe, start
 from clipjax._core.norms import as_arrays, in_float64, norm_of, strong, weakly_typed_as, wide
 from clipjax._core.reductions import max_of, min_of
+from clipjax._core.stats import Stats, observe, start
 from clipjax._core.trees import Report, Unit, summary, units_of
 
 # `max_norm` leaves a unit at most 4 ulp below the radius, 16-bit links a little more.
 _SATURATED_WITHIN_EPS = 8
 
 
-class TangentState(NamedTuple):
-    """State of :func:`tangent`; `seen.norm` is the largest radial part that was taken out."""
+class TangentConeState(NamedTuple):
+    """State of :func:`tangent_cone`; `stats.norm` is the largest radial part that was taken out."""
 
-    seen: Seen
+    stats: Stats
 
 
-def tangent(
+def tangent_cone(
     radius: Bound, *, axes: Axes = FAN_IN, specs: Any = None, axis_name: AxisName = None
 ) -> optax.GradientTransformationExtraArgs:
     """Take out what would push a saturated unit further out: g - w <g, w> / |w|².
@@ -36,11 +36,11 @@ def tangent(
     sphere of `radius` cannot follow the radial part of its gradient, which :func:`max_norm` undoes
     at each step, but Adam's moments would fill up with it. The three belong together::
 
-        clipjax.chain(clipjax.tangent(3.0), optax.adam(1e-3), clipjax.max_norm(3.0))
-        clipjax.bounded(optax.adam(1e-3), clip=clipjax.tangent(3.0), project=clipjax.max_norm(3.0))
+        clipjax.chain(clipjax.tangent_cone(3.0), optax.adam(1e-3), clipjax.max_norm(3.0))
+        clipjax.bounded(optax.adam(1e-3), clip=clipjax.tangent_cone(3.0), project=clipjax.max_norm(3.0))
 
-    with the same radius and axes, and with a clip of the norm, if there is one, after `tangent`:
-    `clip=optax.chain(clipjax.tangent(3.0), clipjax.clip_by_global_norm(1.0))`.
+    with the same radius and axes, and with a clip of the norm, if there is one, after `tangent_cone`:
+    `clip=optax.chain(clipjax.tangent_cone(3.0), clipjax.clip_by_global_norm(1.0))`.
 
     Args:
       radius: that of :func:`max_norm`: a number, an array that broadcasts to the units, or a schedule
@@ -74,35 +74,35 @@ def tangent(
       >>> import clipjax, jax.numpy as jnp
       >>> weights = jnp.array([[3.0, 0.3], [4.0, 0.4]])  # (in, out): the norms are 5 and 0.5
       >>> grads = jnp.array([[-1.0, -1.0], [0.0, 0.0]])
-      >>> tx = clipjax.tangent(5.0)
+      >>> tx = clipjax.tangent_cone(5.0)
       >>> print(tx.update(grads, tx.init(weights), weights)[0].round(2))
       [[-0.64 -1.  ]
        [ 0.48  0.  ]]
     """
     radius_at, rule = bound_at("radius", radius), check_axes(axes)
 
-    def init(params: Any) -> TangentState:
-        return TangentState(start(params))
+    def init(params: Any) -> TangentConeState:
+        return TangentConeState(start(params))
 
     @in_float64
-    def project(updates: Any, state: TangentState, params: Any) -> tuple[Any, TangentState]:
+    def project(updates: Any, state: TangentConeState, params: Any) -> tuple[Any, TangentConeState]:
         treedef: Any
         leaves, treedef = jax.tree.flatten(updates)
         weights = treedef.flatten_up_to(params)
-        at_step = radius_at(state.seen.steps)
+        at_step = radius_at(state.stats.steps)
         reports = []
         for unit in units_of(updates, rule, specs, axis_name):
             leaves[unit.position], report = _tangential(unit, weights[unit.position], at_step)
             reports.append(report)
-        return treedef.unflatten(leaves), TangentState(observe(state.seen, summary(reports)))
+        return treedef.unflatten(leaves), TangentConeState(observe(state.stats, summary(reports)))
 
     def update(
-        updates: Any, state: TangentState, params: Any = None, **extra_args: Any
-    ) -> tuple[Any, TangentState]:
+        updates: Any, state: TangentConeState, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, TangentConeState]:
         del extra_args
         if params is None and jax.tree.leaves(updates):
             raise ValueError(
-                "tangent looks at the weights: it needs params, as in tx.update(grads, state, params)"
+                "tangent_cone looks at the weights: it needs params, as in tx.update(grads, state, params)"
             )
         return project(as_arrays(updates), state, as_arrays(params))
 

@@ -1,60 +1,18 @@
-"""What a transformation saw and did: the scalars in its state, and how to read them."""
+"""Metrics: what the transformations measured and did, read from their states wherever these are nested."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from clipjax._core.norms import as_arrays, in_float64, norm_dtype
-from clipjax._core.trees import Report
-
-
-class Seen(NamedTuple):
-    """What a transformation has seen so far. Scalars; each has a buffer of its own, to be donated."""
-
-    norm: jax.Array  # float: the norm at the last step before clipping (the largest, of several)
-    scale: jax.Array  # float: the factor applied at the last step (the smallest, of several)
-    steps: jax.Array  # int32: steps so far
-    clipped: jax.Array  # int32: steps at which anything was clipped
-    nonfinite: jax.Array  # int32: steps at which a norm was not finite
-
-
-def start(params: Any) -> Seen:
-    """Return the state before the first step; norms are as wide as the widest leaf of `params`."""
-    floats = norm_dtype(jax.tree.leaves(as_arrays(params)))
-    return Seen(
-        norm=jnp.zeros((), floats),
-        scale=jnp.ones((), floats),
-        steps=jnp.zeros((), jnp.int32),
-        clipped=jnp.zeros((), jnp.int32),
-        nonfinite=jnp.zeros((), jnp.int32),
-    )
-
-
-@in_float64
-def observe(seen: Seen, report: Report) -> Seen:
-    """Take one step into account."""
-    finite = jnp.isfinite(report.norm)
-    return Seen(
-        norm=lax.convert_element_type(report.norm, seen.norm.dtype),
-        scale=lax.convert_element_type(report.scale, seen.scale.dtype),
-        steps=count(seen.steps, jnp.ones((), bool)),
-        clipped=count(seen.clipped, report.clipped & finite),
-        nonfinite=count(seen.nonfinite, ~finite),
-    )
-
-
-def count(counter: jax.Array, event: jax.Array) -> jax.Array:
-    """Add a bool or an int32 number of events to an int32 counter that stops at its largest value."""
-    room = np.int32(np.iinfo(np.int32).max) - counter
-    return counter + jnp.minimum(lax.convert_element_type(event, np.int32), room)
+from clipjax._core.stats import Stats
 
 
 def metrics(opt_state: Any) -> dict[str, jax.Array]:
@@ -111,15 +69,15 @@ def _own(state: Any) -> dict[str, jax.Array]:
     """The metrics of one state, but not of those nested in it."""
     shown: dict[str, jax.Array] = {}
     for key, value in state._asdict().items():
-        if isinstance(value, Seen):
-            seen = Seen(*jax.tree.leaves(value))  # Flax NNX wraps each array in a variable
-            clipped, steps = (lax.convert_element_type(n, np.float32) for n in (seen.clipped, seen.steps))
+        if isinstance(value, Stats):
+            stats = Stats(*jax.tree.leaves(value))  # Flax NNX wraps each array in a variable
+            clipped, steps = (lax.convert_element_type(n, np.float32) for n in (stats.clipped, stats.steps))
             shown |= {
-                "norm": seen.norm,
-                "scale": seen.scale,
-                "steps": seen.steps,
+                "norm": stats.norm,
+                "scale": stats.scale,
+                "steps": stats.steps,
                 "clipped_fraction": clipped / jnp.maximum(steps, 1),
-                "nonfinite_count": seen.nonfinite,
+                "nonfinite_count": stats.nonfinite,
             }
         elif not isinstance(value, dict | list | tuple):
             arrays = jax.tree.leaves(value)

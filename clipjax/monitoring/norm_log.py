@@ -15,13 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from clipjax.monitoring import norm_report as report
 from clipjax.gradients.adagc import adagc
-from clipjax.monitoring.metrics import metrics
 from clipjax.gradients.outliers import clip_by_lognormal, zclip
 from clipjax.gradients.past import check_count
 from clipjax.gradients.quantiles import autoclip, clip_by_quantile
 from clipjax.gradients.spikes import skip_spikes
+from clipjax.monitoring import norm_report as report
+from clipjax.monitoring.metrics import metrics
 
 Rules: TypeAlias = Mapping[str, optax.GradientTransformation]
 

@@ -10,33 +10,33 @@ import numpy as np
 
 from clipjax._core.axes import FAN_IN, Axes, check_axes
 from clipjax._core.bounds import Bound, Evaluate, bound_at, check_fits, check_order
-from clipjax.weights.link import larger_than
 from clipjax._core.mesh import AxisName
-from clipjax.monitoring.metrics import Seen
 from clipjax._core.norms import as_arrays, in_float64, norm_of
-from clipjax.weights.projections import How, Measured, NewState, Projection
 from clipjax._core.rescale import Shrink, bring_between, low_enough
+from clipjax._core.stats import Stats
 from clipjax._core.trees import Queue, Report, Unit, clip_units, scale_units, size_of, units_of
+from clipjax.weights.link import larger_than
+from clipjax.weights.projections import How, Measured, NewState, Projection
 
 
 class MaxNormState(NamedTuple):
     """State of :func:`max_norm` as a link."""
 
-    seen: Seen
+    stats: Stats
     violation: jax.Array  # float: by how much the weights that came in were out of bounds
 
 
 class MinMaxNormState(NamedTuple):
     """State of :func:`min_max_norm` as a link."""
 
-    seen: Seen
+    stats: Stats
     violation: jax.Array  # float: by how much the weights that came in were out of bounds
 
 
 class UnitNormState(NamedTuple):
     """State of :func:`unit_norm` as a link."""
 
-    seen: Seen
+    stats: Stats
     violation: jax.Array  # float: by how much the weights that came in were out of bounds
 
 

@@ -13,23 +13,23 @@ from clipjax._core.axes import Where, check_where, leaves_with_paths, path_name,
 from clipjax._core.bounds import Bound, Evaluate, bound_at, check_fits, check_order
 from clipjax._core.limits import check_ordered, clip_entries
 from clipjax._core.mesh import AxisName
-from clipjax.monitoring.metrics import Seen
 from clipjax._core.norms import as_arrays, in_float64, wide
-from clipjax.weights.projections import Measured, NewState, Projection
+from clipjax._core.stats import Stats
 from clipjax._core.trees import Report
+from clipjax.weights.projections import Measured, NewState, Projection
 
 
 class NonNegativeState(NamedTuple):
     """State of :func:`non_negative` as a link."""
 
-    seen: Seen
+    stats: Stats
     violation: jax.Array  # float: by how much the weights that came in were out of bounds
 
 
 class BoxState(NamedTuple):
     """State of :func:`box` as a link."""
 
-    seen: Seen
+    stats: Stats
     violation: jax.Array  # float: by how much the weights that came in were out of bounds
 
 

@@ -11,13 +11,13 @@ import optax
 from jax import lax
 
 from clipjax._core.axes import is_measured, leaves_with_paths, path_name
-from clipjax.weights.link import Outside, applied, short_of, step_to
 from clipjax._core.mesh import pmax, varying
-from clipjax.monitoring.metrics import Seen, observe, start
 from clipjax._core.norms import as_arrays, in_float64, norm_of, tree_norm, wide
 from clipjax._core.reductions import max_of
+from clipjax._core.stats import Stats, observe, start
 from clipjax._core.trees import Queue, Report
 from clipjax._core.turns import Turn, first_entry, in_turn, is_large, turn_after, turn_at_start
+from clipjax.weights.link import Outside, applied, short_of, step_to
 
 
 class Measured(NamedTuple):
@@ -31,7 +31,7 @@ class Measured(NamedTuple):
 
 Constrain = Callable[..., tuple[Any, Report]]  # (params, step, …)
 Measure = Callable[[Any, Any], list[Measured]]
-NewState = Callable[[Seen, jax.Array], Any]
+NewState = Callable[[Stats, jax.Array], Any]
 Settle = Callable[[Any, Any, Any, Any, Any], Any]
 
 
@@ -50,9 +50,9 @@ class How(NamedTuple):
 
 
 class ProjectState(NamedTuple):
-    """State of :func:`project` as a link; `seen.norm` is the distance moved."""
+    """State of :func:`project` as a link; `stats.norm` is the distance moved."""
 
-    seen: Seen
+    stats: Stats
     violation: jax.Array  # float: by how much the weights that came in were out of bounds
 
 
@@ -103,8 +103,8 @@ def _link(
     state: NewState, constrain: Constrain, measure: Measure | None, how: How
 ) -> optax.GradientTransformationExtraArgs:
     def init(params: Any) -> Any:
-        seen = start(params)
-        return state(seen, jnp.zeros_like(seen.norm))
+        stats = start(params)
+        return state(stats, jnp.zeros_like(stats.norm))
 
     def update(updates: Any, state_: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         if params is None:
@@ -121,7 +121,7 @@ def _link(
         violation = state_.violation
         if measure is not None:
             incoming = [lax.stop_gradient(p) if is_measured(p) else p for p in before]
-            worst = _worst(measure(treedef.unflatten(incoming), jnp.maximum(state_.seen.steps - 1, 0)))
+            worst = _worst(measure(treedef.unflatten(incoming), jnp.maximum(state_.stats.steps - 1, 0)))
             violation = lax.convert_element_type(worst, violation.dtype)
 
         def step_of(i: int, wanted: Any) -> Any:
@@ -150,15 +150,15 @@ def _link(
             new = (before[i] + steps[i]).astype(before[i].dtype)  # as Optax adds them
             return turn_after(turn, new, -jnp.abs(first_entry(new)))
 
-        queue = [Queue(turn_at_start(leaves, state_.seen.scale), enter, leave)] if how.in_turn else []
+        queue = [Queue(turn_at_start(leaves, state_.stats.scale), enter, leave)] if how.in_turn else []
         taken = {name: extra_args[name] for name in how.extra if name in extra_args}
-        wanted, report = constrain(treedef.unflatten(after), state_.seen.steps, *queue, **taken)
+        wanted, report = constrain(treedef.unflatten(after), state_.stats.steps, *queue, **taken)
         targets = treedef.flatten_up_to(wanted)
         leaves = [steps[i] if i in steps else step_of(i, target) for i, target in enumerate(targets)]
         if how.settle is not None:
             old, moved, updates = (treedef.unflatten(x) for x in (before, after, leaves))
-            leaves = treedef.flatten_up_to(how.settle(old, moved, wanted, updates, state_.seen.steps))
-        return treedef.unflatten(leaves), state(observe(state_.seen, report), violation)
+            leaves = treedef.flatten_up_to(how.settle(old, moved, wanted, updates, state_.stats.steps))
+        return treedef.unflatten(leaves), state(observe(state_.stats, report), violation)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -11,19 +11,19 @@ from jax import lax
 
 from clipjax._core.axes import is_measured, leaves_with_paths, path_name
 from clipjax._core.bounds import Bound, bound_at, check_fits
-from clipjax.weights.link import larger_than
-from clipjax.monitoring.metrics import Seen
 from clipjax._core.norms import as_arrays, in_float64, wide
-from clipjax.weights.projections import How, Projection
 from clipjax._core.reductions import min_of
 from clipjax._core.rescale import Shrink, rescale, scale_of, shrink_to
+from clipjax._core.stats import Stats
 from clipjax._core.trees import Report, summary
+from clipjax.weights.link import larger_than
+from clipjax.weights.projections import How, Projection
 
 
 class QkClipState(NamedTuple):
-    """State of :func:`qk_clip` as a link; `seen.norm` is the largest logit, `seen.scale` its factor."""
+    """State of :func:`qk_clip` as a link; `stats.norm` is the largest logit, `stats.scale` its factor."""
 
-    seen: Seen
+    stats: Stats
     violation: jax.Array  # float: 0, as the weights alone do not tell
 
 

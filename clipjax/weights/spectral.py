@@ -11,29 +11,29 @@ import jax.numpy as jnp
 from jax import lax
 
 from clipjax._core.bounds import Bound, bound_at, check_fits
+from clipjax._core.norms import as_arrays, in_float64, strong, weakly_typed_as, wide
+from clipjax._core.reductions import max_of, min_of
+from clipjax._core.stats import Stats
+from clipjax._core.trees import Report, summary
 from clipjax.weights.link import applied
 from clipjax.weights.matrices import Flatten, Matrices, check_flatten, matrices_of
-from clipjax.monitoring.metrics import Seen
-from clipjax._core.norms import as_arrays, in_float64, strong, weakly_typed_as, wide
 from clipjax.weights.projections import How, Measured, Projection
-from clipjax._core.reductions import max_of, min_of
 from clipjax.weights.singular import by_products, by_svd, capped, largest_singular_value, least_shrink
-from clipjax._core.trees import Report, summary
 
-_CAPS = {"svd": by_svd, "products": by_products}
+_CAPS = {"svd": by_svd, "newton_schulz": by_products}
 
 
 class SpectralCapState(NamedTuple):
-    """State of :func:`spectral_cap` as a link; `seen.norm` is an estimate of the largest singular value."""
+    """State of :func:`spectral_cap` as a link; `stats.norm` is an estimate of the largest singular value."""
 
-    seen: Seen
+    stats: Stats
     violation: jax.Array  # float: by how much the weights that came in were out of bounds
 
 
 def spectral_cap(
     bound: Bound,
     *,
-    method: Literal["svd", "products"] = "svd",
+    method: Literal["svd", "newton_schulz"] = "svd",
     flatten: Flatten = None,
     specs: Any = None,
 ) -> Projection:
@@ -42,7 +42,7 @@ def spectral_cap(
     Args:
       bound: a number, an array that broadcasts to the stack of matrices of each leaf, or a schedule
         `step -> bound`.
-      method: "svd" is exact; "products" makes do with matrix products (Newton-Schulz iterations) up to
+      method: "svd" is exact; "newton_schulz" makes do with matrix products (Newton-Schulz iterations) up to
         10⁴ times the bound, and takes the SVD beyond. Which is faster, and by how much, depends on the
         machine and the shape: see docs/spectral.md.
       flatten: how leaves are matrices. Those of rank 2 are, as they are, and those of lower rank are
@@ -69,12 +69,12 @@ def spectral_cap(
     stays bit for bit, so that projecting twice is projecting once; a norm closer to the bound than
     (m + n) min(m, n) 2e-16 of it is not proven, and projected. Singular values that are capped end below
     the bound by the rounding of a matrix to its dtype and less than twice that ("svd": some ulp), or by
-    less than a thousandth ("products", float32); those below the bound come down by the same factor, except
+    less than a thousandth ("newton_schulz", float32); those below come down by the same factor, except
     for the products' thousandth. Entries that are not finite make their matrix NaN. Derivatives are those
     of the exact cap, with one side's where a singular value ties with the bound; they take an SVD.
 
     A matrix costs a product and a Cholesky factorisation in float64 where it is inside, and some 40 products
-    ("products") or an SVD where it is not.
+    ("newton_schulz") or an SVD where it is not.
 
     References:
       Yoshida and Miyato, 2017, Spectral norm regularization, arXiv:1705.10941; Chen and Chow, 2014, A

@@ -10,9 +10,10 @@ import numpy as np
 import optax
 
 from clipjax._core.axes import leaves_with_paths, path_name
-from clipjax._chain import Chain, as_projections, projections_of
+from clipjax._core.links import Chain
 from clipjax._core.norms import as_arrays
 from clipjax.weights.projections import Measured, Projection
+from clipjax.weights.sequences import as_projections, projections_of
 
 
 class Violation(NamedTuple):

@@ -67,9 +67,9 @@ def descend(as_link: bool, x: jax.Array, y: jax.Array, rate: float) -> jax.Array
 
 
 def outward(weights: jax.Array, x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Measure the gradient's norm, and that of what `tangent` leaves of it."""
+    """Measure the gradient's norm, and that of what `tangent_cone` leaves of it."""
     grads = jax.grad(loss_of)(weights, x, y)
-    tx = clipjax.tangent(RADIUS, axes=0)
+    tx = clipjax.tangent_cone(RADIUS, axes=0)
     left, _ = tx.update(grads, tx.init(weights), weights)
     return clipjax.functional.global_norm(grads), clipjax.functional.global_norm(left)
 

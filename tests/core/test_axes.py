@@ -97,7 +97,7 @@ def results() -> dict[str, Any]:
         for name, (axes, _) in FORMS.items():
             ball = clipjax.max_norm(0.5, axes=axes)
             found[name] = (
-                functional.unit_norms(params, axes),
+                functional.unitwise_norms(params, axes),
                 functional.clip_by_norm(params, 0.5, axes),
                 ball(params),
                 ball.update(zeros, ball.init(params), params)[0],
@@ -142,7 +142,7 @@ def test_a_rule_sees_path_and_leaf() -> None:
         seen.append((jax.tree_util.keystr(path, simple=True, separator="/"), leaf.shape))
         return SKIP
 
-    functional.unit_norms(tree(), rule)
+    functional.unitwise_norms(tree(), rule)
     assert seen == [(path, leaf.shape) for path, leaf in paths(tree()).items()]
 
 
@@ -162,14 +162,14 @@ def test_fan_in_of_every_rank(shape: tuple[int, ...], reduced: Any) -> None:
     assert fan_in((), ones) == reduced
     assert fan_in((), jnp.asarray(ones)) == reduced
     assert fan_in((), jax.ShapeDtypeStruct(shape, np.float32)) == reduced
-    norms = jax.eval_shape(lambda x: functional.unit_norms(x, fan_in), ones)
+    norms = jax.eval_shape(lambda x: functional.unitwise_norms(x, fan_in), ones)
     assert (norms is None) == (reduced is SKIP)
     if norms is not None:
         assert norms.shape == shape[-1:]
 
 
 def test_the_units_of_a_conv1d_kernel_are_its_output_channels() -> None:
-    norms = jax.jit(lambda x: functional.unit_norms(x, fan_in))(np.ones((5, 4, 8), np.float32))
+    norms = jax.jit(lambda x: functional.unitwise_norms(x, fan_in))(np.ones((5, 4, 8), np.float32))
     np.testing.assert_allclose(norms, np.full(8, np.sqrt(20)), rtol=1e-6)
 
 
@@ -193,7 +193,7 @@ NUMBERS: list[tuple[Any, tuple[int, ...]]] = [
 @functools.cache
 def results_of_numbers() -> Any:
     def clip(matrices: Any, axes: Any) -> Any:
-        return functional.unit_norms(matrices, axes), functional.clip_by_norm(matrices, 0.25, axes)
+        return functional.unitwise_norms(matrices, axes), functional.clip_by_norm(matrices, 0.25, axes)
 
     of_all = jax.jit(
         lambda matrices: [(clip(matrices, axes), clip(matrices, same)) for axes, same in NUMBERS]
@@ -216,9 +216,9 @@ def test_ints_and_tuples(i: int) -> None:
 
 def test_a_pattern_does_not_match_part_of_a_name() -> None:
     with pytest.raises(ValueError, match="matches no leaf"):
-        functional.unit_norms(tree(), {"ernel": 0})
+        functional.unitwise_norms(tree(), {"ernel": 0})
     with pytest.raises(ValueError, match="matches no leaf"):
-        functional.unit_norms(tree(), {"head/kern": 0})
+        functional.unitwise_norms(tree(), {"head/kern": 0})
 
 
 def test_a_pattern_that_matches_nothing_lists_the_paths() -> None:
@@ -286,7 +286,7 @@ def test_a_rule_that_returns_nonsense_raises() -> None:
 
 def test_a_traced_axis_raises() -> None:
     with pytest.raises(TypeError, match="known when tracing"):
-        jax.jit(lambda axis: functional.unit_norms(MATRICES, axis))(0)
+        jax.jit(lambda axis: functional.unitwise_norms(MATRICES, axis))(0)
 
 
 def test_leaves_that_do_not_count_need_no_axes() -> None:

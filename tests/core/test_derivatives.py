@@ -142,7 +142,7 @@ def of_norms(x: Any) -> Any:
         return functional.global_norm([x[:, :1], x[:, 1:]], p)
 
     def of_units(x: Any, p: float) -> jax.Array:
-        return functional.unit_norms(x, 0, p).sum()
+        return functional.unitwise_norms(x, 0, p).sum()
 
     return {p: tuple(jax.grad(functools.partial(f, p=p))(x) for f in (joint, of_units)) for p in ORDS}
 

@@ -105,7 +105,7 @@ def test_a_rule_sees_the_same_path(container: Callable[..., Any]) -> None:
         seen.append(jax.tree_util.keystr(path, simple=True, separator="/").removeprefix("params/"))
         return clipjax.SKIP
 
-    clipjax.functional.unit_norms(tree, rule)
+    clipjax.functional.unitwise_norms(tree, rule)
     assert seen == ["encoder/bias", "encoder/kernel", "head/bias", "head/kernel"]
 
 
@@ -152,7 +152,7 @@ def test_many_patterns_on_many_leaves_are_matched_in_order() -> None:
     """The mapping that `unit_axes` returns has an entry for each leaf."""
     tree = {f"layer_{i}": {"kernel": np.full((3, 4), 4, np.float32)} for i in range(40)}
     axes = {f"layer_{i}/kernel": i % 2 for i in range(40)}
-    norms = functional.unit_norms(tree, axes)
+    norms = functional.unitwise_norms(tree, axes)
     for i in range(40):
         assert norms[f"layer_{i}"]["kernel"].shape == ((4,), (3,))[i % 2]
         np.testing.assert_allclose(norms[f"layer_{i}"]["kernel"], 4 * np.sqrt((3, 4)[i % 2]), rtol=1e-6)

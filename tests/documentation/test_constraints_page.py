@@ -109,7 +109,7 @@ def made(name: str, axes: Any, layout: Any) -> tuple[Any, dict[str, Any]]:
         "box": lambda: clipjax.box(-0.01, 0.01, where=[f"dense/{kernel}", f"conv/{kernel}"]),
         "spectral_cap": lambda: clipjax.spectral_cap(0.1, method="svd", flatten=sides),
         "qk_clip": lambda: clipjax.qk_clip(1.0, **layout),
-        "tangent": lambda: clipjax.tangent(0.1, axes=axes),
+        "tangent_cone": lambda: clipjax.tangent_cone(0.1, axes=axes),
         "project": lambda: clipjax.project(optax.projections.projection_non_negative),
     }
     extra = {"max_logits": np.array([4.0, 0.5], np.float32)} if name == "qk_clip" else {}
@@ -133,7 +133,7 @@ def outcomes(model: Callable[[], Parts]) -> tuple[Any, dict[str, Any], dict[str,
 
     def one(name: str, params: Any) -> Outcome:
         constraint, extra = constraints[name]
-        first = name == "tangent"
+        first = name == "tangent_cone"
         tx = clipjax.chain(constraint, optax.sgd(0.0)) if first else clipjax.chain(optax.sgd(0.0), constraint)
         # For the tangent, gradients whose descent leads outward.
         updates, state = tx.update(jax.tree.map(jnp.negative, params), tx.init(params), params, **extra)
@@ -162,8 +162,8 @@ def test_every_row_of_the_page_on_every_kind_of_model(name: str, model: Any) -> 
     params, constraints, found = outcomes(model)
     constraint, outcome = constraints[name], found[name]
     assert jax.tree.structure(outcome.landed) == jax.tree.structure(params)
-    if name == "tangent":
-        assert float(outcome.metrics["tangent/clipped_fraction"]) == 1
+    if name == "tangent_cone":
+        assert float(outcome.metrics["tangent_cone/clipped_fraction"]) == 1
         assert same_bits(outcome.landed, params)
         return
     assert not same_bits(outcome.called, params)
@@ -184,7 +184,7 @@ def test_all_constraints_are_on_the_page() -> None:
             "Projection"
         )
     }
-    assert projections | {"tangent"} == set(rows())
+    assert projections | {"tangent_cone"} == set(rows())
 
 
 def layer_rows() -> dict[str, str]:

@@ -100,8 +100,8 @@ MUTANTS = (
     Mutant(
         "the weights that come in are judged by the bound to come",
         "weights/projections.py",
-        "jnp.maximum(state_.seen.steps - 1, 0)",
-        "state_.seen.steps",
+        "jnp.maximum(state_.stats.steps - 1, 0)",
+        "state_.stats.steps",
         "tests/composition/test_chain.py::test_a_shrinking_bound_is_no_violation",
     ),
     Mutant(

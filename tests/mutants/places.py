@@ -89,7 +89,7 @@ MUTANTS = (
     ),
     Mutant(
         "bounded clips after the optimizer",
-        "_bounded.py",
+        "composition.py",
         'links.insert(0, _check_before("clip", clip))',
         'links.append(_check_before("clip", clip))',
         "tests/contract/test_nonfinite.py::test_bounded_has_three_modes "
@@ -98,7 +98,7 @@ MUTANTS = (
     ),
     Mutant(
         "a chain in a chain is not looked into",
-        "_chain.py",
+        "composition.py",
         "flat = [(i, inner) for i, link in enumerate(links) for inner in links_of(link)]",
         "flat = [(i, link) for i, link in enumerate(links)]",
         "tests/composition/test_chain.py::test_a_misplaced_projection_is_an_error_that_says_where",
@@ -133,7 +133,7 @@ MUTANTS = (
     ),
     Mutant(
         "bad entries are counted on one device",
-        "gradients/fixed.py",
+        "gradients/nonfinite.py",
         "lax.psum(found, names) if names else found",
         "lax.pmax(found, names) if names else found",
         "tests/devices/test_skipping_together.py::test_entries_that_are_zeroed_are_counted_on_all_devices",
@@ -161,7 +161,7 @@ MUTANTS = (
     ),
     Mutant(
         "the state moves at a skipped step on many devices",
-        "_bounded.py",
+        "gradients/nonfinite.py",
         "jax.tree.map(lambda n, o: jnp.where(good, n, o), new, old),",
         "new,",
         "tests/devices/test_skipping_together.py::test_a_skipped_step_leaves_the_state_as_it_was",

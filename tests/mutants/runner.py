@@ -19,7 +19,7 @@ from tests.mutants.mutant import Mutant
 ROOT = Path(__file__).parents[2]
 _COPIED = ("clipjax", "tests", "examples", "docs", "conftest.py", "pyproject.toml", "README.md")
 _OPTIONS = ("-x", "-q", "-rfE", "-m", "not peer and not slow and not full", "-p", "no:cacheprovider")
-# Where the folder of compiled programs is emptied meanwhile, that is no defect which a test has seen.
+# Where the folder of compiled programs is emptied meanwhile, that is no defect which a test has stats.
 _WARNINGS = ("-W", "ignore:Error writing persistent compilation cache")
 
 Outcome = Literal["seen", "survived", "out of time", "broken"]

@@ -94,7 +94,7 @@ def measured(tree: Any) -> Any:
         p: (
             functional.global_norm(tree, p),
             functional.leaf_norms(tree, p),
-            functional.unit_norms(tree, clipjax.fan_in, p),
+            functional.unitwise_norms(tree, clipjax.fan_in, p),
         )
         for p in ORDS
     }

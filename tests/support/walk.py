@@ -40,7 +40,7 @@ VARIANTS: dict[str, list[Any]] = {
     "nonfinite": ["zero", "skip"],
     "clip": [clipjax.clip_by_global_norm(1.0)],
     "project": [clipjax.max_norm(1.0)],
-    "method": ["products"],
+    "method": ["newton_schulz"],
 }
 
 # The parameters that say how large something may be.
@@ -53,7 +53,7 @@ NEEDS_MORE = ("qk_clip",)
 SIGNED = {("box", "low"), ("box", "high")}
 
 # What bounds directions, and not lengths: an entry may change its sign.
-TURNING = {"spectral_cap", "tangent"}
+TURNING = {"spectral_cap", "tangent_cone"}
 
 
 class Case(NamedTuple):

@@ -29,13 +29,13 @@ from tests.support.weights import (
     with_spectrum,
 )
 
-METHODS = ("svd", "products")
+METHODS = ("svd", "newton_schulz")
 every_method = pytest.mark.parametrize("method", METHODS)
 SHAPES = [(1, 1), (1, 7), (7, 1), (12, 12), (20, 8), (8, 20)]
 # Every dtype with either method, and every shape; all of their combinations in the tests marked `full`.
 LEAVES = {
     "svd": [("f32", (12, 12)), ("bf16", (8, 20)), ("f16", (7, 1)), ("f32", (1, 1))],
-    "products": [("f32", (12, 12)), ("bf16", (8, 20)), ("f16", (20, 8)), ("f32", (1, 7))],
+    "newton_schulz": [("f32", (12, 12)), ("bf16", (8, 20)), ("f16", (20, 8)), ("f32", (1, 7))],
 }
 Leaf = tuple[str, tuple[int, int]]
 full = pytest.mark.full
@@ -51,7 +51,7 @@ def make(leaves: list[Leaf], matrix: Any) -> list[np.ndarray]:
 
 
 # How far the result is from the exact cap, as a share of the bound, in the spectral norm, but for rounding.
-TOLERANCE = {"svd": 0.0, "products": 2.0**-11 + 2.0**-13}
+TOLERANCE = {"svd": 0.0, "newton_schulz": 2.0**-11 + 2.0**-13}
 
 
 def check(method: str, leaves: list[Leaf], seed: int, spectrum: list[float], bound: float) -> None:
@@ -183,7 +183,7 @@ def test_bounds_of_zero_and_infinity(method: str) -> None:
     assert same_bits(projected(method)(leaves, math.inf), leaves)
 
 
-@pytest.mark.parametrize("method", ["svd", pytest.param("products", marks=full)])
+@pytest.mark.parametrize("method", ["svd", pytest.param("newton_schulz", marks=full)])
 def test_float64(method: str) -> None:
     rng = np.random.default_rng(2)
     for scale in (1.0, 1e200, 1e-200):
@@ -196,7 +196,7 @@ def test_float64(method: str) -> None:
             assert largest_singular_value(exact(result) - capped(w, scale)) <= 2e-13 * scale
 
 
-@pytest.mark.parametrize("method", ["svd", pytest.param("products", marks=full)])
+@pytest.mark.parametrize("method", ["svd", pytest.param("newton_schulz", marks=full)])
 def test_complex_matrices(method: str) -> None:
     real, imaginary = np.random.default_rng(3).standard_normal((2, 6, 9))
     w = (real + 1j * imaginary).astype(np.complex64)

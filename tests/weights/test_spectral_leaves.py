@@ -16,7 +16,7 @@ import clipjax
 from tests.support.trees import same_bits
 from tests.support.weights import capped, exact, largest_singular_value, singular_values
 
-METHODS = ("svd", "products")
+METHODS = ("svd", "newton_schulz")
 every_method = pytest.mark.parametrize("method", METHODS)
 
 SHAPES = {
@@ -176,11 +176,11 @@ def derivatives(method: str) -> Any:
     ("method", "shape"),
     [
         ("svd", (4, 4)),
-        ("products", (5, 3)),
+        ("newton_schulz", (5, 3)),
         ("svd", (3, 6)),
         pytest.param("svd", (5, 3), marks=pytest.mark.full),
-        pytest.param("products", (4, 4), marks=pytest.mark.full),
-        pytest.param("products", (3, 6), marks=pytest.mark.full),
+        pytest.param("newton_schulz", (4, 4), marks=pytest.mark.full),
+        pytest.param("newton_schulz", (3, 6), marks=pytest.mark.full),
     ],
     ids=str,
 )

@@ -1,4 +1,4 @@
-"""`tangent`: what would push a saturated unit further out is taken from its gradient, and nothing else."""
+"""`tangent_cone`: what would push a saturated unit further out is taken away, and nothing else."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.weights import every_kind, exact
 @functools.cache
 def run(axes: Any = clipjax.fan_in) -> Any:
     def step(grads: Any, weights: Any, radius: Any) -> Any:
-        tx = clipjax.tangent(radius, axes=axes)
+        tx = clipjax.tangent_cone(radius, axes=axes)
         return tx.update(grads, tx.init(weights), weights)
 
     return jax.jit(step)
@@ -67,8 +67,8 @@ def test_right_in_every_dtype(dtype: Any, seed: int, radius: float, scale: float
     assert (radial[changed] <= (room * np.linalg.norm(exact(w), axis=0))[changed]).all()
     removed = np.linalg.norm(exact(g) - want, axis=0).max()
     seen = clipjax.metrics(state)
-    np.testing.assert_allclose(seen["tangent/norm"], removed, rtol=1e-5)
-    assert bool(seen["tangent/clipped_fraction"]) == bool(changed.any())
+    np.testing.assert_allclose(seen["tangent_cone/norm"], removed, rtol=1e-5)
+    assert bool(seen["tangent_cone/clipped_fraction"]) == bool(changed.any())
 
 
 saturated = jax.jit(lambda w, radius: clipjax.max_norm(radius)(w))
@@ -126,12 +126,12 @@ def test_nonfinite_units_are_nan(bad: float) -> None:
         got, state = run()(g, w, 0.5)
         np.testing.assert_array_equal(np.isnan(got).all(axis=0), [False, True, *[False] * 4])
         assert np.isfinite(np.asarray(got)[:, [0, 2, 3, 4, 5]]).all()
-        assert int(clipjax.metrics(state)["tangent/nonfinite_count"]) == 1
+        assert int(clipjax.metrics(state)["tangent_cone/nonfinite_count"]) == 1
         place[0, 1] = 1.0
 
 
 def test_it_needs_params() -> None:
-    tx = clipjax.tangent(1.0)
+    tx = clipjax.tangent_cone(1.0)
     g = np.ones((2, 2), np.float32)
     with pytest.raises(ValueError, match="params"):
         tx.update(g, tx.init(g))
@@ -145,7 +145,7 @@ def test_inside_shard_map_units_may_be_split() -> None:
 
     def local(given: Any) -> Any:
         def step(g: Any, w: Any) -> Any:
-            tx = clipjax.tangent(0.5, specs=given)
+            tx = clipjax.tangent_cone(0.5, specs=given)
             return tx.update(g, tx.init(w), w)[0]
 
         return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(spec, spec), out_specs=spec))
@@ -160,7 +160,7 @@ def test_adam_does_not_collect_what_the_projection_undoes() -> None:
     params: Any = {"kernel": np.array([[0.6], [0.8]], np.float32)}
     tx = clipjax.bounded(
         optax.adam(1e-2),
-        clip=optax.chain(clipjax.tangent(1.0), clipjax.clip_by_global_norm(1.0)),
+        clip=optax.chain(clipjax.tangent_cone(1.0), clipjax.clip_by_global_norm(1.0)),
         project=clipjax.max_norm(1.0),
     )
     grads = {"kernel": -10 * params["kernel"]}  # a loss that falls outward
@@ -173,7 +173,7 @@ def test_adam_does_not_collect_what_the_projection_undoes() -> None:
     state = tx.init(params)
     for _ in range(3):
         state, params = step(state, params)
-    assert float(clipjax.metrics(state)["tangent/norm"]) == pytest.approx(10.0, rel=1e-5)
+    assert float(clipjax.metrics(state)["tangent_cone/norm"]) == pytest.approx(10.0, rel=1e-5)
     moments = [x for x in jax.tree.leaves(state) if jnp.shape(x) == (2, 1)]
     assert len(moments) == 2
     assert max(np.abs(m).max() for m in map(np.asarray, moments)) < 1e-5
@@ -219,7 +219,7 @@ def test_projected_descent_reaches_the_constrained_optimum(dtype: Any, bar: floa
     rate = 1.8 / np.linalg.eigvalsh(exact_a).max()
     with jax.enable_x64(dtype == np.float64):
         a, b = (x.astype(dtype) for x in (exact_a, exact_b))
-        project, cone = clipjax.max_norm(radius), clipjax.tangent(radius)
+        project, cone = clipjax.max_norm(radius), clipjax.tangent_cone(radius)
         tx = optax.chain(cone, optax.sgd(rate), *([project] if how == "link" else []))
 
         def step(_: Any, carry: Any) -> Any:
@@ -232,7 +232,7 @@ def test_projected_descent_reaches_the_constrained_optimum(dtype: Any, bar: floa
         w, state = jax.jit(lambda w: jax.lax.fori_loop(0, 8000, step, (w, tx.init(w))))(start)
         assert (np.linalg.norm(exact(w), axis=0) <= radius).all()
         assert np.abs(exact(w) - solution).max() <= bar
-        assert float(clipjax.metrics(state)["tangent/norm"]) > 1e-3  # the constraint pushed back
+        assert float(clipjax.metrics(state)["tangent_cone/norm"]) > 1e-3  # the constraint pushed back
 
         gradient = exact_a @ solution - exact_b
         left, _ = run()(gradient.astype(dtype), solution.astype(dtype), radius)

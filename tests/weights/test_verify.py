@@ -195,7 +195,9 @@ def test_a_schedule_needs_the_step() -> None:
 def test_a_limit_below() -> None:
     """Measured by hand: the projections that have one come with their own tests."""
     measured = [
-        clipjax.weights.projections.Measured("k", np.array([0.5, 1.0, 3.0]), np.full(3, 0.75), np.full(3, 2.0))
+        clipjax.weights.projections.Measured(
+            "k", np.array([0.5, 1.0, 3.0]), np.full(3, 0.75), np.full(3, 2.0)
+        )
     ]
     shell = clipjax.max_norm(2.0)
     shell = copy_with(shell, measure=lambda params, step: measured)

@@ -1,0 +1,54 @@
+"""The links of a chain: what a chain knows of them, and which of them are gradient transformations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optax
+
+
+class Chain(optax.GradientTransformationExtraArgs):
+    """A gradient transformation that knows its links, those of nested chains in place of the chains.
+
+    To Optax it is one of two fields. `optax.chain` and Optax' wrappers return one that does not know.
+    """
+
+    links: tuple[optax.GradientTransformation, ...] = ()
+
+
+def knowing(tx: optax.GradientTransformation, *links: optax.GradientTransformation) -> Chain:
+    """Give a transformation the knowledge of its links."""
+    known = Chain(*optax.with_extra_args_support(tx))
+    known.links = links
+    return known
+
+
+def links_of(link: optax.GradientTransformation) -> tuple[optax.GradientTransformation, ...]:
+    """The links of a chain that knows them; else the one."""
+    return link.links if isinstance(link, Chain) else (link,)
+
+
+def check_transformation(name: str, value: Any) -> optax.GradientTransformation:
+    """Return `value` if it is a gradient transformation, else say what it should be."""
+    if isinstance(value, optax.GradientTransformation):
+        return value
+    hint = ""
+    if isinstance(value, optax.MultiSteps):
+        hint = ": take its gradient_transformation(), or put it around the whole"
+    elif callable(value):
+        hint = ": clipjax.project makes a projection of a function of the weights"
+    raise TypeError(f"{name} must be an optax.GradientTransformation, got {value!r}{hint}")
+
+
+def check_optimizer(name: str, value: Any) -> optax.GradientTransformation:
+    """Return `value` if it transforms gradients and is no mere projection."""
+    if is_projection(value):
+        raise ValueError(
+            f"{name}: {value!r} projects weights: it goes last in a chain, and into bounded as project="
+        )
+    return check_transformation(name, value)
+
+
+def is_projection(value: Any) -> bool:
+    """Whether a value is a projection: a gradient transformation that can be called on weights, too."""
+    return isinstance(value, optax.GradientTransformation) and callable(value)

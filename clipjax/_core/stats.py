@@ -1,0 +1,54 @@
+"""The statistics in the state of a transformation: scalars that are updated once a step."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from clipjax._core.norms import as_arrays, in_float64, norm_dtype
+from clipjax._core.trees import Report
+
+
+class Stats(NamedTuple):
+    """What a transformation has seen so far. Scalars; each has a buffer of its own, to be donated."""
+
+    norm: jax.Array  # float: the norm at the last step before clipping (the largest, of several)
+    scale: jax.Array  # float: the factor applied at the last step (the smallest, of several)
+    steps: jax.Array  # int32: steps so far
+    clipped: jax.Array  # int32: steps at which anything was clipped
+    nonfinite: jax.Array  # int32: steps at which a norm was not finite
+
+
+def start(params: Any) -> Stats:
+    """Return the state before the first step; norms are as wide as the widest leaf of `params`."""
+    floats = norm_dtype(jax.tree.leaves(as_arrays(params)))
+    return Stats(
+        norm=jnp.zeros((), floats),
+        scale=jnp.ones((), floats),
+        steps=jnp.zeros((), jnp.int32),
+        clipped=jnp.zeros((), jnp.int32),
+        nonfinite=jnp.zeros((), jnp.int32),
+    )
+
+
+@in_float64
+def observe(stats: Stats, report: Report) -> Stats:
+    """Take one step into account."""
+    finite = jnp.isfinite(report.norm)
+    return Stats(
+        norm=lax.convert_element_type(report.norm, stats.norm.dtype),
+        scale=lax.convert_element_type(report.scale, stats.scale.dtype),
+        steps=count(stats.steps, jnp.ones((), bool)),
+        clipped=count(stats.clipped, report.clipped & finite),
+        nonfinite=count(stats.nonfinite, ~finite),
+    )
+
+
+def count(counter: jax.Array, event: jax.Array) -> jax.Array:
+    """Add a bool or an int32 number of events to an int32 counter that stops at its largest value."""
+    room = np.int32(np.iinfo(np.int32).max) - counter
+    return counter + jnp.minimum(lax.convert_element_type(event, np.int32), room)

@@ -1,0 +1,164 @@
+"""Gradients that are not finite: entries that are zeroed, steps that are skipped."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+from clipjax._core.axes import is_measured
+from clipjax._core.links import check_optimizer, knowing, links_of
+from clipjax._core.mesh import AxisName, names_of_leaf, varying
+from clipjax._core.norms import as_arrays, in_float64, tree_norm, weakly_typed_as
+from clipjax._core.stats import count
+
+
+class ZeroNonfiniteState(NamedTuple):
+    """State of :func:`zero_nonfinite`."""
+
+    steps: jax.Array  # int32: steps so far
+    nonfinite_count: jax.Array  # int32: entries zeroed so far
+    nonfinite_steps: jax.Array  # int32: steps at which there were any
+
+
+class SkipNonfiniteState(NamedTuple):
+    """State of :func:`skip_nonfinite`."""
+
+    steps: jax.Array  # int32: steps so far
+    skipped: jax.Array  # int32: steps skipped so far
+    skipped_in_a_row: jax.Array  # int32: steps skipped since the last good one
+    inner: Any
+
+
+def zero_nonfinite(*, axis_name: AxisName = None) -> optax.GradientTransformationExtraArgs:
+    """Replace NaN and infinite entries by 0, and count them.
+
+    In front of a clip it keeps one bad entry from making the rest NaN. To leave out the whole step
+    instead, see `clipjax.skip_nonfinite`.
+
+    Args:
+      axis_name: the mesh axes to count over, in `pmap` and unchecked `shard_map`.
+
+    Returns:
+      A transformation whose state counts `steps`, `nonfinite_count` (entries zeroed so far) and
+      `nonfinite_steps`, as int32 scalars that stop at their largest value.
+
+    Equals `optax.zero_nans`, with infinities too.
+
+    Example:
+      >>> import clipjax, jax.numpy as jnp
+      >>> tx = clipjax.zero_nonfinite()
+      >>> grads = jnp.array([1.0, jnp.nan, -jnp.inf])
+      >>> clean, state = tx.update(grads, tx.init(grads))
+      >>> print(clean, state.nonfinite_count)
+      [1. 0. 0.] 2
+    """
+
+    def init(params: Any) -> ZeroNonfiniteState:
+        del params
+        return ZeroNonfiniteState(*(jnp.zeros((), jnp.int32) for _ in range(3)))
+
+    def update(
+        updates: Any, state: ZeroNonfiniteState, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, ZeroNonfiniteState]:
+        del params, extra_args
+        bad = jnp.zeros((), jnp.int32)
+        treedef: Any
+        leaves, treedef = jax.tree.flatten(as_arrays(updates))
+        for i, leaf in enumerate(leaves):
+            if is_measured(leaf):
+                finite = jnp.isfinite(leaf)
+                found, names = jnp.sum(~finite, dtype=np.int32), names_of_leaf(leaf, axis_name)
+                bad = count(bad, lax.psum(found, names) if names else found)
+                leaves[i] = jnp.where(finite, leaf, jnp.zeros_like(leaf))
+        one = jnp.ones((), bool)
+        return treedef.unflatten(leaves), ZeroNonfiniteState(
+            count(state.steps, one), count(state.nonfinite_count, bad), count(state.nonfinite_steps, bad > 0)
+        )
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def skip_nonfinite(
+    optimizer: optax.GradientTransformation, *, axis_name: AxisName = None
+) -> optax.GradientTransformationExtraArgs:
+    """Skip every step whose gradients have a NaN or an infinite entry.
+
+    Such a step returns zero updates and leaves the inner state as it was: moments, schedules and
+    statistics do not see it.
+
+    Args:
+      optimizer: a gradient transformation, as a whole chain.
+      axis_name: the mesh axes whose devices skip together, in `pmap` and unchecked `shard_map`.
+
+    Returns:
+      A transformation whose state counts `steps`, `skipped` and `skipped_in_a_row` as int32 scalars.
+
+    Raises:
+      TypeError: `optimizer` is no gradient transformation.
+
+    Differs from `optax.apply_if_finite` in never giving in after a number of bad steps (watch
+    `skipped_in_a_row`), and in running without a branch on accelerators, which would wait for it.
+
+    Example:
+      >>> import clipjax, optax, jax.numpy as jnp
+      >>> tx = clipjax.skip_nonfinite(optax.sgd(0.1, momentum=0.9))
+      >>> w = jnp.array([1.0, 2.0])
+      >>> updates, state = tx.update(jnp.array([jnp.nan, 1.0]), tx.init(w), w)
+      >>> print(updates, state.skipped)
+      [0. 0.] 1
+    """
+    inner = optax.with_extra_args_support(check_optimizer("optimizer", optimizer))
+
+    def init(params: Any) -> SkipNonfiniteState:
+        zero = functools.partial(jnp.zeros, (), jnp.int32)  # a buffer each, to be donated
+        return SkipNonfiniteState(zero(), zero(), zero(), inner.init(params))
+
+    def update(
+        updates: Any, state: SkipNonfiniteState, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, SkipNonfiniteState]:
+        good = _all_finite(updates, axis_name)
+
+        def step() -> tuple[Any, Any]:
+            return inner.update(updates, state.inner, params, **extra_args)
+
+        new_updates, new_inner = step_if(good, step, updates, state.inner)
+        return new_updates, SkipNonfiniteState(
+            steps=count(state.steps, jnp.ones((), bool)),
+            skipped=count(state.skipped, ~good),
+            skipped_in_a_row=jnp.where(good, 0, count(state.skipped_in_a_row, ~good)),
+            inner=new_inner,
+        )
+
+    return knowing(optax.GradientTransformationExtraArgs(init, update), *links_of(optimizer))
+
+
+def step_if(good: jax.Array, step: Callable[[], tuple[Any, Any]], updates: Any, old: Any) -> tuple[Any, Any]:
+    """Return what `step` returns if `good`, else zero updates and the old state."""
+    split = any(varying(x) for x in jax.tree.leaves((updates, old)))  # branches would differ in type
+    if jax.default_backend() == "cpu" and not split:
+        # Selecting keeps the old state beside the new one, and takes half as long again as a branch.
+        shapes, _ = jax.eval_shape(step)
+
+        def skip() -> tuple[Any, Any]:
+            return jax.tree.map(lambda u: weakly_typed_as(u, jnp.zeros(u.shape, u.dtype)), shapes), old
+
+        return lax.cond(good, step, skip)
+    # An accelerator would wait for the host to choose a branch. (0 * NaN would be NaN.)
+    new_updates, new = step()
+    return (
+        jax.tree.map(lambda u: jnp.where(good, u, jnp.zeros_like(u)), new_updates),
+        jax.tree.map(lambda n, o: jnp.where(good, n, o), new, old),
+    )
+
+
+@in_float64
+def _all_finite(tree: Any, axis_name: AxisName) -> jax.Array:
+    return jnp.isfinite(tree_norm(as_arrays(tree), math.inf, lambda leaf: names_of_leaf(leaf, axis_name)))
