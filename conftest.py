@@ -9,6 +9,9 @@ from sybil.parsers.markdown import PythonCodeBlockParser
 
 ROOT = Path(__file__).parent
 
+# Compilers for TPUs and GPUs may be installed where the devices are not, and JAX would look for those.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
 # Most of the tests' time is XLA's: what one process has compiled, the others and the next run read from
 # here. A cold run is one with another folder in the variable.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".jax_cache"))

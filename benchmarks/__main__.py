@@ -41,6 +41,11 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--adaptive", action="store_true", help="the third table: bounds that follow the past (float32)"
     )
+    parser.add_argument(
+        "--compiled",
+        action="store_true",
+        help="as compiled for TPUs and GPUs instead: with options of its own, see --compiled --help",
+    )
     parser.add_argument("--quick", action="store_true", help="few rounds, one compilation, float32")
     parser.add_argument(
         "--scheduler",
@@ -136,6 +141,11 @@ def _under_memory_scheduler(
 def main(argv: list[str] | None = None) -> None:
     """Measure, show and write what was asked for."""
     argv = sys.argv[1:] if argv is None else argv
+    if "--compiled" in argv:
+        from benchmarks import compiled  # what it needs is not installed with the other benchmarks
+
+        compiled.main([option for option in argv if option != "--compiled"])
+        return
     args = _arguments(argv)
     if args.adaptive:
         options = ["--trees", *args.trees, "--rounds", str(args.rounds), "--memory", str(args.memory)]
