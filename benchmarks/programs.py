@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\) -> .* \{$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.-]+) = (.+?) ([\w-]+)\((.*)$")
-_ARRAY = re.compile(r"\b(pred|[a-z]+\d+[a-z\d]*)\[([\d,]*)\]")
+_ARRAY = re.compile(r"\b(pred|[a-z]+\d+[a-z\d]*)\[([\d,]*)\](\{[^}]*\})?")
+# An array in a TPU's own memory, as its layout says; all others are in the memory whose traffic counts.
+_ON_CHIP = re.compile(r"S\([1-9]\)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 
 # What neither moves data nor computes.
@@ -60,7 +62,7 @@ class Program(NamedTuple):
 class Work(NamedTuple):
     """What a program does once."""
 
-    bytes: float = 0  # read and written by its kernels
+    bytes: float = 0  # that its kernels read from memory and write to it
     operations: float = 0  # arithmetic, comparisons and conversions, each entry one
     float64: float = 0  # those of them in float64, or that convert from it
     kernels: int = 0
@@ -96,9 +98,17 @@ def _inside(rest: str) -> str:
     return rest
 
 
-def _arrays(kind: str) -> Iterator[tuple[str, int]]:
-    for dtype, dims in _ARRAY.findall(kind):
-        yield dtype, math.prod(int(n) for n in dims.split(",") if n)
+class Array(NamedTuple):
+    """One array of a type, which may be a tuple."""
+
+    dtype: str
+    size: int
+    on_chip: bool
+
+
+def _arrays(kind: str) -> Iterator[Array]:
+    for dtype, dims, layout in _ARRAY.findall(kind):
+        yield Array(dtype, math.prod(int(n) for n in dims.split(",") if n), bool(_ON_CHIP.search(layout)))
 
 
 def _width(dtype: str) -> float:
@@ -106,11 +116,18 @@ def _width(dtype: str) -> float:
 
 
 def _bytes(kind: str) -> float:
-    return sum(_width(dtype) * size for dtype, size in _arrays(kind))
+    return sum(_width(x.dtype) * x.size for x in _arrays(kind) if not x.on_chip)
 
 
 def _entries(kind: str) -> int:
-    return max((size for _, size in _arrays(kind)), default=0)
+    return max((x.size for x in _arrays(kind)), default=0)
+
+
+def _transferred(kind: str) -> float:
+    """The bytes of a copy or slice that runs beside the kernels: its type has the source and the result."""
+    arrays = [x for x in _arrays(kind) if x.size > 1]
+    entries = min((x.size for x in arrays), default=0)
+    return sum(_width(x.dtype) * entries for x in arrays if not x.on_chip)
 
 
 def _called(rest: str, *attributes: str) -> list[str]:
@@ -155,6 +172,8 @@ def work(program: Program, pick: Callable[..., Any] = max) -> Work:
 def _kernel(program: Program, i: Instruction, types: dict[str, str]) -> Work:
     fused = next(iter(_called(i.rest, "calls")), "") if i.opcode == "fusion" else ""
     body = program.computations.get(fused, [])
+    if i.opcode in ("copy-start", "slice-start"):
+        return Work(bytes=_transferred(i.type))
     moved = _written(i, body) + sum(_read(types.get(o, ""), n, body) for n, o in enumerate(i.operands))
     return _arithmetic(program, body or [i], types).plus(Work(bytes=moved, kernels=1))
 
@@ -200,7 +219,7 @@ def _arithmetic(program: Program, body: Iterable[Instruction], outside: dict[str
         reduces = i.opcode.startswith(("reduce", "sort", "all-reduce")) and i.opcode != "reduce-precision"
         entries = _entries(types.get(i.operands[0], "") if reduces and i.operands else i.type)
         kinds = [i.type, *(types.get(o, "") for o in i.operands)]
-        wide = any(dtype == "f64" for kind in kinds for dtype, _ in _arrays(kind))
+        wide = any(x.dtype == "f64" for kind in kinds for x in _arrays(kind))
         total = total.plus(Work(operations=entries, float64=entries * wide))
     return total
 
