@@ -136,7 +136,6 @@ def compile_for(
 
     shapes = jax.tree.map(described, args)
     compiler = PLATFORMS[platform].compiler
-    jax.clear_caches()
     with _without_cache():
         begin = time.process_time()  # of all threads: a busy machine does not change it much
         # A new function object: nothing that JAX keeps for a function is found again.

@@ -103,7 +103,7 @@ def _misses(step: Step, ours: Result, row: dict[str, Any]) -> list[str]:
 
 GROWTH = "growth"
 
-_PLAIN: dict[str, Any] = {
+PLAIN: dict[str, Any] = {
     "box": box.SIMPLE_HEAD,
     "padding": (0, 1, 0, 0),
     "collapse_padding": True,
@@ -127,7 +127,7 @@ def table_of(rows: list[dict[str, Any]], *, absolute: bool) -> Table:
     adam = first["adam"]
     # Each cell: what clipjax takes, then what its peer does.
     table = Table(
-        **_PLAIN,
+        **PLAIN,
         title=(
             f"{first['tree']}, {first['dtype']}: {first['parameters']:,} parameters in {first['leaves']} "
             f"leaves, {first['scheduler']} scheduler. Adam alone: {adam['seconds'] * 1e3:.3g} ms, "
@@ -166,7 +166,7 @@ def table_of(rows: list[dict[str, Any]], *, absolute: bool) -> Table:
 def growth_table(rows: list[dict[str, Any]]) -> Table:
     """How time, memory and compile time grow, one step after the other."""
     table = Table(
-        **_PLAIN,
+        **PLAIN,
         title="growth: clipjax | Optax",
         caption="ratio to Adam alone; ns per parameter of the whole step; compile time in ms per leaf",
     )
