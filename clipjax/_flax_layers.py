@@ -1,4 +1,4 @@
-"""What the layers of Flax say of their parameters, and what is known of each in the end."""
+"""Which axes of a Flax layer's parameters are reduced: all that is known of the layers of Linen and NNX."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from flax import nnx
 
 from clipjax._core.axes import SKIP, Skip
 
-Known: TypeAlias = tuple[int, ...] | Skip | None
-Rule: TypeAlias = Callable[[Any, int], Known]
+Known: TypeAlias = tuple[int, ...] | Skip | None  # None: not known
+Rule: TypeAlias = Callable[[Any, int], Known]  # from a layer and the rank of its parameter
 
 
 class Param(NamedTuple):
-    """A parameter, and what is known of it."""
+    """A parameter of a model, and the axes to reduce."""
 
-    name: str  # its path
+    path: str
     shape: tuple[int, ...]
-    axes: Known  # None: not known
-    why: str  # it is not
+    axes: Known
+    why: str  # they are not known
 
 
 def _left_alone(_: Any, __: int) -> Known:
@@ -29,6 +29,10 @@ def _left_alone(_: Any, __: int) -> Known:
 
 def _all_but_last(_: Any, rank: int) -> Known:
     return tuple(range(rank - 1))
+
+
+def _all_but_first(_: Any, rank: int) -> Known:
+    return tuple(range(1, rank))
 
 
 def _general(layer: Any, _: int) -> Known:
@@ -49,13 +53,9 @@ def _einsum(layer: Any, rank: int) -> Known:
     """The axes of the kernel that are not in the output."""
     operands, _, output = (layer.einsum_str or "").replace(" ", "").partition("->")
     kernel = operands.split(",")[-1]
-    if len(set(kernel)) != rank or not kernel.isalpha():  # with an ellipsis, or said at the call only
+    if len(set(kernel)) != rank or not kernel.isalpha():  # an ellipsis, or an equation given at the call only
         return None
     return tuple(axis for axis, label in enumerate(kernel) if label not in output)
-
-
-def _row(_: Any, __: int) -> Known:
-    return (1,)
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:
@@ -67,28 +67,25 @@ def _named(*names: str) -> tuple[type, ...]:
     return tuple(getattr(of, name) for of in (nn, nnx) for name in names if hasattr(of, name))
 
 
-# Of each layer's parameters, by name, the axes that are reduced, counted in the layer's own parameter.
+_BIAS = {"bias": _left_alone}
+_NORMS = _named("BatchNorm", "LayerNorm", "RMSNorm", "GroupNorm", "InstanceNorm")
+
+# The rules of each layer's own parameters, by name.
 _LAYERS: tuple[tuple[tuple[type, ...], dict[str, Rule]], ...] = (
-    (
-        (*_named("Dense", "Linear", "Conv"), nn.recurrent.DenseParams),
-        {"kernel": _all_but_last, "bias": _left_alone},
-    ),
-    (_named("DenseGeneral", "LinearGeneral"), {"kernel": _general, "bias": _left_alone}),
-    (_named("ConvLocal"), {"kernel": _local, "bias": _left_alone}),
-    (_named("ConvTranspose"), {"kernel": _transposed, "bias": _left_alone}),
-    (_named("Einsum"), {"kernel": _einsum, "bias": _left_alone}),
-    (_named("Embed"), {"embedding": _row}),
+    ((*_named("Dense", "Linear", "Conv"), nn.recurrent.DenseParams), {"kernel": _all_but_last, **_BIAS}),
+    (_named("DenseGeneral", "LinearGeneral"), {"kernel": _general, **_BIAS}),
+    (_named("ConvLocal"), {"kernel": _local, **_BIAS}),
+    (_named("ConvTranspose"), {"kernel": _transposed, **_BIAS}),
+    (_named("Einsum"), {"kernel": _einsum, **_BIAS}),
+    (_named("Embed"), {"embedding": _all_but_first}),
     (_named("LoRA"), {"lora_a": _all_but_last, "lora_b": _all_but_last}),
-    (
-        _named("BatchNorm", "LayerNorm", "RMSNorm", "GroupNorm", "InstanceNorm"),
-        {"scale": _left_alone, "bias": _left_alone},
-    ),
+    (_NORMS, {"scale": _left_alone, **_BIAS}),
     (_named("PReLU"), {"negative_slope": _left_alone}),
 )
 
 
 def rule_of(layer: Any, name: str) -> Rule | None:
-    """How to tell the axes of a parameter from its layer and its rank; None if that is not known."""
+    """The rule of a layer's parameter; None if there is none."""
     if isinstance(layer, nn.WeightNorm | nn.SpectralNorm):
         return _left_alone  # scales, named after the parameters of the layer inside
     return next((rules.get(name) for types, rules in _LAYERS if isinstance(layer, types)), None)

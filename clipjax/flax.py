@@ -24,10 +24,10 @@ def unit_axes(
 ) -> dict[str, Any]:
     """Tell the axes of every parameter of a Flax model, from the layer that owns it.
 
-    A unit is what computes one output: a column of a Dense kernel; a filter of a convolution, grouped or
-    transposed too, and of a local one the filter of one place; one component of one head's query, key or
-    value; a gate of a cell. Of an embedding it is a row. Layers stacked by `scan` or `vmap` have units of
-    their own each. Biases and the scales of normalisation layers are left alone.
+    A unit is what computes one output: a column of a Dense kernel; a filter of a convolution (grouped and
+    transposed too; of a local one, the filter of one place); one component of one head's query, key or
+    value; a gate of a cell. Of an embedding it is a row. Each of the layers that `scan` or `vmap` stacks has
+    units of its own. Biases and the scales of normalisation layers are left alone.
 
     Args:
       model: a Linen module; or an NNX module, which holds its parameters.
@@ -40,14 +40,14 @@ def unit_axes(
 
     Returns:
       A dict from each parameter's path to the axes to reduce, or :data:`clipjax.SKIP`: for the `axes` of
-      any transformation, on parameters with or without the outer `"params"`. Put before it what is to
-      differ: `{"head/*": clipjax.SKIP} | unit_axes(model)`.
+      any transformation, on parameters with or without the outer `"params"`. To change some, put them
+      first: `{"head/*": clipjax.SKIP} | unit_axes(model)`.
 
     Raises:
       TypeError: `model` is no Flax module, or there are no arguments for a Linen one, or some for NNX.
-      ValueError: no layer that is known owns a parameter (as `self.param` and `nnx.Param` in a module of
-        your own), or it cannot be told which of its axes is a stack. All such are listed: give their
-        axes in `other`. Or a pattern in `other` matches nothing.
+      ValueError: some parameters are of no layer that is known (as `self.param` and `nnx.Param` in a module
+        of your own), or it cannot be told which of their axes is a stack: all are listed, for `other`. Or a
+        pattern in `other` matches nothing.
 
     Example:
       >>> import clipjax, jax, jax.numpy as jnp
@@ -72,16 +72,16 @@ def unit_axes(
     else:
         raise TypeError(f"unit_axes: model must be a Flax module, of Linen or of NNX, got {model!r}")
 
-    places: dict[str, int] = dict.fromkeys(sorted(param.name for param in params), 0)
-    patterns = dict(zip(places, first_matches("other", list(other), places), strict=True))
-    unknown = [param for param in params if param.axes is None and patterns[param.name] is None]
+    paths = dict.fromkeys(sorted(param.path for param in params), 0)
+    patterns = dict(zip(paths, first_matches("other", list(other), paths), strict=True))
+    unknown = [param for param in params if param.axes is None and patterns[param.path] is None]
     if unknown:
-        listed = "\n  ".join(f"{param.name} of shape {param.shape}: {param.why}" for param in unknown)
+        listed = "\n  ".join(f"{param.path} of shape {param.shape}: {param.why}" for param in unknown)
         raise ValueError(
             "unit_axes: it cannot be told which weights go into one unit of these parameters. Give their "
             f"axes, or clipjax.SKIP, as other={{path: axes}}:\n  {listed}"
         )
-    axes: dict[str, Any] = {param.name: param.axes for param in params}
+    axes: dict[str, Any] = {param.path: param.axes for param in params}
     axes |= {name: other[pattern] for name, pattern in patterns.items() if pattern is not None}
     # A path may be the end of a longer one, which must be the first to match itself.
     return {glob.escape(name): axes[name] for name in sorted(axes, key=lambda name: -name.count("/"))}

@@ -1,4 +1,4 @@
-"""Which entries of a leaf share one norm."""
+"""Which entries of a leaf share one norm: forms of `axes` and `where`, and paths and their patterns."""
 
 from __future__ import annotations
 
@@ -23,10 +23,6 @@ class Skip:
         return "clipjax.SKIP"
 
 
-SKIP: Final = Skip()
-"""What an axes rule returns for a leaf that is to be left alone."""
-
-
 class FanIn:
     """The type of :data:`FAN_IN`, which is its one value."""
 
@@ -34,32 +30,26 @@ class FanIn:
         return "fan_in"
 
 
+SKIP: Final = Skip()
+"""What an axes rule returns for a leaf that is to be left alone."""
+
 FAN_IN: Final = FanIn()
 """`fan_in` as a default: Optax' `inject_hyperparams` takes a default that can be called for a schedule."""
 
 Path: TypeAlias = tuple[Any, ...]
 Reduced: TypeAlias = tuple[int, ...] | None
 Rule: TypeAlias = Callable[[Path, Any], "int | Sequence[int] | Skip | None"]
-Axes: TypeAlias = (
-    int
-    | Sequence[int]
-    | Rule
-    | Mapping[str, "int | Sequence[int] | Rule | Skip | None"]
-    | Skip
-    | FanIn
-    | None
-)
-
-
+_Simple: TypeAlias = int | Sequence[int] | Rule | Skip | None
+Axes: TypeAlias = _Simple | FanIn | Mapping[str, _Simple]
 Where: TypeAlias = str | Sequence[str] | Callable[[Path, Any], bool] | None
 
 
 def fan_in(path: Path, leaf: Any) -> tuple[int, ...] | Skip:
     """Reduce over the incoming weights of each unit: every axis but the last.
 
-    Right for the kernels of Dense `(in, out)` and Conv `(*window, in, out)` layers. Leaves of
-    rank 0 and 1 (biases, scales) are left alone. Nothing more is guessed from the rank: give
-    attention kernels, embeddings and stacked layers their own axes, by path.
+    Right for the kernels of Dense `(in, out)` and Conv `(*window, in, out)` layers. Leaves of rank 0 and
+    1 (biases, scales) are left alone. Attention kernels, embeddings and stacked layers need axes of their
+    own, by path.
 
     Args:
       path: the leaf's key path, which this rule does not look at.
@@ -85,13 +75,8 @@ def is_measured(leaf: Any) -> bool:
     return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
 
 
-def path_name(path: Path) -> str:
-    """Write a key path as `"encoder/Dense_0/kernel"`."""
-    return jax.tree_util.keystr(path, simple=True, separator="/")
-
-
 def check_axes(axes: Axes) -> Axes:
-    """Return `axes`, or raise what is wrong with them that no tree is needed to see."""
+    """Return `axes`, or raise what is wrong with them whatever the tree."""
     if isinstance(axes, Mapping):
         for pattern, value in axes.items():
             if not isinstance(pattern, str):
@@ -125,18 +110,95 @@ def resolve_axes(axes: Axes, tree: Any) -> list[Reduced | Skip]:
     ]
 
 
-def leaves_with_paths(tree: Any) -> list[tuple[Path, Any]]:
+def _resolve(axes: Any, path: Path, leaf: Any) -> Reduced | Skip:
+    if not is_measured(leaf):
+        return SKIP
+    if callable(axes):
+        axes = axes(path, leaf)
+    if axes is None or axes is SKIP:
+        return axes
+    shape = jnp.shape(leaf)
+    where = f"for leaf {path_name(path)!r} of shape {shape}"
+    reduced = []
+    for axis in _as_tuple(axes):
+        if not -len(shape) <= axis < len(shape):
+            raise ValueError(f"axes: {axis} is out of range {where}")
+        reduced.append(axis % len(shape))
+    if len(set(reduced)) != len(reduced):
+        raise ValueError(f"axes: {tuple(reduced)} names an axis twice {where}")
+    return tuple(sorted(reduced))
+
+
+def _as_tuple(axes: Any) -> tuple[int, ...]:
+    each = axes if isinstance(axes, Sequence) else (axes,)
+    if any(isinstance(axis, bool | str) for axis in each):
+        raise TypeError(f"axes must be ints, a rule, a mapping or None, got {axes!r}")
+    try:
+        return tuple(operator.index(axis) for axis in each)
+    except TypeError as error:
+        raise TypeError(
+            f"axes must be ints that are known when tracing, a rule, a mapping or None, got {axes!r}"
+        ) from error
+
+
+def check_where(where: Where) -> Where:
+    """Return `where` with a lone pattern as a tuple, or raise what is wrong with it whatever the tree."""
+    if where is None or callable(where):
+        return where
+    patterns = (where,) if isinstance(where, str) else where
+    if not isinstance(patterns, Sequence) or not all(isinstance(p, str) for p in patterns):
+        raise TypeError(f"where must be path patterns, a rule (path, leaf) -> bool or None, got {where!r}")
+    if not patterns:
+        raise ValueError(f"where must name at least one path pattern, got {where!r}")
+    return tuple(patterns)
+
+
+def resolve_where(where: Where, tree: Any) -> list[bool]:
+    """Whether each leaf of `tree` is chosen, in the order of its leaves; only float and complex ones are.
+
+    Raises:
+      TypeError: a rule returns no bool.
+      ValueError: a path pattern matches no leaf.
+    """
+    leaves = leaves_with_paths(tree)
+    if where is None:
+        chosen = [True] * len(leaves)
+    elif callable(where):
+        chosen = [where(path, leaf) for path, leaf in leaves]
+        for yes, (path, _) in zip(chosen, leaves, strict=True):
+            if not isinstance(yes, bool | np.bool_):
+                raise TypeError(f"where: a rule must return a bool, got {yes!r} for leaf {path_name(path)!r}")
+    else:
+        chosen = [pattern is not None for pattern in first_matches("where", where, tree)]
+    return [bool(yes) and is_measured(leaf) for yes, (_, leaf) in zip(chosen, leaves, strict=True)]
+
+
+# --------------------------------------------------------------------------------------------------
+# Paths.
+
+
+def path_name(path: Path) -> str:
+    """Write a key path as `"encoder/Dense_0/kernel"`."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def leaves_with_paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[Path, Any]]:
     """The leaves of `tree` and their paths, the same with and without Flax' boxes around them.
 
     To JAX an `nnx.Variable` or an `nn.Partitioned` is a node with its leaf at `value`: that key is left out.
     """
     boxes = _boxes()
+
+    def is_end(node: Any) -> bool:
+        return isinstance(node, boxes) or (is_leaf is not None and is_leaf(node))
+
     found: list[tuple[Path, Any]] = []
-    for path, node in _flattened(tree, boxes):
+    for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_end):
+        inside = [(path, node)]
         if isinstance(node, boxes):
-            found += [((*path, *inside[1:]), leaf) for inside, leaf in _flattened(node)]
-        else:
-            found.append((path, node))
+            boxed = jax.tree_util.tree_leaves_with_path(node, is_leaf=is_leaf)
+            inside = [((*path, *keys[1:]), leaf) for keys, leaf in boxed]
+        found += inside
     return found
 
 
@@ -145,10 +207,6 @@ def _boxes() -> tuple[type, ...]:
     names = (("flax.nnx", "Variable"), ("flax.nnx", "VariableState"), ("flax.core.meta", "AxisMetadata"))
     loaded = ((vars(sys.modules[module]), name) for module, name in names if module in sys.modules)
     return tuple(members[name] for members, name in loaded if name in members)
-
-
-def _flattened(tree: Any, leaf_types: tuple[type, ...] = ()) -> list[tuple[Path, Any]]:
-    return jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, leaf_types))[0]
 
 
 def first_matches(argument: str, patterns: Sequence[str], tree: Any) -> list[str | None]:
@@ -161,9 +219,10 @@ def first_matches(argument: str, patterns: Sequence[str], tree: Any) -> list[str
     names = [path_name(path) for path, _ in leaves_with_paths(tree)]
     found = [[p for p in patterns if _matches(p, name)] for name in names]
     unmatched = [p for p in patterns if not any(p in matching for matching in found)]
-    left_out = _left_out(tree) if unmatched else []
+    absent = leaves_with_paths(tree, _is_absent) if unmatched else []
+    left_out = [path_name(path) for path, node in absent if _is_absent(node)]
     for pattern in unmatched:
-        if not any(_reaches(pattern, name) for name in left_out):
+        if not any(_may_reach(pattern, name) for name in left_out):
             listed = "\n  ".join(names) or "(none)"
             raise ValueError(
                 f"{argument}: the pattern {pattern!r} matches no leaf. The paths are:\n  {listed}"
@@ -171,57 +230,14 @@ def first_matches(argument: str, patterns: Sequence[str], tree: Any) -> list[str
     return [matching[0] if matching else None for matching in found]
 
 
-def _left_out(tree: Any) -> list[str]:
-    """The paths of what is no leaf of `tree`, being None or masked."""
-    nodes = jax.tree_util.tree_flatten_with_path(
-        tree, is_leaf=lambda x: x is None or isinstance(x, optax.MaskedNode)
-    )[0]
-    return [
-        path_name(path).removesuffix("/value")
-        for path, node in nodes
-        if node is None or isinstance(node, optax.MaskedNode)
-    ]
+def _is_absent(node: Any) -> bool:
+    return node is None or isinstance(node, optax.MaskedNode)
 
 
-def _reaches(pattern: str, name: str) -> bool:
+def _may_reach(pattern: str, name: str) -> bool:
     """Whether a pattern matches a path, or what may have been below it."""
     parts = pattern.split("/")
     return not name or any(_matches("/".join(parts[: i + 1]), name) for i in range(len(parts)))
-
-
-def check_where(where: Where) -> Where:
-    """Return `where` with a lone pattern as a tuple, or raise what is wrong with it."""
-    if where is None or callable(where):
-        return where
-    patterns = (where,) if isinstance(where, str) else where
-    if not isinstance(patterns, Sequence) or not all(isinstance(p, str) for p in patterns):
-        raise TypeError(f"where must be path patterns, a rule (path, leaf) -> bool or None, got {where!r}")
-    if not patterns:
-        raise ValueError(f"where must name at least one path pattern, got {where!r}")
-    return tuple(patterns)
-
-
-def resolve_where(where: Where, tree: Any) -> list[bool]:
-    """Whether each leaf of `tree` is chosen, in the order of its leaves; what is not float is not.
-
-    Raises:
-      TypeError: a rule returns no bool.
-      ValueError: a path pattern matches no leaf.
-    """
-    leaves = leaves_with_paths(tree)
-    if where is None:
-        chosen = [True] * len(leaves)
-    elif callable(where):
-        chosen = [_chosen(where(path, leaf), path) for path, leaf in leaves]
-    else:
-        chosen = [pattern is not None for pattern in first_matches("where", where, tree)]
-    return [yes and is_measured(leaf) for yes, (_, leaf) in zip(chosen, leaves, strict=True)]
-
-
-def _chosen(answer: Any, path: Path) -> bool:
-    if not isinstance(answer, bool | np.bool_):
-        raise TypeError(f"where: a rule must return a bool, got {answer!r} for leaf {path_name(path)!r}")
-    return bool(answer)
 
 
 def _matches(pattern: str, name: str) -> bool:
@@ -232,34 +248,3 @@ def _matches(pattern: str, name: str) -> bool:
 @functools.cache
 def _compiled(pattern: str) -> re.Pattern[str]:
     return re.compile(f"(?s:.*/)?{fnmatch.translate(pattern)}")
-
-
-def _resolve(axes: Any, path: Path, leaf: Any) -> Reduced | Skip:
-    if not is_measured(leaf):
-        return SKIP
-    if callable(axes):
-        axes = axes(path, leaf)
-    if axes is None or axes is SKIP:
-        return axes
-    rank = len(jnp.shape(leaf))
-    where = f"for leaf {path_name(path)!r} of shape {jnp.shape(leaf)}"
-    reduced = []
-    for axis in _as_tuple(axes):
-        if not -rank <= axis < rank:
-            raise ValueError(f"axes: {axis} is out of range {where}")
-        reduced.append(axis % rank)
-    if len(set(reduced)) != len(reduced):
-        raise ValueError(f"axes: {tuple(reduced)} names an axis twice {where}")
-    return tuple(sorted(reduced))
-
-
-def _as_tuple(axes: Any) -> tuple[int, ...]:
-    each = axes if isinstance(axes, Sequence) else (axes,)
-    if any(isinstance(axis, bool | str) for axis in each):
-        raise TypeError(f"axes must be ints, a rule, a mapping or None, got {axes!r}")
-    try:
-        return tuple(operator.index(axis) for axis in each)
-    except Exception as error:  # a traced int raises its own kind
-        raise TypeError(
-            f"axes must be ints that are known when tracing, a rule, a mapping or None, got {axes!r}"
-        ) from error

@@ -1,29 +1,26 @@
-"""Layers that change the gradient on its way back: the identity forward, on any pytree.
+"""Layers that change the gradient in the backward pass: the identity in the forward pass, on any pytree.
 
-Scaling is linear, and so is a replaced gradient: both have forward and reverse mode. A clipped
-gradient is not a linear function of the gradient, so it is the transpose of nothing: reverse mode only.
-
-A gradient is changed once. Who differentiates it again gets the derivative of what came out: the rules
-return the leaves themselves, and not the layer's result, whose next derivative would be changed again.
+Those that clip have reverse mode only, the others forward mode too. Higher derivatives are those of the
+changed gradient: a layer does not change them a second time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from clipjax._core.axes import Axes, check_axes
-from clipjax._core.bounds import Bound, bound_at, check_bound, check_fits, check_order
+from clipjax._core.bounds import Bound, bound_at, check_fits, check_order
 from clipjax._core.limits import clip_entries
 from clipjax._core.mesh import AxisName
 from clipjax._core.norms import as_arrays
 from clipjax._core.trees import Report, clip_tree, clip_units, units_of
-from clipjax.backward.cotangents import altered_back, floats_of
-from clipjax.backward.linear_rules import check_alike, first, scaled, stopped
+from clipjax.backward.rules import change_cotangents, floats_of, replaced, scaled
 
 _T = TypeVar("_T")
 
@@ -40,49 +37,44 @@ def clip_gradient_by_value(
 
     Args:
       x: a pytree of arrays of any shapes and dtypes.
-      low: the lower limit; or, without `high`, the bound on the absolute value, for complex entries
-        too. A number or an array that broadcasts to every leaf, traced or not. Its own gradient is 0.
+      low: the lower limit; without `high`, the bound on absolute values, also of complex entries. A
+        number or an array that broadcasts to every leaf, traced or not. Its own gradient is 0.
       high: the upper limit, likewise.
-      axis_name: the mesh axes over which `probe` is taken, in `pmap` and unchecked `shard_map`.
-      probe: a float scalar that changes nothing, and whose gradient is the largest absolute entry of
-        the gradient of `x` before it was clipped.
+      axis_name: in `pmap` and unchecked `shard_map`, the mesh axes that `probe` covers.
+      probe: as in :func:`clip_gradient_by_norm`, for the largest absolute entry of the gradient.
 
     Returns:
       `x`, bit for bit.
 
     Raises:
-      TypeError, ValueError: a limit is no number, a schedule, NaN, negative as the only one, does not
-        fit a leaf, or is above the other; a leaf is complex, and there are two limits. Under
-        `jax.jvp`: there is no forward mode.
+      TypeError, ValueError: a limit is no number, a schedule or NaN, does not fit a leaf, or is above
+        the other; a lone limit is negative; there are two limits and a leaf is complex; `probe` is no
+        float scalar; forward mode, as in `jax.jvp`.
 
-    Guarantees: those of `clip_by_value`, for the gradient: no entry is outside, measured in float64;
-    entries inside come back bit for bit; NaN stays NaN.
-
-    Equals `x.register_hook(lambda g: g.clamp(low, high))` in PyTorch.
+    Guarantees: those of `clip_by_value`, for the gradient. Measured in float64, no entry is outside;
+    entries inside come back bit for bit; NaN stays NaN. Equals `x.register_hook(lambda g: g.clamp(low,
+    high))` in PyTorch.
 
     Example:
       >>> import clipjax, jax
       >>> jax.grad(lambda x: 5.0 * clipjax.clip_gradient_by_value(x, -1.0, 1.0))(2.0)
       Array(1., dtype=float32, weak_type=True)
     """
+    leaves, _ = floats_of(x)
+    bounds: tuple[Any, Any]
     if high is None:
-        _check_constant("bound", low)
+        bounds = (None, _float64("bound", low, leaves))
     else:
-        _check_constant("low", low, None)
-        _check_constant("high", high, None)
+        for leaf in leaves:
+            if jnp.iscomplexobj(leaf):
+                raise TypeError(f"x has a complex leaf, of dtype {leaf.dtype}: pass one bound, on |z|")
+        bounds = (_float64("low", low, leaves, None), _float64("high", high, leaves, None))
         check_order(low, high)
-    for leaf in floats_of(x)[0]:
-        if high is not None and jnp.iscomplexobj(leaf):
-            raise TypeError(f"x has a complex leaf, of dtype {leaf.dtype}: pass one bound, on |z|")
-        for limit in (low, high):
-            _check_shape(limit, leaf.shape, "a leaf")
 
-    def change(tree: Any, low: Any, high: Any) -> tuple[Any, Report]:
-        if high is None:
-            return clip_entries(tree, None, _evaluate("bound", low), axis_name)
-        return clip_entries(tree, _evaluate("low", low, None), _evaluate("high", high, None), axis_name)
+    def clip(gradient: Any, low: Any, high: Any) -> tuple[Any, Report]:
+        return clip_entries(gradient, low, high, axis_name)
 
-    return altered_back("clip_gradient_by_value", change, x, (low, high), probe)
+    return change_cotangents("clip_gradient_by_value", clip, x, bounds, probe)
 
 
 def clip_gradient_by_norm(
@@ -96,36 +88,35 @@ def clip_gradient_by_norm(
 ) -> _T:
     """Return `x`, and clip the norm of its gradient: of each leaf, or of each unit along `axes`.
 
-    Called between two layers of a model, it reads as a layer: `x = clip_gradient_by_norm(x, 1.0)`. On
-    the carry of a recurrent cell it bounds the gradient at every step back. Under `vmap` each example
-    is clipped by itself; of an `x` that is not mapped, there is one gradient, the sum over the examples.
-    To clip each example of a batch that is an axis of `x`, reduce the other axes.
+    Use it as a layer of a model, `x = clip_gradient_by_norm(x, 1.0)`; on the carry of a recurrent cell it
+    bounds the gradient at every step. Under `vmap` each example is clipped by itself; an `x` that is not
+    mapped has one gradient, the sum over the examples. Where the batch is an axis of `x`, reduce the
+    others to clip each example.
 
     Args:
       x: a pytree of arrays of any shapes and dtypes.
       max_norm: the bound, a number or an array that broadcasts to the norms, traced or not. Its own
         gradient is 0.
-      axes: the axes that are reduced, those whose entries share a norm. None is the whole leaf; an
-        int, a tuple, a rule such as `clipjax.fan_in`, or a mapping from path patterns to these.
+      axes: the axes to reduce, whose entries share a norm. None is the whole leaf; or an int, a tuple,
+        a rule such as `clipjax.fan_in`, or a mapping from path patterns to these.
       specs: inside `shard_map`, the PartitionSpec tree of `x`, for norms of units.
-      axis_name: the mesh axes that a norm is spread over, in `pmap` and unchecked `shard_map`.
-      probe: a float scalar that changes nothing, and whose gradient is the largest norm before
-        clipping. One for each place: the gradients of a probe that is used twice add up. Under `scan`
-        or `vmap`, pass an array of zeros along the mapped axis, and get a norm for each step or example.
+      axis_name: in `pmap` and unchecked `shard_map`, the mesh axes that a norm is spread over.
+      probe: a float scalar that changes nothing; its gradient is the largest norm before clipping. Use
+        each probe once, as gradients add up. Under `scan` or `vmap`, an array of zeros along the mapped
+        axis gives a norm for each step or example.
 
     Returns:
       `x`, bit for bit.
 
     Raises:
       TypeError, ValueError: `max_norm` is no number, a schedule, negative or NaN, or does not fit the
-        norms; `axes` do not fit a leaf, or a pattern matches none; `probe` is no float scalar. Under
-        `jax.jvp`: there is no forward mode.
+        norms; `axes` do not fit a leaf, or a pattern matches none; `probe` is no float scalar; forward
+        mode, as in `jax.jvp`.
 
-    Guarantees: those of `clip_by_norm`, for the gradient: measured in float64, no norm is above
+    Guarantees: those of `clip_by_norm`, for the gradient. Measured in float64, no norm is above
     `max_norm`; what is inside comes back bit for bit; a non-finite entry makes every entry that shares
-    its norm NaN. Gradients of gradients are right, `jax.hessian` (forward over reverse) included.
-
-    Equals a `tf.custom_gradient` that is the identity, with `tf.clip_by_norm` of the gradient.
+    its norm NaN. Gradients of gradients are right, also by `jax.hessian` (forward over reverse). Equals a
+    `tf.custom_gradient` that is the identity, with `tf.clip_by_norm` of the gradient.
 
     Example:
       >>> import clipjax, jax, jax.numpy as jnp
@@ -135,18 +126,17 @@ def clip_gradient_by_norm(
       >>> print(gradient.round(3), norm)
       [0.6 0.8] 5.0
     """
-    _check_constant("max_norm", max_norm)
     axes = check_axes(axes)
+    bound = _float64("max_norm", max_norm)
     for unit in units_of(as_arrays(x), axes, specs, axis_name):
-        reduced, shape = unit.reduced, unit.leaf.shape
-        kept = () if reduced is None else tuple(1 if i in reduced else n for i, n in enumerate(shape))
-        _check_shape(max_norm, kept, "the norms")
+        shape = enumerate(unit.leaf.shape)
+        kept = () if unit.reduced is None else tuple(1 if i in unit.reduced else n for i, n in shape)
+        check_fits(bound, kept, "the norms")
 
-    def change(tree: Any, bound: Any) -> tuple[Any, Report]:
-        limit = _evaluate("max_norm", bound)
-        return clip_units(tree, lambda _: limit, axes, 2.0, specs, axis_name)
+    def clip(gradient: Any, bound: Any) -> tuple[Any, Report]:
+        return clip_units(gradient, lambda _: bound, axes, 2.0, specs, axis_name)
 
-    return altered_back("clip_gradient_by_norm", change, x, (max_norm,), probe)
+    return change_cotangents("clip_gradient_by_norm", clip, x, (bound,), probe)
 
 
 def clip_gradient_by_global_norm(
@@ -154,25 +144,23 @@ def clip_gradient_by_global_norm(
 ) -> _T:
     """Return `tree`, and clip the norm of its gradient, of all leaves together.
 
-    Under `vmap` each example is clipped by itself; of a tree that is not mapped, there is one gradient,
-    the sum over the examples.
+    Every leaf counts towards the norm, also one that nobody differentiates with respect to. Under
+    `vmap`, as :func:`clip_gradient_by_norm`.
 
     Args:
       tree: a pytree of arrays of any shapes and dtypes.
       max_norm: the bound, a number or a scalar array, traced or not. Its own gradient is 0.
-      axis_name: the mesh axes that every leaf is spread over, in `pmap` and unchecked `shard_map`.
-      probe: a float scalar that changes nothing, and whose gradient is the norm before clipping. See
-        :func:`clip_gradient_by_norm`.
+      axis_name: in `pmap` and unchecked `shard_map`, the mesh axes that every leaf is spread over.
+      probe: as in :func:`clip_gradient_by_norm`.
 
     Returns:
       `tree`, bit for bit.
 
     Raises:
       TypeError, ValueError: `max_norm` is no number, a schedule, negative, NaN or not a scalar; `probe`
-        is no float scalar. Under `jax.jvp`: there is no forward mode.
+        is no float scalar; forward mode, as in `jax.jvp`.
 
-    Guarantees: those of `clip_by_global_norm`, for the gradient. Every leaf of `tree` counts towards
-    the norm, also one with respect to which nobody differentiates.
+    Guarantees: those of `clip_by_global_norm`, for the gradient.
 
     Example:
       >>> import clipjax, jax, jax.numpy as jnp
@@ -183,13 +171,12 @@ def clip_gradient_by_global_norm(
       >>> print({key: value.round(3) for key, value in gradient.items()})
       {'a': Array(0.6, dtype=float32), 'b': Array(0.8, dtype=float32)}
     """
-    _check_constant("max_norm", max_norm)
-    _check_shape(max_norm, (), "one norm")
+    bound = check_fits(_float64("max_norm", max_norm), (), "one norm")
 
-    def change(tree: Any, bound: Any) -> tuple[Any, Report]:
-        return clip_tree(tree, _evaluate("max_norm", bound), 2.0, axis_name)
+    def clip(gradient: Any, bound: Any) -> tuple[Any, Report]:
+        return clip_tree(gradient, bound, 2.0, axis_name)
 
-    return altered_back("clip_gradient_by_global_norm", change, tree, (max_norm,), probe)
+    return change_cotangents("clip_gradient_by_global_norm", clip, tree, (bound,), probe)
 
 
 def scale_gradient(x: _T, factor: float | jax.Array | np.ndarray) -> _T:
@@ -203,7 +190,7 @@ def scale_gradient(x: _T, factor: float | jax.Array | np.ndarray) -> _T:
         gradient is 0.
 
     Returns:
-      `x`, bit for bit. Forward mode works, too: tangents are multiplied by the factor.
+      `x`, bit for bit. Forward mode multiplies the tangents by the factor.
 
     Raises:
       TypeError, ValueError: `factor` is no number, a schedule, NaN or infinite, or does not fit a leaf.
@@ -216,26 +203,24 @@ def scale_gradient(x: _T, factor: float | jax.Array | np.ndarray) -> _T:
       >>> jax.grad(lambda x: clipjax.scale_gradient(x, 5.0))(2.0)
       Array(5., dtype=float32, weak_type=True)
     """
-    _check_constant("factor", factor, None)
-    if not isinstance(factor, jax.core.Tracer) and not np.isfinite(np.asarray(factor, np.float64)).all():
-        raise ValueError(f"factor must be finite, got {factor!r}")
     leaves, rebuild = floats_of(x)
-    for leaf in leaves:
-        _check_shape(factor, leaf.shape, "a leaf")
-    return rebuild(scaled(leaves, factor))
+    value = _float64("factor", factor, leaves, None)
+    if not isinstance(factor, jax.core.Tracer) and not np.isfinite(factor).all():
+        raise ValueError(f"factor must be finite, got {factor!r}")
+    return rebuild(scaled(leaves, value))
 
 
 def replace_gradient(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
     """Make a function with the value of `forward` and the gradient of `backward`.
 
-    The value is exactly that of `forward`, which need not be differentiable. Gradients flow to whatever
-    `backward` depends on, values that it closes over included; nothing flows through `forward`.
-    Derivatives of all orders are those of `backward`, in forward and reverse mode.
+    The value is exactly that of `forward`, which need not be differentiable: no gradient flows through
+    it. Gradients flow to all that `backward` depends on, also to values that it closes over. Derivatives
+    of all orders are those of `backward`, in forward and reverse mode.
 
     Args:
       forward: a function of pytrees.
-      backward: a function of the same arguments, whose result has the structure, the shapes and the
-        dtypes of that of `forward`.
+      backward: a function of the same arguments, whose result has the structure, shapes and dtypes of
+        that of `forward`.
 
     Returns:
       A function of the same arguments.
@@ -254,38 +239,45 @@ def replace_gradient(forward: Callable[..., Any], backward: Callable[..., Any]) 
       >>> jax.value_and_grad(straight_through)(1.7)
       (Array(2., dtype=float32, weak_type=True), Array(1., dtype=float32, weak_type=True))
     """
-    for key, function in (("forward", forward), ("backward", backward)):
-        if not callable(function):
-            raise TypeError(f"{key} must be a function, got {function!r}")
+    for key, given in (("forward", forward), ("backward", backward)):
+        if not callable(given):
+            raise TypeError(f"{key} must be a function, got {given!r}")
 
-    def replaced(*args: Any, **kwargs: Any) -> Any:
-        stopped_args, stopped_kwargs = jax.tree.map(stopped, (args, kwargs))
+    def without_gradient(leaf: Any) -> Any:
+        return lax.stop_gradient(leaf) if isinstance(leaf, jax.Array) else leaf
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        stopped_args, stopped_kwargs = jax.tree.map(without_gradient, (args, kwargs))
         value = as_arrays(forward(*stopped_args, **stopped_kwargs))
         substitute = as_arrays(backward(*args, **kwargs))
-        check_alike(value, substitute)
+        _check_alike(value, substitute)
         leaves, rebuild = floats_of(value)
-        return rebuild(first(leaves, floats_of(substitute)[0]))
+        return rebuild(replaced(leaves, floats_of(substitute)[0]))
 
-    return replaced
-
-
-# --------------------------------------------------------------------------------------------------
-# Bounds.
+    return function
 
 
-def _check_constant(name: str, bound: Any, minimum: float | None = 0.0) -> None:
+def _float64(name: str, bound: Any, leaves: Sequence[Any] = (), minimum: float | None = 0.0) -> jax.Array:
+    """Check a bound, and that it broadcasts to each of the leaves, and convert it to float64."""
     if callable(bound):
         raise TypeError(
             f"{name} must be a number or an array here, not a schedule: a layer does not know the step. "
             f"Got {bound!r}"
         )
-    check_bound(name, bound, minimum=minimum)
+    value = bound_at(name, bound, minimum=minimum)(None)
+    for leaf in leaves:
+        check_fits(value, leaf.shape, "a leaf")
+    return value
 
 
-def _check_shape(bound: Any, shape: tuple[int, ...], of: str) -> None:
-    if bound is not None:
-        check_fits(as_arrays(bound), shape, of)
-
-
-def _evaluate(name: str, bound: Any, minimum: float | None = 0.0) -> jax.Array:
-    return bound_at(name, bound, minimum=minimum)(None)
+def _check_alike(value: Any, substitute: Any) -> None:
+    structure: Any
+    structure, other = jax.tree.structure(value), jax.tree.structure(substitute)
+    if structure != other:
+        raise ValueError(f"forward returns {structure}, but backward returns {other}")
+    leaves = jax.tree_util.tree_leaves_with_path(value)
+    for (path, a), b in zip(leaves, jax.tree.leaves(substitute), strict=True):
+        one, two = (f"{leaf.dtype}{list(jnp.shape(leaf))}" for leaf in (a, b))
+        if one != two:
+            where = f" at {jax.tree_util.keystr(path)}" if path else ""
+            raise ValueError(f"forward returns {one}{where}, but backward returns {two}")

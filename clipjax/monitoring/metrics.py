@@ -44,43 +44,37 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
         name = re.sub(r"(?<!^)(?=[A-Z])", "_", type(state).__name__.removesuffix("State")).lower()
         label = f"{name}_{repeats[name]}" if repeats[name] else name
         repeats[name] += 1
-        found |= {f"{label}/{key}": value for key, value in _own(state).items()}
+        for field, value in state._asdict().items():
+            found |= {f"{label}/{key}": metric for key, metric in _metrics_of(field, value).items()}
     return found
 
 
-def _is_state(node: Any) -> bool:
-    """Whether a node is the state of one of our transformations: a NamedTuple whose name says so."""
-    kind = type(node)
-    return (
-        hasattr(kind, "_fields")
-        and kind.__module__.startswith("clipjax.")
-        and kind.__name__.endswith("State")
-    )
-
-
 def _states(tree: Any) -> Iterator[Any]:
+    """The states of clipjax' transformations, each before those nested in it."""
     for node in jax.tree.leaves(tree, is_leaf=_is_state):
         if _is_state(node):
             yield node
             yield from _states(tuple(node))
 
 
-def _own(state: Any) -> dict[str, jax.Array]:
-    """The metrics of one state, but not of those nested in it."""
-    shown: dict[str, jax.Array] = {}
-    for key, value in state._asdict().items():
-        if isinstance(value, Stats):
-            stats = Stats(*jax.tree.leaves(value))  # Flax NNX wraps each array in a variable
-            clipped, steps = (lax.convert_element_type(n, np.float32) for n in (stats.clipped, stats.steps))
-            shown |= {
-                "norm": stats.norm,
-                "scale": stats.scale,
-                "steps": stats.steps,
-                "clipped_fraction": clipped / jnp.maximum(steps, 1),
-                "nonfinite_count": stats.nonfinite,
-            }
-        elif not isinstance(value, dict | list | tuple):
-            arrays = jax.tree.leaves(value)
-            if len(arrays) == 1 and jnp.ndim(arrays[0]) == 0:
-                shown[key] = arrays[0]
-    return shown
+def _is_state(node: Any) -> bool:
+    kind = type(node)
+    ours = kind.__module__.startswith("clipjax.") and kind.__name__.endswith("State")
+    return ours and hasattr(kind, "_fields")
+
+
+def _metrics_of(field: str, value: Any) -> dict[str, jax.Array]:
+    """The metrics in one field of a state: statistics or a scalar; anything else has none."""
+    arrays = jax.tree.leaves(value)  # which also takes off the variables that Flax NNX wraps arrays in
+    if isinstance(value, Stats):
+        stats = Stats(*arrays)
+        clipped, steps = (lax.convert_element_type(n, np.float32) for n in (stats.clipped, stats.steps))
+        return {
+            "norm": stats.norm,
+            "scale": stats.scale,
+            "steps": stats.steps,
+            "clipped_fraction": clipped / jnp.maximum(steps, 1),
+            "nonfinite_count": stats.nonfinite,
+        }
+    is_scalar = not isinstance(value, dict | list | tuple) and len(arrays) == 1 and jnp.ndim(arrays[0]) == 0
+    return {field: arrays[0]} if is_scalar else {}

@@ -2,66 +2,38 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 import zipfile
-from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from clipjax.gradients.adagc import adagc
-from clipjax.gradients.outliers import clip_by_lognormal, zclip
 from clipjax.gradients.past import check_count
-from clipjax.gradients.quantiles import autoclip, clip_by_quantile
-from clipjax.gradients.spikes import skip_spikes
-from clipjax.monitoring import norm_report as report
-from clipjax.monitoring.metrics import metrics
+from clipjax.monitoring import norm_report
+from clipjax.monitoring.replay import Replay, Rules, Suggestion, default_rules, replayed, suggestion
 
-Rules: TypeAlias = Mapping[str, optax.GradientTransformation]
-
-# Norms are fetched so many at a time, and not before as many more are waiting: those are long computed.
+# Norms are fetched so many at a time, once as many newer ones are waiting: by then they are computed.
 _BATCH = 256
-
-# Steps at the end of a run, whose thresholds say what a rule has settled at.
-_SETTLED = 100
-
-
-class Replay(NamedTuple):
-    """What a transformation would have done at each of the steps of a log."""
-
-    thresholds: np.ndarray  # float64 (steps,): the norm above which it would have acted
-    clipped: np.ndarray  # bool (steps,): whether it did; never where the norm was not finite
-
-
-class Suggestion(NamedTuple):
-    """What a rule makes of a log."""
-
-    threshold: float  # the median of its thresholds in the last 100 steps
-    clip_rate: float  # the share of the finite steps that the rule would have clipped
 
 
 class NormLog:
     """Record the gradient norms of a run, and tell what a threshold would have done.
 
-    Appending waits for nothing: a norm stays on the device until it has long been computed, and is
-    then fetched with 255 others. What it keeps is its own, so that the state may be donated.
+    Appending waits for nothing: norms stay on the device until they have long been computed, and are then
+    fetched 256 at a time. The log keeps copies, so the state may be donated.
 
     Args:
-      name: which norm to pick from `clipjax.metrics`, as `"clip_by_global_norm"`. Needed where there
-        are several; those of weights do not count.
-      capacity: how many of the last norms to keep, 8 bytes each; None keeps all.
+      name: which norm to pick from `clipjax.metrics`, as `"clip_by_global_norm"`. Needed where there are
+        several; those of weights do not count.
+      capacity: how many of the last norms to keep, 8 bytes each, a whole number above 0; None keeps all.
 
     Attributes:
       dropped: how many norms there were before the first one kept.
-
-    Raises:
-      TypeError, ValueError: `capacity` is no whole number above 0.
 
     Example:
       >>> import clipjax, jax.numpy as jnp
@@ -80,53 +52,48 @@ class NormLog:
         self.name = name
         self.capacity = None if capacity is None else check_count("capacity", capacity, 1)
         self.dropped = 0
-        self._waiting: list[Any] = []
-        self._chunks: deque[np.ndarray] = deque()
+        self._waiting: list[Any] = []  # on the device
+        self._chunks: list[np.ndarray] = []
 
     def append(self, norm: Any) -> None:
-        """Take in the norm of one step.
-
-        Args:
-          norm: what `clipjax.metrics` returns, or a norm: a number or a scalar array.
+        """Take in the norm of one step: a number, a scalar array, or what `clipjax.metrics` returns.
 
         Raises:
           TypeError, ValueError: it is no norm, has no norm or, without a `name`, several.
         """
-        if isinstance(norm, Mapping):
-            norm = norm[self._key(norm)]
+        norm = self._picked(norm)
         if np.ndim(norm):
             raise ValueError(f"norm must be a scalar, got shape {np.shape(norm)}: use extend for many")
         self._take(norm)
 
     def extend(self, norms: Any) -> None:
-        """Take in the norms of many steps, as a `scan` returns them: an array of shape `(steps,)`.
-
-        Args:
-          norms: the array, or the dict of `clipjax.metrics` with arrays in it.
+        """Take in the norms of many steps: an array of shape `(steps,)`, or metrics as a `scan` stacks them.
 
         Raises:
-          TypeError, ValueError: it holds no norms or, without a `name`, several kinds of them.
+          TypeError, ValueError: as for :meth:`append`.
         """
-        if isinstance(norms, Mapping):
-            norms = norms[self._key(norms)]
+        norms = self._picked(norms)
         if np.ndim(norms) != 1:
             raise ValueError(f"norms must have shape (steps,), got {np.shape(norms)}")
         self._take(norms)
 
-    def _key(self, seen: Mapping[str, Any]) -> str:
+    def _picked(self, metrics: Any) -> Any:
+        """The norm among metrics; anything else as it is."""
+        if not isinstance(metrics, Mapping):
+            return metrics
         if self.name is None:
-            keys = [key for key in seen if key.endswith("/norm")]
-            # A projection's norm is that of weights; only projections tell by how much it was violated.
-            keys = [key for key in keys if f"{key.removesuffix('norm')}violation" not in seen]
+            keys = [key for key in metrics if key.endswith("/norm")]
+            # Only projections measure a violation; their norms are those of weights.
+            keys = [key for key in keys if f"{key.removesuffix('norm')}violation" not in metrics]
             if len(keys) != 1:
                 raise ValueError(
                     f"name: the metrics must hold one norm, or a name must say which; got {keys}"
                 )
-            return keys[0]
+            return metrics[keys[0]]
         for key in (self.name, f"{self.name}/norm"):
-            if key in seen:
-                return key
-        raise ValueError(f"name: {self.name!r} has no norm in the metrics {list(seen)}")
+            if key in metrics:
+                return metrics[key]
+        raise ValueError(f"name: {self.name!r} has no norm in the metrics {list(metrics)}")
 
     def _take(self, norms: Any) -> None:
         if isinstance(norms, jax.core.Tracer):
@@ -134,7 +101,7 @@ class NormLog:
                 "norms must be known: return them from the compiled function, and log them outside"
             )
         if isinstance(norms, jax.Array):
-            norms = jnp.copy(norms)  # a buffer of its own: that of the state may be donated
+            norms = jnp.copy(norms)  # the buffer of the state may be donated
         elif not any(jnp.issubdtype(np.asarray(norms).dtype, kind) for kind in (jnp.floating, jnp.integer)):
             raise TypeError(f"norms must be real numbers, got {norms!r}")
         self._waiting.append(norms)
@@ -142,27 +109,22 @@ class NormLog:
             self._fetch(_BATCH)
 
     def _fetch(self, count: int) -> None:
-        """Bring the first of the waiting norms here."""
+        """Bring the first of the waiting norms to the host, and drop what is beyond the capacity."""
         batch, self._waiting = self._waiting[:count], self._waiting[count:]
         if batch:
-            self._chunks.append(
-                np.concatenate([np.ravel(x) for x in jax.device_get(batch)], dtype=np.float64)
-            )
+            arrays = [np.ravel(x) for x in jax.device_get(batch)]
+            self._chunks.append(np.concatenate(arrays, dtype=np.float64))
         excess = sum(map(len, self._chunks)) - self.capacity if self.capacity is not None else 0
-        while excess > 0:
-            first = self._chunks.popleft()
-            if len(first) > excess:
-                self._chunks.appendleft(first[excess:])
-            self.dropped += min(excess, len(first))
-            excess -= len(first)
+        if excess > 0:
+            self._chunks = [np.concatenate(self._chunks)[excess:]]
+            self.dropped += excess
 
     @property
     def norms(self) -> np.ndarray:
         """The norms kept, float64 of shape `(len(log),)`, non-finite ones among them."""
         self._fetch(len(self._waiting))
-        if len(self._chunks) > 1:
-            self._chunks = deque([np.concatenate(self._chunks)])
-        return self._chunks[0].copy() if self._chunks else np.zeros(0)
+        self._chunks = [np.concatenate([np.zeros(0), *self._chunks])]
+        return self._chunks[0].copy()
 
     @property
     def nonfinite_count(self) -> int:
@@ -192,34 +154,21 @@ class NormLog:
         return np.asarray(1 - np.searchsorted(ascending, limits, side="right") / len(ascending))
 
     def replay(self, transformation: optax.GradientTransformation) -> Replay:
-        """What a transformation would have done: it is run over gradients of these norms.
+        """Run a transformation, as `clipjax.autoclip(25.0)`, over gradients of these norms.
 
-        The norms stay what they were, although other clipping would have led to other weights.
-
-        Args:
-          transformation: one whose metrics show a threshold, as `clipjax.autoclip(25.0)`.
+        The norms stay as they were, although other clipping would have led to other weights.
 
         Raises:
-          TypeError, ValueError: it is no transformation, or shows no threshold, or several.
+          TypeError, ValueError: it is no transformation, or its metrics show no threshold, or several.
         """
-        if not isinstance(transformation, optax.GradientTransformation):
-            raise TypeError(f"transformation must be an optax.GradientTransformation, got {transformation!r}")
-        state = transformation.init(jnp.zeros(()))
-        keys = [key for key in metrics(state) if key.endswith("/threshold")]
-        if len(keys) != 1:
-            raise ValueError(f"transformation must show one threshold in its metrics, got {keys}")
-        thresholds, clipped = _replay(transformation, keys[0], jnp.asarray(self.norms), state)
-        return Replay(np.asarray(thresholds, np.float64), np.asarray(clipped))
+        return replayed(transformation, self.norms)
 
     def suggest(self, rules: Rules | None = None) -> dict[str, Suggestion]:
-        """The threshold that each rule has come to, and how often it would have clipped.
+        """Tell the threshold that each rule has settled at, and how often it would have clipped.
 
-        Args:
-          rules: transformations to :meth:`replay`, by name; None is :func:`default_rules`.
-
-        Returns:
-          A :class:`Suggestion` for each. Its threshold, as a constant, is a bound for
-          `clipjax.clip_by_global_norm`; :meth:`clip_rate` tells how often that would clip.
+        The threshold can be a bound for `clipjax.clip_by_global_norm`; :meth:`clip_rate` tells how often
+        that constant would clip. `rules` are transformations to :meth:`replay`, by name; None is
+        :func:`default_rules`.
         """
         self._finite()
         return {name: suggestion(replay, self.norms) for name, replay in self._replays(rules).items()}
@@ -229,7 +178,7 @@ class NormLog:
 
     def summary(self, rules: Rules | None = None) -> str:
         """The quantiles and the suggestions, as a table for the terminal."""
-        return report.table(self, self.suggest(rules))
+        return norm_report.table(self, self.suggest(rules))
 
     def __str__(self) -> str:
         """The summary with the default rules."""
@@ -246,15 +195,13 @@ class NormLog:
         Raises:
           ImportError: matplotlib is not installed.
         """
-        report.plot(self, target, self._replays(rules))
+        norm_report.plot(self, target, self._replays(rules))
 
     def save(self, path: str | Path) -> None:
         """Write the log to a file in NumPy's `.npz` format, at just this path."""
+        norms, name, capacity = self.norms, self.name or "", self.capacity or 0
         with Path(path).open("wb") as file:
-            name = self.name or ""
-            np.savez_compressed(
-                file, norms=self.norms, name=name, dropped=self.dropped, capacity=self.capacity or 0
-            )
+            np.savez_compressed(file, norms=norms, name=name, dropped=self.dropped, capacity=capacity)
 
     @classmethod
     def load(cls, path: str | Path) -> NormLog:
@@ -274,33 +221,3 @@ class NormLog:
         log.extend(norms)
         log.dropped = dropped
         return log
-
-
-@functools.cache  # as other objects they would be compiled anew for each replay
-def default_rules() -> Mapping[str, optax.GradientTransformation]:
-    """Every rule that follows the norm, with the arguments it has by default; `adagc` as for one leaf."""
-    return {
-        "autoclip": autoclip(),
-        "clip_by_quantile": clip_by_quantile(),
-        "clip_by_lognormal": clip_by_lognormal(),
-        "zclip": zclip(),
-        "adagc": adagc(),
-        "skip_spikes": skip_spikes(optax.identity()),
-    }
-
-
-def suggestion(replay: Replay, norms: np.ndarray) -> Suggestion:
-    """What a replay of these norms has come to."""
-    return Suggestion(
-        threshold=float(np.median(replay.thresholds[-_SETTLED:])),
-        clip_rate=float(np.mean(replay.clipped[np.isfinite(norms)])),
-    )
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _replay(tx: optax.GradientTransformation, key: str, norms: jax.Array, state: Any) -> Any:
-    def one(state: Any, norm: jax.Array) -> Any:
-        update, state = tx.update(norm, state, jnp.zeros(()))
-        return state, (metrics(state)[key], update < norm)
-
-    return jax.lax.scan(one, state, norms)[1]

@@ -119,14 +119,14 @@ MUTANTS = (
     ),
     Mutant(
         "the settled threshold is that of the first steps",
-        "monitoring/norm_log.py",
+        "monitoring/replay.py",
         "np.median(replay.thresholds[-_SETTLED:])",
         "np.median(replay.thresholds[:_SETTLED])",
         "tests/monitoring/test_norm_log_rules.py::test_autoclip_is_suggested_as_the_percentile_of_all",
     ),
     Mutant(
         "norms that are not finite count as steps not clipped",
-        "monitoring/norm_log.py",
+        "monitoring/replay.py",
         "np.mean(replay.clipped[np.isfinite(norms)])",
         "np.mean(replay.clipped)",
         "tests/monitoring/test_norm_log_rules.py::test_steps_that_are_not_finite_do_not_count_for_the_rate",

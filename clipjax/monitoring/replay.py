@@ -1,0 +1,79 @@
+"""What a transformation would have done in a run whose gradient norms are known."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from clipjax.gradients.adagc import adagc
+from clipjax.gradients.outliers import clip_by_lognormal, zclip
+from clipjax.gradients.quantiles import autoclip, clip_by_quantile
+from clipjax.gradients.spikes import skip_spikes
+from clipjax.monitoring.metrics import metrics
+
+Rules: TypeAlias = Mapping[str, optax.GradientTransformation]
+
+# How many steps at the end of a run show the threshold that a rule has settled at.
+_SETTLED = 100
+
+
+class Replay(NamedTuple):
+    """What a transformation would have done at each of the steps of a log."""
+
+    thresholds: np.ndarray  # float64 (steps,): the norm above which it would have acted
+    clipped: np.ndarray  # bool (steps,): whether it did; never where the norm was not finite
+
+
+class Suggestion(NamedTuple):
+    """What a rule makes of a log."""
+
+    threshold: float  # the median of its thresholds in the last 100 steps
+    clip_rate: float  # the share of the finite steps that the rule would have clipped
+
+
+@functools.cache  # the same objects each time, so that each is compiled once
+def default_rules() -> Rules:
+    """Every rule that follows the norm, with its default arguments; `adagc` as for one leaf."""
+    return {
+        "autoclip": autoclip(),
+        "clip_by_quantile": clip_by_quantile(),
+        "clip_by_lognormal": clip_by_lognormal(),
+        "zclip": zclip(),
+        "adagc": adagc(),
+        "skip_spikes": skip_spikes(optax.identity()),
+    }
+
+
+def replayed(tx: optax.GradientTransformation, norms: np.ndarray) -> Replay:
+    """Run a transformation over gradients of these norms."""
+    if not isinstance(tx, optax.GradientTransformation):
+        raise TypeError(f"transformation must be an optax.GradientTransformation, got {tx!r}")
+    state = tx.init(jnp.zeros(()))
+    keys = [key for key in metrics(state) if key.endswith("/threshold")]
+    if len(keys) != 1:
+        raise ValueError(f"transformation must show one threshold in its metrics, got {keys}")
+    thresholds, clipped = _run(tx, keys[0], jnp.asarray(norms), state)
+    return Replay(np.asarray(thresholds, np.float64), np.asarray(clipped))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _run(tx: optax.GradientTransformation, key: str, norms: jax.Array, state: Any) -> Any:
+    def step(state: Any, norm: jax.Array) -> Any:
+        update, state = tx.update(norm, state, jnp.zeros(()))
+        return state, (metrics(state)[key], update < norm)
+
+    return jax.lax.scan(step, state, norms)[1]
+
+
+def suggestion(replay: Replay, norms: np.ndarray) -> Suggestion:
+    """The threshold that a rule has settled at, and how often it clipped."""
+    return Suggestion(
+        threshold=float(np.median(replay.thresholds[-_SETTLED:])),
+        clip_rate=float(np.mean(replay.clipped[np.isfinite(norms)])),
+    )
