@@ -10,8 +10,8 @@ from flax import nnx
 
 from clipjax._core.axes import SKIP, Skip
 
-Known: TypeAlias = tuple[int, ...] | Skip | None  # None: not known
-Rule: TypeAlias = Callable[[Any, int], Known]  # from a layer and the rank of its parameter
+Known: TypeAlias = tuple[int, ...] | Skip | str  # a string says whose axes are not known
+Rule: TypeAlias = Callable[[Any, int], tuple[int, ...] | Skip | None]  # of a layer and its parameter's rank
 
 
 class Param(NamedTuple):
@@ -20,36 +20,35 @@ class Param(NamedTuple):
     path: str
     shape: tuple[int, ...]
     axes: Known
-    why: str  # they are not known
 
 
-def _left_alone(_: Any, __: int) -> Known:
+def _left_alone(_: Any, __: int) -> Skip:
     return SKIP
 
 
-def _all_but_last(_: Any, rank: int) -> Known:
+def _all_but_last(_: Any, rank: int) -> tuple[int, ...]:
     return tuple(range(rank - 1))
 
 
-def _all_but_first(_: Any, rank: int) -> Known:
+def _all_but_first(_: Any, rank: int) -> tuple[int, ...]:
     return tuple(range(1, rank))
 
 
-def _general(layer: Any, _: int) -> Known:
+def _general(layer: Any, _: int) -> tuple[int, ...]:
     batch = layer.batch_axis if isinstance(layer, nnx.LinearGeneral) else _as_tuple(layer.batch_dims)
     return tuple(range(len(batch), len(batch) + len(_as_tuple(layer.axis))))
 
 
-def _local(_: Any, rank: int) -> Known:
+def _local(_: Any, rank: int) -> tuple[int, ...]:
     return (rank - 2,)  # the window and its channels are one axis, after those of the places
 
 
-def _transposed(layer: Any, rank: int) -> Known:
+def _transposed(layer: Any, rank: int) -> tuple[int, ...]:
     out = rank - 2 if layer.transpose_kernel else rank - 1
     return tuple(axis for axis in range(rank) if axis != out)
 
 
-def _einsum(layer: Any, rank: int) -> Known:
+def _einsum(layer: Any, rank: int) -> tuple[int, ...] | None:
     """The axes of the kernel that are not in the output."""
     operands, _, output = (layer.einsum_str or "").replace(" ", "").partition("->")
     kernel = operands.split(",")[-1]
@@ -84,14 +83,13 @@ _LAYERS: tuple[tuple[tuple[type, ...], dict[str, Rule]], ...] = (
 )
 
 
-def rule_of(layer: Any, name: str) -> Rule | None:
-    """The rule of a layer's parameter; None if there is none."""
+def own_axes(layer: Any, name: str, rank: int) -> Known:
+    """The axes to reduce of a layer's own parameter."""
     if isinstance(layer, nn.WeightNorm | nn.SpectralNorm):
-        return _left_alone  # scales, named after the parameters of the layer inside
-    return next((rules.get(name) for types, rules in _LAYERS if isinstance(layer, types)), None)
-
-
-def no_rule(layer: Any, name: str) -> str:
-    """Say that there is no rule."""
-    known = any(isinstance(layer, types) for types, _ in _LAYERS)
-    return f"{name!r} of {type(layer).__name__}" + ("" if known else ", which is no layer that is known")
+        return SKIP  # scales, named after the parameters of the layer inside
+    rules = next((rules for types, rules in _LAYERS if isinstance(layer, types)), None)
+    what = f"{name!r} of {type(layer).__name__}"
+    if rules is None:
+        return f"{what}, which is no layer that is known"
+    axes = rules[name](layer, rank) if name in rules else None
+    return what if axes is None else axes

@@ -11,7 +11,7 @@ from flax import struct
 from flax.core import DenyList, meta
 
 from clipjax._core.axes import Path, leaves_with_paths, path_name
-from clipjax._flax_layers import Param, no_rule, rule_of
+from clipjax._flax_layers import Param, own_axes
 
 Names: TypeAlias = tuple[str, ...]
 Layers: TypeAlias = dict[Names, list[nn.Module]]  # by path; several where they share a scope
@@ -64,18 +64,16 @@ def _names(path: Path) -> Names:
 def _param(names: Names, shape: Any, added: tuple[int, ...], layers: Layers, ranks: Ranks) -> Param:
     depth = next((i for i in reversed(range(len(names))) if names[:i] in layers), 0)
     owners, own_name = layers.get(names[:depth], [None]), "/".join(names[depth:])
-    axes, why = None, no_rule(owners[-1], own_name)
-    for owner in owners:
-        if rule := rule_of(owner, own_name):
-            axes = rule(owner, len(shape) - len(added))
+    told = [own_axes(owner, own_name, len(shape) - len(added)) for owner in owners]
+    axes = ([axes for axes in told if not isinstance(axes, str)] or told)[-1]
     if isinstance(axes, tuple):
         own = list(range(len(shape)))
         for index in reversed(added):
             del own[index]
         axes = tuple(own[axis] for axis in axes)
         if len(own) != ranks.get(names):
-            axes, why = None, f"{own_name!r} of {type(owners[-1]).__name__}: which axes are a stack?"
-    return Param("/".join(names), tuple(shape), axes, why)
+            axes = f"{own_name!r} of {type(owners[-1]).__name__}: which axes are a stack?"
+    return Param("/".join(names), tuple(shape), axes)
 
 
 def _initialised(
@@ -83,11 +81,11 @@ def _initialised(
 ) -> Any:
     """The shapes of the parameters, in boxes where they are stacked; fills in `layers` and `ranks`."""
     roots: list[Any] = []
-    reparametrised: list[nn.Module] = []  # modules being run that go by the paths of leaves, boxes or not
+    reparametrised: list[nn.Module] = []  # being run; they look at paths of leaves, which boxes would change
 
     def watch(call: Any, call_args: Any, call_kwargs: Any, context: nn.module.InterceptorContext) -> Any:
         module = context.module
-        if module.scope is None or context.method_name == "<lambda>":  # where Flax tries out a setup
+        if module.scope is None or context.method_name == "<lambda>":  # Flax tries out a setup
             return call(*call_args, **call_kwargs)
         layers.setdefault(module.scope.path, []).append(module)
         if isinstance(module, _REPARAMETRISED):
@@ -107,7 +105,7 @@ def _initialised(
         call = type(bound).__call__ if method is None else method
         return getattr(bound, call)(*a, **k) if isinstance(call, str) else call(bound, *a, **k)
 
-    # JAX keeps what modules under nn.jit returned; with a collection of a new name they run again.
+    # A new name each time, so that modules under nn.jit run again: JAX would return their last results.
     mutable = DenyList(("intermediates", f"unit_axes_{next(_calls)}"))
     treedef: Any
     leaves, treedef = jax.tree.flatten((args, kwargs))

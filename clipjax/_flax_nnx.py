@@ -1,7 +1,7 @@
 """The parameters of an NNX model and their layers.
 
-A live model does not say which axes stack its layers, as `nnx.vmap` does: the fields of a layer tell the
-shape of one, and the other axes are the stack. Where sizes coincide, other parameters tell.
+Layers that `nnx.vmap` stacked do not say along which axes. The fields of a layer tell the shape of its own
+parameter, and the axes of other sizes are the stack. Where sizes coincide, other parameters tell.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 from flax import nnx
 
 from clipjax._core.axes import leaves_with_paths, path_name
-from clipjax._flax_layers import Known, Param, no_rule, rule_of
+from clipjax._flax_layers import Known, Param, own_axes
 
 Names: TypeAlias = tuple[Any, ...]
 Place: TypeAlias = tuple[int, ...]  # which axes of a stacked parameter are the layer's own
@@ -23,7 +23,7 @@ class _Found(NamedTuple):
     shape: tuple[int, ...]
     axes: Known  # counted in the layer's own parameter
     places: list[Place]  # all that the sizes allow
-    why: str
+    layer: str  # for the error
 
 
 def nnx_params(model: nnx.Module, wrt: Any) -> list[Param]:
@@ -38,8 +38,9 @@ def nnx_params(model: nnx.Module, wrt: Any) -> list[Param]:
         axes = param.axes
         if isinstance(axes, tuple):
             place = _place(param, found)
-            axes = None if place is None else tuple(place[axis] for axis in axes)
-        params.append(Param("/".join(map(str, param.names)), param.shape, axes, param.why))
+            known = None if place is None else tuple(place[axis] for axis in axes)
+            axes = f"{param.layer}: which axes are a stack?" if known is None else known
+        params.append(Param("/".join(map(str, param.names)), param.shape, axes))
     return params
 
 
@@ -53,17 +54,15 @@ def _find(model: nnx.Module, names: Names, shape: tuple[int, ...]) -> _Found:
         if isinstance(node, nnx.Module):
             owner, depth = node, i + 1
     own_name = "/".join(map(str, names[depth:]))
-    rule, why = rule_of(owner, own_name), no_rule(owner, own_name)
-    own_shape = _own_shapes(owner).get(own_name, shape) if rule else shape
-    axes = rule(owner, len(own_shape)) if rule else None
+    own_shape = _own_shapes(owner).get(own_name, shape)
+    axes = own_axes(owner, own_name, len(own_shape))
     places = [
         place
         for place in itertools.combinations(range(len(shape)), len(own_shape))
         if all(own in (None, shape[axis]) for own, axis in zip(own_shape, place, strict=True))
     ]
-    if axes is not None:
-        why = f"{own_name!r} of {type(owner).__name__}, itself of shape {own_shape}: which axes are a stack?"
-    return _Found(names, shape, axes, places, why)
+    layer = f"{own_name!r} of {type(owner).__name__}, itself of shape {own_shape}"
+    return _Found(names, shape, axes, [] if isinstance(axes, str) else places, layer)
 
 
 def _own_shapes(layer: Any) -> dict[str, tuple[int | None, ...]]:

@@ -74,9 +74,9 @@ def unit_axes(
 
     paths = dict.fromkeys(sorted(param.path for param in params), 0)
     patterns = dict(zip(paths, first_matches("other", list(other), paths), strict=True))
-    unknown = [param for param in params if param.axes is None and patterns[param.path] is None]
+    unknown = [param for param in params if isinstance(param.axes, str) and patterns[param.path] is None]
     if unknown:
-        listed = "\n  ".join(f"{param.path} of shape {param.shape}: {param.why}" for param in unknown)
+        listed = "\n  ".join(f"{param.path} of shape {param.shape}: {param.axes}" for param in unknown)
         raise ValueError(
             "unit_axes: it cannot be told which weights go into one unit of these parameters. Give their "
             f"axes, or clipjax.SKIP, as other={{path: axes}}:\n  {listed}"

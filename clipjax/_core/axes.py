@@ -101,13 +101,10 @@ def resolve_axes(axes: Axes, tree: Any) -> list[Reduced | Skip]:
       ValueError: an axis is out of range or repeated, or a path pattern matches no leaf.
     """
     leaves = leaves_with_paths(tree)
-    if not isinstance(axes, Mapping):
-        return [_resolve(axes, path, leaf) for path, leaf in leaves]
-    patterns = first_matches("axes", list(axes), tree)
-    return [
-        _resolve(SKIP if pattern is None else axes[pattern], path, leaf)
-        for pattern, (path, leaf) in zip(patterns, leaves, strict=True)
-    ]
+    each: list[Any] = [axes] * len(leaves)
+    if isinstance(axes, Mapping):
+        each = [SKIP if p is None else axes[p] for p in first_matches("axes", list(axes), tree)]
+    return [_resolve(of_leaf, *leaf) for of_leaf, leaf in zip(each, leaves, strict=True)]
 
 
 def _resolve(axes: Any, path: Path, leaf: Any) -> Reduced | Skip:
@@ -194,11 +191,11 @@ def leaves_with_paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -
 
     found: list[tuple[Path, Any]] = []
     for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_end):
-        inside = [(path, node)]
         if isinstance(node, boxes):
-            boxed = jax.tree_util.tree_leaves_with_path(node, is_leaf=is_leaf)
-            inside = [((*path, *keys[1:]), leaf) for keys, leaf in boxed]
-        found += inside
+            inside = jax.tree_util.tree_leaves_with_path(node, is_leaf=is_leaf)
+            found += [((*path, *keys[1:]), leaf) for keys, leaf in inside]
+        else:
+            found.append((path, node))
     return found
 
 
