@@ -61,11 +61,15 @@ def shapes_of(tree: str, dtype: str) -> dict[str, Any]:
     }
 
 
-def step(recipe: Recipe) -> Callable[[Any], Task]:
-    """A train step from the gradients on, whose parameters and state are donated."""
+def step(recipe: Recipe, *, wide: bool = True) -> Callable[[Any], Task]:
+    """A train step from the gradients on, whose parameters and state are donated.
+
+    The state is float32, or if it is not `wide`, in the parameters' dtype.
+    """
 
     def task(params: Any) -> Task:
-        state = jax.eval_shape(lambda p: start(recipe, p), params)
+        init = (lambda p: start(recipe, p)) if wide else recipe.tx.init
+        state = jax.eval_shape(init, params)
         return Task(recipe.step, (params, state, params), (0, 1))
 
     return task
@@ -113,6 +117,27 @@ def _naive_tangent_cone(radius: float) -> optax.GradientTransformation:
     return optax.stateless(lambda updates, params: jax.tree.map(one, updates, params))
 
 
+def _link_or_call(
+    name: str, label: str, projection: clipjax.Projection, optimizer: Any, *, wide: bool
+) -> Row:
+    return Row(
+        name,
+        label,
+        step(Recipe(clipjax.chain(optimizer, projection)), wide=wide),
+        step(Recipe(optimizer, projection), wide=wide),
+        "called in the step",
+    )
+
+
+def _transformed(tx: optax.GradientTransformation) -> Callable[[Any], Task]:
+    """A transformation alone; the gradients and the state are donated."""
+
+    def task(params: Any) -> Task:
+        return Task(tx.update, (params, jax.eval_shape(tx.init, params), params), (0, 1))
+
+    return task
+
+
 ROWS: tuple[Row, ...] = (
     *(Row(s.name, s.label, step(s.ours(AT)), step(s.peer(AT)), s.peer_label) for s in STEPS),
     Row(
@@ -136,19 +161,16 @@ ROWS: tuple[Row, ...] = (
         step(chain(adam(), _naive_unit_link())),
         "naive formula as link",
     ),
-    Row(
-        "max_norm_link_or_call",
-        "Adam, max_norm as last link",
-        step(Recipe(clipjax.chain(adam(), clipjax.max_norm(AT.radius)))),
-        step(Recipe(adam(), clipjax.max_norm(AT.radius))),
-        "max_norm called in the step",
-    ),
-    Row(
-        "unit_norm_link_or_call",
-        "Adam, unit_norm as last link",
-        step(Recipe(clipjax.chain(adam(), clipjax.unit_norm()))),
-        step(Recipe(adam(), clipjax.unit_norm())),
-        "unit_norm called in the step",
+    *(
+        _link_or_call(f"{name}_link_or_call{ending}", label, projection, optimizer, wide=wide)
+        for name, projection in (
+            ("max_norm", clipjax.max_norm(AT.radius)),
+            ("unit_norm", clipjax.unit_norm()),
+        )
+        for ending, label, optimizer, wide in (
+            ("", f"Adam, {name} as last link", adam(), True),
+            ("_narrow", f"Adam with narrow moments, {name} as last link", optax.adam(1e-3), False),
+        )
     ),
     # Adam moves 28 bytes for each parameter; the inner products need one more read of gradients and weights.
     Row(
@@ -162,8 +184,8 @@ ROWS: tuple[Row, ...] = (
     Row(
         "tangent_cone_alone",
         "tangent_cone, nothing else",
-        lambda params: _transformed(clipjax.tangent_cone(AT.radius), params),
-        lambda params: _transformed(_naive_tangent_cone(AT.radius), params),
+        _transformed(clipjax.tangent_cone(AT.radius)),
+        _transformed(_naive_tangent_cone(AT.radius)),
         "naive formula",
         floor=20,
     ),
@@ -191,12 +213,6 @@ ROWS: tuple[Row, ...] = (
 )
 
 
-def _transformed(tx: optax.GradientTransformation, params: Any) -> Task:
-    """A transformation alone; the gradients and the state are donated."""
-    state = jax.eval_shape(tx.init, params)
-    return Task(tx.update, (params, state, params), (0, 1))
-
-
 _CLIPS = ("global_norm", "rms", "norm", "value")
 _TPU_STEP = {"bytes": 1.05, "operations": 2, "compile": 2.5}
 _TPU_CALL = {"bytes": 1.05, "operations": 6, "compile": 2.5}
@@ -210,13 +226,11 @@ LIMITS: tuple[Limit, ...] = (
     ),
     *(Limit("h100", "big", "f32", name, {"kernels": 1.2}) for name in _CLIPS),
     *(Limit("h100", "leaves", "f32", name, _SMALL) for name in ("agc", "unit_norm_link", "link")),
+    Limit("h100", "big", "f32", "tangent_cone", {"floor": 1.5, "scratch": 0.01}),
     *(
-        Limit("h100", "big", "f32", name, {"floor": 1.5, "scratch": 0.01})
-        for name in ("tangent_cone", "tangent_cone_alone")
-    ),
-    *(
-        Limit("a100", "big", "bf16", name, {"bytes": 1.2, "copies": 0})
-        for name in ("max_norm_link_or_call", "unit_norm_link_or_call")
+        Limit("a100", "big", "bf16", f"{name}_link_or_call{moments}", {"bytes": 1.2, "copies": 0})
+        for name in ("max_norm", "unit_norm")
+        for moments in ("", "_narrow")
     ),
     *(
         Limit("t4", "big", "f32", f"functional_{name}", {"float64": 0.25})
