@@ -39,15 +39,16 @@ class Matrices(NamedTuple):
 
 def check_flatten(flatten: Flatten) -> Flatten:
     """Return `flatten`, or raise what is wrong with it that no tree is needed to see."""
-    if isinstance(flatten, Mapping):
-        for pattern, value in flatten.items():
-            if not isinstance(pattern, str):
-                raise TypeError(f"flatten: a path pattern must be a string, got {pattern!r}")
-            if isinstance(value, Mapping):
-                raise TypeError(f"flatten: pattern {pattern!r} must map to axes, got the mapping {value!r}")
-            check_flatten(value)
-    elif not (flatten is None or flatten is SKIP or callable(flatten)):
-        _sides(flatten)
+    if not isinstance(flatten, Mapping):
+        if not (flatten is None or flatten is SKIP or callable(flatten)):
+            _sides(flatten)
+        return flatten
+    for pattern, value in flatten.items():
+        if not isinstance(pattern, str):
+            raise TypeError(f"flatten: a path pattern must be a string, got {pattern!r}")
+        if isinstance(value, Mapping):
+            raise TypeError(f"flatten: pattern {pattern!r} must map to axes, got the mapping {value!r}")
+        check_flatten(value)
     return flatten
 
 
@@ -69,7 +70,7 @@ def matrices_of(tree: Any, flatten: Flatten, specs: Any) -> list[Matrices]:
     found = []
     for i, ((path, leaf), way, spec) in enumerate(zip(leaves, how, spec_leaves(specs, tree), strict=True)):
         sides = _resolve(way, path, leaf)
-        if isinstance(sides, Skip):
+        if isinstance(sides, Skip) or not leaf.size:
             continue
         rows, columns = sides
         if names := names_of_units(path, leaf, rows + columns, spec, None):
@@ -80,30 +81,28 @@ def matrices_of(tree: Any, flatten: Flatten, specs: Any) -> list[Matrices]:
         stack = tuple(axis for axis in range(len(leaf.shape)) if axis not in rows + columns)
         batch = tuple(leaf.shape[axis] for axis in stack)
         shape = tuple(math.prod(leaf.shape[axis] for axis in side) for side in (rows, columns))
-        if leaf.size:
-            found.append(Matrices(i, path_name(path), leaf, stack + rows + columns, batch, shape))
+        found.append(Matrices(i, path_name(path), leaf, stack + rows + columns, batch, shape))
     return found
 
 
 def _resolve(way: Any, path: Path, leaf: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | Skip:
     """The axes of rows and of columns, or :data:`SKIP`."""
-    rank = len(leaf.shape)
     if not is_measured(leaf):
         return SKIP
-    if callable(way):
-        way = way(path, leaf)
-    where = f"leaf {path_name(path)!r} of shape {tuple(leaf.shape)}"
-    if way is None:
-        if rank > 2:
-            raise ValueError(
-                f"spectral_cap: nothing says how to flatten {where} to a matrix. Pass "
-                f"flatten={{{path_name(path)!r}: (rows, columns)}} with the axes of its rows and of its "
-                f"columns, as ((0, 1, 2), 3) for a convolution; other axes count matrices, as of scanned "
-                f"layers. clipjax.SKIP instead of them leaves it alone."
-            )
+    rank, name = len(leaf.shape), path_name(path)
+    way = way(path, leaf) if callable(way) else way
+    if way is None and rank <= 2:
         return ((0,), (1,)) if rank == 2 else SKIP
     if isinstance(way, Skip):
         return way
+    where = f"leaf {name!r} of shape {tuple(leaf.shape)}"
+    if way is None:
+        raise ValueError(
+            f"spectral_cap: nothing says how to flatten {where} to a matrix. Pass flatten={{{name!r}: "
+            f"(rows, columns)}} with the axes of its rows and of its columns, as ((0, 1, 2), 3) for a "
+            f"convolution; other axes count matrices, as of scanned layers. clipjax.SKIP instead of them "
+            f"leaves it alone."
+        )
     rows, columns = _sides(way)
     for axis in rows + columns:
         if not -rank <= axis < rank:
@@ -115,12 +114,10 @@ def _resolve(way: Any, path: Path, leaf: Any) -> tuple[tuple[int, ...], tuple[in
 
 
 def _sides(flatten: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    message = (
+    if isinstance(flatten, Sequence) and not isinstance(flatten, str) and len(flatten) == 2:
+        rows, columns = (tuple(side) if isinstance(side, Sequence) else (side,) for side in flatten)
+        if all(isinstance(axis, int) and not isinstance(axis, bool) for axis in rows + columns):
+            return rows, columns
+    raise TypeError(
         f"flatten must be a pair (axes of rows, axes of columns), a rule, a mapping or None, got {flatten!r}"
     )
-    if not isinstance(flatten, Sequence) or isinstance(flatten, str) or len(flatten) != 2:
-        raise TypeError(message)
-    sides = [tuple(side) if isinstance(side, Sequence) else (side,) for side in flatten]
-    if not all(isinstance(axis, int) and not isinstance(axis, bool) for side in sides for axis in side):
-        raise TypeError(message)
-    return sides[0], sides[1]

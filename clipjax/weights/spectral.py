@@ -12,15 +12,15 @@ from jax import lax
 
 from clipjax._core.bounds import Bound, bound_at, check_fits
 from clipjax._core.norms import as_arrays, in_float64, strong, weakly_typed_as, wide
-from clipjax._core.reductions import max_of, min_of
 from clipjax._core.stats import Stats
 from clipjax._core.trees import Report, summary
 from clipjax.weights.link import applied
 from clipjax.weights.matrices import Flatten, Matrices, check_flatten, matrices_of
 from clipjax.weights.projections import How, Measured, Projection
-from clipjax.weights.singular import by_products, by_svd, capped, largest_singular_value, least_shrink
+from clipjax.weights.proof import by_platform, first_inside, is_inside
+from clipjax.weights.singular import by_newton_schulz, by_svd, capped, largest_singular_value
 
-_CAPS = {"svd": by_svd, "newton_schulz": by_products}
+_CAPS = {"svd": by_svd, "newton_schulz": by_newton_schulz}
 
 
 class SpectralCapState(NamedTuple):
@@ -42,9 +42,8 @@ def spectral_cap(
     Args:
       bound: a number, an array that broadcasts to the stack of matrices of each leaf, or a schedule
         `step -> bound`.
-      method: "svd" is exact; "newton_schulz" makes do with matrix products (Newton-Schulz iterations) up to
-        10⁴ times the bound, and takes the SVD beyond. Which is faster, and by how much, depends on the
-        machine and the shape: see docs/spectral.md.
+      method: "svd" is exact; "newton_schulz" makes do with matrix products (Newton-Schulz iterations),
+        and on a TPU both do. Which is faster depends on the machine and the shape: see docs/spectral.md.
       flatten: how leaves are matrices. Those of rank 2 are, as they are, and those of lower rank are
         left alone. For a higher rank, a pair (axes of rows, axes of columns), each an int or a tuple: a
         convolution's kernel (h, w, in, out) is `((0, 1, 2), 3)`, scanned Dense layers (layer, in, out)
@@ -64,16 +63,16 @@ def spectral_cap(
       pair of axes, or nothing says how to flatten a leaf of rank > 2. As a link: no `params` in `update`.
 
     Guarantees: no singular value, computed by an SVD in float64, is above `bound`, by the call and after
-    `optax.apply_updates`, in any dtype and from any weights: the rounded result is proven to be inside by a
-    Cholesky factorisation of bound² I - W Wᴴ, and made smaller until it is. What is proven to be inside
-    stays bit for bit, so that projecting twice is projecting once; a norm closer to the bound than
-    (m + n) min(m, n) 2e-16 of it is not proven, and projected. Singular values that are capped end below
-    the bound by the rounding of a matrix to its dtype and less than twice that ("svd": some ulp), or by
-    less than a thousandth ("newton_schulz", float32); those below come down by the same factor, except
-    for the products' thousandth. Entries that are not finite make their matrix NaN. Derivatives are those
-    of the exact cap, with one side's where a singular value ties with the bound; they take an SVD.
+    `optax.apply_updates`, in any dtype and from any weights: the rounded result is proven to be inside, and
+    made smaller until it is. What is proven to be inside stays bit for bit, so that projecting twice is
+    projecting once; a norm closer to the bound than a share d of it is not proven, and projected. d is
+    (m + n) min(m, n) 2e-16 for a matrix (m, n), on a TPU 2e-6 sqrt(min(m, n)). What is capped ends below the
+    bound by less than 4 d, or twice the rounding of a matrix to its dtype if that is more ("svd": some ulp),
+    and "newton_schulz" adds a thousandth; what is below comes down by the same factor, but for the
+    thousandth. Entries that are not finite make their matrix NaN. Derivatives are those of the exact cap,
+    with one side's where a singular value ties with the bound; they take an SVD.
 
-    A matrix costs a product and a Cholesky factorisation in float64 where it is inside, and some 40 products
+    A matrix costs a product and a Cholesky factorisation where it is inside, and some 40 products
     ("newton_schulz") or an SVD where it is not.
 
     References:
@@ -94,37 +93,36 @@ def spectral_cap(
     bound_of, flatten = bound_at("bound", bound), check_flatten(flatten)
     if method not in _CAPS:
         raise ValueError(f"method must be one of {', '.join(map(repr, _CAPS))}, got {method!r}")
-    cap = functools.partial(_each, lambda w, b: capped(w, b, _CAPS[method]))
+    cap = functools.partial(capped, cap=_CAPS[method])
 
+    def stacks(params: Any, step: Any) -> list[tuple[Matrices, jax.Array, jax.Array, jax.Array]]:
+        """The leaves with matrices: a stack of them, their bounds, and which are proven to be inside."""
+        at_step, found = bound_of(step), []
+        for m in matrices_of(params, flatten, specs):
+            stack, limits = m.stacked(strong(m.leaf)), _limits(m, at_step)
+            found.append((m, stack, limits, _each(is_inside, *lax.stop_gradient((stack, limits)))))
+        return found
+
+    @_of_arrays
     def constrain(params: Any, step: Any) -> tuple[Any, Report]:
-        return project(as_arrays(params), step)
-
-    @in_float64
-    def project(params: Any, step: Any) -> tuple[Any, Report]:
         treedef: Any
         leaves, treedef = jax.tree.flatten(params)
-        at_step = bound_of(step)
         reports = []
-        for m in matrices_of(params, flatten, specs):
-            limits = _limits(m, at_step)
-            stack = m.stacked(strong(m.leaf))
-            leaves[m.position] = weakly_typed_as(m.leaf, m.restored(cap(stack, limits)))
-            norms = _each(largest_singular_value, *lax.stop_gradient((stack, limits)))
+        for m, stack, limits, proven in stacks(params, step):
+            result = m.restored(_each(cap, stack, limits, proven))
+            leaves[m.position] = weakly_typed_as(m.leaf, result)
+            norms = _each(largest_singular_value, *lax.stop_gradient((stack, limits)), proven)
             reports.append(_report(norms, lax.stop_gradient(limits)))
         return treedef.unflatten(leaves), summary(reports)
 
+    @_of_arrays
     def measure(params: Any, step: Any) -> list[Measured]:
-        return measured_values(as_arrays(params), step)
-
-    @in_float64
-    def measured_values(params: Any, step: Any) -> list[Measured]:
-        at_step = bound_of(step)
-        measured = []
-        for m in matrices_of(params, flatten, specs):
-            limits = _limits(m, at_step)
-            norms = _each(largest_singular_value, m.stacked(strong(m.leaf)), limits)
-            measured.append(Measured(m.path, norms, jnp.zeros_like(limits), limits))
-        return measured
+        return [
+            Measured(
+                m.path, _each(largest_singular_value, stack, limits, *rest), jnp.zeros_like(limits), limits
+            )
+            for m, stack, limits, *rest in stacks(params, step)
+        ]
 
     @in_float64
     def settle(before: Any, after: Any, wanted: Any, updates: Any, step: Any) -> Any:
@@ -144,13 +142,18 @@ def spectral_cap(
     )
 
 
+def _of_arrays(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Run a function of weights and a step in float64, which takes away what a Python number was."""
+    return lambda params, step: in_float64(function)(as_arrays(params), step)
+
+
 def _limits(m: Matrices, bound: jax.Array) -> jax.Array:
     """The bound of each matrix of a leaf."""
     return jnp.broadcast_to(check_fits(bound, m.batch, f"the matrices of {m.path!r}"), m.batch)
 
 
 def _each(function: Callable[..., jax.Array], *stacks: jax.Array) -> jax.Array:
-    """Apply a function of matrices, and their bound, to each of a stack."""
+    """Apply a function of matrices, and of what there is one of for each, to a stack."""
     batch = stacks[-1].shape
     if not batch:  # products of one matrix are faster than those of a stack of one
         return function(*stacks)
@@ -159,7 +162,7 @@ def _each(function: Callable[..., jax.Array], *stacks: jax.Array) -> jax.Array:
     return result.reshape(*batch, *result.shape[1:])
 
 
-@in_float64
+@jax.custom_jvp
 def _settled(
     before: jax.Array, after: jax.Array, wanted: jax.Array, update: jax.Array, bound: jax.Array
 ) -> jax.Array:
@@ -167,24 +170,35 @@ def _settled(
 
     Entry by entry the sum is next to what is wanted, and that can be outside by some ulp.
     """
-    fixed = lax.stop_gradient((before, wanted, update))
-    moved = jnp.any(lax.stop_gradient(after) != fixed[1])
-    s = least_shrink(
-        lambda s: applied(fixed[0], _step_to_smaller(*fixed, s)),
-        jnp.where(moved, lax.stop_gradient(bound), jnp.inf),
-        float(jnp.finfo(before.dtype).eps),
-    )
-    return _step_to_smaller(before, wanted, update, s)
+    settled: jax.Array = _settled_by_platform(before, after, wanted, update, bound)
+    return settled
 
 
-def _step_to_smaller(before: jax.Array, wanted: jax.Array, update: jax.Array, s: jax.Array) -> jax.Array:
-    """The update that leads to 1 - s times what is wanted."""
-    target = wide(wanted) * (1 - s)
-    return jnp.where(s == 0, update, lax.convert_element_type(target - wide(before), update.dtype))
+@_settled.defjvp
+def _settled_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    settled, update = _settled(*primals), primals[3]
+    to_wanted, d_update = tangents[2].astype(update.dtype) - tangents[0].astype(update.dtype), tangents[3]
+    return settled, jnp.where(jnp.any(settled != update), to_wanted, d_update)
+
+
+@by_platform
+def _settled_by_platform(
+    real: Any, before: jax.Array, after: jax.Array, wanted: jax.Array, update: jax.Array, bound: jax.Array
+) -> jax.Array:
+    def smaller(s: jax.Array) -> jax.Array:
+        """The update that leads to 1 - s times what is wanted."""
+        step = wide(wanted) * (1 - wide(s)) - wide(before)
+        return jnp.where(s == 0, update, lax.convert_element_type(step, update.dtype))
+
+    moved = jnp.any(after != wanted)
+    return first_inside(real, moved, smaller, functools.partial(applied, before), update, bound)
 
 
 @in_float64
 def _report(norms: jax.Array, bound: jax.Array) -> Report:
-    scale = jnp.where(norms > bound, bound / jnp.where(norms > bound, norms, 1.0), 1.0)
-    scale = jnp.where(jnp.isnan(norms), jnp.nan, scale)
-    return Report(max_of(norms), min_of(scale), ~jnp.all(norms <= bound))
+    scale = jnp.where(norms <= bound, 1.0, bound / jnp.where(norms == 0, 1.0, norms))
+    # XLA's CPU compiler may lose NaN in a maximum.
+    largest, least = (
+        jnp.where(jnp.any(jnp.isnan(norms)), jnp.nan, x) for x in (jnp.max(norms), jnp.min(scale))
+    )
+    return Report(largest, least, ~jnp.all(norms <= bound))

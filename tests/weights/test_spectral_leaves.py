@@ -131,7 +131,7 @@ def test_what_cannot_be_flattened_is_an_error() -> None:
     for bad in (0, "01", (0, 1, 2), (0, 1.5), (True, 1), {0: (0, 1)}, {"a": {"b": (0, 1)}}):
         with pytest.raises(TypeError, match="flatten"):
             clipjax.spectral_cap(1.0, flatten=bad)
-    with pytest.raises(ValueError, match="method must be one of 'svd', 'products', got 'qr'"):
+    with pytest.raises(ValueError, match="method must be one of 'svd', 'newton_schulz', got 'qr'"):
         clipjax.spectral_cap(1.0, method="qr")  # type: ignore[arg-type]
 
 
