@@ -83,15 +83,15 @@ Measured on {date} with {versions} on a {device}, by
 `python -m benchmarks.spectral --write docs/spectral.md`.
 
 The matrices are random, float32, with a largest singular value of 1.3 for a bound of 1. `SVD` is the time of
-one `jnp.linalg.svd` in float32; `svd` and `newton_schulz` are the times of the two methods divided by it, taken
-in the same round, and `inside` that of a matrix that is inside, whichever the method. A loss is by how much the
-largest singular value, in float64, ends below the bound.
+one `jnp.linalg.svd` in float32; `svd` and `newton_schulz` are the times of the two methods divided by it,
+taken in the same round, and `inside` that of a matrix that is inside, whichever the method. A loss is by how
+much the largest singular value, in float64, ends below the bound.
 
 {table}
 
-Both methods compute in float64 and prove their result with a Cholesky factorisation. `svd` takes its SVD
-in float64, too, which costs more than the float32 one that it is compared with. Where `newton_schulz` is the
-slower of the two, `svd` is the better choice in every respect.
+Both methods compute in float64 and prove their result by a Cholesky factorisation. `svd` takes the
+eigenvectors of the Gram matrix, which are the left singular vectors. Where `newton_schulz` is the slower of
+the two, `svd` is the better choice in every respect.
 
 ## On a TPU
 

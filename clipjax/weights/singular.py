@@ -13,114 +13,18 @@ from jax import lax
 
 from clipjax._core.norms import wide
 from clipjax._core.rounding import rounded
+from clipjax.weights.caps import frobenius_norm, largest_entry
 from clipjax.weights.proof import by_platform, first_inside, gram, identity, limit_in, matmul, to_width
 
 # (matrix, bound) -> about the capped matrix, in the width of both
 Cap = Callable[[jax.Array, jax.Array], jax.Array]
 
-# How far below the bound Newton-Schulz aims, so that what it leaves above its aim is inside; and where it
-# stands in for the SVD.
-AIM, _FINE_AIM = 2.0**-11, 2.0**-14
-
-
-def _size(x: jax.Array) -> jax.Array:
-    """The Frobenius norm."""
-    return jnp.sqrt(jnp.sum(jnp.square(x.real) + (jnp.square(x.imag) if jnp.iscomplexobj(x) else 0)))
-
-
-def _largest_entry(w: jax.Array) -> jax.Array:
-    """The largest |entry|, and 1 for what cannot divide: 0, NaN and infinity."""
-    largest = jnp.max(jnp.abs(w))
-    return jnp.where((largest > 0) & (largest < jnp.inf), largest, 1.0)
-
 
 def factors(w: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The thin singular value decomposition, of a matrix of any scale."""
-    unit = _largest_entry(w)
+    unit = largest_entry(w)
     u, s, vh = jnp.linalg.svd(w / unit, full_matrices=False)
     return u, s * unit, vh
-
-
-def by_svd(w: jax.Array, bound: jax.Array) -> jax.Array:
-    """Cap by U min(S, bound) Vᴴ; in float32 by products, as XLA takes minutes to compile an SVD for a TPU."""
-    if bound.dtype == np.float32:
-        return by_newton_schulz(w, bound, _FINE_AIM)
-    u, s, vh = factors(w)
-    return matmul(u * jnp.minimum(s, bound)[None, :], vh)
-
-
-def by_newton_schulz(w: jax.Array, bound: jax.Array, below: float = AIM) -> jax.Array:
-    """Cap by matrix products, at `bound` times 1 - `below`.
-
-    With X = W / aim and G = X Xᴴ, the capped X is P^(-1/2) X, where P = max(G, I) = I + (G - I)(I + S) / 2
-    and S is the sign of G - I: two Newton-Schulz iterations. Where an eigenvalue of G - I is so small that
-    its sign has not converged, P is too small by an eighth of what is left open: by less than `below`.
-
-    G loses the square of |X| in digits, so a matrix that is far outside is first capped at a part of its own
-    norm, as often as needed.
-    """
-    # How far outside is near, and when an iteration has converged.
-    far, close = (1e4, 1e-9) if bound.dtype == np.float64 else (8.0, 1e-5)
-    aim = bound * (1 - below)
-
-    def cap(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        unit = _largest_entry(state[1])
-        x = state[1] / unit
-        g = gram(x)
-        g2 = matmul(g, g)
-        # |G| <= |G⁴|_F^(1/4), which is at most k^(1/8) times too large.
-        top = jnp.minimum(jnp.sqrt(jnp.sqrt(_size(matmul(g2, g2)))), _size(x) ** 2) * (1 + close)
-        again = jnp.sqrt(top) / far > aim / unit
-        level = jnp.maximum(jnp.sqrt(top) / far, aim / unit)
-        x, g, top = x / level, g / level**2, top / level**2
-
-        eye = identity(len(g), g.dtype)
-        width = jnp.maximum(top - 1, 1.0)
-        sign = _sign((g - eye) / width, 4 * below / width, close)
-        p = eye + matmul(g - eye, eye + sign) / 2
-        largest = jnp.minimum(top, 1 + _size(p - eye)) * (1 + below)
-        root = _inverse_root(p / largest, 0.999 * lax.rsqrt(largest), close) * lax.rsqrt(largest)
-        return again, (matmul(root, x) if x.shape[0] <= x.shape[1] else matmul(x, root)) * level * unit
-
-    # Not for a bound of 0 or infinity.
-    start = jnp.all(jnp.isfinite(w)) & (aim > 0) & (aim < jnp.inf)
-    return lax.while_loop(lambda state: state[0], cap, (start, w))[1]
-
-
-def _newton_schulz(low: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """One step x -> x (a - b x²) on [low, 1], which it maps onto [new low, 1]: a, b and the new low.
-
-    The scaled Newton-Schulz step of Chen and Chow, 2014: it never leaves [0, 1], and no sign flips.
-    """
-    square = 3 / (1 + low + low * low)
-    a = 1.5 * jnp.sqrt(square)
-    b = a * square / 3
-    return a, b, low * (a - b * low * low)
-
-
-def _sign(y: jax.Array, low: jax.Array, close: float) -> jax.Array:
-    """The sign of a Hermitian matrix whose eigenvalues are in [-1, 1], converged for those beyond `low`."""
-
-    def step(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        y, low = state
-        a, b, low = _newton_schulz(low)
-        return a * y - b * matmul(y, matmul(y, y)), low
-
-    return lax.while_loop(lambda state: 1 - state[1] > close, step, (y, low))[0]
-
-
-def _inverse_root(p: jax.Array, low: jax.Array, close: float) -> jax.Array:
-    """The inverse square root of a Hermitian matrix whose eigenvalues are in [low², 1]."""
-    eye = identity(len(p), p.dtype)
-
-    def step(state: Any) -> Any:
-        y, z, low = state
-        a, b, low = _newton_schulz(low)
-        t = a * eye - b * matmul(z, y)
-        return matmul(y, t), matmul(t, z), low
-
-    start = jnp.where(low > 0, eye, 0)  # the identity, but in `shard_map` it varies with p
-    return lax.while_loop(lambda state: 1 - state[2] > close, step, (p, start, low))[1]
 
 
 def narrowed(x: jax.Array, dtype: Any) -> jax.Array:
@@ -200,7 +104,7 @@ def largest_singular_value(real: Any, w: jax.Array, bound: jax.Array, proven: ja
     """An estimate from below, by 32 power iterations, on the side of `bound` that is proven."""
     finite = jnp.all(jnp.isfinite(w))
     w = jnp.where(finite, to_width(w, real), 0.0)
-    unit = _largest_entry(w)
+    unit = largest_entry(w)
     g = gram(w / unit)
     diagonal = jnp.sum(jnp.where(identity(len(g), bool), g.real, 0.0), axis=0)
     place = lax.broadcasted_iota(np.int32, diagonal.shape, 0)
@@ -209,7 +113,7 @@ def largest_singular_value(real: Any, w: jax.Array, bound: jax.Array, proven: ja
 
     def turn(_: Any, v: jax.Array) -> jax.Array:
         v = matmul(g, v)
-        norm = _size(v)
+        norm = frobenius_norm(v)
         return v / jnp.where(norm > 0, norm, 1.0)
 
     v = lax.fori_loop(0, 32, turn, start)

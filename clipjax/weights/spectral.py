@@ -14,11 +14,12 @@ from clipjax._core.bounds import Bound, bound_at, check_fits
 from clipjax._core.norms import as_arrays, in_float64, strong, weakly_typed_as, wide
 from clipjax._core.stats import Stats
 from clipjax._core.trees import Report, summary
+from clipjax.weights.caps import by_newton_schulz, by_svd
 from clipjax.weights.link import applied
 from clipjax.weights.matrices import Flatten, Matrices, check_flatten, matrices_of
 from clipjax.weights.projections import How, Measured, Projection
 from clipjax.weights.proof import by_platform, first_inside, is_inside
-from clipjax.weights.singular import by_newton_schulz, by_svd, capped, largest_singular_value
+from clipjax.weights.singular import capped, largest_singular_value
 
 _CAPS = {"svd": by_svd, "newton_schulz": by_newton_schulz}
 
@@ -73,7 +74,7 @@ def spectral_cap(
     with one side's where a singular value ties with the bound; they take an SVD.
 
     A matrix costs a product and a Cholesky factorisation where it is inside, and some 40 products
-    ("newton_schulz") or an SVD where it is not.
+    ("newton_schulz") or the eigenvectors of its Gram matrix where it is not.
 
     References:
       Yoshida and Miyato, 2017, Spectral norm regularization, arXiv:1705.10941; Chen and Chow, 2014, A

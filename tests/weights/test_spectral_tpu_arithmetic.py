@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clipjax._core.norms import in_float64
-from clipjax.weights import proof, singular
+from clipjax.weights import caps, proof, singular
 from tests.support.trees import same_bits
 from tests.support.weights import capped, exact, largest_singular_value, with_spectrum
 
 F32 = np.dtype(np.float32)
 SHAPE = (8, 20)
-METHODS = {"svd": singular.by_svd, "newton_schulz": singular.by_newton_schulz}
+METHODS = {"svd": caps.by_svd, "newton_schulz": caps.by_newton_schulz}
 # How far the result is from the exact cap, as a share of the bound: what Newton-Schulz aims below it, and
 # some of the proof's allowance.
 TOLERANCE = {"svd": 2.0**-13, "newton_schulz": 2.0**-10}

@@ -1,0 +1,130 @@
+"""Two ways to cap singular values, up to rounding, in the width of the matrix that is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from clipjax.weights.proof import gram, identity, matmul
+
+# (Gram matrix G, a bound of its eigenvalues) -> max(G, I)^(-1/2)
+Scaling = Callable[[jax.Array, jax.Array], jax.Array]
+
+# How far below the bound Newton-Schulz aims, so that what it leaves above its aim is inside; and where it
+# stands in for the SVD.
+AIM, _FINE_AIM = 2.0**-11, 2.0**-14
+
+
+def frobenius_norm(x: jax.Array) -> jax.Array:
+    """The Frobenius norm."""
+    return jnp.sqrt(jnp.sum(jnp.square(x.real) + (jnp.square(x.imag) if jnp.iscomplexobj(x) else 0)))
+
+
+def largest_entry(w: jax.Array) -> jax.Array:
+    """The largest |entry|, and 1 for what cannot divide: 0, NaN and infinity."""
+    largest = jnp.max(jnp.abs(w))
+    return jnp.where((largest > 0) & (largest < jnp.inf), largest, 1.0)
+
+
+def by_svd(w: jax.Array, bound: jax.Array) -> jax.Array:
+    """Cap by U min(S, bound) Vᴴ, with the eigenvectors and eigenvalues of W Wᴴ, which are U and S².
+
+    In float32 by products: XLA takes minutes to compile a decomposition for a TPU. And JAX cannot export an
+    SVD in float64 for platforms of which a TPU is one, not even where the TPU does without it.
+    """
+    if bound.dtype == np.float32:
+        return by_newton_schulz(w, bound, _FINE_AIM)
+
+    def scaling(g: jax.Array, top: jax.Array) -> jax.Array:
+        del top
+        u, values = lax.linalg.eigh(g, symmetrize_input=False)
+        return matmul(u * lax.rsqrt(jnp.maximum(values, 1.0)), jnp.conj(u.T))
+
+    return _in_stages(w, bound, 300.0, scaling, sharp=False)
+
+
+def by_newton_schulz(w: jax.Array, bound: jax.Array, below: float = AIM) -> jax.Array:
+    """Cap by matrix products, at `bound` times 1 - `below`.
+
+    P = max(G, I) = I + (G - I)(I + S) / 2, where S is the sign of G - I: two Newton-Schulz iterations. Where
+    an eigenvalue of G - I is so small that its sign has not converged, P is too small by an eighth of what is
+    left open: by less than `below`.
+    """
+    # How far outside is near, and when an iteration has converged.
+    far, close = (1e4, 1e-9) if bound.dtype == np.float64 else (8.0, 1e-5)
+
+    def scaling(g: jax.Array, top: jax.Array) -> jax.Array:
+        eye = identity(len(g), g.dtype)
+        width = jnp.maximum(top - 1, 1.0)
+        sign = _sign((g - eye) / width, 4 * below / width, close)
+        p = eye + matmul(g - eye, eye + sign) / 2
+        largest = jnp.minimum(top, 1 + frobenius_norm(p - eye)) * (1 + below)
+        return _inverse_root(p / largest, 0.999 * lax.rsqrt(largest), close) * lax.rsqrt(largest)
+
+    return _in_stages(w, bound * (1 - below), far, scaling, sharp=True)
+
+
+def _in_stages(w: jax.Array, aim: jax.Array, far: float, scaling: Scaling, sharp: bool) -> jax.Array:
+    """Cap by P^(-1/2) X, where X = W / aim, G = X Xᴴ and P = max(G, I).
+
+    G loses the square of |X| in digits, so a matrix more than `far` outside is first capped at a part of its
+    own norm, as often as needed. `sharp` bounds that norm to some percent, at the cost of two products.
+    """
+
+    def stage(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        unit = largest_entry(state[1])
+        x = state[1] / unit
+        g, top = gram(x), frobenius_norm(x) ** 2
+        if sharp:  # |G| <= |G⁴|_F^(1/4), which is at most k^(1/8) times too large
+            g2 = matmul(g, g)
+            top = jnp.minimum(jnp.sqrt(jnp.sqrt(frobenius_norm(matmul(g2, g2)))), top)
+        top *= 1 + 100 * float(jnp.finfo(top.dtype).eps)
+        again = jnp.sqrt(top) / far > aim / unit
+        level = jnp.maximum(jnp.sqrt(top) / far, aim / unit)
+        x, scale = x / level, scaling(g / level**2, top / level**2)
+        return again, (matmul(scale, x) if x.shape[0] <= x.shape[1] else matmul(x, scale)) * level * unit
+
+    # Not for a bound of 0 or infinity.
+    start = jnp.all(jnp.isfinite(w)) & (aim > 0) & (aim < jnp.inf)
+    return lax.while_loop(lambda state: state[0], stage, (start, w))[1]
+
+
+def _newton_schulz(low: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """One step x -> x (a - b x²) on [low, 1], which it maps onto [new low, 1]: a, b and the new low.
+
+    The scaled Newton-Schulz step of Chen and Chow, 2014: it never leaves [0, 1], and no sign flips.
+    """
+    square = 3 / (1 + low + low * low)
+    a = 1.5 * jnp.sqrt(square)
+    b = a * square / 3
+    return a, b, low * (a - b * low * low)
+
+
+def _sign(y: jax.Array, low: jax.Array, close: float) -> jax.Array:
+    """The sign of a Hermitian matrix whose eigenvalues are in [-1, 1], converged for those beyond `low`."""
+
+    def step(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        y, low = state
+        a, b, low = _newton_schulz(low)
+        return a * y - b * matmul(y, matmul(y, y)), low
+
+    return lax.while_loop(lambda state: 1 - state[1] > close, step, (y, low))[0]
+
+
+def _inverse_root(p: jax.Array, low: jax.Array, close: float) -> jax.Array:
+    """The inverse square root of a Hermitian matrix whose eigenvalues are in [low², 1]."""
+    eye = identity(len(p), p.dtype)
+
+    def step(state: Any) -> Any:
+        y, z, low = state
+        a, b, low = _newton_schulz(low)
+        t = a * eye - b * matmul(z, y)
+        return matmul(y, t), matmul(t, z), low
+
+    start = jnp.where(low > 0, eye, 0)  # the identity, but in `shard_map` it varies with p
+    return lax.while_loop(lambda state: 1 - state[2] > close, step, (p, start, low))[1]
