@@ -1,9 +1,8 @@
 """Measuring: norms exact enough to decide by.
 
-Norms are float64 values inside this package, whatever `jax_enable_x64` says. A float32 sum of a
-million squares is off by more than the four ulp that a bounded unit may lose, and overflows at
-1e19; the same sum in float64 is exact to 1e-13 and holds every float32, bfloat16 and float16 number.
-It costs little: the pass is bound by memory, which it reads once either way.
+Norms are float64 values inside this package, whatever `jax_enable_x64` says. A plain float32 sum of a
+million squares is off by more than the four ulp that a bounded unit may lose, and overflows at 1e19.
+How the entries are added is for :mod:`clipjax._core.platforms` to choose.
 
 The price is that every function that touches such a norm runs under :func:`in_float64`.
 """
@@ -13,24 +12,22 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core.primitives import convert_element_type_p
 
 from clipjax._core.axes import Reduced, is_measured
-from clipjax._core.mesh import Names, pmax
-from clipjax._core.reductions import Arrays, Reduction, is_narrow, max_of, reduce_all
-from clipjax._core.turns import Turn
+from clipjax._core.mesh import Names, largest_of_devices, sum_of_devices
+from clipjax._core.platforms import euclidean_norm, euclidean_norms, largest, largest_of_all
+from clipjax._core.platforms import wide as wide
+
+Arrays: TypeAlias = Sequence[jax.Array]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-
-# |x|**p fits a float64 for every float32 x, subnormals included, up to this power.
-_LARGEST_PLAIN_POWER = 6
 
 
 def in_float64(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -44,15 +41,14 @@ def in_float64(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return wrapped
 
 
-def wide(x: Any) -> jax.Array:
-    """Convert to float64 (complex128), under :func:`in_float64`."""
-    x = jnp.asarray(x)
-    return lax.convert_element_type(x, np.complex128 if jnp.iscomplexobj(x) else np.float64)
-
-
 def norm_dtype(leaves: Sequence[Any]) -> np.dtype:
     """The dtype in which users see norms: float32, or float64 if a leaf is as wide."""
-    return np.dtype(np.float64 if any(x.dtype in (np.float64, np.complex128) for x in leaves) else np.float32)
+    return np.dtype(np.float64 if any(is_wide(x.dtype) for x in leaves) else np.float32)
+
+
+def is_wide(dtype: Any) -> bool:
+    """Whether a dtype is of 64 bits a number."""
+    return dtype in (np.float64, np.complex128)
 
 
 def as_arrays(tree: Any) -> Any:
@@ -69,7 +65,7 @@ def weakly_typed_as(like: Any, x: jax.Array) -> jax.Array:
     """Give x the weak type of `like`, which arithmetic with a strong bound takes away."""
     if not getattr(like, "weak_type", False) or x.weak_type:
         return x
-    return convert_element_type_p.bind(x, new_dtype=x.dtype, weak_type=True, sharding=None)
+    return lax.convert_element_type_p.bind(x, new_dtype=x.dtype, weak_type=True, sharding=None)
 
 
 def check_ord(ord: Any) -> Any:  # noqa: A002 - the name that NumPy, JAX and SciPy use
@@ -88,27 +84,34 @@ def check_ord(ord: Any) -> Any:  # noqa: A002 - the name that NumPy, JAX and Sci
 
 
 @in_float64
-def norm_of(
-    x: Any,
-    axes: Reduced,
+def norms_of(
+    leaves: Sequence[Arrays],
+    axes: Sequence[Reduced],
     ord: Any,  # noqa: A002
-    names: Names = (),
-    turn: Turn = None,
-    terms: Arrays = (),
-) -> jax.Array:
-    """Measure the p-norm along `axes`, in float64, with the reduced axes kept as 1.
+    names: Sequence[Names],
+) -> list[jax.Array]:
+    """Measure the p-norms of each leaf along its axes, in float64, with the reduced axes kept as 1.
 
     Args:
-      x: a real or complex array.
-      axes: the reduced axes; `None` reduces all and gives a scalar.
+      leaves: of each leaf the terms whose sum is measured: usually one, a real or complex array.
+      axes: the reduced axes of each; `None` reduces all and gives a scalar.
       ord: p >= 1 or inf; may be traced, which costs a power per entry.
-      names: mesh axes over which a norm's entries are spread, too.
-      turn: when it is the turn of x.
-      terms: arrays whose sum is x, where it is better not to store that.
+      names: of each leaf, the mesh axes over which a norm's entries are spread, too.
     """
-    x = strong(x)
-    norm = _norm_for(ord)((x,), tuple(terms), turn, axes, ord)
-    return _over_devices(norm, ord, names, _needs_scaling(x.dtype, ord)) if names else norm
+    leaves = [tuple(strong(term) for term in terms) for terms in leaves]
+    if isinstance(ord, jax.core.Tracer):
+        norms = [_traced_norm(terms, along, ord) for terms, along in zip(leaves, axes, strict=True)]
+    else:
+        norms = _norms(leaves, tuple(axes), ord) if leaves else []
+    return [
+        _over_devices(norm, ord, spread, terms[0].dtype) if spread else norm
+        for norm, spread, terms in zip(norms, names, leaves, strict=True)
+    ]
+
+
+def norm_of(x: Any, axes: Reduced, ord: Any, names: Names = ()) -> jax.Array:  # noqa: A002
+    """Measure the p-norm of one array along `axes`; see :func:`norms_of`."""
+    return norms_of([(x,)], [axes], ord, [names])[0]
 
 
 @in_float64
@@ -118,106 +121,105 @@ def tree_norm(tree: Any, ord: Any, names_of: Callable[[Any], Names]) -> jax.Arra
     Leaves that are spread alike are put together first: one all-reduce of a scalar for each kind.
     """
     groups: dict[Names, list[jax.Array]] = {}
-    leaves = [leaf for leaf in jax.tree.leaves(tree) if is_measured(leaf)]
-    for leaf in leaves:
-        groups.setdefault(names_of(leaf), []).append(strong(leaf))
-    scaled = _needs_scaling(norm_dtype(leaves), ord)
+    for leaf in jax.tree.leaves(tree):
+        if is_measured(leaf):
+            groups.setdefault(names_of(leaf), []).append(strong(leaf))
     parts = []
     for names, group in groups.items():
-        norm = _norm_for(ord)(tuple(group), (), None, None, ord)
-        parts.append(_over_devices(norm, ord, names, scaled) if names else norm)
+        traced = isinstance(ord, jax.core.Tracer)
+        norm = _traced_norm(tuple(group), None, ord) if traced else _norm_together(tuple(group), ord)
+        parts.append(_over_devices(norm, ord, names, norm_dtype(group)) if names else norm)
     if len(parts) == 1:
         return parts[0]
     return norm_of(jnp.stack(parts) if parts else jnp.zeros(0, np.float64), None, ord)
 
 
-def _needs_scaling(dtype: Any, p: Any) -> bool:
-    """Whether sums of |x|**p could leave the range of a float64."""
-    return (
-        dtype in (np.float64, np.complex128)
-        or isinstance(p, jax.core.Tracer)
-        or p > _LARGEST_PLAIN_POWER
-        # TPUs emulate float64 by pairs of float32, with the range of a float32.
-        or jax.default_backend() == "tpu"
-    )
-
-
-def _over_devices(norm: jax.Array, ord: Any, names: Names, scaled: bool) -> jax.Array:  # noqa: A002
+def _over_devices(norm: jax.Array, ord: Any, names: Names, dtype: Any) -> jax.Array:  # noqa: A002
     """The norm of what is spread over mesh axes, from each device's own norm."""
     if not isinstance(ord, jax.core.Tracer) and ord == math.inf:
-        return pmax(norm, names)
-    return _root_of_sum(norm, lax.convert_element_type(ord, np.float64), names, scaled)
+        return largest_of_devices(norm, names)
+    exact = not is_wide(dtype) and not isinstance(ord, jax.core.Tracer) and ord <= 2
+    return _root_of_sum(norm, lax.convert_element_type(ord, np.float64), names, exact)
 
 
+# The norms of each leaf, the sum of its terms.
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 @in_float64
-def largest(
-    xs: Arrays,
-    axes: Reduced = None,
-    turn: Turn = None,
-    of: Callable[[jax.Array], jax.Array] = jnp.abs,
-    at_least: float = 0.0,
-) -> jax.Array:
-    """The largest of(x), in float64, and at least so much; of all arrays together where axes are None."""
-    narrow = [x for x in xs if is_narrow(x)]
-    if not narrow:
-        how = Reduction(of, jnp.maximum, functools.partial(max_of, initial=at_least))
-        return wide(reduce_all(how, xs, (), axes, turn))
-    if len(narrow) < len(xs):
-        others = [x for x in xs if not is_narrow(x)]
-        return jnp.maximum(*(largest(part, axes, turn, of, at_least) for part in (narrow, others)))
-    # XLA's CPU compiler writes out what 16-bit entries are converted to where two operations share it. So the
-    # maximum alone is of float64, and NaN, which `max_of` would find, is found in entries behind a barrier.
-    how = Reduction(lambda x: of(wide(x)), jnp.maximum, functools.partial(jnp.max, initial=at_least))
-
-    def on_cpu(found: jax.Array, *xs: jax.Array) -> jax.Array:
-        apart = lax.optimization_barrier(xs)
-        total = _sum(apart, axes, lambda x: jnp.abs(lax.convert_element_type(x, np.float32)))
-        return jnp.where(jnp.isnan(total), jnp.nan, found)
-
-    found = reduce_all(how, xs, (), axes, turn)
-    return lax.platform_dependent(found, *xs, cpu=on_cpu, default=lambda found, *_: found)
-
-
-def _sum(xs: Arrays, axes: Reduced, of: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """Sum a function of the entries along `axes`, and over the arrays."""
-    sums = [jnp.sum(of(x), axis=axes, keepdims=axes is not None) for x in xs]
-    return jnp.sum(jnp.stack(sums), axis=0) if len(sums) > 1 else sums[0]
-
-
-def _nonzero(x: jax.Array) -> jax.Array:
-    """Replace by 1 what cannot divide: 0, NaN and infinity."""
-    return jnp.where((x > 0) & (x < jnp.inf), x, 1.0)
-
-
-def _norm_for(ord: Any) -> Callable[[Arrays, Arrays, Turn, Reduced, Any], jax.Array]:  # noqa: A002
-    return _traced_norm if isinstance(ord, jax.core.Tracer) else _norm
-
-
-# The norm of several arrays together, or of the units of one, which may be given as the sum of `terms`.
-@functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4))
-@in_float64
-def _norm(xs: Arrays, terms: Arrays, turn: Turn, axes: Reduced, p: float) -> jax.Array:
+def _norms(leaves: Sequence[Arrays], axes: tuple[Reduced, ...], p: float) -> list[jax.Array]:
+    along = [tuple(range(terms[0].ndim)) if a is None else a for terms, a in zip(leaves, axes, strict=True)]
     if p == math.inf:
-        return largest(xs, axes, turn)
-    if not any(_needs_scaling(x.dtype, p) for x in xs):
-        how = Reduction(lambda part: _powers(part, p), jnp.add, jnp.sum)
-        return _root(reduce_all(how, xs, terms, axes, turn), p)
-    unit = _nonzero(largest(xs, axes))
+        norms: list[Any] = largest([functools.reduce(jnp.add, terms) for terms in leaves], along)
+        return [norm.reshape(()) if a is None else norm for norm, a in zip(norms, axes, strict=True)]
+    norms = [None] * len(leaves)
+    fast = [i for i, terms in enumerate(leaves) if p == 2 and _is_narrow_and_real(terms[0])]
+    if fast:
+        found = euclidean_norms([leaves[i] for i in fast], [along[i] for i in fast])
+        for i, norm in zip(fast, found, strict=True):
+            norms[i] = norm
+    for i, terms in enumerate(leaves):
+        if norms[i] is None:
+            norms[i] = _any_norm((functools.reduce(jnp.add, terms),), along[i], p)
+    return [norm.reshape(()) if a is None else norm for norm, a in zip(norms, axes, strict=True)]
+
+
+# The norm of several arrays together.
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+@in_float64
+def _norm_together(xs: Arrays, p: float) -> jax.Array:
+    if p == 2 and all(_is_narrow_and_real(x) for x in xs):
+        return euclidean_norm(xs)
+    return _any_norm(xs, None, p)
+
+
+def _is_narrow_and_real(x: jax.Array) -> bool:
+    return x.dtype.itemsize <= 4 and not jnp.iscomplexobj(x)
+
+
+def _any_norm(xs: Arrays, axes: Reduced, p: float) -> jax.Array:
+    """A norm of any order and dtype, entry by entry in float64."""
+    if p == math.inf:
+        return largest_of(xs, axes)
+    if p == 1:
+        return _sum(xs, axes, lambda x: jnp.abs(wide(x)))
+    if p == 2 and all(x.dtype.itemsize <= 4 or x.dtype == np.complex64 for x in xs):
+        parts = [part for x in xs for part in ((x.real, x.imag) if jnp.iscomplexobj(x) else (x,))]
+        if axes is None:
+            return euclidean_norm(parts)
+        re, im = euclidean_norms([(part,) for part in parts], [axes] * len(parts))
+        unit = _nonzero(jnp.maximum(re, im))
+        return unit * jnp.sqrt((re / unit) ** 2 + (im / unit) ** 2)
+    unit = _nonzero(largest_of(xs, axes))
     return unit * _root(_sum(xs, axes, lambda x: _power(jnp.abs(wide(x)) / unit, p)), p)
 
 
-@_norm.defjvp
+@_norms.defjvp
 @in_float64
-def _norm_jvp(axes: Reduced, p: float, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    (xs, terms, turn), (dxs, _, _) = primals, tangents
-    norm = _norm(xs, terms, turn, axes, p)
+def _norms_jvp(axes: tuple[Reduced, ...], p: float, primals: Any, tangents: Any) -> Any:
+    (leaves,), (dleaves,) = primals, tangents
+    norms = _norms(leaves, axes, p)
+    added = functools.partial(functools.reduce, jnp.add)
+    return norms, [
+        _derivative(norm, (added(terms),), (added(dterms),), along, p)
+        for norm, terms, dterms, along in zip(norms, leaves, dleaves, axes, strict=True)
+    ]
+
+
+@_norm_together.defjvp
+@in_float64
+def _norm_together_jvp(p: float, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    (xs,), (dxs,) = primals, tangents
+    norm = _norm_together(xs, p)
+    return norm, _derivative(norm, xs, dxs, None, p)
+
+
+def _derivative(norm: jax.Array, xs: Arrays, dxs: Arrays, axes: Reduced, p: float) -> jax.Array:
     pairs = [_size_and_slope(x, dx) for x, dx in zip(xs, dxs, strict=True)]
     if p == math.inf:  # entries that tie for the largest share the derivative
         ties = jnp.maximum(_sum([size for size, _ in pairs], axes, lambda size: wide(size == norm)), 1.0)
         slopes = [wide(size == norm) / ties * slope for size, slope in pairs]
     else:
         slopes = [(size / _nonzero(norm)) ** (p - 1) * slope for size, slope in pairs]
-    return norm, _sum(slopes, axes, wide)
+    return _sum(slopes, axes, wide)
 
 
 def _size_and_slope(x: jax.Array, dx: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -231,38 +233,67 @@ def _size_and_slope(x: jax.Array, dx: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 @in_float64
-def _traced_norm(xs: Arrays, terms: Arrays, turn: Turn, axes: Reduced, p: jax.Array) -> jax.Array:
+def _traced_norm(xs: Arrays, axes: Reduced, p: jax.Array) -> jax.Array:
     """The norm for a p that only the running program knows: scaled, so that p = inf is right too."""
     p = lax.convert_element_type(p, np.float64)
-    return lax.cond(
-        p == 2, lambda: _norm(xs, terms, turn, axes, 2.0), lambda: _norm_to_any_power(xs, axes, p)
-    )
-
-
-def _norm_to_any_power(xs: Arrays, axes: Reduced, p: jax.Array) -> jax.Array:
-    unit = lax.stop_gradient(_nonzero(largest(xs, axes)))
+    unit = lax.stop_gradient(_nonzero(largest_of(xs, axes)))
 
     def powers(x: jax.Array) -> jax.Array:
         ratio = jnp.abs(wide(x)) / unit
         return jnp.where(ratio == 0, 0.0, jnp.where(ratio == 0, 1.0, ratio) ** p)
 
-    total = _sum(xs, axes, powers)
-    return unit * jnp.where(total == 0, 0.0, jnp.where(total == 0, 1.0, total) ** (1 / p))
+    def to_any_power() -> jax.Array:
+        total = _sum(xs, axes, powers)
+        return unit * jnp.where(total == 0, 0.0, jnp.where(total == 0, 1.0, total) ** (1 / p))
+
+    def euclidean() -> jax.Array:
+        return _norm_together(xs, 2.0) if axes is None else _norms([xs], (axes,), 2.0)[0]
+
+    return lax.cond(p == 2, euclidean, to_any_power)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
 @in_float64
-def _root_of_sum(norm: jax.Array, p: jax.Array, names: Names, scaled: bool) -> jax.Array:
-    unit = _nonzero(pmax(norm, names)) if scaled else jnp.ones(())
-    return unit * lax.psum((norm / unit) ** p, names) ** (1 / p)
+def _root_of_sum(norm: jax.Array, p: jax.Array, names: Names, in_range: bool) -> jax.Array:
+    """The p-norm of what the devices have, from their norms; `in_range` if no float64 power can overflow."""
+
+    def plain(norm: jax.Array) -> jax.Array:
+        return lax.psum(norm**p, names) ** (1 / p)
+
+    def scaled(norm: jax.Array) -> jax.Array:
+        unit = _nonzero(largest_of_devices(norm, names))
+        return unit * sum_of_devices((norm / unit) ** p, names) ** (1 / p)
+
+    # On a TPU float64 has the range of float32.
+    return lax.platform_dependent(norm, tpu=scaled, default=plain if in_range else scaled)
 
 
 @_root_of_sum.defjvp
 @in_float64
-def _root_of_sum_jvp(names: Names, scaled: bool, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+def _root_of_sum_jvp(
+    names: Names, in_range: bool, primals: Any, tangents: Any
+) -> tuple[jax.Array, jax.Array]:
     norm, p = primals
-    total = _root_of_sum(norm, p, names, scaled)
+    total = _root_of_sum(norm, p, names, in_range)
     return total, lax.psum((norm / _nonzero(total)) ** (p - 1) * tangents[0], names)
+
+
+def largest_of(
+    xs: Arrays, axes: Reduced = None, of: Callable[[jax.Array], jax.Array] = jnp.abs, at_least: float = 0.0
+) -> jax.Array:
+    """The largest of(x), in float64, and at least so much; of all arrays together where axes are None."""
+    return largest_of_all(xs, of, at_least) if axes is None else largest(xs, [axes], of, at_least)[0]
+
+
+def _sum(xs: Arrays, axes: Reduced, of: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """Sum a function of the entries along `axes`, and over the arrays."""
+    sums = [jnp.sum(of(x), axis=axes, keepdims=axes is not None) for x in xs]
+    return jnp.sum(jnp.stack(sums), axis=0) if len(sums) > 1 else sums[0]
+
+
+def _nonzero(x: jax.Array) -> jax.Array:
+    """Replace by 1 what cannot divide: 0, NaN and infinity."""
+    return jnp.where((x > 0) & (x < jnp.inf), x, 1.0)
 
 
 def _power(size: jax.Array, p: float) -> jax.Array:
@@ -271,10 +302,3 @@ def _power(size: jax.Array, p: float) -> jax.Array:
 
 def _root(total: jax.Array, p: float) -> jax.Array:
     return total if p == 1 else jnp.sqrt(total) if p == 2 else total ** (1 / p)
-
-
-def _powers(x: jax.Array, p: float) -> jax.Array:
-    """|x|**p in float64; two multiplications and no root for p = 2, complex or not."""
-    if p == 2 and jnp.iscomplexobj(x):
-        return wide(x.real) ** 2 + wide(x.imag) ** 2
-    return wide(x) * wide(x) if p == 2 else _power(jnp.abs(wide(x)), p)

@@ -20,26 +20,17 @@ from clipjax._core.bounds import check_fits
 from clipjax._core.mesh import (
     AxisName,
     Names,
+    largest_of_devices,
     names_of_leaf,
     names_of_units,
-    pmax,
-    pmin,
+    smallest_of_devices,
     spec_leaves,
     varying,
 )
-from clipjax._core.norms import as_arrays, in_float64, norm_of, tree_norm, wide
-from clipjax._core.reductions import max_of, min_of
-from clipjax._core.rescale import (
-    Shrink,
-    factors_of,
-    multiply,
-    rescale,
-    scale_of,
-    shrink_leaf_to,
-    shrink_to,
-    stored,
-)
-from clipjax._core.turns import Turn, first_entry, is_large, on_one_device, turn_after
+from clipjax._core.norms import as_arrays, in_float64, norms_of, tree_norm, wide
+from clipjax._core.platforms import max_of, min_of, side_by_side
+from clipjax._core.rescale import Scale, factor_of, is_changed, precision_of, rescale, rounded_down, to_bound
+from clipjax._core.xla_cpu import on_single_device
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -49,7 +40,7 @@ class Report(NamedTuple):
     """What one call measured and did, over all leaves and units, as scalars."""
 
     norm: jax.Array  # the largest norm before
-    scale: jax.Array  # the smallest factor applied
+    scale: jax.Array  # the smallest factor applied, at most 1
     clipped: jax.Array  # bool: whether anything was out of bounds
 
 
@@ -63,18 +54,10 @@ class Unit(NamedTuple):
     names: Names
 
 
-class Queue(NamedTuple):
-    """How leaves that take long to compute come in one after the other."""
-
-    turn: Turn  # of the first
-    # (position in the tree, turn) -> (the leaf there, the arrays whose sum it is, if any)
-    enter: Callable[[int, Turn], tuple[jax.Array, Sequence[jax.Array]]]
-    # (position, the leaf rescaled, turn) -> the turn of the next
-    leave: Callable[[int, jax.Array, Turn], Turn]
-
-
-BoundOfUnits: TypeAlias = Callable[[Unit], jax.Array]
-HowOfUnits: TypeAlias = Callable[[Unit, jax.Array], Shrink]
+# What brings units, whose norms are measured, to their bounds: an elementwise function of their norms and of
+# the columns that come with it, which have an array for each leaf.
+Decision: TypeAlias = tuple[Callable[..., Scale], list[list[jax.Array]]]
+Rule: TypeAlias = Callable[[Sequence[Unit], Sequence[jax.Array]], Decision]
 
 
 def on_arrays(function: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenate[Any, _P], _R]:
@@ -109,114 +92,84 @@ def clip_tree(
         norm = measure_tree(tree, ord, axis_name)
     else:
         norm = wide(check_fits(given, (), "the norm of the whole tree"))
-    how = shrink_to(norm, bound)
+    scale = to_bound(norm, bound)
     if given is not None and given.dtype != np.float64:  # what was rounded may be too small
-        how = how._replace(factor=jnp.where(how.factor < 0, how.factor, how.factor * (1 - 2.0**-24)))
-    factors = functools.cache(functools.partial(factors_of, how, many=True))
+        lower = scale.factor * (1 - 2.0**-24)
+        scale = scale._replace(factor=jnp.where(is_changed(scale), lower, scale.factor))
+    down = functools.cache(functools.partial(rounded_down, scale))  # once for all leaves of a precision
     clipped = jax.tree.map(
-        lambda leaf: multiply(leaf, factors(leaf.dtype)) if is_measured(leaf) else leaf, tree
+        lambda leaf: rescale(leaf, down(precision_of(leaf.dtype).slack)) if is_measured(leaf) else leaf, tree
     )
-    return clipped, Report(norm, scale_of(how), ~(how.factor < 0))
+    return clipped, Report(norm, factor_of(scale), is_changed(scale))
 
 
 @on_arrays
 def clip_units(
     tree: Any,
-    bound_of: BoundOfUnits,
+    bound_of: Callable[[Unit], jax.Array],
     axes: Axes,
     ord: Any,  # noqa: A002
     specs: Any = None,
     axis_name: AxisName = None,
-    queue: Queue | None = None,
 ) -> tuple[Any, Report]:
     """Bound the norm of each unit along `axes` (of each leaf where they are None) on its own."""
-    bounds: list[jax.Array] = []  # of the units, in their order
+    return rescale_units(tree, within(bound_of), axes, ord, specs, axis_name)
 
-    def how_of(unit: Unit, norm: jax.Array) -> Shrink:
-        bounds.append(check_fits(bound_of(unit), norm.shape, "the norms"))
-        return shrink_leaf_to(unit.leaf, norm, bounds[-1])
 
-    def reports_of(norms: list[jax.Array], hows: list[Shrink]) -> list[Report]:
-        apart, together = [], []
-        for norm, how, bound in zip(norms, hows, bounds, strict=True):
-            if not varying(norm) and (norm.ndim == 0 or on_one_device()):
-                together.append((norm, bound))
-            else:
-                apart.append(_report(norm, how))
-        # Side by side: hundreds of small computations take long to compile.
-        return [*apart, _report_together(together)] if together else apart
+def within(bound_of: Callable[[Unit], jax.Array]) -> Rule:
+    """The rule that keeps norms at or below a bound."""
 
-    return _rescale_units(tree, how_of, reports_of, axes, ord, specs, axis_name, queue)
+    def rule(units: Sequence[Unit], norms: Sequence[jax.Array]) -> Decision:
+        return to_bound, [[for_units(bound_of(u), norm) for u, norm in zip(units, norms, strict=True)]]
+
+    return rule
+
+
+def for_units(bound: jax.Array, norm: jax.Array) -> jax.Array:
+    """A bound for each unit of a leaf."""
+    return jnp.broadcast_to(check_fits(bound, norm.shape, "the norms"), norm.shape)
 
 
 @on_arrays
-def scale_units(
+def rescale_units(
     tree: Any,
-    how_of: HowOfUnits,
+    rule: Rule,
     axes: Axes,
+    ord: Any = 2.0,  # noqa: A002
     specs: Any = None,
     axis_name: AxisName = None,
-    queue: Queue | None = None,
 ) -> tuple[Any, Report]:
-    """Rescale each unit along `axes` as `how_of(unit, norms)` says."""
-
-    def reports_of(norms: list[jax.Array], hows: list[Shrink]) -> list[Report]:
-        return [_report(norm, how) for norm, how in zip(norms, hows, strict=True)]
-
-    return _rescale_units(tree, how_of, reports_of, axes, 2.0, specs, axis_name, queue)
-
-
-def _rescale_units(
-    tree: Any,
-    how_of: HowOfUnits,
-    reports_of: Callable[[list[jax.Array], list[Shrink]], list[Report]],
-    axes: Axes,
-    ord: Any,  # noqa: A002
-    specs: Any,
-    axis_name: AxisName,
-    queue: Queue | None,
-) -> tuple[Any, Report]:
-    """Measure and rescale one leaf after the other."""
+    """Measure each unit along `axes`, and rescale it as `rule(units, norms)` says."""
     treedef: Any
     leaves, treedef = jax.tree.flatten(tree)
-    norms, hows = [], []
-    turn = queue.turn if queue else None
-    for unit in units_of(tree, axes, specs, axis_name):
-        leaf, terms = queue.enter(unit.position, turn) if queue else (unit.leaf, ())
-        norm = norm_of(leaf, unit.reduced, ord, unit.names, turn, terms)
-        how = how_of(unit, norm)
-        rescaled = rescale(leaf, how)
-        if queue:
-            turn = queue.leave(unit.position, rescaled, turn)
-        elif is_large(leaf):
-            turn = turn_after(turn, leaf, -jnp.abs(first_entry(how.factor)))
-        leaves[unit.position] = rescaled
-        norms.append(norm)
-        hows.append(how)
-    report = summary(reports_of(norms, hows))
-    if queue and turn is not None:  # XLA multiplies by the reciprocal of a divisor that has no other use
-        report = report._replace(scale=jnp.minimum(report.scale, turn))
-    return treedef.unflatten(leaves), report
+    units = units_of(tree, axes, specs, axis_name)
+    norms = measure_units(units, ord)
+    exact, scales = decide(rule, units, norms)
+    for unit, scale in zip(units, scales, strict=True):
+        leaves[unit.position] = rescale(unit.leaf, scale)
+    return treedef.unflatten(leaves), report_of(norms, exact)
 
 
-def _report_together(measured: Sequence[tuple[jax.Array, jax.Array]]) -> Report:
-    """One report of units in many leaves, from their norms and bounds."""
-    norms, bounds = zip(*measured, strict=True)
-    joined = stored(lax.stop_gradient(_joined(norms)))
-    if bounds[0].ndim == 0 and all(bound is bounds[0] for bound in bounds):
-        joined, bound = max_of(joined), bounds[0]  # the largest norm tells all
-    else:
-        bound = _joined([jnp.broadcast_to(b, norm.shape) for norm, b in measured])
-    return _report(joined, shrink_to(joined, bound))
+@in_float64
+def decide(rule: Rule, units: Sequence[Unit], norms: Sequence[jax.Array]) -> tuple[list[Scale], list[Scale]]:
+    """The scales of units, and the same rounded down for their dtypes."""
+    if not units:
+        return [], []
+    scale_of, columns = rule(units, norms)
+    slack = [jnp.full(n.shape, precision_of(u.leaf.dtype).slack) for u, n in zip(units, norms, strict=True)]
+
+    def scales(norm: jax.Array, slack: jax.Array, *columns: jax.Array) -> tuple[Scale, Scale]:
+        scale = scale_of(norm, *columns)
+        return scale, rounded_down(scale, slack)
+
+    found = side_by_side(scales, norms, slack, *columns)
+    return [exact for exact, _ in found], [down for _, down in found]
 
 
-def _joined(values: Sequence[jax.Array]) -> jax.Array:
-    return jnp.concatenate([value.ravel() for value in values])
-
-
-def _report(norm: jax.Array, how: Shrink) -> Report:
-    norm, how = lax.stop_gradient((norm, how))
-    return Report(max_of(norm), min_of(scale_of(how), 1), ~jnp.all(how.factor < 0))
+def measure_units(units: Sequence[Unit], ord: Any = 2.0) -> list[jax.Array]:  # noqa: A002
+    """The norms of all units, in float64."""
+    leaves, axes, names = [(u.leaf,) for u in units], [u.reduced for u in units], [u.names for u in units]
+    return norms_of(leaves, axes, ord, names)
 
 
 def units_of(tree: Any, axes: Axes, specs: Any = None, axis_name: AxisName = None) -> list[Unit]:
@@ -240,6 +193,50 @@ def size_of(unit: Unit) -> int:
     return local * math.prod(lax.axis_size(name) for name in unit.names)
 
 
+@in_float64
+def report_of(norms: Sequence[jax.Array], scales: Sequence[Scale]) -> Report:
+    """One report of all units, and of all devices."""
+    norms, scales = lax.stop_gradient((list(norms), list(scales)))
+
+    def report(norm: jax.Array, scale: Scale) -> Report:
+        return Report(max_of(norm), min_of(factor_of(scale), 1), jnp.any(is_changed(scale)))
+
+    def together(norms: list[jax.Array], scales: list[Scale]) -> Report:
+        # Side by side: hundreds of small computations take long to compile.
+        norm, power, factor = (
+            jnp.concatenate([x.ravel() for x in column]) for column in zip(*both(norms, scales), strict=True)
+        )
+        return report(norm, Scale(power, factor))
+
+    def both(norms: list[jax.Array], scales: list[Scale]) -> list[tuple[jax.Array, ...]]:
+        return [(norm, *scale) for norm, scale in zip(norms, scales, strict=True)]
+
+    def apart(norms: list[jax.Array], scales: list[Scale]) -> Report:
+        return summary([report(norm, scale) for norm, scale in zip(norms, scales, strict=True)])
+
+    if len(norms) < 2 or any(varying(norm) for norm in norms):
+        return apart(norms, scales)
+    return lax.cond(on_single_device(), together, apart, norms, scales)
+
+
+@in_float64
+def least_of(values: Sequence[jax.Array]) -> jax.Array:
+    """The smallest number of units in many leaves, on all devices; infinite if there are none."""
+
+    def together(values: list[jax.Array]) -> jax.Array:
+        return min_of(jnp.concatenate([value.ravel() for value in values]))
+
+    def apart(values: list[jax.Array]) -> jax.Array:
+        least = [min_of(value) for value in values]
+        spread = [smallest_of_devices(x, varying(x)) if varying(x) else x for x in least]
+        return min_of(jnp.stack([*spread, jnp.full((), jnp.inf)]))
+
+    if len(values) < 2 or any(varying(value) for value in values):
+        return apart(list(values))
+    return lax.cond(on_single_device(), together, apart, list(values))
+
+
+@in_float64
 def summary(reports: list[Report]) -> Report:
     """One report for all leaves and, inside shard_map, for all devices."""
     if not reports:
@@ -250,5 +247,7 @@ def summary(reports: list[Report]) -> Report:
 
     norms, scales, clipped = zip(*reports, strict=True)
     return Report(
-        over_all(norms, max_of, pmax), over_all(scales, min_of, pmin), over_all(clipped, jnp.any, lax.pmax)
+        over_all(norms, max_of, largest_of_devices),
+        over_all(scales, functools.partial(min_of, at_most=1), smallest_of_devices),
+        over_all(clipped, jnp.any, lax.pmax),
     )

@@ -12,9 +12,9 @@ from jax import lax
 from clipjax._core.axes import is_measured
 from clipjax._core.bounds import Bound, bound_at
 from clipjax._core.mesh import AxisName, names_of_leaf
-from clipjax._core.norms import as_arrays, norm_of, wide
-from clipjax._core.reductions import min_of
-from clipjax._core.rescale import Shrink, rescale, scale_of, shrink_to
+from clipjax._core.norms import as_arrays, norm_of, norms_of, wide
+from clipjax._core.platforms import min_of
+from clipjax._core.rescale import Scale, factor_of, rescaled, to_bound
 from clipjax._core.stats import Stats
 from clipjax._core.trees import Report
 from clipjax.gradients.past import (
@@ -97,7 +97,7 @@ def adagc(
       >>> print(clipped["a"], f"{clipped['b'][0]:.3f}")
       [0.3 0.4] 0.520
     """
-    factor_of, cap_of = bound_at("relative_bound", relative_bound), bound_at("max_norm", max_norm)
+    ratio_of, cap_of = bound_at("relative_bound", relative_bound), bound_at("max_norm", max_norm)
     check_number("decay", decay, 0, 1, below=True)
     check_count("warmup_steps", warmup_steps, 0)
     if warmup_norms not in get_args(WarmupNorms):
@@ -117,23 +117,24 @@ def adagc(
                 f"adagc: the updates have {len(places)} float leaves, and the parameters given to init had "
                 f"{len(gamma)}"
             )
-        each = [norm_of(leaves[i], None, 2.0, names_of_leaf(leaves[i], axis_name)) for i in places]
+        names = [names_of_leaf(leaves[i], axis_name) for i in places]
+        each = norms_of([(leaves[i],) for i in places], [None] * len(places), 2.0, names)
         norms = jnp.stack(each) if each else jnp.zeros(0)
         total = norm_of(norms, None, 2.0)
-        warming, cap, at_step = taken < warmup_steps, cap_of(step), factor_of(step)
+        warming, cap, at_step = taken < warmup_steps, cap_of(step), ratio_of(step)
 
-        together = shrink_to(total, cap)
+        together = to_bound(total, cap)
         for i, (place, norm) in enumerate(zip(places, each, strict=True)):
-            alone = shrink_to(norm, at_step * jnp.where(gamma[i] < jnp.inf, gamma[i], norm))
-            how = (jnp.where(warming, a, b) for a, b in zip(together, alone, strict=True))
-            leaves[place] = rescale(leaves[place], Shrink(*how))
+            alone = to_bound(norm, at_step * jnp.where(gamma[i] < jnp.inf, gamma[i], norm))
+            scale = (jnp.where(warming, a, b) for a, b in zip(together, alone, strict=True))
+            leaves[place] = rescaled(leaves[place], Scale(*scale))
 
         # All leaves side by side: hundreds of scalars take long to compile one by one.
         norms, together, at_step = lax.stop_gradient((norms, together, at_step))
         seen = wide(round_up(norms, dtype))
         known = jnp.where(gamma < jnp.inf, gamma, seen)
         bounds = jnp.where(warming, jnp.inf, at_step * known)
-        scales = jnp.where(warming, scale_of(together), scale_of(shrink_to(norms, bounds)))
+        scales = jnp.where(warming, factor_of(together), factor_of(to_bound(norms, bounds)))
         least = jnp.minimum(gamma, seen if warmup_norms == "before" else seen * scales)
         average = wide(decay) * known + (1 - wide(decay)) * jnp.minimum(seen, bounds)
         return Clipped(

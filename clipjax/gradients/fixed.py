@@ -103,7 +103,7 @@ def clip_by_value(
 
         def clip(updates: Any, params: Any, step: jax.Array) -> tuple[Any, Report]:
             del params
-            return clip_entries(updates, None, bound(step), axis_name, after_measuring=True)
+            return clip_entries(updates, None, bound(step), axis_name)
 
     else:
         check_order(low, high)
@@ -111,7 +111,7 @@ def clip_by_value(
 
         def clip(updates: Any, params: Any, step: jax.Array) -> tuple[Any, Report]:
             del params
-            return clip_entries(updates, lower(step), upper(step), axis_name, after_measuring=True)
+            return clip_entries(updates, lower(step), upper(step), axis_name)
 
     return _transformation(ClipByValueState, clip)
 

@@ -126,10 +126,10 @@ def skip_nonfinite(
     ) -> tuple[Any, SkipNonfiniteState]:
         good = _all_finite(updates, axis_name)
 
-        def step() -> tuple[Any, Any]:
-            return inner.update(updates, state.inner, params, **extra_args)
+        def step(updates: Any, inner_state: Any, params: Any) -> tuple[Any, Any]:
+            return inner.update(updates, inner_state, params, **extra_args)
 
-        new_updates, new_inner = step_if(good, step, updates, state.inner)
+        new_updates, new_inner = step_if(good, step, updates, state.inner, params)
         return new_updates, SkipNonfiniteState(
             steps=count(state.steps, jnp.ones((), bool)),
             skipped=count(state.skipped, ~good),
@@ -140,23 +140,34 @@ def skip_nonfinite(
     return knowing(optax.GradientTransformationExtraArgs(init, update), *links_of(optimizer))
 
 
-def step_if(good: jax.Array, step: Callable[[], tuple[Any, Any]], updates: Any, old: Any) -> tuple[Any, Any]:
-    """Return what `step` returns if `good`, else zero updates and the old state."""
-    split = any(varying(x) for x in jax.tree.leaves((updates, old)))  # branches would differ in type
-    if jax.default_backend() == "cpu" and not split:
-        # Selecting keeps the old state beside the new one, and takes half as long again as a branch.
-        shapes, _ = jax.eval_shape(step)
+def step_if(
+    good: jax.Array, step: Callable[[Any, Any, Any], tuple[Any, Any]], updates: Any, old: Any, params: Any
+) -> tuple[Any, Any]:
+    """Return what `step(updates, old, params)` returns if `good`, else zero updates and the old state."""
 
-        def skip() -> tuple[Any, Any]:
-            return jax.tree.map(lambda u: weakly_typed_as(u, jnp.zeros(u.shape, u.dtype)), shapes), old
+    def selected(updates: Any, old: Any, params: Any) -> tuple[Any, Any]:
+        new_updates, new = step(updates, old, params)
+        return (  # 0 * NaN would be NaN
+            jax.tree.map(lambda u: jnp.where(good, u, jnp.zeros_like(u)), new_updates),
+            jax.tree.map(lambda n, o: jnp.where(good, n, o), new, old),
+        )
 
-        return lax.cond(good, step, skip)
-    # An accelerator would wait for the host to choose a branch. (0 * NaN would be NaN.)
-    new_updates, new = step()
-    return (
-        jax.tree.map(lambda u: jnp.where(good, u, jnp.zeros_like(u)), new_updates),
-        jax.tree.map(lambda n, o: jnp.where(good, n, o), new, old),
-    )
+    def branched(updates: Any, old: Any, params: Any) -> tuple[Any, Any]:
+        shapes, _ = jax.eval_shape(step, updates, old, params)
+
+        def skip(updates: Any, old: Any, params: Any) -> tuple[Any, Any]:
+            del params
+            zeros = jax.tree.map(lambda u, s: weakly_typed_as(s, jnp.zeros_like(u, s.dtype)), updates, shapes)
+            return zeros, old
+
+        return lax.cond(good, step, skip, updates, old, params)
+
+    updates = as_arrays(updates)
+    if any(varying(x) for x in jax.tree.leaves((updates, old))):  # branches would differ in type
+        return selected(updates, old, params)
+    # On a CPU selecting keeps the old state beside the new one, and takes half as long again as a branch.
+    # An accelerator would wait for the host to choose one.
+    return lax.platform_dependent(updates, old, params, cpu=branched, default=selected)
 
 
 @in_float64

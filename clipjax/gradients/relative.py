@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -11,12 +12,13 @@ from jax import lax
 
 from clipjax._core.axes import Axes, Path, Skip, check_axes, fan_in
 from clipjax._core.bounds import Bound, bound_at
-from clipjax._core.mesh import AxisName, pmin, varying
-from clipjax._core.norms import as_arrays, in_float64, norm_of
-from clipjax._core.reductions import min_of
+from clipjax._core.mesh import AxisName
+from clipjax._core.norms import as_arrays, in_float64
+from clipjax._core.platforms import side_by_side
+from clipjax._core.rescale import to_bound
 from clipjax._core.rounding import limits_in
 from clipjax._core.stats import Stats, observe, start
-from clipjax._core.trees import Unit, clip_units
+from clipjax._core.trees import Decision, Unit, for_units, least_of, measure_units, rescale_units
 
 
 class FanInOrWhole:
@@ -121,17 +123,20 @@ def adaptive_grad_clip(
         step = state.stats.steps
         at_step, at_least = ratio(step), least(step)
         weights = jax.tree.leaves(_like(updates, params))
-        smallest = [jnp.full((), jnp.inf)]
+        used: list[jax.Array] = []
 
-        def bound_of(unit: Unit) -> jax.Array:
-            norm = norm_of(weights[unit.position], unit.reduced, 2.0, unit.names)
-            bound = jnp.where(at_step < jnp.inf, at_step * jnp.maximum(norm, at_least), at_step)
-            smallest.append(_everywhere(min_of(lax.stop_gradient(bound))))
-            return bound
+        def bound_of(norm: jax.Array, ratio: jax.Array, least: jax.Array) -> jax.Array:
+            return jnp.where(ratio < jnp.inf, ratio * jnp.maximum(norm, least), ratio)
 
-        clipped, report = clip_units(updates, bound_of, rule, 2.0, specs, axis_name)
-        bound = min_of(jnp.stack(smallest))
-        threshold = limits_in(bound, bound, state.threshold.dtype)[0]
+        def relative(units: Sequence[Unit], norms: Sequence[jax.Array]) -> Decision:
+            sizes = measure_units([unit._replace(leaf=weights[unit.position]) for unit in units])
+            columns = [[for_units(bound, norm) for norm in norms] for bound in (at_step, at_least)]
+            used.extend(side_by_side(bound_of, sizes, *columns))
+            return to_bound, [used]
+
+        clipped, report = rescale_units(updates, relative, rule, 2.0, specs, axis_name)
+        threshold = least_of(lax.stop_gradient(used))
+        threshold = limits_in(threshold, threshold, state.threshold.dtype)[0]
         return clipped, AdaptiveGradClipState(observe(state.stats, report), threshold)
 
     def update(
@@ -146,11 +151,6 @@ def adaptive_grad_clip(
         return clip(as_arrays(updates), state, as_arrays(params))
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _everywhere(smallest: jax.Array) -> jax.Array:
-    """The smallest on all devices, inside `shard_map`."""
-    return pmin(smallest, varying(smallest)) if varying(smallest) else smallest
 
 
 def _like(updates: Any, params: Any) -> Any:

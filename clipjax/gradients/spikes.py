@@ -178,10 +178,10 @@ def skip_spikes(
         verdict = judge(as_arrays(updates), state)
         good, dtype = verdict.good, state.norm.dtype
 
-        def step() -> tuple[Any, Any]:
-            return inner.update(updates, state.inner, params, **extra_args)
+        def step(updates: Any, inner_state: Any, params: Any) -> tuple[Any, Any]:
+            return inner.update(updates, inner_state, params, **extra_args)
 
-        new_updates, new_inner = step_if(good, step, updates, state.inner)
+        new_updates, new_inner = step_if(good, step, updates, state.inner, params)
         norms, taken = remember(state, verdict)
         return new_updates, SkipSpikesState(
             steps=count(state.steps, jnp.ones((), bool)),

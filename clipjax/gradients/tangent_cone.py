@@ -13,7 +13,7 @@ from clipjax._core.axes import FAN_IN, Axes, check_axes
 from clipjax._core.bounds import Bound, bound_at, check_fits
 from clipjax._core.mesh import AxisName
 from clipjax._core.norms import as_arrays, in_float64, norm_of, strong, weakly_typed_as, wide
-from clipjax._core.reductions import max_of, min_of
+from clipjax._core.platforms import max_of, min_of
 from clipjax._core.stats import Stats, observe, start
 from clipjax._core.trees import Report, Unit, summary, units_of
 

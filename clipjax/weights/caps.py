@@ -43,7 +43,7 @@ def by_svd(w: jax.Array, bound: jax.Array) -> jax.Array:
     def scaling(g: jax.Array, top: jax.Array) -> jax.Array:
         del top
         u, values = lax.linalg.eigh(g, symmetrize_input=False)
-        return matmul(u * lax.rsqrt(jnp.maximum(values, 1.0)), jnp.conj(u.T))
+        return matmul(u * lax.rsqrt(jnp.maximum(values, 1.0))[None, :], jnp.conj(u.T))
 
     return _in_stages(w, bound, 300.0, scaling, sharp=False)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -9,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from clipjax._core.axes import FAN_IN, Axes, check_axes
-from clipjax._core.bounds import Bound, Evaluate, bound_at, check_fits, check_order
+from clipjax._core.bounds import Bound, Evaluate, bound_at, check_order
 from clipjax._core.mesh import AxisName
-from clipjax._core.norms import as_arrays, in_float64, norm_of
-from clipjax._core.rescale import Shrink, bring_between, low_enough
+from clipjax._core.norms import as_arrays, in_float64
+from clipjax._core.rescale import Precision, Scale, between, low_enough, precision_of
 from clipjax._core.stats import Stats
-from clipjax._core.trees import Queue, Report, Unit, clip_units, scale_units, size_of, units_of
+from clipjax._core.trees import Decision, Rule, Unit, for_units, measure_units, size_of, units_of, within
 from clipjax.weights.link import larger_than
-from clipjax.weights.projections import How, Measured, NewState, Projection
+from clipjax.weights.projections import How, Measured, NewState, OfUnits, Projection
 
 
 class MaxNormState(NamedTuple):
@@ -83,14 +84,16 @@ def max_norm(
     """
     bound, axes = bound_at("radius", radius), check_axes(axes)
 
-    def constrain(params: Any, step: Any, queue: Queue | None = None) -> tuple[Any, Report]:
+    def rule_at(step: Any) -> Rule:
         at_step = bound(step)
-        return clip_units(params, lambda _: at_step, axes, 2.0, specs, axis_name, queue)
+        return within(lambda _: at_step)
 
     def measure(params: Any, step: Any) -> list[Measured]:
         return measured_norms(params, None, bound(step), axes, specs, axis_name)
 
-    return Projection(f"clipjax.max_norm({radius!r})", MaxNormState, constrain, measure, How(in_turn=True))
+    of_units = OfUnits(rule_at, axes, specs, axis_name)
+    how = How(of_units=of_units)
+    return Projection(f"clipjax.max_norm({radius!r})", MaxNormState, of_units.constrain, measure, how)
 
 
 def min_max_norm(
@@ -188,29 +191,35 @@ def _between(
 ) -> Projection:
     axes = check_axes(axes)
 
-    def constrain(params: Any, step: Any, queue: Queue | None = None) -> tuple[Any, Report]:
-        lowest, highest, share = low(step), high(step), rate(step)
+    def rule_at(step: Any) -> Rule:
+        limits = low(step), high(step), in_float64(jnp.minimum)(rate(step), 1.0)
+
+        def scale_of(norm: jax.Array, low: Any, high: Any, rate: Any, *precision: jax.Array) -> Scale:
+            return between(norm, low, high, rate, Precision(*precision))
 
         @in_float64
-        def how_of(unit: Unit, norm: jax.Array) -> Shrink:
-            least, most, part = (_for_units(x, norm) for x in (lowest, highest, jnp.minimum(share, 1.0)))
-            return bring_between(norm, least, most, part, unit.leaf.dtype, size_of(unit))
+        def rule(units: Sequence[Unit], norms: Sequence[jax.Array]) -> Decision:
+            pairs = list(zip(units, norms, strict=True))
+            columns = [[for_units(limit, norm) for _, norm in pairs] for limit in limits]
+            each = [precision_of(unit.leaf.dtype, size_of(unit)) for unit in units]
+            columns += [
+                [jnp.full(n.shape, x) for (_, n), x in zip(pairs, c, strict=True)]
+                for c in zip(*each, strict=True)
+            ]
+            return scale_of, columns
 
-        return scale_units(params, how_of, axes, specs, axis_name, queue)
+        return rule
 
     def measure(params: Any, step: Any) -> list[Measured]:
         return measured_norms(params, low(step), high(step), axes, specs, axis_name)
 
-    return Projection(name, state, constrain, measure, How(outside=larger_than, in_turn=True))
+    of_units = OfUnits(rule_at, axes, specs, axis_name)
+    return Projection(name, state, of_units.constrain, measure, How(outside=larger_than, of_units=of_units))
 
 
 def _check_at_most(name: str, value: Any, largest: float, what: str) -> None:
     if not (callable(value) or isinstance(value, jax.core.Tracer)) and np.any(np.asarray(value) > largest):
         raise ValueError(f"{name} must be {what}, got {value!r}")
-
-
-def _for_units(limit: jax.Array, norm: jax.Array) -> jax.Array:
-    return jnp.broadcast_to(check_fits(limit, norm.shape, "the norms"), norm.shape)
 
 
 @in_float64
@@ -219,12 +228,12 @@ def measured_norms(
 ) -> list[Measured]:
     """Measure each unit's norm, beside its limits: `low` less what rounding may lose of it."""
     measured = []
-    for unit in units_of(as_arrays(params), axes, specs, axis_name):
-        norm = norm_of(unit.leaf, unit.reduced, 2.0, unit.names)
-        highest = _for_units(high, norm)
+    units = units_of(as_arrays(params), axes, specs, axis_name)
+    for unit, norm in zip(units, measure_units(units), strict=True):
+        highest = for_units(high, norm)
         lowest = jnp.zeros_like(norm)
         if low is not None:
-            least = jnp.minimum(_for_units(low, norm), highest)
-            lowest = low_enough(norm, least, unit.leaf.dtype, size_of(unit))
+            least = jnp.minimum(for_units(low, norm), highest)
+            lowest = low_enough(norm, least, precision_of(unit.leaf.dtype, size_of(unit)))
         measured.append(Measured(unit.path, norm, lowest, highest))
     return measured

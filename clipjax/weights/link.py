@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -40,12 +39,15 @@ def larger_than(end: jax.Array, wanted: jax.Array, after: jax.Array) -> jax.Arra
     return jnp.abs(end) > jnp.abs(wanted)
 
 
-def step_to(before: Any, update: Any, after: jax.Array, wanted: Any, outside: Outside) -> jax.Array:
+def step_to(
+    before: Any, update: Any, after: jax.Array, wanted: Any, outside: Outside, *, same_dtype: bool
+) -> jax.Array:
     """The update that takes `before` to `wanted`, where it is not where `update` ends anyway."""
     before, update, wanted = jnp.asarray(before), jnp.asarray(update), jnp.asarray(wanted)
     real = functools.partial(_real_step_to, outside=outside)
     if not jnp.iscomplexobj(before):
-        return real(before, update, after, wanted, dtype=_step_dtype(before, update))
+        dtype = update.dtype if same_dtype else _step_dtype(before, update)
+        return real(before, update, after, wanted, dtype=dtype)
     parts = [[part(x) for x in (before, update, after, wanted)] for part in (jnp.real, jnp.imag)]
     return lax.complex(*(real(*part, dtype=_step_dtype(*part[:2])) for part in parts))
 
@@ -79,20 +81,17 @@ def _step_dtype(before: jax.Array, update: jax.Array) -> Any:
 
     From a weight of 16000 no bfloat16 update leads to 1: it ends at 0.
     """
-    if _in_a_branch_of_optax():
-        return update.dtype
     wide = np.float64 in (before.dtype, update.dtype)
     return np.dtype(np.float64 if wide else np.float32)
 
 
-def _in_a_branch_of_optax() -> bool:
-    """Whether Optax runs us as a branch whose other one returns the updates in their own dtypes.
+def is_branch(given: tuple[Any, ...], result: Any) -> bool:
+    """Whether `result` is computed in a function that closes over state and weights, and does not get them.
 
-    `apply_if_finite`, `conditionally_transform` and `conditionally_mask` do; only the call stack tells.
+    So it is in a branch: `optax.apply_if_finite` and others choose between our updates and zeros by
+    `jax.lax.cond`. There updates have to keep their dtype, for the other branch does. A branch that takes
+    arguments cannot be told from other functions.
     """
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code.co_name == "do_update" and frame.f_globals["__name__"].startswith("optax."):
-            return True
-        frame = frame.f_back
-    return False
+    return isinstance(result, jax.core.Tracer) and all(
+        getattr(x, "_trace", None) is not result._trace for x in given
+    )

@@ -10,14 +10,15 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from clipjax._core.axes import is_measured, leaves_with_paths, path_name
-from clipjax._core.mesh import pmax, varying
-from clipjax._core.norms import as_arrays, in_float64, norm_of, tree_norm, wide
-from clipjax._core.reductions import max_of
+from clipjax._core.axes import Axes, is_measured, leaves_with_paths, path_name
+from clipjax._core.mesh import AxisName, largest_of_devices, varying
+from clipjax._core.norms import as_arrays, in_float64, norm_of, norms_of, tree_norm, wide
+from clipjax._core.platforms import max_of, stored
+from clipjax._core.rescale import Scale, rescale
 from clipjax._core.stats import Stats, observe, start
-from clipjax._core.trees import Queue, Report
-from clipjax._core.turns import Turn, first_entry, in_turn, is_large, turn_after, turn_at_start
-from clipjax.weights.link import Outside, applied, short_of, step_to
+from clipjax._core.trees import Report, Rule, Unit, decide, report_of, rescale_units, units_of
+from clipjax._core.xla_cpu import LARGE, Turn, turn_after
+from clipjax.weights.link import Outside, applied, is_branch, short_of, step_to
 
 
 class Measured(NamedTuple):
@@ -35,13 +36,26 @@ NewState = Callable[[Stats, jax.Array], Any]
 Settle = Callable[[Any, Any, Any, Any, Any], Any]
 
 
+class OfUnits(NamedTuple):
+    """A projection as a rule for one leaf, whose units are measured and rescaled."""
+
+    rule_at: Callable[[Any], Rule]  # of a step
+    axes: Axes
+    specs: Any
+    axis_name: AxisName
+
+    def constrain(self, params: Any, step: Any) -> tuple[Any, Report]:
+        """Apply the rule to all leaves."""
+        return rescale_units(params, self.rule_at(step), self.axes, 2.0, self.specs, self.axis_name)
+
+
 class How(NamedTuple):
     """How a projection works as a link, where it differs from others."""
 
     # Of two weights next to where `constrain` wants one, the link takes that which is not `outside`.
     outside: Outside = short_of
-    # Whether `constrain` takes a queue of leaves, to treat one after the other.
-    in_turn: bool = False
+    # The rule, if it is one for each leaf: then the link treats one leaf after the other.
+    of_units: OfUnits | None = None
     # Where no choice entry by entry keeps the bound: `settle(before, after, wanted, updates, step)` has the
     # last word on the updates.
     settle: Settle | None = None
@@ -112,62 +126,89 @@ def _link(
                 "a projection bounds the parameters after the update: pass them, as in "
                 "tx.update(grads, state, params)"
             )
+        step, violation = state_.stats.steps, state_.violation
         treedef: Any
         leaves, treedef = jax.tree.flatten(as_arrays(updates))
-        params = as_arrays(params)
-        before = treedef.flatten_up_to(params)
-        after = [applied(p, u) for p, u in zip(before, leaves, strict=True)]
+        before = treedef.flatten_up_to(as_arrays(params))
         # Where the link is last, the weights that come in are those it let through a step ago.
-        violation = state_.violation
         if measure is not None:
             incoming = [lax.stop_gradient(p) if is_measured(p) else p for p in before]
-            worst = _worst(measure(treedef.unflatten(incoming), jnp.maximum(state_.stats.steps - 1, 0)))
+            worst = _worst(measure(treedef.unflatten(incoming), jnp.maximum(step - 1, 0)))
             violation = lax.convert_element_type(worst, violation.dtype)
 
-        def step_of(i: int, wanted: Any) -> Any:
+        def step_of(before: Any, update: Any, after: Any, wanted: Any) -> Any:
             """The update of a leaf."""
-            if not is_measured(before[i]):
-                return leaves[i]
-            step = step_to(before[i], leaves[i], after[i], wanted, how.outside)
+            if not is_measured(before):
+                return update
+            new = step_to(
+                before, update, after, wanted, how.outside, same_dtype=is_branch((step, before), after)
+            )
             # Never true; but a step that depends on the measure comes after it, so that XLA need not copy
             # the old weights in order to measure them when the new ones are in their place.
-            return step if measure is None else jnp.where(violation < 0, jnp.zeros_like(step), step)
+            return new if measure is None else jnp.where(violation < 0, jnp.zeros_like(new), new)
 
-        steps: dict[int, Any] = {}
-
-        def enter(i: int, turn: Turn) -> tuple[jax.Array, Sequence[jax.Array]]:
-            leaves[i] = in_turn(leaves[i], leaves[i], turn)
-            after[i] = applied(before[i], leaves[i])
-            is_sum = after[i].dtype == leaves[i].dtype and after[i].dtype.itemsize >= 4
-            return after[i], (before[i], leaves[i]) if is_sum else ()
-
-        def leave(i: int, wanted: jax.Array, turn: Turn) -> Turn:
-            if not is_large(wanted):
-                return turn
-            steps[i] = step_of(i, wanted)
-            # The next leaf waits for the new weights: XLA's memory-minimising scheduler would else take all
-            # norms first, for the metrics, and keep all updates meanwhile.
-            new = (before[i] + steps[i]).astype(before[i].dtype)  # as Optax adds them
-            return turn_after(turn, new, -jnp.abs(first_entry(new)))
-
-        queue = [Queue(turn_at_start(leaves, state_.stats.scale), enter, leave)] if how.in_turn else []
-        taken = {name: extra_args[name] for name in how.extra if name in extra_args}
-        wanted, report = constrain(treedef.unflatten(after), state_.stats.steps, *queue, **taken)
-        targets = treedef.flatten_up_to(wanted)
-        leaves = [steps[i] if i in steps else step_of(i, target) for i, target in enumerate(targets)]
-        if how.settle is not None:
-            old, moved, updates = (treedef.unflatten(x) for x in (before, after, leaves))
-            leaves = treedef.flatten_up_to(how.settle(old, moved, wanted, updates, state_.stats.steps))
+        if how.of_units is not None:
+            leaves, report = _steps(how.of_units, before, leaves, treedef, state_.stats, step_of)
+        else:
+            after = [applied(p, u) for p, u in zip(before, leaves, strict=True)]
+            taken = {name: extra_args[name] for name in how.extra if name in extra_args}
+            wanted, report = constrain(treedef.unflatten(after), step, **taken)
+            each = zip(before, leaves, after, treedef.flatten_up_to(wanted), strict=True)
+            leaves = [step_of(*leaf) for leaf in each]
+            if how.settle is not None:
+                old, moved, new = (treedef.unflatten(x) for x in (before, after, leaves))
+                leaves = treedef.flatten_up_to(how.settle(old, moved, wanted, new, step))
         return treedef.unflatten(leaves), state(observe(state_.stats, report), violation)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 @in_float64
+def _steps(
+    how: OfUnits, before: list[Any], updates: list[Any], treedef: Any, stats: Stats, step_of: Any
+) -> tuple[list[Any], Report]:
+    """The updates of all leaves, and the report of their units: of large leaves one after the other."""
+    rule, leaves = how.rule_at(stats.steps), list(updates)
+    norms: list[jax.Array] = []
+    scales: list[Scale] = []
+
+    def step(units: Sequence[Unit], turn: Turn) -> None:
+        news, terms = [], []
+        for unit in units:
+            old, update = before[unit.position], stored(leaves[unit.position], turn)
+            after = applied(old, update)
+            is_sum = after.dtype == update.dtype and after.dtype.itemsize >= 4
+            news.append((old, update, after))
+            terms.append((old, update) if is_sum else (after,))
+        found = norms_of(terms, [unit.reduced for unit in units], 2.0, [unit.names for unit in units])
+        exact, down = decide(
+            rule, [u._replace(leaf=new[2]) for u, new in zip(units, news, strict=True)], found
+        )
+        for unit, new, scale in zip(units, news, down, strict=True):
+            leaves[unit.position] = step_of(*new, rescale(new[2], scale))
+        norms.extend(found)
+        scales.extend(exact)
+
+    units = units_of(treedef.unflatten(before), how.axes, how.specs, how.axis_name)
+    step([unit for unit in units if unit.leaf.size < LARGE], None)
+    turn: Turn = None
+    for unit in (unit for unit in units if unit.leaf.size >= LARGE):
+        step([unit], turn_after(None, unit.leaf, stats.scale) if turn is None else turn)
+        # The next leaf waits for the new weights: XLA's memory-minimising scheduler would else take all
+        # norms first, for the metrics, and keep all updates meanwhile.
+        new = (unit.leaf + leaves[unit.position]).astype(unit.leaf.dtype)  # as Optax adds them
+        turn = turn_after(turn, unit.leaf, new)
+    report = report_of(norms, scales)
+    if turn is not None:  # XLA multiplies by the reciprocal of a divisor that has no other use
+        report = report._replace(scale=jnp.minimum(report.scale, turn))
+    return leaves, report
+
+
+@in_float64
 def _worst(measured: list[Measured]) -> jax.Array:
     """By how much the worst unit is out of bounds."""
     excesses = [max_of(_excess(m)) for m in measured]
-    over_devices = [pmax(x, varying(x)) if varying(x) else x for x in excesses]
+    over_devices = [largest_of_devices(x, varying(x)) if varying(x) else x for x in excesses]
     return max_of(jnp.stack(over_devices)) if excesses else wide(0.0)
 
 

@@ -12,8 +12,8 @@ from jax import lax
 from clipjax._core.axes import is_measured, leaves_with_paths, path_name
 from clipjax._core.bounds import Bound, bound_at, check_fits
 from clipjax._core.norms import as_arrays, in_float64, wide
-from clipjax._core.reductions import min_of
-from clipjax._core.rescale import Shrink, rescale, scale_of, shrink_to
+from clipjax._core.platforms import min_of
+from clipjax._core.rescale import factor_of, rescaled, scale_by, to_bound
 from clipjax._core.stats import Stats
 from clipjax._core.trees import Report, summary
 from clipjax.weights.link import larger_than
@@ -133,7 +133,7 @@ def qk_clip(
         for layer, logits in _assigned(max_logits, _layers(params, query, key)):
             limit = jnp.broadcast_to(check_fits(bound(step), logits.shape, "the logits"), logits.shape)
             usable = jnp.isfinite(logits)
-            factor = scale_of(shrink_to(jnp.where(usable, logits, 0.0), limit))  # of each logit
+            factor = factor_of(to_bound(jnp.where(usable, logits, 0.0), limit))  # of each logit
             for position, clipped in _clipped(layer, factor, heads_at, head_dim):
                 leaves[position] = clipped
             norm = jnp.where(jnp.all(usable), jnp.max(logits), jnp.nan)
@@ -237,4 +237,4 @@ def _scaled(leaf: Any, scale: jax.Array, axis: int, head_dim: int | None) -> jax
     if scale.shape[-1] > 1:  # one head needs no axis
         shape[axis] = scale.shape[-1]
     scale = scale.reshape(*scale.shape[:stack], *shape)
-    return rescale(leaf, Shrink(wide(1.0), jnp.where(scale < 1, scale, -1.0)))
+    return rescaled(leaf, scale_by(scale))

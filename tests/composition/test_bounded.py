@@ -77,9 +77,6 @@ BRANCHES: dict[str, Callable[[Any], Any]] = {
     "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
     "conditionally_transform": lambda tx: optax.transforms.conditionally_transform(tx, lambda step: step < 2),
     "conditionally_mask": lambda tx: optax.transforms.conditionally_mask(tx, lambda step: step < 2),
-    "both": lambda tx: optax.apply_if_finite(
-        optax.MultiSteps(tx, 1, should_skip_update_fn=optax.skip_not_finite).gradient_transformation(), 3
-    ),
 }
 
 

@@ -43,7 +43,8 @@ def test_shapes_dtypes_and_state_are_kept(case: Case, dtype: Any) -> None:
         assert bounds_the_weights(case)
         wider = jax.tree.map(lambda g: np.zeros(g.shape, np.float32), grads)
         assert np.dtype(dtype).itemsize == 2
-        assert avals(updates) == avals(wider)
+        for leaf, own, wide in zip(*map(jax.tree.leaves, (updates, grads, wider)), strict=True):
+            assert avals(leaf) in (avals(own), avals(wide))
     if is_projection(tx):
         assert avals(project(tx, params)) == avals(params)
 

@@ -17,7 +17,8 @@ import optax
 import pytest
 
 import clipjax
-from clipjax import _limits, _reductions, _turns, functional
+from clipjax import functional
+from clipjax._core import platforms, trees, xla_cpu
 from tests.support.oracles import INF, exact_norm, ulp
 from tests.support.trees import DTYPES, same_bits, within_one_ulp
 
@@ -54,8 +55,8 @@ def tree(seed: int, dtype: Any = np.float32, scale: float = 1.0) -> dict[str, np
 
 def side_by_side(patch: pytest.MonkeyPatch) -> None:
     """Switch turns and slices off in what is traced from now on."""
-    for module in (_turns, _reductions):
-        patch.setattr(module, "is_large", lambda x: False)
+    for module in (platforms, trees, xla_cpu):
+        patch.setattr(module, "on_single_device", lambda: jnp.zeros((), bool))
 
 
 def compiled(function: Any, *args: Any, in_turn: bool) -> Any:
@@ -87,9 +88,8 @@ def updates_of(members: tuple[str, ...], grads: Any, params: Any) -> dict[str, A
 
 
 def test_these_leaves_are_large() -> None:
-    if jax.default_backend() == "cpu" and jax.local_device_count() == 1:
-        assert [k for k, x in tree(0).items() if _turns.is_large(x)] == ["a", "b"]
-    assert _limits.in_turn is _turns.in_turn
+    assert [k for k, x in tree(0).items() if x.size >= xla_cpu.LARGE] == ["a", "b"]
+    assert platforms.LARGE == xla_cpu.LARGE
 
 
 @pytest.mark.parametrize(

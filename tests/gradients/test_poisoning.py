@@ -23,7 +23,7 @@ PARAMS = random_tree(7)
 
 # What says how the last step went, and how many steps there were of a kind. All else is remembered.
 SHOWN = {
-    "seen",
+    "stats",
     "threshold",
     "norm",
     "z",

@@ -1,0 +1,321 @@
+"""The one door to what platforms do differently: measuring, to float64 accuracy, at the speed of memory.
+
+Which way is taken is known when a program is lowered for what it is to run on, not while it is traced.
+
+A CPU adds in float64: it takes no longer than memory does. So does a GPU; but where it adds all of a large
+array, it adds pairs of float32, since many GPUs have a thirtieth of their speed in float64. A TPU, which has
+neither float64 nor a range beyond that of float32, adds pairs, too, and measures once more what was out of
+range.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from clipjax._core import pairs
+from clipjax._core.mesh import varying
+from clipjax._core.xla_cpu import LARGE, Reduction, Turn, in_turn, on_single_device, reduce_in_slices
+
+Arrays: TypeAlias = Sequence[jax.Array]
+Axes: TypeAlias = tuple[int, ...]
+
+# How far a measured norm may be from the norm, relatively.
+NORM_ERROR = 2.0**-34
+# Of sums of squares, the range in which pairs of float32 keep their accuracy.
+_LEAST, _MOST = 2.0**-60, 2.0**120
+# On a GPU: larger entries are divided by the one before they are squared, others multiplied by the other.
+_MIDDLE, _DOWN, _UP = 2.0**13, 2.0**-65, 2.0**50
+# How much the plain float32 norm may be off that stands on a TPU for what is out of the range of pairs.
+_PLAIN_ERROR = 2.0**-12
+# So many small arrays of one shape are added entry by entry before they are reduced.
+_TOGETHER = 16
+
+
+def wide(x: Any) -> jax.Array:
+    """Convert to float64 (complex128), where 64-bit types are allowed."""
+    x = jnp.asarray(x)
+    return lax.convert_element_type(x, np.complex128 if jnp.iscomplexobj(x) else np.float64)
+
+
+def euclidean_norms(leaves: Sequence[Arrays], axes: Sequence[Axes]) -> list[jax.Array]:
+    """The root of the sum of squares of each leaf along its axes, in float64, with the axes kept as 1.
+
+    Args:
+      leaves: of each leaf the terms whose sum is measured, float arrays of at most 32 bits.
+      axes: the reduced axes of each leaf.
+    """
+
+    def on_cpu(leaves: Sequence[Arrays]) -> list[jax.Array]:
+        return [jnp.sqrt(total) for total in reduce_in_slices(_SQUARES, leaves, axes)]
+
+    def on_tpu(leaves: Sequence[Arrays]) -> list[jax.Array]:
+        xs = [_added(terms) for terms in leaves]
+        sums = [_pair_sum(x, along) for x, along in zip(xs, axes, strict=True)]
+        return _in_range(side_by_side(_widened_sum, *zip(*sums, strict=True)), xs, axes)
+
+    def on_gpu(leaves: Sequence[Arrays]) -> list[jax.Array]:
+        return [jnp.sqrt(total) for total in _on_gpu([_added(terms) for terms in leaves], axes)]
+
+    leaves = [tuple(terms) for terms in leaves]
+    return lax.platform_dependent(leaves, cpu=on_cpu, tpu=on_tpu, default=on_gpu)
+
+
+def euclidean_norm(xs: Arrays) -> jax.Array:
+    """The root of the sum of squares of all entries of several arrays, as a float64 scalar."""
+
+    def on_cpu(xs: Arrays) -> list[jax.Array]:
+        return reduce_in_slices(_SQUARES, [(x,) for x in xs], [_all(x) for x in xs]) if xs else []
+
+    def on_gpu(xs: Arrays) -> list[jax.Array]:
+        return _on_gpu(xs, [_all(x) for x in xs])
+
+    def total(sums: Callable[[Arrays], list[jax.Array]], xs: Arrays) -> jax.Array:
+        def grouped(xs: Arrays) -> jax.Array:
+            large, small = [x for x in xs if x.size >= LARGE], [x for x in xs if x.size < LARGE]
+            groups = [jnp.sum(_paired([_square(x) for x in group], jnp.add)) for group in _alike(small)]
+            return _sum([*sums(large), *groups])
+
+        return lax.cond(on_single_device(), grouped, lambda xs: _sum(sums(xs)), xs)
+
+    def on_tpu(xs: Arrays) -> jax.Array:
+        sums = side_by_side(_widened_sum, *zip(*(_pair_sum(x, _all(x)) for x in xs), strict=True))
+        return _in_range([_sum(sums)], xs)[0].reshape(())
+
+    return lax.platform_dependent(
+        tuple(xs),
+        cpu=lambda xs: jnp.sqrt(total(on_cpu, xs)),
+        tpu=on_tpu,
+        default=lambda xs: jnp.sqrt(total(on_gpu, xs)),
+    )
+
+
+def _sum(values: Arrays) -> jax.Array:
+    return jnp.sum(jnp.stack([value.reshape(()) for value in values]))
+
+
+def _all(x: jax.Array) -> Axes:
+    return tuple(range(x.ndim))
+
+
+def _added(terms: Arrays) -> jax.Array:
+    return functools.reduce(jnp.add, terms)
+
+
+def _square(x: jax.Array) -> jax.Array:
+    return wide(x) * wide(x)
+
+
+_SQUARES = Reduction(_square, jnp.add, lambda x, axes: jnp.sum(x, axis=axes, keepdims=True))
+
+
+def _alike(xs: Arrays) -> list[list[jax.Array]]:
+    """Put arrays of one shape together: hundreds of them compile to a few operations."""
+    groups: dict[Any, list[jax.Array]] = {}
+    for x in xs:
+        groups.setdefault((x.shape, x.dtype), []).append(x)
+    return [group[i : i + _TOGETHER] for group in groups.values() for i in range(0, len(group), _TOGETHER)]
+
+
+def _paired(values: list[jax.Array], pair: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
+    while len(values) > 1:
+        odd = values[len(values) // 2 * 2 :]
+        values = [pair(a, b) for a, b in zip(values[::2], values[1::2], strict=False)] + odd
+    return values[0]
+
+
+def _kept(x: jax.Array, axes: Axes) -> list[int]:
+    return [1 if a in axes else n for a, n in enumerate(x.shape)]
+
+
+def _on_gpu(xs: Arrays, axes: Sequence[Axes]) -> list[jax.Array]:
+    """The sums of squares."""
+    # Of units XLA would store the pairs before it adds them.
+    large = [i for i, x in enumerate(xs) if x.size >= LARGE and len(axes[i]) == x.ndim]
+    sums: list[Any] = [jnp.sum(_square(x), axis=a, keepdims=True) for x, a in zip(xs, axes, strict=True)]
+    columns = zip(*(_two_pair_sums(xs[i], axes[i]) for i in large), strict=True)
+    for i, total in zip(large, side_by_side(_one_sum, *columns) if large else (), strict=True):
+        sums[i] = total
+    return sums
+
+
+def _two_pair_sums(x: jax.Array, axes: Axes) -> list[jax.Array]:
+    """Two sums of squares, of small and of other entries: no scale is right for all of them."""
+    x = lax.convert_element_type(x, np.float32)
+    small = jnp.abs(x) < np.float32(_MIDDLE)
+    squares = pairs.square(x * jnp.where(small, np.float32(_UP), np.float32(_DOWN)))
+    nothing = jnp.zeros_like(x)
+    low = (jnp.where(small, squares[0], nothing), jnp.where(small, squares[1], nothing))
+    high = (jnp.where(small, nothing, squares[0]), jnp.where(small, nothing, squares[1]))
+    # The largest one, too, as no pair can be infinite.
+    return [part.reshape(_kept(x, axes)) for part in pairs.reduce_sum((low, high), axes, [jnp.abs(x)])]
+
+
+def _one_sum(low: jax.Array, low_rest: jax.Array, high: jax.Array, high_rest: jax.Array, largest: Any) -> Any:
+    total = (wide(low) + wide(low_rest)) / _UP**2 + (wide(high) + wide(high_rest)) / _DOWN**2
+    return jnp.where(largest == jnp.inf, jnp.inf, total)
+
+
+def _pair_sum(x: jax.Array, axes: Axes) -> pairs.Pair:
+    a, b = pairs.reduce_sum([pairs.square(lax.convert_element_type(x, np.float32))], axes)
+    return a.reshape(_kept(x, axes)), b.reshape(_kept(x, axes))
+
+
+def _widened_sum(a: jax.Array, b: jax.Array) -> jax.Array:
+    return wide(a) + wide(b)
+
+
+def side_by_side(function: Callable[..., Any], *columns: Sequence[jax.Array]) -> list[Any]:
+    """Apply an elementwise function to small arrays of many leaves: on one device to all of them at once.
+
+    Hundreds of small computations take long to compile, on a TPU above all, where each operation on float64
+    becomes dozens.
+
+    Args:
+      function: of one array from each column, which have one shape, to a tree of such arrays.
+      *columns: an array for each leaf.
+    """
+
+    def apart(*columns: Sequence[jax.Array]) -> list[Any]:
+        return [function(*leaf) for leaf in zip(*columns, strict=True)]
+
+    def together(*columns: Sequence[jax.Array]) -> list[Any]:
+        found = function(*(jnp.concatenate([x.ravel() for x in column]) for column in columns))
+        shapes = [x.shape for x in columns[0]]
+        ends = np.cumsum([math.prod(shape) for shape in shapes]).tolist()
+
+        def leaf(start: int, end: int, shape: tuple[int, ...]) -> Any:
+            return jax.tree.map(lambda x: lax.slice_in_dim(x, start, end).reshape(shape), found)
+
+        return [leaf(*each) for each in zip([0, *ends[:-1]], ends, shapes, strict=True)]
+
+    if len(columns[0]) < 2 or any(varying(x) for column in columns for x in column):
+        return apart(*columns)
+    if all(x.size == 1 for x in columns[0]):  # the same on all devices
+        return together(*columns)
+    return lax.cond(on_single_device(), together, apart, *(list(column) for column in columns))
+
+
+def _in_range(totals: Arrays, xs: Arrays, axes: Sequence[Axes] | None = None) -> list[jax.Array]:
+    """The roots of sums of squares; where these have left the range of pairs, measured again, less exactly.
+
+    Without `axes` there is one total, of all arrays together.
+    """
+
+    def fits(total: jax.Array) -> jax.Array:
+        return (total >= _LEAST) & (total < _MOST)
+
+    def plain(x: jax.Array, scale: jax.Array, along: Axes | None) -> jax.Array:
+        entries = lax.convert_element_type(x, np.float32) * scale
+        return jnp.sum(jnp.square(entries), axis=along, keepdims=along is not None)
+
+    def again(totals: Arrays, xs: Arrays) -> list[jax.Array]:
+        scales = [jnp.where(total < 1, np.float32(2.0**70), np.float32(2.0**-70)) for total in totals]
+        if axes is None:
+            sums = [jnp.sum(jnp.stack([plain(x, scales[0], None) for x in xs]))]
+        else:
+            sums = [plain(*each) for each in zip(xs, scales, axes, strict=True)]
+        return [jnp.sqrt(s) / k for s, k in zip(sums, scales, strict=True)]
+
+    def not_needed(totals: Arrays, xs: Arrays) -> list[jax.Array]:
+        del xs
+        return [lax.convert_element_type(total, np.float32) for total in totals]
+
+    def root(total: jax.Array, instead: jax.Array) -> jax.Array:
+        return jnp.where(fits(total), jnp.sqrt(total), wide(instead) * (1 + _PLAIN_ERROR))
+
+    all_fit = functools.reduce(jnp.logical_and, [jnp.all(fits(total)) for total in totals])
+    return side_by_side(root, totals, lax.cond(all_fit, not_needed, again, list(totals), list(xs)))
+
+
+def largest(
+    xs: Arrays,
+    axes: Sequence[Axes],
+    of: Callable[[jax.Array], jax.Array] = jnp.abs,
+    at_least: float = 0.0,
+) -> list[jax.Array]:
+    """The largest of(x) of each array along its axes, in float64, the axes kept as 1; NaN if any entry is.
+
+    Args:
+      xs: real or complex arrays.
+      axes: the reduced axes of each.
+      of: what is compared, entry by entry.
+      at_least: what the result is at least.
+    """
+
+    def along(x: jax.Array, axes: Axes) -> jax.Array:
+        return jnp.max(x, axis=axes, keepdims=True, initial=at_least)
+
+    def along_on_cpu(x: jax.Array, axes: Axes) -> jax.Array:
+        # XLA (jaxlib 0.10.2) loses NaN in a maximum of 4,096 entries and more, but not in a sum. It is taken
+        # in the other width: what a sum and a maximum share would be stored as a whole.
+        other = np.float32 if x.dtype == np.float64 else np.float64
+        sizes = jnp.abs(lax.convert_element_type(x, other))  # without signs: inf - inf is NaN
+        total = jnp.sum(sizes, axis=axes, keepdims=True)
+        return jnp.where(jnp.isnan(total), jnp.nan, along(x, axes))
+
+    def on_cpu(xs: Arrays) -> list[jax.Array]:
+        others = [i for i, x in enumerate(xs) if x.dtype.itemsize >= 4]
+        how = Reduction(of, jnp.maximum, along_on_cpu)
+        reduced = iter(reduce_in_slices(how, [(xs[i],) for i in others], [axes[i] for i in others]))
+        each = zip(xs, axes, strict=True)
+        return [wide(along_narrow(x, a) if x.dtype.itemsize < 4 else next(reduced)) for x, a in each]
+
+    def along_narrow(x: jax.Array, axes: Axes) -> jax.Array:
+        # What 16-bit entries are converted to XLA would store where two operations share it.
+        apart = jnp.abs(lax.convert_element_type(lax.optimization_barrier(x), np.float32))
+        total = jnp.sum(apart, axis=axes, keepdims=True)
+        return jnp.where(jnp.isnan(total), jnp.nan, along(of(wide(x)), axes))
+
+    def default(xs: Arrays) -> list[jax.Array]:
+        return [wide(along(of(x), each)) for x, each in zip(xs, axes, strict=True)]
+
+    return lax.platform_dependent(tuple(xs), cpu=on_cpu, default=default)
+
+
+def largest_of_all(
+    xs: Arrays, of: Callable[[jax.Array], jax.Array] = jnp.abs, at_least: float = 0.0
+) -> jax.Array:
+    """The largest of(x) of all entries of several arrays, as a float64 scalar; NaN if any entry is."""
+
+    def together(xs: Arrays, of: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        found = [value.reshape(()) for value in largest(xs, [_all(x) for x in xs], of, at_least)]
+        return max_of(jnp.stack(found), at_least)
+
+    def grouped(xs: Arrays) -> jax.Array:
+        large, small = [x for x in xs if x.size >= LARGE], [x for x in xs if x.size < LARGE]
+        groups = [_paired([of(x) for x in group], jnp.maximum) for group in _alike(small)]
+        parts = [together(part, each) for part, each in ((large, of), (groups, jnp.positive)) if part]
+        return together(parts, jnp.positive)
+
+    if len(xs) == 1:
+        return together(xs, of)
+    return lax.cond(on_single_device(), grouped, lambda xs: together(xs, of), tuple(xs))
+
+
+def max_of(x: jax.Array, at_least: float = 0.0) -> jax.Array:
+    """The largest entry, in float64, and at least so much; NaN if any entry is."""
+    return largest([x], [_all(x)], jnp.positive, at_least)[0].reshape(())
+
+
+def min_of(x: jax.Array, at_most: float = jnp.inf) -> jax.Array:
+    """The smallest entry, in float64, and at most so much; NaN if any entry is."""
+    return -max_of(-x, at_least=-at_most)
+
+
+def stored(x: jax.Array, turn: Turn) -> jax.Array:
+    """The values of a large array that is read more than once, stored: on a CPU when its turn has come.
+
+    Elsewhere XLA would compute it for each of its readers, from what a donated buffer no longer holds.
+    """
+    if x.size < LARGE:
+        return x
+    now = np.ones((), np.float32) if turn is None else turn
+    return lax.platform_dependent(x, now, cpu=in_turn, default=lambda x, _: lax.optimization_barrier(x))

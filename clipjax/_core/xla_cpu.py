@@ -1,0 +1,143 @@
+"""What XLA's compiler for CPUs needs to run at the speed of memory. Values change by none of it.
+
+Each function stands for one habit of that compiler; beside it what it gains, measured on two matrices of
+2048 x 2048 as the time of a step to that of Adam alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.interpreters import mlir
+
+Turn: TypeAlias = jax.Array | None
+
+# What is smaller fits the cache.
+LARGE = 2**17
+# A large leaf is reduced in up to so many rounds, of so many slices each.
+_ROUNDS, _SLICES = 4, 8
+
+
+def _lower_single_device(context: mlir.LoweringRuleContext) -> Any:
+    devices = getattr(context.module_context.axis_context, "num_devices", None)  # None inside shard_map
+    return mlir.lower_fun(lambda: jnp.asarray(devices == 1), multiple_results=False)(context)
+
+
+_single_device_p = type(lax.add_p)("clipjax_single_device")
+_single_device_p.def_impl(lambda: jax.jit(_single_device_p.bind)())
+_single_device_p.def_abstract_eval(lambda: jax.core.ShapedArray((), np.dtype(bool)))
+mlir.register_lowering(_single_device_p, _lower_single_device)
+
+
+def on_single_device() -> jax.Array:
+    """Whether the program is compiled for one device: a constant, known when the program is lowered."""
+    return _single_device_p.bind()
+
+
+class Reduction(NamedTuple):
+    """What is reduced, and how."""
+
+    of: Callable[[jax.Array], jax.Array]  # of an array, entry by entry
+    pair: Callable[[jax.Array, jax.Array], jax.Array]  # two arrays to one, entry by entry
+    along: Callable[[jax.Array, tuple[int, ...]], jax.Array]  # one array along axes, which are kept as 1
+
+
+def reduce_in_slices(
+    how: Reduction, leaves: Sequence[Sequence[jax.Array]], axes: Sequence[tuple[int, ...]]
+) -> list[jax.Array]:
+    """Reduce each leaf, the sum of its terms, along axes, which are kept as 1.
+
+    XLA reduces float64, and any maximum, at a third of the speed of memory. An elementwise operation on
+    slices runs at the speed of memory, and leaves little to the reduction; so does the sum of the terms.
+    Gain: called max-norm 1.74 to 1.24, as a link 7.8 to 1.8. What is left takes turns in the same memory, of
+    which the rounds spare three quarters. Gain: global norm 1.78 to 1.19.
+    """
+
+    def whole(leaves: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
+        return [how.along(how.of(_added(terms)), of) for terms, of in zip(leaves, axes, strict=True)]
+
+    def sliced(leaves: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
+        turn: Turn = None
+        found = []
+        for terms, of in zip(leaves, axes, strict=True):
+            axis = _long_axis(terms[0], of)
+            if axis is None:
+                found.append(how.along(how.of(_added(terms)), of))
+                continue
+            most = min(_ROUNDS, terms[0].size // (_SLICES * LARGE), terms[0].shape[axis] // (2 * _SLICES))
+            rounds = max(1, most)
+            width = terms[0].shape[axis] // (rounds * _SLICES)
+            total = how.along(how.of(_added(_part(terms, axis, rounds * _SLICES * width, None))), of)
+            turn = turn_after(None, terms[0], terms[0]) if turn is None else turn
+            for start in range(0, rounds * _SLICES * width, _SLICES * width):
+                starts = [start + i * width for i in range(_SLICES)]
+                values = [how.of(_added(_part(terms, axis, i, i + width))) for i in starts]
+                while len(values) > 1:
+                    values = [how.pair(a, b) for a, b in zip(values[::2], values[1::2], strict=True)]
+                partial = _divided(values[0], cast(jax.Array, turn))
+                # A rounding that rounds nothing keeps XLA from taking the slices back into the reduction.
+                bits = jnp.finfo(partial.dtype)
+                reduced = how.along(lax.reduce_precision(partial, bits.nexp, bits.nmant), of)
+                turn = turn_after(turn, terms[0], reduced)
+                total = how.pair(total, reduced)
+            found.append(total)
+        return found
+
+    if not leaves or all(_long_axis(terms[0], of) is None for terms, of in zip(leaves, axes, strict=True)):
+        return whole(leaves)
+    return lax.cond(on_single_device(), sliced, whole, leaves)
+
+
+def _added(terms: Sequence[jax.Array]) -> jax.Array:
+    return functools.reduce(jnp.add, terms)
+
+
+def _part(terms: Sequence[jax.Array], axis: int, start: int, stop: int | None) -> list[jax.Array]:
+    return [lax.slice_in_dim(term, start, stop, axis=axis) for term in terms]
+
+
+def _long_axis(x: jax.Array, axes: tuple[int, ...]) -> int | None:
+    """The axis to slice along; None if the array is small, or would be widened before it is sliced."""
+    long_enough = [a for a in axes if x.shape[a] >= 2 * _SLICES]
+    worth_it = x.size >= LARGE and x.dtype.itemsize >= 4 and long_enough
+    return min(long_enough) if worth_it else None  # that of the longest pieces
+
+
+def computed_once(x: jax.Array) -> jax.Array:
+    """The values, none of which is -inf; to XLA a division, which it computes once and not for each reader.
+
+    Gain: a fifth to a third of a step.
+    """
+    return x / jnp.where(x == -jnp.inf, x, np.ones((), x.dtype)) if x.size > 1 else x
+
+
+def in_turn(x: jax.Array, turn: jax.Array) -> jax.Array:
+    """The values of a large array, stored when the turn has come.
+
+    XLA's scheduler starts on every leaf as early as it can. What each needs for a while is then in memory
+    for all of them together, in fresh pages at every step, which cost more than the arithmetic. A turn is a
+    scalar that is 1, and is there when the leaf before is done; XLA cannot know that dividing by it
+    changes nothing. Gain: as a link 7.3 to 1.8.
+    """
+    return lax.cond(on_single_device(), _divided, lambda x, _: x, x, turn)
+
+
+def _divided(x: jax.Array, turn: jax.Array) -> jax.Array:
+    if jnp.iscomplexobj(x):  # whose division by 1 would lose the sign of a zero
+        return lax.complex(_divided(x.real, turn), _divided(x.imag, turn))
+    return x / lax.convert_element_type(turn, x.dtype)
+
+
+def turn_after(turn: Turn, leaf: jax.Array, done: jax.Array) -> Turn:
+    """The turn of what comes after a large leaf, for which `done` is computed last."""
+    if leaf.size < LARGE:
+        return turn
+    first = lax.slice(done, (0,) * done.ndim, (1,) * done.ndim).reshape(())
+    at_most_0 = lax.stop_gradient(-jnp.abs(first)).astype(np.float32)
+    return jnp.where(at_most_0 > 0, at_most_0, np.float32(1) if turn is None else turn)
