@@ -15,7 +15,7 @@ MUTANTS = (
     Mutant(
         "a unit of norm 0 grows",
         "_core/rescale.py",
-        "return jnp.where(flushed, 0.0, floor)",
+        "return jnp.where(norm < precision.smallest, 0.0, floor)",
         "return floor",
         "tests/weights/test_norm_limits.py::test_units_of_norm_zero_stay",
     ),
@@ -86,15 +86,15 @@ MUTANTS = (
     Mutant(
         "what rounding may lose is below the limit",
         "_core/rescale.py",
-        "lost = 2.0**-46 if _is_wide(dtype) else 2 * _SLACK",
+        "lost = 2.0**-46 if is_wide(dtype) else 2 * _SLACK",
         "lost = 0.0",
         "tests/weights/test_norm_limits.py::test_norms_end_between_their_limits",
     ),
     Mutant(
         "a growing unit is rounded as a shrinking one",
         "weights/constraints.py",
-        "How(outside=larger_than, in_turn=True)",
-        "How(in_turn=True)",
+        "How(outside=larger_than, of_units=of_units)",
+        "How(of_units=of_units)",
         "tests/weights/test_norm_limits.py::test_a_link_never_rounds_a_growing_unit_above_its_limit",
     ),
     Mutant(
@@ -114,8 +114,8 @@ MUTANTS = (
     Mutant(
         "the weights that come in are judged by the bound to come",
         "weights/projections.py",
-        "jnp.maximum(state_.stats.steps - 1, 0)",
-        "state_.stats.steps",
+        "jnp.maximum(step - 1, 0)",
+        "step",
         "tests/composition/test_chain.py::test_a_shrinking_bound_is_no_violation",
     ),
     Mutant(

@@ -106,22 +106,22 @@ MUTANTS = (
     Mutant(
         "the maximum over devices loses a NaN",
         "_core/mesh.py",
-        "return lax.pmax(jnp.where(jnp.isnan(x), jnp.inf, x), names)",
-        "return lax.pmax(jnp.where(jnp.isnan(x), -jnp.inf, x), names)",
+        "return _extreme(lax.pmax, jnp.where(jnp.isnan(x), jnp.inf, x), names)",
+        "return _extreme(lax.pmax, jnp.where(jnp.isnan(x), -jnp.inf, x), names)",
         "tests/devices/test_lost_nan.py",
     ),
     Mutant(
         "the minimum over devices loses a NaN",
         "_core/mesh.py",
-        "least = lax.pmin(jnp.where(jnp.isnan(x), -jnp.inf, x), names)",
-        "least = lax.pmin(jnp.where(jnp.isnan(x), jnp.inf, x), names)",
+        "least = _extreme(lax.pmin, jnp.where(jnp.isnan(x), -jnp.inf, x), names)",
+        "least = _extreme(lax.pmin, jnp.where(jnp.isnan(x), jnp.inf, x), names)",
         "tests/devices/test_lost_nan.py",
     ),
     Mutant(
         "powers are not summed over devices",
         "_core/norms.py",
-        "return unit * lax.psum((norm / unit) ** p, names) ** (1 / p)",
-        "return unit * lax.pmax((norm / unit) ** p, names) ** (1 / p)",
+        "return lax.psum(norm**p, names) ** (1 / p)",
+        "return lax.pmax(norm**p, names) ** (1 / p)",
         "tests/devices/test_shard_map.py::test_same_as_on_one_device",
     ),
     Mutant(
@@ -148,15 +148,15 @@ MUTANTS = (
     Mutant(
         "the violation is that of one device",
         "weights/projections.py",
-        "[pmax(x, varying(x)) if varying(x) else x for x in excesses]",
+        "[largest_of_devices(x, varying(x)) if varying(x) else x for x in excesses]",
         "[lax.pmin(x, varying(x)) if varying(x) else x for x in excesses]",
         "tests/devices/test_units_and_specs.py::test_same_as_on_one_device",
     ),
     Mutant(
         "the least bound is that of one device",
-        "gradients/relative.py",
-        "return pmin(smallest, varying(smallest)) if varying(smallest) else smallest",
-        "return lax.pmax(smallest, varying(smallest)) if varying(smallest) else smallest",
+        "_core/trees.py",
+        "[smallest_of_devices(x, varying(x)) if varying(x) else x for x in least]",
+        "[lax.pmax(x, varying(x)) if varying(x) else x for x in least]",
         "tests/devices/test_adaptive_thresholds.py::test_same_as_on_one_device",
     ),
     Mutant(
