@@ -37,6 +37,22 @@ def add(a: Pair, b: Pair) -> Pair:
     return new, rest - (new - total)
 
 
+def product(a: jax.Array, b: jax.Array) -> Pair:
+    """The product of float32 entries, as a pair."""
+    head_a, head_b = lax.reduce_precision(a, 8, 11), lax.reduce_precision(b, 8, 11)
+    return head_a * head_b, (a - head_a) * b + head_a * (b - head_b)
+
+
+def add_signed(a: Pair, b: Pair) -> Pair:
+    """Add two pairs of any signs."""
+    total = a[0] + b[0]
+    of_b = total - a[0]
+    lost = (a[0] - (total - of_b)) + (b[0] - of_b)
+    rest = (a[1] + b[1]) + lost
+    new = total + rest
+    return new, rest - (new - total)
+
+
 def reduce_sum(
     pairs: Sequence[Pair], axes: tuple[int, ...], sizes: Sequence[jax.Array] = ()
 ) -> tuple[jax.Array, ...]:

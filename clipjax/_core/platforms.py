@@ -97,6 +97,36 @@ def euclidean_norm(xs: Arrays) -> jax.Array:
     )
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def inner_product(a: jax.Array, b: jax.Array, axes: Axes) -> jax.Array:
+    """The sum of products along axes, in float64, with the axes kept as 1; of real arrays of one dtype.
+
+    For a TPU the arrays have to be scaled, so that no product leaves the range of a float32.
+    """
+
+    def in_float64(a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.sum(wide(a) * wide(b), axis=axes, keepdims=True)
+
+    def in_pairs(a: jax.Array, b: jax.Array) -> jax.Array:
+        a, b = (lax.convert_element_type(x, np.float32) for x in (a, b))
+
+        def add(a: Any, b: Any) -> tuple[jax.Array, ...]:
+            return pairs.add_signed((a[0], a[1]), (b[0], b[1]))
+
+        nothing = np.zeros((), np.float32)
+        found = lax.reduce(pairs.product(a, b), (nothing, nothing), add, axes)
+        return _widened_sum(*(part.reshape(_kept(a, axes)) for part in found))
+
+    return lax.platform_dependent(a, b, tpu=in_pairs, default=in_float64)
+
+
+@inner_product.defjvp
+def _inner_product_jvp(axes: Axes, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    (a, b), (da, db) = primals, tangents
+    slopes = wide(da) * wide(b) + wide(a) * wide(db)
+    return inner_product(a, b, axes), jnp.sum(slopes, axis=axes, keepdims=True)
+
+
 def _sum(values: Arrays) -> jax.Array:
     return jnp.sum(jnp.stack([value.reshape(()) for value in values]))
 

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 
+from clipjax._core import pairs
 from clipjax._core.axes import FAN_IN, Axes, check_axes
-from clipjax._core.bounds import Bound, bound_at, check_fits
+from clipjax._core.bounds import Bound, bound_at
 from clipjax._core.mesh import AxisName
-from clipjax._core.norms import as_arrays, in_float64, norm_of, strong, weakly_typed_as, wide
-from clipjax._core.platforms import max_of, min_of
+from clipjax._core.norms import (
+    as_arrays,
+    in_float64,
+    is_wide,
+    norm_of,
+    norms_of,
+    strong,
+    weakly_typed_as,
+    wide,
+)
+from clipjax._core.platforms import inner_product, max_of, min_of
+from clipjax._core.rounding import widened
 from clipjax._core.stats import Stats, observe, start
-from clipjax._core.trees import Report, Unit, summary, units_of
+from clipjax._core.trees import Report, Unit, for_units, summary, units_of
 
 # `max_norm` leaves a unit at most 4 ulp below the radius, 16-bit links a little more.
 _SATURATED_WITHIN_EPS = 8
@@ -113,37 +126,71 @@ def tangent_cone(
 def _tangential(unit: Unit, weight: Any, radius: jax.Array) -> tuple[jax.Array, Report]:
     """The gradient of a leaf without the outward parts of its saturated units."""
     grad, weight = strong(unit.leaf), strong(weight)
-    norm = norm_of(weight, unit.reduced, 2.0, unit.names)
-    radius = jnp.broadcast_to(check_fits(radius, norm.shape, "the norms"), norm.shape)
-    direction = wide(weight) / jnp.where(norm > 0, norm, 1.0)
-    radial = jnp.sum(_product(grad, direction), axis=unit.reduced, keepdims=unit.reduced is not None)
+    norm, size = norms_of([(weight,), (grad,)], [unit.reduced] * 2, 2.0, [unit.names] * 2)
+    radius = for_units(radius, norm)
+    # In units of powers of two near the norms: no product leaves the range of a float32.
+    of_weight, of_grad = (_power_of_two(x, grad.dtype) for x in (norm, size))
+    relative = jnp.where(norm > 0, norm / of_weight, 1.0)
+    axes = tuple(range(grad.ndim)) if unit.reduced is None else unit.reduced
+    parts = zip(_real_parts(grad, of_grad), _real_parts(weight, of_weight), strict=True)
+    product = functools.reduce(jnp.add, [inner_product(g, w, axes) for g, w in parts]).reshape(norm.shape)
     if unit.names:
-        radial = lax.psum(radial, unit.names)
+        product = lax.psum(product, unit.names)
+    radial = product / relative * of_grad
+
+    def left(grad: jax.Array, weight: jax.Array) -> list[jax.Array]:
+        parts = zip(_real_parts(grad, of_grad), _real_parts(weight, of_weight), strict=True)
+        return [_without(g, w, product / relative**2) for g, w in parts]
 
     eps = float(jnp.finfo(grad.dtype).eps)
     least = radius * (1 - _SATURATED_WITHIN_EPS * float(jnp.finfo(weight.dtype).eps))
     outward = (norm >= least) & (radial < 0)
-    left = wide(grad) - direction * radial
-    sizes = [norm_of(lax.stop_gradient(x), unit.reduced, 2.0, unit.names) for x in (grad, left)]
+    # What is measured is computed for that alone: with two readers it would be stored.
+    measured = left(*lax.optimization_barrier(lax.stop_gradient((grad, weight))))
+    size_left = norm_of(_complex(measured), unit.reduced, 2.0, unit.names) * of_grad
     # Below the gradient's own rounding nothing is left but noise, which Adam would take for a direction.
-    nothing = (sizes[1] <= eps * sizes[0]) | (radius == 0)
-    left = jnp.where(nothing, jnp.zeros_like(left), left)
+    nothing = (size_left <= eps * size) | (radius == 0)
     bad = ~(jnp.isfinite(radial) & jnp.isfinite(norm)) | jnp.isnan(radius)
-    left = jnp.where(bad, jnp.full_like(left, jnp.nan), left)
     changed = outward | bad | (radius == 0)
+    scale = jnp.where(bad, jnp.nan, jnp.where(nothing, 0.0, of_grad))
+    new = _complex([part * lax.convert_element_type(scale, part.dtype) for part in left(grad, weight)])
     # Not rounded again: what is inside keeps its bits.
-    result = jnp.where(changed, lax.convert_element_type(left, grad.dtype), grad)
+    result = jnp.where(changed, lax.convert_element_type(new, grad.dtype), grad)
 
-    removed = jnp.where(radius > 0, lax.stop_gradient(-radial), sizes[0])
+    removed = jnp.where(radius > 0, lax.stop_gradient(-radial), size)
     removed = jnp.where(changed, jnp.where(bad, jnp.nan, removed), 0.0)
-    share = jnp.where(nothing, 0.0, sizes[1] / jnp.where(sizes[0] > 0, sizes[0], 1.0))
-    share = jnp.where(changed & (sizes[0] > 0), share, 1.0)
+    share = jnp.where(nothing, 0.0, size_left / jnp.where(size > 0, size, 1.0))
+    share = jnp.where(changed & (size > 0), share, 1.0)
     report = Report(max_of(removed), min_of(share, 1), jnp.any(changed & ~(removed == 0)))
     return weakly_typed_as(unit.leaf, result), report
 
 
-def _product(a: jax.Array, b: jax.Array) -> jax.Array:
-    """The real inner product of entries, in float64."""
-    if not jnp.iscomplexobj(a):
-        return wide(a) * b
-    return wide(a.real) * b.real + wide(a.imag) * b.imag
+def _power_of_two(norm: jax.Array, dtype: Any) -> jax.Array:
+    """A power of two near a norm, in float64: 1 for 0 and what is not finite."""
+    norm = lax.stop_gradient(jnp.where((norm > 0) & (norm < jnp.inf), norm, 1.0))
+    if is_wide(dtype):
+        return lax.reduce_precision(jnp.clip(norm, 2.0**-1000, 2.0**1000), 11, 0)
+    near = lax.convert_element_type(jnp.clip(norm, 2.0**-126, 2.0**126), np.float32)
+    return wide(lax.reduce_precision(near, 8, 0))
+
+
+def _real_parts(x: jax.Array, unit: jax.Array) -> list[jax.Array]:
+    """The real parts of an array, in units of a power of two, in the dtype to compute in."""
+    parts = [widened(part) for part in ((x.real, x.imag) if jnp.iscomplexobj(x) else (x,))]
+    return [part * lax.convert_element_type(1 / unit, part.dtype) for part in parts]
+
+
+def _complex(parts: list[jax.Array]) -> jax.Array:
+    return lax.complex(*parts) if len(parts) == 2 else parts[0]
+
+
+def _without(grad: jax.Array, weight: jax.Array, coefficient: jax.Array) -> jax.Array:
+    """Grad - weight * coefficient, rounded twice: the product is exact, as a pair."""
+    if grad.dtype == np.float64:
+        return grad - weight * coefficient
+    high = lax.convert_element_type(coefficient, np.float32)
+    low = lax.convert_element_type(coefficient - wide(high), np.float32)
+    product, rest = pairs.product(weight, high)
+    left = (grad - product) - (rest + weight * low)
+    # Where 40 bits cancel, what is left is the rounding of the coefficient.
+    return jnp.where(jnp.abs(left) <= 2.0**-40 * jnp.abs(grad), jnp.zeros_like(left), left)
