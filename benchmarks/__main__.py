@@ -63,8 +63,8 @@ def _memory_scheduler() -> bool:
     return _MEMORY_SCHEDULER in os.environ.get("XLA_FLAGS", "")
 
 
-def _has_bare(problem: Problem) -> bool:
-    """Whether to race the bare passes: 16 bits XLA would store widened, and growth has no column for them."""
+def _has_baseline(problem: Problem) -> bool:
+    """Whether to race the baseline: 16 bits XLA would store widened, and growth has no column for it."""
     return problem.name != tables.GROWTH and problem.dtype == "float32"
 
 
@@ -72,14 +72,14 @@ def _run(steps: Iterable[Step], problem: Problem, args: argparse.Namespace) -> l
     families = []
     for step in steps:
         family = {step.name: step.ours(problem.limits), f"{step.name}/peer": step.peer(problem.limits)}
-        if step.bare and _has_bare(problem):
-            family[f"{step.name}/bare"] = step.bare(problem.limits)
+        if step.baseline and _has_baseline(problem):
+            family[f"{step.name}/baseline"] = step.baseline(problem.limits)
         families.append(family)
     results = race_in_groups(
         families,
         problem,
         memory=args.memory * 2**30,
-        baseline=(ADAM, Recipe(adam())),
+        reference=(ADAM, Recipe(adam())),
         rounds=args.rounds,
         compile_repeats=args.compile_repeats,
     )

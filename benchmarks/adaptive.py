@@ -18,15 +18,15 @@ from benchmarks.measure import Result, race_in_groups
 from benchmarks.steps import ADAM, Recipe, adam
 from benchmarks.trees import Problem
 
-BASELINE = "clip_by_global_norm"
-TARGET = 1.05  # of the step with the baseline, for what measures the gradient once, as it does
+REFERENCE = "clip_by_global_norm"
+TARGET = 1.05  # of the step with the reference, for what measures the gradient once, as it does
 
 
 class Contestant(NamedTuple):
     """A train step, compared with the one with `clip_by_global_norm`."""
 
     tx: optax.GradientTransformation
-    floor: float  # bytes that it must move, to the baseline's 32 for each float32 parameter
+    floor: float  # bytes that it must move, to the 32 of the reference for each float32 parameter
     target: float | None = TARGET
 
 
@@ -38,7 +38,7 @@ def contestants(max_norm: float) -> dict[str, Contestant]:
     """
     steps = {
         ADAM: Contestant(adam(), floor=28 / 32, target=None),
-        BASELINE: Contestant(
+        REFERENCE: Contestant(
             optax.chain(clipjax.clip_by_global_norm(max_norm), adam()), floor=1, target=None
         ),
     }
@@ -66,7 +66,7 @@ STEPS = contestants(1.0)
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.adaptive", description=__doc__)
-    names = [name for name in STEPS if name != BASELINE]
+    names = [name for name in STEPS if name != REFERENCE]
     parser.add_argument("--trees", nargs="+", choices=list(trees.TREES), default=["big", "transformer"])
     parser.add_argument("--steps", nargs="+", choices=names, default=names)
     parser.add_argument("--rounds", type=int, default=20, help="how often each step is timed")
@@ -77,15 +77,15 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def _run(problem: Problem, args: argparse.Namespace) -> dict[str, Result]:
     field = contestants(problem.limits.global_norm)
-    recipes = {name: Recipe(field[name].tx) for name in (BASELINE, *args.steps)}
-    baseline = BASELINE, recipes.pop(BASELINE)
+    recipes = {name: Recipe(field[name].tx) for name in (REFERENCE, *args.steps)}
+    reference = REFERENCE, recipes.pop(REFERENCE)
     return race_in_groups(
         [{name: recipe} for name, recipe in recipes.items()],
         problem,
         memory=args.memory * 2**30,
         rounds=args.rounds,
         compile_repeats=1,
-        baseline=baseline,
+        reference=reference,
     )
 
 
@@ -96,17 +96,17 @@ def _cells(name: str, result: Result) -> list[str]:
         f"{result.ratio:.2f} ± {result.error:.2f}",
         f"{contestant.floor:.2f}",
         f"{contestant.target:.2f}" if contestant.target else "-",
-        f"{result.temporary:.0%}",
+        f"{result.scratch:.0%}",
     ]
 
 
-COLUMNS = ["step", "time", "floor", "target", "temporaries"]
+COLUMNS = ["step", "time", "floor", "target", "scratch memory"]
 
 
 def _title(problem: Problem, results: dict[str, Result]) -> str:
     return (
         f"{problem.name}, {problem.dtype}: {problem.size:,} parameters in {len(problem.params)} leaves; "
-        f"clip_by_global_norm and Adam {results[BASELINE].seconds * 1e3:.3g} ms"
+        f"clip_by_global_norm and Adam {results[REFERENCE].seconds * 1e3:.3g} ms"
     )
 
 

@@ -26,9 +26,9 @@ class Result(NamedTuple):
     """What one contestant took."""
 
     seconds: float  # one step: the median over rounds
-    ratio: float  # to the baseline: the median over rounds of the ratio to its run right before
+    ratio: float  # to the reference: the median over rounds of the ratio to its run right before
     error: float  # of that ratio: the standard error of the median, from its quartiles
-    temporary: float  # bytes of temporaries, as a share of the parameters' bytes
+    scratch: float  # bytes of scratch memory, as a share of the parameters' bytes
     compile_seconds: float  # CPU time of lowering and compiling: the least of the repetitions
 
     def is_above(self, target: float) -> bool:
@@ -53,7 +53,7 @@ class _Contestant:
             self.compile_seconds = min(self.compile_seconds, time.process_time() - begin)
         analysis = self.compiled.memory_analysis()
         # Not every backend tells.
-        self.temporary = analysis.temp_size_in_bytes / problem.nbytes if analysis else float("nan")
+        self.scratch = analysis.temp_size_in_bytes / problem.nbytes if analysis else float("nan")
 
     def run(self, steps: int) -> float:
         """Take some steps and return the seconds of one."""
@@ -81,22 +81,22 @@ def race(
     *,
     rounds: int,
     compile_repeats: int,
-    baseline: str,
+    reference: str,
 ) -> dict[str, Result]:
     """Let the recipes take turns.
 
     Args:
-      recipes: the baseline and at least one other.
+      recipes: the reference and at least one other.
       problem: what they train; every contestant has its own copy of the parameters.
       rounds: how often each is timed.
       compile_repeats: how often each is compiled.
-      baseline: the contestant that the others are compared with.
+      reference: the contestant that the others are compared with.
     """
     field = {name: _Contestant(recipe, problem, compile_repeats) for name, recipe in recipes.items()}
     for contestant in field.values():
         contestant.run(2)
-    steps = max(1, round(_SHORTEST_SAMPLE / max(field[baseline].run(3), 1e-7)))
-    pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in field if name != baseline}
+    steps = max(1, round(_SHORTEST_SAMPLE / max(field[reference].run(3), 1e-7)))
+    pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in field if name != reference}
     names, shuffle = list(pairs), random.Random(0)
 
     def sample(name: str) -> float:
@@ -105,11 +105,11 @@ def race(
 
     with _no_collection():
         for _ in range(rounds):
-            # The baseline runs right before each: what else the machine does changes within a second.
+            # The reference runs right before each: what else the machine does changes within a second.
             for name in shuffle.sample(names, len(names)):
-                before = sample(baseline)
+                before = sample(reference)
                 pairs[name].append((sample(name), before))
-    pairs[baseline] = [(before, before) for taken in pairs.values() for _, before in taken]
+    pairs[reference] = [(before, before) for taken in pairs.values() for _, before in taken]
     return {name: _result(pairs[name], contestant) for name, contestant in field.items()}
 
 
@@ -121,7 +121,7 @@ def _result(pairs: list[tuple[float, float]], contestant: _Contestant) -> Result
         seconds=statistics.median(own for own, _ in pairs),
         ratio=statistics.median(ratios),
         error=0.93 * (high - low) / math.sqrt(len(ratios)),
-        temporary=contestant.temporary,
+        scratch=contestant.scratch,
         compile_seconds=contestant.compile_seconds,
     )
 
@@ -131,14 +131,14 @@ def race_in_groups(
     problem: Problem,
     *,
     memory: float,
-    baseline: tuple[str, Recipe],
+    reference: tuple[str, Recipe],
     **options: Any,
 ) -> dict[str, Result]:
     """Let as many families of recipes take turns at once as fit into `memory` bytes.
 
-    The baseline is in every group, and a family, whose results are to be compared, in one.
+    The reference is in every group, and a family, whose results are to be compared, in one.
     """
-    # Parameters, two float32 moments, and the temporaries of a careless step.
+    # Parameters, two float32 moments, and the scratch memory of a careless step.
     each = 2 * problem.nbytes + 8 * problem.size
     room = int(memory / each) - 1
     groups: list[dict[str, Recipe]] = [{}]
@@ -146,9 +146,9 @@ def race_in_groups(
         if groups[-1] and len(groups[-1]) + len(family) > room:
             groups.append({})
         groups[-1] |= family
-    name, recipe = baseline
+    name, recipe = reference
     results: dict[str, Result] = {}
     for group in groups:
-        results = race({name: recipe, **group}, problem, baseline=name, **options) | results
+        results = race({name: recipe, **group}, problem, reference=name, **options) | results
         gc.collect()
     return results

@@ -39,14 +39,14 @@ class Step(NamedTuple):
     sweeps: int  # passes (a read or a write) over the parameters beyond Adam's
     target: float  # highest ratio to Adam alone, on two CPU cores
     is_link: bool = False  # emits an update from the parameters it wants
-    bare: Callable[[Limits], Recipe] | None = None  # the same passes, and nothing else: see `bare_scale`
+    baseline: Callable[[Limits], Recipe] | None = None  # the same passes, nothing exact: see `baseline_scale`
 
 
 # The highest ratios allowed on two CPU cores, for cases that a step's own target does not cover.
 SMALL_TARGET = 1.35
 LINK_TARGET_MEMORY_SCHEDULER = 1.7
 COMPILE_TARGET = 1.5
-TEMPORARY_TARGET = 0.01  # of the parameters' bytes, for projections by a direct call
+SCRATCH_TARGET = 0.01  # of the parameters' bytes, for projections by a direct call
 
 
 def adam() -> optax.GradientTransformation:
@@ -106,10 +106,10 @@ def clip_each_leaf(bound: float) -> optax.GradientTransformation:
     return optax.stateless(lambda updates, _: jax.tree.map(one, updates))
 
 
-def bare_scale(tree: Any, bound: float, units: Callable[[jax.Array], Any]) -> Any:
-    """Scale every unit by its plain float32 norm, and nothing else: what the passes alone cost.
+def baseline_scale(tree: Any, bound: float, units: Callable[[jax.Array], Any]) -> Any:
+    """Scale every unit by its plain float32 norm: what the passes alone cost.
 
-    Neither exact nor safe, no metrics, no entry kept as it is.
+    This is neither exact nor safe, and keeps no metrics. What is inside the bound may be changed.
     """
 
     def one(x: jax.Array) -> jax.Array:
@@ -119,12 +119,12 @@ def bare_scale(tree: Any, bound: float, units: Callable[[jax.Array], Any]) -> An
     return jax.tree.map(one, tree)
 
 
-def bare_clip(bound: float) -> optax.GradientTransformation:
+def baseline_clip(bound: float) -> optax.GradientTransformation:
     """The passes of a clip of every leaf."""
-    return optax.stateless(lambda updates, _: bare_scale(updates, bound, lambda _: None))
+    return optax.stateless(lambda updates, _: baseline_scale(updates, bound, lambda _: None))
 
 
-def bare_global_clip(bound: float) -> optax.GradientTransformation:
+def baseline_global_clip(bound: float) -> optax.GradientTransformation:
     """The passes of a clip by global norm."""
 
     def update(updates: Any, _: Any) -> Any:
@@ -135,7 +135,7 @@ def bare_global_clip(bound: float) -> optax.GradientTransformation:
     return optax.stateless(update)
 
 
-def bare_value_clip(bound: float) -> optax.GradientTransformation:
+def baseline_value_clip(bound: float) -> optax.GradientTransformation:
     """The passes of a clip by value that also knows the largest entry, which it keeps as its state."""
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
@@ -146,12 +146,12 @@ def bare_value_clip(bound: float) -> optax.GradientTransformation:
     return optax.GradientTransformation(lambda _: jnp.zeros(()), update)
 
 
-def bare_projection(radius: float) -> Callable[[Any], Any]:
+def baseline_projection(radius: float) -> Callable[[Any], Any]:
     """The passes of a max-norm projection of every kernel."""
 
     def project(params: Any) -> Any:
         kernels = {key: w for key, w in params.items() if w.ndim > 1}
-        return params | bare_scale(kernels, radius, lambda w: tuple(range(w.ndim - 1)))
+        return params | baseline_scale(kernels, radius, lambda w: tuple(range(w.ndim - 1)))
 
     return project
 
@@ -168,7 +168,7 @@ STEPS: tuple[Step, ...] = (
         reads=1,
         sweeps=0,
         target=1.2,
-        bare=lambda at: chain(bare_global_clip(at.global_norm), adam()),
+        baseline=lambda at: chain(baseline_global_clip(at.global_norm), adam()),
     ),
     Step(
         "value",
@@ -179,7 +179,7 @@ STEPS: tuple[Step, ...] = (
         reads=0,
         sweeps=0,
         target=1.15,
-        bare=lambda at: chain(bare_value_clip(at.value), adam()),
+        baseline=lambda at: chain(baseline_value_clip(at.value), adam()),
     ),
     Step(
         "rms",
@@ -190,7 +190,7 @@ STEPS: tuple[Step, ...] = (
         reads=1,
         sweeps=0,
         target=1.2,
-        bare=lambda at: chain(bare_clip(at.leaf_norm), adam()),
+        baseline=lambda at: chain(baseline_clip(at.leaf_norm), adam()),
     ),
     Step(
         "norm",
@@ -201,7 +201,7 @@ STEPS: tuple[Step, ...] = (
         reads=1,
         sweeps=0,
         target=1.2,
-        bare=lambda at: chain(bare_clip(at.leaf_norm), adam()),
+        baseline=lambda at: chain(baseline_clip(at.leaf_norm), adam()),
     ),
     Step(
         "max_norm",
@@ -212,7 +212,7 @@ STEPS: tuple[Step, ...] = (
         reads=0,
         sweeps=2,
         target=1.3,
-        bare=lambda at: Recipe(adam(), bare_projection(at.radius)),
+        baseline=lambda at: Recipe(adam(), baseline_projection(at.radius)),
     ),
     Step(
         "clip_max_norm",
@@ -228,8 +228,8 @@ STEPS: tuple[Step, ...] = (
         reads=1,
         sweeps=2,
         target=1.45,
-        bare=lambda at: Recipe(
-            optax.chain(bare_global_clip(at.global_norm), adam()), bare_projection(at.radius)
+        baseline=lambda at: Recipe(
+            optax.chain(baseline_global_clip(at.global_norm), adam()), baseline_projection(at.radius)
         ),
     ),
     Step(

@@ -18,8 +18,8 @@ from benchmarks.steps import (
     ADAM,
     COMPILE_TARGET,
     LINK_TARGET_MEMORY_SCHEDULER,
+    SCRATCH_TARGET,
     SMALL_TARGET,
-    TEMPORARY_TARGET,
     Step,
     bytes_moved,
 )
@@ -64,7 +64,7 @@ def row_of(
 ) -> dict[str, Any]:
     """Put one step's results beside its peer's, its floor and its target."""
     ours, peer = results[step.name], results[f"{step.name}/peer"]
-    bare = results.get(f"{step.name}/bare")
+    baseline = results.get(f"{step.name}/baseline")
     moved = bytes_moved(step, problem.dtype)
     row: dict[str, Any] = {
         "tree": problem.name,
@@ -79,7 +79,7 @@ def row_of(
         "target": target_of(step, problem.name, memory_scheduler=memory_scheduler),
         "ours": ours._asdict(),
         "theirs": peer._asdict(),
-        "bare": bare._asdict() if bare else None,
+        "baseline": baseline._asdict() if baseline else None,
         "adam": results[ADAM]._asdict(),
         "compile_ratio": ours.compile_seconds / peer.compile_seconds,
     }
@@ -94,7 +94,7 @@ def _misses(step: Step, ours: Result, row: dict[str, Any]) -> list[str]:
     missed = []
     if ours.ratio > row["target"]:
         missed.append("time" if ours.is_above(row["target"]) else "time?")
-    if row["tree"] != "small" and step.sweeps and not step.is_link and ours.temporary > TEMPORARY_TARGET:
+    if row["tree"] != "small" and step.sweeps and not step.is_link and ours.scratch > SCRATCH_TARGET:
         missed.append("memory")
     if row["tree"] == "small" and row["compile_ratio"] > COMPILE_TARGET:
         missed.append("compile")
@@ -113,8 +113,8 @@ PLAIN: dict[str, Any] = {
 }
 
 
-def _bare(row: dict[str, Any]) -> str:
-    return f"{row['bare']['ratio']:.2f}" if row["bare"] else ""
+def _baseline(row: dict[str, Any]) -> str:
+    return f"{row['baseline']['ratio']:.2f}" if row["baseline"] else ""
 
 
 def _percent(ours: float, theirs: float) -> str:
@@ -131,16 +131,16 @@ def table_of(rows: list[dict[str, Any]], *, absolute: bool) -> Table:
         title=(
             f"{first['tree']}, {first['dtype']}: {first['parameters']:,} parameters in {first['leaves']} "
             f"leaves, {first['scheduler']} scheduler. Adam alone: {adam['seconds'] * 1e3:.3g} ms, "
-            f"temporaries {adam['temporary']:.0%}, compiled in {adam['compile_seconds']:.2g} s"
+            f"scratch memory {adam['scratch']:.0%}, compiled in {adam['compile_seconds']:.2g} s"
         ),
         caption=(
-            "clipjax | Optax. time: to Adam alone (median of paired ratios, and its standard error); bare: "
-            "of the same passes with nothing exact; floor: of their bytes; temporaries: of the "
+            "clipjax | Optax. time: to Adam alone (median of paired ratios, and its standard error); "
+            "baseline: the same passes with nothing exact; floor: by bytes moved; scratch: memory, to the "
             "parameters' bytes; ratio: of the compile times"
         ),
     )
     table.add_column("step", no_wrap=True)
-    columns = ["time", "bare", "floor", "target", "temporaries", "compile", "ratio"]
+    columns = ["time", "baseline", "floor", "target", "scratch", "compile", "ratio"]
     for column in columns + (["ms", "of bandwidth"] if absolute else []) + [""]:
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
@@ -148,10 +148,10 @@ def table_of(rows: list[dict[str, Any]], *, absolute: bool) -> Table:
         cells = [
             row["label"],
             f"{ours['ratio']:.2f} ±{ours['error']:.2f} | {theirs['ratio']:.2f}",
-            _bare(row),
+            _baseline(row),
             f"{row['floor']:.2f}",
             f"{row['target']:.2f}",
-            _percent(ours["temporary"], theirs["temporary"]),
+            _percent(ours["scratch"], theirs["scratch"]),
             f"{ours['compile_seconds']:.2f} s",
             f"{row['compile_ratio']:.2f}",
         ]
@@ -177,7 +177,7 @@ def growth_table(rows: list[dict[str, Any]]) -> Table:
         "Adam ms",
         "ratio",
         "ns/parameter",
-        "temporaries",
+        "scratch",
         "compile s",
         "ms/leaf",
     ]
@@ -192,7 +192,7 @@ def growth_table(rows: list[dict[str, Any]]) -> Table:
             f"{row['adam']['seconds'] * 1e3:.3g}",
             f"{ours['ratio']:.2f} | {theirs['ratio']:.2f}",
             f"{ours['seconds'] / row['parameters'] * 1e9:.2f}",
-            _percent(ours["temporary"], theirs["temporary"]),
+            _percent(ours["scratch"], theirs["scratch"]),
             f"{ours['compile_seconds']:.2f} | {theirs['compile_seconds']:.2f}",
             f"{ours['compile_seconds'] / row['leaves'] * 1e3:.1f}",
         )
@@ -201,17 +201,17 @@ def growth_table(rows: list[dict[str, Any]]) -> Table:
 
 def _growth_lines(rows: list[dict[str, Any]]) -> list[str]:
     lines = [
-        "| step | parameters | leaves | Adam, ms | clipjax | Optax | temporaries, ours and theirs "
+        "| step | parameters | leaves | Adam, ms | clipjax | Optax | scratch memory, ours and theirs "
         "| compile, ours and theirs |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in sorted(rows, key=lambda r: r["step"]):
         ours, theirs = row["ours"], row["theirs"]
-        temporaries = _percent(ours["temporary"], theirs["temporary"]).replace(" |", ",")
+        scratch = _percent(ours["scratch"], theirs["scratch"]).replace(" |", ",")
         lines.append(
             f"| {row['label']} | {row['parameters']:.1e} | {row['leaves']} "
             f"| {row['adam']['seconds'] * 1e3:.3g} | {ours['ratio']:.2f} | {theirs['ratio']:.2f} "
-            f"| {temporaries} | {ours['compile_seconds']:.2f}, {theirs['compile_seconds']:.2f} s |"
+            f"| {scratch} | {ours['compile_seconds']:.2f}, {theirs['compile_seconds']:.2f} s |"
         )
     return lines
 
@@ -231,16 +231,16 @@ def markdown_of(where: dict[str, Any], rows: list[dict[str, Any]]) -> str:
             f"**{tree}, {dtype}**, {first['parameters']:,} parameters in {first['leaves']} leaves, "
             f"{scheduler} scheduler; Adam alone {first['adam']['seconds'] * 1e3:.3g} ms",
             "",
-            "| step | clipjax | Optax | bare | floor | target | temporaries, ours and theirs "
+            "| step | clipjax | Optax | baseline | floor | target | scratch memory, ours and theirs "
             "| compile, to Optax |",
             "|---|---|---|---|---|---|---|---|",
         ]
         for row in group:
             ours, theirs = row["ours"], row["theirs"]
-            temporaries = _percent(ours["temporary"], theirs["temporary"]).replace(" |", ",")
+            scratch = _percent(ours["scratch"], theirs["scratch"]).replace(" |", ",")
             lines.append(
                 f"| {row['label']} | {ours['ratio']:.2f} ± {ours['error']:.2f} | {theirs['ratio']:.2f} "
-                f"| {_bare(row)} | {row['floor']:.2f} | {row['target']:.2f} | {temporaries} "
+                f"| {_baseline(row)} | {row['floor']:.2f} | {row['target']:.2f} | {scratch} "
                 f"| {row['compile_ratio']:.1f} |"
             )
         lines.append("")

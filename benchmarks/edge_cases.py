@@ -1,6 +1,6 @@
-"""Hostile inputs, given to clipjax and to Optax: what each makes of them, measured.
+"""Edge cases, given to clipjax and to Optax: what each makes of them, measured.
 
-Run `python -m benchmarks.hostile` from the root of the repository; `--write PATH` writes Markdown.
+Run `python -m benchmarks.edge_cases` from the root of the repository; `--write PATH` writes Markdown.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.hostile_cases import BASIC
-from benchmarks.hostile_systems import SYSTEMS
-from benchmarks.hostile_trials import TRIALS
+from benchmarks.edge_cases_inputs import BASIC
+from benchmarks.edge_cases_systems import SYSTEMS
+from benchmarks.edge_cases_trials import TRIALS
 
 _GROUPS = {
     "Precision, range and non-finite values": BASIC,
@@ -60,9 +60,9 @@ def measure(group: Iterable[tuple[str, Callable[[], str] | None, Callable[[], st
 def _markdown(tables: dict[str, list[Row]]) -> str:
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("clipjax", "optax", "jax"))
     parts = [
-        "# Hostile inputs",
-        f"What {versions} answer on a CPU. Written by `python -m benchmarks.hostile --write "
-        "docs/hostile-inputs.md`: measured, not typed. Norms are measured in float64. A pair of square "
+        "# Edge cases",
+        f"What {versions} make of them on a CPU. Written by `python -m benchmarks.edge_cases --write "
+        "docs/edge-cases.md`: measured, not typed. Norms are measured in float64. A pair of square "
         "brackets is a leaf.",
     ]
     for title, rows in tables.items():
@@ -81,7 +81,7 @@ def _escaped(cell: str) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     """Measure, show and write."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.hostile", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.edge_cases", description=__doc__)
     parser.add_argument("--write", type=Path, metavar="PATH", help="write a Markdown page there")
     args = parser.parse_args(argv)
     tables = {title: measure(group) for title, group in _GROUPS.items()}

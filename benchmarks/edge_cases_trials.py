@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 import clipjax
-from benchmarks.hostile_cases import OPTAX, OURS, Case, Library, update
+from benchmarks.edge_cases_inputs import OPTAX, OURS, Case, Library, update
 
 _TRIALS = 400
 _SIZE = 257

@@ -15,7 +15,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 import clipjax
-from benchmarks.hostile_cases import Case, Library, both, norm64, shown
+from benchmarks.edge_cases_inputs import Case, Library, both, norm64, shown
 from clipjax import functional
 
 _DEVICES = 8
@@ -101,8 +101,8 @@ def sharded_norm(of: Library) -> str:
 def _on_devices(name: str) -> str:
     """Run :func:`sharded_norm` in a process of its own, which makes 8 devices of this CPU."""
     script = (
-        "from benchmarks import hostile_cases, hostile_systems\n"
-        f"print(hostile_systems.sharded_norm(hostile_cases.{name}))"
+        "from benchmarks import edge_cases_inputs, edge_cases_systems\n"
+        f"print(edge_cases_systems.sharded_norm(edge_cases_inputs.{name}))"
     )
     flags = f"--xla_force_host_platform_device_count={_DEVICES}"
     environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
