@@ -148,12 +148,12 @@ def _over_devices(norm: jax.Array, ord: Any, names: Names, dtype: Any) -> jax.Ar
 def _norms(leaves: Sequence[Arrays], axes: tuple[Reduced, ...], p: float) -> list[jax.Array]:
     along = [tuple(range(terms[0].ndim)) if a is None else a for terms, a in zip(leaves, axes, strict=True)]
     if p == math.inf:
-        norms: list[Any] = largest([functools.reduce(jnp.add, terms) for terms in leaves], along)
+        norms: list[Any] = largest([functools.reduce(jnp.add, terms) for terms in leaves], tuple(along))
         return [norm.reshape(()) if a is None else norm for norm, a in zip(norms, axes, strict=True)]
     norms = [None] * len(leaves)
     fast = [i for i, terms in enumerate(leaves) if p == 2 and _is_narrow_and_real(terms[0])]
     if fast:
-        found = euclidean_norms([leaves[i] for i in fast], [along[i] for i in fast])
+        found = euclidean_norms([leaves[i] for i in fast], tuple(along[i] for i in fast))
         for i, norm in zip(fast, found, strict=True):
             norms[i] = norm
     for i, terms in enumerate(leaves):
@@ -185,7 +185,7 @@ def _any_norm(xs: Arrays, axes: Reduced, p: float) -> jax.Array:
         parts = [part for x in xs for part in ((x.real, x.imag) if jnp.iscomplexobj(x) else (x,))]
         if axes is None:
             return euclidean_norm(parts)
-        re, im = euclidean_norms([(part,) for part in parts], [axes] * len(parts))
+        re, im = euclidean_norms([(part,) for part in parts], (axes,) * len(parts))
         unit = _nonzero(jnp.maximum(re, im))
         return unit * jnp.sqrt((re / unit) ** 2 + (im / unit) ** 2)
     unit = _nonzero(largest_of(xs, axes))
@@ -282,7 +282,7 @@ def largest_of(
     xs: Arrays, axes: Reduced = None, of: Callable[[jax.Array], jax.Array] = jnp.abs, at_least: float = 0.0
 ) -> jax.Array:
     """The largest of(x), in float64, and at least so much; of all arrays together where axes are None."""
-    return largest_of_all(xs, of, at_least) if axes is None else largest(xs, [axes], of, at_least)[0]
+    return largest_of_all(xs, of, at_least) if axes is None else largest(xs, (axes,), of, at_least)[0]
 
 
 def _sum(xs: Arrays, axes: Reduced, of: Callable[[jax.Array], jax.Array]) -> jax.Array:

@@ -45,7 +45,8 @@ def wide(x: Any) -> jax.Array:
     return lax.convert_element_type(x, np.complex128 if jnp.iscomplexobj(x) else np.float64)
 
 
-def euclidean_norms(leaves: Sequence[Arrays], axes: Sequence[Axes]) -> list[jax.Array]:
+@functools.partial(jax.jit, static_argnums=1)  # else compiled anew at every call without jit
+def euclidean_norms(leaves: Sequence[Arrays], axes: tuple[Axes, ...]) -> list[jax.Array]:
     """The root of the sum of squares of each leaf along its axes, in float64, with the axes kept as 1.
 
     Args:
@@ -64,10 +65,10 @@ def euclidean_norms(leaves: Sequence[Arrays], axes: Sequence[Axes]) -> list[jax.
     def on_gpu(leaves: Sequence[Arrays]) -> list[jax.Array]:
         return [jnp.sqrt(total) for total in _on_gpu([_added(terms) for terms in leaves], axes)]
 
-    leaves = [tuple(terms) for terms in leaves]
-    return lax.platform_dependent(leaves, cpu=on_cpu, tpu=on_tpu, default=on_gpu)
+    return lax.platform_dependent([tuple(terms) for terms in leaves], cpu=on_cpu, tpu=on_tpu, default=on_gpu)
 
 
+@jax.jit
 def euclidean_norm(xs: Arrays) -> jax.Array:
     """The root of the sum of squares of all entries of several arrays, as a float64 scalar."""
 
@@ -98,6 +99,7 @@ def euclidean_norm(xs: Arrays) -> jax.Array:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+@functools.partial(jax.jit, static_argnums=2)
 def inner_product(a: jax.Array, b: jax.Array, axes: Axes) -> jax.Array:
     """The sum of products along axes, in float64, with the axes kept as 1; of real arrays of one dtype.
 
@@ -265,9 +267,10 @@ def _in_range(totals: Arrays, xs: Arrays, axes: Sequence[Axes] | None = None) ->
     return side_by_side(root, totals, lax.cond(all_fit, not_needed, again, list(totals), list(xs)))
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def largest(
     xs: Arrays,
-    axes: Sequence[Axes],
+    axes: tuple[Axes, ...],
     of: Callable[[jax.Array], jax.Array] = jnp.abs,
     at_least: float = 0.0,
 ) -> list[jax.Array]:
@@ -310,13 +313,14 @@ def largest(
     return lax.platform_dependent(tuple(xs), cpu=on_cpu, default=default)
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2))
 def largest_of_all(
     xs: Arrays, of: Callable[[jax.Array], jax.Array] = jnp.abs, at_least: float = 0.0
 ) -> jax.Array:
     """The largest of(x) of all entries of several arrays, as a float64 scalar; NaN if any entry is."""
 
     def together(xs: Arrays, of: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        found = [value.reshape(()) for value in largest(xs, [_all(x) for x in xs], of, at_least)]
+        found = [value.reshape(()) for value in largest(xs, tuple(_all(x) for x in xs), of, at_least)]
         return max_of(jnp.stack(found), at_least)
 
     def grouped(xs: Arrays) -> jax.Array:
@@ -332,7 +336,7 @@ def largest_of_all(
 
 def max_of(x: jax.Array, at_least: float = 0.0) -> jax.Array:
     """The largest entry, in float64, and at least so much; NaN if any entry is."""
-    return largest([x], [_all(x)], jnp.positive, at_least)[0].reshape(())
+    return largest([x], (_all(x),), jnp.positive, at_least)[0].reshape(())
 
 
 def min_of(x: jax.Array, at_most: float = jnp.inf) -> jax.Array:
@@ -340,6 +344,7 @@ def min_of(x: jax.Array, at_most: float = jnp.inf) -> jax.Array:
     return -max_of(-x, at_least=-at_most)
 
 
+@jax.jit
 def stored(x: jax.Array, turn: Turn) -> jax.Array:
     """The values of a large array that is read more than once, stored: on a CPU when its turn has come.
 

@@ -157,13 +157,19 @@ def decide(rule: Rule, units: Sequence[Unit], norms: Sequence[jax.Array]) -> tup
         return [], []
     scale_of, columns = rule(units, norms)
     slack = [jnp.full(n.shape, precision_of(u.leaf.dtype).slack) for u, n in zip(units, norms, strict=True)]
+    found = _scales(scale_of, list(norms), slack, *map(list, columns))
+    return [exact for exact, _ in found], [down for _, down in found]
 
+
+@functools.partial(jax.jit, static_argnums=0)
+def _scales(
+    scale_of: Callable[..., Scale], norms: list[jax.Array], slack: list[jax.Array], *columns: list[jax.Array]
+) -> list[tuple[Scale, Scale]]:
     def scales(norm: jax.Array, slack: jax.Array, *columns: jax.Array) -> tuple[Scale, Scale]:
         scale = scale_of(norm, *columns)
         return scale, rounded_down(scale, slack)
 
-    found = side_by_side(scales, norms, slack, *columns)
-    return [exact for exact, _ in found], [down for _, down in found]
+    return side_by_side(scales, norms, slack, *columns)
 
 
 def measure_units(units: Sequence[Unit], ord: Any = 2.0) -> list[jax.Array]:  # noqa: A002
@@ -194,6 +200,7 @@ def size_of(unit: Unit) -> int:
 
 
 @in_float64
+@jax.jit
 def report_of(norms: Sequence[jax.Array], scales: Sequence[Scale]) -> Report:
     """One report of all units, and of all devices."""
     norms, scales = lax.stop_gradient((list(norms), list(scales)))
@@ -220,6 +227,7 @@ def report_of(norms: Sequence[jax.Array], scales: Sequence[Scale]) -> Report:
 
 
 @in_float64
+@jax.jit
 def least_of(values: Sequence[jax.Array]) -> jax.Array:
     """The smallest number of units in many leaves, on all devices; infinite if there are none."""
 

@@ -124,12 +124,12 @@ _without_forward_mode.defjvp(_jvp, symbolic_zeros=True)
 @functools.cache
 def _transposable() -> Any:
     """The identity of tangents as a primitive that can be transposed and mapped, but not computed."""
-    from jax.extend.core import Primitive  # here, as it loads Pallas, which takes long to import
 
     def transpose(cotangents: Any, *tangents: Any, **_: Any) -> list[Any]:
         return [c if ad.is_undefined_primal(t) else None for c, t in zip(cotangents, tangents, strict=True)]
 
-    primitive = Primitive("clipjax_transposable")
+    # The class of every primitive; to import it from `jax.extend` takes long, as that loads Pallas.
+    primitive = type(lax.add_p)("clipjax_transposable")
     primitive.multiple_results = True
     primitive.def_abstract_eval(lambda *tangents, **_: tangents)
     primitive.def_impl(_raise)

@@ -153,16 +153,16 @@ def step_if(
         )
 
     def branched(updates: Any, old: Any, params: Any) -> tuple[Any, Any]:
-        shapes, _ = jax.eval_shape(step, updates, old, params)
-
-        def skip(updates: Any, old: Any, params: Any) -> tuple[Any, Any]:
-            del params
-            zeros = jax.tree.map(lambda u, s: weakly_typed_as(s, jnp.zeros_like(u, s.dtype)), updates, shapes)
-            return zeros, old
-
         return lax.cond(good, step, skip, updates, old, params)
 
+    def skip(updates: Any, old: Any, params: Any) -> tuple[Any, Any]:
+        shapes, _ = jax.eval_shape(step, updates, old, params)
+        zeros = jax.tree.map(lambda u, s: weakly_typed_as(s, jnp.zeros_like(u, s.dtype)), updates, shapes)
+        return zeros, old
+
     updates = as_arrays(updates)
+    if not isinstance(good, jax.core.Tracer):  # without jit a branch would be compiled anew at every step
+        return step(updates, old, params) if good else skip(updates, old, params)
     if any(varying(x) for x in jax.tree.leaves((updates, old))):  # branches would differ in type
         return selected(updates, old, params)
     # On a CPU selecting keeps the old state beside the new one, and takes half as long again as a branch.

@@ -108,6 +108,7 @@ def autoclip(
     return clip_by_past(AutoclipState, first, bound_of, axis_name)
 
 
+@jax.jit
 def _sorted(norms: jax.Array) -> jax.Array:
     """In ascending order."""
 

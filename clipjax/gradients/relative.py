@@ -125,13 +125,10 @@ def adaptive_grad_clip(
         weights = jax.tree.leaves(_like(updates, params))
         used: list[jax.Array] = []
 
-        def bound_of(norm: jax.Array, ratio: jax.Array, least: jax.Array) -> jax.Array:
-            return jnp.where(ratio < jnp.inf, ratio * jnp.maximum(norm, least), ratio)
-
         def relative(units: Sequence[Unit], norms: Sequence[jax.Array]) -> Decision:
             sizes = measure_units([unit._replace(leaf=weights[unit.position]) for unit in units])
             columns = [[for_units(bound, norm) for norm in norms] for bound in (at_step, at_least)]
-            used.extend(side_by_side(bound_of, sizes, *columns))
+            used.extend(_bounds(sizes, *columns))
             return to_bound, [used]
 
         clipped, report = rescale_units(updates, relative, rule, 2.0, specs, axis_name)
@@ -151,6 +148,16 @@ def adaptive_grad_clip(
         return clip(as_arrays(updates), state, as_arrays(params))
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+@jax.jit
+def _bounds(norms: list[jax.Array], ratios: list[jax.Array], least: list[jax.Array]) -> list[jax.Array]:
+    """The bounds of all units, by the norms of their weights."""
+
+    def bound_of(norm: jax.Array, ratio: jax.Array, least: jax.Array) -> jax.Array:
+        return jnp.where(ratio < jnp.inf, ratio * jnp.maximum(norm, least), ratio)
+
+    return side_by_side(bound_of, norms, ratios, least)
 
 
 def _like(updates: Any, params: Any) -> Any:

@@ -179,6 +179,10 @@ def unit_norm(*, axes: Axes = FAN_IN, specs: Any = None, axis_name: AxisName = N
     return _between("clipjax.unit_norm()", UnitNormState, one, one, one, axes, specs, axis_name)
 
 
+def _scale_between(norm: jax.Array, low: Any, high: Any, rate: Any, *precision: jax.Array) -> Scale:
+    return between(norm, low, high, rate, Precision(*precision))
+
+
 def _between(
     name: str,
     state: NewState,
@@ -194,9 +198,6 @@ def _between(
     def rule_at(step: Any) -> Rule:
         limits = low(step), high(step), in_float64(jnp.minimum)(rate(step), 1.0)
 
-        def scale_of(norm: jax.Array, low: Any, high: Any, rate: Any, *precision: jax.Array) -> Scale:
-            return between(norm, low, high, rate, Precision(*precision))
-
         @in_float64
         def rule(units: Sequence[Unit], norms: Sequence[jax.Array]) -> Decision:
             pairs = list(zip(units, norms, strict=True))
@@ -206,7 +207,7 @@ def _between(
                 [jnp.full(n.shape, x) for (_, n), x in zip(pairs, c, strict=True)]
                 for c in zip(*each, strict=True)
             ]
-            return scale_of, columns
+            return _scale_between, columns
 
         return rule
 
