@@ -23,7 +23,7 @@ from jax import lax
 
 import clipjax
 from clipjax import functional
-from clipjax._core import mesh, norms, platforms, rescale, trees
+from clipjax._core import mesh, norms, pairs, platforms, rescale, trees
 from clipjax.weights import constraints
 from tests.support.oracles import exact_norm, exact_slack, exact_tree_norm, ulp
 from tests.support.properties import as_bytes, judge, tiny
@@ -358,6 +358,65 @@ def test_the_bound_is_a_bound(
     if platform == "gpu":  # where its sums overflow, norms are judged above
         decade = min(decade, 0.0) if decade < 3.5 else max(decade, 7.0)
     check(bounded_on(platform), columns(seed, decade, spread, kind), share, limits, platform)
+
+
+def hardest(count: int = 100) -> tuple[np.ndarray, np.ndarray]:
+    """The mantissas whose squares, as pairs, are the most too small, and the most too large."""
+    x = (np.arange(2**23, dtype=np.uint32) | np.uint32(0x3F800000)).view(np.float32)
+    first, rest = (np.asarray(part, np.float64) for part in jax.jit(pairs.square)(x))
+    square = x.astype(np.float64) ** 2
+    order = np.argsort(((first - square) + rest) / square)
+    return x[order[:count]], x[order[-count:]]
+
+
+def test_a_norm_is_told_from_its_bound_to_what_norms_are_exact_to() -> None:
+    """Closer than that, what is inside may move, and what is outside may stay."""
+    clip = as_on("tpu", lambda bound, x: functional.clip_by_norm(x, bound, 0))
+    for mantissas in hardest():
+        x = np.tile(mantissas, (ROWS, 1))
+        size = np.asarray(exact_norm(x, 0), np.float64)
+        for near in (0.0, 2.0**-37, -(2.0**-37), 2.0**-36, -(2.0**-36)):
+            bound = size * (1 + near)
+            norm = np.asarray(exact_norm(clip(bound, x), 0), np.float64)
+            assert (norm <= bound * (1 + platforms.NORM_ERROR)).all()
+            assert (norm >= bound - 4 * ulp(bound, np.float32)).all()
+        far = 1 + 2 * platforms.NORM_ERROR
+        assert same_bits(clip(size * far, x), x)
+        assert (exact_norm(clip(size / far, x), 0) <= size / far).all()
+
+
+@given(st.integers(0, 2**30), st.floats(0, 1, width=16), st.booleans())
+def test_inner_products_on_a_tpu(seed: int, turned: float, cancelling: bool) -> None:
+    """Exact to a share of the sum of the sizes of all products, even where these cancel."""
+    rng = np.random.default_rng(seed)
+    a, b = rng.uniform(-1, 1, (2, ROWS, COLUMNS)).astype(np.float32)
+    if cancelling:
+        b = b - np.sum(a * b, axis=0) / np.sum(a * a, axis=0) * a * np.float32(turned)
+    found = inner_products()(a, b)[0]
+    products = a.astype(np.longdouble) * b.astype(np.longdouble)
+    error = np.abs(found - np.sum(products, axis=0))
+    assert (error <= (2.0**-33 + ROWS * 2.0**-46) * np.sum(np.abs(products), axis=0)).all()
+
+
+@functools.cache
+def inner_products() -> Program:
+    return as_on("tpu", lambda a, b: platforms.inner_product(a, b, (0,)))
+
+
+@pytest.mark.parametrize("devices", [2, 256, 4096])
+def test_sums_over_devices_on_a_tpu(devices: int) -> None:
+    """Of shares between 0 and 1, in three parts of float32: as a TPU adds them."""
+    summed = as_on("tpu", jax.vmap(lambda x: mesh.sum_of_devices(x, ("d",)), axis_name="d"))
+    rng = np.random.default_rng(0)
+    for x in (
+        rng.random(devices),
+        np.ones(devices),
+        np.full(devices, 1 - 2.0**-53),
+        rng.random(devices) ** 20,
+    ):
+        found = summed(x)
+        assert (found == found[0]).all()
+        assert abs(found[0] - np.sum(x.astype(np.longdouble))) <= devices * 2.0**-46
 
 
 # --------------------------------------------------------------------------------------------------
