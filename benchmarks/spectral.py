@@ -97,7 +97,8 @@ the two, `svd` is the better choice in every respect.
 
 A TPU has no SVD in float64, and XLA takes minutes to compile one in float32 for matrices of more than 512. So
 both methods are Newton-Schulz iterations in float32 there; `svd` aims closer to the bound. The proof is in
-integers, and its allowance d is larger: 2e-6 times the square root of the shorter side. Carried out on a CPU:
+integers, and its allowance d is larger: 2e-6 times the square root of the shorter side. The same arithmetic,
+carried out on a CPU:
 
 | matrix | d | loss, svd | loss, newton_schulz |
 |---|---|---|---|
