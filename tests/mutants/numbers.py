@@ -142,7 +142,7 @@ MUTANTS = (
         "_core/xla_cpu.py",
         "for start in range(0, rounds * _SLICES * width, _SLICES * width):",
         "for start in range(_SLICES * width, rounds * _SLICES * width, _SLICES * width):",
-        "tests/core/test_large_leaves.py::test_the_same_numbers_as_side_by_side",
+        "tests/core/test_large_leaves.py::test_large_leaves_are_summed_right",
     ),
     Mutant(
         "a derivative that divides by a norm of 0",
