@@ -22,17 +22,26 @@ from jax import lax
 
 from clipjax._core import pairs
 from clipjax._core.mesh import varying
-from clipjax._core.xla_cpu import LARGE, Reduction, Turn, in_turn, on_single_device, reduce_in_slices
+from clipjax._core.xla_cpu import (
+    LARGE,
+    Reduction,
+    Turn,
+    computed_once,
+    in_turn,
+    on_single_device,
+    reduce_in_slices,
+)
 
 Arrays: TypeAlias = Sequence[jax.Array]
 Axes: TypeAlias = tuple[int, ...]
 
 # How far a measured norm may be from the norm, relatively.
-NORM_ERROR = 2.0**-34
+NORM_ERROR = 2.0**-32
 # Of sums of squares, the range in which pairs of float32 keep their accuracy.
 _LEAST, _MOST = 2.0**-60, 2.0**120
-# On a GPU: larger entries are divided by the one before they are squared, others multiplied by the other.
-_MIDDLE, _DOWN, _UP = 2.0**13, 2.0**-65, 2.0**50
+# On a GPU: entries from each of these sizes on are multiplied by the number beside it before they are
+# squared, so that up to 2**31 of them keep their accuracy.
+_SCALES = ((0.0, 2.0**80), (2.0**-40, 1.0), (2.0**23, 2.0**-65))
 # How much the plain float32 norm may be off that stands on a TPU for what is out of the range of pairs.
 _PLAIN_ERROR = 2.0**-12
 # So many small arrays of one shape are added entry by entry before they are reduced.
@@ -172,27 +181,30 @@ def _on_gpu(xs: Arrays, axes: Sequence[Axes]) -> list[jax.Array]:
     # Of units XLA would store the pairs before it adds them.
     large = [i for i, x in enumerate(xs) if x.size >= LARGE and len(axes[i]) == x.ndim]
     sums: list[Any] = [jnp.sum(_square(x), axis=a, keepdims=True) for x, a in zip(xs, axes, strict=True)]
-    columns = zip(*(_two_pair_sums(xs[i], axes[i]) for i in large), strict=True)
+    columns = zip(*(_scaled_pair_sums(xs[i], axes[i]) for i in large), strict=True)
     for i, total in zip(large, side_by_side(_one_sum, *columns) if large else (), strict=True):
         sums[i] = total
     return sums
 
 
-def _two_pair_sums(x: jax.Array, axes: Axes) -> list[jax.Array]:
-    """Two sums of squares, of small and of other entries: no scale is right for all of them."""
+def _scaled_pair_sums(x: jax.Array, axes: Axes) -> list[jax.Array]:
+    """Sums of squares of small, of usual and of large entries: no scale is right for all of them."""
     x = lax.convert_element_type(x, np.float32)
-    small = jnp.abs(x) < np.float32(_MIDDLE)
-    squares = pairs.square(x * jnp.where(small, np.float32(_UP), np.float32(_DOWN)))
-    nothing = jnp.zeros_like(x)
-    low = (jnp.where(small, squares[0], nothing), jnp.where(small, squares[1], nothing))
-    high = (jnp.where(small, nothing, squares[0]), jnp.where(small, nothing, squares[1]))
-    # The largest one, too, as no pair can be infinite.
-    return [part.reshape(_kept(x, axes)) for part in pairs.reduce_sum((low, high), axes, [jnp.abs(x)])]
+    size, nothing = jnp.abs(x), jnp.zeros_like(x)
+    squares = []
+    for (least, scale), (most, _) in zip(_SCALES, (*_SCALES[1:], (jnp.inf, 1)), strict=True):
+        chosen = (size >= np.float32(least)) & ((size < np.float32(most)) | (most == jnp.inf))
+        squares.append(pairs.square(jnp.where(chosen, x * np.float32(scale), nothing)))
+    # The largest size, too, as no pair can be infinite; and NaN is in none of the sums.
+    return [part.reshape(_kept(x, axes)) for part in pairs.reduce_sum(squares, axes, [size])]
 
 
-def _one_sum(low: jax.Array, low_rest: jax.Array, high: jax.Array, high_rest: jax.Array, largest: Any) -> Any:
-    total = (wide(low) + wide(low_rest)) / _UP**2 + (wide(high) + wide(high_rest)) / _DOWN**2
-    return jnp.where(largest == jnp.inf, jnp.inf, total)
+def _one_sum(*parts: jax.Array) -> jax.Array:
+    *sums, largest = parts
+    scales = [scale for _, scale in _SCALES]
+    each = zip(sums[::2], sums[1::2], scales, strict=True)
+    total = functools.reduce(jnp.add, [(wide(a) + wide(b)) / scale**2 for a, b, scale in each])
+    return jnp.where(largest < jnp.inf, total, wide(largest))
 
 
 def _pair_sum(x: jax.Array, axes: Axes) -> pairs.Pair:
@@ -205,10 +217,10 @@ def _widened_sum(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def side_by_side(function: Callable[..., Any], *columns: Sequence[jax.Array]) -> list[Any]:
-    """Apply an elementwise function to small arrays of many leaves: on one device to all of them at once.
+    """Apply an elementwise function to small arrays of many leaves: on one accelerator to all at once.
 
-    Hundreds of small computations take long to compile, on a TPU above all, where each operation on float64
-    becomes dozens.
+    Hundreds of small computations take long to compile for a TPU, where each operation on float64 becomes
+    dozens, and are as many kernels on a GPU. For a CPU it takes longer to compile hundreds of slices.
 
     Args:
       function: of one array from each column, which have one shape, to a tree of such arrays.
@@ -230,9 +242,11 @@ def side_by_side(function: Callable[..., Any], *columns: Sequence[jax.Array]) ->
 
     if len(columns[0]) < 2 or any(varying(x) for column in columns for x in column):
         return apart(*columns)
-    if all(x.size == 1 for x in columns[0]):  # the same on all devices
-        return together(*columns)
-    return lax.cond(on_single_device(), together, apart, *(list(column) for column in columns))
+    return lax.platform_dependent(
+        *(list(column) for column in columns),
+        cpu=apart,
+        default=lambda *columns: lax.cond(on_single_device(), together, apart, *columns),
+    )
 
 
 def _in_range(totals: Arrays, xs: Arrays, axes: Sequence[Axes] | None = None) -> list[jax.Array]:
@@ -261,7 +275,11 @@ def _in_range(totals: Arrays, xs: Arrays, axes: Sequence[Axes] | None = None) ->
         return [lax.convert_element_type(total, np.float32) for total in totals]
 
     def root(total: jax.Array, instead: jax.Array) -> jax.Array:
-        return jnp.where(fits(total), jnp.sqrt(total), wide(instead) * (1 + _PLAIN_ERROR))
+        most = float(np.finfo(np.float32).max)
+        larger = jnp.where(
+            instead < most, jnp.minimum(wide(instead) * (1 + _PLAIN_ERROR), most), wide(instead)
+        )
+        return jnp.where(fits(total), jnp.sqrt(total), larger)
 
     all_fit = functools.reduce(jnp.logical_and, [jnp.all(fits(total)) for total in totals])
     return side_by_side(root, totals, lax.cond(all_fit, not_needed, again, list(totals), list(xs)))
@@ -354,3 +372,8 @@ def stored(x: jax.Array, turn: Turn) -> jax.Array:
         return x
     now = np.ones((), np.float32) if turn is None else turn
     return lax.platform_dependent(x, now, cpu=in_turn, default=lambda x, _: lax.optimization_barrier(x))
+
+
+def once(x: jax.Array) -> jax.Array:
+    """The values, which many entries read, computed once."""
+    return lax.platform_dependent(x, cpu=computed_once, default=lambda x: x)

@@ -17,9 +17,9 @@ import numpy as np
 from jax import lax
 
 from clipjax._core.norms import in_float64, is_wide, strong, weakly_typed_as, wide
-from clipjax._core.platforms import NORM_ERROR
+from clipjax._core.platforms import NORM_ERROR, once
 from clipjax._core.rounding import exactly, rounded, smallest, widened
-from clipjax._core.xla_cpu import LARGE, computed_once
+from clipjax._core.xla_cpu import LARGE
 
 # The factor and its product with an entry are rounded to float32 once each, by 2**-24 at the most; the
 # rest covers what the norm may be off by.
@@ -42,7 +42,7 @@ class Scale(NamedTuple):
 @jax.jit
 def to_bound(norm: jax.Array, bound: jax.Array) -> Scale:
     """Compare norms with a bound, and divide: what every clip and most projections rest on."""
-    inside = norm <= jnp.minimum(bound, float(np.finfo(np.float64).max))
+    inside = (norm <= bound) & (norm < jnp.inf)
     target, norm = jnp.where(inside, 1.0, bound), jnp.where(inside, 1.0, _or_nan(norm))
     # The factor stays a float32 with room to spare, and so does an entry times the power, whose sum is the
     # derivative of the factor: hence the first step, where the factor alone would do.
@@ -152,7 +152,7 @@ def rescale(leaf: Any, scale: Scale) -> jax.Array:
     def product(x: jax.Array) -> jax.Array:
         entries = widened(x)
         both = lax.convert_element_type(jnp.stack(scale), entries.dtype)
-        power, factor = computed_once(both) if x.size >= LARGE else both
+        power, factor = once(both) if x.size >= LARGE else both
         # The power first, as derivatives need it: what it flushes to 0, the product would be, too.
         return exactly(rounded(entries * power * factor, x.dtype, toward_zero=True), x.dtype)
 

@@ -139,5 +139,6 @@ def turn_after(turn: Turn, leaf: jax.Array, done: jax.Array) -> Turn:
     if leaf.size < LARGE:
         return turn
     first = lax.slice(done, (0,) * done.ndim, (1,) * done.ndim).reshape(())
-    at_most_0 = lax.stop_gradient(-jnp.abs(first)).astype(np.float32)
+    # Behind a barrier, since XLA knows that no -|x| is above 0.
+    at_most_0 = lax.optimization_barrier(lax.stop_gradient(-jnp.abs(first)).astype(np.float32))
     return jnp.where(at_most_0 > 0, at_most_0, np.float32(1) if turn is None else turn)

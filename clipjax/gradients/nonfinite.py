@@ -157,8 +157,12 @@ def step_if(
 
     def skip(updates: Any, old: Any, params: Any) -> tuple[Any, Any]:
         shapes, _ = jax.eval_shape(step, updates, old, params)
-        zeros = jax.tree.map(lambda u, s: weakly_typed_as(s, jnp.zeros_like(u, s.dtype)), updates, shapes)
-        return zeros, old
+
+        def zeros(update: Any, like: Any) -> jax.Array:
+            same = update.dtype == like.dtype  # which may be that of keys
+            return weakly_typed_as(like, jnp.zeros_like(update, None if same else like.dtype))
+
+        return jax.tree.map(zeros, updates, shapes), old
 
     updates = as_arrays(updates)
     if not isinstance(good, jax.core.Tracer):  # without jit a branch would be compiled anew at every step

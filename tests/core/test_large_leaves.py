@@ -63,8 +63,10 @@ def compiled(function: Any, *args: Any, in_turn: bool) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         if not in_turn:
             side_by_side(patch)
-        # A new function, since JAX remembers what it has traced.
-        return jax.jit(lambda *args: function(*args)).lower(*args).compile()
+        jax.clear_caches()  # JAX remembers what it has traced
+        found = jax.jit(lambda *args: function(*args)).lower(*args).compile()
+        jax.clear_caches()
+        return found
 
 
 @functools.cache

@@ -146,14 +146,6 @@ def test_norms_on_a_tpu(kind: str, seed: int, place: float, spread: float) -> No
         assert (found >= right * (1 - np.where(inside, EXACT, 0))).all()
 
 
-OVERFLOW = pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="the sum of small entries overflows: the sum of (2**50 * x)**2"
-)
-
-
-@pytest.mark.parametrize(
-    ("low", "high"), [(-23.0, 0.5), pytest.param(0.5, 14.0, marks=OVERFLOW), (14.0, 38.0)], ids=str
-)
 @pytest.mark.parametrize("kind", ["f32", "bf16"])
 @given(
     seed=st.integers(0, 2**30),
@@ -161,9 +153,9 @@ OVERFLOW = pytest.mark.xfail(
     spread=st.sampled_from([0.0, 1.0, 6.0]),
 )
 @example(0, 0.75, 0.0)
-def test_norms_on_a_gpu(kind: str, low: float, high: float, seed: int, place: float, spread: float) -> None:
+def test_norms_on_a_gpu(kind: str, seed: int, place: float, spread: float) -> None:
     """From where the squares of scaled entries are no subnormal numbers, which a CPU flushes to 0."""
-    for found, right in norms_of("gpu", columns(seed, low + place * (high - low), spread, kind)):
+    for found, right in norms_of("gpu", columns(seed, -36.0 + place * 74.0, spread, kind)):
         assert (np.abs(found - right) <= EXACT * right).all()
 
 
@@ -172,11 +164,7 @@ BESIDE = [[1e-12, 1.0], [1e-8, 1e9], [1e4, 1e-3], [1e20, 1.0], [1e-30, 1e-20], [
 
 @pytest.mark.parametrize(
     ("platform", "scales"),
-    [
-        pytest.param(on, scales, marks=[OVERFLOW] * (on == "gpu" and bool({1e4, 8e3} & set(scales))))
-        for on in PLATFORMS
-        for scales in BESIDE
-    ],
+    [pytest.param(on, scales) for on in PLATFORMS for scales in BESIDE],
 )
 def test_small_and_large_entries_beside_each_other(platform: str, scales: list[float]) -> None:
     x = np.concatenate([columns(i, math.log10(scale), 0.0, "f32", 24) for i, scale in enumerate(scales)])

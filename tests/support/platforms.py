@@ -26,6 +26,8 @@ AXIS = "d"
 SHAPES = {"kernel": (256, 128), "columns": (128, 256), "replicated": (128, 8), "bias": (128,), "scale": ()}
 SPECS = {"kernel": P(AXIS, None), "columns": P(None, AXIS), "replicated": P(), "bias": P(AXIS), "scale": P()}
 WHOLE = dict.fromkeys(SHAPES, P())
+# One matrix, whose proofs a TPU's compiler takes ten seconds for.
+MATRIX = {"kernel": (32, 16)}
 
 ATTENTION = {
     side: {"kernel": (64, 4, 16), "bias": (4, 16)} if side != "value" else {"kernel": (64, 4, 16)}
@@ -191,13 +193,15 @@ def specs_of(name: str) -> Any:
     """How a member's tree is spread over the devices: whole, where it cannot be told how units are split."""
     if name == "qk_clip":
         return jax.tree.map(lambda _: P(), ATTENTION, is_leaf=lambda x: isinstance(x, tuple))
-    unsplit = ("spectral_cap", "functional.unitwise_norms", "functional.clip_by_norm")
+    if name == "spectral_cap":
+        return dict.fromkeys(MATRIX, P())
+    unsplit = ("functional.unitwise_norms", "functional.clip_by_norm")
     return WHOLE if name in unsplit else SPECS
 
 
 def shapes_of(name: str, dtype: Any) -> Any:
     """The tree that a member is run on."""
-    shapes = ATTENTION if name == "qk_clip" else SHAPES
+    shapes = {"qk_clip": ATTENTION, "spectral_cap": MATRIX}.get(name, SHAPES)
     return jax.tree.map(
         lambda shape: jax.ShapeDtypeStruct(shape, dtype), shapes, is_leaf=lambda x: isinstance(x, tuple)
     )
