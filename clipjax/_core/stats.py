@@ -14,7 +14,7 @@ from clipjax._core.trees import Report
 
 
 class Stats(NamedTuple):
-    """What a transformation has seen so far. Scalars; each has a buffer of its own, to be donated."""
+    """What a transformation has measured and done: scalars, each with a buffer of its own, to be donated."""
 
     norm: jax.Array  # float: the norm at the last step before clipping (the largest, of several)
     scale: jax.Array  # float: the factor applied at the last step (the smallest, of several)

@@ -131,17 +131,17 @@ def adagc(
 
         # All leaves side by side: hundreds of scalars take long to compile one by one.
         norms, together, at_step = lax.stop_gradient((norms, together, at_step))
-        seen = wide(round_up(norms, dtype))
-        known = jnp.where(gamma < jnp.inf, gamma, seen)
+        measured = wide(round_up(norms, dtype))
+        known = jnp.where(gamma < jnp.inf, gamma, measured)
         bounds = jnp.where(warming, jnp.inf, at_step * known)
         scales = jnp.where(warming, factor_of(together), factor_of(to_bound(norms, bounds)))
-        least = jnp.minimum(gamma, seen if warmup_norms == "before" else seen * scales)
-        average = wide(decay) * known + (1 - wide(decay)) * jnp.minimum(seen, bounds)
+        least = jnp.minimum(gamma, measured if warmup_norms == "before" else measured * scales)
+        average = wide(decay) * known + (1 - wide(decay)) * jnp.minimum(measured, bounds)
         return Clipped(
             treedef.unflatten(leaves),
             Report(total, min_of(scales, 1), ~jnp.all(scales == 1)),
             jnp.where(warming, cap, min_of(bounds)),
-            (jnp.where(seen > 0, jnp.where(warming, least, average), gamma), one_more(taken)),
+            (jnp.where(measured > 0, jnp.where(warming, least, average), gamma), one_more(taken)),
         )
 
     return remembering(AdagcState, first, clip)

@@ -41,7 +41,7 @@ MUTANTS = (
         "_core/rescale.py",
         "return jnp.where(norm < jnp.inf, norm, jnp.nan)",
         "return norm",
-        "tests/core/test_hostile.py::test_a_clip_propagates_a_nonfinite_entry_to_all_that_share_its_norm",
+        "tests/core/test_edge_cases.py::test_a_clip_propagates_a_nonfinite_entry_to_all_that_share_its_norm",
     ),
     Mutant(
         "NaN lost in a large maximum",
@@ -93,7 +93,7 @@ MUTANTS = (
         "_core/bounds.py",
         "return value if minimum is None else jnp.maximum(value, minimum)",
         "return value",
-        "tests/core/test_hostile.py::test_a_schedule_may_reach_zero_and_overshoot",
+        "tests/core/test_edge_cases.py::test_a_schedule_may_reach_zero_and_overshoot",
     ),
     Mutant(
         "weak types are lost",

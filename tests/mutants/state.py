@@ -59,7 +59,7 @@ MUTANTS = (
         "gradients/nonfinite.py",
         "return lax.cond(good, step, skip, updates, old, params)",
         "return lax.cond(good, step, lambda *x: (skip(*x)[0], step(*x)[1]), updates, old, params)",
-        "tests/core/test_hostile.py::test_a_skipped_step_changes_neither_the_weights_nor_the_state",
+        "tests/core/test_edge_cases.py::test_a_skipped_step_changes_neither_the_weights_nor_the_state",
     ),
     Mutant(
         "a norm at the quantile is above it",
@@ -143,14 +143,14 @@ MUTANTS = (
         "gradients/nonfinite.py",
         "count(state.nonfinite_count, bad), count(state.nonfinite_steps, bad > 0)",
         "count(state.nonfinite_count, bad), count(state.nonfinite_steps, bad)",
-        "tests/core/test_hostile.py::test_nonfinite_entries_can_be_zeroed_and_are_counted",
+        "tests/core/test_edge_cases.py::test_nonfinite_entries_can_be_zeroed_and_are_counted",
     ),
     Mutant(
         "an infinite norm is not counted",
         "_core/stats.py",
         "nonfinite=count(stats.nonfinite, ~finite)",
         "nonfinite=count(stats.nonfinite, jnp.isnan(report.norm))",
-        "tests/core/test_hostile.py::test_a_clip_propagates_a_nonfinite_entry_to_all_that_share_its_norm",
+        "tests/core/test_edge_cases.py::test_a_clip_propagates_a_nonfinite_entry_to_all_that_share_its_norm",
     ),
     Mutant(
         "a percentile one place too high",
@@ -169,7 +169,7 @@ MUTANTS = (
     Mutant(
         "the average takes in norms before clipping",
         "gradients/adagc.py",
-        "(1 - wide(decay)) * jnp.minimum(seen, bounds)",
+        "(1 - wide(decay)) * jnp.minimum(measured, bounds)",
         "(1 - wide(decay)) * seen",
         "tests/gradients/test_adagc.py::test_it_follows_its_oracle",
     ),
