@@ -21,7 +21,7 @@ from jax import lax
 
 from clipjax._core.axes import Reduced, is_measured
 from clipjax._core.mesh import Names, largest_of_devices, sum_of_devices
-from clipjax._core.platforms import euclidean_norm, euclidean_norms, largest, largest_of_all
+from clipjax._core.platforms import euclidean_norm, euclidean_norms, largest, largest_of_all, sum_of_sizes
 from clipjax._core.platforms import wide as wide
 
 Arrays: TypeAlias = Sequence[jax.Array]
@@ -179,8 +179,10 @@ def _any_norm(xs: Arrays, axes: Reduced, p: float) -> jax.Array:
     """A norm of any order and dtype, entry by entry in float64."""
     if p == math.inf:
         return largest_of(xs, axes)
+    if p == 1 and axes is not None:
+        return sum_of_sizes(xs[0], axes)
     if p == 1:
-        return _sum(xs, axes, lambda x: jnp.abs(wide(x)))
+        return functools.reduce(jnp.add, [sum_of_sizes(x, tuple(range(x.ndim))).reshape(()) for x in xs])
     if p == 2 and all(x.dtype.itemsize <= 4 or x.dtype == np.complex64 for x in xs):
         parts = [part for x in xs for part in ((x.real, x.imag) if jnp.iscomplexobj(x) else (x,))]
         if axes is None:

@@ -138,6 +138,21 @@ def _inner_product_jvp(axes: Axes, primals: Any, tangents: Any) -> tuple[jax.Arr
     return inner_product(a, b, axes), jnp.sum(slopes, axis=axes, keepdims=True)
 
 
+@functools.partial(jax.jit, static_argnums=1)
+def sum_of_sizes(x: jax.Array, axes: Axes) -> jax.Array:
+    """The sum of absolute values along axes, in float64, with the axes kept as 1."""
+
+    def in_pairs(x: jax.Array) -> jax.Array:
+        size = lax.convert_element_type(jnp.abs(x), np.float32)
+        a, b = pairs.reduce_sum([(size, jnp.zeros_like(size))], axes)
+        return _widened_sum(a.reshape(_kept(x, axes)), b.reshape(_kept(x, axes)))
+
+    def in_float64(x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.abs(wide(x)), axis=axes, keepdims=True)
+
+    return lax.platform_dependent(x, tpu=in_pairs, default=in_float64)
+
+
 def _sum(values: Arrays) -> jax.Array:
     return jnp.sum(jnp.stack([value.reshape(()) for value in values]))
 

@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from clipjax._core.axes import Where, check_where, leaves_with_paths, path_name, resolve_where
 from clipjax._core.bounds import Bound, Evaluate, bound_at, check_fits, check_order
 from clipjax._core.limits import check_ordered, clip_entries
 from clipjax._core.mesh import AxisName
-from clipjax._core.norms import as_arrays, in_float64, wide
+from clipjax._core.norms import as_arrays, in_float64
 from clipjax._core.stats import Stats
 from clipjax._core.trees import Report
 from clipjax.weights.projections import Measured, NewState, Projection
@@ -125,8 +124,8 @@ def _entrywise(
         return [
             Measured(
                 path_name(path),
-                wide(check_ordered(leaf)),
-                *(jnp.broadcast_to(check_fits(x, leaf.shape, "a leaf"), leaf.shape) for x in limits),
+                check_ordered(leaf),
+                *(check_fits(x, leaf.shape, "a leaf") for x in limits),
             )
             for (path, leaf), yes in zip(found, resolve_where(where, params), strict=True)
             if yes

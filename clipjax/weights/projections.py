@@ -15,6 +15,7 @@ from clipjax._core.mesh import AxisName, largest_of_devices, varying
 from clipjax._core.norms import as_arrays, in_float64, norm_of, norms_of, tree_norm, wide
 from clipjax._core.platforms import max_of, stored
 from clipjax._core.rescale import Scale, rescale
+from clipjax._core.rounding import widened
 from clipjax._core.stats import Stats, observe, start
 from clipjax._core.trees import Report, Rule, Unit, decide, report_of, rescale_units, units_of
 from clipjax._core.xla_cpu import LARGE, Turn, turn_after
@@ -22,7 +23,7 @@ from clipjax.weights.link import Outside, applied, is_branch, short_of, step_to
 
 
 class Measured(NamedTuple):
-    """What a projection bounds in one leaf, in float64: arrays of one shape, with an entry for each unit."""
+    """What a projection bounds in one leaf: a value for each unit, and limits that broadcast to them."""
 
     path: str
     value: jax.Array
@@ -214,7 +215,11 @@ def _worst(measured: list[Measured]) -> jax.Array:
 
 @in_float64
 def _excess(m: Measured) -> jax.Array:
-    return jnp.maximum(jnp.maximum(m.value - m.high, m.low - m.value), 0.0)
+    value = widened(m.value)
+    low, high = (
+        jnp.broadcast_to(lax.convert_element_type(x, value.dtype), value.shape) for x in (m.low, m.high)
+    )
+    return jnp.maximum(jnp.maximum(value - high, low - value), jnp.zeros_like(value))
 
 
 def project(function: Callable[[Any], Any]) -> Projection:
