@@ -209,10 +209,7 @@ def report_of(norms: Sequence[jax.Array], scales: Sequence[Scale]) -> Report:
         return Report(max_of(norm), min_of(factor_of(scale), 1), jnp.any(is_changed(scale)))
 
     def together(norms: list[jax.Array], scales: list[Scale]) -> Report:
-        # Side by side: hundreds of small computations take long to compile.
-        norm, power, factor = (
-            jnp.concatenate([x.ravel() for x in column]) for column in zip(*both(norms, scales), strict=True)
-        )
+        norm, power, factor = (joined(column) for column in zip(*both(norms, scales), strict=True))
         return report(norm, Scale(power, factor))
 
     def both(norms: list[jax.Array], scales: list[Scale]) -> list[tuple[jax.Array, ...]]:
@@ -226,13 +223,21 @@ def report_of(norms: Sequence[jax.Array], scales: Sequence[Scale]) -> Report:
     return lax.cond(on_single_device(), together, apart, norms, scales)
 
 
+def joined(values: Sequence[jax.Array]) -> jax.Array:
+    """All numbers side by side: hundreds of small reductions take long to compile.
+
+    The barrier keeps XLA from making as many of one again.
+    """
+    return lax.optimization_barrier(jnp.concatenate([value.ravel() for value in values]))
+
+
 @in_float64
 @jax.jit
 def least_of(values: Sequence[jax.Array]) -> jax.Array:
     """The smallest number of units in many leaves, on all devices; infinite if there are none."""
 
     def together(values: list[jax.Array]) -> jax.Array:
-        return min_of(jnp.concatenate([value.ravel() for value in values]))
+        return min_of(joined(values))
 
     def apart(values: list[jax.Array]) -> jax.Array:
         least = [min_of(value) for value in values]
