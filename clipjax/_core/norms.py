@@ -23,6 +23,7 @@ from clipjax._core.axes import Reduced, is_measured
 from clipjax._core.mesh import Names, largest_of_devices, sum_of_devices
 from clipjax._core.platforms import euclidean_norm, euclidean_norms, largest, largest_of_all, sum_of_sizes
 from clipjax._core.platforms import wide as wide
+from clipjax._core.xla_cpu import added
 
 Arrays: TypeAlias = Sequence[jax.Array]
 
@@ -148,7 +149,7 @@ def _over_devices(norm: jax.Array, ord: Any, names: Names, dtype: Any) -> jax.Ar
 def _norms(leaves: Sequence[Arrays], axes: tuple[Reduced, ...], p: float) -> list[jax.Array]:
     along = [tuple(range(terms[0].ndim)) if a is None else a for terms, a in zip(leaves, axes, strict=True)]
     if p == math.inf:
-        norms: list[Any] = largest([functools.reduce(jnp.add, terms) for terms in leaves], tuple(along))
+        norms: list[Any] = largest([added(terms) for terms in leaves], tuple(along))
         return [norm.reshape(()) if a is None else norm for norm, a in zip(norms, axes, strict=True)]
     norms = [None] * len(leaves)
     fast = [i for i, terms in enumerate(leaves) if p == 2 and _is_narrow_and_real(terms[0])]
@@ -158,7 +159,7 @@ def _norms(leaves: Sequence[Arrays], axes: tuple[Reduced, ...], p: float) -> lis
             norms[i] = norm
     for i, terms in enumerate(leaves):
         if norms[i] is None:
-            norms[i] = _any_norm((functools.reduce(jnp.add, terms),), along[i], p)
+            norms[i] = _any_norm((added(terms),), along[i], p)
     return [norm.reshape(()) if a is None else norm for norm, a in zip(norms, axes, strict=True)]
 
 
@@ -199,7 +200,6 @@ def _any_norm(xs: Arrays, axes: Reduced, p: float) -> jax.Array:
 def _norms_jvp(axes: tuple[Reduced, ...], p: float, primals: Any, tangents: Any) -> Any:
     (leaves,), (dleaves,) = primals, tangents
     norms = _norms(leaves, axes, p)
-    added = functools.partial(functools.reduce, jnp.add)
     return norms, [
         _derivative(norm, (added(terms),), (added(dterms),), along, p)
         for norm, terms, dterms, along in zip(norms, leaves, dleaves, axes, strict=True)

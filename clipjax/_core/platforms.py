@@ -26,9 +26,11 @@ from clipjax._core.xla_cpu import (
     LARGE,
     Reduction,
     Turn,
+    added,
     computed_once,
     in_turn,
     on_single_device,
+    paired,
     reduce_in_slices,
 )
 
@@ -67,12 +69,12 @@ def euclidean_norms(leaves: Sequence[Arrays], axes: tuple[Axes, ...]) -> list[ja
         return [jnp.sqrt(total) for total in reduce_in_slices(_SQUARES, leaves, axes)]
 
     def on_tpu(leaves: Sequence[Arrays]) -> list[jax.Array]:
-        xs = [_added(terms) for terms in leaves]
+        xs = [added(terms) for terms in leaves]
         sums = [_pair_sum(x, along) for x, along in zip(xs, axes, strict=True)]
         return _in_range(side_by_side(_widened_sum, *zip(*sums, strict=True)), xs, axes)
 
     def on_gpu(leaves: Sequence[Arrays]) -> list[jax.Array]:
-        return [jnp.sqrt(total) for total in _on_gpu([_added(terms) for terms in leaves], axes)]
+        return [jnp.sqrt(total) for total in _on_gpu([added(terms) for terms in leaves], axes)]
 
     return lax.platform_dependent([tuple(terms) for terms in leaves], cpu=on_cpu, tpu=on_tpu, default=on_gpu)
 
@@ -90,7 +92,7 @@ def euclidean_norm(xs: Arrays) -> jax.Array:
     def total(sums: Callable[[Arrays], list[jax.Array]], xs: Arrays) -> jax.Array:
         def grouped(xs: Arrays) -> jax.Array:
             large, small = [x for x in xs if x.size >= LARGE], [x for x in xs if x.size < LARGE]
-            groups = [jnp.sum(_paired([_square(x) for x in group], jnp.add)) for group in _alike(small)]
+            groups = [jnp.sum(paired([_square(x) for x in group], jnp.add)) for group in _alike(small)]
             return _sum([*sums(large), *groups])
 
         return lax.cond(on_single_device(), grouped, lambda xs: _sum(sums(xs)), xs)
@@ -161,10 +163,6 @@ def _all(x: jax.Array) -> Axes:
     return tuple(range(x.ndim))
 
 
-def _added(terms: Arrays) -> jax.Array:
-    return functools.reduce(jnp.add, terms)
-
-
 def _square(x: jax.Array) -> jax.Array:
     return wide(x) * wide(x)
 
@@ -180,13 +178,6 @@ def _alike(xs: Arrays) -> list[list[jax.Array]]:
     return [group[i : i + _TOGETHER] for group in groups.values() for i in range(0, len(group), _TOGETHER)]
 
 
-def _paired(values: list[jax.Array], pair: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
-    while len(values) > 1:
-        odd = values[len(values) // 2 * 2 :]
-        values = [pair(a, b) for a, b in zip(values[::2], values[1::2], strict=False)] + odd
-    return values[0]
-
-
 def _kept(x: jax.Array, axes: Axes) -> list[int]:
     return [1 if a in axes else n for a, n in enumerate(x.shape)]
 
@@ -194,12 +185,11 @@ def _kept(x: jax.Array, axes: Axes) -> list[int]:
 def _on_gpu(xs: Arrays, axes: Sequence[Axes]) -> list[jax.Array]:
     """The sums of squares."""
     # Of units XLA would store the pairs before it adds them.
-    large = [i for i, x in enumerate(xs) if x.size >= LARGE and len(axes[i]) == x.ndim]
-    sums: list[Any] = [jnp.sum(_square(x), axis=a, keepdims=True) for x, a in zip(xs, axes, strict=True)]
-    columns = zip(*(_scaled_pair_sums(xs[i], axes[i]) for i in large), strict=True)
-    for i, total in zip(large, side_by_side(_one_sum, *columns) if large else (), strict=True):
-        sums[i] = total
-    return sums
+    in_pairs = [x.size >= LARGE and len(along) == x.ndim for x, along in zip(xs, axes, strict=True)]
+    each = list(zip(xs, axes, in_pairs, strict=True))
+    columns = list(zip(*(_scaled_pair_sums(x, along) for x, along, yes in each if yes), strict=True))
+    large = iter(side_by_side(_one_sum, *columns) if columns else ())
+    return [next(large) if yes else _SQUARES.along(_square(x), along) for x, along, yes in each]
 
 
 def _scaled_pair_sums(x: jax.Array, axes: Axes) -> list[jax.Array]:
@@ -358,7 +348,7 @@ def largest_of_all(
 
     def grouped(xs: Arrays) -> jax.Array:
         large, small = [x for x in xs if x.size >= LARGE], [x for x in xs if x.size < LARGE]
-        groups = [_paired([of(x) for x in group], jnp.maximum) for group in _alike(small)]
+        groups = [paired([of(x) for x in group], jnp.maximum) for group in _alike(small)]
         parts = [together(part, each) for part, each in ((large, of), (groups, jnp.positive)) if part]
         return together(parts, jnp.positive)
 

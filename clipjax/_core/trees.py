@@ -209,11 +209,8 @@ def report_of(norms: Sequence[jax.Array], scales: Sequence[Scale]) -> Report:
         return Report(max_of(norm), min_of(factor_of(scale), 1), jnp.any(is_changed(scale)))
 
     def together(norms: list[jax.Array], scales: list[Scale]) -> Report:
-        norm, power, factor = (joined(column) for column in zip(*both(norms, scales), strict=True))
-        return report(norm, Scale(power, factor))
-
-    def both(norms: list[jax.Array], scales: list[Scale]) -> list[tuple[jax.Array, ...]]:
-        return [(norm, *scale) for norm, scale in zip(norms, scales, strict=True)]
+        scale = Scale(*(joined(column) for column in zip(*scales, strict=True)))
+        return report(joined(norms), scale)
 
     def apart(norms: list[jax.Array], scales: list[Scale]) -> Report:
         return summary([report(norm, scale) for norm, scale in zip(norms, scales, strict=True)])

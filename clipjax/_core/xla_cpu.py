@@ -60,7 +60,7 @@ def reduce_in_slices(
     """
 
     def whole(leaves: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
-        return [how.along(how.of(_added(terms)), of) for terms, of in zip(leaves, axes, strict=True)]
+        return [how.along(how.of(added(terms)), of) for terms, of in zip(leaves, axes, strict=True)]
 
     def sliced(leaves: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
         turn: Turn = None
@@ -68,19 +68,17 @@ def reduce_in_slices(
         for terms, of in zip(leaves, axes, strict=True):
             axis = _long_axis(terms[0], of)
             if axis is None:
-                found.append(how.along(how.of(_added(terms)), of))
+                found.append(how.along(how.of(added(terms)), of))
                 continue
             most = min(_ROUNDS, terms[0].size // (_SLICES * LARGE), terms[0].shape[axis] // (2 * _SLICES))
             rounds = max(1, most)
             width = terms[0].shape[axis] // (rounds * _SLICES)
-            total = how.along(how.of(_added(_part(terms, axis, rounds * _SLICES * width, None))), of)
+            total = how.along(how.of(added(_part(terms, axis, rounds * _SLICES * width, None))), of)
             turn = turn_after(None, terms[0], terms[0]) if turn is None else turn
             for start in range(0, rounds * _SLICES * width, _SLICES * width):
                 starts = [start + i * width for i in range(_SLICES)]
-                values = [how.of(_added(_part(terms, axis, i, i + width))) for i in starts]
-                while len(values) > 1:
-                    values = [how.pair(a, b) for a, b in zip(values[::2], values[1::2], strict=True)]
-                partial = _divided(values[0], cast(jax.Array, turn))
+                values = [how.of(added(_part(terms, axis, i, i + width))) for i in starts]
+                partial = _divided(paired(values, how.pair), cast(jax.Array, turn))
                 # A rounding that rounds nothing keeps XLA from taking the slices back into the reduction.
                 bits = jnp.finfo(partial.dtype)
                 reduced = how.along(lax.reduce_precision(partial, bits.nexp, bits.nmant), of)
@@ -94,8 +92,17 @@ def reduce_in_slices(
     return lax.cond(on_single_device(), sliced, whole, leaves)
 
 
-def _added(terms: Sequence[jax.Array]) -> jax.Array:
+def added(terms: Sequence[jax.Array]) -> jax.Array:
+    """The sum of a leaf's terms."""
     return functools.reduce(jnp.add, terms)
+
+
+def paired(values: Sequence[jax.Array], pair: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
+    """Bring arrays to one, two by two."""
+    while len(values) > 1:
+        odd = values[len(values) // 2 * 2 :]
+        values = [*(pair(a, b) for a, b in zip(values[::2], values[1::2], strict=False)), *odd]
+    return values[0]
 
 
 def _part(terms: Sequence[jax.Array], axis: int, start: int, stop: int | None) -> list[jax.Array]:
