@@ -122,7 +122,7 @@ def unitwise_norms(tree: Any, axes: Axes, ord: float = 2) -> Any:  # noqa: A002
     leaves, treedef = jax.tree.flatten(tree)
     norms: list[Any] = [None] * len(leaves)
     p = check_ord(ord)
-    for unit in units_of(tree, check_axes(axes)):
+    for unit in units_of(tree, check_axes(axes), may_bound_nothing=True):
         norm = norm_of(unit.leaf, unit.reduced, p, unit.names)
         norms[unit.position] = _shown(norm if unit.reduced is None else norm.squeeze(unit.reduced), unit.leaf)
     return treedef.unflatten(norms)

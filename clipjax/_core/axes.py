@@ -1,11 +1,8 @@
-"""Which entries of a leaf share one norm: forms of `axes` and `where`, and paths and their patterns."""
+"""Which entries of a leaf share one norm: forms of `axes` and `where`."""
 
 from __future__ import annotations
 
-import fnmatch
-import functools
 import operator
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
@@ -13,34 +10,41 @@ from typing import Any, Final, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
+
+from clipjax._core.paths import Path as Path
+from clipjax._core.paths import a_few, described
+from clipjax._core.paths import first_matches as first_matches
+from clipjax._core.paths import leaves_with_paths as leaves_with_paths
+from clipjax._core.paths import path_name as path_name
 
 
 class Skip:
-    """The type of :data:`SKIP`, which is its one value."""
+    """What stands for the axes of a leaf that is left alone, and why if nobody asked for that."""
+
+    def __init__(self, why: str = "") -> None:
+        self.why = why
 
     def __repr__(self) -> str:
         return "clipjax.SKIP"
 
 
-class FanIn:
-    """The type of :data:`FAN_IN`, which is its one value."""
+class Default:
+    """A rule as a default: Optax' `inject_hyperparams` takes a default that can be called for a schedule."""
+
+    def __init__(self, rule: Rule) -> None:
+        self.rule = rule
 
     def __repr__(self) -> str:
-        return "fan_in"
+        return self.rule.__name__
 
 
 SKIP: Final = Skip()
 """What an axes rule returns for a leaf that is to be left alone."""
 
-FAN_IN: Final = FanIn()
-"""`fan_in` as a default: Optax' `inject_hyperparams` takes a default that can be called for a schedule."""
-
-Path: TypeAlias = tuple[Any, ...]
 Reduced: TypeAlias = tuple[int, ...] | None
 Rule: TypeAlias = Callable[[Path, Any], "int | Sequence[int] | Skip | None"]
 _Simple: TypeAlias = int | Sequence[int] | Rule | Skip | None
-Axes: TypeAlias = _Simple | FanIn | Mapping[str, _Simple]
+Axes: TypeAlias = _Simple | Default | Mapping[str, _Simple]
 Where: TypeAlias = str | Sequence[str] | Callable[[Path, Any], bool] | None
 
 
@@ -70,6 +74,31 @@ def fan_in(path: Path, leaf: Any) -> tuple[int, ...] | Skip:
     return tuple(range(rank - 1)) if rank >= 2 else SKIP
 
 
+def fan_in_of_matrices(path: Path, leaf: Any) -> tuple[int, ...] | Skip:
+    """The rule of projections that were given none: `fan_in`, but no guess what a rank above 2 means."""
+    if len(leaf.shape) > 2:
+        raise unclear(
+            "axes",
+            path,
+            leaf,
+            "Pass axes=clipjax.fan_in if all such leaves are kernels of convolutions (*window, in, out), or "
+            "axes=clipjax.flax.unit_axes(model), which asks the layers, or the axes to reduce by path, as in "
+            f"axes={{{path_name(path)!r}: {tuple(range(len(leaf.shape) - 1))}}}",
+        )
+    return fan_in(path, leaf)
+
+
+FAN_IN_OF_MATRICES: Final = Default(fan_in_of_matrices)
+
+
+def unclear(argument: str, path: Path, leaf: Any, advice: str) -> ValueError:
+    """The error for a leaf of a rank that does not tell what its axes mean."""
+    return ValueError(
+        f"{argument}: the rank of leaf {described(path, leaf)} does not tell what it is: the kernel of a "
+        f"convolution, that of attention heads, or a stack of layers. {advice}"
+    )
+
+
 def is_measured(leaf: Any) -> bool:
     """Whether a leaf counts towards norms: float and complex ones do; the others pass through."""
     return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
@@ -84,35 +113,82 @@ def check_axes(axes: Axes) -> Axes:
             if isinstance(value, Mapping):
                 raise TypeError(f"axes: pattern {pattern!r} must map to axes, got the mapping {value!r}")
             check_axes(value)
-    elif axes is FAN_IN:
-        return fan_in
-    elif not (axes is None or axes is SKIP or callable(axes)):
+    elif isinstance(axes, Default):
+        return axes.rule
+    elif not (axes is None or isinstance(axes, Skip) or callable(axes)):
         _as_tuple(axes)
     return axes
 
 
-def resolve_axes(axes: Axes, tree: Any) -> list[Reduced | Skip]:
+def resolve_axes(axes: Axes, tree: Any, *, may_bound_nothing: bool = False) -> list[Reduced | Skip]:
     """Resolve `axes` for every leaf of `tree`, in the order of its leaves.
 
     Returns, for each leaf, the reduced axes as a sorted tuple of non-negative ints, `None` for
-    the whole leaf, or :data:`SKIP`. Leaves that are neither float nor complex are skipped.
+    the whole leaf, or a :class:`Skip`. Leaves that are neither float nor complex are skipped.
 
     Raises:
-      ValueError: an axis is out of range or repeated, or a path pattern matches no leaf.
+      ValueError: an axis is out of range or repeated; a path pattern matches no leaf; no leaf is bounded,
+        and nobody asked for that; the default cannot tell the axes.
     """
     leaves = leaves_with_paths(tree)
     each: list[Any] = [axes] * len(leaves)
     if isinstance(axes, Mapping):
-        each = [SKIP if p is None else axes[p] for p in first_matches("axes", list(axes), tree)]
-    return [_resolve(of_leaf, *leaf) for of_leaf, leaf in zip(each, leaves, strict=True)]
+        unnamed = Skip("no pattern of axes matches it")
+        each = [unnamed if p is None else axes[p] for p in first_matches("axes", list(axes), tree)]
+    elif axes is fan_in_of_matrices:
+        _check_no_equinox(tree)
+    resolved = [_resolve(of_leaf, *leaf) for of_leaf, leaf in zip(each, leaves, strict=True)]
+    if not may_bound_nothing:
+        check_some(
+            "axes",
+            leaves,
+            resolved,
+            "Give the axes to reduce: 0 for the columns of (in, out), None for one norm a leaf, or by path, "
+            "as in axes={'*bias': None}. clipjax.SKIP for a leaf leaves it alone without this error.",
+        )
+    return resolved
+
+
+def check_some(argument: str, leaves: Sequence[tuple[Path, Any]], chosen: Sequence[Any], advice: str) -> None:
+    """Raise an error if all leaves that could be bounded are left alone, and nobody asked for that."""
+    if all(isinstance(each, Skip) for each in chosen):
+        left = [
+            (described(*leaf), each.why)
+            for each, leaf in zip(chosen, leaves, strict=True)
+            if is_measured(leaf[1]) and 0 not in leaf[1].shape
+        ]
+        if any(why for _, why in left):
+            listed = a_few([f"{leaf}: {why or 'clipjax.SKIP asks for it'}" for leaf, why in left])
+            raise ValueError(
+                f"{argument}: nothing is bounded, as each leaf is left alone:\n  {listed}\n{advice}"
+            )
+
+
+def _check_no_equinox(tree: Any) -> None:
+    """Raise an error if the default would take the weights of Equinox' layers for those of Flax."""
+    module = getattr(sys.modules.get("equinox"), "Module", None)
+    if module is None:
+        return
+    for node in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, module)):
+        if isinstance(node, module) and any(
+            is_measured(leaf) and len(leaf.shape) > 1 for leaf in jax.tree.leaves(node)
+        ):
+            raise ValueError(
+                f"axes: {type(node).__name__} is an Equinox module. The weights of Equinox' layers are "
+                "(out, in), while the default axes are for (in, out). Pass "
+                "axes=clipjax.equinox.unit_axes(model), which asks the layers, or the axes to reduce by path"
+            )
 
 
 def _resolve(axes: Any, path: Path, leaf: Any) -> Reduced | Skip:
     if not is_measured(leaf):
         return SKIP
-    if callable(axes):
-        axes = axes(path, leaf)
-    if axes is None or axes is SKIP:
+    rule = axes
+    if callable(rule):
+        axes = rule(path, leaf)
+    if isinstance(axes, Skip) and (rule is fan_in or rule is fan_in_of_matrices):
+        return Skip(f"clipjax.fan_in leaves rank {len(leaf.shape)} alone")
+    if axes is None or isinstance(axes, Skip):
         return axes
     shape = jnp.shape(leaf)
     where = f"for leaf {path_name(path)!r} of shape {shape}"
@@ -155,7 +231,7 @@ def resolve_where(where: Where, tree: Any) -> list[bool]:
 
     Raises:
       TypeError: a rule returns no bool.
-      ValueError: a path pattern matches no leaf.
+      ValueError: a path pattern matches no leaf, or no leaf that can be bounded is chosen.
     """
     leaves = leaves_with_paths(tree)
     if where is None:
@@ -167,81 +243,8 @@ def resolve_where(where: Where, tree: Any) -> list[bool]:
                 raise TypeError(f"where: a rule must return a bool, got {yes!r} for leaf {path_name(path)!r}")
     else:
         chosen = [pattern is not None for pattern in first_matches("where", where, tree)]
-    return [bool(yes) and is_measured(leaf) for yes, (_, leaf) in zip(chosen, leaves, strict=True)]
-
-
-# --------------------------------------------------------------------------------------------------
-# Paths.
-
-
-def path_name(path: Path) -> str:
-    """Write a key path as `"encoder/Dense_0/kernel"`."""
-    return jax.tree_util.keystr(path, simple=True, separator="/")
-
-
-def leaves_with_paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[Path, Any]]:
-    """The leaves of `tree` and their paths, the same with and without Flax' boxes around them.
-
-    To JAX an `nnx.Variable` or an `nn.Partitioned` is a node with its leaf at `value`: that key is left out.
-    """
-    boxes = _boxes()
-
-    def is_end(node: Any) -> bool:
-        return isinstance(node, boxes) or (is_leaf is not None and is_leaf(node))
-
-    found: list[tuple[Path, Any]] = []
-    for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_end):
-        if isinstance(node, boxes):
-            inside = jax.tree_util.tree_leaves_with_path(node, is_leaf=is_leaf)
-            found += [((*path, *keys[1:]), leaf) for keys, leaf in inside]
-        else:
-            found.append((path, node))
+    found = [bool(yes) and is_measured(leaf) for yes, (_, leaf) in zip(chosen, leaves, strict=True)]
+    left_alone = Skip("the rule does not choose it" if callable(where) else "no pattern of where matches it")
+    advice = "where=None bounds all leaves that are float."
+    check_some("where", leaves, [yes or left_alone for yes in found], advice)
     return found
-
-
-def _boxes() -> tuple[type, ...]:
-    """The types of Flax' boxes; none where Flax is not loaded."""
-    names = (("flax.nnx", "Variable"), ("flax.nnx", "VariableState"), ("flax.core.meta", "AxisMetadata"))
-    loaded = ((vars(sys.modules[module]), name) for module, name in names if module in sys.modules)
-    return tuple(members[name] for members, name in loaded if name in members)
-
-
-def first_matches(argument: str, patterns: Sequence[str], tree: Any) -> list[str | None]:
-    """The first of `patterns` that matches the path of each leaf of `tree`, or None.
-
-    Raises:
-      ValueError: a pattern matches no leaf, and nothing that `optax.masked`, `optax.partition` or a None
-        keeps out of the tree.
-    """
-    names = [path_name(path) for path, _ in leaves_with_paths(tree)]
-    found = [[p for p in patterns if _matches(p, name)] for name in names]
-    unmatched = [p for p in patterns if not any(p in matching for matching in found)]
-    absent = leaves_with_paths(tree, _is_absent) if unmatched else []
-    left_out = [path_name(path) for path, node in absent if _is_absent(node)]
-    for pattern in unmatched:
-        if not any(_may_reach(pattern, name) for name in left_out):
-            listed = "\n  ".join(names) or "(none)"
-            raise ValueError(
-                f"{argument}: the pattern {pattern!r} matches no leaf. The paths are:\n  {listed}"
-            )
-    return [matching[0] if matching else None for matching in found]
-
-
-def _is_absent(node: Any) -> bool:
-    return node is None or isinstance(node, optax.MaskedNode)
-
-
-def _may_reach(pattern: str, name: str) -> bool:
-    """Whether a pattern matches a path, or what may have been below it."""
-    parts = pattern.split("/")
-    return not name or any(_matches("/".join(parts[: i + 1]), name) for i in range(len(parts)))
-
-
-def _matches(pattern: str, name: str) -> bool:
-    """Whether a glob matches a whole path, or the last components of it."""
-    return _compiled(pattern).match(name) is not None
-
-
-@functools.cache
-def _compiled(pattern: str) -> re.Pattern[str]:
-    return re.compile(f"(?s:.*/)?{fnmatch.translate(pattern)}")

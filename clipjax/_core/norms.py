@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from clipjax._core.axes import Reduced, is_measured
+from clipjax._core.axes import Reduced, is_measured, leaves_with_paths, path_name
 from clipjax._core.mesh import Names, largest_of_devices, sum_of_devices
 from clipjax._core.platforms import euclidean_norm, euclidean_norms, largest, largest_of_all, sum_of_sizes
 from clipjax._core.platforms import wide as wide
@@ -53,8 +53,35 @@ def is_wide(dtype: Any) -> bool:
 
 
 def as_arrays(tree: Any) -> Any:
-    """Make arrays of Python numbers, whose dtype could not be told any more under :func:`in_float64`."""
-    return jax.tree.map(lambda leaf: leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf), tree)
+    """Make arrays of Python numbers, whose dtype could not be told any more under :func:`in_float64`.
+
+    Raises:
+      TypeError: a leaf is no array, as the functions in an Equinox module.
+    """
+
+    def as_array(leaf: Any) -> Any:
+        if hasattr(leaf, "dtype"):
+            return leaf
+        if is_number(leaf):
+            return jnp.asarray(leaf)
+        path = next(path for path, other in leaves_with_paths(tree) if other is leaf)
+        raise TypeError(
+            f"the leaf {path_name(path)!r} is no array but of type {type(leaf).__name__}: give the arrays "
+            "alone, which are eqx.filter(model, eqx.is_inexact_array) of an Equinox module"
+        )
+
+    return jax.tree.map(as_array, tree)
+
+
+def only_arrays(tree: Any) -> Any:
+    """Put None in the place of what is neither an array nor a number, as functions in Equinox modules."""
+    return as_arrays(jax.tree.map(lambda leaf: leaf if is_number(leaf) else None, tree))
+
+
+def is_number(leaf: Any) -> bool:
+    """Whether a leaf is an array or a Python number."""
+    is_array = hasattr(leaf, "dtype") or hasattr(leaf, "__jax_array__")
+    return is_array or isinstance(leaf, bool | int | float | complex)
 
 
 def strong(x: Any) -> jax.Array:

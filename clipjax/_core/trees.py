@@ -178,10 +178,12 @@ def measure_units(units: Sequence[Unit], ord: Any = 2.0) -> list[jax.Array]:  # 
     return norms_of(leaves, axes, ord, names)
 
 
-def units_of(tree: Any, axes: Axes, specs: Any = None, axis_name: AxisName = None) -> list[Unit]:
+def units_of(
+    tree: Any, axes: Axes, specs: Any = None, axis_name: AxisName = None, *, may_bound_nothing: bool = False
+) -> list[Unit]:
     """Find the units of every leaf that has any."""
     paths = leaves_with_paths(tree)
-    resolved = resolve_axes(axes, tree)
+    resolved = resolve_axes(axes, tree, may_bound_nothing=may_bound_nothing)
     return [
         Unit(i, path_name(path), leaf, reduced, names_of_units(path, leaf, reduced, spec, axis_name))
         for i, ((path, leaf), reduced, spec) in enumerate(

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple, overload
 import jax
 import optax
 
-from clipjax._core.axes import Axes, check_axes
+from clipjax._core.axes import Axes, check_axes, resolve_axes
 from clipjax._core.bounds import Bound, bound_at, check_order
 from clipjax._core.limits import clip_entries
 from clipjax._core.mesh import AxisName
-from clipjax._core.norms import check_ord, in_float64
+from clipjax._core.norms import check_ord, in_float64, only_arrays
 from clipjax._core.stats import Stats, observe, start
 from clipjax._core.trees import Report, clip_tree, clip_units, size_of
 
@@ -45,10 +45,13 @@ class ClipByRmsState(NamedTuple):
     stats: Stats
 
 
-def _transformation(state: Callable[[Stats], Any], clip: Clip) -> optax.GradientTransformationExtraArgs:
+def _transformation(
+    state: Callable[[Stats], Any], clip: Clip, axes: Axes = None
+) -> optax.GradientTransformationExtraArgs:
     """Make a transformation of `clip(updates, params, step) -> (updates, report)`."""
 
     def init(params: Any) -> Any:
+        resolve_axes(axes, only_arrays(params))
         return state(start(params))
 
     def update(updates: Any, state_: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
@@ -165,7 +168,7 @@ def clip_by_norm(
         at_step = bound(step)
         return clip_units(updates, lambda _: at_step, axes, p, specs, axis_name)
 
-    return _transformation(ClipByNormState, clip)
+    return _transformation(ClipByNormState, clip, axes)
 
 
 def clip_by_global_norm(
@@ -264,4 +267,4 @@ def clip_by_rms(
 
         return clip_units(updates, lambda unit: of_size(size_of(unit)), axes, 2.0, specs, axis_name)
 
-    return _transformation(ClipByRmsState, clip)
+    return _transformation(ClipByRmsState, clip, axes)

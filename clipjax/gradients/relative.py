@@ -10,26 +10,15 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from clipjax._core.axes import Axes, Path, Skip, check_axes, fan_in
+from clipjax._core.axes import Axes, Default, Path, Skip, check_axes, fan_in, resolve_axes
 from clipjax._core.bounds import Bound, bound_at
 from clipjax._core.mesh import AxisName
-from clipjax._core.norms import as_arrays, in_float64
+from clipjax._core.norms import as_arrays, in_float64, only_arrays
 from clipjax._core.platforms import side_by_side
 from clipjax._core.rescale import to_bound
 from clipjax._core.rounding import limits_in
 from clipjax._core.stats import Stats, observe, start
 from clipjax._core.trees import Decision, Unit, for_units, least_of, measure_units, rescale_units
-
-
-class FanInOrWhole:
-    """The type of :data:`FAN_IN_OR_WHOLE`, which is its one value."""
-
-    def __repr__(self) -> str:
-        return "fan_in_or_whole"
-
-
-FAN_IN_OR_WHOLE: Final = FanInOrWhole()
-"""`fan_in_or_whole` as a default: `optax.inject_hyperparams` takes one that can be called for a schedule."""
 
 
 class AdaptiveGradClipState(NamedTuple):
@@ -61,11 +50,14 @@ def fan_in_or_whole(path: Path, leaf: Any) -> tuple[int, ...] | None:
     return None if isinstance(axes, Skip) else axes
 
 
+FAN_IN_OR_WHOLE: Final = Default(fan_in_or_whole)
+
+
 def adaptive_grad_clip(
     clipping: Bound = 0.01,
     eps: Bound = 1e-3,
     *,
-    axes: Axes | FanInOrWhole = FAN_IN_OR_WHOLE,
+    axes: Axes = FAN_IN_OR_WHOLE,
     specs: Any = None,
     axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -80,7 +72,9 @@ def adaptive_grad_clip(
         an array or a schedule.
       axes: the axes that are reduced, as in :func:`clip_by_norm`. By default
         `clipjax.fan_in_or_whole`: the incoming weights of each unit of a Dense or Conv kernel, and all
-        of a bias or a scale.
+        of a bias or a scale. It takes any rank, as the published rule does: on attention heads, stacked
+        layers or the layers of Equinox, whose units lie along other axes, it is how much is clipped that
+        changes, and no promise of a bound on the weights.
       specs: inside `shard_map`, the `PartitionSpec` tree of the updates.
       axis_name: the mesh axes that split the units, in `pmap` and unchecked `shard_map`.
 
@@ -112,9 +106,10 @@ def adaptive_grad_clip(
       [5.e-02 1.e-05]
     """
     ratio, least = bound_at("clipping", clipping), bound_at("eps", eps)
-    rule = check_axes(fan_in_or_whole if isinstance(axes, FanInOrWhole) else axes)
+    rule = check_axes(axes)
 
     def init(params: Any) -> AdaptiveGradClipState:
+        resolve_axes(rule, only_arrays(params))
         stats = start(params)
         return AdaptiveGradClipState(stats, jnp.full((), jnp.inf, stats.norm.dtype))
 

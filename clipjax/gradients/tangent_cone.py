@@ -12,7 +12,7 @@ import optax
 from jax import lax
 
 from clipjax._core import pairs
-from clipjax._core.axes import FAN_IN, Axes, check_axes
+from clipjax._core.axes import FAN_IN_OF_MATRICES, Axes, check_axes, resolve_axes
 from clipjax._core.bounds import Bound, bound_at
 from clipjax._core.mesh import AxisName
 from clipjax._core.norms import (
@@ -21,6 +21,7 @@ from clipjax._core.norms import (
     is_wide,
     norm_of,
     norms_of,
+    only_arrays,
     strong,
     weakly_typed_as,
     wide,
@@ -41,7 +42,7 @@ class TangentConeState(NamedTuple):
 
 
 def tangent_cone(
-    radius: Bound, *, axes: Axes = FAN_IN, specs: Any = None, axis_name: AxisName = None
+    radius: Bound, *, axes: Axes = FAN_IN_OF_MATRICES, specs: Any = None, axis_name: AxisName = None
 ) -> optax.GradientTransformationExtraArgs:
     """Take out what would push a saturated unit further out: g - w <g, w> / |w|².
 
@@ -95,6 +96,7 @@ def tangent_cone(
     radius_at, rule = bound_at("radius", radius), check_axes(axes)
 
     def init(params: Any) -> TangentConeState:
+        resolve_axes(rule, only_arrays(params))
         return TangentConeState(start(params))
 
     @in_float64

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clipjax._core.axes import FAN_IN, Axes, check_axes
+from clipjax._core.axes import FAN_IN_OF_MATRICES, Axes, check_axes
 from clipjax._core.bounds import Bound, Evaluate, bound_at, check_order
 from clipjax._core.mesh import AxisName
 from clipjax._core.norms import as_arrays, in_float64
@@ -42,14 +42,17 @@ class UnitNormState(NamedTuple):
 
 
 def max_norm(
-    radius: Bound, *, axes: Axes = FAN_IN, specs: Any = None, axis_name: AxisName = None
+    radius: Bound, *, axes: Axes = FAN_IN_OF_MATRICES, specs: Any = None, axis_name: AxisName = None
 ) -> Projection:
     """Project each unit's weights onto the ball of norm `radius`: w * min(1, radius / |w|).
 
     Args:
       radius: a number, an array that broadcasts to the units, or a schedule `step -> radius`.
-      axes: the axes that are reduced, as in `clipjax.clip_by_norm`. By default `clipjax.fan_in`:
-        the incoming weights of each unit of a Dense or Conv kernel, and biases left alone.
+      axes: the axes that are reduced, as in `clipjax.clip_by_norm`. By default `clipjax.fan_in` for
+        leaves of rank 2, which are Dense kernels (in, out), and an error for higher ranks and for Equinox
+        modules, whose layers have other axes: `clipjax.fan_in` itself is right for convolutions,
+        `clipjax.flax.unit_axes(model)` for any Flax model, `clipjax.equinox.unit_axes(model)` for Equinox.
+        Biases are left alone.
       specs: inside `shard_map`, the `PartitionSpec` tree of the parameters.
       axis_name: the mesh axes that split the units, in `pmap` and unchecked `shard_map`.
 
@@ -59,8 +62,8 @@ def max_norm(
       error, and in `optax.chain` its metric `violation` is above 0.
 
     Raises:
-      TypeError, ValueError: `radius` is no number, negative or NaN; `axes` are no axes. As a link:
-      no `params` in `update`.
+      TypeError, ValueError: `radius` is no number, negative or NaN; `axes` are no axes. When called, or
+      in `init`: no leaf is bounded, or one that is no weight would be. As a link: no `params` in `update`.
 
     Guarantees: measured in float64, no projected unit's norm is above `radius`, by the call and after
     `optax.apply_updates`, in any dtype; a unit outside ends at most 4 ulp below it (for a link, ulp of
@@ -89,10 +92,10 @@ def max_norm(
         return within(lambda _: at_step)
 
     def measure(params: Any, step: Any) -> list[Measured]:
-        return measured_norms(params, None, bound(step), axes, specs, axis_name)
+        return measured_norms(params, None, bound(step), of_units)
 
     of_units = OfUnits(rule_at, axes, specs, axis_name)
-    how = How(of_units=of_units)
+    how = How(of_units=of_units, check=of_units.check)
     return Projection(f"clipjax.max_norm({radius!r})", MaxNormState, of_units.constrain, measure, how)
 
 
@@ -101,7 +104,7 @@ def min_max_norm(
     high: Bound,
     *,
     rate: Bound = 1.0,
-    axes: Axes = FAN_IN,
+    axes: Axes = FAN_IN_OF_MATRICES,
     specs: Any = None,
     axis_name: AxisName = None,
 ) -> Projection:
@@ -149,7 +152,9 @@ def min_max_norm(
     return _between(name, MinMaxNormState, lower, upper, share, axes, specs, axis_name)
 
 
-def unit_norm(*, axes: Axes = FAN_IN, specs: Any = None, axis_name: AxisName = None) -> Projection:
+def unit_norm(
+    *, axes: Axes = FAN_IN_OF_MATRICES, specs: Any = None, axis_name: AxisName = None
+) -> Projection:
     """Bring each unit's norm to 1: w / |w|.
 
     Args:
@@ -212,10 +217,11 @@ def _between(
         return rule
 
     def measure(params: Any, step: Any) -> list[Measured]:
-        return measured_norms(params, low(step), high(step), axes, specs, axis_name)
+        return measured_norms(params, low(step), high(step), of_units)
 
     of_units = OfUnits(rule_at, axes, specs, axis_name)
-    return Projection(name, state, of_units.constrain, measure, How(outside=larger_than, of_units=of_units))
+    how = How(outside=larger_than, of_units=of_units, check=of_units.check)
+    return Projection(name, state, of_units.constrain, measure, how)
 
 
 def _check_at_most(name: str, value: Any, largest: float, what: str) -> None:
@@ -224,12 +230,12 @@ def _check_at_most(name: str, value: Any, largest: float, what: str) -> None:
 
 
 @in_float64
-def measured_norms(
-    params: Any, low: jax.Array | None, high: jax.Array, axes: Axes, specs: Any, axis_name: AxisName
-) -> list[Measured]:
+def measured_norms(params: Any, low: jax.Array | None, high: jax.Array, how: OfUnits) -> list[Measured]:
     """Measure each unit's norm, beside its limits: `low` less what rounding may lose of it."""
     measured = []
-    units = units_of(as_arrays(params), axes, specs, axis_name)
+    params = as_arrays(params)
+    how.check(params)
+    units = units_of(params, how.axes, how.specs, how.axis_name)
     for unit, norm in zip(units, measure_units(units), strict=True):
         highest = for_units(high, norm)
         lowest = jnp.zeros_like(norm)

@@ -15,7 +15,8 @@ from clipjax._core.mesh import AxisName
 from clipjax._core.norms import as_arrays, in_float64
 from clipjax._core.stats import Stats
 from clipjax._core.trees import Report
-from clipjax.weights.projections import Measured, NewState, Projection
+from clipjax.weights.checks import check_are_weights
+from clipjax.weights.projections import How, Measured, NewState, Projection
 
 
 class NonNegativeState(NamedTuple):
@@ -49,8 +50,9 @@ def box(low: Bound, high: Bound, *, where: Where = None, axis_name: AxisName = N
 
     Raises:
       TypeError, ValueError: a limit is no number or NaN, or `low` is above `high`; `where` is neither
-      pattern nor rule. When called: a leaf is complex, a pattern matches no leaf, a rule returns no bool.
-      As a link: no `params` in `update`.
+      pattern nor rule. When called, or in `init`: a pattern matches no leaf, a rule returns no bool, no
+      leaf is bounded, or one that is no weight would be. When called: a leaf is complex. As a link: no
+      `params` in `update`.
 
     Guarantees: measured in float64, no entry is outside its limits, by the call and after
     `optax.apply_updates`: a limit that the leaf's dtype does not hold is rounded inwards. (As a link from
@@ -107,10 +109,16 @@ def _entrywise(
 ) -> Projection:
     where = check_where(where)
 
+    def choose(params: Any) -> list[bool]:
+        chosen = resolve_where(where, params)
+        check_are_weights(params, [i for i, yes in enumerate(chosen) if yes])
+        return chosen
+
     def constrain(params: Any, step: Any) -> tuple[Any, Report]:
+        params = as_arrays(params)
+        chosen = choose(params)
         treedef: Any
-        leaves, treedef = jax.tree.flatten(as_arrays(params))
-        chosen = resolve_where(where, treedef.unflatten(leaves))
+        leaves, treedef = jax.tree.flatten(params)
         part = [leaf for leaf, yes in zip(leaves, chosen, strict=True) if yes]
         projected, report = clip_entries(part, low(step), high(step), axis_name)
         rest: Iterator[Any] = iter(projected)
@@ -127,8 +135,8 @@ def _entrywise(
                 check_ordered(leaf),
                 *(check_fits(x, leaf.shape, "a leaf") for x in limits),
             )
-            for (path, leaf), yes in zip(found, resolve_where(where, params), strict=True)
+            for (path, leaf), yes in zip(found, choose(params), strict=True)
             if yes
         ]
 
-    return Projection(name, state, constrain, measure)
+    return Projection(name, state, constrain, measure, How(check=choose))

@@ -9,8 +9,10 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from clipjax._core.axes import SKIP, Path, Skip, first_matches, is_measured, leaves_with_paths, path_name
+from clipjax._core.axes import SKIP, Skip, check_some, is_measured, unclear
 from clipjax._core.mesh import names_of_units, spec_leaves
+from clipjax._core.paths import Path, described, first_matches, leaves_with_paths, path_name
+from clipjax.weights.checks import check_are_weights
 
 Sides: TypeAlias = tuple[int | Sequence[int], int | Sequence[int]]
 FlattenRule: TypeAlias = Callable[[Path, Any], Sides | Skip | None]
@@ -56,20 +58,11 @@ def matrices_of(tree: Any, flatten: Flatten, specs: Any) -> list[Matrices]:
     """Find the matrices of every leaf that has any.
 
     Raises:
-      ValueError: nothing says how to flatten a leaf of rank > 2; an axis is out of range or named twice;
-        a path pattern matches no leaf; a matrix is split over devices.
+      ValueError: as :func:`sides_of`; a matrix is split over devices.
     """
-    leaves = leaves_with_paths(tree)
-    if isinstance(flatten, Mapping):
-        patterns = first_matches("flatten", list(flatten), tree)
-        how = [None if pattern is None else flatten[pattern] for pattern in patterns]
-    else:
-        # One value for all is for those that need it: a Dense kernel stays the matrix it is.
-        for_all = callable(flatten) or flatten is SKIP
-        how = [flatten if for_all or len(leaf.shape) > 2 else None for _, leaf in leaves]
     found = []
-    for i, ((path, leaf), way, spec) in enumerate(zip(leaves, how, spec_leaves(specs, tree), strict=True)):
-        sides = _resolve(way, path, leaf)
+    each = zip(leaves_with_paths(tree), sides_of(tree, flatten), spec_leaves(specs, tree), strict=True)
+    for i, ((path, leaf), sides, spec) in enumerate(each):
         if isinstance(sides, Skip) or not leaf.size:
             continue
         rows, columns = sides
@@ -85,24 +78,47 @@ def matrices_of(tree: Any, flatten: Flatten, specs: Any) -> list[Matrices]:
     return found
 
 
+def sides_of(tree: Any, flatten: Flatten) -> list[tuple[tuple[int, ...], tuple[int, ...]] | Skip]:
+    """The axes of rows and of columns of every leaf, in the order of the leaves.
+
+    Raises:
+      ValueError: nothing says how to flatten a leaf of rank > 2; an axis is out of range or named twice;
+        a path pattern matches no leaf; no leaf is bounded; one that is no weight would be.
+    """
+    leaves = leaves_with_paths(tree)
+    if isinstance(flatten, Mapping):
+        patterns = first_matches("flatten", list(flatten), tree)
+        how = [None if pattern is None else flatten[pattern] for pattern in patterns]
+    else:
+        # One value for all is for those that need it: a Dense kernel stays the matrix it is.
+        for_all = callable(flatten) or flatten is SKIP
+        how = [flatten if for_all or len(leaf.shape) > 2 else None for _, leaf in leaves]
+    sides = [_resolve(way, *leaf) for way, leaf in zip(how, leaves, strict=True)]
+    check_some("flatten", leaves, sides, "Name what is to be bounded, as in flatten={path: (rows, columns)}.")
+    check_are_weights(tree, [i for i, each in enumerate(sides) if not isinstance(each, Skip)])
+    return sides
+
+
 def _resolve(way: Any, path: Path, leaf: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | Skip:
     """The axes of rows and of columns, or :data:`SKIP`."""
     if not is_measured(leaf):
         return SKIP
-    rank, name = len(leaf.shape), path_name(path)
+    rank = len(leaf.shape)
     way = way(path, leaf) if callable(way) else way
     if way is None and rank <= 2:
-        return ((0,), (1,)) if rank == 2 else SKIP
+        return ((0,), (1,)) if rank == 2 else Skip("it is no matrix")
     if isinstance(way, Skip):
         return way
-    where = f"leaf {name!r} of shape {tuple(leaf.shape)}"
     if way is None:
-        raise ValueError(
-            f"spectral_cap: nothing says how to flatten {where} to a matrix. Pass flatten={{{name!r}: "
-            f"(rows, columns)}} with the axes of its rows and of its columns, as ((0, 1, 2), 3) for a "
-            f"convolution; other axes count matrices, as of scanned layers. clipjax.SKIP instead of them "
-            f"leaves it alone."
+        raise unclear(
+            "flatten",
+            path,
+            leaf,
+            f"Pass flatten={{{path_name(path)!r}: (rows, columns)}} with the axes of its rows and of its "
+            "columns, as ((0, 1, 2), 3) for a convolution (*window, in, out); other axes count matrices, as "
+            "of scanned layers. clipjax.SKIP instead of them leaves it alone",
         )
+    where = f"leaf {described(path, leaf)}"
     rows, columns = _sides(way)
     for axis in rows + columns:
         if not -rank <= axis < rank:

@@ -10,15 +10,16 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from clipjax._core.axes import Axes, is_measured, leaves_with_paths, path_name
+from clipjax._core.axes import Axes, Skip, is_measured, leaves_with_paths, path_name, resolve_axes
 from clipjax._core.mesh import AxisName, largest_of_devices, varying
-from clipjax._core.norms import as_arrays, in_float64, norm_of, norms_of, tree_norm, wide
+from clipjax._core.norms import as_arrays, in_float64, norm_of, norms_of, only_arrays, tree_norm, wide
 from clipjax._core.platforms import max_of, stored
 from clipjax._core.rescale import Scale, rescale
 from clipjax._core.rounding import widened
 from clipjax._core.stats import Stats, observe, start
 from clipjax._core.trees import Report, Rule, Unit, decide, report_of, rescale_units, units_of
 from clipjax._core.xla_cpu import LARGE, Turn, turn_after
+from clipjax.weights.checks import check_are_weights
 from clipjax.weights.link import Outside, applied, is_branch, short_of, step_to
 
 
@@ -45,8 +46,15 @@ class OfUnits(NamedTuple):
     specs: Any
     axis_name: AxisName
 
+    def check(self, params: Any) -> None:
+        """Raise what is wrong with the weights, or with the axes for them."""
+        resolved = resolve_axes(self.axes, params)
+        check_are_weights(params, [i for i, axes in enumerate(resolved) if not isinstance(axes, Skip)])
+
     def constrain(self, params: Any, step: Any) -> tuple[Any, Report]:
         """Apply the rule to all leaves."""
+        params = as_arrays(params)
+        self.check(params)
         return rescale_units(params, self.rule_at(step), self.axes, 2.0, self.specs, self.axis_name)
 
 
@@ -62,6 +70,8 @@ class How(NamedTuple):
     settle: Settle | None = None
     # The names of arguments of `update` that `constrain` takes, too.
     extra: tuple[str, ...] = ()
+    # Raises what is wrong with the weights, before the first step.
+    check: Callable[[Any], object] = lambda _: None
 
 
 class ProjectState(NamedTuple):
@@ -118,6 +128,7 @@ def _link(
     state: NewState, constrain: Constrain, measure: Measure | None, how: How
 ) -> optax.GradientTransformationExtraArgs:
     def init(params: Any) -> Any:
+        how.check(only_arrays(params))
         stats = start(params)
         return state(stats, jnp.zeros_like(stats.norm))
 
@@ -259,6 +270,8 @@ def project(function: Callable[[Any], Any]) -> Projection:
                 f"function must keep the structure of the weights, {given}, but returned {returned}"
             )
         jax.tree_util.tree_map_with_path(_check_kept, params, projected)
+        pairs = zip(jax.tree.leaves(params), jax.tree.leaves(projected), strict=True)
+        check_are_weights(params, [i for i, (old, new) in enumerate(pairs) if new is not old])
         moved = tree_norm(_difference(projected, params), 2.0, varying)
         return projected, Report(moved, jnp.ones(()), in_float64(lambda: moved > 0)())
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from clipjax._core.axes import is_measured, leaves_with_paths, path_name
+from clipjax._core.axes import Skip, check_some, is_measured, leaves_with_paths, path_name
 from clipjax._core.bounds import Bound, bound_at, check_fits
 from clipjax._core.norms import as_arrays, in_float64, wide
 from clipjax._core.platforms import min_of
@@ -141,11 +141,12 @@ def qk_clip(
         return treedef.unflatten(leaves), summary(reports)
 
     def measure(params: Any, step: Any) -> list[Any]:
-        del params, step
+        del step
+        _layers(params, query, key)
         return []
 
-    shown = f"clipjax.qk_clip({threshold!r})"
-    return Projection(shown, QkClipState, constrain, measure, How(outside=larger_than, extra=("max_logits",)))
+    how = How(outside=larger_than, extra=("max_logits",), check=lambda params: _layers(params, query, key))
+    return Projection(f"clipjax.qk_clip({threshold!r})", QkClipState, constrain, measure, how)
 
 
 def _layers(params: Any, query: str, key: str) -> list[_Layer]:
@@ -157,7 +158,11 @@ def _layers(params: Any, query: str, key: str) -> list[_Layer]:
         if at is not None and is_measured(leaf):
             side = found.setdefault("/".join(parts[:at]), {}).setdefault(parts[at], {})
             side["/".join(parts[at + 1 :])] = _Leaf(i, "/".join(parts), leaf)
-    return [_Layer(path, both[query], both[key]) for path, both in found.items() if len(both) == 2]
+    layers = [_Layer(path, both[query], both[key]) for path, both in found.items() if len(both) == 2]
+    if not layers:
+        leaves, why = leaves_with_paths(params), Skip(f"no layer has both {query!r} and {key!r}")
+        check_some("query, key", leaves, [why] * len(leaves), "Name the components of the paths of both.")
+    return layers
 
 
 def _assigned(max_logits: Any, layers: list[_Layer]) -> list[tuple[_Layer, jax.Array]]:

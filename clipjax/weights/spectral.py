@@ -16,7 +16,7 @@ from clipjax._core.stats import Stats
 from clipjax._core.trees import Report, summary
 from clipjax.weights.caps import by_newton_schulz, by_svd
 from clipjax.weights.link import applied
-from clipjax.weights.matrices import Flatten, Matrices, check_flatten, matrices_of
+from clipjax.weights.matrices import Flatten, Matrices, check_flatten, matrices_of, sides_of
 from clipjax.weights.projections import How, Measured, Projection
 from clipjax.weights.proof import by_platform, first_inside, is_inside
 from clipjax.weights.singular import capped, largest_singular_value
@@ -138,9 +138,8 @@ def spectral_cap(
             leaves[i] = weakly_typed_as(leaves[i], m.restored(settled))
         return treedef.unflatten(leaves)
 
-    return Projection(
-        f"clipjax.spectral_cap({bound!r})", SpectralCapState, constrain, measure, How(settle=settle)
-    )
+    how = How(settle=settle, check=lambda params: sides_of(params, flatten))
+    return Projection(f"clipjax.spectral_cap({bound!r})", SpectralCapState, constrain, measure, how)
 
 
 def _of_arrays(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:

@@ -11,7 +11,7 @@ import optax
 
 from clipjax._core.axes import leaves_with_paths, path_name
 from clipjax._core.links import Chain
-from clipjax._core.norms import as_arrays
+from clipjax._core.norms import only_arrays
 from clipjax.weights.projections import Measured, Projection
 from clipjax.weights.sequences import as_projections, projections_of
 
@@ -79,18 +79,13 @@ def verify(
     """
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(params)):
         raise TypeError("params: verify looks at concrete weights, but these are traced: call it outside jit")
-    params = as_arrays(jax.tree.map(lambda leaf: leaf if _is_number(leaf) else None, params))
+    params = only_arrays(params)
     shapes = {path_name(path): np.shape(leaf) for path, leaf in leaves_with_paths(params)}
     found: list[Violation] = []
     for each in _projections(projection):
         for measured in each.measure(params, step):
             found += _violations(measured, shapes.get(measured.path, ()))
     return sorted(found, key=lambda v: -np.inf if np.isnan(v.excess) else -v.excess)
-
-
-def _is_number(leaf: Any) -> bool:
-    """Whether a leaf is an array or a Python number; in an Equinox module, functions are leaves."""
-    return hasattr(leaf, "dtype") or isinstance(leaf, bool | int | float | complex)
 
 
 def _projections(projection: Any) -> tuple[Projection, ...]:

@@ -108,7 +108,6 @@ WHERE: dict[str, tuple[Any, set[str]]] = {
     "a folder": ("first/*", {"first/kernel", "first/bias"}),
     "several": (["second/kernel", "bias"], {"first/bias", "second/kernel"}),
     "a glob": (("*",), {"first/kernel", "first/bias", "second/kernel"}),
-    "an integer": ("steps", set()),
     "a rule": (lambda path, leaf: leaf.ndim == 1, {"first/bias"}),
 }
 

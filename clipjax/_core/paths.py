@@ -1,0 +1,101 @@
+"""Paths of leaves, and the patterns that match them."""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import optax
+
+Path: TypeAlias = tuple[Any, ...]
+
+
+def path_name(path: Path) -> str:
+    """Write a key path as `"encoder/Dense_0/kernel"`."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def described(path: Path, leaf: Any) -> str:
+    """Name a leaf and its shape, for an error."""
+    return f"{path_name(path)!r} of shape {tuple(leaf.shape)}"
+
+
+def a_few(lines: Sequence[str], most: int = 5) -> str:
+    """The first of `lines`, each cut to a length that can be read, and how many more there are."""
+    shown = [line if len(line) <= 120 else f"{line[:117]}..." for line in lines[:most]]
+    return "\n  ".join([*shown, f"and {len(lines) - most} more"] if len(lines) > most else shown)
+
+
+def leaves_with_paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[Path, Any]]:
+    """The leaves of `tree` and their paths, the same with and without Flax' boxes around them.
+
+    To JAX an `nnx.Variable` or an `nn.Partitioned` is a node with its leaf at `value`: that key is left out.
+    """
+    boxes = _boxes()
+
+    def is_end(node: Any) -> bool:
+        return isinstance(node, boxes) or (is_leaf is not None and is_leaf(node))
+
+    found: list[tuple[Path, Any]] = []
+    for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_end):
+        if isinstance(node, boxes):
+            inside = jax.tree_util.tree_leaves_with_path(node, is_leaf=is_leaf)
+            found += [((*path, *keys[1:]), leaf) for keys, leaf in inside]
+        else:
+            found.append((path, node))
+    return found
+
+
+def _boxes() -> tuple[type, ...]:
+    """The types of Flax' boxes; none where Flax is not loaded."""
+    names = (("flax.nnx", "Variable"), ("flax.nnx", "VariableState"), ("flax.core.meta", "AxisMetadata"))
+    loaded = ((vars(sys.modules[module]), name) for module, name in names if module in sys.modules)
+    return tuple(members[name] for members, name in loaded if name in members)
+
+
+def first_matches(argument: str, patterns: Sequence[str], tree: Any) -> list[str | None]:
+    """The first of `patterns` that matches the path of each leaf of `tree`, or None.
+
+    Raises:
+      ValueError: a pattern matches no leaf, and nothing that `optax.masked`, `optax.partition` or a None
+        keeps out of the tree.
+    """
+    names = [path_name(path) for path, _ in leaves_with_paths(tree)]
+    if not names:  # nothing to do, as for a group of which Optax' wrappers leave nothing
+        return []
+    found = [[p for p in patterns if _matches(p, name)] for name in names]
+    unmatched = [p for p in patterns if not any(p in matching for matching in found)]
+    absent = leaves_with_paths(tree, _is_absent) if unmatched else []
+    left_out = [path_name(path) for path, node in absent if _is_absent(node)]
+    for pattern in unmatched:
+        if not any(_may_reach(pattern, name) for name in left_out):
+            listed = a_few(names, most=50)
+            raise ValueError(
+                f"{argument}: the pattern {pattern!r} matches no leaf. The paths are:\n  {listed}"
+            )
+    return [matching[0] if matching else None for matching in found]
+
+
+def _is_absent(node: Any) -> bool:
+    return node is None or isinstance(node, optax.MaskedNode)
+
+
+def _may_reach(pattern: str, name: str) -> bool:
+    """Whether a pattern matches a path, or what may have been below it."""
+    parts = pattern.split("/")
+    return not name or any(_matches("/".join(parts[: i + 1]), name) for i in range(len(parts)))
+
+
+def _matches(pattern: str, name: str) -> bool:
+    """Whether a glob matches a whole path, or the last components of it."""
+    return _compiled(pattern).match(name) is not None
+
+
+@functools.cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(f"(?s:.*/)?{fnmatch.translate(pattern)}")

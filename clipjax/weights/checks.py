@@ -1,0 +1,48 @@
+"""What no projection may change: the statistics in a tree that holds all variables of a Flax model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Container
+from typing import Any
+
+import jax
+
+from clipjax._core.axes import is_measured
+from clipjax._core.paths import described, leaves_with_paths, path_name
+
+# Other collections and types may hold weights.
+_COLLECTIONS = ("batch_stats", "cache", "intermediates", "perturbations")
+_VARIABLES = ("BatchStat", "Cache", "Intermediate", "Perturbation")
+
+
+def check_are_weights(tree: Any, positions: Container[int]) -> None:
+    """Raise an error if one of the leaves at these positions is told to be no weight."""
+    kinds = _kinds_of_nnx(tree)
+    whole = isinstance(tree, dict) or hasattr(tree, "unfreeze")  # Flax' FrozenDict
+    whole = whole and "params" in tree
+    for i, (path, leaf) in enumerate(leaves_with_paths(tree)):
+        if i in positions and is_measured(leaf):
+            collection = path_name(path[:1])
+            if whole and collection in _COLLECTIONS:
+                raise _no_weight(described(path, leaf), f"in {collection!r}", "variables['params']")
+            if kinds and kinds[i]:
+                raise _no_weight(described(path, leaf), f"an nnx.{kinds[i]}", "nnx.state(model, nnx.Param)")
+
+
+def _no_weight(leaf: str, kind: str, weights: str) -> ValueError:
+    return ValueError(
+        f"params: the leaf {leaf}, {kind}, is no weight, but would be changed: give the weights alone, "
+        f"as in {weights}"
+    )
+
+
+def _kinds_of_nnx(tree: Any) -> list[str]:
+    """For each leaf, which of NNX' types that hold no weights it is in, if any."""
+    nnx = sys.modules.get("flax.nnx")
+    types = tuple(getattr(nnx, name) for name in _VARIABLES if hasattr(nnx, name))
+    kinds: list[str] = []
+    for node in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, types)):
+        inside = isinstance(node, types)
+        kinds += [type(node).__name__ if inside else ""] * (len(jax.tree.leaves(node)) if inside else 1)
+    return kinds
