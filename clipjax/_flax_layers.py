@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import flax.linen as nn
 from flax import nnx
 
 from clipjax._core.axes import SKIP, Skip
+from clipjax._unit_axes import Known, unknown
 
-Known: TypeAlias = tuple[int, ...] | Skip | str  # a string says whose axes are not known
 Rule: TypeAlias = Callable[[Any, int], tuple[int, ...] | Skip | None]  # of a layer and its parameter's rank
-
-
-class Param(NamedTuple):
-    """A parameter of a model, and the axes to reduce."""
-
-    path: str
-    shape: tuple[int, ...]
-    axes: Known
 
 
 def _left_alone(_: Any, __: int) -> Skip:
@@ -88,8 +80,7 @@ def own_axes(layer: Any, name: str, rank: int) -> Known:
     if isinstance(layer, nn.WeightNorm | nn.SpectralNorm):
         return SKIP  # scales, named after the parameters of the layer inside
     rules = next((rules for types, rules in _LAYERS if isinstance(layer, types)), None)
-    what = f"{name!r} of {type(layer).__name__}"
     if rules is None:
-        return f"{what}, which is no layer that is known"
+        return unknown(layer, name)
     axes = rules[name](layer, rank) if name in rules else None
-    return what if axes is None else axes
+    return f"{name!r} of {type(layer).__name__}" if axes is None else axes

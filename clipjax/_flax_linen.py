@@ -10,8 +10,9 @@ import jax
 from flax import struct
 from flax.core import DenyList, meta
 
-from clipjax._core.axes import Path, leaves_with_paths, path_name
-from clipjax._flax_layers import Param, own_axes
+from clipjax._core.paths import Path, leaves_with_paths, path_name
+from clipjax._flax_layers import own_axes
+from clipjax._unit_axes import Param
 
 Names: TypeAlias = tuple[str, ...]
 Layers: TypeAlias = dict[Names, list[nn.Module]]  # by path; several where they share a scope

@@ -5,16 +5,16 @@ Needs Flax, which `import clipjax` does not import: `from clipjax.flax import un
 
 from __future__ import annotations
 
-import glob
 from collections.abc import Mapping
 from typing import Any
 
 import flax.linen as nn
 from flax import nnx
 
-from clipjax._core.axes import check_axes, first_matches
+from clipjax._core.axes import check_axes
 from clipjax._flax_linen import linen_params
 from clipjax._flax_nnx import nnx_params
+from clipjax._unit_axes import axes_by_path
 
 __all__ = ["unit_axes"]
 
@@ -71,17 +71,4 @@ def unit_axes(
         params = linen_params(model, args, kwargs)
     else:
         raise TypeError(f"unit_axes: model must be a Flax module, of Linen or of NNX, got {model!r}")
-
-    paths = dict.fromkeys(sorted(param.path for param in params), 0)
-    patterns = dict(zip(paths, first_matches("other", list(other), paths), strict=True))
-    unknown = [param for param in params if isinstance(param.axes, str) and patterns[param.path] is None]
-    if unknown:
-        listed = "\n  ".join(f"{param.path} of shape {param.shape}: {param.axes}" for param in unknown)
-        raise ValueError(
-            "unit_axes: it cannot be told which weights go into one unit of these parameters. Give their "
-            f"axes, or clipjax.SKIP, as other={{path: axes}}:\n  {listed}"
-        )
-    axes: dict[str, Any] = {param.path: param.axes for param in params}
-    axes |= {name: other[pattern] for name, pattern in patterns.items() if pattern is not None}
-    # A path may be the end of a longer one, which must be the first to match itself.
-    return {glob.escape(name): axes[name] for name in sorted(axes, key=lambda name: -name.count("/"))}
+    return axes_by_path(params, other)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
 import re
 from collections.abc import Callable
 from typing import Any
@@ -24,13 +23,7 @@ from flax import nnx
 
 from tests.support.containers import AXES, CONTAINERS, arrays, expected
 
-every_container = pytest.mark.parametrize(
-    "container",
-    [
-        pytest.param(f, id=k, marks=[pytest.mark.peer] if k == "equinox" else [])
-        for k, f in CONTAINERS.items()
-    ],
-)
+every_container = pytest.mark.parametrize("container", list(CONTAINERS.values()), ids=list(CONTAINERS))
 
 
 @functools.cache
@@ -42,8 +35,6 @@ def of_every_container() -> dict[str, Any]:
     def run(leaves: Any) -> Any:
         found = {}
         for name, container in CONTAINERS.items():
-            if name == "equinox" and importlib.util.find_spec(name) is None:
-                continue
             tree = container(*leaves)
             projected = projection(tree)
             assert jax.tree.structure(projected) == jax.tree.structure(tree)

@@ -93,8 +93,8 @@ MUTANTS = (
     Mutant(
         "a growing unit is rounded as a shrinking one",
         "weights/constraints.py",
-        "How(outside=larger_than, of_units=of_units)",
-        "How(of_units=of_units)",
+        "How(outside=larger_than, of_units=of_units, ",
+        "How(of_units=of_units, ",
         "tests/weights/test_norm_limits.py::test_a_link_never_rounds_a_growing_unit_above_its_limit",
     ),
     Mutant(

@@ -14,7 +14,7 @@ MUTANTS = (
     ),
     Mutant(
         "the last matching pattern wins",
-        "_core/axes.py",
+        "_core/paths.py",
         "return [matching[0] if matching",
         "return [matching[-1] if matching",
         "tests/core/test_axes.py::test_every_form_of_axes "
@@ -22,10 +22,24 @@ MUTANTS = (
     ),
     Mutant(
         "a pattern that matches nothing is ignored",
-        "_core/axes.py",
+        "_core/paths.py",
         "if not any(_may_reach(pattern, name) for name in left_out):",
         "if not names:",
         "tests/core/test_axes.py::test_a_pattern_that_matches_nothing_lists_the_paths",
+    ),
+    Mutant(
+        "a projection of vectors alone is silent",
+        "_core/axes.py",
+        "if any(why for _, why in left):",
+        "if not left:",
+        "tests/core/test_axes_errors.py::test_what_bounds_nothing_says_so_in_init",
+    ),
+    Mutant(
+        "the default takes a kernel of any rank for a convolution",
+        "_core/axes.py",
+        "FAN_IN_OF_MATRICES: Final = Default(fan_in_of_matrices)",
+        "FAN_IN_OF_MATRICES: Final = Default(fan_in)",
+        "tests/core/test_axes_errors.py::test_no_default_guesses_what_a_rank_means",
     ),
     Mutant(
         "the root mean square is that of the leaf",
