@@ -170,7 +170,7 @@ def clip_by_norm(tree: Any, max_norm: Bound, axes: Axes = None, ord: float = 2) 
 
     Raises:
       TypeError, ValueError: `max_norm` is no number, negative or NaN, or does not fit the norms; `ord`
-        is below 1; `axes` do not fit a leaf, or a pattern matches none.
+        is below 1; `axes` do not fit a leaf, a pattern matches none, or no leaf is clipped.
 
     Example:
       >>> import jax.numpy as jnp

@@ -110,8 +110,8 @@ def clip_gradient_by_norm(
 
     Raises:
       TypeError, ValueError: `max_norm` is no number, a schedule, negative or NaN, or does not fit the
-        norms; `axes` do not fit a leaf, or a pattern matches none; `probe` is no float scalar; forward
-        mode, as in `jax.jvp`.
+        norms; `axes` do not fit a leaf, a pattern matches none, or no leaf is clipped; `probe` is no float
+        scalar; forward mode, as in `jax.jvp`.
 
     Guarantees: those of `clip_by_norm`, for the gradient. Measured in float64, no norm is above
     `max_norm`; what is inside comes back bit for bit; a non-finite entry makes every entry that shares

@@ -145,7 +145,8 @@ def clip_by_norm(
 
     Raises:
       TypeError, ValueError: a bound is no number, negative or NaN; `ord` is below 1; `axes` are no
-        axes. In `update`: an axis that a leaf does not have, a pattern that matches no leaf.
+        axes. In `init`: an axis that a leaf does not have, a pattern that matches no leaf, no leaf that is
+        bounded where not `clipjax.SKIP` asks for that.
 
     Guarantees: measured in float64, no clipped norm is above `max_norm`, in any dtype, and none is
     more than 4 ulp below it; what is inside comes back bit for bit; a non-finite entry makes every

@@ -68,8 +68,8 @@ def tangent_cone(
       taken out, `scale` the smallest share of a gradient's norm that was left.
 
     Raises:
-      TypeError, ValueError: `radius` is no number, negative or NaN; `axes` are no axes. In `update`: no
-      `params`.
+      TypeError, ValueError: `radius` is no number, negative or NaN; `axes` are no axes. In `init`: nothing
+      is looked at, or the default does not tell the axes. In `update`: no `params`.
 
     Guarantees: a unit changes if its weights' norm |w| is at least `radius` * (1 - 8 eps), eps that of the
     leaf's dtype (what `max_norm` saturated counts), and the descent step -g points outward,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from typing import Any
 
 import jax
@@ -19,8 +19,7 @@ _VARIABLES = ("BatchStat", "Cache", "Intermediate", "Perturbation")
 def check_are_weights(tree: Any, positions: Container[int]) -> None:
     """Raise an error if one of the leaves at these positions is told to be no weight."""
     kinds = _kinds_of_nnx(tree)
-    whole = isinstance(tree, dict) or hasattr(tree, "unfreeze")  # Flax' FrozenDict
-    whole = whole and "params" in tree
+    whole = isinstance(tree, Mapping) and "params" in tree
     for i, (path, leaf) in enumerate(leaves_with_paths(tree)):
         if i in positions and is_measured(leaf):
             collection = path_name(path[:1])

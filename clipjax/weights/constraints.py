@@ -125,7 +125,7 @@ def min_max_norm(
 
     Raises:
       TypeError, ValueError: a limit is no number, negative or NaN, `low` is infinite or above `high`,
-      `rate` is not in [0, 1]; `axes` are no axes. As a link: no `params` in `update`.
+      `rate` is not in [0, 1]; as :func:`max_norm`, for `axes` and weights.
 
     Guarantees: with `rate=1`, measured in float64, no unit's norm is above `high`, by the call and
     after `optax.apply_updates`, in any dtype, and none is more than 4 ulp below `low` (for a link, ulp of
@@ -166,7 +166,7 @@ def unit_norm(
       A :class:`Projection`, with the metrics of :func:`min_max_norm`.
 
     Raises:
-      TypeError: `axes` are no axes. As a link: no `params` in `update`.
+      TypeError, ValueError: as :func:`max_norm`, for `axes` and weights.
 
     Guarantees: those of :func:`min_max_norm` with both limits 1. A norm is never above 1 and at most 4 ulp
     below it; a unit of norm 0 stays 0; projecting twice is projecting once, bit for bit.

@@ -84,8 +84,8 @@ def qk_clip(
 
     Raises:
       TypeError, ValueError: `threshold` is no number, negative or NaN; `query`, `key`, `axis` or
-        `head_dim` is of no use. When called: `max_logits` is missing, names no attention layer, or does not
-        fit one. As a link: no `params` in `update`.
+        `head_dim` is of no use. In `init`: there is no attention layer. When called: `max_logits` is missing,
+        names no attention layer, or does not fit one. As a link: no `params` in `update`.
 
     Guarantees: with the weights that `max_logits` came from, every head's logits end at or below
     `threshold`, to the rounding of the weights. No weight grows. A head inside stays bit for bit, and so does

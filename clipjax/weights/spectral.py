@@ -61,7 +61,8 @@ def spectral_cap(
 
     Raises:
       TypeError, ValueError: `bound` is no number, negative or NaN; `method` is neither; `flatten` is no
-      pair of axes, or nothing says how to flatten a leaf of rank > 2. As a link: no `params` in `update`.
+      pair of axes. When called, or in `init`: nothing says how to flatten a leaf of rank > 2, no leaf is
+      bounded, or one that is no weight would be. As a link: no `params` in `update`.
 
     Guarantees: no singular value, computed by an SVD in float64, is above `bound`, by the call and after
     `optax.apply_updates`, in any dtype and from any weights: the rounded result is proven to be inside, and

@@ -81,8 +81,8 @@ def avals_of(tree: Any) -> Any:
 @every_case
 def test_weak_types_are_kept(case: Case) -> None:
     tx = default(case)
-    grads = {"weak": jnp.asarray(3.0), "python": 4.0, "strong": jnp.ones(3)}
-    params = {"weak": jnp.asarray(-2.0), "python": 1.0, "strong": jnp.ones(3)}
+    grads = {"weak": jnp.asarray(3.0), "python": 4.0, "strong": jnp.ones((3, 2))}
+    params = {"weak": jnp.asarray(-2.0), "python": 1.0, "strong": jnp.ones((3, 2))}
     assert grads["weak"].weak_type
     state = tx.init(params)
     updates, after = jax.eval_shape(tx.update, grads, state, params)
@@ -96,7 +96,9 @@ def test_weak_types_are_kept(case: Case) -> None:
 def test_python_floats_are_taken_without_jit(case: Case) -> None:
     """Operation by operation a Python number is one until it meets an array."""
     tx = default(case)
-    grads, params = {"weak": jnp.asarray(3.0), "python": 4.0}, {"weak": jnp.asarray(-2.0), "python": 1.0}
+    kernel = jnp.ones((2, 1))  # or some would bound nothing
+    grads = {"weak": jnp.asarray(3.0), "python": 4.0, "kernel": kernel}
+    params = {"weak": jnp.asarray(-2.0), "python": 1.0, "kernel": kernel}
     state = tx.init(params)
     updates, after = tx.update(grads, state, params)
     assert avals(updates) == avals(grads)
@@ -108,7 +110,7 @@ def test_python_floats_are_taken_without_jit(case: Case) -> None:
 @every_case
 def test_scalars_of_every_dtype_together(case: Case) -> None:
     tx = default(case)
-    tree = {np.dtype(d).name: np.asarray(3, d) for d in FLOATS}
+    tree = {np.dtype(d).name: np.asarray(3, d) for d in FLOATS} | {"kernel": np.ones((2, 1), np.float32)}
     updates, _ = jax.eval_shape(functools.partial(step, tx), tree, tree)
     after = jax.eval_shape(optax.apply_updates, tree, updates)
     assert avals_of(after) == avals_of(jax.eval_shape(lambda x: x, tree))

@@ -146,7 +146,7 @@ def bound_units(bounds: Any, kernel: Any) -> Any:
 @with_wide_bounds
 def project_in_three_ways(radius: Any, moved: Any, params: Any, update: Any) -> Any:
     """By the call, as a link, and as a link inside a branch."""
-    ball = clipjax.max_norm(radius)
+    ball = clipjax.max_norm(radius, axes=clipjax.fan_in)
     found = {"call": ball(moved)}
     for how, tx in (
         ("link", optax.chain(optax.identity(), ball)),
