@@ -1,5 +1,8 @@
 """clipjax: bounds for the gradients and the weights of JAX training."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from clipjax import functional
 from clipjax._core.axes import SKIP, fan_in
 from clipjax.backward.layers import (
@@ -33,6 +36,15 @@ from clipjax.weights.spectral import spectral_cap
 from clipjax.weights.verify import verify
 
 __version__ = "0.1.0"
+
+if not TYPE_CHECKING:  # to which any name would then be known
+
+    def __getattr__(name: str) -> Any:
+        """Import `clipjax.flax` and `clipjax.equinox` where they are used, as neither is needed."""
+        if name in ("flax", "equinox"):
+            return importlib.import_module(f"clipjax.{name}")
+        raise AttributeError(f"module 'clipjax' has no attribute {name!r}")
+
 
 __all__ = [
     "SKIP",

@@ -1,4 +1,4 @@
-"""Which entries of a leaf share one norm: forms of `axes` and `where`."""
+"""Which entries of a leaf share one norm: the forms of `axes`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any, Final, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from clipjax._core.paths import Path as Path
 from clipjax._core.paths import a_few, described
@@ -45,7 +44,6 @@ Reduced: TypeAlias = tuple[int, ...] | None
 Rule: TypeAlias = Callable[[Path, Any], "int | Sequence[int] | Skip | None"]
 _Simple: TypeAlias = int | Sequence[int] | Rule | Skip | None
 Axes: TypeAlias = _Simple | Default | Mapping[str, _Simple]
-Where: TypeAlias = str | Sequence[str] | Callable[[Path, Any], bool] | None
 
 
 def fan_in(path: Path, leaf: Any) -> tuple[int, ...] | Skip:
@@ -77,13 +75,14 @@ def fan_in(path: Path, leaf: Any) -> tuple[int, ...] | Skip:
 def fan_in_of_matrices(path: Path, leaf: Any) -> tuple[int, ...] | Skip:
     """The rule of projections that were given none: `fan_in`, but no guess what a rank above 2 means."""
     if len(leaf.shape) > 2:
+        by_hand = tuple(range(len(leaf.shape) - 1))
         raise unclear(
             "axes",
             path,
             leaf,
             "Pass axes=clipjax.fan_in if all such leaves are kernels of convolutions (*window, in, out), or "
-            "axes=clipjax.flax.unit_axes(model), which asks the layers, or the axes to reduce by path, as in "
-            f"axes={{{path_name(path)!r}: {tuple(range(len(leaf.shape) - 1))}}}",
+            "axes=clipjax.flax.unit_axes(model), which asks the layers, or the axes to reduce, as in "
+            f"axes={ {path_name(path): by_hand} if path else by_hand }",
         )
     return fan_in(path, leaf)
 
@@ -212,39 +211,3 @@ def _as_tuple(axes: Any) -> tuple[int, ...]:
         raise TypeError(
             f"axes must be ints that are known when tracing, a rule, a mapping or None, got {axes!r}"
         ) from error
-
-
-def check_where(where: Where) -> Where:
-    """Return `where` with a lone pattern as a tuple, or raise what is wrong with it whatever the tree."""
-    if where is None or callable(where):
-        return where
-    patterns = (where,) if isinstance(where, str) else where
-    if not isinstance(patterns, Sequence) or not all(isinstance(p, str) for p in patterns):
-        raise TypeError(f"where must be path patterns, a rule (path, leaf) -> bool or None, got {where!r}")
-    if not patterns:
-        raise ValueError(f"where must name at least one path pattern, got {where!r}")
-    return tuple(patterns)
-
-
-def resolve_where(where: Where, tree: Any) -> list[bool]:
-    """Whether each leaf of `tree` is chosen, in the order of its leaves; only float and complex ones are.
-
-    Raises:
-      TypeError: a rule returns no bool.
-      ValueError: a path pattern matches no leaf, or no leaf that can be bounded is chosen.
-    """
-    leaves = leaves_with_paths(tree)
-    if where is None:
-        chosen = [True] * len(leaves)
-    elif callable(where):
-        chosen = [where(path, leaf) for path, leaf in leaves]
-        for yes, (path, _) in zip(chosen, leaves, strict=True):
-            if not isinstance(yes, bool | np.bool_):
-                raise TypeError(f"where: a rule must return a bool, got {yes!r} for leaf {path_name(path)!r}")
-    else:
-        chosen = [pattern is not None for pattern in first_matches("where", where, tree)]
-    found = [bool(yes) and is_measured(leaf) for yes, (_, leaf) in zip(chosen, leaves, strict=True)]
-    left_alone = Skip("the rule does not choose it" if callable(where) else "no pattern of where matches it")
-    advice = "where=None bounds all leaves that are float."
-    check_some("where", leaves, [yes or left_alone for yes in found], advice)
-    return found

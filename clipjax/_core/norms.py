@@ -67,7 +67,7 @@ def as_arrays(tree: Any) -> Any:
         path = next(path for path, other in leaves_with_paths(tree) if other is leaf)
         raise TypeError(
             f"the leaf {path_name(path)!r} is no array but of type {type(leaf).__name__}: give the arrays "
-            "alone, which are eqx.filter(model, eqx.is_inexact_array) of an Equinox module"
+            "alone, for an Equinox module eqx.filter(model, eqx.is_inexact_array)"
         )
 
     return jax.tree.map(as_array, tree)

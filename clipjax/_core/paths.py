@@ -22,7 +22,8 @@ def path_name(path: Path) -> str:
 
 def described(path: Path, leaf: Any) -> str:
     """Name a leaf and its shape, for an error."""
-    return f"{path_name(path)!r} of shape {tuple(leaf.shape)}"
+    name = repr(path_name(path)) if path else "(the array itself)"
+    return f"{name} of shape {tuple(leaf.shape)}"
 
 
 def a_few(lines: Sequence[str], most: int = 5) -> str:

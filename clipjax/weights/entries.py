@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 
 import jax
 
-from clipjax._core.axes import Where, check_where, leaves_with_paths, path_name, resolve_where
 from clipjax._core.bounds import Bound, Evaluate, bound_at, check_fits, check_order
 from clipjax._core.limits import check_ordered, clip_entries
 from clipjax._core.mesh import AxisName
 from clipjax._core.norms import as_arrays, in_float64
+from clipjax._core.paths import leaves_with_paths, path_name
 from clipjax._core.stats import Stats
 from clipjax._core.trees import Report
+from clipjax._core.where import Where, check_where, resolve_where
 from clipjax.weights.checks import check_are_weights
 from clipjax.weights.projections import How, Measured, NewState, Projection
 

@@ -116,7 +116,7 @@ def _resolve(way: Any, path: Path, leaf: Any) -> tuple[tuple[int, ...], tuple[in
             leaf,
             f"Pass flatten={{{path_name(path)!r}: (rows, columns)}} with the axes of its rows and of its "
             "columns, as ((0, 1, 2), 3) for a convolution (*window, in, out); other axes count matrices, as "
-            "of scanned layers. clipjax.SKIP instead of them leaves it alone",
+            "of stacked layers. clipjax.SKIP instead of the pair leaves the leaf alone",
         )
     where = f"leaf {described(path, leaf)}"
     rows, columns = _sides(way)

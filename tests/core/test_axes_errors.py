@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 from typing import Any
 
 import jax
@@ -186,3 +188,17 @@ def test_the_default_reads_as_a_name() -> None:
     defaults = {"max_norm": "fan_in_of_matrices", "adaptive_grad_clip": "fan_in_or_whole"}
     for name, shown in defaults.items():
         assert repr(inspect.signature(getattr(clipjax, name)).parameters["axes"].default) == shown
+
+
+def test_the_errors_name_what_can_be_typed() -> None:
+    """Without an import of its own, and with none by `import clipjax` itself."""
+    code = """if True:
+        import sys, clipjax
+        assert not {"flax", "equinox"} & set(sys.modules), "imported by clipjax"
+        assert not hasattr(clipjax, "flaks")
+        for name in ("flax", "equinox"):
+            assert callable(getattr(clipjax, name).unit_axes)
+    """
+    pytest.importorskip("flax")
+    pytest.importorskip("equinox")
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
