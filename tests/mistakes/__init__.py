@@ -1,0 +1,1 @@
+"""Likely mistakes and what comes of them: `python -m tests.mistakes` prints the table."""

@@ -1,0 +1,57 @@
+"""Layers that change the gradient in the backward pass."""
+
+from __future__ import annotations
+
+from tests.mistakes.row import Row, kind, value
+
+ROWS: tuple[Row, ...] = (
+    kind("clip_gradient_by_norm(1.0)", "clip_gradient_by_norm", "max_norm"),
+    kind("clip_gradient_by_value(1.0)", "clip_gradient_by_value", "low"),
+    value("clip_gradient_by_norm(1.0, x)", "max_norm", "(3,)"),
+    kind("clip_gradient_by_norm(x, '1.0')", "max_norm", "'1.0'", "number"),
+    kind("clip_gradient_by_norm(x, None)", "max_norm", "None", "number"),
+    kind("clip_gradient_by_norm(x, schedule)", "max_norm", "schedule", "number"),
+    value("clip_gradient_by_norm(x, -1.0)", "max_norm", "-1.0", "at least 0"),
+    kind("clip_gradient_by_norm(x, 1.0, axis=0)", "'axis'", "axes"),
+    kind("clip_gradient_by_norm(x, clip_norm=1.0)", "clip_norm", "max_norm"),
+    value("clip_gradient_by_norm(x, 1.0, axes=1)", "axes", "1", "(3,)"),
+    value("clip_gradient_by_norm(params, jnp.ones(5), axes=0)", "max_norm", "(5,)", "'bias'"),
+    kind("clip_gradient_by_norm(jnp.tanh, 1.0)", "x", "array"),
+    kind("clip_gradient_by_norm({'kernel': 'ones'}, 1.0)", "'kernel'", "'ones'", "array"),
+    value("clip_gradient_by_global_norm(params, x)", "max_norm", "(3,)", "scalar"),
+    kind("clip_gradient_by_global_norm(params)", "max_norm"),
+    kind("clip_gradient_by_global_norm(x, 1.0, probe=1)", "probe", "int32", "float scalar"),
+    kind("clip_gradient_by_norm(x, 1.0, probe=jnp.zeros(3))", "probe", "float32[3]", "float scalar"),
+    value("clip_gradient_by_value(x, 1.0, -1.0)", "low=1.0", "high=-1.0"),
+    value("clip_gradient_by_value(x, -1.0)", "-1.0", "at least 0"),
+    value("clip_gradient_by_value(params, jnp.ones(4))", "bound", "(4,)", "'bias'", "(3,)"),
+    value("clip_gradient_by_value(params, -jnp.ones(4), 1.0)", "low", "(4,)", "'bias'", "(3,)"),
+    kind("clip_gradient_by_value({'z': 1j * x}, -1.0, 1.0)", "'z'", "complex", "one bound"),
+    kind("clip_gradient_by_value(x, min=-1.0, max=1.0)", "'min'", "low", "high"),
+    kind("scale_gradient(x)", "factor"),
+    kind("scale_gradient(x, '-1')", "factor", "'-1'", "number"),
+    kind("scale_gradient(x, None)", "factor", "None", "number"),
+    kind("scale_gradient(x, schedule)", "factor", "schedule", "number"),
+    kind("scale_gradient(x, 1j)", "factor", "1j", "real"),
+    value("scale_gradient(x, jnp.inf)", "factor", "inf", "finite"),
+    value("scale_gradient(x, float('nan'))", "factor", "nan"),
+    value("scale_gradient(x, jnp.ones(5))", "factor", "(5,)", "(3,)"),
+    value("scale_gradient(params, jnp.ones((4, 3)))", "factor", "(4, 3)", "'bias'", "(3,)"),
+    value("scale_gradient(-1.0, x)", "factor", "(3,)", "()"),
+    kind("scale_gradient(x, scale=0.5)", "'scale'", "factor"),
+    kind("replace_gradient(jnp.round)", "backward"),
+    kind("replace_gradient(jnp.round, None)", "backward", "None", "function"),
+    kind("replace_gradient(jnp.round(x), x)", "forward", "function"),
+    value("replace_gradient(jnp.round, jnp.sum)(x)", "forward", "backward", "float32[3]", "float32[]"),
+    value("replace_gradient(lambda x: x > 0, lambda x: x)(x)", "forward", "backward", "bool[3]"),
+    value("replace_gradient(lambda x: (x, x), lambda x: x)(x)", "forward", "backward", "structure"),
+    value("replace_gradient(lambda x: {'a': x}, lambda x: {'b': x})(x)", "forward", "backward", "'a'", "'b'"),
+    kind(
+        "jax.jvp(lambda x: clip_gradient_by_norm(x, 1.0), (x,), (x,))",
+        *("clip_gradient_by_norm", "forward-mode", "jax.grad"),
+    ),
+    kind(
+        "jax.jacfwd(lambda x: clip_gradient_by_value(x, 1.0))(x)",
+        *("clip_gradient_by_value", "forward-mode", "jax.jacrev"),
+    ),
+)

@@ -1,0 +1,36 @@
+"""Projections called on what they cannot bound."""
+
+from __future__ import annotations
+
+from tests.mistakes.row import Row, kind, value
+
+ROWS: tuple[Row, ...] = (
+    value("max_norm(3.0)([x, x])", "max_norm", "nothing", "axes"),
+    value("max_norm(3.0)({'bias': x, 'scale': x})", "max_norm", "nothing", "bias", "(3,)", "axes"),
+    value("unit_norm()({'bias': x})", "unit_norm", "nothing", "bias", "(3,)"),
+    value("max_norm(3.0, axes={'bias': fan_in})(params)", "max_norm", "nothing", "bias", "(3,)"),
+    value("max_norm(3.0)({'steps': np.arange(3)})", "max_norm", "nothing", "steps", "int"),
+    value("non_negative(where=lambda path, leaf: False)(params)", "non_negative", "nothing", "where"),
+    value("chain(sgd, max_norm(3.0)).init({'bias': x})", "max_norm", "nothing", "bias"),
+    value("spectral_cap(1.0)({'bias': x})", "spectral_cap", "nothing", "bias"),
+    value("verify({'bias': x}, max_norm(3.0))", "max_norm", "nothing", "bias"),
+    value("non_negative()(variables)", "batch_stats", "params"),
+    value("box(0.0, 1.0)(variables)", "batch_stats", "params"),
+    value("max_norm(schedule)(params)", "radius", "schedule", "step"),
+    kind("max_norm(3.0)()", "params"),
+    kind("max_norm(3.0)('params.npy')", "params", "'params.npy'", "array"),
+    kind("max_norm(3.0)({'kernel': 'params.npy'})", "'kernel'", "'params.npy'", "array"),
+    kind("max_norm(3.0)(adam)", "params", "array"),
+    kind("box(-1.0, 1.0)({'z': 1j * x})", "'z'", "complex"),
+    kind("project(3)", "function", "3"),
+    kind("project(None)", "function", "None"),
+    kind("project(max_norm)", "function", "max_norm", "call it"),
+    kind("project(clip)", "function", "clip_by_global_norm"),
+    kind("project(optax.projections.projection_non_negative(params))", "function"),
+    kind("project(lambda params: None)(params)", "function", "structure", "None"),
+    kind("project(lambda params: params['kernel'])(params)", "function", "structure"),
+    kind("project(lambda w: w[:2])(x)", "function", "float32[2]", "float32[3]"),
+    kind("project(lambda w: w > 0)(x)", "function", "bool[3]", "float32[3]"),
+    value("qk_clip()(params)", "max_logits"),
+    value("qk_clip()(params, max_logits=jnp.ones(2))", "max_logits", "attention layer", "query"),
+)
