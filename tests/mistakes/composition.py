@@ -20,6 +20,7 @@ ROWS: tuple[Row, ...] = (
     value("chain(max_norm(3.0), adam)", "links[0]", "max_norm(3.0)", "last"),
     value("chain(clip, max_norm(3.0), adam)", "links[1]", "max_norm(3.0)", "last"),
     value("chain(bounded(adam, project=max_norm(3.0)), sgd)", "links[0]", "max_norm(3.0)", "last"),
+    value("optax.flatten(max_norm(3.0)).init(params)", "max_norm", "nothing"),
     kind("bounded()", "optimizer"),
     kind("bounded(1e-3)", "optimizer", "0.001"),
     kind("bounded(optax.adam)", "optimizer", "adam", "call it"),
