@@ -10,7 +10,7 @@ ROWS: tuple[Row, ...] = (
     kind("clip_by_global_norm(None)", "max_norm", "None", "number"),
     kind("clip_by_global_norm([0.5, 1.0])", "max_norm", "[0.5, 1.0]", "number"),
     kind("clip_by_global_norm(adam)", "max_norm", "number"),
-    kind("clip_by_global_norm(layers)", "max_norm", "number"),
+    kind("clip_by_global_norm(layers)", "clip_by_global_norm", "clipjax.functional", "layer_0"),
     kind("clip_by_global_norm(1j)", "max_norm", "1j", "real"),
     value("clip_by_global_norm(-1.0)", "max_norm", "-1.0", "at least 0"),
     value("clip_by_global_norm(float('nan'))", "max_norm", "nan"),
