@@ -16,6 +16,7 @@ INTERNAL = (
     "lambda",
     " at 0x",
     "'seen'",
+    " ''",
     "GradientTransformationExtraArgs(",
     "Traced<",
     "site-packages",
@@ -36,7 +37,7 @@ def faults(row: Row, came: Any) -> list[str]:
         found.append(f"says {private[0]}")
     if len(message) > 600:
         found.append(f"{len(message)} characters long")
-    if (longest := max(map(len, message.splitlines()), default=0)) > 200:
+    if (longest := max(map(len, message.splitlines()), default=0)) > 250:
         found.append(f"has a line of {longest} characters")
     if raised_by := FOREIGN.search(traceback.extract_tb(came.__traceback__)[-1].filename):
         found.append(f"raised by {raised_by[1]}")

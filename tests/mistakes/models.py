@@ -17,10 +17,12 @@ ROWS: tuple[Row, ...] = (
     kind("unit_axes(own, key, x, other={'table': 'rows'})", "other", "'table'", "'rows'"),
     kind("unit_axes(own, key, x, other=0)", "other", "0"),
     kind("max_norm(3.0, axes=unit_axes)(params)", "axes", "unit_axes(model"),
-    kind("max_norm(3.0)(dense)", "params", "array"),
-    value("max_norm(3.0)(dense.init(key, x) | {'batch_stats': {'mean': x}})", "batch_stats", "params"),
-    value("max_norm(3.0)(lin)", "axes", "weight", "(3, 4)", "axes=1"),
-    value("unit_norm()(eqx.filter(mlp, eqx.is_array))", "axes", "layers/0/weight", "axes=1"),
+    kind("max_norm(3.0)(dense)", "Dense", "array"),
+    value("max_norm(3.0, axes=0)(variables)", "batch_stats", "variables['params']"),
+    value("max_norm(3.0)(lin)", "axes", "Linear", "Equinox", "clipjax.equinox.unit_axes"),
+    value(
+        "unit_norm()(eqx.filter(mlp, eqx.is_array))", "axes", "MLP", "Equinox", "clipjax.equinox.unit_axes"
+    ),
     kind("max_norm(3.0, axes=1)(mlp)", "activation", "eqx.filter"),
     kind("non_negative()(mlp)", "activation", "eqx.filter"),
     kind("project(optax.projections.projection_non_negative)(mlp)", "activation", "eqx.filter"),

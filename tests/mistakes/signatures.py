@@ -67,9 +67,9 @@ ROWS: tuple[Row, ...] = (
     kind("clip_by_norm(1.0, 0)", "axes="),
     kind("max_norm(3.0, 0)", "axes="),
     kind("non_negative('bias')", "where="),
-    kind("unit_norm(2.0)", "unit_norm", "min_max_norm(2.0, 2.0)"),
+    kind("unit_norm(2.0)", "unit_norm", "axes="),
     kind("bounded(adam, clip)", "clip="),
     kind("skip_spikes(z_threshold=6.0)", "skip_spikes", "optimizer"),
-    value("clip_by_value(low=0.0)", "low", "0.0", "high"),
+    kind("clip_by_value(low=0.0)", "low=0.0", "low and high"),
     kind("clip_by_value(high=1.0)", "high", "low"),
 )
