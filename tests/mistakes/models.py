@@ -20,9 +20,7 @@ ROWS: tuple[Row, ...] = (
     kind("max_norm(3.0)(dense)", "Dense", "array"),
     value("max_norm(3.0, axes=0)(variables)", "batch_stats", "variables['params']"),
     value("max_norm(3.0)(lin)", "axes", "Linear", "Equinox", "clipjax.equinox.unit_axes"),
-    value(
-        "unit_norm()(eqx.filter(mlp, eqx.is_array))", "axes", "MLP", "Equinox", "clipjax.equinox.unit_axes"
-    ),
+    value("unit_norm()(eqx.filter(mlp, eqx.is_array))", "axes", "MLP", "clipjax.equinox.unit_axes"),
     kind("max_norm(3.0, axes=1)(mlp)", "activation", "eqx.filter"),
     kind("non_negative()(mlp)", "activation", "eqx.filter"),
     kind("project(optax.projections.projection_non_negative)(mlp)", "activation", "eqx.filter"),

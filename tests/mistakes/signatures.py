@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mistakes.row import Row, kind, value
+from tests.mistakes.row import Row, kind
 
 ROWS: tuple[Row, ...] = (
     # A tree, as to TensorFlow's and torch's functions.
