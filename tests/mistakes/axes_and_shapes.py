@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mistakes.row import Row, kind, value
 
-ROWS: tuple[Row, ...] = (
+AXES: tuple[Row, ...] = (
     kind("max_norm(3.0, axes='kernel')", "axes", "'kernel'"),
     kind("max_norm(3.0, axes=1.0)", "axes", "1.0"),
     kind("max_norm(3.0, axes=True)", "axes", "True"),
@@ -40,7 +40,10 @@ ROWS: tuple[Row, ...] = (
         "tangent_cone(3.0).update(conv, tangent_cone(3.0).init(conv), conv)",
         *("axes", "'kernel'", "(3, 4, 5)", "clipjax.fan_in"),
     ),
-    # Bounds of another shape than what they bound.
+)
+
+# Bounds of another shape than what they bound.
+SHAPES: tuple[Row, ...] = (
     value("max_norm(jnp.ones(5))(params)", "radius", "(5,)", "'kernel'", "(1, 3)"),
     value("unit_norm(axes=0)(params); max_norm(jnp.ones((4, 3)))(params)", "radius", "(4, 3)", "'kernel'"),
     value("min_max_norm(0.5, jnp.ones(5))(params)", "high", "(5,)", "'kernel'"),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.mistakes.row import Row, kind
 
-ROWS: tuple[Row, ...] = (
-    # A tree, as to TensorFlow's and torch's functions.
+# A tree, as to TensorFlow's and torch's functions.
+TREES: tuple[Row, ...] = (
     kind("clip_by_global_norm(grads, 1.0)", "clip_by_global_norm", "clipjax.functional"),
     kind("clip_by_global_norm(grads)", "clip_by_global_norm", "clipjax.functional"),
     kind("clip_by_norm(grads, 1.0)", "clip_by_norm", "clipjax.functional"),
@@ -19,7 +19,9 @@ ROWS: tuple[Row, ...] = (
     kind("non_negative(params)", "non_negative(…)(params)"),
     kind("adaptive_grad_clip(params, grads)", "adaptive_grad_clip", "gradient transformation"),
     kind("zero_nonfinite(grads)", "zero_nonfinite", "gradient transformation"),
-    # Their names for ours.
+)
+
+NAMES: tuple[Row, ...] = (
     kind("clip_by_global_norm(clip_norm=1.0)", "clip_norm", "max_norm"),
     kind("clip_by_global_norm(max_grad_norm=1.0)", "max_grad_norm", "max_norm"),
     kind("clip_by_global_norm(global_clipnorm=1.0)", "global_clipnorm", "max_norm"),
@@ -54,11 +56,13 @@ ROWS: tuple[Row, ...] = (
     kind("functional.clip_by_global_norm(grads, 1.0, use_norm=5.0)", "use_norm", "norm"),
     kind("functional.global_norm(grads, norm_type=1)", "norm_type", "ord"),
     kind("functional.unitwise_norms(grads, axis=0)", "axis=", "axes"),
-    # Our names, misspelt.
     kind("clip_by_global_norm(maxnorm=1.0)", "maxnorm", "max_norm"),
     kind("max_norm(raduis=3.0)", "raduis", "radius"),
     kind("max_norm(3.0, axs=0)", "axs", "axes"),
-    # Missing, or by place where a name is needed.
+)
+
+# Missing, or by place where a name is needed.
+PLACES: tuple[Row, ...] = (
     kind("clip_by_global_norm()", "clip_by_global_norm", "max_norm"),
     kind("max_norm()", "max_norm", "radius"),
     kind("max_norm(axes=0)", "max_norm", "radius"),

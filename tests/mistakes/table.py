@@ -21,12 +21,16 @@ from tests.mistakes.prepared import EQUINOX, FLAX, names
 from tests.mistakes.row import Row
 
 THEMES: dict[str, tuple[Row, ...]] = {
-    "Arguments": signatures.ROWS,
+    "A tree in the place of a bound": signatures.TREES,
+    "Names of other libraries, and misspelt ones": signatures.NAMES,
+    "Arguments that are missing or misplaced": signatures.PLACES,
     "Bounds and numbers": bounds.ROWS,
-    "Axes, paths and shapes": axes_and_shapes.ROWS,
+    "Axes and paths": axes_and_shapes.AXES,
+    "Shapes of bounds": axes_and_shapes.SHAPES,
     "Projections": projections.ROWS,
     "Chains and wrappers": composition.ROWS,
-    "Updates and states": update.ROWS,
+    "States": update.STATES,
+    "Parameters and gradients": update.TREES,
     "Devices": devices.ROWS,
     "Metrics, logs and checks": monitoring.ROWS,
     "Layers for the backward pass": backward.ROWS,

@@ -8,7 +8,7 @@ AGC = "agc = adaptive_grad_clip(0.01); "
 LINK = "link = max_norm(3.0); "
 FEW = "{'kernel': x, 'bias': x}"  # a kernel of shape (3,)
 
-ROWS: tuple[Row, ...] = (
+STATES: tuple[Row, ...] = (
     kind("clip.update(grads)", "state"),
     kind("clip.update(clip.init(params), grads)", "state", "update(grads, state, params)"),
     kind("clip.update(grads, params)", "state", "init"),
@@ -41,7 +41,10 @@ ROWS: tuple[Row, ...] = (
     ),
     value("adagc().update(grads, adagc().init(layers))", "adagc", "96", "init"),
     value("adagc().update(grads, adagc().init([x]))", "adagc", "1", "init"),
-    # Parameters: missing, others, or of another shape.
+)
+
+# Parameters that are missing or others, gradients that are none.
+TREES: tuple[Row, ...] = (
     value(LINK + "link.update(grads, link.init(params))", "max_norm", "params", "(grads, state, params)"),
     value(AGC + "agc.update(grads, agc.init(params))", "adaptive_grad_clip", "params"),
     value("cone = tangent_cone(3.0); cone.update(grads, cone.init(params))", "tangent_cone", "params"),
@@ -66,7 +69,6 @@ ROWS: tuple[Row, ...] = (
         *("'kernel'", "(3,)", "(4, 3)"),
     ),
     value("tx = chain(sgd, non_negative()); tx.update([x], tx.init(params), params)", "updates", "params"),
-    # Gradients that are none.
     kind("clip.update('grads', None)", "str", "array"),
     kind("clip.update({'kernel': 'ones'}, None)", "'kernel'", "str", "array"),
     kind("clip.update({'kernel': jnp.ones}, None)", "'kernel'", "array"),
