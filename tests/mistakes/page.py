@@ -18,7 +18,8 @@ which `python -m tests.mistakes` prints, is a test: no row of it is silent. This
 
 Every public name of `clipjax` is imported here. `params` and `grads` are dicts with a `kernel` of shape
 `(4, 3)` and a `bias` of shape `(3,)`, `layers` is a dict of 48 of these, the kernel of `conv` has shape
-`(3, 4, 5)`, and `x` shape `(3,)`. `sgd` and `adam` are Optax' optimizers, `clip` is `clip_by_global_norm(1.0)`.
+`(3, 4, 5)`, and `x` shape `(3,)`. `sgd` and `adam` are optimizers of Optax,
+`clip` is a `clip_by_global_norm(1.0)`.
 """
 # How many rows of a theme the page shows: the first, which are the likeliest.
 SHOWN = 10
