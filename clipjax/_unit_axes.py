@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeAlias
 
-from clipjax._core.axes import Skip
+from clipjax._core.axes import Skip, check_axes
 from clipjax._core.paths import first_matches
 
 Known: TypeAlias = tuple[int, ...] | Skip | str  # a string says whose axes are not known
@@ -36,6 +36,14 @@ class Found(NamedTuple):
     axes: Known  # counted in the layer's own parameter
     places: list[Place]  # all that the sizes allow
     layer: str  # for the error
+
+
+def checked(other: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The axes that the user gives, by path pattern."""
+    if not isinstance(other, Mapping | None):
+        raise TypeError(f"other must be a mapping from path patterns to axes, got {other!r}")
+    check_axes(other or {}, "other")
+    return dict(other or {})
 
 
 def found(

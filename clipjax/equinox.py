@@ -12,9 +12,9 @@ import equinox as eqx
 import jax
 from equinox import nn
 
-from clipjax._core.axes import SKIP, check_axes, is_measured
+from clipjax._core.axes import SKIP, is_measured
 from clipjax._core.paths import path_name
-from clipjax._unit_axes import Known, Names, OwnShape, axes_by_path, found, placed, unknown
+from clipjax._unit_axes import Known, Names, OwnShape, axes_by_path, checked, found, placed, unknown
 
 __all__ = ["unit_axes"]
 
@@ -63,8 +63,7 @@ def unit_axes(model: Any, *, other: Mapping[str, Any] | None = None) -> dict[str
       ((1,), clipjax.SKIP)
       >>> projection = clipjax.max_norm(3.0, axes=axes)
     """
-    other = dict(other or {})
-    check_axes(other)
+    other = checked(other)
     params = []
     for owner, names, own, leaf in _owned(model, ()):
         if hasattr(leaf, "shape") and hasattr(leaf, "dtype") and is_measured(leaf):

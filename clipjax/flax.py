@@ -11,10 +11,9 @@ from typing import Any
 import flax.linen as nn
 from flax import nnx
 
-from clipjax._core.axes import check_axes
 from clipjax._flax_linen import linen_params
 from clipjax._flax_nnx import nnx_params
-from clipjax._unit_axes import axes_by_path
+from clipjax._unit_axes import axes_by_path, checked
 
 __all__ = ["unit_axes"]
 
@@ -59,8 +58,7 @@ def unit_axes(
       ((0,), clipjax.SKIP, (0, 1))
       >>> projection = clipjax.max_norm(3.0, axes=axes)
     """
-    other = dict(other or {})
-    check_axes(other)
+    other = checked(other)
     if isinstance(model, nnx.Module):
         if args or kwargs:
             raise TypeError("unit_axes: an NNX model holds its parameters and takes no further arguments")

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from clipjax._core.paths import Path as Path
-from clipjax._core.paths import a_few, described
+from clipjax._core.paths import a_few, check_rule, described, quoted
 from clipjax._core.paths import first_matches as first_matches
 from clipjax._core.paths import leaves_with_paths as leaves_with_paths
 from clipjax._core.paths import path_name as path_name
@@ -94,7 +94,7 @@ def unclear(argument: str, path: Path, leaf: Any, advice: str) -> ValueError:
     """The error for a leaf of a rank that does not tell what its axes mean."""
     return ValueError(
         f"{argument}: the rank of leaf {described(path, leaf)} does not tell what it is: the kernel of a "
-        f"convolution, that of attention heads, or a stack of layers. {advice}"
+        f"convolution, that of attention heads, or a stack of layers.\n{advice}"
     )
 
 
@@ -103,20 +103,28 @@ def is_measured(leaf: Any) -> bool:
     return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
 
 
-def check_axes(axes: Axes) -> Axes:
+def check_axes(axes: Axes, name: str = "axes") -> Axes:
     """Return `axes`, or raise what is wrong with them whatever the tree."""
-    if isinstance(axes, Mapping):
-        for pattern, value in axes.items():
-            if not isinstance(pattern, str):
-                raise TypeError(f"axes: a path pattern must be a string, got {pattern!r}")
-            if isinstance(value, Mapping):
-                raise TypeError(f"axes: pattern {pattern!r} must map to axes, got the mapping {value!r}")
-            check_axes(value)
-    elif isinstance(axes, Default):
+    if isinstance(axes, Default):
         return axes.rule
-    elif not (axes is None or isinstance(axes, Skip) or callable(axes)):
-        _as_tuple(axes)
+    if not isinstance(axes, Mapping):
+        _check_simple(axes, name)
+        return axes
+    for pattern, value in axes.items():
+        if not isinstance(pattern, str):
+            raise TypeError(f"{name}: a path pattern must be a string, got {pattern!r}")
+        if isinstance(value, Mapping):
+            path = "/".join([pattern, *map(str, value)][:2])
+            raise TypeError(f"{name}[{pattern!r}] must be axes, not a mapping: write paths, as {path!r}")
+        _check_simple(value, f"{name}[{pattern!r}]")
     return axes
+
+
+def _check_simple(axes: Any, name: str) -> None:
+    if callable(axes):
+        check_rule(name, axes)
+    elif not (axes is None or isinstance(axes, Skip)):
+        _as_tuple(axes, name)
 
 
 def resolve_axes(axes: Axes, tree: Any, *, may_bound_nothing: bool = False) -> list[Reduced | Skip]:
@@ -190,9 +198,9 @@ def _resolve(axes: Any, path: Path, leaf: Any) -> Reduced | Skip:
     if axes is None or isinstance(axes, Skip):
         return axes
     shape = jnp.shape(leaf)
-    where = f"for leaf {path_name(path)!r} of shape {shape}"
+    where = f"for leaf {described(path, leaf)}"
     reduced = []
-    for axis in _as_tuple(axes):
+    for axis in _as_tuple(axes, f"axes of leaf {quoted(path)}, by the rule," if callable(rule) else "axes"):
         if not -len(shape) <= axis < len(shape):
             raise ValueError(f"axes: {axis} is out of range {where}")
         reduced.append(axis % len(shape))
@@ -201,13 +209,15 @@ def _resolve(axes: Any, path: Path, leaf: Any) -> Reduced | Skip:
     return tuple(sorted(reduced))
 
 
-def _as_tuple(axes: Any) -> tuple[int, ...]:
+def _as_tuple(axes: Any, name: str) -> tuple[int, ...]:
     each = axes if isinstance(axes, Sequence) else (axes,)
     if any(isinstance(axis, bool | str) for axis in each):
-        raise TypeError(f"axes must be ints, a rule, a mapping or None, got {axes!r}")
+        raise TypeError(
+            f"{name} must be ints, a rule such as clipjax.fan_in, a mapping or None, got {axes!r}"
+        )
     try:
         return tuple(operator.index(axis) for axis in each)
     except TypeError as error:
         raise TypeError(
-            f"axes must be ints that are known when tracing, a rule, a mapping or None, got {axes!r}"
+            f"{name} must be ints that are known when tracing, a rule, a mapping or None, got {axes!r}"
         ) from error

@@ -19,8 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from clipjax._core.axes import Reduced, is_measured, leaves_with_paths, path_name
+from clipjax._core.axes import Reduced, is_measured, leaves_with_paths
 from clipjax._core.mesh import Names, largest_of_devices, sum_of_devices
+from clipjax._core.paths import path_name
 from clipjax._core.platforms import euclidean_norm, euclidean_norms, largest, largest_of_all, sum_of_sizes
 from clipjax._core.platforms import wide as wide
 from clipjax._core.xla_cpu import added
@@ -60,13 +61,14 @@ def as_arrays(tree: Any) -> Any:
     """
 
     def as_array(leaf: Any) -> Any:
-        if hasattr(leaf, "dtype"):
+        if is_array(leaf):
             return leaf
         if is_number(leaf):
             return jnp.asarray(leaf)
         path = next(path for path, other in leaves_with_paths(tree) if other is leaf)
+        what = f"the leaf {path_name(path)!r}" if path else "the tree"
         raise TypeError(
-            f"the leaf {path_name(path)!r} is no array but of type {type(leaf).__name__}: give the arrays "
+            f"{what} is no array but of type {type(leaf).__name__}: give the arrays "
             "alone, for an Equinox module eqx.filter(model, eqx.is_inexact_array)"
         )
 
@@ -78,10 +80,15 @@ def only_arrays(tree: Any) -> Any:
     return as_arrays(jax.tree.map(lambda leaf: leaf if is_number(leaf) else None, tree))
 
 
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf has the shape and the dtype of an array; a Flax layer has a dtype, too."""
+    return hasattr(leaf, "dtype") and hasattr(leaf, "shape")
+
+
 def is_number(leaf: Any) -> bool:
     """Whether a leaf is an array or a Python number."""
-    is_array = hasattr(leaf, "dtype") or hasattr(leaf, "__jax_array__")
-    return is_array or isinstance(leaf, bool | int | float | complex)
+    numbers = bool | int | float | complex
+    return is_array(leaf) or hasattr(leaf, "__jax_array__") or isinstance(leaf, numbers)
 
 
 def strong(x: Any) -> jax.Array:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import inspect
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -20,16 +21,34 @@ def path_name(path: Path) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
+def quoted(path: Path) -> str:
+    """Name a leaf, for an error."""
+    return repr(path_name(path)) if path else "(the array itself)"
+
+
 def described(path: Path, leaf: Any) -> str:
     """Name a leaf and its shape, for an error."""
-    name = repr(path_name(path)) if path else "(the array itself)"
-    return f"{name} of shape {tuple(leaf.shape)}"
+    return f"{quoted(path)} of shape {tuple(leaf.shape)}"
 
 
 def a_few(lines: Sequence[str], most: int = 5) -> str:
     """The first of `lines`, each cut to a length that can be read, and how many more there are."""
     shown = [line if len(line) <= 120 else f"{line[:117]}..." for line in lines[:most]]
     return "\n  ".join([*shown, f"and {len(lines) - most} more"] if len(lines) > most else shown)
+
+
+def check_rule(argument: str, rule: Callable[..., Any]) -> None:
+    """Raise an error if a function cannot be called with a path and a leaf."""
+    try:
+        signature = inspect.signature(rule)
+    except ValueError:  # some functions of C have none
+        return
+    try:
+        signature.bind((), None)
+    except TypeError as error:
+        raise TypeError(
+            f"{argument}: a rule takes (path, leaf), but the arguments of this are {signature}"
+        ) from error
 
 
 def leaves_with_paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[Path, Any]]:
@@ -75,7 +94,7 @@ def first_matches(argument: str, patterns: Sequence[str], tree: Any) -> list[str
     left_out = [path_name(path) for path, node in absent if _is_absent(node)]
     for pattern in unmatched:
         if not any(_may_reach(pattern, name) for name in left_out):
-            listed = a_few(names, most=50)
+            listed = a_few(names, most=20)
             raise ValueError(
                 f"{argument}: the pattern {pattern!r} matches no leaf. The paths are:\n  {listed}"
             )

@@ -8,13 +8,15 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from clipjax._core.axes import Skip, check_some, is_measured
-from clipjax._core.paths import Path, first_matches, leaves_with_paths, path_name
+from clipjax._core.paths import Path, check_rule, first_matches, leaves_with_paths, quoted
 
 Where: TypeAlias = str | Sequence[str] | Callable[[Path, Any], bool] | None
 
 
 def check_where(where: Where) -> Where:
     """Return `where` with a lone pattern as a tuple, or raise what is wrong with it whatever the tree."""
+    if callable(where):
+        check_rule("where", where)
     if where is None or callable(where):
         return where
     patterns = (where,) if isinstance(where, str) else where
@@ -39,7 +41,7 @@ def resolve_where(where: Where, tree: Any) -> list[bool]:
         chosen = [where(path, leaf) for path, leaf in leaves]
         for yes, (path, _) in zip(chosen, leaves, strict=True):
             if not isinstance(yes, bool | np.bool_):
-                raise TypeError(f"where: a rule must return a bool, got {yes!r} for leaf {path_name(path)!r}")
+                raise TypeError(f"where: a rule must return a bool, got {yes!r} for leaf {quoted(path)}")
     else:
         chosen = [pattern is not None for pattern in first_matches("where", where, tree)]
     found = [bool(yes) and is_measured(leaf) for yes, (_, leaf) in zip(chosen, leaves, strict=True)]

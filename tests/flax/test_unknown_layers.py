@@ -72,7 +72,7 @@ def test_other_serves_what_is_unknown_and_wins_over_what_is_known() -> None:
     assert axes["Dense_0/kernel"] == (0,)
     with pytest.raises(ValueError, match="other: the pattern 'W' matches no leaf"):
         unit_axes(Odd(), KEY, random(2, 4), other=OTHER | {"W": 0}, train=True)
-    with pytest.raises(TypeError, match="axes"):
+    with pytest.raises(TypeError, match="other"):
         unit_axes(Odd(), KEY, random(2, 4), other={"w": "0"}, train=True)
 
 
