@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from clipjax._core.paths import Path as Path
-from clipjax._core.paths import a_few, check_rule, described, quoted
+from clipjax._core.paths import a_few, check_rule, described, the_leaf
 from clipjax._core.paths import first_matches as first_matches
 from clipjax._core.paths import leaves_with_paths as leaves_with_paths
 from clipjax._core.paths import path_name as path_name
@@ -200,7 +200,7 @@ def _resolve(axes: Any, path: Path, leaf: Any) -> Reduced | Skip:
     shape = jnp.shape(leaf)
     where = f"for leaf {described(path, leaf)}"
     reduced = []
-    for axis in _as_tuple(axes, f"axes of leaf {quoted(path)}, by the rule," if callable(rule) else "axes"):
+    for axis in _as_tuple(axes, f"axes of {the_leaf(path)}, by the rule," if callable(rule) else "axes"):
         if not -len(shape) <= axis < len(shape):
             raise ValueError(f"axes: {axis} is out of range {where}")
         reduced.append(axis % len(shape))

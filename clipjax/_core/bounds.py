@@ -9,14 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from clipjax._core.axes import is_measured
 from clipjax._core.norms import in_float64, wide
+from clipjax._core.paths import leaves_with_paths, the_leaf
 
 Schedule: TypeAlias = Callable[[Any], Any]
 Bound: TypeAlias = float | jax.Array | np.ndarray | Schedule
 Evaluate: TypeAlias = Callable[[Any], jax.Array]
 
 
-def check_bound(name: str, bound: Any, *, minimum: float | None = 0.0) -> Any:
+def check_bound(name: str, bound: Any, *, minimum: float | None = 0.0, scalar: bool = False) -> Any:
     """Return `bound` if it can bound something, else raise an error that quotes it.
 
     Numbers and concrete arrays are checked for NaN and against `minimum`. A traced array or a
@@ -34,6 +36,8 @@ def check_bound(name: str, bound: Any, *, minimum: float | None = 0.0) -> Any:
         raise ValueError(f"{name} must not be NaN, got {bound!r}")
     if minimum is not None and (values < minimum).any():
         raise ValueError(f"{name} must be at least {minimum:g}, got {bound!r}")
+    if scalar:
+        check_fits(name, values, (), "one norm")
     return bound
 
 
@@ -47,13 +51,22 @@ def check_order(low: Any, high: Any) -> None:
         raise ValueError(f"low must not be above high, got low={low!r} and high={high!r}")
 
 
-def check_fits(bound: jax.Array, shape: tuple[int, ...], of: str) -> jax.Array:
+def check_fits(name: str, bound: Any, shape: tuple[int, ...], of: str) -> Any:
     """Return `bound` if it broadcasts to `shape`, else raise an error that names both."""
     fits = len(bound.shape) <= len(shape) and all(
         b in (1, s) for b, s in zip(reversed(bound.shape), reversed(shape), strict=False)
     )
     if not fits:
-        raise ValueError(f"a bound of shape {bound.shape} does not fit {of}, of shape {shape}")
+        wanted = "must be a scalar" if shape == () else f"must broadcast to shape {shape}"
+        raise ValueError(f"{name} {wanted}, for {of}; got an array of shape {bound.shape}")
+    return bound
+
+
+def check_fits_leaves(name: str, bound: jax.Array, tree: Any) -> jax.Array:
+    """Return `bound` if it broadcasts to every leaf that has a norm."""
+    for path, leaf in leaves_with_paths(tree) if bound.ndim else ():
+        if is_measured(leaf):
+            check_fits(name, bound, leaf.shape, the_leaf(path))
     return bound
 
 
@@ -63,13 +76,13 @@ def _to_float64(value: Any, minimum: float | None) -> jax.Array:
     return value if minimum is None else jnp.maximum(value, minimum)
 
 
-def bound_at(name: str, bound: Any, *, minimum: float | None = 0.0) -> Evaluate:
+def bound_at(name: str, bound: Any, *, minimum: float | None = 0.0, scalar: bool = False) -> Evaluate:
     """Check `bound` and make it a function `step -> float64 array`.
 
     What only the running program knows is raised to `minimum`, so that a schedule that overshoots
     zero clips to zero and never flips a sign. NaN stays NaN, and shows.
     """
-    check_bound(name, bound, minimum=minimum)
+    check_bound(name, bound, minimum=minimum, scalar=scalar)
 
     def evaluate(step: Any) -> jax.Array:
         if not callable(bound):

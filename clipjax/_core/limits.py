@@ -12,9 +12,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from clipjax._core.axes import is_measured
-from clipjax._core.bounds import check_fits
+from clipjax._core.bounds import check_fits_leaves
 from clipjax._core.mesh import AxisName, Names, largest_of_devices, names_of_leaf
 from clipjax._core.norms import largest_of, norm_of, strong, tree_norm, weakly_typed_as
+from clipjax._core.paths import leaves_with_paths, the_leaf
 from clipjax._core.platforms import max_of
 from clipjax._core.rescale import rescaled, to_bound
 from clipjax._core.rounding import exactly, limits_in, widened
@@ -26,6 +27,7 @@ def clip_entries(
     tree: Any, low: jax.Array | None, high: jax.Array, axis_name: AxisName = None
 ) -> tuple[Any, Report]:
     """Bound each entry by itself. `low=None` stands for -high, which saves a pass."""
+    check_entries(tree, low, high)
     floor = -high if low is None else low
     limits_of = functools.cache(lambda dtype: limits_in(floor, high, dtype))
 
@@ -33,9 +35,8 @@ def clip_entries(
         if not is_measured(leaf):
             return leaf
         if jnp.iscomplexobj(leaf):
-            return _clip_sizes(leaf, low, high)
-        limits = [check_fits(limit, leaf.shape, "a leaf") for limit in limits_of(leaf.dtype)]
-        inside = jnp.clip(widened(strong(leaf)), *map(widened, limits))
+            return rescaled(leaf, to_bound(norm_of(leaf, (), 2.0), high))  # each entry a unit of its own
+        inside = jnp.clip(widened(strong(leaf)), *map(widened, limits_of(leaf.dtype)))
         return weakly_typed_as(leaf, exactly(inside, leaf.dtype))
 
     clipped = jax.tree.map(clip, tree)
@@ -73,18 +74,17 @@ def _extremes(leaves: Sequence[jax.Array], names: Names, *, symmetric: bool) -> 
     return largest_of_devices(both, names) if names else both
 
 
-def check_ordered(leaf: Any) -> Any:
-    """Return a leaf whose entries can be between two limits, else raise an error that says why."""
-    if jnp.iscomplexobj(leaf):
-        raise TypeError(f"a complex leaf, of dtype {leaf.dtype}, has no order to clip between low and high")
-    return leaf
-
-
-def _clip_sizes(leaf: jax.Array, low: jax.Array | None, high: jax.Array) -> jax.Array:
-    """Clip complex entries, each a unit of its own."""
+def check_entries(tree: Any, low: jax.Array | None, high: jax.Array) -> None:
+    """Raise an error if the entries of a leaf cannot be between these limits."""
+    check_fits_leaves("bound" if low is None else "high", high, tree)
     if low is not None:
-        check_ordered(leaf)
-    return rescaled(leaf, to_bound(norm_of(leaf, (), 2.0), high))
+        check_fits_leaves("low", low, tree)
+        for path, leaf in leaves_with_paths(tree):
+            if jnp.iscomplexobj(leaf):
+                raise TypeError(
+                    f"low, high: {the_leaf(path)} is complex, of dtype {leaf.dtype}, and has no order; "
+                    "one bound alone, as in clip_by_value(1.0), is on |z|"
+                )
 
 
 def _changes(tree: Any, clipped: Any, axis_name: AxisName) -> Report:

@@ -110,7 +110,7 @@ def check_ord(ord: Any) -> Any:  # noqa: A002 - the name that NumPy, JAX and Sci
     if isinstance(ord, bool) or not (
         isinstance(ord, int | float) or (np.ndim(ord) == 0 and hasattr(ord, "dtype"))
     ):
-        raise TypeError(f"ord must be a number, got {ord!r}")
+        raise TypeError(f"ord must be a number, as 2 or jnp.inf, got {ord!r}")
     if not np.isreal(ord):
         raise TypeError(f"ord must be real, got {ord!r}")
     if not float(ord) >= 1:

@@ -21,14 +21,15 @@ def path_name(path: Path) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def quoted(path: Path) -> str:
+def the_leaf(path: Path) -> str:
     """Name a leaf, for an error."""
-    return repr(path_name(path)) if path else "(the array itself)"
+    return f"leaf {path_name(path)!r}" if path else "the array"
 
 
 def described(path: Path, leaf: Any) -> str:
     """Name a leaf and its shape, for an error."""
-    return f"{quoted(path)} of shape {tuple(leaf.shape)}"
+    name = repr(path_name(path)) if path else "(the array itself)"
+    return f"{name} of shape {tuple(leaf.shape)}"
 
 
 def a_few(lines: Sequence[str], most: int = 5) -> str:

@@ -86,12 +86,12 @@ def clip_tree(
     norm: jax.Array | None = None,
 ) -> tuple[Any, Report]:
     """Bound the norm of all leaves together; every leaf gets the same factor."""
-    check_fits(bound, (), "one norm")
+    check_fits("max_norm", bound, (), "one norm")
     given = norm
     if given is None:
         norm = measure_tree(tree, ord, axis_name)
     else:
-        norm = wide(check_fits(given, (), "the norm of the whole tree"))
+        norm = wide(check_fits("norm", given, (), "the whole tree"))
     scale = to_bound(norm, bound)
     if given is not None and given.dtype != np.float64:  # what was rounded may be too small
         lower = scale.factor * (1 - 2.0**-24)
@@ -111,23 +111,27 @@ def clip_units(
     ord: Any,  # noqa: A002
     specs: Any = None,
     axis_name: AxisName = None,
+    name: str = "max_norm",
 ) -> tuple[Any, Report]:
     """Bound the norm of each unit along `axes` (of each leaf where they are None) on its own."""
-    return rescale_units(tree, within(bound_of), axes, ord, specs, axis_name)
+    return rescale_units(tree, within(name, bound_of), axes, ord, specs, axis_name)
 
 
-def within(bound_of: Callable[[Unit], jax.Array]) -> Rule:
-    """The rule that keeps norms at or below a bound."""
+def within(name: str, bound_of: Callable[[Unit], jax.Array]) -> Rule:
+    """The rule that keeps norms at or below a bound, which users call `name`."""
 
     def rule(units: Sequence[Unit], norms: Sequence[jax.Array]) -> Decision:
-        return to_bound, [[for_units(bound_of(u), norm) for u, norm in zip(units, norms, strict=True)]]
+        return to_bound, [
+            [for_units(name, bound_of(u), u, norm) for u, norm in zip(units, norms, strict=True)]
+        ]
 
     return rule
 
 
-def for_units(bound: jax.Array, norm: jax.Array) -> jax.Array:
+def for_units(name: str, bound: jax.Array, unit: Unit, norm: jax.Array) -> jax.Array:
     """A bound for each unit of a leaf."""
-    return jnp.broadcast_to(check_fits(bound, norm.shape, "the norms"), norm.shape)
+    of = f"the norms of {unit.path!r}" if unit.path else "the norms"
+    return jnp.broadcast_to(check_fits(name, bound, norm.shape, of), norm.shape)
 
 
 @on_arrays

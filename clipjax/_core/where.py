@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from clipjax._core.axes import Skip, check_some, is_measured
-from clipjax._core.paths import Path, check_rule, first_matches, leaves_with_paths, quoted
+from clipjax._core.paths import Path, check_rule, first_matches, leaves_with_paths, the_leaf
 
 Where: TypeAlias = str | Sequence[str] | Callable[[Path, Any], bool] | None
 
@@ -41,7 +41,7 @@ def resolve_where(where: Where, tree: Any) -> list[bool]:
         chosen = [where(path, leaf) for path, leaf in leaves]
         for yes, (path, _) in zip(chosen, leaves, strict=True):
             if not isinstance(yes, bool | np.bool_):
-                raise TypeError(f"where: a rule must return a bool, got {yes!r} for leaf {quoted(path)}")
+                raise TypeError(f"where: a rule must return a bool, got {yes!r} for {the_leaf(path)}")
     else:
         chosen = [pattern is not None for pattern in first_matches("where", where, tree)]
     found = [bool(yes) and is_measured(leaf) for yes, (_, leaf) in zip(chosen, leaves, strict=True)]

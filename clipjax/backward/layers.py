@@ -6,7 +6,7 @@ changed gradient: a layer does not change them a second time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -15,8 +15,8 @@ import numpy as np
 from jax import lax
 
 from clipjax._core.axes import Axes, check_axes
-from clipjax._core.bounds import Bound, bound_at, check_fits, check_order
-from clipjax._core.limits import clip_entries
+from clipjax._core.bounds import Bound, bound_at, check_fits, check_fits_leaves, check_order
+from clipjax._core.limits import check_entries, clip_entries
 from clipjax._core.mesh import AxisName
 from clipjax._core.norms import as_arrays
 from clipjax._core.trees import Report, clip_tree, clip_units, units_of
@@ -60,16 +60,13 @@ def clip_gradient_by_value(
       >>> jax.grad(lambda x: 5.0 * clipjax.clip_gradient_by_value(x, -1.0, 1.0))(2.0)
       Array(1., dtype=float32, weak_type=True)
     """
-    leaves, _ = floats_of(x)
     bounds: tuple[Any, Any]
     if high is None:
-        bounds = (None, _float64("bound", low, leaves))
+        bounds = (None, _float64("bound", low))
     else:
-        for leaf in leaves:
-            if jnp.iscomplexobj(leaf):
-                raise TypeError(f"x has a complex leaf, of dtype {leaf.dtype}: pass one bound, on |z|")
-        bounds = (_float64("low", low, leaves, None), _float64("high", high, leaves, None))
+        bounds = (_float64("low", low, None), _float64("high", high, None))
         check_order(low, high)
+    check_entries(as_arrays(x), *bounds)
 
     def clip(gradient: Any, low: Any, high: Any) -> tuple[Any, Report]:
         return clip_entries(gradient, low, high, axis_name)
@@ -131,7 +128,7 @@ def clip_gradient_by_norm(
     for unit in units_of(as_arrays(x), axes, specs, axis_name):
         shape = enumerate(unit.leaf.shape)
         kept = () if unit.reduced is None else tuple(1 if i in unit.reduced else n for i, n in shape)
-        check_fits(bound, kept, "the norms")
+        check_fits("max_norm", bound, kept, f"the norms of {unit.path!r}" if unit.path else "the norms")
 
     def clip(gradient: Any, bound: Any) -> tuple[Any, Report]:
         return clip_units(gradient, lambda _: bound, axes, 2.0, specs, axis_name)
@@ -171,7 +168,7 @@ def clip_gradient_by_global_norm(
       >>> print({key: value.round(3) for key, value in gradient.items()})
       {'a': Array(0.6, dtype=float32), 'b': Array(0.8, dtype=float32)}
     """
-    bound = check_fits(_float64("max_norm", max_norm), (), "one norm")
+    bound = check_fits("max_norm", _float64("max_norm", max_norm), (), "one norm")
 
     def clip(gradient: Any, bound: Any) -> tuple[Any, Report]:
         return clip_tree(gradient, bound, 2.0, axis_name)
@@ -204,7 +201,7 @@ def scale_gradient(x: _T, factor: float | jax.Array | np.ndarray) -> _T:
       Array(5., dtype=float32, weak_type=True)
     """
     leaves, rebuild = floats_of(x)
-    value = _float64("factor", factor, leaves, None)
+    value = check_fits_leaves("factor", _float64("factor", factor, None), as_arrays(x))
     if not isinstance(factor, jax.core.Tracer) and not np.isfinite(factor).all():
         raise ValueError(f"factor must be finite, got {factor!r}")
     return rebuild(scaled(leaves, value))
@@ -257,24 +254,24 @@ def replace_gradient(forward: Callable[..., Any], backward: Callable[..., Any]) 
     return function
 
 
-def _float64(name: str, bound: Any, leaves: Sequence[Any] = (), minimum: float | None = 0.0) -> jax.Array:
-    """Check a bound, and that it broadcasts to each of the leaves, and convert it to float64."""
+def _float64(name: str, bound: Any, minimum: float | None = 0.0) -> jax.Array:
+    """Check a bound, and convert it to float64."""
     if callable(bound):
         raise TypeError(
             f"{name} must be a number or an array here, not a schedule: a layer does not know the step. "
             f"Got {bound!r}"
         )
-    value = bound_at(name, bound, minimum=minimum)(None)
-    for leaf in leaves:
-        check_fits(value, leaf.shape, "a leaf")
-    return value
+    return bound_at(name, bound, minimum=minimum)(None)
 
 
 def _check_alike(value: Any, substitute: Any) -> None:
     structure: Any
     structure, other = jax.tree.structure(value), jax.tree.structure(substitute)
     if structure != other:
-        raise ValueError(f"forward returns {structure}, but backward returns {other}")
+        raise ValueError(
+            f"forward and backward must return one structure: forward returns {structure}, but backward "
+            f"returns {other}"
+        )
     leaves = jax.tree_util.tree_leaves_with_path(value)
     for (path, a), b in zip(leaves, jax.tree.leaves(substitute), strict=True):
         one, two = (f"{leaf.dtype}{list(jnp.shape(leaf))}" for leaf in (a, b))

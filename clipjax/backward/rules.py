@@ -142,6 +142,6 @@ def _transposable() -> Any:
 def _raise(*_: Any, name: str) -> Any:
     raise TypeError(
         f"{name} has no forward-mode derivative (jax.jvp, jax.jacfwd, jax.linearize): a clipped gradient is "
-        "not linear in the gradient. Differentiate in reverse mode first (jax.grad, jax.vjp, jax.jacrev); "
+        "not linear in the gradient.\nDifferentiate in reverse mode first (jax.grad, jax.vjp, jax.jacrev); "
         "forward mode over that works, as in jax.hessian or jax.jvp(jax.grad(f), …)."
     )

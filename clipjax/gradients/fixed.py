@@ -211,7 +211,7 @@ def clip_by_global_norm(
       >>> print(clipped["w"].round(3), clipped["b"].round(3), state.stats.norm)
       [0.6] [0.8] 5.0
     """
-    bound, p = bound_at("max_norm", max_norm), check_ord(ord)
+    bound, p = bound_at("max_norm", max_norm, scalar=True), check_ord(ord)
 
     def clip(updates: Any, params: Any, step: jax.Array) -> tuple[Any, Report]:
         del params
@@ -266,6 +266,6 @@ def clip_by_rms(
         def of_size(entries: int) -> jax.Array:
             return at_step * math.sqrt(entries)
 
-        return clip_units(updates, lambda unit: of_size(size_of(unit)), axes, 2.0, specs, axis_name)
+        return clip_units(updates, lambda u: of_size(size_of(u)), axes, 2.0, specs, axis_name, "threshold")
 
     return _transformation(ClipByRmsState, clip, axes)

@@ -122,7 +122,9 @@ def adaptive_grad_clip(
 
         def relative(units: Sequence[Unit], norms: Sequence[jax.Array]) -> Decision:
             sizes = measure_units([unit._replace(leaf=weights[unit.position]) for unit in units])
-            columns = [[for_units(bound, norm) for norm in norms] for bound in (at_step, at_least)]
+            bounds = {"clipping": at_step, "eps": at_least}
+            pairs = list(zip(units, norms, strict=True))
+            columns = [[for_units(*bound, *pair) for pair in pairs] for bound in bounds.items()]
             used.extend(_bounds(sizes, *columns))
             return to_bound, [used]
 

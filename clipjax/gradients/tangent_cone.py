@@ -129,7 +129,7 @@ def _tangential(unit: Unit, weight: Any, radius: jax.Array) -> tuple[jax.Array, 
     """The gradient of a leaf without the outward parts of its saturated units."""
     grad, weight = strong(unit.leaf), strong(weight)
     norm, size = norms_of([(weight,), (grad,)], [unit.reduced] * 2, 2.0, [unit.names] * 2)
-    radius = for_units(radius, norm)
+    radius = for_units("radius", radius, unit, norm)
     # In units of powers of two near the norms: no product leaves the range of a float32.
     of_weight, of_grad = (_power_of_two(x, grad.dtype) for x in (norm, size))
     relative = jnp.where(norm > 0, norm / of_weight, 1.0)

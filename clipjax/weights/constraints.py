@@ -89,7 +89,7 @@ def max_norm(
 
     def rule_at(step: Any) -> Rule:
         at_step = bound(step)
-        return within(lambda _: at_step)
+        return within("radius", lambda _: at_step)
 
     def measure(params: Any, step: Any) -> list[Measured]:
         return measured_norms(params, None, bound(step), of_units)
@@ -201,12 +201,12 @@ def _between(
     axes = check_axes(axes)
 
     def rule_at(step: Any) -> Rule:
-        limits = low(step), high(step), in_float64(jnp.minimum)(rate(step), 1.0)
+        limits = {"low": low(step), "high": high(step), "rate": in_float64(jnp.minimum)(rate(step), 1.0)}
 
         @in_float64
         def rule(units: Sequence[Unit], norms: Sequence[jax.Array]) -> Decision:
             pairs = list(zip(units, norms, strict=True))
-            columns = [[for_units(limit, norm) for _, norm in pairs] for limit in limits]
+            columns = [[for_units(*limit, *pair) for pair in pairs] for limit in limits.items()]
             each = [precision_of(unit.leaf.dtype, size_of(unit)) for unit in units]
             columns += [
                 [jnp.full(n.shape, x) for (_, n), x in zip(pairs, c, strict=True)]
@@ -237,10 +237,10 @@ def measured_norms(params: Any, low: jax.Array | None, high: jax.Array, how: OfU
     how.check(params)
     units = units_of(params, how.axes, how.specs, how.axis_name)
     for unit, norm in zip(units, measure_units(units), strict=True):
-        highest = for_units(high, norm)
+        highest = for_units("radius" if low is None else "high", high, unit, norm)
         lowest = jnp.zeros_like(norm)
         if low is not None:
-            least = jnp.minimum(for_units(low, norm), highest)
+            least = jnp.minimum(for_units("low", low, unit, norm), highest)
             lowest = low_enough(norm, least, precision_of(unit.leaf.dtype, size_of(unit)))
         measured.append(Measured(unit.path, norm, lowest, highest))
     return measured

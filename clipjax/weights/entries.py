@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from clipjax._core.bounds import Bound, Evaluate, bound_at, check_fits, check_order
-from clipjax._core.limits import check_ordered, clip_entries
+from clipjax._core.bounds import Bound, Evaluate, bound_at, check_order
+from clipjax._core.limits import check_entries, clip_entries
 from clipjax._core.mesh import AxisName
 from clipjax._core.norms import as_arrays, in_float64
 from clipjax._core.paths import leaves_with_paths, path_name
@@ -120,24 +120,18 @@ def _entrywise(
         chosen = choose(params)
         treedef: Any
         leaves, treedef = jax.tree.flatten(params)
-        part = [leaf for leaf, yes in zip(leaves, chosen, strict=True) if yes]
+        part = treedef.unflatten([leaf if yes else None for leaf, yes in zip(leaves, chosen, strict=True)])
         projected, report = clip_entries(part, low(step), high(step), axis_name)
-        rest: Iterator[Any] = iter(projected)
+        rest: Iterator[Any] = iter(jax.tree.leaves(projected))
         merged = [next(rest) if yes else leaf for leaf, yes in zip(leaves, chosen, strict=True)]
         return treedef.unflatten(merged), report
 
     @in_float64
     def measure(params: Any, step: Any) -> list[Measured]:
-        limits = low(step), high(step)
-        found = leaves_with_paths(params)
-        return [
-            Measured(
-                path_name(path),
-                check_ordered(leaf),
-                *(check_fits(x, leaf.shape, "a leaf") for x in limits),
-            )
-            for (path, leaf), yes in zip(found, choose(params), strict=True)
-            if yes
-        ]
+        lowest, highest = low(step), high(step)
+        found = zip(leaves_with_paths(params), choose(params), strict=True)
+        chosen = {path_name(path): leaf for (path, leaf), yes in found if yes}
+        check_entries(chosen, lowest, highest)
+        return [Measured(path, leaf, lowest, highest) for path, leaf in chosen.items()]
 
     return Projection(name, state, constrain, measure, How(check=choose))

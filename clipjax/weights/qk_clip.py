@@ -131,7 +131,8 @@ def qk_clip(
         leaves, treedef = jax.tree.flatten(params)
         reports = []
         for layer, logits in _assigned(max_logits, _layers(params, query, key)):
-            limit = jnp.broadcast_to(check_fits(bound(step), logits.shape, "the logits"), logits.shape)
+            limit = check_fits("threshold", bound(step), logits.shape, "the logits")
+            limit = jnp.broadcast_to(limit, logits.shape)
             usable = jnp.isfinite(logits)
             factor = factor_of(to_bound(jnp.where(usable, logits, 0.0), limit))  # of each logit
             for position, clipped in _clipped(layer, factor, heads_at, head_dim):

@@ -150,7 +150,7 @@ def _of_arrays(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]
 
 def _limits(m: Matrices, bound: jax.Array) -> jax.Array:
     """The bound of each matrix of a leaf."""
-    return jnp.broadcast_to(check_fits(bound, m.batch, f"the matrices of {m.path!r}"), m.batch)
+    return jnp.broadcast_to(check_fits("bound", bound, m.batch, f"the matrices of {m.path!r}"), m.batch)
 
 
 def _each(function: Callable[..., jax.Array], *stacks: jax.Array) -> jax.Array:

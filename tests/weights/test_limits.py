@@ -39,7 +39,9 @@ def test_limits_of_entries_may_be_arrays_and_schedules() -> None:
         if clipped:
             np.testing.assert_array_equal(after, [[0.5, 5.0], [-1.0, 10.0]])
             np.testing.assert_array_equal(at_one, [[0.5, 2.0], [-2.0, 2.0]])
-    with pytest.raises(ValueError, match=r"bound of shape \(2,\) does not fit a leaf, of shape \(3,\)"):
+    with pytest.raises(
+        ValueError, match=r"high must broadcast to shape \(3,\), for the array; got an array of shape \(2,\)"
+    ):
         jax.eval_shape(project.__call__, np.zeros(3, np.float32))
 
 
