@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from clipjax._core.axes import Path, Reduced, path_name
+from clipjax._core.paths import a_few, described, leaves_with_paths
 
 Names: TypeAlias = tuple[str, ...]
 AxisName: TypeAlias = str | Sequence[str] | None
@@ -28,11 +29,22 @@ def varying(leaf: Any) -> Names:
     return tuple(sorted(vma or ()))
 
 
-def as_names(axis_name: AxisName) -> Names:
-    """Write an `axis_name` argument as a tuple."""
+def as_names(axis_name: AxisName, argument: str = "axis_name") -> Names:
+    """Write an `axis_name` argument, or an entry of a spec, as a tuple of names that exist here."""
     if axis_name is None:
         return ()
-    return (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    names = (axis_name,) if isinstance(axis_name, str) else axis_name
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"{argument} must be the name of a mesh axis, or several, got {axis_name!r}")
+    for name in names:
+        try:
+            lax.axis_size(name)
+        except NameError as error:
+            raise ValueError(
+                f"{argument}: there is no axis {name!r} here. The names are those of the mesh that shard_map "
+                "got, or the axis_name of pmap or vmap; outside of these, in sharded jit too, none is needed"
+            ) from error
+    return tuple(names)
 
 
 def names_of_leaf(leaf: Any, axis_name: AxisName) -> Names:
@@ -52,8 +64,10 @@ def names_of_units(
     if axes is None or axis_name is not None:
         return names_of_leaf(leaf, axis_name)
     if spec is not None:
+        if len(spec) > len(leaf.shape):
+            raise ValueError(f"specs: {spec} has more entries than leaf {described(path, leaf)} has axes")
         split = [spec[axis] for axis in axes if axis < len(spec) and spec[axis] is not None]
-        names = {name for entry in split for name in as_names(entry)}
+        names = {name for entry in split for name in as_names(entry, "specs")}
         return tuple(sorted(names))
     if varying(leaf):
         raise ValueError(
@@ -65,21 +79,34 @@ def names_of_units(
 
 
 def spec_leaves(specs: Any, tree: Any) -> list[PartitionSpec | None]:
-    """One spec for each leaf of `tree`, from a tree of specs or a prefix of one."""
-    leaves = jax.tree.leaves(tree)
+    """One spec for each leaf of `tree`, from a tree of specs or a prefix of one.
+
+    Raises:
+      TypeError, ValueError: `specs` has something else in it, or another structure.
+    """
     if specs is None:
-        return [None] * len(leaves)
+        return [None] * len(jax.tree.leaves(tree))
 
     def is_spec(x: Any) -> bool:
-        return x is None or isinstance(x, PartitionSpec)
+        return x is None or isinstance(x, PartitionSpec | NamedSharding)
 
-    spread = jax.tree.map(
-        lambda spec, part: jax.tree.map(lambda _: PartitionSpec() if spec is None else spec, part),
-        specs,
-        tree,
-        is_leaf=is_spec,
-    )
-    return jax.tree.leaves(spread, is_leaf=is_spec)
+    def spread(spec: Any, part: Any) -> Any:
+        if not is_spec(spec):
+            raise TypeError(f"specs must be PartitionSpecs, NamedShardings or None, got {spec!r}")
+        spec = spec.spec if isinstance(spec, NamedSharding) else spec
+        return jax.tree.map(lambda _: PartitionSpec() if spec is None else spec, part)
+
+    try:
+        found = jax.tree.map(spread, specs, tree, is_leaf=is_spec)
+    except ValueError as error:
+        given, wanted = (
+            a_few([path_name(path) for path, _ in leaves_with_paths(x, is_spec)]) for x in (specs, tree)
+        )
+        raise ValueError(
+            f"specs must be one PartitionSpec, or have the structure of the tree:\n  {wanted}\nbut is of:\n"
+            f"  {given}"
+        ) from error
+    return jax.tree.leaves(found, is_leaf=is_spec)
 
 
 def largest_of_devices(x: jax.Array, names: Names) -> jax.Array:
