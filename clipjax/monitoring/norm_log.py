@@ -74,11 +74,13 @@ class NormLog:
         """
         norms = self._picked(norms)
         if np.ndim(norms) != 1:
-            raise ValueError(f"norms must have shape (steps,), got {np.shape(norms)}")
+            raise ValueError(f"norms must have shape (steps,), got {np.shape(norms)}: append takes one norm")
         self._take(norms)
 
     def _picked(self, metrics: Any) -> Any:
         """The norm among metrics; anything else as it is."""
+        if hasattr(metrics, "_fields"):
+            raise TypeError(f"norm: a {type(metrics).__name__} is a state; append clipjax.metrics of it")
         if not isinstance(metrics, Mapping):
             return metrics
         if self.name is None:
@@ -144,6 +146,8 @@ class NormLog:
 
     def quantiles(self, q: float | Sequence[float] = (0.01, 0.1, 0.5, 0.9, 0.95, 0.99)) -> np.ndarray:
         """Quantiles of the finite norms, interpolated linearly, in the shape of `q`."""
+        if not all(0 <= each <= 1 for each in np.ravel(q)):
+            raise ValueError(f"q must be between 0 and 1, got {q!r}")
         return np.asarray(np.quantile(self._finite(), q))
 
     def clip_rate(self, thresholds: float | Sequence[float] | np.ndarray) -> np.ndarray:
@@ -174,7 +178,12 @@ class NormLog:
         return {name: suggestion(replay, self.norms) for name, replay in self._replays(rules).items()}
 
     def _replays(self, rules: Rules | None) -> dict[str, Replay]:
-        return {name: self.replay(tx) for name, tx in (default_rules() if rules is None else rules).items()}
+        rules = default_rules() if rules is None else rules
+        if not isinstance(rules, Mapping):
+            raise TypeError(
+                f"rules must be a mapping from names to transformations, got a {type(rules).__name__}"
+            )
+        return {name: self.replay(tx) for name, tx in rules.items()}
 
     def summary(self, rules: Rules | None = None) -> str:
         """The quantiles and the suggestions, as a table for the terminal."""

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from clipjax._core.links import check_transformation
 from clipjax.gradients.adagc import adagc
 from clipjax.gradients.outliers import clip_by_lognormal, zclip
 from clipjax.gradients.quantiles import autoclip, clip_by_quantile
@@ -52,8 +53,7 @@ def default_rules() -> Rules:
 
 def replayed(tx: optax.GradientTransformation, norms: np.ndarray) -> Replay:
     """Run a transformation over gradients of these norms."""
-    if not isinstance(tx, optax.GradientTransformation):
-        raise TypeError(f"transformation must be an optax.GradientTransformation, got {tx!r}")
+    check_transformation("transformation", tx)
     state = tx.init(jnp.zeros(()))
     keys = [key for key in metrics(state) if key.endswith("/threshold")]
     if len(keys) != 1:

@@ -77,6 +77,8 @@ def verify(
       >>> clipjax.verify({"kernel": kernel}, clipjax.max_norm(6.0))
       []
     """
+    if isinstance(params, optax.GradientTransformation):
+        raise TypeError(f"params must be weights, as in verify(params, projection), got {params!r}")
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(params)):
         raise TypeError("params: verify looks at concrete weights, but these are traced: call it outside jit")
     params = only_arrays(params)

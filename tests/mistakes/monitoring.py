@@ -44,6 +44,6 @@ ROWS: tuple[Row, ...] = (
     kind("log.replay('autoclip')", "transformation", "'autoclip'"),
     value("log.replay(adam)", "transformation", "threshold"),
     value("log.replay(clip_by_global_norm(1.0))", "transformation", "threshold"),
-    kind("log.suggest([autoclip(25.0)])", "rules", "name"),
+    kind("log.suggest([autoclip(25.0)])", "rules", "names", "list"),
     value("NormLog.load(clipjax.__file__)", "path", "NormLog.save"),
 )
