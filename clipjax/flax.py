@@ -68,5 +68,9 @@ def unit_axes(
             raise TypeError("unit_axes: a Linen model takes the arguments of its init too: a key and inputs")
         params = linen_params(model, args, kwargs)
     else:
-        raise TypeError(f"unit_axes: model must be a Flax module, of Linen or of NNX, got {model!r}")
+        given = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise TypeError(
+            f"unit_axes: model must be a Flax module, of Linen or of NNX, got {given}. As axes= it is called, "
+            "as in axes=unit_axes(model)"
+        )
     return axes_by_path(params, other)

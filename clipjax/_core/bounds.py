@@ -26,9 +26,9 @@ def check_bound(name: str, bound: Any, *, minimum: float | None = 0.0, scalar: b
     """
     if callable(bound) or isinstance(bound, jax.core.Tracer):
         return bound
-    if isinstance(bound, bool | str | bytes | list | tuple) or bound is None:
+    values = np.asarray(None if isinstance(bound, bool | str | bytes | list | tuple) else bound)
+    if values.dtype == object:
         raise TypeError(f"{name} must be a number, an array or a schedule, got {bound!r}")
-    values = np.asarray(bound)
     if not (jnp.issubdtype(values.dtype, jnp.floating) or jnp.issubdtype(values.dtype, jnp.integer)):
         raise TypeError(f"{name} must be real, got {bound!r}")
     values = values.astype(np.float64)

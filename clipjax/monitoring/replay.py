@@ -55,7 +55,10 @@ def replayed(tx: optax.GradientTransformation, norms: np.ndarray) -> Replay:
     """Run a transformation over gradients of these norms."""
     check_transformation("transformation", tx)
     state = tx.init(jnp.zeros(()))
-    keys = [key for key in metrics(state) if key.endswith("/threshold")]
+    try:
+        keys = [key for key in metrics(state) if key.endswith("/threshold")]
+    except ValueError:  # no state of ours
+        keys = []
     if len(keys) != 1:
         raise ValueError(f"transformation must show one threshold in its metrics, got {keys}")
     thresholds, clipped = _run(tx, keys[0], jnp.asarray(norms), state)

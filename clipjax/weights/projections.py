@@ -13,6 +13,7 @@ from jax import lax
 from clipjax._core.axes import Axes, Skip, is_measured, leaves_with_paths, path_name, resolve_axes
 from clipjax._core.mesh import AxisName, largest_of_devices, varying
 from clipjax._core.norms import as_arrays, in_float64, norm_of, norms_of, only_arrays, tree_norm, wide
+from clipjax._core.paths import the_leaf
 from clipjax._core.platforms import max_of, stored
 from clipjax._core.rescale import Scale, rescale
 from clipjax._core.rounding import widened
@@ -291,7 +292,7 @@ def _check_kept(path: Any, given: Any, returned: Any) -> None:
     if (given.shape, given.dtype) != (returned.shape, returned.dtype):
         raise TypeError(
             f"function must keep shapes and dtypes, but made {returned.dtype}{list(returned.shape)} of "
-            f"{path_name(path)!r}, which is {given.dtype}{list(given.shape)}"
+            f"{the_leaf(path)}, which is {given.dtype}{list(given.shape)}"
         )
 
 

@@ -15,6 +15,7 @@ INTERNAL = (
     "not supported between",
     "lambda",
     " at 0x",
+    "<locals>",
     "'seen'",
     " ''",
     "GradientTransformationExtraArgs(",

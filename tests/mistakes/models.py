@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mistakes.row import Row, kind, value
 
 ROWS: tuple[Row, ...] = (
-    kind("unit_axes(params)", "model", "Flax module", "kernel"),
+    kind("unit_axes(params)", "model", "Flax module", "dict"),
     kind("unit_axes(nn.Dense)", "model", "Flax module", "Dense"),
     kind("unit_axes(dense)", "key", "inputs"),
     value("unit_axes(dense, x)", "PRNGKey"),

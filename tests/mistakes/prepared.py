@@ -29,6 +29,7 @@ def names() -> dict[str, Any]:
         "layers": {f"layer_{i}": params for i in range(48)},
         "conv": {"kernel": jnp.ones((3, 4, 5)), "bias": jnp.ones(5)},
         "images": {"kernel": jnp.ones((3, 3, 4, 5))},
+        "heads": {name: {"kernel": jnp.ones((4, 2, 3))} for name in ("query", "key")},
         "variables": {"params": params, "batch_stats": {"mean": -jnp.ones(3), "var": jnp.ones(3)}},
         "adam": optax.adam(1e-3),
         "sgd": optax.sgd(1e-3),

@@ -24,7 +24,7 @@ ROWS: tuple[Row, ...] = (
     kind("project(3)", "function", "3"),
     kind("project(None)", "function", "None"),
     kind("project(max_norm)", "function", "max_norm", "call it"),
-    kind("project(clip)", "function", "clip_by_global_norm"),
+    kind("project(clip)", "function", "gradient transformation"),
     kind("project(optax.projections.projection_non_negative(params))", "project(…)(params)", "bias"),
     kind("project(lambda params: None)(params)", "function", "structure", "None"),
     kind("project(lambda params: params['kernel'])(params)", "function", "structure"),

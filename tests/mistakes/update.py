@@ -75,5 +75,5 @@ TREES: tuple[Row, ...] = (
     kind("functional.global_norm({'kernel': 'ones'})", "'kernel'", "str", "array"),
     kind("functional.clip_by_global_norm({'kernel': jnp.ones}, 1.0)", "'kernel'", "array"),
     kind("functional.clip_by_global_norm(1.0, grads)", "max_norm", "number"),
-    value("q = qk_clip(); q.update(params, q.init(params), params)", "qk_clip", "max_logits"),
+    value("q = qk_clip(); q.update(heads, q.init(heads), heads)", "qk_clip", "max_logits"),
 )
