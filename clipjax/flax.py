@@ -70,7 +70,7 @@ def unit_axes(
     else:
         given = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
         raise TypeError(
-            f"unit_axes: model must be a Flax module, of Linen or of NNX, got {given}. As axes= it is called, "
-            "as in axes=unit_axes(model)"
+            f"unit_axes: model must be a Flax module, of Linen or of NNX, got {given}. "
+            "For axes=, call it: axes=unit_axes(model)"
         )
     return axes_by_path(params, other)
