@@ -30,11 +30,11 @@ class Skip:
 class Default:
     """A rule as a default: Optax' `inject_hyperparams` takes a default that can be called for a schedule."""
 
-    def __init__(self, rule: Rule) -> None:
-        self.rule = rule
+    def __init__(self, rule: Rule, name: str) -> None:
+        self.rule, self.name = rule, name
 
     def __repr__(self) -> str:
-        return self.rule.__name__
+        return self.name
 
 
 SKIP: Final = Skip()
@@ -87,7 +87,7 @@ def fan_in_of_matrices(path: Path, leaf: Any) -> tuple[int, ...] | Skip:
     return fan_in(path, leaf)
 
 
-FAN_IN_OF_MATRICES: Final = Default(fan_in_of_matrices)
+FAN_IN_OF_MATRICES: Final = Default(fan_in_of_matrices, "fan_in")
 
 
 def unclear(argument: str, path: Path, leaf: Any, advice: str) -> ValueError:

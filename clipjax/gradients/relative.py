@@ -50,7 +50,7 @@ def fan_in_or_whole(path: Path, leaf: Any) -> tuple[int, ...] | None:
     return None if isinstance(axes, Skip) else axes
 
 
-FAN_IN_OR_WHOLE: Final = Default(fan_in_or_whole)
+FAN_IN_OR_WHOLE: Final = Default(fan_in_or_whole, "fan_in_or_whole")
 
 
 def adaptive_grad_clip(

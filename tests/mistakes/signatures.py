@@ -27,7 +27,7 @@ NAMES: tuple[Row, ...] = (
     kind("clip_by_global_norm(global_clipnorm=1.0)", "global_clipnorm", "max_norm"),
     kind("clip_by_global_norm(1.0, norm_type=1)", "norm_type", "ord"),
     kind("clip_by_global_norm(1.0, p=1)", "p=", "ord"),
-    kind("clip_by_global_norm(1.0, error_if_nonfinite=True)", "error_if_nonfinite", "nonfinite="),
+    kind("clip_by_global_norm(1.0, error_if_nonfinite=True)", "no argument error_if_nonfinite=True"),
     kind("clip_by_norm(clipnorm=1.0)", "clipnorm", "max_norm"),
     kind("clip_by_norm(1.0, axis=0)", "axis=", "axes"),
     kind("clip_by_norm(1.0, dim=0)", "dim=", "axes"),
