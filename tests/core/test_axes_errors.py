@@ -185,7 +185,7 @@ def test_adaptive_grad_clip_takes_any_rank() -> None:
 
 
 def test_the_default_reads_as_a_name() -> None:
-    defaults = {"max_norm": "fan_in_of_matrices", "adaptive_grad_clip": "fan_in_or_whole"}
+    defaults = {"max_norm": "fan_in", "adaptive_grad_clip": "fan_in_or_whole"}
     for name, shown in defaults.items():
         assert repr(inspect.signature(getattr(clipjax, name)).parameters["axes"].default) == shown
 

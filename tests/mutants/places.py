@@ -37,8 +37,8 @@ MUTANTS = (
     Mutant(
         "the default takes a kernel of any rank for a convolution",
         "_core/axes.py",
-        "FAN_IN_OF_MATRICES: Final = Default(fan_in_of_matrices)",
-        "FAN_IN_OF_MATRICES: Final = Default(fan_in)",
+        'FAN_IN_OF_MATRICES: Final = Default(fan_in_of_matrices, "fan_in")',
+        'FAN_IN_OF_MATRICES: Final = Default(fan_in, "fan_in")',
         "tests/core/test_axes_errors.py::test_no_default_guesses_what_a_rank_means",
     ),
     Mutant(
