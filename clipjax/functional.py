@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from clipjax._core.axes import Axes, check_axes, is_measured
-from clipjax._core.bounds import Bound, bound_at, check_order
+from clipjax._core.bounds import Bound, bound_at, check_bound, check_order
 from clipjax._core.limits import clip_entries
 from clipjax._core.mesh import varying
 from clipjax._core.norms import as_arrays, check_ord, in_float64, norm_dtype, norm_of, tree_norm
@@ -38,6 +38,7 @@ def _shown(norm: jax.Array, *leaves: Any) -> jax.Array:
 def _number(name: str, bound: Bound, minimum: float | None = 0.0) -> jax.Array:
     if callable(bound):
         raise TypeError(f"{name} must be a number or an array here, not a schedule: got {bound!r}")
+    check_bound(name, bound, minimum=minimum, forms="a number or an array")
     return bound_at(name, bound, minimum=minimum)(None)
 
 

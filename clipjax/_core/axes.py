@@ -198,14 +198,14 @@ def _resolve(axes: Any, path: Path, leaf: Any) -> Reduced | Skip:
     if axes is None or isinstance(axes, Skip):
         return axes
     shape = jnp.shape(leaf)
-    where = f"for leaf {described(path, leaf)}"
+    where = f"for {the_leaf(path)} of shape {shape}"
     reduced = []
     for axis in _as_tuple(axes, f"axes of {the_leaf(path)}, by the rule," if callable(rule) else "axes"):
         if not -len(shape) <= axis < len(shape):
             raise ValueError(f"axes: {axis} is out of range {where}")
         reduced.append(axis % len(shape))
     if len(set(reduced)) != len(reduced):
-        raise ValueError(f"axes: {tuple(reduced)} names an axis twice {where}")
+        raise ValueError(f"axes: {axes} names an axis twice {where}")
     return tuple(sorted(reduced))
 
 

@@ -18,7 +18,14 @@ Bound: TypeAlias = float | jax.Array | np.ndarray | Schedule
 Evaluate: TypeAlias = Callable[[Any], jax.Array]
 
 
-def check_bound(name: str, bound: Any, *, minimum: float | None = 0.0, scalar: bool = False) -> Any:
+def check_bound(
+    name: str,
+    bound: Any,
+    *,
+    minimum: float | None = 0.0,
+    scalar: bool = False,
+    forms: str = "a number, an array or a schedule",
+) -> Any:
     """Return `bound` if it can bound something, else raise an error that quotes it.
 
     Numbers and concrete arrays are checked for NaN and against `minimum`. A traced array or a
@@ -28,7 +35,7 @@ def check_bound(name: str, bound: Any, *, minimum: float | None = 0.0, scalar: b
         return bound
     values = np.asarray(None if isinstance(bound, bool | str | bytes | list | tuple) else bound)
     if values.dtype == object:
-        raise TypeError(f"{name} must be a number, an array or a schedule, got {bound!r}")
+        raise TypeError(f"{name} must be {forms}, got {bound!r}")
     if not (jnp.issubdtype(values.dtype, jnp.floating) or jnp.issubdtype(values.dtype, jnp.integer)):
         raise TypeError(f"{name} must be real, got {bound!r}")
     values = values.astype(np.float64)
@@ -37,7 +44,7 @@ def check_bound(name: str, bound: Any, *, minimum: float | None = 0.0, scalar: b
     if minimum is not None and (values < minimum).any():
         raise ValueError(f"{name} must be at least {minimum:g}, got {bound!r}")
     if scalar:
-        check_fits(name, values, (), "one norm")
+        check_fits(name, values, (), "the norm of all leaves")
     return bound
 
 

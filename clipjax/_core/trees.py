@@ -86,7 +86,7 @@ def clip_tree(
     norm: jax.Array | None = None,
 ) -> tuple[Any, Report]:
     """Bound the norm of all leaves together; every leaf gets the same factor."""
-    check_fits("max_norm", bound, (), "one norm")
+    check_fits("max_norm", bound, (), "the norm of all leaves")
     given = norm
     if given is None:
         norm = measure_tree(tree, ord, axis_name)
@@ -130,7 +130,7 @@ def within(name: str, bound_of: Callable[[Unit], jax.Array]) -> Rule:
 
 def for_units(name: str, bound: jax.Array, unit: Unit, norm: jax.Array) -> jax.Array:
     """A bound for each unit of a leaf."""
-    of = f"the norms of {unit.path!r}" if unit.path else "the norms"
+    of = f"the norms of {unit.path!r}" if unit.path else "the norms of the array"
     return jnp.broadcast_to(check_fits(name, bound, norm.shape, of), norm.shape)
 
 

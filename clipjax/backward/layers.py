@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from clipjax._core.axes import Axes, check_axes
-from clipjax._core.bounds import Bound, bound_at, check_fits, check_fits_leaves, check_order
+from clipjax._core.bounds import Bound, bound_at, check_bound, check_fits, check_fits_leaves, check_order
 from clipjax._core.limits import check_entries, clip_entries
 from clipjax._core.mesh import AxisName
 from clipjax._core.norms import as_arrays
@@ -128,7 +128,9 @@ def clip_gradient_by_norm(
     for unit in units_of(as_arrays(x), axes, specs, axis_name):
         shape = enumerate(unit.leaf.shape)
         kept = () if unit.reduced is None else tuple(1 if i in unit.reduced else n for i, n in shape)
-        check_fits("max_norm", bound, kept, f"the norms of {unit.path!r}" if unit.path else "the norms")
+        check_fits(
+            "max_norm", bound, kept, f"the norms of {unit.path!r}" if unit.path else "the norms of the array"
+        )
 
     def clip(gradient: Any, bound: Any) -> tuple[Any, Report]:
         return clip_units(gradient, lambda _: bound, axes, 2.0, specs, axis_name)
@@ -168,7 +170,7 @@ def clip_gradient_by_global_norm(
       >>> print({key: value.round(3) for key, value in gradient.items()})
       {'a': Array(0.6, dtype=float32), 'b': Array(0.8, dtype=float32)}
     """
-    bound = check_fits("max_norm", _float64("max_norm", max_norm), (), "one norm")
+    bound = check_fits("max_norm", _float64("max_norm", max_norm), (), "the norm of all leaves")
 
     def clip(gradient: Any, bound: Any) -> tuple[Any, Report]:
         return clip_tree(gradient, bound, 2.0, axis_name)
@@ -261,6 +263,7 @@ def _float64(name: str, bound: Any, minimum: float | None = 0.0) -> jax.Array:
             f"{name} must be a number or an array here, not a schedule: a layer does not know the step. "
             f"Got {bound!r}"
         )
+    check_bound(name, bound, minimum=minimum, forms="a number or an array")
     return bound_at(name, bound, minimum=minimum)(None)
 
 

@@ -136,7 +136,7 @@ def check_number(
     """
     if callable(value):
         raise TypeError(f"{name} must be a number, got {value!r}")
-    check_bound(name, value, minimum=None)
+    check_bound(name, value, minimum=None, forms="a number")
     if isinstance(value, jax.core.Tracer):
         return value
     if np.ndim(value):
