@@ -94,7 +94,7 @@ def test_a_stack_has_one_bound_for_each_matrix(method: str) -> None:
             assert largest_singular_value(new) <= bound
             atol = 2e-6 if method == "svd" else 1e-3 * min(bound, 1)
             np.testing.assert_allclose(exact(new), capped(old, bound), atol=atol)
-    with pytest.raises(ValueError, match=r"bound of shape \(4,\)"):
+    with pytest.raises(ValueError, match=r"bound must broadcast.* of shape \(4,\)"):
         of_stacks(method)(before, np.ones(4, np.float32))
 
 
@@ -118,7 +118,7 @@ def test_what_cannot_be_flattened_is_an_error() -> None:
     def call(**options: Any) -> None:
         jax.eval_shape(clipjax.spectral_cap(1.0, **options).__call__, params)
 
-    with pytest.raises(ValueError, match=r"'attention/left' of shape \(6, 2, 3\).*flatten="):
+    with pytest.raises(ValueError, match=r"'attention/left' of shape \(6, 2, 3\)(?s:.*)flatten="):
         call()
     with pytest.raises(ValueError, match="'conv/kernel'"):
         call(flatten={"query": (0, (1, 2)), "left": clipjax.SKIP})
