@@ -8,7 +8,8 @@ from typing import Any, Literal, get_args
 
 import optax
 
-from clipjax._core.links import Chain, check_optimizer, check_transformation, knowing, links_of
+from clipjax._core.arguments import explained, shown
+from clipjax._core.links import Chain, Clip, check_optimizer, check_transformation, knowing, links_of
 from clipjax._core.mesh import AxisName
 from clipjax.gradients.nonfinite import skip_nonfinite, zero_nonfinite
 from clipjax.weights.projections import Projection
@@ -17,6 +18,7 @@ from clipjax.weights.sequences import as_projections, projections_of
 Nonfinite = Literal["propagate", "zero", "skip"]
 
 
+@explained
 def chain(*links: optax.GradientTransformation) -> Chain:
     """Chain transformations as `optax.chain` does, and check that projections come last.
 
@@ -65,6 +67,7 @@ put projections last
     return knowing(optax.chain(*checked), *(link for _, link in flat))
 
 
+@explained
 def bounded(
     optimizer: optax.GradientTransformation,
     *,
@@ -107,7 +110,7 @@ def bounded(
       ... )
     """
     if nonfinite not in get_args(Nonfinite):
-        raise ValueError(f"nonfinite must be one of {get_args(Nonfinite)}, got {nonfinite!r}")
+        raise ValueError(f"nonfinite must be one of {get_args(Nonfinite)}, got {shown(nonfinite)}")
     links = [_check_before("optimizer", optimizer)]
     if clip is not None:
         links.insert(0, _check_before("clip", clip))
@@ -127,6 +130,8 @@ def _check_before(name: str, value: Any) -> optax.GradientTransformation:
             f"{name}: inside bounded, optax.MultiSteps would add up gradients that are clipped already: "
             f"put it around, as in optax.MultiSteps(clipjax.bounded(…), every_k_schedule=k)"
         )
+    if name == "optimizer" and all(isinstance(link, Clip) for link in links_of(value)):
+        raise ValueError(f"optimizer: this is a clip, which goes into bounded as clip=, got {shown(value)}")
     for projection in projections_of(check_optimizer(name, value)):
         raise ValueError(f"{name}: a chain that ends in {projection!r}: give that to bounded as project=")
     return value

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from clipjax._core.arguments import explained, shown
 from clipjax._core.axes import Axes, check_axes, is_measured
 from clipjax._core.bounds import Bound, bound_at, check_bound, check_order
 from clipjax._core.limits import clip_entries
@@ -37,11 +38,12 @@ def _shown(norm: jax.Array, *leaves: Any) -> jax.Array:
 
 def _number(name: str, bound: Bound, minimum: float | None = 0.0) -> jax.Array:
     if callable(bound):
-        raise TypeError(f"{name} must be a number or an array here, not a schedule: got {bound!r}")
+        raise TypeError(f"{name} must be a number or an array here, not a schedule: got {shown(bound)}")
     check_bound(name, bound, minimum=minimum, forms="a number or an array")
     return bound_at(name, bound, minimum=minimum)(None)
 
 
+@explained
 def global_norm(tree: Any, ord: float = 2) -> jax.Array:  # noqa: A002
     """Measure the norm of all leaves together, as of one long vector.
 
@@ -68,6 +70,7 @@ def global_norm(tree: Any, ord: float = 2) -> jax.Array:  # noqa: A002
     return _shown(tree_norm(tree, check_ord(ord), varying), *jax.tree.leaves(tree))
 
 
+@explained
 def leaf_norms(tree: Any, ord: float = 2) -> Any:  # noqa: A002
     """Measure the norm of each leaf.
 
@@ -95,6 +98,7 @@ def leaf_norms(tree: Any, ord: float = 2) -> Any:  # noqa: A002
     return jax.tree.map(measure, as_arrays(tree))
 
 
+@explained
 def unitwise_norms(tree: Any, axes: Axes, ord: float = 2) -> Any:  # noqa: A002
     """Measure the norm of each unit along `axes`.
 
@@ -129,6 +133,7 @@ def unitwise_norms(tree: Any, axes: Axes, ord: float = 2) -> Any:  # noqa: A002
     return treedef.unflatten(norms)
 
 
+@explained
 def clip_by_value(tree: Any, low: Bound, high: Bound) -> Any:
     """Clip each entry to `[low, high]`, like `tf.clip_by_value`.
 
@@ -156,6 +161,7 @@ def clip_by_value(tree: Any, low: Bound, high: Bound) -> Any:
     return clip_entries(tree, _number("low", low, None), _number("high", high, None))[0]
 
 
+@explained
 def clip_by_norm(tree: Any, max_norm: Bound, axes: Axes = None, ord: float = 2) -> Any:  # noqa: A002
     """Clip the norm of each leaf, or of each unit along `axes`, like `tf.clip_by_norm`.
 
@@ -184,6 +190,7 @@ def clip_by_norm(tree: Any, max_norm: Bound, axes: Axes = None, ord: float = 2) 
     return clip_units(tree, lambda _: bound, check_axes(axes), check_ord(ord))[0]
 
 
+@explained
 def clip_by_global_norm(
     tree: Any,
     max_norm: Bound,

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from clipjax._core.arguments import shown
 from clipjax._core.axes import is_measured
 from clipjax._core.norms import in_float64, wide
 from clipjax._core.paths import leaves_with_paths, the_leaf
@@ -35,14 +36,14 @@ def check_bound(
         return bound
     values = np.asarray(None if isinstance(bound, bool | str | bytes | list | tuple) else bound)
     if values.dtype == object:
-        raise TypeError(f"{name} must be {forms}, got {bound!r}")
+        raise TypeError(f"{name} must be {forms}, got {shown(bound)}")
     if not (jnp.issubdtype(values.dtype, jnp.floating) or jnp.issubdtype(values.dtype, jnp.integer)):
-        raise TypeError(f"{name} must be real, got {bound!r}")
+        raise TypeError(f"{name} must be real, got {shown(bound)}")
     values = values.astype(np.float64)
     if np.isnan(values).any():
-        raise ValueError(f"{name} must not be NaN, got {bound!r}")
+        raise ValueError(f"{name} must not be NaN, got {shown(bound)}")
     if minimum is not None and (values < minimum).any():
-        raise ValueError(f"{name} must be at least {minimum:g}, got {bound!r}")
+        raise ValueError(f"{name} must be at least {minimum:g}, got {shown(bound)}")
     if scalar:
         check_fits(name, values, (), "the norm of all leaves")
     return bound
@@ -55,7 +56,7 @@ def check_order(low: Any, high: Any) -> None:
     if any(callable(x) or isinstance(x, jax.core.Tracer) for x in (low, high)):
         return
     if np.any(np.asarray(low, np.float64) > np.asarray(high, np.float64)):
-        raise ValueError(f"low must not be above high, got low={low!r} and high={high!r}")
+        raise ValueError(f"low must not be above high, got low={shown(low)} and high={shown(high)}")
 
 
 def check_fits(name: str, bound: Any, shape: tuple[int, ...], of: str) -> Any:
@@ -95,7 +96,10 @@ def bound_at(name: str, bound: Any, *, minimum: float | None = 0.0, scalar: bool
         if not callable(bound):
             return _to_float64(bound, minimum)
         if step is None:
-            raise ValueError(f"{name} is a schedule, {bound!r}: pass the step to evaluate it at")
+            raise ValueError(
+                f"{name} is a schedule, {shown(bound)}, and needs the step: give step= to a projection that "
+                f"is called, and to update the state that init returned"
+            )
         return _to_float64(bound(step), minimum)
 
     return evaluate

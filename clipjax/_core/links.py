@@ -6,6 +6,12 @@ from typing import Any
 
 import optax
 
+from clipjax._core.arguments import makes_transformations, shown
+
+
+class Clip(optax.GradientTransformationExtraArgs):
+    """A transformation that bounds gradients, and is no optimizer."""
+
 
 class Chain(optax.GradientTransformationExtraArgs):
     """A gradient transformation that knows its links, those of nested chains in place of the chains.
@@ -13,7 +19,7 @@ class Chain(optax.GradientTransformationExtraArgs):
     To Optax it is one of two fields. `optax.chain` and Optax' wrappers return one that does not know.
     """
 
-    links: tuple[optax.GradientTransformation, ...] = ()
+    links: tuple[optax.GradientTransformation, ...] = ()  # none where `jax.tree.map` made it anew
 
 
 def knowing(tx: optax.GradientTransformation, *links: optax.GradientTransformation) -> Chain:
@@ -25,7 +31,7 @@ def knowing(tx: optax.GradientTransformation, *links: optax.GradientTransformati
 
 def links_of(link: optax.GradientTransformation) -> tuple[optax.GradientTransformation, ...]:
     """The links of a chain that knows them; else the one."""
-    return link.links if isinstance(link, Chain) else (link,)
+    return (isinstance(link, Chain) and link.links) or (link,)
 
 
 def check_transformation(name: str, value: Any) -> optax.GradientTransformation:
@@ -33,15 +39,21 @@ def check_transformation(name: str, value: Any) -> optax.GradientTransformation:
     if isinstance(value, optax.GradientTransformation):
         return value
     hint = ""
-    if isinstance(value, optax.MultiSteps):
+    if isinstance(value, list | tuple):
+        hint = ": clipjax.chain(*links) makes one of several"
+    elif name == "clip" and isinstance(value, int | float):
+        hint = ": as clipjax.clip_by_global_norm(1.0)"
+    elif isinstance(value, optax.MultiSteps):
         hint = ": take its gradient_transformation(), or put it around the whole"
+    elif makes_transformations(value):
+        hint = f": call it, as in {value.__name__}(…)"
     elif callable(value):
         hint = ": clipjax.project makes a projection of a function of the weights"
-    raise TypeError(f"{name} must be an optax.GradientTransformation, got {value!r}{hint}")
+    raise TypeError(f"{name} must be an optax.GradientTransformation, got {shown(value)}{hint}")
 
 
 def check_optimizer(name: str, value: Any) -> optax.GradientTransformation:
-    """Return `value` if it transforms gradients and is no mere projection."""
+    """Return `value` if it may be an optimizer: neither a mere clip nor a projection."""
     if is_projection(value):
         raise ValueError(
             f"{name}: {value!r} projects weights: it goes last in a chain, and into bounded as project="

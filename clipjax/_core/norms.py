@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from clipjax._core.arguments import shown
 from clipjax._core.axes import Reduced, is_measured, leaves_with_paths
 from clipjax._core.mesh import Names, largest_of_devices, sum_of_devices
 from clipjax._core.paths import path_name
@@ -110,11 +111,11 @@ def check_ord(ord: Any) -> Any:  # noqa: A002 - the name that NumPy, JAX and Sci
     if isinstance(ord, bool) or not (
         isinstance(ord, int | float) or (np.ndim(ord) == 0 and hasattr(ord, "dtype"))
     ):
-        raise TypeError(f"ord must be a number, as 2 or jnp.inf, got {ord!r}")
+        raise TypeError(f"ord must be a number, as 2 or jnp.inf, got {shown(ord)}")
     if not np.isreal(ord):
-        raise TypeError(f"ord must be real, got {ord!r}")
+        raise TypeError(f"ord must be real, got {shown(ord)}")
     if not float(ord) >= 1:
-        raise ValueError(f"ord must be at least 1, got {ord!r}")
+        raise ValueError(f"ord must be at least 1, got {shown(ord)}")
     return float(ord)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple
 
 import jax
@@ -14,10 +15,13 @@ from clipjax._core.trees import Report
 
 
 class Stats(NamedTuple):
-    """What a transformation has measured and done: scalars, each with a buffer of its own, to be donated."""
+    """What a transformation has measured and done: scalars, each with a buffer of its own, to be donated.
+
+    No field has the name of one of Optax' states, so that `optax.tree.get` finds theirs.
+    """
 
     norm: jax.Array  # float: the norm at the last step before clipping (the largest, of several)
-    scale: jax.Array  # float: the factor applied at the last step (the smallest, of several)
+    factor: jax.Array  # float: the factor applied at the last step (the smallest, of several)
     steps: jax.Array  # int32: steps so far
     clipped: jax.Array  # int32: steps at which anything was clipped
     nonfinite: jax.Array  # int32: steps at which a norm was not finite
@@ -28,7 +32,7 @@ def start(params: Any) -> Stats:
     floats = norm_dtype(jax.tree.leaves(as_arrays(params)))
     return Stats(
         norm=jnp.zeros((), floats),
-        scale=jnp.ones((), floats),
+        factor=jnp.ones((), floats),
         steps=jnp.zeros((), jnp.int32),
         clipped=jnp.zeros((), jnp.int32),
         nonfinite=jnp.zeros((), jnp.int32),
@@ -41,7 +45,7 @@ def observe(stats: Stats, report: Report) -> Stats:
     finite = jnp.isfinite(report.norm)
     return Stats(
         norm=lax.convert_element_type(report.norm, stats.norm.dtype),
-        scale=lax.convert_element_type(report.scale, stats.scale.dtype),
+        factor=lax.convert_element_type(report.scale, stats.factor.dtype),
         steps=count(stats.steps, jnp.ones((), bool)),
         clipped=count(stats.clipped, report.clipped & finite),
         nonfinite=count(stats.nonfinite, ~finite),
@@ -52,3 +56,8 @@ def count(counter: jax.Array, event: jax.Array) -> jax.Array:
     """Add a bool or an int32 number of events to an int32 counter that stops at its largest value."""
     room = np.int32(np.iinfo(np.int32).max) - counter
     return counter + jnp.minimum(lax.convert_element_type(event, np.int32), room)
+
+
+def name_of(state: type) -> str:
+    """The transformation that a state belongs to: `clip_by_norm` for `ClipByNormState`."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", state.__name__.removesuffix("State")).lower()

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from clipjax._core.arguments import explained, shown
 from clipjax._core.axes import Axes, check_axes
 from clipjax._core.bounds import Bound, bound_at, check_bound, check_fits, check_fits_leaves, check_order
 from clipjax._core.limits import check_entries, clip_entries
@@ -25,6 +26,7 @@ from clipjax.backward.rules import change_cotangents, floats_of, replaced, scale
 _T = TypeVar("_T")
 
 
+@explained
 def clip_gradient_by_value(
     x: _T,
     low: Bound,
@@ -74,6 +76,7 @@ def clip_gradient_by_value(
     return change_cotangents("clip_gradient_by_value", clip, x, bounds, probe)
 
 
+@explained
 def clip_gradient_by_norm(
     x: _T,
     max_norm: Bound,
@@ -138,6 +141,7 @@ def clip_gradient_by_norm(
     return change_cotangents("clip_gradient_by_norm", clip, x, (bound,), probe)
 
 
+@explained
 def clip_gradient_by_global_norm(
     tree: _T, max_norm: Bound, *, axis_name: AxisName = None, probe: jax.Array | None = None
 ) -> _T:
@@ -178,6 +182,7 @@ def clip_gradient_by_global_norm(
     return change_cotangents("clip_gradient_by_global_norm", clip, tree, (bound,), probe)
 
 
+@explained
 def scale_gradient(x: _T, factor: float | jax.Array | np.ndarray) -> _T:
     """Return `x`, and multiply its gradient by `factor`.
 
@@ -205,7 +210,7 @@ def scale_gradient(x: _T, factor: float | jax.Array | np.ndarray) -> _T:
     leaves, rebuild = floats_of(x)
     value = check_fits_leaves("factor", _float64("factor", factor, None), as_arrays(x))
     if not isinstance(factor, jax.core.Tracer) and not np.isfinite(factor).all():
-        raise ValueError(f"factor must be finite, got {factor!r}")
+        raise ValueError(f"factor must be finite, got {shown(factor)}")
     return rebuild(scaled(leaves, value))
 
 
@@ -240,7 +245,7 @@ def replace_gradient(forward: Callable[..., Any], backward: Callable[..., Any]) 
     """
     for key, given in (("forward", forward), ("backward", backward)):
         if not callable(given):
-            raise TypeError(f"{key} must be a function, got {given!r}")
+            raise TypeError(f"{key} must be a function, got {shown(given)}")
 
     def without_gradient(leaf: Any) -> Any:
         return lax.stop_gradient(leaf) if isinstance(leaf, jax.Array) else leaf
@@ -261,7 +266,7 @@ def _float64(name: str, bound: Any, minimum: float | None = 0.0) -> jax.Array:
     if callable(bound):
         raise TypeError(
             f"{name} must be a number or an array here, not a schedule: a layer does not know the step. "
-            f"Got {bound!r}"
+            f"Got {shown(bound)}"
         )
     check_bound(name, bound, minimum=minimum, forms="a number or an array")
     return bound_at(name, bound, minimum=minimum)(None)

@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from clipjax._core.arguments import explained, shown
 from clipjax._core.axes import is_measured
 from clipjax._core.bounds import Bound, bound_at
+from clipjax._core.members import Memory
 from clipjax._core.mesh import AxisName, names_of_leaf
 from clipjax._core.norms import as_arrays, norm_of, norms_of, wide
 from clipjax._core.platforms import min_of
@@ -19,7 +21,6 @@ from clipjax._core.stats import Stats
 from clipjax._core.trees import Report
 from clipjax.gradients.past import (
     Clipped,
-    Memory,
     check_count,
     check_number,
     no_norms,
@@ -34,12 +35,13 @@ WarmupNorms = Literal["before", "after"]
 class AdagcState(NamedTuple):
     """State of :func:`adagc`."""
 
-    stats: Stats
+    adagc: Stats
     threshold: jax.Array  # float: the least bound used at the last step
-    gamma: jax.Array  # float (leaves,): the norm that each leaf is used to; infinite while unknown
+    gammas: jax.Array  # float (leaves,): the norm that each leaf is used to; infinite while unknown
     taken: jax.Array  # int32: steps taken in so far
 
 
+@explained
 def adagc(
     relative_bound: Bound = 1.04,
     *,
@@ -67,8 +69,8 @@ def adagc(
 
     Returns:
       A transformation. `norm` is that of the whole tree; `threshold` is `max_norm` in the warm-up, then
-      the least of the leaves' bounds. `gamma` has one entry for each float or complex leaf of the
-      parameters, in their order.
+      the least of the leaves' bounds. `gammas` in its state has one entry for each float or complex leaf of
+      the parameters, in their order.
 
     Raises:
       TypeError, ValueError: an argument is no number, or out of range. In `update`: the gradients have
@@ -101,7 +103,7 @@ def adagc(
     check_number("decay", decay, 0, 1, below=True)
     check_count("warmup_steps", warmup_steps, 0)
     if warmup_norms not in get_args(WarmupNorms):
-        raise ValueError(f"warmup_norms must be one of {get_args(WarmupNorms)}, got {warmup_norms!r}")
+        raise ValueError(f"warmup_norms must be one of {get_args(WarmupNorms)}, got {shown(warmup_norms)}")
 
     def first(params: Any, dtype: Any) -> Memory:
         leaves = sum(is_measured(leaf) for leaf in jax.tree.leaves(as_arrays(params)))

@@ -5,80 +5,87 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple, TypeAlias, overload
 
 import jax
 import optax
 
+from clipjax._core.arguments import explained, shown
 from clipjax._core.axes import Axes, check_axes, resolve_axes
 from clipjax._core.bounds import Bound, bound_at, check_order
 from clipjax._core.limits import clip_entries
+from clipjax._core.members import Memory, with_stats
 from clipjax._core.mesh import AxisName
 from clipjax._core.norms import check_ord, in_float64, only_arrays
-from clipjax._core.stats import Stats, observe, start
+from clipjax._core.stats import Stats
 from clipjax._core.trees import Report, clip_tree, clip_units, size_of
 
-Clip = Callable[[Any, Any, jax.Array], tuple[Any, Report]]
+Clip = Callable[[Any, Any], tuple[Any, Report]]
 
 
 class ClipByValueState(NamedTuple):
     """State of :func:`clip_by_value`."""
 
-    stats: Stats
+    clip_by_value: Stats
 
 
 class ClipByNormState(NamedTuple):
     """State of :func:`clip_by_norm`."""
 
-    stats: Stats
+    clip_by_norm: Stats
 
 
 class ClipByGlobalNormState(NamedTuple):
     """State of :func:`clip_by_global_norm`."""
 
-    stats: Stats
+    clip_by_global_norm: Stats
 
 
 class ClipByRmsState(NamedTuple):
     """State of :func:`clip_by_rms`."""
 
-    stats: Stats
+    clip_by_rms: Stats
 
 
-def _transformation(
-    state: Callable[[Stats], Any], clip: Clip, axes: Axes = None
-) -> optax.GradientTransformationExtraArgs:
-    """Make a transformation of `clip(updates, params, step) -> (updates, report)`."""
+def _clipping(state: type[Any], clip: Clip, axes: Axes = None) -> optax.GradientTransformationExtraArgs:
+    """Make a transformation of `clip(updates, step) -> (updates, report)`."""
 
-    def init(params: Any) -> Any:
+    def first(params: Any, stats: Stats) -> Memory:
+        del stats
         resolve_axes(axes, only_arrays(params))
-        return state(start(params))
+        return ()
 
-    def update(updates: Any, state_: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
-        del extra_args
-        updates, report = clip(updates, params, state_.stats.steps)
-        return updates, state(observe(state_.stats, report))
+    def act(
+        updates: Any, memory: Memory, params: Any, step: Any, **extra_args: Any
+    ) -> tuple[Any, Report, Memory]:
+        del params, extra_args
+        return *clip(updates, step), memory
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return with_stats(state, act, first)
+
+
+Transformation: TypeAlias = optax.GradientTransformationExtraArgs
 
 
 @overload
-def clip_by_value(
-    bound: Bound, /, *, axis_name: AxisName = None
-) -> optax.GradientTransformationExtraArgs: ...
+def clip_by_value(bound: Bound, *, axis_name: AxisName = None) -> Transformation: ...
 @overload
+def clip_by_value(*, max_delta: Bound, axis_name: AxisName = None) -> Transformation: ...
+@overload
+def clip_by_value(low: Bound, /, high: Bound, *, axis_name: AxisName = None) -> Transformation: ...
+@overload
+def clip_by_value(*, low: Bound, high: Bound, axis_name: AxisName = None) -> Transformation: ...
+@explained
 def clip_by_value(
-    low: Bound, high: Bound, *, axis_name: AxisName = None
-) -> optax.GradientTransformationExtraArgs: ...
-def clip_by_value(
-    low: Any, high: Any = None, *, axis_name: AxisName = None
+    bound: Any = None, high: Any = None, *, low: Any = None, max_delta: Any = None, axis_name: AxisName = None
 ) -> optax.GradientTransformationExtraArgs:
     """Clip each entry to `[-bound, bound]`, or to `[low, high]`.
 
     Args:
-      low: the bound, if it is the only argument; else the lower limit. Each limit is a number, an
-        array that broadcasts to every leaf, or a schedule `step -> limit`.
+      bound: the bound, if it is alone, also by Optax' name `max_delta`; before `high` it is `low`.
       high: the upper limit.
+      low: the lower limit. Each is a number, an array that broadcasts to every leaf, or a schedule
+        `step -> limit`; infinity stands for no limit.
       axis_name: the mesh axes over which the metrics are taken, in `pmap` and unchecked `shard_map`.
 
     Returns:
@@ -86,7 +93,7 @@ def clip_by_value(
 
     Raises:
       TypeError, ValueError: a limit is no number, is NaN, is negative as the only one, or `low` is
-        above `high`. In `update`: a leaf is complex, and there are two limits.
+        above `high`, or one of the two is missing. In `update`: a leaf is complex, and there are two limits.
 
     Guarantees: no entry is outside its limits, measured in float64 (a limit that the leaf's dtype
     does not hold is rounded inwards); entries inside come back bit for bit. NaN stays NaN, and is
@@ -101,24 +108,34 @@ def clip_by_value(
       >>> print(tx.update(grads, tx.init(grads))[0])
       [-1.   0.5  1. ]
     """
-    if high is None:
-        bound = bound_at("bound", low)
+    limits = {"bound": bound, "low": low, "high": high, "max_delta": max_delta}
+    given = {name: value for name, value in limits.items() if value is not None}
+    match sorted(given):
+        case ["bound"] | ["max_delta"]:
+            largest = bound_at(*next(iter(given.items())))
 
-        def clip(updates: Any, params: Any, step: jax.Array) -> tuple[Any, Report]:
-            del params
-            return clip_entries(updates, None, bound(step), axis_name)
+            def clip(updates: Any, step: Any) -> tuple[Any, Report]:
+                return clip_entries(updates, None, largest(step), axis_name)
 
-    else:
-        check_order(low, high)
-        lower, upper = bound_at("low", low, minimum=None), bound_at("high", high, minimum=None)
+        case ["bound", "high"] | ["high", "low"]:
+            low = given.get("low", bound)
+            check_order(low, high)
+            lower, upper = bound_at("low", low, minimum=None), bound_at("high", high, minimum=None)
 
-        def clip(updates: Any, params: Any, step: jax.Array) -> tuple[Any, Report]:
-            del params
-            return clip_entries(updates, lower(step), upper(step), axis_name)
+            def clip(updates: Any, step: Any) -> tuple[Any, Report]:
+                return clip_entries(updates, lower(step), upper(step), axis_name)
 
-    return _transformation(ClipByValueState, clip)
+        case _:
+            listed = ", ".join(f"{name}={shown(value)}" for name, value in given.items()) or "nothing"
+            raise TypeError(
+                f"clip_by_value takes one bound, as in clip_by_value(1.0), or both low and high, of which "
+                f"infinity is no limit; got {listed}"
+            )
+
+    return _clipping(ClipByValueState, clip)
 
 
+@explained
 def clip_by_norm(
     max_norm: Bound,
     *,
@@ -164,14 +181,14 @@ def clip_by_norm(
     """
     bound, p, axes = bound_at("max_norm", max_norm), check_ord(ord), check_axes(axes)
 
-    def clip(updates: Any, params: Any, step: jax.Array) -> tuple[Any, Report]:
-        del params
+    def clip(updates: Any, step: Any) -> tuple[Any, Report]:
         at_step = bound(step)
         return clip_units(updates, lambda _: at_step, axes, p, specs, axis_name)
 
-    return _transformation(ClipByNormState, clip, axes)
+    return _clipping(ClipByNormState, clip, axes)
 
 
+@explained
 def clip_by_global_norm(
     max_norm: Bound,
     *,
@@ -208,18 +225,18 @@ def clip_by_global_norm(
       >>> tx = clipjax.clip_by_global_norm(1.0)
       >>> grads = {"w": jnp.array([3.0]), "b": jnp.array([4.0])}
       >>> clipped, state = tx.update(grads, tx.init(grads))
-      >>> print(clipped["w"].round(3), clipped["b"].round(3), state.stats.norm)
+      >>> print(clipped["w"].round(3), clipped["b"].round(3), state.clip_by_global_norm.norm)
       [0.6] [0.8] 5.0
     """
     bound, p = bound_at("max_norm", max_norm, scalar=True), check_ord(ord)
 
-    def clip(updates: Any, params: Any, step: jax.Array) -> tuple[Any, Report]:
-        del params
+    def clip(updates: Any, step: Any) -> tuple[Any, Report]:
         return clip_tree(updates, bound(step), p, axis_name)
 
-    return _transformation(ClipByGlobalNormState, clip)
+    return _clipping(ClipByGlobalNormState, clip)
 
 
+@explained
 def clip_by_rms(
     threshold: Bound,
     *,
@@ -257,8 +274,7 @@ def clip_by_rms(
     """
     bound, axes = bound_at("threshold", threshold), check_axes(axes)
 
-    def clip(updates: Any, params: Any, step: jax.Array) -> tuple[Any, Report]:
-        del params
+    def clip(updates: Any, step: Any) -> tuple[Any, Report]:
         at_step = bound(step)
 
         @functools.cache
@@ -268,4 +284,4 @@ def clip_by_rms(
 
         return clip_units(updates, lambda u: of_size(size_of(u)), axes, 2.0, specs, axis_name, "threshold")
 
-    return _transformation(ClipByRmsState, clip, axes)
+    return _clipping(ClipByRmsState, clip, axes)

@@ -13,8 +13,10 @@ import numpy as np
 import optax
 from jax import lax
 
+from clipjax._core.arguments import explained
 from clipjax._core.axes import is_measured
-from clipjax._core.links import check_optimizer, knowing, links_of
+from clipjax._core.links import Clip, check_optimizer, knowing, links_of
+from clipjax._core.members import check_state
 from clipjax._core.mesh import AxisName, names_of_leaf, varying
 from clipjax._core.norms import as_arrays, in_float64, tree_norm, weakly_typed_as
 from clipjax._core.stats import count
@@ -37,6 +39,7 @@ class SkipNonfiniteState(NamedTuple):
     inner: Any
 
 
+@explained
 def zero_nonfinite(*, axis_name: AxisName = None) -> optax.GradientTransformationExtraArgs:
     """Replace NaN and infinite entries by 0, and count them.
 
@@ -69,6 +72,9 @@ def zero_nonfinite(*, axis_name: AxisName = None) -> optax.GradientTransformatio
         updates: Any, state: ZeroNonfiniteState, params: Any = None, **extra_args: Any
     ) -> tuple[Any, ZeroNonfiniteState]:
         del params, extra_args
+        stateless = state is None or isinstance(state, optax.EmptyState)
+        if not stateless:
+            check_state("zero_nonfinite", ZeroNonfiniteState, state)
         bad = jnp.zeros((), jnp.int32)
         treedef: Any
         leaves, treedef = jax.tree.flatten(as_arrays(updates))
@@ -78,14 +84,17 @@ def zero_nonfinite(*, axis_name: AxisName = None) -> optax.GradientTransformatio
                 found, names = jnp.sum(~finite, dtype=np.int32), names_of_leaf(leaf, axis_name)
                 bad = count(bad, lax.psum(found, names) if names else found)
                 leaves[i] = jnp.where(finite, leaf, jnp.zeros_like(leaf))
+        if stateless:
+            return treedef.unflatten(leaves), state
         one = jnp.ones((), bool)
         return treedef.unflatten(leaves), ZeroNonfiniteState(
             count(state.steps, one), count(state.nonfinite_count, bad), count(state.nonfinite_steps, bad > 0)
         )
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return Clip(init, update)
 
 
+@explained
 def skip_nonfinite(
     optimizer: optax.GradientTransformation, *, axis_name: AxisName = None
 ) -> optax.GradientTransformationExtraArgs:
@@ -124,6 +133,7 @@ def skip_nonfinite(
     def update(
         updates: Any, state: SkipNonfiniteState, params: Any = None, **extra_args: Any
     ) -> tuple[Any, SkipNonfiniteState]:
+        check_state("skip_nonfinite", SkipNonfiniteState, state)
         good = _all_finite(updates, axis_name)
 
         def step(updates: Any, inner_state: Any, params: Any) -> tuple[Any, Any]:

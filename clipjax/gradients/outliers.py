@@ -8,11 +8,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from clipjax._core.arguments import explained, shown
 from clipjax._core.bounds import Bound, bound_at
+from clipjax._core.members import Memory
 from clipjax._core.mesh import AxisName
 from clipjax._core.norms import wide
 from clipjax._core.stats import Stats
-from clipjax.gradients.past import Memory, capped, check_count, check_number, clip_by_past, no_norms, one_more
+from clipjax.gradients.past import capped, check_count, check_number, clip_by_past, no_norms, one_more
 
 ZclipMode = Literal["adaptive", "mean", "percentile"]
 
@@ -20,7 +22,7 @@ ZclipMode = Literal["adaptive", "mean", "percentile"]
 class ZclipState(NamedTuple):
     """State of :func:`zclip`."""
 
-    stats: Stats
+    zclip: Stats
     threshold: jax.Array  # float: the bound used at the last step
     mean: jax.Array  # float: of the norms
     std: jax.Array  # float: of the norms
@@ -30,7 +32,7 @@ class ZclipState(NamedTuple):
 class ClipByLognormalState(NamedTuple):
     """State of :func:`clip_by_lognormal`."""
 
-    stats: Stats
+    clip_by_lognormal: Stats
     threshold: jax.Array  # float: the bound used at the last step
     mean: jax.Array  # float: of the logarithms of the norms
     std: jax.Array  # float: of the same
@@ -43,6 +45,7 @@ def _no_moments(params: Any, dtype: Any) -> Memory:
     return jnp.zeros((), dtype), jnp.zeros((), dtype), no_norms()
 
 
+@explained
 def zclip(
     z_threshold: float = 2.5,
     *,
@@ -111,9 +114,9 @@ def zclip(
     check_number("clip_factor", clip_factor, 0)
     check_number("eps", eps, 0)
     if mode not in get_args(ZclipMode):
-        raise ValueError(f"mode must be one of {get_args(ZclipMode)}, got {mode!r}")
+        raise ValueError(f"mode must be one of {get_args(ZclipMode)}, got {shown(mode)}")
     if not isinstance(update_on_spike, bool):
-        raise TypeError(f"update_on_spike must be a bool, got {update_on_spike!r}")
+        raise TypeError(f"update_on_spike must be a bool, got {shown(update_on_spike)}")
     cap = None if max_norm is None else bound_at("max_norm", max_norm)
 
     def bound_of(norm: jax.Array, memory: Memory, step: jax.Array) -> tuple[jax.Array, Memory]:
@@ -143,6 +146,7 @@ def zclip(
     return clip_by_past(ZclipState, _no_moments, bound_of, axis_name)
 
 
+@explained
 def clip_by_lognormal(
     std_factor: float = 2.0,
     *,

@@ -16,14 +16,15 @@ import numpy as np
 import optax
 from jax import lax
 
+from clipjax._core.arguments import shown
 from clipjax._core.bounds import check_bound
+from clipjax._core.members import Acted, Memory, with_stats
 from clipjax._core.mesh import AxisName
-from clipjax._core.norms import as_arrays, in_float64, wide
+from clipjax._core.norms import in_float64, wide
 from clipjax._core.rounding import limits_in
-from clipjax._core.stats import count, observe, start
+from clipjax._core.stats import Stats, count
 from clipjax._core.trees import Report, clip_tree, measure_tree
 
-Memory: TypeAlias = tuple[jax.Array, ...]
 Start: TypeAlias = Callable[[Any, Any], Memory]
 BoundOf: TypeAlias = Callable[[jax.Array, Memory, jax.Array], tuple[jax.Array, Memory]]
 
@@ -38,7 +39,7 @@ class Clipped(NamedTuple):
 
 
 def remembering(
-    state: Callable[..., Any],
+    state: type[Any],
     first: Start,
     clip: Callable[[Any, Memory, jax.Array, Any], Clipped],
 ) -> optax.GradientTransformationExtraArgs:
@@ -51,36 +52,36 @@ def remembering(
         stored in.
     """
 
-    def init(params: Any) -> Any:
-        stats = start(params)
-        return state(stats, jnp.full((), jnp.inf, stats.norm.dtype), *first(params, stats.norm.dtype))
+    def start(params: Any, stats: Stats) -> Memory:
+        return jnp.full((), jnp.inf, stats.norm.dtype), *first(params, stats.norm.dtype)
 
     @in_float64
-    def clip_and_remember(updates: Any, old: Any) -> tuple[Any, Any]:
-        stats, threshold, *memory = old
+    def act(updates: Any, old: Memory, params: Any, step: Any, **extra_args: Any) -> Acted:
+        del params, extra_args
+        threshold, *memory = old
         # Only the step's own norm is differentiated through; the past is data.
         past = lax.stop_gradient(tuple(wide(x) if _is_float(x) else x for x in memory))
-        clipped = clip(updates, past, stats.steps, threshold.dtype)
+        clipped = clip(updates, past, step, threshold.dtype)
         good = jnp.isfinite(round_up(clipped.report.norm, threshold.dtype))
 
         def remember(new: jax.Array, old: jax.Array) -> jax.Array:
             return lax.stop_gradient(jnp.where(good, lax.convert_element_type(new, old.dtype), old))
 
-        return clipped.updates, state(
-            observe(stats, clipped.report),
-            remember(round_up(clipped.threshold, threshold.dtype), threshold),
-            *map(remember, clipped.memory, memory),
+        kept = map(remember, clipped.memory, memory)
+        return (
+            clipped.updates,
+            clipped.report,
+            (
+                remember(round_up(clipped.threshold, threshold.dtype), threshold),
+                *kept,
+            ),
         )
 
-    def update(updates: Any, old: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
-        del params, extra_args
-        return clip_and_remember(as_arrays(updates), old)
-
-    return optax.GradientTransformationExtraArgs(init, update)
+    return with_stats(state, act, start, follows_past=True)
 
 
 def clip_by_past(
-    state: Callable[..., Any], first: Start, bound_of: BoundOf, axis_name: AxisName
+    state: type[Any], first: Start, bound_of: BoundOf, axis_name: AxisName
 ) -> optax.GradientTransformationExtraArgs:
     """Clip the norm of the whole tree to what `bound_of(norm, memory, step)` makes of it and of the past."""
 
@@ -122,6 +123,16 @@ def no_ring(window: Any, dtype: Any) -> jax.Array:
     return jnp.zeros(int(window), dtype)
 
 
+def length_of(ring: jax.Array, name: str, window: Any) -> int:
+    """The length of the ring in a state, which must have been made with the same window."""
+    if not isinstance(window, jax.core.Tracer) and ring.shape != (int(window),):
+        raise ValueError(
+            f"state: it was made with window={ring.size}, but this {name} has window={int(window)}: start "
+            f"anew from tx.init(params)"
+        )
+    return ring.shape[0]
+
+
 def one_more(taken: jax.Array) -> jax.Array:
     """Count a norm that is taken in; whether it was finite is for :func:`remembering` to see."""
     return count(taken, jnp.ones((), bool))
@@ -135,15 +146,15 @@ def check_number(
     A traced number, as of `optax.inject_hyperparams`, is not known yet, and taken as it is.
     """
     if callable(value):
-        raise TypeError(f"{name} must be a number, got {value!r}")
+        raise TypeError(f"{name} must be a number, got {shown(value)}")
     check_bound(name, value, minimum=None, forms="a number")
     if isinstance(value, jax.core.Tracer):
         return value
     if np.ndim(value):
-        raise ValueError(f"{name} must be one number, got {value!r}")
+        raise ValueError(f"{name} must be one number, got {shown(value)}")
     number, left, right = float(value), "(" if inside else "[", ")" if inside or below else "]"
     if not low <= number <= high or (inside and number == low) or (right == ")" and number == high):
-        raise ValueError(f"{name} must be in {left}{low:g}, {high:g}{right}, got {value!r}")
+        raise ValueError(f"{name} must be in {left}{low:g}, {high:g}{right}, got {shown(value)}")
     return value
 
 
@@ -152,13 +163,13 @@ def check_count(name: str, value: Any, minimum: int) -> Any:
     if isinstance(value, jax.core.Tracer):
         return value
     if isinstance(value, bool):
-        raise TypeError(f"{name} must be an int, got {value!r}")
+        raise TypeError(f"{name} must be an int, got {shown(value)}")
     try:
         number = operator.index(value)
     except TypeError as error:
-        raise TypeError(f"{name} must be an int, got {value!r}") from error
+        raise TypeError(f"{name} must be an int, got {shown(value)}") from error
     if number < minimum:
-        raise ValueError(f"{name} must be at least {minimum}, got {value!r}")
+        raise ValueError(f"{name} must be at least {minimum}, got {shown(value)}")
     return value
 
 

@@ -10,14 +10,16 @@ import numpy as np
 import optax
 from jax import lax
 
+from clipjax._core.arguments import explained
+from clipjax._core.members import Memory
 from clipjax._core.mesh import AxisName
 from clipjax._core.norms import wide
 from clipjax._core.stats import Stats
 from clipjax.gradients.past import (
-    Memory,
     check_count,
     check_number,
     clip_by_past,
+    length_of,
     no_norms,
     no_ring,
     one_more,
@@ -27,7 +29,7 @@ from clipjax.gradients.past import (
 class AutoclipState(NamedTuple):
     """State of :func:`autoclip`."""
 
-    stats: Stats
+    autoclip: Stats
     threshold: jax.Array  # float: the bound used at the last step
     history: jax.Array  # float (window,): the last norms, a ring
     taken: jax.Array  # int32: norms taken in so far
@@ -36,18 +38,19 @@ class AutoclipState(NamedTuple):
 class ClipByQuantileState(NamedTuple):
     """State of :func:`clip_by_quantile`."""
 
-    stats: Stats
+    clip_by_quantile: Stats
     threshold: jax.Array  # float: the bound used at the last step
     max_norm: jax.Array  # float: the bound of the next step
 
 
+@explained
 def autoclip(
     percentile: float = 10.0, *, window: int = 1000, axis_name: AxisName = None
 ) -> optax.GradientTransformationExtraArgs:
     """Clip the norm of the whole tree to a percentile of its own history, this step included.
 
     Args:
-      percentile: in [0, 100], interpolated linearly as `numpy.percentile` does.
+      percentile: 0, or from 1 to 100: in percent. It is interpolated linearly as `numpy.percentile` does.
       window: how many of the last norms to remember. The state holds as many floats (4 kB for 1000),
         and a step sorts them: tens of microseconds for 1000 on a CPU.
       axis_name: the mesh axes that split the tree, in `pmap` and unchecked `shard_map`.
@@ -80,6 +83,11 @@ def autoclip(
       2.0 [2. 0.]
     """
     check_number("percentile", percentile, 0, 100)
+    if not isinstance(percentile, jax.core.Tracer) and 0 < percentile < 1:
+        raise ValueError(
+            f"percentile is in percent, as 10.0 for the tenth, got {percentile}; "
+            f"clip_by_quantile takes shares"
+        )
     check_count("window", window, 1)
 
     def first(params: Any, dtype: Any) -> Memory:
@@ -89,7 +97,7 @@ def autoclip(
     def bound_of(norm: jax.Array, memory: Memory, step: jax.Array) -> tuple[jax.Array, Memory]:
         del step
         history, taken = memory
-        length = history.shape[0]
+        length = length_of(history, "autoclip", window)
         history = history.at[taken % length].set(lax.stop_gradient(norm))
         taken = one_more(taken)
         filled = jnp.minimum(taken, length)
@@ -123,6 +131,7 @@ def _sorted(norms: jax.Array) -> jax.Array:
     return lax.platform_dependent(norms, cpu=by_bits, tpu=in_float32, default=jnp.sort)
 
 
+@explained
 def clip_by_quantile(
     quantile: float = 0.5,
     *,

@@ -10,21 +10,23 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from clipjax._core.arguments import explained, shown
 from clipjax._core.axes import Axes, Default, Path, Skip, check_axes, fan_in, resolve_axes
 from clipjax._core.bounds import Bound, bound_at
+from clipjax._core.members import Acted, Memory, with_stats
 from clipjax._core.mesh import AxisName
-from clipjax._core.norms import as_arrays, in_float64, only_arrays
+from clipjax._core.norms import in_float64, only_arrays
 from clipjax._core.platforms import side_by_side
 from clipjax._core.rescale import to_bound
 from clipjax._core.rounding import limits_in
-from clipjax._core.stats import Stats, observe, start
+from clipjax._core.stats import Stats
 from clipjax._core.trees import Decision, Unit, for_units, least_of, measure_units, rescale_units
 
 
 class AdaptiveGradClipState(NamedTuple):
     """State of :func:`adaptive_grad_clip`."""
 
-    stats: Stats
+    adaptive_grad_clip: Stats
     threshold: jax.Array  # float: the least bound used at the last step
 
 
@@ -53,6 +55,7 @@ def fan_in_or_whole(path: Path, leaf: Any) -> tuple[int, ...] | None:
 FAN_IN_OR_WHOLE: Final = Default(fan_in_or_whole, "fan_in_or_whole")
 
 
+@explained
 def adaptive_grad_clip(
     clipping: Bound = 0.01,
     eps: Bound = 1e-3,
@@ -60,6 +63,7 @@ def adaptive_grad_clip(
     axes: Axes = FAN_IN_OR_WHOLE,
     specs: Any = None,
     axis_name: AxisName = None,
+    axis: int | Sequence[int] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Clip the gradient of each unit to `clipping` times the norm of its weights: AGC.
 
@@ -77,6 +81,7 @@ def adaptive_grad_clip(
         changes, and no promise of a bound on the weights.
       specs: inside `shard_map`, the `PartitionSpec` tree of the updates.
       axis_name: the mesh axes that split the units, in `pmap` and unchecked `shard_map`.
+      axis: Optax' name for `axes`.
 
     Returns:
       A transformation that needs `params` in `update`. `norm` is the largest of the gradient's norms,
@@ -106,18 +111,21 @@ def adaptive_grad_clip(
       [5.e-02 1.e-05]
     """
     ratio, least = bound_at("clipping", clipping), bound_at("eps", eps)
+    if axis is not None:
+        if not isinstance(axes, Default):
+            raise TypeError(f"axis is another name for axes: got axis={shown(axis)} and axes={shown(axes)}")
+        axes = axis
     rule = check_axes(axes)
 
-    def init(params: Any) -> AdaptiveGradClipState:
+    def first(params: Any, stats: Stats) -> Memory:
         resolve_axes(rule, only_arrays(params))
-        stats = start(params)
-        return AdaptiveGradClipState(stats, jnp.full((), jnp.inf, stats.norm.dtype))
+        return (jnp.full((), jnp.inf, stats.norm.dtype),)
 
     @in_float64
-    def clip(updates: Any, state: AdaptiveGradClipState, params: Any) -> tuple[Any, AdaptiveGradClipState]:
-        step = state.stats.steps
+    def clip(updates: Any, memory: Memory, params: Any, step: Any, **extra_args: Any) -> Acted:
+        del extra_args
         at_step, at_least = ratio(step), least(step)
-        weights = jax.tree.leaves(_like(updates, params))
+        weights = jax.tree.leaves(params)
         used: list[jax.Array] = []
 
         def relative(units: Sequence[Unit], norms: Sequence[jax.Array]) -> Decision:
@@ -130,21 +138,9 @@ def adaptive_grad_clip(
 
         clipped, report = rescale_units(updates, relative, rule, 2.0, specs, axis_name)
         threshold = least_of(lax.stop_gradient(used))
-        threshold = limits_in(threshold, threshold, state.threshold.dtype)[0]
-        return clipped, AdaptiveGradClipState(observe(state.stats, report), threshold)
+        return clipped, report, (limits_in(threshold, threshold, memory[0].dtype)[0],)
 
-    def update(
-        updates: Any, state: AdaptiveGradClipState, params: Any = None, **extra_args: Any
-    ) -> tuple[Any, AdaptiveGradClipState]:
-        del extra_args
-        if params is None and jax.tree.leaves(updates):
-            raise ValueError(
-                "adaptive_grad_clip measures the weights: it needs params, as in "
-                "tx.update(grads, state, params)"
-            )
-        return clip(as_arrays(updates), state, as_arrays(params))
-
-    return optax.GradientTransformationExtraArgs(init, update)
+    return with_stats(AdaptiveGradClipState, clip, first, needs_params="measures the weights")
 
 
 @jax.jit
@@ -155,10 +151,3 @@ def _bounds(norms: list[jax.Array], ratios: list[jax.Array], least: list[jax.Arr
         return jnp.where(ratio < jnp.inf, ratio * jnp.maximum(norm, least), ratio)
 
     return side_by_side(bound_of, norms, ratios, least)
-
-
-def _like(updates: Any, params: Any) -> Any:
-    """The parameters that have an update."""
-    return jax.tree.map(
-        lambda update, param: None if update is None else param, updates, params, is_leaf=lambda x: x is None
-    )

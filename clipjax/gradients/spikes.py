@@ -11,14 +11,16 @@ import numpy as np
 import optax
 from jax import lax
 
+from clipjax._core.arguments import explained, shown
 from clipjax._core.bounds import Bound, bound_at
 from clipjax._core.links import check_optimizer, knowing, links_of
+from clipjax._core.members import check_state
 from clipjax._core.mesh import AxisName
 from clipjax._core.norms import as_arrays, in_float64, norm_dtype, wide
 from clipjax._core.stats import count
 from clipjax._core.trees import measure_tree
 from clipjax.gradients.nonfinite import step_if
-from clipjax.gradients.past import check_count, no_ring
+from clipjax.gradients.past import check_count, length_of, no_ring
 
 # The median of |x - median| of normal numbers, times this, is their standard deviation.
 _STD_PER_MAD = 1.4826
@@ -36,7 +38,7 @@ class SkipSpikesState(NamedTuple):
     skipped_in_a_row: jax.Array  # int32: steps skipped since the last good one
     nonfinite_count: jax.Array  # int32: steps whose norm was not finite, all of them skipped
     norm: jax.Array  # float: the norm at the last step
-    z: jax.Array  # float: how many standard deviations it was above the median; 0 until it is judged
+    z_score: jax.Array  # float: how many standard deviations it was above the median; 0 until it is judged
     threshold: jax.Array  # float: the largest norm that the last step could have had; infinite until then
     norms: jax.Array  # float (window,): the last norms, a ring
     taken: jax.Array  # int32: norms taken in so far
@@ -49,10 +51,11 @@ class _Verdict(NamedTuple):
     norm: jax.Array  # rounded to the dtype of the state
     finite: jax.Array
     good: jax.Array
-    z: jax.Array
+    z_score: jax.Array
     threshold: jax.Array
 
 
+@explained
 def skip_spikes(
     optimizer: optax.GradientTransformation,
     z_threshold: Bound = 6.0,
@@ -80,7 +83,7 @@ def skip_spikes(
 
     Returns:
       A transformation whose state counts `steps`, `skipped`, `skipped_in_a_row` and `nonfinite_count`,
-      and holds the last step's `norm`, `z` and `threshold`, the largest norm that would have been
+      and holds the last step's `norm`, `z_score` and `threshold`, the largest norm that would have been
       taken (0 and infinite while it does not judge yet).
 
     Raises:
@@ -124,7 +127,9 @@ def skip_spikes(
         check_count("warmup_steps", warmup_steps, 1)
         known = not isinstance(window, jax.core.Tracer) and not isinstance(warmup_steps, jax.core.Tracer)
         if known and warmup_steps > window:
-            raise ValueError(f"warmup_steps must be at most window={window!r}, got {warmup_steps!r}")
+            raise ValueError(
+                f"warmup_steps must be at most window={shown(window)}, got {shown(warmup_steps)}"
+            )
 
     def init(params: Any) -> SkipSpikesState:
         dtype = norm_dtype(jax.tree.leaves(as_arrays(params)))
@@ -136,7 +141,7 @@ def skip_spikes(
             skipped_in_a_row=counter(),
             nonfinite_count=counter(),
             norm=number(),
-            z=number(),
+            z_score=number(),
             threshold=jnp.full((), jnp.inf, dtype),
             norms=no_ring(window, dtype),
             taken=counter(),
@@ -145,7 +150,7 @@ def skip_spikes(
 
     @in_float64
     def judge(updates: Any, state: SkipSpikesState) -> _Verdict:
-        dtype, length = state.norms.dtype, state.norms.shape[0]
+        dtype, length = state.norms.dtype, length_of(state.norms, "skip_spikes", window)
         # What a step is worth is no function to be differentiated.
         norm = wide(lax.convert_element_type(lax.stop_gradient(measure_tree(updates, 2.0, axis_name)), dtype))
         filled = jnp.minimum(state.taken, length)
@@ -161,7 +166,7 @@ def skip_spikes(
             norm,
             finite,
             good=finite & ~(enough & ~(norm <= threshold)),
-            z=jnp.where(enough, (jnp.log(norm) - median) / std, 0.0),
+            z_score=jnp.where(enough, (jnp.log(norm) - median) / std, 0.0),
             threshold=jnp.where(enough, threshold, jnp.inf),
         )
 
@@ -175,6 +180,7 @@ def skip_spikes(
     def update(
         updates: Any, state: SkipSpikesState, params: Any = None, **extra_args: Any
     ) -> tuple[Any, SkipSpikesState]:
+        check_state("skip_spikes", SkipSpikesState, state)
         verdict = judge(as_arrays(updates), state)
         good, dtype = verdict.good, state.norm.dtype
 
@@ -189,7 +195,7 @@ def skip_spikes(
             skipped_in_a_row=jnp.where(good, 0, count(state.skipped_in_a_row, ~good)),
             nonfinite_count=count(state.nonfinite_count, ~verdict.finite),
             norm=lax.convert_element_type(verdict.norm, dtype),
-            z=lax.convert_element_type(verdict.z, dtype),
+            z_score=lax.convert_element_type(verdict.z_score, dtype),
             threshold=lax.convert_element_type(verdict.threshold, dtype),
             norms=norms,
             taken=taken,

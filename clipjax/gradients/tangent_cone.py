@@ -12,11 +12,12 @@ import optax
 from jax import lax
 
 from clipjax._core import pairs
+from clipjax._core.arguments import explained
 from clipjax._core.axes import FAN_IN_OF_MATRICES, Axes, check_axes, resolve_axes
 from clipjax._core.bounds import Bound, bound_at
+from clipjax._core.members import Acted, Memory, with_stats
 from clipjax._core.mesh import AxisName
 from clipjax._core.norms import (
-    as_arrays,
     in_float64,
     is_wide,
     norm_of,
@@ -28,7 +29,7 @@ from clipjax._core.norms import (
 )
 from clipjax._core.platforms import inner_product, max_of, min_of
 from clipjax._core.rounding import widened
-from clipjax._core.stats import Stats, observe, start
+from clipjax._core.stats import Stats
 from clipjax._core.trees import Report, Unit, for_units, summary, units_of
 
 # `max_norm` leaves a unit at most 4 ulp below the radius, 16-bit links a little more.
@@ -36,11 +37,12 @@ _SATURATED_WITHIN_EPS = 8
 
 
 class TangentConeState(NamedTuple):
-    """State of :func:`tangent_cone`; `stats.norm` is the largest radial part that was taken out."""
+    """State of :func:`tangent_cone`; `norm` is the largest radial part that was taken out."""
 
-    stats: Stats
+    tangent_cone: Stats
 
 
+@explained
 def tangent_cone(
     radius: Bound, *, axes: Axes = FAN_IN_OF_MATRICES, specs: Any = None, axis_name: AxisName = None
 ) -> optax.GradientTransformationExtraArgs:
@@ -95,33 +97,24 @@ def tangent_cone(
     """
     radius_at, rule = bound_at("radius", radius), check_axes(axes)
 
-    def init(params: Any) -> TangentConeState:
+    def first(params: Any, stats: Stats) -> Memory:
+        del stats
         resolve_axes(rule, only_arrays(params))
-        return TangentConeState(start(params))
+        return ()
 
     @in_float64
-    def project(updates: Any, state: TangentConeState, params: Any) -> tuple[Any, TangentConeState]:
+    def act(updates: Any, memory: Memory, params: Any, step: Any, **extra_args: Any) -> Acted:
+        del extra_args
         treedef: Any
         leaves, treedef = jax.tree.flatten(updates)
-        weights = treedef.flatten_up_to(params)
-        at_step = radius_at(state.stats.steps)
+        weights, at_step = jax.tree.leaves(params), radius_at(step)
         reports = []
         for unit in units_of(updates, rule, specs, axis_name):
             leaves[unit.position], report = _tangential(unit, weights[unit.position], at_step)
             reports.append(report)
-        return treedef.unflatten(leaves), TangentConeState(observe(state.stats, summary(reports)))
+        return treedef.unflatten(leaves), summary(reports), memory
 
-    def update(
-        updates: Any, state: TangentConeState, params: Any = None, **extra_args: Any
-    ) -> tuple[Any, TangentConeState]:
-        del extra_args
-        if params is None and jax.tree.leaves(updates):
-            raise ValueError(
-                "tangent_cone looks at the weights: it needs params, as in tx.update(grads, state, params)"
-            )
-        return project(as_arrays(updates), state, as_arrays(params))
-
-    return optax.GradientTransformationExtraArgs(init, update)
+    return with_stats(TangentConeState, act, first, needs_params="looks at the weights")
 
 
 @in_float64

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,16 +11,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from clipjax._core.stats import Stats
+from clipjax._core.arguments import explained, shown
+from clipjax._core.stats import Stats, name_of
+from clipjax.gradients.nonfinite import SkipNonfiniteState, ZeroNonfiniteState
+from clipjax.gradients.spikes import SkipSpikesState
 
 
+@explained
 def metrics(opt_state: Any) -> dict[str, jax.Array]:
     """Read what clipjax' transformations did, wherever their states are nested.
 
     Args:
       opt_state: the state of a chain, of a wrapper around one (`masked`, `partition`, `MultiSteps`,
-        `inject_hyperparams`, `nnx.Optimizer.opt_state`, …), or a tree with such states in it, as a
-        Flax `TrainState`.
+        `inject_hyperparams`, …); a tree with such states in it, as a Flax `TrainState`, an `nnx.Optimizer` or
+        its `nnx.State`; or the plain dicts and lists that Orbax and `flax.serialization` restore.
 
     Returns:
       A flat dict of scalar arrays named `<transformation>/<metric>`, as in
@@ -29,6 +32,9 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
       `norm` before clipping and `scale` applied at the last step (of several norms the largest and
       the smallest), `steps`, `clipped_fraction` (the share of steps that clipped anything) and
       `nonfinite_count` (the steps whose norm was not finite).
+
+    Raises:
+      ValueError: there is no state of clipjax in it.
 
     Example:
       >>> import clipjax, jax.numpy as jnp
@@ -40,21 +46,30 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
     """
     found: dict[str, jax.Array] = {}
     repeats: Counter[str] = Counter()
-    for state in _states(opt_state):
-        name = re.sub(r"(?<!^)(?=[A-Z])", "_", type(state).__name__.removesuffix("State")).lower()
+    for name, fields in _states(opt_state):
         label = f"{name}_{repeats[name]}" if repeats[name] else name
         repeats[name] += 1
-        for field, value in state._asdict().items():
+        for field, value in fields.items():
             found |= {f"{label}/{key}": metric for key, metric in _metrics_of(field, value).items()}
+    if not repeats:
+        raise ValueError(
+            f"opt_state: there is no state of a clipjax transformation in {shown(opt_state)}; it is what "
+            f"tx.init and tx.update return"
+        )
     return found
 
 
-def _states(tree: Any) -> Iterator[Any]:
-    """The states of clipjax' transformations, each before those nested in it."""
-    for node in jax.tree.leaves(tree, is_leaf=_is_state):
+def _states(tree: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The names and fields of the states of clipjax' transformations, each before those nested in it."""
+    for node in jax.tree.leaves(tree, is_leaf=lambda node: _is_state(node) or isinstance(node, Mapping)):
         if _is_state(node):
-            yield node
+            yield name_of(type(node)), node._asdict()
             yield from _states(tuple(node))
+        elif isinstance(node, Mapping):
+            if name := _name_of_fields(node):
+                yield name, node
+            for value in node.values():  # in their own order, which JAX sorts
+                yield from _states(value)
 
 
 def _is_state(node: Any) -> bool:
@@ -63,18 +78,31 @@ def _is_state(node: Any) -> bool:
     return ours and hasattr(kind, "_fields")
 
 
+def _name_of_fields(fields: Mapping[Any, Any]) -> str:
+    """The transformation whose state has become a dict; nothing if it is another one."""
+    for kind in (ZeroNonfiniteState, SkipNonfiniteState, SkipSpikesState):
+        if set(fields) == set(kind._fields):
+            return name_of(kind)
+    return next((key for key, value in fields.items() if _is_stats(value)), "")
+
+
+def _is_stats(value: Any) -> bool:
+    return isinstance(value, Stats) or (isinstance(value, Mapping) and set(value) == set(Stats._fields))
+
+
 def _metrics_of(field: str, value: Any) -> dict[str, jax.Array]:
     """The metrics in one field of a state: statistics or a scalar; anything else has none."""
-    arrays = jax.tree.leaves(value)  # which also takes off the variables that Flax NNX wraps arrays in
-    if isinstance(value, Stats):
-        stats = Stats(*arrays)
+    if _is_stats(value):
+        ordered = [value[name] for name in Stats._fields] if isinstance(value, Mapping) else value
+        # Flax NNX wraps arrays in variables, which this takes off.
+        stats = Stats(*jax.tree.leaves(ordered))
         clipped, steps = (lax.convert_element_type(n, np.float32) for n in (stats.clipped, stats.steps))
         return {
             "norm": stats.norm,
-            "scale": stats.scale,
+            "scale": stats.factor,
             "steps": stats.steps,
             "clipped_fraction": clipped / jnp.maximum(steps, 1),
             "nonfinite_count": stats.nonfinite,
         }
-    is_scalar = not isinstance(value, dict | list | tuple) and len(arrays) == 1 and jnp.ndim(arrays[0]) == 0
-    return {field: arrays[0]} if is_scalar else {}
+    arrays = [] if isinstance(value, Mapping | Sequence) else jax.tree.leaves(value)
+    return {field: arrays[0]} if len(arrays) == 1 and jnp.ndim(arrays[0]) == 0 else {}

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from clipjax._core.arguments import shown
 from clipjax.gradients.past import check_count
 from clipjax.monitoring import norm_report
 from clipjax.monitoring.replay import Replay, Rules, Suggestion, default_rules, replayed, suggestion
@@ -48,7 +49,7 @@ class NormLog:
 
     def __init__(self, name: str | None = None, *, capacity: int | None = None) -> None:
         if name is not None and not isinstance(name, str):
-            raise TypeError(f"name must be a str, got {name!r}")
+            raise TypeError(f"name must be a str, got {shown(name)}")
         self.name = name
         self.capacity = None if capacity is None else check_count("capacity", capacity, 1)
         self.dropped = 0
@@ -105,7 +106,7 @@ class NormLog:
         if isinstance(norms, jax.Array):
             norms = jnp.copy(norms)  # the buffer of the state may be donated
         elif not any(jnp.issubdtype(np.asarray(norms).dtype, kind) for kind in (jnp.floating, jnp.integer)):
-            raise TypeError(f"norms must be real numbers, got {norms!r}")
+            raise TypeError(f"norms must be real numbers, got {shown(norms)}")
         self._waiting.append(norms)
         if len(self._waiting) >= 2 * _BATCH:
             self._fetch(_BATCH)
@@ -154,7 +155,7 @@ class NormLog:
         """The share of the finite norms that are above each of these, in the shape of `thresholds`."""
         ascending, limits = np.sort(self._finite()), np.asarray(thresholds, np.float64)
         if np.isnan(limits).any():
-            raise ValueError(f"thresholds must not be NaN, got {thresholds!r}")
+            raise ValueError(f"thresholds must not be NaN, got {shown(thresholds)}")
         return np.asarray(1 - np.searchsorted(ascending, limits, side="right") / len(ascending))
 
     def replay(self, transformation: optax.GradientTransformation) -> Replay:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from clipjax._core.arguments import explained, shown
 from clipjax._core.axes import FAN_IN_OF_MATRICES, Axes, check_axes
 from clipjax._core.bounds import Bound, Evaluate, bound_at, check_order
 from clipjax._core.mesh import AxisName
@@ -17,30 +18,31 @@ from clipjax._core.rescale import Precision, Scale, between, low_enough, precisi
 from clipjax._core.stats import Stats
 from clipjax._core.trees import Decision, Rule, Unit, for_units, measure_units, size_of, units_of, within
 from clipjax.weights.link import larger_than
-from clipjax.weights.projections import How, Measured, NewState, OfUnits, Projection
+from clipjax.weights.projections import How, Measured, OfUnits, Projection
 
 
 class MaxNormState(NamedTuple):
     """State of :func:`max_norm` as a link."""
 
-    stats: Stats
+    max_norm: Stats
     violation: jax.Array  # float: by how much the weights that came in were out of bounds
 
 
 class MinMaxNormState(NamedTuple):
     """State of :func:`min_max_norm` as a link."""
 
-    stats: Stats
+    min_max_norm: Stats
     violation: jax.Array  # float: by how much the weights that came in were out of bounds
 
 
 class UnitNormState(NamedTuple):
     """State of :func:`unit_norm` as a link."""
 
-    stats: Stats
+    unit_norm: Stats
     violation: jax.Array  # float: by how much the weights that came in were out of bounds
 
 
+@explained
 def max_norm(
     radius: Bound, *, axes: Axes = FAN_IN_OF_MATRICES, specs: Any = None, axis_name: AxisName = None
 ) -> Projection:
@@ -96,9 +98,10 @@ def max_norm(
 
     of_units = OfUnits(rule_at, axes, specs, axis_name)
     how = How(of_units=of_units, check=of_units.check)
-    return Projection(f"clipjax.max_norm({radius!r})", MaxNormState, of_units.constrain, measure, how)
+    return Projection(f"clipjax.max_norm({shown(radius)})", MaxNormState, of_units.constrain, measure, how)
 
 
+@explained
 def min_max_norm(
     low: Bound,
     high: Bound,
@@ -148,10 +151,11 @@ def min_max_norm(
     lower, upper, share = bound_at("low", low), bound_at("high", high), bound_at("rate", rate)
     _check_at_most("low", low, np.finfo(np.float64).max, "finite")
     _check_at_most("rate", rate, 1, "at most 1")
-    name = f"clipjax.min_max_norm({low!r}, {high!r}, rate={rate!r})"
+    name = f"clipjax.min_max_norm({shown(low)}, {shown(high)}, rate={shown(rate)})"
     return _between(name, MinMaxNormState, lower, upper, share, axes, specs, axis_name)
 
 
+@explained
 def unit_norm(
     *, axes: Axes = FAN_IN_OF_MATRICES, specs: Any = None, axis_name: AxisName = None
 ) -> Projection:
@@ -190,7 +194,7 @@ def _scale_between(norm: jax.Array, low: Any, high: Any, rate: Any, *precision: 
 
 def _between(
     name: str,
-    state: NewState,
+    state: type[Any],
     low: Evaluate,
     high: Evaluate,
     rate: Evaluate,
@@ -226,7 +230,7 @@ def _between(
 
 def _check_at_most(name: str, value: Any, largest: float, what: str) -> None:
     if not (callable(value) or isinstance(value, jax.core.Tracer)) and np.any(np.asarray(value) > largest):
-        raise ValueError(f"{name} must be {what}, got {value!r}")
+        raise ValueError(f"{name} must be {what}, got {shown(value)}")
 
 
 @in_float64

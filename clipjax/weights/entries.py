@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from clipjax._core.arguments import explained, shown
 from clipjax._core.bounds import Bound, Evaluate, bound_at, check_order
 from clipjax._core.limits import check_entries, clip_entries
 from clipjax._core.mesh import AxisName
@@ -17,23 +18,24 @@ from clipjax._core.stats import Stats
 from clipjax._core.trees import Report
 from clipjax._core.where import Where, check_where, resolve_where
 from clipjax.weights.checks import check_are_weights
-from clipjax.weights.projections import How, Measured, NewState, Projection
+from clipjax.weights.projections import How, Measured, Projection
 
 
 class NonNegativeState(NamedTuple):
     """State of :func:`non_negative` as a link."""
 
-    stats: Stats
+    non_negative: Stats
     violation: jax.Array  # float: by how much the weights that came in were out of bounds
 
 
 class BoxState(NamedTuple):
     """State of :func:`box` as a link."""
 
-    stats: Stats
+    box: Stats
     violation: jax.Array  # float: by how much the weights that came in were out of bounds
 
 
+@explained
 def box(low: Bound, high: Bound, *, where: Where = None, axis_name: AxisName = None) -> Projection:
     """Project each entry onto `[low, high]`.
 
@@ -72,9 +74,10 @@ def box(low: Bound, high: Bound, *, where: Where = None, axis_name: AxisName = N
     """
     check_order(low, high)
     lower, upper = bound_at("low", low, minimum=None), bound_at("high", high, minimum=None)
-    return _entrywise(f"clipjax.box({low!r}, {high!r})", BoxState, lower, upper, where, axis_name)
+    return _entrywise(f"clipjax.box({shown(low)}, {shown(high)})", BoxState, lower, upper, where, axis_name)
 
 
+@explained
 def non_negative(*, where: Where = None, axis_name: AxisName = None) -> Projection:
     """Project each entry onto the non-negative numbers: max(w, 0).
 
@@ -106,7 +109,7 @@ def non_negative(*, where: Where = None, axis_name: AxisName = None) -> Projecti
 
 
 def _entrywise(
-    name: str, state: NewState, low: Evaluate, high: Evaluate, where: Where, axis_name: AxisName
+    name: str, state: type[Any], low: Evaluate, high: Evaluate, where: Where, axis_name: AxisName
 ) -> Projection:
     where = check_where(where)
 

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
 
+from clipjax._core.arguments import explained, makes_transformations, shown
 from clipjax._core.axes import Axes, Skip, is_measured, leaves_with_paths, path_name, resolve_axes
+from clipjax._core.members import Acted, Memory, with_stats
 from clipjax._core.mesh import AxisName, largest_of_devices, varying
 from clipjax._core.norms import as_arrays, in_float64, norm_of, norms_of, only_arrays, tree_norm, wide
 from clipjax._core.paths import the_leaf
 from clipjax._core.platforms import max_of, stored
 from clipjax._core.rescale import Scale, rescale
 from clipjax._core.rounding import widened
-from clipjax._core.stats import Stats, observe, start
+from clipjax._core.stats import Stats
 from clipjax._core.trees import Report, Rule, Unit, decide, report_of, rescale_units, units_of
 from clipjax._core.xla_cpu import LARGE, Turn, turn_after
 from clipjax.weights.checks import check_are_weights
 from clipjax.weights.link import Outside, applied, is_branch, short_of, step_to
+
+T = TypeVar("T")
+
+_Base: Any = optax.GradientTransformationExtraArgs if TYPE_CHECKING else object
 
 
 class Measured(NamedTuple):
@@ -35,7 +41,6 @@ class Measured(NamedTuple):
 
 Constrain = Callable[..., tuple[Any, Report]]  # (params, step, …)
 Measure = Callable[[Any, Any], list[Measured]]
-NewState = Callable[[Stats, jax.Array], Any]
 Settle = Callable[[Any, Any, Any, Any, Any], Any]
 
 
@@ -76,19 +81,18 @@ class How(NamedTuple):
 
 
 class ProjectState(NamedTuple):
-    """State of :func:`project` as a link; `stats.norm` is the distance moved."""
+    """State of :func:`project` as a link; `norm` is the distance moved."""
 
-    stats: Stats
+    project: Stats
     violation: jax.Array  # float: by how much the weights that came in were out of bounds
 
 
-class Projection(optax.GradientTransformationExtraArgs):
+class Projection(_Base):
     """A projection of weights, with two uses.
 
     Called, it projects: `params = max_norm(3.0)(params)`. As the **last** link of a chain it changes
     the update so that the parameters end up projected: `clipjax.chain(…, max_norm(3.0))`. To Optax it
-    is a gradient transformation of two fields; being a tuple, it can't be given to `jax.jit` as it
-    is: compile the step around it, or `jax.jit(projection.__call__)`.
+    is a gradient transformation, to JAX a function: `jax.jit` and `jax.lax.cond` take it.
 
     A link that is not last bounds nothing. `clipjax.chain` and `clipjax.bounded` raise an error then.
     In `optax.chain`, which cannot, the link measures the weights that come in, at the cost of a pass
@@ -96,20 +100,35 @@ class Projection(optax.GradientTransformationExtraArgs):
     that is 0 from the second step on.
     """
 
+    init: optax.TransformInitFn
+    update: optax.TransformUpdateExtraArgsFn
+    last: optax.GradientTransformationExtraArgs  # the link where its place has been checked already
     constrain: Constrain
     measure: Measure
     name: str
-    last: optax.GradientTransformationExtraArgs  # the link where its place has been checked already
 
-    def __new__(
-        cls, name: str, state: NewState, constrain: Constrain, measure: Measure, how: How | None = None
-    ) -> Projection:
+    def __init__(
+        self, name: str, state: type[Any], constrain: Constrain, measure: Measure, how: How | None = None
+    ) -> None:
         """Make a projection of `constrain(params, step)`, and `measure(params, step)` that judges weights."""
         how = how or How()
-        self = super().__new__(cls, *_link(state, constrain, measure, how))
-        self.constrain, self.measure, self.name = constrain, measure, name
-        self.last = _link(state, constrain, None, how)
-        return self
+        init, update = _link(state, constrain, measure, how)
+        last = _link(state, constrain, None, how)
+        self.__dict__ |= {"init": init, "update": update, "last": last}
+        self.__dict__ |= {"constrain": constrain, "measure": measure, "name": name}
+
+    # No tuple, because JAX refers weakly to the functions that it transforms, and nothing refers weakly to a
+    # tuple. To `isinstance` it is one all the same, that of Optax.
+    __class__ = property(lambda _: optax.GradientTransformationExtraArgs)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.init, self.update))
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: Any) -> Any:
+        return (self.init, self.update)[index]
 
     def __repr__(self) -> str:
         return self.name
@@ -120,48 +139,54 @@ class Projection(optax.GradientTransformationExtraArgs):
     def __deepcopy__(self, memo: Any) -> Projection:
         return self
 
-    def __call__(self, params: Any, step: Any = None, **extra_args: Any) -> Any:
+    def __reduce__(self) -> Any:
+        return _rebuilt, (self.__dict__,)
+
+    def _replace(self, **fields: Any) -> Projection:
+        return _rebuilt(self.__dict__ | fields)
+
+    def __call__(self, params: T, step: Any = None, **extra_args: Any) -> T:
         """Project `params`; `step` is for a bound that is a schedule."""
         return self.constrain(params, step, **extra_args)[0]
 
 
-def _link(
-    state: NewState, constrain: Constrain, measure: Measure | None, how: How
-) -> optax.GradientTransformationExtraArgs:
-    def init(params: Any) -> Any:
-        how.check(only_arrays(params))
-        stats = start(params)
-        return state(stats, jnp.zeros_like(stats.norm))
+def _rebuilt(fields: dict[str, Any]) -> Projection:
+    projection = object.__new__(Projection)
+    projection.__dict__ |= fields
+    return projection
 
-    def update(updates: Any, state_: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
-        if params is None:
-            raise ValueError(
-                "a projection bounds the parameters after the update: pass them, as in "
-                "tx.update(grads, state, params)"
-            )
-        step, violation = state_.stats.steps, state_.violation
+
+def _link(
+    state: type[Any], constrain: Constrain, measure: Measure | None, how: How
+) -> optax.GradientTransformationExtraArgs:
+    def first(params: Any, stats: Stats) -> Memory:
+        how.check(only_arrays(params))
+        return (jnp.zeros_like(stats.norm),)
+
+    def act(updates: Any, memory: Memory, params: Any, step: Any, **extra_args: Any) -> Acted:
+        (violation,) = memory
         treedef: Any
-        leaves, treedef = jax.tree.flatten(as_arrays(updates))
-        before = treedef.flatten_up_to(as_arrays(params))
+        leaves, treedef = jax.tree.flatten(updates)
+        before = jax.tree.leaves(params)
         # Where the link is last, the weights that come in are those it let through a step ago.
         if measure is not None:
             incoming = [lax.stop_gradient(p) if is_measured(p) else p for p in before]
-            worst = _worst(measure(treedef.unflatten(incoming), jnp.maximum(step - 1, 0)))
+            past = None if step is None else jnp.maximum(step - 1, 0)
+            worst = _worst(measure(treedef.unflatten(incoming), past))
             violation = lax.convert_element_type(worst, violation.dtype)
 
         def step_of(before: Any, update: Any, after: Any, wanted: Any) -> Any:
             """The update of a leaf."""
             if not is_measured(before):
                 return update
-            new = step_to(
-                before, update, after, wanted, how.outside, same_dtype=is_branch((step, before), after)
-            )
+            same_dtype = is_branch((before,) if step is None else (step, before), after)
+            new = step_to(before, update, after, wanted, how.outside, same_dtype=same_dtype)
             # Never true; but a step that depends on the measure comes after it, so that XLA need not copy
             # the old weights in order to measure them when the new ones are in their place.
             return new if measure is None else jnp.where(violation < 0, jnp.zeros_like(new), new)
 
         if how.of_units is not None:
-            leaves, report = _steps(how.of_units, before, leaves, treedef, state_.stats, step_of)
+            leaves, report = _steps(how.of_units, before, leaves, treedef, step, memory[0], step_of)
         else:
             after = [applied(p, u) for p, u in zip(before, leaves, strict=True)]
             taken = {name: extra_args[name] for name in how.extra if name in extra_args}
@@ -171,17 +196,23 @@ def _link(
             if how.settle is not None:
                 old, moved, new = (treedef.unflatten(x) for x in (before, after, leaves))
                 leaves = treedef.flatten_up_to(how.settle(old, moved, wanted, new, step))
-        return treedef.unflatten(leaves), state(observe(state_.stats, report), violation)
+        return treedef.unflatten(leaves), report, (violation,)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return with_stats(state, act, first, needs_params="bounds the weights after the update")
 
 
 @in_float64
 def _steps(
-    how: OfUnits, before: list[Any], updates: list[Any], treedef: Any, stats: Stats, step_of: Any
+    how: OfUnits,
+    before: list[Any],
+    updates: list[Any],
+    treedef: Any,
+    at_step: Any,
+    ready: jax.Array,  # a number of the state
+    step_of: Callable[..., Any],
 ) -> tuple[list[Any], Report]:
     """The updates of all leaves, and the report of their units: of large leaves one after the other."""
-    rule, leaves = how.rule_at(stats.steps), list(updates)
+    rule, leaves = how.rule_at(at_step), list(updates)
     norms: list[jax.Array] = []
     scales: list[Scale] = []
 
@@ -206,7 +237,7 @@ def _steps(
     step([unit for unit in units if unit.leaf.size < LARGE], None)
     turn: Turn = None
     for unit in (unit for unit in units if unit.leaf.size >= LARGE):
-        step([unit], turn_after(None, unit.leaf, stats.scale) if turn is None else turn)
+        step([unit], turn_after(None, unit.leaf, ready) if turn is None else turn)
         # The next leaf waits for the new weights: XLA's memory-minimising scheduler would else take all
         # norms first, for the metrics, and keep all updates meanwhile.
         new = (unit.leaf + leaves[unit.position]).astype(unit.leaf.dtype)  # as Optax adds them
@@ -234,6 +265,7 @@ def _excess(m: Measured) -> jax.Array:
     return jnp.maximum(jnp.maximum(value - high, low - value), jnp.zeros_like(value))
 
 
+@explained
 def project(function: Callable[[Any], Any]) -> Projection:
     """Make a projection of any function of the weights; a projection is returned as it is.
 
@@ -258,7 +290,12 @@ def project(function: Callable[[Any], Any]) -> Projection:
     if isinstance(function, Projection):
         return function
     if not callable(function):
-        raise TypeError(f"function must be a function of the weights, got {function!r}")
+        raise TypeError(f"function must be a function of the weights, got {shown(function)}")
+    if makes_transformations(function):
+        raise TypeError(
+            f"function must be a function of the weights, got {shown(function)}: call it, as in "
+            f"{function.__name__}(…)"
+        )
 
     def constrain(params: Any, step: Any) -> tuple[Any, Report]:
         del step
@@ -285,7 +322,7 @@ def project(function: Callable[[Any], Any]) -> Projection:
             for path, leaf in paths
         ]
 
-    return Projection(f"clipjax.project({function!r})", ProjectState, constrain, measure)
+    return Projection(f"clipjax.project({shown(function)})", ProjectState, constrain, measure)
 
 
 def _check_kept(path: Any, given: Any, returned: Any) -> None:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from clipjax._core.arguments import explained, shown
 from clipjax._core.axes import Skip, check_some, is_measured, leaves_with_paths, path_name
 from clipjax._core.bounds import Bound, bound_at, check_fits
 from clipjax._core.norms import as_arrays, in_float64, wide
@@ -21,9 +22,9 @@ from clipjax.weights.projections import How, Projection
 
 
 class QkClipState(NamedTuple):
-    """State of :func:`qk_clip` as a link; `stats.norm` is the largest logit, `stats.scale` its factor."""
+    """State of :func:`qk_clip` as a link; `norm` is the largest logit, `factor` its factor."""
 
-    stats: Stats
+    qk_clip: Stats
     violation: jax.Array  # float: 0, as the weights alone do not tell
 
 
@@ -41,6 +42,7 @@ class _Layer(NamedTuple):
     key: dict[str, _Leaf]
 
 
+@explained
 def qk_clip(
     threshold: Bound = 100.0,
     *,
@@ -109,14 +111,14 @@ def qk_clip(
     bound = bound_at("threshold", threshold)
     for name, value in (("query", query), ("key", key)):
         if not isinstance(value, str) or not value or "/" in value:
-            raise ValueError(f"{name} must be one component of a path, got {value!r}")
+            raise ValueError(f"{name} must be one component of a path, got {shown(value)}")
     if query == key:
-        raise ValueError(f"query and key must differ, got {query!r} for both")
+        raise ValueError(f"query and key must differ, got {shown(query)} for both")
     for name, number in (("axis", axis), ("head_dim", head_dim)):
         if isinstance(number, bool) or not isinstance(number, int | None):
-            raise TypeError(f"{name} must be an int, got {number!r}")
+            raise TypeError(f"{name} must be an int, got {shown(number)}")
     if head_dim is not None and head_dim < 1:
-        raise ValueError(f"head_dim must be at least 1, got {head_dim!r}")
+        raise ValueError(f"head_dim must be at least 1, got {shown(head_dim)}")
     heads_at = axis if axis is not None else -2 if head_dim is None else -1
 
     @in_float64
@@ -147,7 +149,7 @@ def qk_clip(
         return []
 
     how = How(outside=larger_than, extra=("max_logits",), check=lambda params: _layers(params, query, key))
-    return Projection(f"clipjax.qk_clip({threshold!r})", QkClipState, constrain, measure, how)
+    return Projection(f"clipjax.qk_clip({shown(threshold)})", QkClipState, constrain, measure, how)
 
 
 def _layers(params: Any, query: str, key: str) -> list[_Layer]:

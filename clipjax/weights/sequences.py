@@ -7,7 +7,8 @@ from typing import Any
 
 import optax
 
-from clipjax._core.links import links_of
+from clipjax._core.arguments import makes_transformations, shown
+from clipjax._core.links import Clip, links_of
 from clipjax.weights.projections import Projection, project
 
 
@@ -22,11 +23,23 @@ def as_projections(name: str, value: Any) -> tuple[Projection, ...]:
         return (value,)
     if isinstance(value, optax.GradientTransformation):
         raise TypeError(
-            f"{name} must be a projection or a function of the weights, or a sequence of these, got the "
-            f"gradient transformation {value!r}"
+            f"{name} must be a projection, as clipjax.max_norm(3.0), a function of the weights, or several; "
+            f"got {shown(value)}{_hint(name, value)}"
         )
     if isinstance(value, Sequence) and not isinstance(value, str):
         return tuple(each for item in value for each in as_projections(name, item))
     if not callable(value):
-        raise TypeError(f"{name} must be a projection, a function of the weights, or several, got {value!r}")
+        raise TypeError(
+            f"{name} must be a projection, as clipjax.max_norm(3.0), a function of the weights, or several; "
+            f"got {shown(value)}"
+        )
+    if makes_transformations(value):
+        raise TypeError(f"{name}: {shown(value)} makes a projection: call it, as in {value.__name__}(…)")
     return (project(value),)
+
+
+def _hint(name: str, value: Any) -> str:
+    """What to do with a gradient transformation that is no projection."""
+    if isinstance(value, Clip):
+        return ", a clip, which bounded takes as clip=" if name == "project" else ", a clip"
+    return ". A chain tells its projections if clipjax.chain or bounded made it"

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from clipjax._core.arguments import explained, shown
 from clipjax._core.bounds import Bound, bound_at, check_fits
 from clipjax._core.norms import as_arrays, in_float64, strong, weakly_typed_as, wide
 from clipjax._core.stats import Stats
@@ -25,12 +26,13 @@ _CAPS = {"svd": by_svd, "newton_schulz": by_newton_schulz}
 
 
 class SpectralCapState(NamedTuple):
-    """State of :func:`spectral_cap` as a link; `stats.norm` is an estimate of the largest singular value."""
+    """State of :func:`spectral_cap` as a link; `norm` is an estimate of the largest singular value."""
 
-    stats: Stats
+    spectral_cap: Stats
     violation: jax.Array  # float: by how much the weights that came in were out of bounds
 
 
+@explained
 def spectral_cap(
     bound: Bound,
     *,
@@ -94,7 +96,7 @@ def spectral_cap(
     """
     bound_of, flatten = bound_at("bound", bound), check_flatten(flatten)
     if method not in _CAPS:
-        raise ValueError(f"method must be one of {', '.join(map(repr, _CAPS))}, got {method!r}")
+        raise ValueError(f"method must be one of {', '.join(map(repr, _CAPS))}, got {shown(method)}")
     cap = functools.partial(capped, cap=_CAPS[method])
 
     def stacks(params: Any, step: Any) -> list[tuple[Matrices, jax.Array, jax.Array, jax.Array]]:
@@ -140,7 +142,7 @@ def spectral_cap(
         return treedef.unflatten(leaves)
 
     how = How(settle=settle, check=lambda params: sides_of(params, flatten))
-    return Projection(f"clipjax.spectral_cap({bound!r})", SpectralCapState, constrain, measure, how)
+    return Projection(f"clipjax.spectral_cap({shown(bound)})", SpectralCapState, constrain, measure, how)
 
 
 def _of_arrays(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:

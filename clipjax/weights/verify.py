@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import optax
 
+from clipjax._core.arguments import explained
 from clipjax._core.axes import leaves_with_paths, path_name
 from clipjax._core.links import Chain
 from clipjax._core.norms import only_arrays
@@ -39,6 +40,7 @@ class Violation(NamedTuple):
         return f"{self.path}{unit}: {self.value:.9g}, {side} {limit:.9g} by {self.excess:.3g}"
 
 
+@explained
 def verify(
     params: Any,
     projection: Callable[[Any], Any] | Sequence[Callable[[Any], Any]] | optax.GradientTransformation,

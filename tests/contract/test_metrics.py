@@ -62,8 +62,8 @@ def test_counters_stop_at_their_largest_value() -> None:
     for bad, counted in ((1.0, "clipped"), (math.nan, "nonfinite")):
         tree = {"a": np.array([3.0 * bad], np.float32), "b": np.array([4.0], np.float32)}
         state = tx.init(tree)
-        full = state._replace(stats=state.stats._replace(steps=last, clipped=last, nonfinite=last))
-        seen = update(tx, tree, full, None)[1].stats
+        full = state._replace(clip_by_global_norm=state[0]._replace(steps=last, clipped=last, nonfinite=last))
+        seen = update(tx, tree, full, None)[1].clip_by_global_norm
         assert seen.steps == last
         assert getattr(seen, counted) == last
 

@@ -19,7 +19,7 @@ def test_one_all_reduce(name: str) -> None:
 
     def local(grads):
         updates, state = tx.update(grads, tx.init(grads))
-        return updates, state.stats
+        return updates, state[0]
 
     mapped = jax.jit(jax.shard_map(local, mesh=mesh(), in_specs=(SPECS,), out_specs=(SPECS, P())))
     text = mapped.lower(tree()).compile().as_text()

@@ -44,7 +44,7 @@ def test_it_follows_its_oracle(options: dict[str, Any], seed: int) -> None:
     expected = norm_rules.adagc(leaf_norms(stacked), **options)
     np.testing.assert_allclose(leaf_norms(done[str(options)].updates), expected, rtol=1e-5)
     assert (expected < leaf_norms(stacked) * (1 - 1e-3)).any(axis=1).sum() >= 5
-    assert done[str(options)].state.gamma.shape == (2,)
+    assert done[str(options)].state.gammas.shape == (2,)
 
 
 @jax.jit

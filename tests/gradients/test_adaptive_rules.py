@@ -163,11 +163,11 @@ def slopes() -> Slopes:
         (_, after), backward, of_past, (forward, forgotten) = derivatives(0.0, states, spike)
         above, below = (derivatives(t, states, spike)[0][0] for t in (1e-5, -1e-5))
         return Slopes(
-            {name: int(after[name].stats.clipped) > int(states[name].stats.clipped) for name in rules},
+            {name: int(after[name][0].clipped) > int(states[name][0].clipped) for name in rules},
             {name: float(above[name] - below[name]) / 2e-5 for name in rules},
             backward,
             forward,
-            {name: state._replace(stats=None) for name, state in forgotten.items()},
+            {name: state._replace(**{state._fields[0]: None}) for name, state in forgotten.items()},
             of_past,
         )
 

@@ -109,7 +109,7 @@ full = pytest.mark.full
 
 
 @pytest.mark.parametrize(
-    ("window", "warmup", "z"),
+    ("window", "warmup", "z_score"),
     [
         (1, None, None),
         (7, 3, 3.0),
@@ -134,7 +134,7 @@ def test_verdicts_are_those_of_the_oracle(window: int, warmup: int | None, z: fl
     np.testing.assert_array_equal(skipped, [v[0] for v in expected])
     judged = np.isfinite(own["norm"])
     np.testing.assert_allclose(
-        own["z"][judged], np.array([v[1] for v in expected])[judged], rtol=2e-5, atol=2e-5
+        own["z_score"][judged], np.array([v[1] for v in expected])[judged], rtol=2e-5, atol=2e-5
     )
     np.testing.assert_allclose(own["threshold"], [v[2] for v in expected], rtol=1e-6)
     assert own["nonfinite_count"][-1] == np.sum(~np.isfinite(norms))
@@ -157,9 +157,9 @@ def test_a_hundred_nonfinite_steps_leave_no_trace(bad: float, when: int) -> None
     assert list(np.flatnonzero(skipped)) == [50]
     kept = np.delete(np.arange(160), np.arange(when, when + 100))
     np.testing.assert_array_equal(skipped_bad[kept], skipped)
-    for key in ("norm", "z", "threshold", "taken"):
+    for key in ("norm", "z_score", "threshold", "taken"):
         np.testing.assert_array_equal(own_bad[key][kept], own[key])
-    for field in ("norm", "z", "threshold", "norms", "taken", "inner", "skipped_in_a_row"):
+    for field in ("norm", "z_score", "threshold", "norms", "taken", "inner", "skipped_in_a_row"):
         assert same_bits(getattr(state, field), getattr(clean, field)), field
     assert (int(state.steps), int(state.skipped), int(state.nonfinite_count)) == (160, 101, 100)
     assert own_bad["skipped_in_a_row"][when + 99] == 100
@@ -171,7 +171,7 @@ def test_a_skipped_step_freezes_the_inner_state_and_the_next_goes_on() -> None:
     after, own, skipped = on([1e5], state=before)
     assert skipped.all()
     assert same_bits(after.inner, before.inner)
-    assert own["z"] > 6
+    assert own["z_score"] > 6
     assert own["norm"] > own["threshold"] > 0
     last, _, skipped = on([1.0], state=after)
     assert not skipped.any()

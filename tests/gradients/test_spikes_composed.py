@@ -128,7 +128,7 @@ def test_the_state_holds_the_window_and_no_more() -> None:
             "skipped_in_a_row",
             "nonfinite_count",
             "norm",
-            "z",
+            "z_score",
             "threshold",
             "taken",
         )

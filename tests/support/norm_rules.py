@@ -66,7 +66,7 @@ class Run(NamedTuple):
 
     @property
     def steps_clipped(self) -> int:
-        return int(self.state.stats.clipped)
+        return int(self.state[0].clipped)
 
 
 def runner(rules: Mapping[str, Any], params: Any = PARAMS) -> Callable[[Any], dict[str, Run]]:

@@ -22,6 +22,7 @@ ARGUMENTS: dict[str, Any] = {
     "threshold": 0.25,
     "clipping": 0.01,
     "low": 0.5,
+    "clip": clipjax.clip_by_global_norm(1.0),
     "high": 2.0,
     # decay=0.5 is exact, so that a fused multiply-add under jit rounds as the eager sum does.
     "optimizer": optax.trace(decay=0.5),
@@ -36,9 +37,8 @@ VARIANTS: dict[str, list[Any]] = {
     "ord": [3],
     "rate": [0.5],
     "where": ["kernel"],
-    "high": [0.75],
+    "high": [1.25],
     "nonfinite": ["zero", "skip"],
-    "clip": [clipjax.clip_by_global_norm(1.0)],
     "project": [clipjax.max_norm(1.0)],
     "method": ["newton_schulz"],
 }
@@ -48,6 +48,9 @@ BOUNDS = ("max_norm", "radius", "bound", "threshold", "z_threshold", "clipping",
 
 # What `update` cannot do without a further argument and weights that it fits: tested in its own module.
 NEEDS_MORE = ("qk_clip",)
+
+# What has a default, and does nothing without.
+NEEDED = {("clip_by_value", "bound"), ("bounded", "clip")}
 
 # Bounds of entries, which may be negative.
 SIGNED = {("box", "low"), ("box", "high")}
@@ -88,7 +91,7 @@ def required(name: str) -> list[str]:
     return [
         key
         for key, parameter in parameters(name).items()
-        if parameter.default is parameter.empty
+        if (parameter.default is parameter.empty or (name, key) in NEEDED)
         and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     ]
 

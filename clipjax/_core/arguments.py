@@ -1,0 +1,121 @@
+"""What is wrong with a call, in words: values cut to a line, and the names that other libraries use."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+import optax
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+# Our names for those of TensorFlow, Keras, PyTorch, Optax and Lightning, of which the first that a function
+# has counts. An empty name is its first argument.
+_OURS = {
+    **dict.fromkeys(("axis", "dim", "dims"), ("axes",)),
+    **dict.fromkeys(("norm_type", "p", "order"), ("ord",)),
+    **dict.fromkeys(("min_value", "clip_value_min", "min", "minimum", "lower"), ("low",)),
+    **dict.fromkeys(("max_value", "clip_value_max", "max", "maximum", "upper"), ("high", "")),
+    **dict.fromkeys(
+        ("clip_norm", "clipnorm", "global_clipnorm", "max_grad_norm", "gradient_clip_val"), ("",)
+    ),
+    **dict.fromkeys(
+        ("max_norm", "radius", "bound", "threshold", "clip_value", "clipvalue", "max_delta"), ("",)
+    ),
+    **dict.fromkeys(("t_list", "grads", "gradients", "params", "parameters", "updates"), ("tree",)),
+    **dict.fromkeys(("tx", "inner", "opt"), ("optimizer",)),
+    **dict.fromkeys(("projection", "constraint"), ("project",)),
+    **dict.fromkeys(("mask", "filter"), ("where",)),
+    "use_norm": ("norm",),
+}
+
+
+def shown(value: Any, most: int = 100) -> str:
+    """Write a value as an error shows it: on one line, cut where it is long, and functions by their names."""
+    if callable(value) and hasattr(value, "__name__"):
+        kind = "class" if inspect.isclass(value) else "function"
+        return "a function" if value.__name__ == "<lambda>" else f"the {kind} {value.__name__}"
+    if isinstance(value, optax.GradientTransformation) and not callable(value):
+        return "a gradient transformation"
+    if isinstance(value, list | tuple) and any(isinstance(x, optax.GradientTransformation) for x in value):
+        return f"a {type(value).__name__} of gradient transformations"
+    text = " ".join(re.sub(" at 0x[0-9a-f]+", "", repr(jax.tree.map(_outline, value))).split())
+    return text if len(text) <= most else f"{text[:most]}… ({type(value).__name__})"
+
+
+def _outline(leaf: Any) -> Any:
+    """A leaf, or the shape of a large one: to write its values would fetch them from the device."""
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if getattr(leaf, "size", 0) > 16 else leaf
+
+
+def explained(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Make `function` say which argument does not fit it, and what stands for it here."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        misfit = ""
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            misfit = str(error)
+        if args and _is_tree(args[0], or_array=bool(misfit)) and (use := _use(function)):
+            raise TypeError(f"{use}, got {shown(args[0])}")
+        if misfit:
+            raise TypeError(_misfit(function.__name__, signature, kwargs, misfit))
+        return function(*args, **kwargs)
+
+    return wrapped
+
+
+def _is_tree(value: Any, or_array: bool) -> bool:
+    """Whether a value is a container of arrays, as gradients are, or an array that is no single number."""
+    leaves = [x for x in jax.tree.leaves(value) if hasattr(x, "dtype")]
+    is_leaf = jax.tree_util.all_leaves([value])
+    return bool(leaves) and (not is_leaf or (or_array and getattr(value, "ndim", 0) > 0))
+
+
+def makes_transformations(function: Any) -> bool:
+    """Whether a value is a function such as `optax.adam`, which has not been called yet."""
+    return inspect.isfunction(function) and any(kind in _made(function) for kind in _TRANSFORMATIONS)
+
+
+_TRANSFORMATIONS = ("GradientTransformation", "Projection", "Chain", "Clip")
+
+
+def _made(function: Callable[..., Any]) -> str:
+    return str(inspect.signature(function).return_annotation)
+
+
+def _use(function: Callable[..., Any]) -> str:
+    """What a tree is given to instead, where `function` makes something that takes trees."""
+    name = function.__name__
+    if "Projection" in _made(function):
+        return f"{name} makes a projection, which takes the weights: {name}(…)(params)"
+    if makes_transformations(function):
+        return f"{name} makes a gradient transformation; functions that clip a tree are in clipjax.functional"
+    return ""
+
+
+def _misfit(name: str, signature: inspect.Signature, kwargs: dict[str, Any], misfit: str) -> str:
+    bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    call = f"{name}{inspect.Signature(bare)}"
+    for given, value in kwargs.items():
+        if given not in signature.parameters:
+            ours = _ours(given, list(signature.parameters))
+            return f"{name} has no argument {given}={shown(value)}{ours and f', but {ours!r}'}: {call}"
+    return f"{name}: {misfit}: {call}"
+
+
+def _ours(given: str, names: Sequence[str]) -> str:
+    """The argument that is meant, or nothing."""
+    for ours in _OURS.get(given, ()):
+        if not ours or ours in names:
+            return ours or next(name for name in names if name not in ("tree", "x"))
+    return next(iter(difflib.get_close_matches(given, names, 1)), "")
