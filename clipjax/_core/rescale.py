@@ -19,7 +19,7 @@ from jax import lax
 from clipjax._core.norms import in_float64, is_wide, strong, weakly_typed_as, wide
 from clipjax._core.platforms import NORM_ERROR, once
 from clipjax._core.rounding import exactly, rounded, smallest, widened
-from clipjax._core.xla_cpu import LARGE
+from clipjax._core.xla_cpu import is_large
 
 # The factor and its product with an entry are rounded to float32 once each, by 2**-24 at the most; the
 # rest covers what the norm may be off by.
@@ -152,7 +152,7 @@ def rescale(leaf: Any, scale: Scale) -> jax.Array:
     def product(x: jax.Array) -> jax.Array:
         entries = widened(x)
         both = lax.convert_element_type(jnp.stack(scale), entries.dtype)
-        power, factor = once(both) if x.size >= LARGE else both
+        power, factor = once(both) if is_large(x) else both
         # The power first, as derivatives need it: what it flushes to 0, the product would be, too.
         return exactly(rounded(entries * power * factor, x.dtype, toward_zero=True), x.dtype)
 

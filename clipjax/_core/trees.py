@@ -20,9 +20,11 @@ from clipjax._core.bounds import check_fits
 from clipjax._core.mesh import (
     AxisName,
     Names,
+    is_spread,
     largest_of_devices,
     names_of_leaf,
     names_of_units,
+    placed_as,
     smallest_of_devices,
     spec_leaves,
     varying,
@@ -127,7 +129,7 @@ def within(bound_of: Callable[[Unit], jax.Array]) -> Rule:
 
 def for_units(bound: jax.Array, norm: jax.Array) -> jax.Array:
     """A bound for each unit of a leaf."""
-    return jnp.broadcast_to(check_fits(bound, norm.shape, "the norms"), norm.shape)
+    return placed_as(norm, jnp.broadcast_to(check_fits(bound, norm.shape, "the norms"), norm.shape))
 
 
 @on_arrays
@@ -156,7 +158,7 @@ def decide(rule: Rule, units: Sequence[Unit], norms: Sequence[jax.Array]) -> tup
     if not units:
         return [], []
     scale_of, columns = rule(units, norms)
-    slack = [jnp.full(n.shape, precision_of(u.leaf.dtype).slack) for u, n in zip(units, norms, strict=True)]
+    slack = [for_units(precision_of(u.leaf.dtype).slack, n) for u, n in zip(units, norms, strict=True)]
     found = _scales(scale_of, list(norms), slack, *map(list, columns))
     return [exact for exact, _ in found], [down for _, down in found]
 
@@ -215,7 +217,7 @@ def report_of(norms: Sequence[jax.Array], scales: Sequence[Scale]) -> Report:
     def apart(norms: list[jax.Array], scales: list[Scale]) -> Report:
         return summary([report(norm, scale) for norm, scale in zip(norms, scales, strict=True)])
 
-    if len(norms) < 2 or any(varying(norm) for norm in norms):
+    if len(norms) < 2 or any(is_spread(norm) for norm in norms):
         return apart(norms, scales)
     return lax.cond(on_single_device(), together, apart, norms, scales)
 
@@ -241,7 +243,7 @@ def least_of(values: Sequence[jax.Array]) -> jax.Array:
         spread = [smallest_of_devices(x, varying(x)) if varying(x) else x for x in least]
         return min_of(jnp.stack([*spread, jnp.full((), jnp.inf)]))
 
-    if len(values) < 2 or any(varying(value) for value in values):
+    if len(values) < 2 or any(is_spread(value) for value in values):
         return apart(list(values))
     return lax.cond(on_single_device(), together, apart, list(values))
 

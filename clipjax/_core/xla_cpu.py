@@ -16,12 +16,19 @@ import numpy as np
 from jax import lax
 from jax.interpreters import mlir
 
+from clipjax._core.mesh import is_divided
+
 Turn: TypeAlias = jax.Array | None
 
 # What is smaller fits the cache.
 LARGE = 2**17
 # A large leaf is reduced in up to so many rounds, of so many slices each.
 _ROUNDS, _SLICES = 4, 8
+
+
+def is_large(x: Any) -> bool:
+    """Whether an array is as large as that; not if `jax.export` leaves its size open."""
+    return isinstance(x.size, int) and x.size >= LARGE
 
 
 def _lower_single_device(context: mlir.LoweringRuleContext) -> Any:
@@ -111,9 +118,9 @@ def _part(terms: Sequence[jax.Array], axis: int, start: int, stop: int | None) -
 
 def _long_axis(x: jax.Array, axes: tuple[int, ...]) -> int | None:
     """The axis to slice along; None if the array is small, or would be widened before it is sliced."""
-    long_enough = [a for a in axes if x.shape[a] >= 2 * _SLICES]
-    worth_it = x.size >= LARGE and x.dtype.itemsize >= 4 and long_enough
-    return min(long_enough) if worth_it else None  # that of the longest pieces
+    if not is_large(x) or is_divided(x) or x.dtype.itemsize < 4:
+        return None
+    return min((a for a in axes if x.shape[a] >= 2 * _SLICES), default=None)  # that of the longest pieces
 
 
 def computed_once(x: jax.Array) -> jax.Array:
@@ -143,7 +150,7 @@ def _divided(x: jax.Array, turn: jax.Array) -> jax.Array:
 
 def turn_after(turn: Turn, leaf: jax.Array, done: jax.Array) -> Turn:
     """The turn of what comes after a large leaf, for which `done` is computed last."""
-    if leaf.size < LARGE:
+    if not is_large(leaf) or is_divided(leaf):
         return turn
     first = lax.slice(done, (0,) * done.ndim, (1,) * done.ndim).reshape(())
     # Behind a barrier, since XLA knows that no -|x| is above 0.

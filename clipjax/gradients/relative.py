@@ -12,7 +12,7 @@ from jax import lax
 
 from clipjax._core.axes import Axes, Path, Skip, check_axes, fan_in
 from clipjax._core.bounds import Bound, bound_at
-from clipjax._core.mesh import AxisName
+from clipjax._core.mesh import AxisName, placed_as
 from clipjax._core.norms import as_arrays, in_float64
 from clipjax._core.platforms import side_by_side
 from clipjax._core.rescale import to_bound
@@ -126,7 +126,8 @@ def adaptive_grad_clip(
         used: list[jax.Array] = []
 
         def relative(units: Sequence[Unit], norms: Sequence[jax.Array]) -> Decision:
-            sizes = measure_units([unit._replace(leaf=weights[unit.position]) for unit in units])
+            of_weights = [unit._replace(leaf=placed_as(unit.leaf, weights[unit.position])) for unit in units]
+            sizes = measure_units(of_weights)
             columns = [[for_units(bound, norm) for norm in norms] for bound in (at_step, at_least)]
             used.extend(_bounds(sizes, *columns))
             return to_bound, [used]

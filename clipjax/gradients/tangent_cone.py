@@ -14,7 +14,7 @@ from jax import lax
 from clipjax._core import pairs
 from clipjax._core.axes import FAN_IN, Axes, check_axes
 from clipjax._core.bounds import Bound, bound_at
-from clipjax._core.mesh import AxisName
+from clipjax._core.mesh import AxisName, placed_as
 from clipjax._core.norms import (
     as_arrays,
     in_float64,
@@ -125,7 +125,8 @@ def tangent_cone(
 @in_float64
 def _tangential(unit: Unit, weight: Any, radius: jax.Array) -> tuple[jax.Array, Report]:
     """The gradient of a leaf without the outward parts of its saturated units."""
-    grad, weight = strong(unit.leaf), strong(weight)
+    grad = strong(unit.leaf)
+    weight = placed_as(grad, strong(weight))
     norm, size = norms_of([(weight,), (grad,)], [unit.reduced] * 2, 2.0, [unit.names] * 2)
     radius = for_units(radius, norm)
     # In units of powers of two near the norms: no product leaves the range of a float32.

@@ -204,8 +204,7 @@ def _between(
             columns = [[for_units(limit, norm) for _, norm in pairs] for limit in limits]
             each = [precision_of(unit.leaf.dtype, size_of(unit)) for unit in units]
             columns += [
-                [jnp.full(n.shape, x) for (_, n), x in zip(pairs, c, strict=True)]
-                for c in zip(*each, strict=True)
+                [for_units(x, n) for (_, n), x in zip(pairs, c, strict=True)] for c in zip(*each, strict=True)
             ]
             return _scale_between, columns
 
