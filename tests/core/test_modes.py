@@ -1,0 +1,120 @@
+"""Modes of JAX that a program may run in: every public member works in each, with the same numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import clipjax
+from clipjax import functional
+from tests.contract.cases import DEFAULTS, default, problem, project, update, with_entry
+from tests.support.trees import avals, same_bits
+from tests.support.walk import Case, is_projection
+
+FUNCTIONS: dict[str, Callable[[Any], Any]] = {
+    "global_norm": functional.global_norm,
+    "leaf_norms": functional.leaf_norms,
+    "unitwise_norms": lambda tree: functional.unitwise_norms(tree, clipjax.fan_in),
+    "clip_by_value": lambda tree: functional.clip_by_value(tree, -0.5, 0.25),
+    "clip_by_norm": lambda tree: functional.clip_by_norm(tree, 0.5),
+    "clip_by_global_norm": lambda tree: functional.clip_by_global_norm(tree, 0.5),
+    "clip_gradient_by_norm": lambda tree: jax.grad(
+        lambda tree: sum(jnp.sum(3 * x) for x in jax.tree.leaves(clipjax.clip_gradient_by_norm(tree, 0.5)))
+    )(tree),
+}
+
+every_case = pytest.mark.parametrize("case", DEFAULTS, ids=str)
+every_function = pytest.mark.parametrize("name", FUNCTIONS)
+
+
+def as_float64(tree: Any) -> Any:
+    return jax.tree.map(lambda x: np.asarray(x, np.float64), tree)
+
+
+@contextlib.contextmanager
+def no_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+# --------------------------------------------------------------------------------------------------
+# 64 bits.
+
+
+@every_case
+def test_float64_of_numpy_is_float32(case: Case) -> None:
+    """As everywhere in JAX; and so it is for the state and for weights that are projected."""
+    tx, (grads, params) = default(case), problem()
+    expected = update(tx, grads, tx.init(params), params)
+    with no_warnings():
+        got = tx.update(as_float64(grads), tx.init(as_float64(params)), as_float64(params))
+        assert avals(got) == avals(expected)
+        if is_projection(tx):
+            assert avals(tx(as_float64(params))) == avals(project(tx, params))
+
+
+@every_function
+def test_float64_of_numpy_is_float32_in_functions(name: str) -> None:
+    tree = problem()[0]
+    with no_warnings():
+        assert same_bits(FUNCTIONS[name](as_float64(tree)), FUNCTIONS[name](tree))
+
+
+def changing() -> optax.GradientTransformation:
+    """An optimizer whose update changes the dtypes of its state."""
+
+    def change(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        del params
+        halves = jax.tree.map(lambda x: x.astype(jnp.bfloat16), grads)
+        return grads, {"momentum": halves, "count": state["count"] + np.float32(1)}
+
+    return optax.GradientTransformation(
+        lambda params: {"momentum": jax.tree.map(jnp.zeros_like, params), "count": jnp.zeros((), jnp.int32)},
+        change,
+    )
+
+
+SKIPPING = {
+    "skip_nonfinite": clipjax.skip_nonfinite,
+    "skip_spikes": clipjax.skip_spikes,
+    "bounded": lambda optimizer: clipjax.bounded(
+        optimizer, clip=clipjax.zclip(), project=clipjax.max_norm(1.0), nonfinite="skip"
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype")  # of Optax
+@pytest.mark.parametrize("jit", [True, False])
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("name", SKIPPING)
+def test_a_state_of_the_other_width_goes_on(name: str, before: bool, jit: bool) -> None:
+    """Made with `jax_enable_x64` on and used with it off, or the other way round."""
+    tx = SKIPPING[name](optax.sgd(0.1, momentum=0.5))
+    step = jax.jit(tx.update) if jit else tx.update
+    grads, params = map(as_float64, problem())
+    with jax.enable_x64(before):
+        state = tx.init(params)
+    with jax.enable_x64(not before):
+        updates, good = step(grads, state, params)
+        skipped, bad = step(with_entry(grads, np.nan), good, params)
+    assert all((x != 0).any() for x in jax.tree.leaves(updates))
+    assert not any(x.any() for x in jax.tree.leaves(skipped))
+    assert same_bits(bad.inner, good.inner)
+    assert avals(bad) == avals(good)
+
+
+@pytest.mark.parametrize("name", SKIPPING)
+def test_an_optimizer_may_change_the_dtypes_of_its_state(name: str) -> None:
+    tx, (grads, params) = SKIPPING[name](changing()), problem()
+    states = [update(tx, each, tx.init(params), params)[1] for each in (grads, with_entry(grads, np.nan))]
+    assert avals(states[0]) == avals(states[1])
+    assert [int(state.skipped) for state in states] == [0, 1]
