@@ -194,8 +194,8 @@ def units_of(tree: Any, axes: Axes, specs: Any = None, axis_name: AxisName = Non
 
 
 @in_float64
-def size_of(unit: Unit) -> int:
-    """How many entries share a norm, on all devices."""
+def size_of(unit: Unit) -> Any:
+    """How many entries share a norm, on all devices; an int, unless `jax.export` leaves it open."""
     shape = jnp.shape(unit.leaf)
     local = math.prod(shape if unit.reduced is None else (shape[a] for a in unit.reduced))
     return local * math.prod(lax.axis_size(name) for name in unit.names)

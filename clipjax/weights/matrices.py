@@ -57,7 +57,7 @@ def matrices_of(tree: Any, flatten: Flatten, specs: Any) -> list[Matrices]:
 
     Raises:
       ValueError: nothing says how to flatten a leaf of rank > 2; an axis is out of range or named twice;
-        a path pattern matches no leaf; a matrix is split over devices.
+        a path pattern matches no leaf; a matrix is split over devices, or of unknown size.
     """
     leaves = leaves_with_paths(tree)
     if isinstance(flatten, Mapping):
@@ -77,6 +77,11 @@ def matrices_of(tree: Any, flatten: Flatten, specs: Any) -> list[Matrices]:
             raise ValueError(
                 f"spectral_cap: the matrices of leaf {path_name(path)!r} are split over the mesh axes "
                 f"{names}: project outside shard_map, or gather them first"
+            )
+        if not all(isinstance(leaf.shape[axis], int) for axis in rows + columns):
+            raise ValueError(
+                f"spectral_cap: leaf {path_name(path)!r} of shape {tuple(leaf.shape)} has matrices of "
+                f"unknown size: jax.export may leave open how many matrices there are, but not their sides"
             )
         stack = tuple(axis for axis in range(len(leaf.shape)) if axis not in rows + columns)
         batch = tuple(leaf.shape[axis] for axis in stack)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -15,7 +16,7 @@ import pytest
 
 import clipjax
 from clipjax import functional
-from tests.contract.cases import DEFAULTS, default, problem, project, update, with_entry
+from tests.contract.cases import DEFAULTS, VARIANTS, default, problem, project, step, update, with_entry
 from tests.support.trees import avals, same_bits
 from tests.support.walk import Case, is_projection
 
@@ -118,3 +119,58 @@ def test_an_optimizer_may_change_the_dtypes_of_its_state(name: str) -> None:
     states = [update(tx, each, tx.init(params), params)[1] for each in (grads, with_entry(grads, np.nan))]
     assert avals(states[0]) == avals(states[1])
     assert [int(state.skipped) for state in states] == [0, 1]
+
+
+# --------------------------------------------------------------------------------------------------
+# Shapes that `jax.export` leaves open.
+
+OPEN = jax.export.symbolic_shape("b, c")
+PLATFORMS = ("cpu", "tpu", "cuda")
+
+
+def open_tree(case: Any = None) -> dict[str, Any]:
+    """Leaves of unknown sizes; for a spectral cap, whose matrices are known, vectors alone."""
+    shapes: dict[str, tuple[Any, ...]] = {"bias": (OPEN[0],), "kernel": (4, 3)}
+    if "spectral" not in str(case):
+        shapes |= {"kernel": (OPEN[0], 16), "columns": (16, OPEN[1])}
+    return {key: jax.ShapeDtypeStruct(shape, np.float32) for key, shape in shapes.items()}
+
+
+def exported(function: Callable[..., Any], *args: Any) -> Any:
+    return jax.export.export(jax.jit(function), platforms=PLATFORMS)(*args)
+
+
+@pytest.mark.parametrize("case", VARIANTS, ids=str)
+def test_open_shapes_are_exported(case: Case) -> None:
+    tx, tree = default(case), open_tree(case)
+    exported(lambda grads, params: step(tx, grads, params), tree, tree)
+    if is_projection(tx):
+        exported(tx.__call__, tree)
+
+
+@every_function
+def test_open_shapes_are_exported_in_functions(name: str) -> None:
+    exported(FUNCTIONS[name], open_tree())
+
+
+def test_open_shapes_have_the_same_bits() -> None:
+    names = ("clip_by_rms", "clip_by_value", "unit_norm", "tangent_cone", "adaptive_grad_clip")
+    txs = [default(case) for case in DEFAULTS if case.name in names]
+
+    def steps(grads: Any, params: Any) -> Any:
+        return [step(tx, grads, params) for tx in txs]
+
+    rng = np.random.default_rng(0)
+    sizes = {"bias": (24,), "kernel": (24, 16), "columns": (16, 5)}
+    grads, params = ({k: rng.standard_normal(n).astype(np.float32) for k, n in sizes.items()} for _ in "ab")
+    called = jax.jit(exported(steps, open_tree(), open_tree()).call)(grads, params)
+    assert same_bits(called, jax.jit(steps)(grads, params))
+
+
+def test_open_stacks_of_matrices_but_no_open_matrices() -> None:
+    cap = clipjax.spectral_cap(1.0, flatten=(1, 2))
+    stack = np.random.default_rng(0).standard_normal((3, 4, 6)).astype(np.float32)
+    capped = exported(cap.__call__, jax.ShapeDtypeStruct((OPEN[0], 4, 6), np.float32))
+    assert same_bits(capped.call(stack), jax.jit(cap.__call__)(stack))
+    with pytest.raises(ValueError, match=r"'columns' of shape .* unknown size"):
+        exported(clipjax.spectral_cap(1.0).__call__, open_tree())
