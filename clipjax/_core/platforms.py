@@ -136,8 +136,9 @@ def inner_product(a: jax.Array, b: jax.Array, axes: Axes) -> jax.Array:
 @inner_product.defjvp
 def _inner_product_jvp(axes: Axes, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     (a, b), (da, db) = primals, tangents
-    slopes = wide(da) * wide(b) + wide(a) * wide(db)
-    return inner_product(a, b, axes), jnp.sum(slopes, axis=axes, keepdims=True)
+    with jax.enable_x64(True):  # JAX may ask for it later, in its own mode
+        slopes = wide(da) * wide(b) + wide(a) * wide(db)
+        return inner_product(a, b, axes), jnp.sum(slopes, axis=axes, keepdims=True)
 
 
 @functools.partial(jax.jit, static_argnums=1)

@@ -158,7 +158,8 @@ def _tangential(unit: Unit, weight: Any, radius: jax.Array) -> tuple[jax.Array, 
     # Not rounded again: what is inside keeps its bits.
     result = jnp.where(changed, lax.convert_element_type(new, grad.dtype), grad)
 
-    removed = jnp.where(radius > 0, lax.stop_gradient(-radial), size)
+    radial, size, size_left = lax.stop_gradient((radial, size, size_left))  # the report is no function
+    removed = jnp.where(radius > 0, -radial, size)
     removed = jnp.where(changed, jnp.where(bad, jnp.nan, removed), 0.0)
     share = jnp.where(nothing, 0.0, size_left / jnp.where(size > 0, size, 1.0))
     share = jnp.where(changed & (size > 0), share, 1.0)
