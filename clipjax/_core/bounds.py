@@ -26,7 +26,7 @@ def check_bound(name: str, bound: Any, *, minimum: float | None = 0.0) -> Any:
         return bound
     if isinstance(bound, bool | str | bytes | list | tuple) or bound is None:
         raise TypeError(f"{name} must be a number, an array or a schedule, got {bound!r}")
-    values = np.asarray(bound)
+    values = np.asarray(jax.device_get(bound))  # a transfer that is asked for
     if not (jnp.issubdtype(values.dtype, jnp.floating) or jnp.issubdtype(values.dtype, jnp.integer)):
         raise TypeError(f"{name} must be real, got {bound!r}")
     values = values.astype(np.float64)

@@ -36,8 +36,13 @@ def _lower_single_device(context: mlir.LoweringRuleContext) -> Any:
     return mlir.lower_fun(lambda: jnp.asarray(devices == 1), multiple_results=False)(context)
 
 
+def _single_device_now() -> Any:
+    with jax.disable_jit(False):
+        return jax.jit(_single_device_p.bind)()
+
+
 _single_device_p = type(lax.add_p)("clipjax_single_device")
-_single_device_p.def_impl(lambda: jax.jit(_single_device_p.bind)())
+_single_device_p.def_impl(_single_device_now)
 _single_device_p.def_abstract_eval(lambda: jax.core.ShapedArray((), np.dtype(bool)))
 mlir.register_lowering(_single_device_p, _lower_single_device)
 

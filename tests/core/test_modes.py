@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental import checkify
 
 import clipjax
 from clipjax import functional
-from tests.contract.cases import DEFAULTS, VARIANTS, default, problem, project, step, update, with_entry
+from tests.contract.cases import DEFAULTS, VARIANTS, default, like, problem, project, step, update, with_entry
 from tests.support.trees import avals, same_bits
 from tests.support.walk import Case, is_projection
 
@@ -38,6 +39,10 @@ every_function = pytest.mark.parametrize("name", FUNCTIONS)
 
 def as_float64(tree: Any) -> Any:
     return jax.tree.map(lambda x: np.asarray(x, np.float64), tree)
+
+
+def total(tree: Any) -> Any:
+    return sum(jnp.sum(x**2) for x in jax.tree.leaves(tree))
 
 
 @contextlib.contextmanager
@@ -174,3 +179,104 @@ def test_open_stacks_of_matrices_but_no_open_matrices() -> None:
     assert same_bits(capped.call(stack), jax.jit(cap.__call__)(stack))
     with pytest.raises(ValueError, match=r"'columns' of shape .* unknown size"):
         exported(clipjax.spectral_cap(1.0).__call__, open_tree())
+
+
+# --------------------------------------------------------------------------------------------------
+# Checks for NaN, and what else JAX can be told to watch.
+
+
+@every_case
+def test_no_nan_of_ours(case: Case) -> None:
+    """Operation by operation, where each constant and each branch that is not taken shows."""
+    tx, (grads, params) = default(case), problem()
+    with jax.debug_nans(True):
+        for tree in (grads, like(grads, 0.0)):
+            tx.update(tree, tx.init(params), params)
+        if is_projection(tx):
+            tx(params)
+            jax.grad(lambda params: total(tx(params)))(params)
+
+
+@every_function
+def test_no_nan_of_ours_in_functions(name: str) -> None:
+    with jax.debug_nans(True):
+        FUNCTIONS[name](problem()[0])
+
+
+@every_case
+def test_derivatives_of_a_jitted_step(case: Case) -> None:
+    """JAX asks for derivatives when the program has been traced, in the user's mode, and constants show."""
+    tx, (grads, params) = default(case), problem()
+    with jax.debug_nans(True):
+        jax.eval_shape(jax.grad(jax.jit(lambda grads: total(step(tx, grads, params)[0]))), grads)
+
+
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype")  # which JAX computes in its own mode
+@pytest.mark.parametrize(
+    "name", ["clip_by_value", "box", "clip_by_norm", "max_norm", "tangent_cone", "zclip", "spectral_cap"]
+)
+def test_checkify_finds_nothing(name: str) -> None:
+    tx, (grads, params) = default(Case(name)), problem()
+    checked = jax.jit(checkify.checkify(lambda *trees: step(tx, *trees), errors=checkify.float_checks))
+    for tree in (grads, like(grads, 0.0)):
+        checked(tree, params)[0].throw()
+
+
+@every_case
+def test_infinite_values_are_thresholds_that_are_unknown(case: Case) -> None:
+    """Under `jax.debug_infs` all others pass; `non_negative` has an upper bound of infinity."""
+    if case.name == "non_negative" or hasattr(default(case).init(problem()[1]), "threshold"):
+        return
+    tx, (grads, params) = default(case), problem()
+    with jax.debug_infs(True):
+        tx.update(grads, tx.init(params), params)
+
+
+WATCHED: dict[str, Callable[[], Any]] = {
+    "strict dtypes": lambda: jax.numpy_dtype_promotion("strict"),
+    "equal ranks": lambda: jax.numpy_rank_promotion("raise"),
+}
+
+
+@every_case
+@pytest.mark.parametrize("mode", WATCHED)
+def test_traced_under_watch(mode: str, case: Case) -> None:
+    tx = default(case)
+    with WATCHED[mode]():
+        for dtype in (np.float32, jnp.bfloat16):
+            grads, params = problem(dtype)
+            jax.eval_shape(jax.jit(lambda grads, params: step(tx, grads, params)), grads, params)
+            if is_projection(tx):
+                jax.eval_shape(jax.jit(tx.__call__), params)
+
+
+@pytest.mark.parametrize("name", ["clip_by_global_norm", "max_norm", "skip_spikes"])
+def test_no_tracer_leaks(name: str) -> None:
+    tx, trees = default(Case(name)), problem()
+    with jax.checking_leaks():
+        jax.eval_shape(jax.jit(lambda *trees: step(tx, *trees)), *trees)
+
+
+@every_case
+def test_without_jit(case: Case) -> None:
+    tx, (grads, params) = default(case), problem()
+    expected, _ = update(tx, grads, tx.init(params), params)
+    with jax.disable_jit():
+        got, _ = step(tx, grads, params)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+
+
+def test_nothing_is_transferred() -> None:
+    """What is on the device stays there; bounds of Python and of NumPy are constants of the program."""
+    grads, params = jax.tree.map(jnp.asarray, problem())
+    tx = clipjax.bounded(
+        optax.sgd(0.1),
+        clip=clipjax.clip_by_norm(np.float32(0.5)),
+        project=[clipjax.max_norm(np.full((1, 3), 0.5, np.float32)), clipjax.spectral_cap(1.0)],
+        nonfinite="skip",
+    )
+    state, bound = tx.init(params), jnp.float32(0.5)
+    with jax.transfer_guard("disallow"):
+        jax.jit(tx.update)(grads, state, params)
+        jax.jit(clipjax.max_norm(bound).__call__)(params)
