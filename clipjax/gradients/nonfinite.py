@@ -146,7 +146,7 @@ def step_if(
     """Return what `step(updates, old, params)` returns if `good`, else zero updates and the old state."""
 
     def selected(updates: Any, old: Any, params: Any) -> tuple[Any, Any]:
-        new_updates, new = step(updates, old, params)
+        new_updates, new = as_arrays(step(updates, old, params))
         return (  # 0 * NaN would be NaN
             jax.tree.map(lambda u: jnp.where(good, u, jnp.zeros_like(u)), new_updates),
             jax.tree.map(lambda n, o: jnp.where(good, n, _typed_as(n, o)), new, old),
@@ -177,7 +177,8 @@ def _typed_as(like: Any, x: Any) -> jax.Array:
     What a step returns can differ from what it got: in another mode of `jax_enable_x64` than the state was
     made in, with an optimizer that changes a dtype, on explicit mesh axes.
     """
-    x = x if getattr(x, "dtype", None) == like.dtype else lax.convert_element_type(x, like.dtype)
+    x = jnp.asarray(x)
+    x = x if x.dtype == like.dtype else lax.convert_element_type(x, like.dtype)
     return weakly_typed_as(like, placed_as(like, x))
 
 

@@ -110,3 +110,37 @@ def test_spectral_cap_of_a_stack(split: P) -> None:
         assert jax.typeof(got) == jax.typeof(params["stack"])
     np.testing.assert_allclose(got, jax.jit(cap.__call__)(stack)["stack"], atol=1e-6)
     assert np.linalg.norm(np.asarray(got, np.float64), 2, axis=(1, 2)).max() <= 2
+
+
+LAYERS: dict[str, Any] = {
+    "clip_gradient_by_value": lambda tree: clipjax.clip_gradient_by_value(tree, -0.5, 0.5),
+    "clip_gradient_by_norm": lambda tree: clipjax.clip_gradient_by_norm(tree, 0.5, axes=0),
+    "clip_gradient_by_global_norm": lambda tree: clipjax.clip_gradient_by_global_norm(tree, 0.5),
+    "max_norm": clipjax.max_norm(1.0),
+    "spectral_cap": clipjax.spectral_cap(1.0),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_derivatives_keep_the_axes(name: str) -> None:
+    def loss(tree: Any) -> Any:
+        return sum(jnp.sum(x.astype(np.float32) ** 2) for x in LAYERS[name](tree).values())
+
+    params = on_mesh("explicit", tree())
+    with jax.set_mesh(mesh_of("explicit")):
+        for key, slope in jax.eval_shape(jax.grad(loss), params).items():
+            assert slope.sharding.spec == jax.typeof(params[key]).sharding.spec
+
+
+def test_heads_may_be_split() -> None:
+    spec, ones = P("x", "y"), np.ones((8, 8, 4), np.float32)
+    mesh = mesh_of("explicit")
+    with jax.set_mesh(mesh):
+        params = {
+            key: {"kernel": jax.device_put(ones, NamedSharding(mesh, spec))} for key in ("query", "key")
+        }
+        logits = jax.device_put(np.full(8, 400.0, np.float32), NamedSharding(mesh, P("y")))
+        clipped = jax.jit(lambda params, logits: clipjax.qk_clip(100.0)(params, max_logits=logits))(
+            params, logits
+        )
+    np.testing.assert_allclose(clipped["query"]["kernel"], ones / 2, rtol=1e-6)
