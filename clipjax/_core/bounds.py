@@ -34,7 +34,9 @@ def check_bound(
     """
     if callable(bound) or isinstance(bound, jax.core.Tracer):
         return bound
-    values = np.asarray(None if isinstance(bound, bool | str | bytes | list | tuple) else bound)
+    if isinstance(bound, bool | str | bytes | list | tuple) or bound is None:
+        raise TypeError(f"{name} must be {forms}, got {shown(bound)}")
+    values = np.asarray(jax.device_get(bound))  # a transfer that is asked for
     if values.dtype == object:
         raise TypeError(f"{name} must be {forms}, got {shown(bound)}")
     if not (jnp.issubdtype(values.dtype, jnp.floating) or jnp.issubdtype(values.dtype, jnp.integer)):

@@ -29,6 +29,43 @@ def varying(leaf: Any) -> Names:
     return tuple(sorted(vma or ()))
 
 
+def split_by_type(leaf: Any) -> tuple[Any, ...]:
+    """By which explicit mesh axes each dimension of `leaf` is split, read off its type; () if by none."""
+    sharding = getattr(jax.typeof(leaf), "sharding", None)
+    spec = () if sharding is None else tuple(sharding.spec)
+    return spec if any(spec) else ()
+
+
+def is_divided(leaf: Any) -> bool:
+    """Whether explicit mesh axes leave a device with less than all of `leaf`; an axis may have one device."""
+    return bool(split_by_type(leaf)) and jax.typeof(leaf).sharding.shard_shape(leaf.shape) != leaf.shape
+
+
+def is_spread(leaf: Any) -> bool:
+    """Whether the type of `leaf` says that devices have different parts of it."""
+    return bool(varying(leaf) or split_by_type(leaf))
+
+
+def placed_as(like: Any, x: jax.Array) -> jax.Array:
+    """Split x by the same explicit mesh axes as `like`, of one shape, so that `jnp.where` takes both."""
+    if split_by_type(like) == split_by_type(x):
+        return x
+    mesh = jax.typeof(like if split_by_type(like) else x).sharding.mesh
+    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*split_by_type(like))))
+
+
+def on_auto_axes(function: Callable[..., Any], like: Any, *args: Any) -> Any:
+    """`function(*args)`, run on explicit mesh axes as on those that the compiler splits arrays by.
+
+    For what JAX has no rules of explicit axes for. The results are split by them as `like` is.
+    """
+    if not any(split_by_type(x) for x in args):
+        return function(*args)
+    return jax.sharding.auto_axes(
+        function, out_sharding=jax.tree.map(lambda x: jax.typeof(x).sharding, like)
+    )(*args)
+
+
 def as_names(axis_name: AxisName, argument: str = "axis_name") -> Names:
     """Write an `axis_name` argument, or an entry of a spec, as a tuple of names that exist here."""
     if axis_name is None:

@@ -45,8 +45,9 @@ def in_float64(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def norm_dtype(leaves: Sequence[Any]) -> np.dtype:
-    """The dtype in which users see norms: float32, or float64 if a leaf is as wide."""
-    return np.dtype(np.float64 if any(is_wide(x.dtype) for x in leaves) else np.float32)
+    """The dtype in which users see norms: float32, or float64 if a leaf is as wide and the mode allows it."""
+    dtype = np.dtype(np.float64 if any(is_wide(x.dtype) for x in leaves) else np.float32)
+    return jax.dtypes.canonicalize_dtype(dtype)
 
 
 def is_wide(dtype: Any) -> bool:
@@ -55,13 +56,17 @@ def is_wide(dtype: Any) -> bool:
 
 
 def as_arrays(tree: Any) -> Any:
-    """Make arrays of Python numbers, whose dtype could not be told any more under :func:`in_float64`.
+    """Make arrays of Python numbers and of NumPy's 64 bits, whose dtypes depend on the user's mode.
+
+    Under :func:`in_float64` they could not be told any more.
 
     Raises:
       TypeError: a leaf is no array, as the functions in an Equinox module.
     """
 
     def as_array(leaf: Any) -> Any:
+        if isinstance(leaf, np.ndarray | np.generic):
+            return leaf if leaf.dtype == jax.dtypes.canonicalize_dtype(leaf.dtype) else jnp.asarray(leaf)
         if is_array(leaf):
             return leaf
         if is_number(leaf):

@@ -21,14 +21,14 @@ import numpy as np
 from jax import lax
 
 from clipjax._core import pairs
-from clipjax._core.mesh import varying
+from clipjax._core.mesh import is_spread, split_by_type
 from clipjax._core.xla_cpu import (
-    LARGE,
     Reduction,
     Turn,
     added,
     computed_once,
     in_turn,
+    is_large,
     on_single_device,
     paired,
     reduce_in_slices,
@@ -91,7 +91,7 @@ def euclidean_norm(xs: Arrays) -> jax.Array:
 
     def total(sums: Callable[[Arrays], list[jax.Array]], xs: Arrays) -> jax.Array:
         def grouped(xs: Arrays) -> jax.Array:
-            large, small = [x for x in xs if x.size >= LARGE], [x for x in xs if x.size < LARGE]
+            large, small = [x for x in xs if is_large(x)], [x for x in xs if not is_large(x)]
             groups = [jnp.sum(paired([_square(x) for x in group], jnp.add)) for group in _alike(small)]
             return _sum([*sums(large), *groups])
 
@@ -136,8 +136,9 @@ def inner_product(a: jax.Array, b: jax.Array, axes: Axes) -> jax.Array:
 @inner_product.defjvp
 def _inner_product_jvp(axes: Axes, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     (a, b), (da, db) = primals, tangents
-    slopes = wide(da) * wide(b) + wide(a) * wide(db)
-    return inner_product(a, b, axes), jnp.sum(slopes, axis=axes, keepdims=True)
+    with jax.enable_x64(True):  # JAX may ask for it later, in its own mode
+        slopes = wide(da) * wide(b) + wide(a) * wide(db)
+        return inner_product(a, b, axes), jnp.sum(slopes, axis=axes, keepdims=True)
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -174,7 +175,7 @@ def _alike(xs: Arrays) -> list[list[jax.Array]]:
     """Put arrays of one shape together: hundreds of them compile to a few operations."""
     groups: dict[Any, list[jax.Array]] = {}
     for x in xs:
-        groups.setdefault((x.shape, x.dtype), []).append(x)
+        groups.setdefault((x.shape, x.dtype, split_by_type(x)), []).append(x)
     return [group[i : i + _TOGETHER] for group in groups.values() for i in range(0, len(group), _TOGETHER)]
 
 
@@ -185,7 +186,7 @@ def _kept(x: jax.Array, axes: Axes) -> list[int]:
 def _on_gpu(xs: Arrays, axes: Sequence[Axes]) -> list[jax.Array]:
     """The sums of squares."""
     # Of units XLA would store the pairs before it adds them.
-    in_pairs = [x.size >= LARGE and len(along) == x.ndim for x, along in zip(xs, axes, strict=True)]
+    in_pairs = [is_large(x) and len(along) == x.ndim for x, along in zip(xs, axes, strict=True)]
     each = list(zip(xs, axes, in_pairs, strict=True))
     columns = list(zip(*(_scaled_pair_sums(x, along) for x, along, yes in each if yes), strict=True))
     large = iter(side_by_side(_one_sum, *columns) if columns else ())
@@ -245,7 +246,7 @@ def side_by_side(function: Callable[..., Any], *columns: Sequence[jax.Array]) ->
 
         return [leaf(*each) for each in zip([0, *ends[:-1]], ends, shapes, strict=True)]
 
-    if len(columns[0]) < 2 or any(varying(x) for column in columns for x in column):
+    if len(columns[0]) < 2 or any(is_spread(x) or not isinstance(x.size, int) for x in columns[0]):
         return apart(*columns)
     return lax.platform_dependent(
         *(list(column) for column in columns),
@@ -347,7 +348,7 @@ def largest_of_all(
         return max_of(jnp.stack(found), at_least)
 
     def grouped(xs: Arrays) -> jax.Array:
-        large, small = [x for x in xs if x.size >= LARGE], [x for x in xs if x.size < LARGE]
+        large, small = [x for x in xs if is_large(x)], [x for x in xs if not is_large(x)]
         groups = [paired([of(x) for x in group], jnp.maximum) for group in _alike(small)]
         parts = [together(part, each) for part, each in ((large, of), (groups, jnp.positive)) if part]
         return together(parts, jnp.positive)
@@ -373,7 +374,7 @@ def stored(x: jax.Array, turn: Turn) -> jax.Array:
 
     Elsewhere XLA would compute it for each of its readers, from what a donated buffer no longer holds.
     """
-    if x.size < LARGE:
+    if not is_large(x):
         return x
     now = np.ones((), np.float32) if turn is None else turn
     return lax.platform_dependent(x, now, cpu=in_turn, default=lambda x, _: lax.optimization_barrier(x))

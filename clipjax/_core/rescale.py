@@ -8,7 +8,6 @@ bound the factor is exactly 1, and a product with 1 is the leaf, bit for bit.
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +18,7 @@ from jax import lax
 from clipjax._core.norms import in_float64, is_wide, strong, weakly_typed_as, wide
 from clipjax._core.platforms import NORM_ERROR, once
 from clipjax._core.rounding import exactly, rounded, smallest, widened
-from clipjax._core.xla_cpu import LARGE
+from clipjax._core.xla_cpu import is_large
 
 # The factor and its product with an entry are rounded to float32 once each, by 2**-24 at the most; the
 # rest covers what the norm may be off by.
@@ -72,7 +71,13 @@ class Precision(NamedTuple):
     largest: Any  # the largest number
 
 
-def precision_of(dtype: Any, entries: int = 0) -> Precision:
+@in_float64
+def root_of(entries: Any) -> Any:
+    """The root of a number of entries, in float64; `jax.export` may leave the number open."""
+    return np.sqrt(np.float64(entries)) if isinstance(entries, int) else jnp.sqrt(wide(entries))
+
+
+def precision_of(dtype: Any, entries: Any = 0) -> Precision:
     """What rounding does to units of `entries` entries.
 
     Rescaling loses the factor's slack twice, a unit of the last place in 16 bits, and for each entry the
@@ -85,7 +90,7 @@ def precision_of(dtype: Any, entries: int = 0) -> Precision:
     return Precision(
         slack=np.float64(_SLACK_FLOAT64 if is_wide(dtype) else _SLACK),
         lost=np.float64(lost),
-        flushed=np.float64(math.sqrt(entries) * smallest(dtype)),
+        flushed=root_of(entries) * smallest(dtype),
         smallest=np.float64(np.finfo(wide_or_not).tiny),
         largest=np.float64(jnp.finfo(dtype).max),
     )
@@ -152,7 +157,7 @@ def rescale(leaf: Any, scale: Scale) -> jax.Array:
     def product(x: jax.Array) -> jax.Array:
         entries = widened(x)
         both = lax.convert_element_type(jnp.stack(scale), entries.dtype)
-        power, factor = once(both) if x.size >= LARGE else both
+        power, factor = once(both) if is_large(x) else both
         # The power first, as derivatives need it: what it flushes to 0, the product would be, too.
         return exactly(rounded(entries * power * factor, x.dtype, toward_zero=True), x.dtype)
 

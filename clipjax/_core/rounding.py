@@ -93,9 +93,10 @@ def limits_in(low: jax.Array, high: jax.Array, dtype: Any) -> tuple[jax.Array, j
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 @in_float64
+@functools.partial(jax.jit, static_argnums=(1, 2))
 def _inward(limit: jax.Array, dtype: Any, direction: float) -> jax.Array:
     nearest = lax.convert_element_type(limit, dtype)
-    beyond = (wide(nearest) - limit) * direction < 0
+    beyond = wide(nearest) < limit if direction > 0 else wide(nearest) > limit
     return jnp.where(beyond, lax.nextafter(nearest, jnp.full_like(nearest, direction)), nearest)
 
 

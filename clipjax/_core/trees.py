@@ -20,9 +20,11 @@ from clipjax._core.bounds import check_fits
 from clipjax._core.mesh import (
     AxisName,
     Names,
+    is_spread,
     largest_of_devices,
     names_of_leaf,
     names_of_units,
+    placed_as,
     smallest_of_devices,
     spec_leaves,
     varying,
@@ -131,7 +133,12 @@ def within(name: str, bound_of: Callable[[Unit], jax.Array]) -> Rule:
 def for_units(name: str, bound: jax.Array, unit: Unit, norm: jax.Array) -> jax.Array:
     """A bound for each unit of a leaf."""
     of = f"the norms of {unit.path!r}" if unit.path else "the norms of the array"
-    return jnp.broadcast_to(check_fits(name, bound, norm.shape, of), norm.shape)
+    return for_each(norm, check_fits(name, bound, norm.shape, of))
+
+
+def for_each(norm: jax.Array, value: Any) -> jax.Array:
+    """A value for each of the norms of a leaf, split over devices as they are."""
+    return placed_as(norm, jnp.broadcast_to(value, norm.shape))
 
 
 @on_arrays
@@ -160,7 +167,7 @@ def decide(rule: Rule, units: Sequence[Unit], norms: Sequence[jax.Array]) -> tup
     if not units:
         return [], []
     scale_of, columns = rule(units, norms)
-    slack = [jnp.full(n.shape, precision_of(u.leaf.dtype).slack) for u, n in zip(units, norms, strict=True)]
+    slack = [for_each(n, precision_of(u.leaf.dtype).slack) for u, n in zip(units, norms, strict=True)]
     found = _scales(scale_of, list(norms), slack, *map(list, columns))
     return [exact for exact, _ in found], [down for _, down in found]
 
@@ -198,8 +205,8 @@ def units_of(
 
 
 @in_float64
-def size_of(unit: Unit) -> int:
-    """How many entries share a norm, on all devices."""
+def size_of(unit: Unit) -> Any:
+    """How many entries share a norm, on all devices; an int, unless `jax.export` leaves it open."""
     shape = jnp.shape(unit.leaf)
     local = math.prod(shape if unit.reduced is None else (shape[a] for a in unit.reduced))
     return local * math.prod(lax.axis_size(name) for name in unit.names)
@@ -221,7 +228,7 @@ def report_of(norms: Sequence[jax.Array], scales: Sequence[Scale]) -> Report:
     def apart(norms: list[jax.Array], scales: list[Scale]) -> Report:
         return summary([report(norm, scale) for norm, scale in zip(norms, scales, strict=True)])
 
-    if len(norms) < 2 or any(varying(norm) for norm in norms):
+    if len(norms) < 2 or any(is_spread(norm) for norm in norms):
         return apart(norms, scales)
     return lax.cond(on_single_device(), together, apart, norms, scales)
 
@@ -247,7 +254,7 @@ def least_of(values: Sequence[jax.Array]) -> jax.Array:
         spread = [smallest_of_devices(x, varying(x)) if varying(x) else x for x in least]
         return min_of(jnp.stack([*spread, jnp.full((), jnp.inf)]))
 
-    if len(values) < 2 or any(varying(value) for value in values):
+    if len(values) < 2 or any(is_spread(value) for value in values):
         return apart(list(values))
     return lax.cond(on_single_device(), together, apart, list(values))
 

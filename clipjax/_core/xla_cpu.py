@@ -16,6 +16,8 @@ import numpy as np
 from jax import lax
 from jax.interpreters import mlir
 
+from clipjax._core.mesh import is_divided
+
 Turn: TypeAlias = jax.Array | None
 
 # What is smaller fits the cache.
@@ -24,13 +26,23 @@ LARGE = 2**17
 _ROUNDS, _SLICES = 4, 8
 
 
+def is_large(x: Any) -> bool:
+    """Whether an array is as large as that; not if `jax.export` leaves its size open."""
+    return isinstance(x.size, int) and x.size >= LARGE
+
+
 def _lower_single_device(context: mlir.LoweringRuleContext) -> Any:
     devices = getattr(context.module_context.axis_context, "num_devices", None)  # None inside shard_map
     return mlir.lower_fun(lambda: jnp.asarray(devices == 1), multiple_results=False)(context)
 
 
+def _single_device_now() -> Any:
+    with jax.disable_jit(False):
+        return jax.jit(_single_device_p.bind)()
+
+
 _single_device_p = type(lax.add_p)("clipjax_single_device")
-_single_device_p.def_impl(lambda: jax.jit(_single_device_p.bind)())
+_single_device_p.def_impl(_single_device_now)
 _single_device_p.def_abstract_eval(lambda: jax.core.ShapedArray((), np.dtype(bool)))
 mlir.register_lowering(_single_device_p, _lower_single_device)
 
@@ -111,9 +123,9 @@ def _part(terms: Sequence[jax.Array], axis: int, start: int, stop: int | None) -
 
 def _long_axis(x: jax.Array, axes: tuple[int, ...]) -> int | None:
     """The axis to slice along; None if the array is small, or would be widened before it is sliced."""
-    long_enough = [a for a in axes if x.shape[a] >= 2 * _SLICES]
-    worth_it = x.size >= LARGE and x.dtype.itemsize >= 4 and long_enough
-    return min(long_enough) if worth_it else None  # that of the longest pieces
+    if not is_large(x) or is_divided(x) or x.dtype.itemsize < 4:
+        return None
+    return min((a for a in axes if x.shape[a] >= 2 * _SLICES), default=None)  # that of the longest pieces
 
 
 def computed_once(x: jax.Array) -> jax.Array:
@@ -143,7 +155,7 @@ def _divided(x: jax.Array, turn: jax.Array) -> jax.Array:
 
 def turn_after(turn: Turn, leaf: jax.Array, done: jax.Array) -> Turn:
     """The turn of what comes after a large leaf, for which `done` is computed last."""
-    if leaf.size < LARGE:
+    if not is_large(leaf) or is_divided(leaf):
         return turn
     first = lax.slice(done, (0,) * done.ndim, (1,) * done.ndim).reshape(())
     # Behind a barrier, since XLA knows that no -|x| is above 0.

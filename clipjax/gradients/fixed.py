@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias, overload
 
@@ -17,6 +16,7 @@ from clipjax._core.limits import clip_entries
 from clipjax._core.members import Memory, with_stats
 from clipjax._core.mesh import AxisName
 from clipjax._core.norms import check_ord, in_float64, only_arrays
+from clipjax._core.rescale import root_of
 from clipjax._core.stats import Stats
 from clipjax._core.trees import Report, clip_tree, clip_units, size_of
 
@@ -279,8 +279,8 @@ def clip_by_rms(
 
         @functools.cache
         @in_float64
-        def of_size(entries: int) -> jax.Array:
-            return at_step * math.sqrt(entries)
+        def of_size(entries: Any) -> jax.Array:
+            return at_step * root_of(entries)
 
         return clip_units(updates, lambda u: of_size(size_of(u)), axes, 2.0, specs, axis_name, "threshold")
 

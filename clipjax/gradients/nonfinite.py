@@ -17,7 +17,7 @@ from clipjax._core.arguments import explained
 from clipjax._core.axes import is_measured
 from clipjax._core.links import Clip, check_optimizer, knowing, links_of
 from clipjax._core.members import check_state
-from clipjax._core.mesh import AxisName, names_of_leaf, varying
+from clipjax._core.mesh import AxisName, names_of_leaf, placed_as, varying
 from clipjax._core.norms import as_arrays, in_float64, tree_norm, weakly_typed_as
 from clipjax._core.stats import count
 
@@ -156,23 +156,19 @@ def step_if(
     """Return what `step(updates, old, params)` returns if `good`, else zero updates and the old state."""
 
     def selected(updates: Any, old: Any, params: Any) -> tuple[Any, Any]:
-        new_updates, new = step(updates, old, params)
+        new_updates, new = as_arrays(step(updates, old, params))
         return (  # 0 * NaN would be NaN
             jax.tree.map(lambda u: jnp.where(good, u, jnp.zeros_like(u)), new_updates),
-            jax.tree.map(lambda n, o: jnp.where(good, n, o), new, old),
+            jax.tree.map(lambda n, o: jnp.where(good, n, _typed_as(n, o)), new, old),
         )
 
     def branched(updates: Any, old: Any, params: Any) -> tuple[Any, Any]:
         return lax.cond(good, step, skip, updates, old, params)
 
     def skip(updates: Any, old: Any, params: Any) -> tuple[Any, Any]:
-        shapes, _ = jax.eval_shape(step, updates, old, params)
-
-        def zeros(update: Any, like: Any) -> jax.Array:
-            same = update.dtype == like.dtype  # which may be that of keys
-            return weakly_typed_as(like, jnp.zeros_like(update, None if same else like.dtype))
-
-        return jax.tree.map(zeros, updates, shapes), old
+        like, state = jax.eval_shape(step, updates, old, params)
+        zeros = jax.tree.map(lambda n, u: _typed_as(n, jnp.zeros_like(u)), like, updates)
+        return zeros, jax.tree.map(_typed_as, state, old)
 
     updates = as_arrays(updates)
     if not isinstance(good, jax.core.Tracer):  # without jit a branch would be compiled anew at every step
@@ -182,6 +178,18 @@ def step_if(
     # On a CPU selecting keeps the old state beside the new one, and takes half as long again as a branch.
     # An accelerator would wait for the host to choose one.
     return lax.platform_dependent(updates, old, params, cpu=branched, default=selected)
+
+
+@in_float64
+def _typed_as(like: Any, x: Any) -> jax.Array:
+    """Give x the dtype, the weak type and the sharding of `like`.
+
+    What a step returns can differ from what it got: in another mode of `jax_enable_x64` than the state was
+    made in, with an optimizer that changes a dtype, on explicit mesh axes.
+    """
+    x = jnp.asarray(x)
+    x = x if x.dtype == like.dtype else lax.convert_element_type(x, like.dtype)
+    return weakly_typed_as(like, placed_as(like, x))
 
 
 @in_float64

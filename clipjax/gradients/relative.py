@@ -14,7 +14,7 @@ from clipjax._core.arguments import explained, shown
 from clipjax._core.axes import Axes, Default, Path, Skip, check_axes, fan_in, resolve_axes
 from clipjax._core.bounds import Bound, bound_at
 from clipjax._core.members import Acted, Memory, with_stats
-from clipjax._core.mesh import AxisName
+from clipjax._core.mesh import AxisName, placed_as
 from clipjax._core.norms import in_float64, only_arrays
 from clipjax._core.platforms import side_by_side
 from clipjax._core.rescale import to_bound
@@ -129,7 +129,8 @@ def adaptive_grad_clip(
         used: list[jax.Array] = []
 
         def relative(units: Sequence[Unit], norms: Sequence[jax.Array]) -> Decision:
-            sizes = measure_units([unit._replace(leaf=weights[unit.position]) for unit in units])
+            of_weights = [unit._replace(leaf=placed_as(unit.leaf, weights[unit.position])) for unit in units]
+            sizes = measure_units(of_weights)
             bounds = {"clipping": at_step, "eps": at_least}
             pairs = list(zip(units, norms, strict=True))
             columns = [[for_units(*bound, *pair) for pair in pairs] for bound in bounds.items()]

@@ -46,11 +46,11 @@ class SkipSpikesState(NamedTuple):
 
 
 class _Verdict(NamedTuple):
-    """What the window says of a norm; float64 scalars, but for two bools."""
+    """What the window says of a norm: two bools, and scalars of the dtype of the state."""
 
-    norm: jax.Array  # rounded to the dtype of the state
     finite: jax.Array
     good: jax.Array
+    norm: jax.Array
     z_score: jax.Array
     threshold: jax.Array
 
@@ -162,19 +162,19 @@ def skip_spikes(
         at_most = lax.stop_gradient(highest(state.steps))
         threshold = jnp.exp(median + at_most * std)
         finite = jnp.isfinite(norm)
+        z = jnp.where(enough, (jnp.log(norm) - median) / std, 0.0)
+        shown = (norm, z, jnp.where(enough, threshold, jnp.inf))
         return _Verdict(
-            norm,
             finite,
-            good=finite & ~(enough & ~(norm <= threshold)),
-            z_score=jnp.where(enough, (jnp.log(norm) - median) / std, 0.0),
-            threshold=jnp.where(enough, threshold, jnp.inf),
+            finite & ~(enough & ~(norm <= threshold)),
+            *(lax.convert_element_type(x, dtype) for x in shown),
         )
 
     @in_float64
     def remember(state: SkipSpikesState, verdict: _Verdict) -> tuple[jax.Array, jax.Array]:
         norms, enters = state.norms, verdict.finite & (verdict.norm > 0)
         position = state.taken % norms.shape[0]
-        new = jnp.where(enters, lax.convert_element_type(verdict.norm, norms.dtype), norms[position])
+        new = jnp.where(enters, verdict.norm, norms[position])
         return norms.at[position].set(new), count(state.taken, enters)
 
     def update(
@@ -182,7 +182,7 @@ def skip_spikes(
     ) -> tuple[Any, SkipSpikesState]:
         check_state("skip_spikes", SkipSpikesState, state)
         verdict = judge(as_arrays(updates), state)
-        good, dtype = verdict.good, state.norm.dtype
+        good = verdict.good
 
         def step(updates: Any, inner_state: Any, params: Any) -> tuple[Any, Any]:
             return inner.update(updates, inner_state, params, **extra_args)
@@ -194,9 +194,9 @@ def skip_spikes(
             skipped=count(state.skipped, ~good),
             skipped_in_a_row=jnp.where(good, 0, count(state.skipped_in_a_row, ~good)),
             nonfinite_count=count(state.nonfinite_count, ~verdict.finite),
-            norm=lax.convert_element_type(verdict.norm, dtype),
-            z_score=lax.convert_element_type(verdict.z_score, dtype),
-            threshold=lax.convert_element_type(verdict.threshold, dtype),
+            norm=verdict.norm,
+            z_score=verdict.z_score,
+            threshold=verdict.threshold,
             norms=norms,
             taken=taken,
             inner=new_inner,

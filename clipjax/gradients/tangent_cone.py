@@ -16,7 +16,7 @@ from clipjax._core.arguments import explained
 from clipjax._core.axes import FAN_IN_OF_MATRICES, Axes, check_axes, resolve_axes
 from clipjax._core.bounds import Bound, bound_at
 from clipjax._core.members import Acted, Memory, with_stats
-from clipjax._core.mesh import AxisName
+from clipjax._core.mesh import AxisName, placed_as
 from clipjax._core.norms import (
     in_float64,
     is_wide,
@@ -120,7 +120,8 @@ def tangent_cone(
 @in_float64
 def _tangential(unit: Unit, weight: Any, radius: jax.Array) -> tuple[jax.Array, Report]:
     """The gradient of a leaf without the outward parts of its saturated units."""
-    grad, weight = strong(unit.leaf), strong(weight)
+    grad = strong(unit.leaf)
+    weight = placed_as(grad, strong(weight))
     norm, size = norms_of([(weight,), (grad,)], [unit.reduced] * 2, 2.0, [unit.names] * 2)
     radius = for_units("radius", radius, unit, norm)
     # In units of powers of two near the norms: no product leaves the range of a float32.
@@ -152,7 +153,8 @@ def _tangential(unit: Unit, weight: Any, radius: jax.Array) -> tuple[jax.Array, 
     # Not rounded again: what is inside keeps its bits.
     result = jnp.where(changed, lax.convert_element_type(new, grad.dtype), grad)
 
-    removed = jnp.where(radius > 0, lax.stop_gradient(-radial), size)
+    radial, size, size_left = lax.stop_gradient((radial, size, size_left))  # the report is no function
+    removed = jnp.where(radius > 0, -radial, size)
     removed = jnp.where(changed, jnp.where(bad, jnp.nan, removed), 0.0)
     share = jnp.where(nothing, 0.0, size_left / jnp.where(size > 0, size, 1.0))
     share = jnp.where(changed & (size > 0), share, 1.0)

@@ -16,7 +16,17 @@ from clipjax._core.mesh import AxisName
 from clipjax._core.norms import as_arrays, in_float64
 from clipjax._core.rescale import Precision, Scale, between, low_enough, precision_of
 from clipjax._core.stats import Stats
-from clipjax._core.trees import Decision, Rule, Unit, for_units, measure_units, size_of, units_of, within
+from clipjax._core.trees import (
+    Decision,
+    Rule,
+    Unit,
+    for_each,
+    for_units,
+    measure_units,
+    size_of,
+    units_of,
+    within,
+)
 from clipjax.weights.link import larger_than
 from clipjax.weights.projections import How, Measured, OfUnits, Projection
 
@@ -213,8 +223,7 @@ def _between(
             columns = [[for_units(*limit, *pair) for pair in pairs] for limit in limits.items()]
             each = [precision_of(unit.leaf.dtype, size_of(unit)) for unit in units]
             columns += [
-                [jnp.full(n.shape, x) for (_, n), x in zip(pairs, c, strict=True)]
-                for c in zip(*each, strict=True)
+                [for_each(n, x) for (_, n), x in zip(pairs, c, strict=True)] for c in zip(*each, strict=True)
             ]
             return _scale_between, columns
 

@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 
 from clipjax._core.axes import is_measured
+from clipjax._core.mesh import placed_as
 from clipjax._core.norms import weakly_typed_as
 from clipjax._core.rounding import exactly, neighbour, rounded, smallest, widened
 
@@ -43,7 +44,8 @@ def step_to(
     before: Any, update: Any, after: jax.Array, wanted: Any, outside: Outside, *, same_dtype: bool
 ) -> jax.Array:
     """The update that takes `before` to `wanted`, where it is not where `update` ends anyway."""
-    before, update, wanted = jnp.asarray(before), jnp.asarray(update), jnp.asarray(wanted)
+    before, update = (placed_as(after, jnp.asarray(x)) for x in (before, update))
+    wanted = placed_as(after, jnp.asarray(wanted))
     real = functools.partial(_real_step_to, outside=outside)
     if not jnp.iscomplexobj(before):
         dtype = update.dtype if same_dtype else _step_dtype(before, update)

@@ -58,7 +58,7 @@ def matrices_of(tree: Any, flatten: Flatten, specs: Any) -> list[Matrices]:
     """Find the matrices of every leaf that has any.
 
     Raises:
-      ValueError: as :func:`sides_of`; a matrix is split over devices.
+      ValueError: as :func:`sides_of`; a matrix is split over devices, or of unknown size.
     """
     found = []
     each = zip(leaves_with_paths(tree), sides_of(tree, flatten), spec_leaves(specs, tree), strict=True)
@@ -70,6 +70,11 @@ def matrices_of(tree: Any, flatten: Flatten, specs: Any) -> list[Matrices]:
             raise ValueError(
                 f"spectral_cap: the matrices of leaf {path_name(path)!r} are split over the mesh axes "
                 f"{names}: project outside shard_map, or gather them first"
+            )
+        if not all(isinstance(leaf.shape[axis], int) for axis in rows + columns):
+            raise ValueError(
+                f"spectral_cap: leaf {path_name(path)!r} of shape {tuple(leaf.shape)} has matrices of "
+                f"unknown size: jax.export may leave open how many matrices there are, but not their sides"
             )
         stack = tuple(axis for axis in range(len(leaf.shape)) if axis not in rows + columns)
         batch = tuple(leaf.shape[axis] for axis in stack)

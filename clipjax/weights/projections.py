@@ -21,7 +21,7 @@ from clipjax._core.rescale import Scale, rescale
 from clipjax._core.rounding import widened
 from clipjax._core.stats import Stats
 from clipjax._core.trees import Report, Rule, Unit, decide, report_of, rescale_units, units_of
-from clipjax._core.xla_cpu import LARGE, Turn, turn_after
+from clipjax._core.xla_cpu import Turn, is_large, turn_after
 from clipjax.weights.checks import check_are_weights
 from clipjax.weights.link import Outside, applied, is_branch, short_of, step_to
 
@@ -234,9 +234,9 @@ def _steps(
         scales.extend(exact)
 
     units = units_of(treedef.unflatten(before), how.axes, how.specs, how.axis_name)
-    step([unit for unit in units if unit.leaf.size < LARGE], None)
+    step([unit for unit in units if not is_large(unit.leaf)], None)
     turn: Turn = None
-    for unit in (unit for unit in units if unit.leaf.size >= LARGE):
+    for unit in (unit for unit in units if is_large(unit.leaf)):
         step([unit], turn_after(None, unit.leaf, ready) if turn is None else turn)
         # The next leaf waits for the new weights: XLA's memory-minimising scheduler would else take all
         # norms first, for the metrics, and keep all updates meanwhile.

@@ -7,11 +7,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from clipjax._core.arguments import explained, shown
 from clipjax._core.axes import Skip, check_some, is_measured, leaves_with_paths, path_name
 from clipjax._core.bounds import Bound, bound_at, check_fits
+from clipjax._core.mesh import placed_as
 from clipjax._core.norms import as_arrays, in_float64, wide
 from clipjax._core.platforms import min_of
 from clipjax._core.rescale import factor_of, rescaled, scale_by, to_bound
@@ -174,6 +176,7 @@ def _assigned(max_logits: Any, layers: list[_Layer]) -> list[tuple[_Layer, jax.A
     for path, value in leaves_with_paths(max_logits):
         layer = _layer_of(path_name(path), layers)
         logits = wide(lax.stop_gradient(jnp.asarray(value)))
+        logits = placed_as(np.zeros(logits.shape), logits)  # all of them on each device
         if jnp.iscomplexobj(logits):
             raise TypeError(f"max_logits must be real, got dtype {value.dtype} for layer {layer.path!r}")
         if layer.path in found:

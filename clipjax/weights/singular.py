@@ -95,7 +95,8 @@ def _capped_jvp(cap: Cap, primals: Any, tangents: Any) -> tuple[jax.Array, jax.A
     elif w.shape[0] < w.shape[1]:
         result += matmul(u * ratio, matmul(uh, dw - matmul(matmul(dw, v), vh)))
     result += matmul(u * outer, vh) * dbound
-    result = jnp.where(finite, result, jnp.full_like(result, jnp.nan))
+    # NaN comes from what is not finite, and is no constant, which `jax.debug_nans` would see.
+    result *= jnp.sqrt(jnp.where(finite, 1.0, -1.0))
     return capped(w, bound, proven, cap), lax.convert_element_type(result, w.dtype)
 
 

@@ -12,6 +12,7 @@ from jax import lax
 
 from clipjax._core.arguments import explained, shown
 from clipjax._core.bounds import Bound, bound_at, check_fits
+from clipjax._core.mesh import on_auto_axes
 from clipjax._core.norms import as_arrays, in_float64, strong, weakly_typed_as, wide
 from clipjax._core.stats import Stats
 from clipjax._core.trees import Report, summary
@@ -99,46 +100,62 @@ def spectral_cap(
         raise ValueError(f"method must be one of {', '.join(map(repr, _CAPS))}, got {shown(method)}")
     cap = functools.partial(capped, cap=_CAPS[method])
 
-    def stacks(params: Any, step: Any) -> list[tuple[Matrices, jax.Array, jax.Array, jax.Array]]:
-        """The leaves with matrices: a stack of them, their bounds, and which are proven to be inside."""
-        at_step, found = bound_of(step), []
-        for m in matrices_of(params, flatten, specs):
-            stack, limits = m.stacked(strong(m.leaf)), _limits(m, at_step)
-            found.append((m, stack, limits, _each(is_inside, *lax.stop_gradient((stack, limits)))))
-        return found
+    def limits_of(params: Any, step: Any) -> list[tuple[Matrices, jax.Array]]:
+        """The matrices of each leaf that has any, and their bounds."""
+
+        def limits(m: Matrices) -> jax.Array:
+            of = f"the matrices of {m.path!r}"
+            return jnp.broadcast_to(check_fits("bound", at_step, m.batch, of), m.batch)
+
+        at_step = bound_of(step)
+        return [(m, limits(m)) for m in matrices_of(params, flatten, specs)]
 
     @_of_arrays
     def constrain(params: Any, step: Any) -> tuple[Any, Report]:
         treedef: Any
         leaves, treedef = jax.tree.flatten(params)
         reports = []
-        for m, stack, limits, proven in stacks(params, step):
-            result = m.restored(_each(cap, stack, limits, proven))
+        for m, limits in limits_of(params, step):
+
+            def of_leaf(leaf: Any, limits: jax.Array, m: Matrices = m) -> tuple[jax.Array, jax.Array]:
+                stack = m.stacked(strong(leaf))
+                constants = lax.stop_gradient((stack, limits))
+                proven = _each(is_inside, *constants)
+                return m.restored(_each(cap, stack, limits, proven)), _each(
+                    largest_singular_value, *constants, proven
+                )
+
+            result, norms = on_auto_axes(of_leaf, (m.leaf, limits), m.leaf, limits)
             leaves[m.position] = weakly_typed_as(m.leaf, result)
-            norms = _each(largest_singular_value, *lax.stop_gradient((stack, limits)), proven)
             reports.append(_report(norms, lax.stop_gradient(limits)))
         return treedef.unflatten(leaves), summary(reports)
 
     @_of_arrays
     def measure(params: Any, step: Any) -> list[Measured]:
-        return [
-            Measured(
-                m.path, _each(largest_singular_value, stack, limits, *rest), jnp.zeros_like(limits), limits
-            )
-            for m, stack, limits, *rest in stacks(params, step)
-        ]
+        measured = []
+        for m, limits in limits_of(params, step):
+
+            def of_leaf(leaf: Any, limits: jax.Array, m: Matrices = m) -> jax.Array:
+                stack = m.stacked(strong(leaf))
+                return _each(largest_singular_value, stack, limits, _each(is_inside, stack, limits))
+
+            norms = on_auto_axes(of_leaf, limits, m.leaf, limits)
+            measured.append(Measured(m.path, norms, jnp.zeros_like(limits), limits))
+        return measured
 
     @in_float64
     def settle(before: Any, after: Any, wanted: Any, updates: Any, step: Any) -> Any:
         treedef: Any
         leaves, treedef = jax.tree.flatten(updates)
-        at_step = bound_of(step)
         befores, afters, wanteds = (treedef.flatten_up_to(tree) for tree in (before, after, wanted))
-        for m in matrices_of(treedef.unflatten(befores), flatten, specs):
+        for m, limits in limits_of(treedef.unflatten(befores), step):
             i = m.position
-            four = [m.stacked(strong(x)) for x in (befores[i], afters[i], wanteds[i], leaves[i])]
-            settled = _each(_settled, *four, _limits(m, at_step))
-            leaves[i] = weakly_typed_as(leaves[i], m.restored(settled))
+
+            def of_leaf(limits: jax.Array, *four: Any, m: Matrices = m) -> jax.Array:
+                return m.restored(_each(_settled, *(m.stacked(strong(x)) for x in four), limits))
+
+            settled = on_auto_axes(of_leaf, leaves[i], limits, befores[i], afters[i], wanteds[i], leaves[i])
+            leaves[i] = weakly_typed_as(leaves[i], settled)
         return treedef.unflatten(leaves)
 
     how = How(settle=settle, check=lambda params: sides_of(params, flatten))
@@ -148,11 +165,6 @@ def spectral_cap(
 def _of_arrays(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     """Run a function of weights and a step in float64, which takes away what a Python number was."""
     return lambda params, step: in_float64(function)(as_arrays(params), step)
-
-
-def _limits(m: Matrices, bound: jax.Array) -> jax.Array:
-    """The bound of each matrix of a leaf."""
-    return jnp.broadcast_to(check_fits("bound", bound, m.batch, f"the matrices of {m.path!r}"), m.batch)
 
 
 def _each(function: Callable[..., jax.Array], *stacks: jax.Array) -> jax.Array:

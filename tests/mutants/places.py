@@ -176,7 +176,7 @@ MUTANTS = (
     Mutant(
         "the state moves at a skipped step on many devices",
         "gradients/nonfinite.py",
-        "jax.tree.map(lambda n, o: jnp.where(good, n, o), new, old),",
+        "jax.tree.map(lambda n, o: jnp.where(good, n, _typed_as(n, o)), new, old),",
         "new,",
         "tests/devices/test_skipping_together.py::test_a_skipped_step_leaves_the_state_as_it_was",
     ),
