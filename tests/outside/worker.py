@@ -67,17 +67,11 @@ def run(folder: Path, files: Sequence[str], swap: Callable[[], None] | None) -> 
     with tempfile.TemporaryDirectory(prefix="clipjax-outside-") as place:
         settings = Path(place) / "pytest.ini"  # neither ours nor the peer's
         settings.write_text("[pytest]\n")
-        arguments = [
-            "-c",
-            str(settings),
-            "--rootdir",
-            str(folder),
-            "-p",
-            "no:cacheprovider",
-            "-q",
-            "--tb=short",
-        ]
-        pytest.main([*arguments, *(str(folder / file) for file in files)], plugins=[recorder])
+        options = f"-c {settings} --rootdir {folder} -p no:cacheprovider -q --tb=short"
+        arguments = [*options.split(), "--continue-on-collection-errors", *(str(folder / x) for x in files)]
+        status = pytest.main(arguments, plugins=[recorder])
+    if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):  # as where a file is missing
+        raise RuntimeError(f"pytest ended with status {status!r}")
     return recorder.results
 
 
