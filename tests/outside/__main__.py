@@ -100,11 +100,12 @@ def _run(run: str, tests: Source, scratch: Path, unswapped: bool) -> dict[str, d
 
 def judge(run: str, test: str, result: dict[str, Any]) -> str:
     """Name the column in which a result counts."""
+    listed = why(run, test) is not None
     if result["outcome"] == "failed":
-        return "FAILED" if why(run, test) is None else "differs"
-    if result["outcome"] == "passed" and why(run, test) is not None:
-        return "PASSED THOUGH LISTED"
-    return "without ours" if result["outcome"] == "passed" and not result["ours"] else result["outcome"]
+        return "differs" if listed else "FAILED"
+    if result["outcome"] == "passed" and not result["ours"]:
+        return "without ours"
+    return "PASSED THOUGH LISTED" if result["outcome"] == "passed" and listed else str(result["outcome"])
 
 
 def _report(results: dict[str, dict[str, dict[str, Any]]]) -> bool:

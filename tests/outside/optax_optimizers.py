@@ -16,16 +16,19 @@ Wrap = Callable[[Any], Any]
 WRAPS: dict[str, Wrap] = {
     "skip": lambda tx: clipjax.skip_nonfinite(tx),
     "clip": lambda tx: clipjax.bounded(tx, clip=clipjax.clip_by_global_norm(math.inf)),
-    "clip-skip": lambda tx: clipjax.bounded(tx, clip=clipjax.clip_by_global_norm(math.inf), nonfinite="skip"),
     "project": lambda tx: clipjax.bounded(tx, project=clipjax.max_norm(1e9, axes=None)),
 }
 
 
 def swap(wrap: Wrap) -> None:
     """Wrap what every optimizer's factory returns."""
+    import jax
     import optax
     from optax._src import alias
 
+    # The tests of explicit sharding compare versions of JAX as strings, and would skip themselves: "0.10" is
+    # before "0.7" then.
+    jax.__version__ = "0.9"
     factories = {
         name: value
         for name, value in vars(alias).items()

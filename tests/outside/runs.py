@@ -15,11 +15,10 @@ MEMBERS = """
     tree_utils/_tree_math_test.py
 """
 OPTIMIZERS = """
-    _src/alias_test.py _src/lookahead_test.py _src/sharding_test.py contrib/_common_test.py
-    contrib/_reduce_on_plateau_test.py contrib/_sam_test.py contrib/_schedule_free_test.py
-    transforms/_accumulation_test.py transforms/_combining_test.py transforms/_conditionality_test.py
-    transforms/_freezing_test.py transforms/_layouts_test.py transforms/_masking_test.py
-    transforms/_monitoring_test.py tree_utils/_state_utils_test.py
+    _src/alias_test.py _src/sharding_test.py contrib/_common_test.py contrib/_sam_test.py
+    contrib/_schedule_free_test.py transforms/_accumulation_test.py transforms/_combining_test.py
+    transforms/_conditionality_test.py transforms/_freezing_test.py transforms/_layouts_test.py
+    transforms/_masking_test.py transforms/_monitoring_test.py tree_utils/_state_utils_test.py
 """
 
 
