@@ -43,6 +43,7 @@ class Method(NamedTuple):
 
     bound: Callable[[optax.GradientTransformation], optax.GradientTransformation]
     threshold: str | float | None = None  # of the norm of the whole gradient: a number, or its metric
+    metrics: Callable[[Any], dict[str, jax.Array]] = clipjax.metrics
 
 
 class Run(NamedTuple):
@@ -74,7 +75,7 @@ def methods(clip: float) -> dict[str, Method]:
         )
 
     return {
-        "none": Method(lambda optimizer: optimizer),
+        "none": Method(lambda optimizer: optimizer, metrics=lambda _: {}),
         "skip_nonfinite": Method(clipjax.skip_nonfinite),
         "skip_spikes": Method(clipjax.skip_spikes, "skip_spikes/threshold"),
         "clip_by_global_norm": clipping(clipjax.clip_by_global_norm(clip), clip),
@@ -116,7 +117,7 @@ def train(method: Method, params: Any, data: Data, factors: np.ndarray, seed: in
         grads = jax.grad(loss_of, has_aux=True)(params, factor * train_x[rows], y)[0]
         updates, after = tx.update(grads, state, params)
         norm = clipjax.functional.global_norm(grads)  # the method's own, where it measures it
-        seen, before = clipjax.metrics(after), clipjax.metrics(state)
+        seen, before = method.metrics(after), method.metrics(state)
         report = {
             "norms": norm,
             "thresholds": threshold_of(method, seen),

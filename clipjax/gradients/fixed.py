@@ -20,7 +20,7 @@ from clipjax._core.rescale import root_of
 from clipjax._core.stats import Stats
 from clipjax._core.trees import Report, clip_tree, clip_units, size_of
 
-Clip = Callable[[Any, Any], tuple[Any, Report]]
+_Rule = Callable[[Any, Any], tuple[Any, Report]]
 
 
 class ClipByValueState(NamedTuple):
@@ -47,7 +47,7 @@ class ClipByRmsState(NamedTuple):
     clip_by_rms: Stats
 
 
-def _clipping(state: type[Any], clip: Clip, axes: Axes = None) -> optax.GradientTransformationExtraArgs:
+def _clipping(state: type[Any], clip: _Rule, axes: Axes = None) -> optax.GradientTransformationExtraArgs:
     """Make a transformation of `clip(updates, step) -> (updates, report)`."""
 
     def first(params: Any, stats: Stats) -> Memory:

@@ -79,8 +79,11 @@ def test_a_projection_that_bounds_nothing_says_so_when_called_and_to_verify(name
 
 def test_an_update_that_bounds_nothing_says_so() -> None:
     """As where the state was made for other weights, and restored."""
-    for tx, _ in (NOTHING["max_norm"], NOTHING["clip_by_norm"], NOTHING["box"]):
-        message_of(tx.update, VECTORS, clipjax.max_norm(1.0).init(KERNEL), VECTORS)
+    message_of(NOTHING["max_norm"][0].update, VECTORS, clipjax.max_norm(1.0).init(KERNEL), VECTORS)
+    tx = clipjax.clip_by_norm(1.0, axes=fan_in)
+    message_of(tx.update, VECTORS, tx.init(KERNEL), VECTORS)
+    tx = clipjax.box(-1.0, 1.0, where=lambda _, leaf: leaf.ndim == 2)
+    message_of(tx.update, VECTORS, tx.init(KERNEL), VECTORS)
 
 
 def test_the_functions_on_trees_and_the_layers() -> None:

@@ -109,7 +109,7 @@ full = pytest.mark.full
 
 
 @pytest.mark.parametrize(
-    ("window", "warmup", "z_score"),
+    ("window", "warmup", "z"),
     [
         (1, None, None),
         (7, 3, 3.0),

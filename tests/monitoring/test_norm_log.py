@@ -106,7 +106,7 @@ def test_the_name_says_which_norm() -> None:
     with pytest.raises(ValueError, match="name: 'zclip' has no norm"):
         clipjax.NormLog("zclip").append(seen)
     with pytest.raises(ValueError, match=r"got \[\]"):
-        clipjax.NormLog().append(clipjax.metrics(optax.adam(1e-3).init(np.zeros(2, np.float32))))
+        clipjax.NormLog().append({})
 
 
 def test_quantiles_and_clip_rates_are_those_of_the_finite_norms() -> None:

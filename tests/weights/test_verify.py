@@ -243,7 +243,7 @@ def test_it_is_for_concrete_weights() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (optax.sgd(1.0), "projection must be a projection.*got the gradient transformation"),
+        (optax.sgd(1.0), "projection must be a projection.*got a gradient transformation"),
         (3.0, "projection must be a projection.*got 3.0"),
         ("max_norm", "projection must be a projection.*got 'max_norm'"),
         ([3.0], "projection must be a projection.*got 3.0"),
