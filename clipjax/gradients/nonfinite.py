@@ -136,10 +136,10 @@ def skip_nonfinite(
         check_state("skip_nonfinite", SkipNonfiniteState, state)
         good = _all_finite(updates, axis_name)
 
-        def step(updates: Any, inner_state: Any, params: Any) -> tuple[Any, Any]:
+        def step(updates: Any, inner_state: Any) -> tuple[Any, Any]:
             return inner.update(updates, inner_state, params, **extra_args)
 
-        new_updates, new_inner = step_if(good, step, updates, state.inner, params)
+        new_updates, new_inner = step_if(good, step, updates, state.inner)
         return new_updates, SkipNonfiniteState(
             steps=count(state.steps, jnp.ones((), bool)),
             skipped=count(state.skipped, ~good),
@@ -151,33 +151,36 @@ def skip_nonfinite(
 
 
 def step_if(
-    good: jax.Array, step: Callable[[Any, Any, Any], tuple[Any, Any]], updates: Any, old: Any, params: Any
+    good: jax.Array, step: Callable[[Any, Any], tuple[Any, Any]], updates: Any, old: Any
 ) -> tuple[Any, Any]:
-    """Return what `step(updates, old, params)` returns if `good`, else zero updates and the old state."""
+    """Return what `step(updates, old)` returns if `good`, else zero updates and the old state.
 
-    def selected(updates: Any, old: Any, params: Any) -> tuple[Any, Any]:
-        new_updates, new = as_arrays(step(updates, old, params))
+    The parameters are in the closure of `step`: there may be functions among them, which no branch takes.
+    """
+
+    def selected(updates: Any, old: Any) -> tuple[Any, Any]:
+        new_updates, new = as_arrays(step(updates, old))
         return (  # 0 * NaN would be NaN
             jax.tree.map(lambda u: jnp.where(good, u, jnp.zeros_like(u)), new_updates),
             jax.tree.map(lambda n, o: jnp.where(good, n, _typed_as(n, o)), new, old),
         )
 
-    def branched(updates: Any, old: Any, params: Any) -> tuple[Any, Any]:
-        return lax.cond(good, step, skip, updates, old, params)
+    def branched(updates: Any, old: Any) -> tuple[Any, Any]:
+        return lax.cond(good, step, skip, updates, old)
 
-    def skip(updates: Any, old: Any, params: Any) -> tuple[Any, Any]:
-        like, state = jax.eval_shape(step, updates, old, params)
+    def skip(updates: Any, old: Any) -> tuple[Any, Any]:
+        like, state = jax.eval_shape(step, updates, old)
         zeros = jax.tree.map(lambda n, u: _typed_as(n, jnp.zeros_like(u)), like, updates)
         return zeros, jax.tree.map(_typed_as, state, old)
 
     updates = as_arrays(updates)
     if not isinstance(good, jax.core.Tracer):  # without jit a branch would be compiled anew at every step
-        return step(updates, old, params) if good else skip(updates, old, params)
+        return step(updates, old) if good else skip(updates, old)
     if any(varying(x) for x in jax.tree.leaves((updates, old))):  # branches would differ in type
-        return selected(updates, old, params)
+        return selected(updates, old)
     # On a CPU selecting keeps the old state beside the new one, and takes half as long again as a branch.
     # An accelerator would wait for the host to choose one.
-    return lax.platform_dependent(updates, old, params, cpu=branched, default=selected)
+    return lax.platform_dependent(updates, old, cpu=branched, default=selected)
 
 
 @in_float64

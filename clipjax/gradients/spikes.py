@@ -184,10 +184,10 @@ def skip_spikes(
         verdict = judge(as_arrays(updates), state)
         good = verdict.good
 
-        def step(updates: Any, inner_state: Any, params: Any) -> tuple[Any, Any]:
+        def step(updates: Any, inner_state: Any) -> tuple[Any, Any]:
             return inner.update(updates, inner_state, params, **extra_args)
 
-        new_updates, new_inner = step_if(good, step, updates, state.inner, params)
+        new_updates, new_inner = step_if(good, step, updates, state.inner)
         norms, taken = remember(state, verdict)
         return new_updates, SkipSpikesState(
             steps=count(state.steps, jnp.ones((), bool)),

@@ -57,8 +57,8 @@ MUTANTS = (
     Mutant(
         "a skipped step moves the inner state",
         "gradients/nonfinite.py",
-        "return lax.cond(good, step, skip, updates, old, params)",
-        "return lax.cond(good, step, lambda *x: (skip(*x)[0], step(*x)[1]), updates, old, params)",
+        "return lax.cond(good, step, skip, updates, old)",
+        "return lax.cond(good, step, lambda *x: (skip(*x)[0], step(*x)[1]), updates, old)",
         "tests/core/test_edge_cases.py::test_a_skipped_step_changes_neither_the_weights_nor_the_state",
     ),
     Mutant(
