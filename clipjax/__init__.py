@@ -4,7 +4,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from clipjax import functional
-from clipjax._core.axes import SKIP, fan_in
+from clipjax._core.axes import SKIP, Axes, fan_in
+from clipjax._core.bounds import Bound
 from clipjax.backward.layers import (
     clip_gradient_by_global_norm,
     clip_gradient_by_norm,
@@ -28,12 +29,13 @@ from clipjax.gradients.spikes import skip_spikes
 from clipjax.gradients.tangent_cone import tangent_cone
 from clipjax.monitoring.metrics import metrics
 from clipjax.monitoring.norm_log import NormLog
+from clipjax.monitoring.replay import Replay, Suggestion
 from clipjax.weights.constraints import max_norm, min_max_norm, unit_norm
 from clipjax.weights.entries import box, non_negative
 from clipjax.weights.projections import Projection, project
 from clipjax.weights.qk_clip import qk_clip
 from clipjax.weights.spectral import spectral_cap
-from clipjax.weights.verify import verify
+from clipjax.weights.verify import Violation, verify
 
 __version__ = "0.1.0"
 
@@ -48,8 +50,13 @@ if not TYPE_CHECKING:  # to which any name would then be known
 
 __all__ = [
     "SKIP",
+    "Axes",
+    "Bound",
     "NormLog",
     "Projection",
+    "Replay",
+    "Suggestion",
+    "Violation",
     "adagc",
     "adaptive_grad_clip",
     "autoclip",

@@ -7,7 +7,7 @@ accumulated in float64 and returned in float32 (float64 if a leaf is as wide).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,9 @@ __all__ = [
     "leaf_norms",
     "unitwise_norms",
 ]
+
+
+T = TypeVar("T")
 
 
 @in_float64
@@ -71,7 +74,7 @@ def global_norm(tree: Any, ord: float = 2) -> jax.Array:  # noqa: A002
 
 
 @explained
-def leaf_norms(tree: Any, ord: float = 2) -> Any:  # noqa: A002
+def leaf_norms(tree: T, ord: float = 2) -> T:  # noqa: A002
     """Measure the norm of each leaf.
 
     Args:
@@ -134,7 +137,7 @@ def unitwise_norms(tree: Any, axes: Axes, ord: float = 2) -> Any:  # noqa: A002
 
 
 @explained
-def clip_by_value(tree: Any, low: Bound, high: Bound) -> Any:
+def clip_by_value(tree: T, low: Bound, high: Bound) -> T:
     """Clip each entry to `[low, high]`, like `tf.clip_by_value`.
 
     A limit that a leaf's dtype does not hold is rounded inwards: no entry is outside, measured in
@@ -162,7 +165,7 @@ def clip_by_value(tree: Any, low: Bound, high: Bound) -> Any:
 
 
 @explained
-def clip_by_norm(tree: Any, max_norm: Bound, axes: Axes = None, ord: float = 2) -> Any:  # noqa: A002
+def clip_by_norm(tree: T, max_norm: Bound, axes: Axes = None, ord: float = 2) -> T:  # noqa: A002
     """Clip the norm of each leaf, or of each unit along `axes`, like `tf.clip_by_norm`.
 
     Args:
@@ -192,11 +195,11 @@ def clip_by_norm(tree: Any, max_norm: Bound, axes: Axes = None, ord: float = 2) 
 
 @explained
 def clip_by_global_norm(
-    tree: Any,
+    tree: T,
     max_norm: Bound,
     ord: float = 2,  # noqa: A002
     norm: jax.Array | None = None,
-) -> tuple[Any, jax.Array]:
+) -> tuple[T, jax.Array]:
     """Clip the norm of all leaves together, like `tf.clip_by_global_norm`.
 
     Args:

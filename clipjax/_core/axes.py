@@ -31,7 +31,8 @@ class Default:
     """A rule as a default: Optax' `inject_hyperparams` takes a default that can be called for a schedule."""
 
     def __init__(self, rule: Rule, name: str) -> None:
-        self.rule, self.name = rule, name
+        self.rule: Rule = rule
+        self.name: str = name
 
     def __repr__(self) -> str:
         return self.name

@@ -51,8 +51,8 @@ class NormLog:
         if name is not None and not isinstance(name, str):
             raise TypeError(f"name must be a str, got {shown(name)}")
         self.name = name
-        self.capacity = None if capacity is None else check_count("capacity", capacity, 1)
-        self.dropped = 0
+        self.capacity: int | None = None if capacity is None else check_count("capacity", capacity, 1)
+        self.dropped: int = 0
         self._waiting: list[Any] = []  # on the device
         self._chunks: list[np.ndarray] = []
 

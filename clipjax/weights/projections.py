@@ -27,7 +27,10 @@ from clipjax.weights.link import Outside, applied, is_branch, short_of, step_to
 
 T = TypeVar("T")
 
-_Base: Any = optax.GradientTransformationExtraArgs if TYPE_CHECKING else object
+if TYPE_CHECKING:
+    from optax import GradientTransformationExtraArgs as _Base
+else:
+    _Base = object
 
 
 class Measured(NamedTuple):

@@ -108,7 +108,7 @@ def is_proven(real: Any, w: jax.Array, bound: jax.Array, spare: int = 1) -> jax.
     return proven | (alone & jnp.all(sizes <= bound))
 
 
-is_inside = by_platform(is_proven)
+is_inside: Callable[..., jax.Array] = by_platform(is_proven)
 
 
 def _factor(x: jax.Array, room: float) -> jax.Array:

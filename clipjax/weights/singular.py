@@ -34,7 +34,7 @@ def narrowed(x: jax.Array, dtype: Any) -> jax.Array:
     return lax.convert_element_type(rounded(x, dtype), dtype)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
+@functools.partial(jax.custom_jvp[jax.Array], nondiff_argnums=(3,))
 def capped(w: jax.Array, bound: jax.Array, proven: jax.Array, cap: Cap) -> jax.Array:
     """Bring a matrix inside `bound`; one that is proven to be inside comes back bit for bit.
 

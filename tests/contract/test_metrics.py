@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
+from typing import Any
 
 import jax
 import numpy as np
 import optax
 import pytest
+from flax import nnx
+from flax.serialization import msgpack_restore, to_bytes
 
 import clipjax
 from tests.contract.cases import (
@@ -81,3 +85,35 @@ def test_metrics_say_what_happened() -> None:
         "clip_by_global_norm/clipped_fraction": 0.5,
         "clip_by_global_norm/nonfinite_count": 1,
     }
+
+
+STEPS = optax.chain(
+    clipjax.clip_by_global_norm(1.0), clipjax.skip_nonfinite(optax.adam(1e-3)), clipjax.max_norm(1.0)
+)
+
+
+def test_plain_dicts_of_a_checkpoint_have_the_same_metrics() -> None:
+    """What `flax.serialization` and Orbax restore without a target."""
+    grads, params = problem()
+    state = STEPS.update(grads, STEPS.init(params), params)[1]
+    restored = msgpack_restore(to_bytes(state))
+    assert type(restored) is dict
+    assert list(clipjax.metrics(restored)) == list(clipjax.metrics(state))
+    assert same_bits(clipjax.metrics(restored), clipjax.metrics(state))
+    assert json.loads(json.dumps({name: float(value) for name, value in clipjax.metrics(restored).items()}))
+
+
+def test_the_state_of_an_nnx_optimizer_has_its_metrics() -> None:
+    model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, STEPS, wrt=nnx.Param)
+    optimizer.update(model, jax.tree.map(lambda w: 2 * w, nnx.state(model, nnx.Param)))
+    seen = clipjax.metrics(optimizer)
+    assert seen["clip_by_global_norm/steps"] == 1
+    for form in (nnx.state(optimizer), nnx.to_pure_dict(nnx.state(optimizer))):
+        assert same_bits(clipjax.metrics(form), seen)
+
+
+@pytest.mark.parametrize("given", [{}, (), None, problem()[1], optax.adam(1e-3).init(problem()[1]), 3.0])
+def test_what_has_no_metrics_is_an_error(given: Any) -> None:
+    with pytest.raises(ValueError, match="opt_state: there is no state of a clipjax transformation in"):
+        clipjax.metrics(given)
