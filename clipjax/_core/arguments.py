@@ -69,9 +69,20 @@ def explained(function: Callable[_P, _R]) -> Callable[_P, _R]:
             raise TypeError(f"{use}, got {shown(args[0])}")
         if misfit:
             raise TypeError(_misfit(function.__name__, signature, kwargs, misfit))
+        check_names("axis_name", kwargs.get("axis_name"))
         return function(*args, **kwargs)
 
     return wrapped
+
+
+def check_names(argument: str, names: Any) -> tuple[str, ...]:
+    """Return the names of mesh axes as a tuple, and raise an error if they are none."""
+    if names is None:
+        return ()
+    names = (names,) if isinstance(names, str) else names
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"{argument} must be the name of a mesh axis, or several, got {shown(names)}")
+    return tuple(names)
 
 
 def _is_tree(value: Any, or_array: bool) -> bool:

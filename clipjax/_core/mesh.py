@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from clipjax._core.arguments import check_names
 from clipjax._core.axes import Path, Reduced, path_name
 from clipjax._core.paths import a_few, described, leaves_with_paths
 
@@ -68,11 +69,7 @@ def on_auto_axes(function: Callable[..., Any], like: Any, *args: Any) -> Any:
 
 def as_names(axis_name: AxisName, argument: str = "axis_name") -> Names:
     """Write an `axis_name` argument, or an entry of a spec, as a tuple of names that exist here."""
-    if axis_name is None:
-        return ()
-    names = (axis_name,) if isinstance(axis_name, str) else axis_name
-    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
-        raise TypeError(f"{argument} must be the name of a mesh axis, or several, got {axis_name!r}")
+    names = check_names(argument, axis_name)
     for name in names:
         try:
             lax.axis_size(name)
@@ -81,7 +78,7 @@ def as_names(axis_name: AxisName, argument: str = "axis_name") -> Names:
                 f"{argument}: there is no axis {name!r} here. The names are those of the mesh that shard_map "
                 "got, or the axis_name of pmap or vmap; outside of these, in sharded jit too, none is needed"
             ) from error
-    return tuple(names)
+    return names
 
 
 def names_of_leaf(leaf: Any, axis_name: AxisName) -> Names:
