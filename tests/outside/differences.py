@@ -74,12 +74,6 @@ DIFFERENCES = (
     ),
     Difference(
         "optax-skip",
-        "AccumulationTest::test_multi_steps_mixed_precision0 *",
-        "With gradients wider than the weights, Adam's first moment changes its dtype in the first step. A "
-        "step that may be left out has to keep it: `optax.apply_if_finite` fails alike. `mu_dtype` helps.",
-    ),
-    Difference(
-        "optax-skip",
         "ConditionalityTest::test_apply_if_finite_*sgd*",
         "They want a NaN to be let through by `apply_if_finite` after two steps that were skipped; "
         "`skip_nonfinite` inside of it never lets one through.",
@@ -96,11 +90,8 @@ DIFFERENCES = (
     Difference(
         "optax-project",
         """ExtraArgsTest::test_extra_args
-           PartitionTest::test_empty*
            PartitionTest::test_labels_mismatch? (False, *)
            LayoutsTest::test_flatten
-           MaskedTest::test_empty*
-           MaskedTest::test_mask_compatible_callable_pytree
            MaskedTest::test_masked_*sgd*
            MaskedTest::test_prefix_mask_*sgd
            MonitoringTest::test_monitor
