@@ -101,8 +101,10 @@ def names_of_units(
         if len(spec) > len(leaf.shape):
             raise ValueError(f"specs: {spec} has more entries than leaf {described(path, leaf)} has axes")
         split = [spec[axis] for axis in axes if axis < len(spec) and spec[axis] is not None]
-        names = {name for entry in split for name in as_names(entry, "specs")}
-        return tuple(sorted(names))
+        mesh = jax.sharding.get_abstract_mesh()
+        compilers = set(mesh.axis_names) - set(mesh.manual_axes)  # by these the compiler splits arrays
+        names = {name for entry in split for name in check_names("specs", entry)} - compilers
+        return as_names(tuple(sorted(names)), "specs")
     if varying(leaf):
         raise ValueError(
             f"specs: leaf {path_name(path)!r} of shape {leaf.shape} varies over the mesh axes "

@@ -9,9 +9,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.support.eight_devices import MEMBERS, WAYS, Bad, left_out, members, same, steps_of
+from tests.support.eight_devices import IN_JIT, MEMBERS, WAYS, Bad, left_out, members, same, steps_of
 
 DEVICES_WITH_IT = (0, 3, 7)
+
+ON_DEVICES = ("shard_map", "unchecked", "pmap", "one of two axes", "one in the other", *IN_JIT)
 
 # Bounds of entries: no entry shares the NaN, and the metric `scale` is that of the others or none.
 OF_ENTRIES = ("value", "low and high value", "array of values", "box", "non_negative")
@@ -25,7 +27,7 @@ def bad_entries(way: str) -> list[Bad]:
     return [Bad(*entry, weights) for entry in entries for weights in (False, True)]
 
 
-@pytest.mark.parametrize(("way", "name"), members(MEMBERS, "shard_map", "unchecked", "pmap"))
+@pytest.mark.parametrize(("way", "name"), members(MEMBERS, *ON_DEVICES))
 def test_a_nan_is_seen_as_on_one_device(way: str, name: str) -> None:
     but = left_out(way, name) + (("scale",) if name in OF_ENTRIES else ())
     for bad in bad_entries(way):

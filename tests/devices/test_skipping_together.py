@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.eight_devices import CHOSEN, SKIPPING, Bad, check, members, program, steps_of, tree
 
-WAYS = ("shard_map", "unchecked", "pmap")
+WAYS = ("shard_map", "unchecked", "pmap", "one of two axes", "one in the other")
 
 
 @pytest.mark.parametrize(("way", "name"), members(SKIPPING, "sharded jit", *WAYS))

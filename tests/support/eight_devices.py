@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import clipjax
@@ -29,11 +29,33 @@ DEVICES = 8
 SPECS = {"kernel": P("d", None), "columns": P(None, "d"), "replicated": P()}
 ROWS = dict.fromkeys(SPECS, P("d"))
 TWO_AXES = {"kernel": P("x", "y"), "columns": P(None, ("x", "y")), "replicated": P("y")}
+# The parts of these by one of the two axes.
+OF_X = {"kernel": P("x"), "columns": P(None, "x"), "replicated": P()}
+OF_Y = {"kernel": P(None, "y"), "columns": P(None, "y"), "replicated": P("y")}
+
+# How the gradients and the weights of a model are split over an axis x for data and an axis y for its layers.
+LAYOUTS = {
+    "data": (dict.fromkeys(SPECS, P("x")), dict.fromkeys(SPECS, P())),
+    "tensor": ({"kernel": P(None, "y"), "columns": P("y"), "replicated": P()},) * 2,
+    "fully sharded": (TWO_AXES,) * 2,
+}
+
+KINDS = {"automatic": AxisType.Auto, "explicit": AxisType.Explicit}
 
 
 def mesh(*shape: int, names: tuple[str, ...] = ("d",)) -> Any:
     """A mesh of the eight devices: one axis, or axes of a shape."""
-    return jax.make_mesh(shape or (DEVICES,), names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))
+    return jax.make_mesh(shape or (DEVICES,), names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def two_axes(axis_type: AxisType) -> Any:
+    return jax.make_mesh((2, 4), ("x", "y"), axis_types=(axis_type,) * 2)
+
+
+def shardings(specs: Mapping[str, P]) -> dict[str, NamedSharding]:
+    """The specs as shardings of a mesh of two axes."""
+    of_no_devices = jax.sharding.AbstractMesh((2, 4), ("x", "y"))  # as there may be one yet
+    return {key: NamedSharding(of_no_devices, spec) for key, spec in specs.items()}
 
 
 def tree(seed: int = 0) -> dict[str, Any]:
@@ -100,6 +122,8 @@ BY_TYPE: dict[str, Builder] = {
     "project": lambda s, a: clipjax.project(lambda w: jax.tree.map(lambda x: jnp.maximum(x, 0), w))
 }
 MEMBERS = OF_LEAVES | OF_UNITS | ADAPTIVE | SKIPPING | BY_TYPE
+# For matrices that are whole on a device, or that the compiler splits.
+SPECTRAL: dict[str, Builder] = {"spectral_cap": lambda s, a: clipjax.spectral_cap(2.0)}
 
 # (states, grads, params) -> (updates, states, metrics), each but `grads` and `params` by member
 Step = Callable[[Any, Any, Any], tuple[Any, Any, Any]]
@@ -110,7 +134,7 @@ class Way(NamedTuple):
 
     compiled: Callable[[Step, Iterable[str]], Step]  # of the step, and the names of the members in it
     members: Mapping[str, Builder]  # those that can be run so
-    specs: Any = None  # what the members are told
+    specs: Any = None  # what the members are told, as specs or as shardings
     axis_name: str | None = None
 
 
@@ -129,6 +153,40 @@ def _mapped(specs: Any, m: Callable[[], Any], **options: Any) -> Callable[[Step,
         return jax.jit(jax.shard_map(step, mesh=m(), in_specs=ins, out_specs=outs, **options))
 
     return compiled
+
+
+def _partly_mapped(step: Step, names: Iterable[str]) -> Step:
+    """Mapped over one axis of two, the other of which is for the compiler."""
+    return _placed_on_two_axes(_over("x", OF_X, step, names))
+
+
+def _nested(step: Step, names: Iterable[str]) -> Step:
+    """Mapped over one axis in what is mapped over the other."""
+    return _placed_on_two_axes(_over("x", OF_X, _over("y", OF_Y, step, names), names))
+
+
+def _over(axis: str, specs: Any, step: Step, names: Iterable[str]) -> Step:
+    ins, outs = (P(), specs, specs), (dict.fromkeys(names, specs), P(), P())
+    return jax.shard_map(step, axis_names={axis}, in_specs=ins, out_specs=outs)
+
+
+def _placed_on_two_axes(
+    step: Step,
+    grads_split: Mapping[str, P] = TWO_AXES,
+    params_split: Mapping[str, P] = TWO_AXES,
+    axis_type: AxisType = AxisType.Auto,
+) -> Step:
+    jitted = jax.jit(step)
+
+    def on_devices(states: Any, grads: Any, params: Any) -> Any:
+        with jax.set_mesh(two := two_axes(axis_type)):
+            return jitted(states, placed(grads, grads_split, two), placed(params, params_split, two))
+
+    return on_devices
+
+
+def _laid_out(layout: str, kind: str, step: Step, names: Iterable[str]) -> Step:
+    return _placed_on_two_axes(step, *LAYOUTS[layout], axis_type=KINDS[kind])
 
 
 def _pmapped(step: Step, names: Iterable[str]) -> Step:
@@ -167,9 +225,10 @@ def pmap(function: Callable[..., Any]) -> Callable[..., Any]:
     return mapped
 
 
-def placed(values: Any, specs: Mapping[str, P] = SPECS) -> Any:
+def placed(values: Any, specs: Mapping[str, P] = SPECS, on: Any = None) -> Any:
     """The tree on the devices, as its specs say."""
-    return jax.device_put(values, {key: NamedSharding(mesh(), spec) for key, spec in specs.items()})
+    on = mesh() if on is None else on
+    return {key: jax.device_put(x, NamedSharding(on, specs[key])) for key, x in values.items()}
 
 
 def split(values: Any) -> Any:
@@ -177,16 +236,20 @@ def split(values: Any) -> Any:
     return jax.tree.map(lambda x: x.reshape(DEVICES, -1, x.shape[-1]), values)
 
 
+IN_JIT = [f"{layout}, {kind}" for layout in LAYOUTS for kind in KINDS]
 # With a named axis every unit counts as split, which those of rows are not.
 NAMED = {name: build for name, build in MEMBERS.items() if name not in ("units of rows", *BY_TYPE)}
 WAYS = {
-    "one device": Way(_jitted, MEMBERS),
+    "one device": Way(_jitted, MEMBERS | SPECTRAL),
     "sharded jit": Way(_sharded, MEMBERS),
     "shard_map": Way(_mapped(SPECS, mesh), MEMBERS, SPECS),
     "two mesh axes": Way(_mapped(TWO_AXES, lambda: mesh(2, 4, names=("x", "y"))), MEMBERS, TWO_AXES),
     "unchecked": Way(_mapped(ROWS, mesh, check_vma=False), NAMED, None, "d"),
     "pmap": Way(_pmapped, NAMED, None, "d"),
+    "one of two axes": Way(_partly_mapped, MEMBERS, shardings(TWO_AXES)),
+    "one in the other": Way(_nested, MEMBERS, shardings(TWO_AXES)),
 }
+WAYS |= {way: Way(functools.partial(_laid_out, *way.split(", ")), MEMBERS | SPECTRAL) for way in IN_JIT}
 # What is compiled by default; the other members are marked "full". To the library, sharded jit is nothing
 # special, and pmap is nothing else than an unchecked shard_map: each member is in one of these two. Members
 # that differ from others by nothing that depends on devices need not be in the checked shard_map as well.
@@ -195,12 +258,23 @@ CHOSEN = {
     "sharded jit": ["global", "value", "units", "units of rows", "max_norm", "quantile", "agc"],
     "shard_map": [name for name in MEMBERS if name not in ALIKE],
     "two mesh axes": ["global", "value", "units", "units of rows", "rms of units"],
+    "one of two axes": ["global", "value", "units", "units of rows", "max_norm", "agc", "bounded, skip"],
+    "one in the other": [
+        "global",
+        "units",
+        "units of rows",
+        "min_max_norm",
+        "tangent_cone",
+        "skip_nonfinite",
+    ],
     "pmap": [
         *("global", "global inf", "value", "box", "non_negative", "units", "min_max_norm", "unit_norm"),
         *ADAPTIVE,
         *("skip_nonfinite", "bounded, skip", "skip_spikes"),
     ],
 }
+for i, way in enumerate(IN_JIT):  # each member in one of them
+    CHOSEN[way] = ["global", *list(MEMBERS | SPECTRAL)[i :: len(IN_JIT)]]
 CHOSEN["unchecked"] = [*("global", "units"), *(name for name in NAMED if name not in CHOSEN["pmap"])]
 
 
@@ -240,7 +314,7 @@ class Program:
 
 @functools.cache
 def program(way: str, chosen: bool = True) -> Program:
-    chosen_names = CHOSEN.get(way, MEMBERS)
+    chosen_names = CHOSEN.get(way, WAYS[way].members)
     return Program(WAYS[way], [name for name in WAYS[way].members if (name in chosen_names) == chosen])
 
 
