@@ -153,8 +153,8 @@ def clip_by_norm(
         patterns (globs of `"encoder/Dense_0/kernel"` or of its last components) to any of these,
         of which the first match wins and leaves that none matches are left alone.
       ord: 1, 2, any p >= 1, or `jax.numpy.inf`.
-      specs: inside `shard_map`, the `PartitionSpec` tree of the updates: needed for units of leaves
-        that are split.
+      specs: inside `shard_map`, the tree of `PartitionSpec` or `NamedSharding` of the updates: needed for
+        units of leaves that are split. In a `shard_map` over some axes of a mesh, the others may be in it.
       axis_name: the mesh axes that split the norms, in `pmap` and unchecked `shard_map`.
 
     Returns:
@@ -200,8 +200,9 @@ def clip_by_global_norm(
     Args:
       max_norm: the bound: a number, a scalar array or a schedule `step -> bound`.
       ord: 1, 2, any p >= 1, or `jax.numpy.inf`.
-      axis_name: the mesh axes that split the tree, in `pmap` and unchecked `shard_map`. Inside a
-        checked `shard_map` each leaf's type tells.
+      axis_name: the mesh axes that split the tree, in `pmap` and unchecked `shard_map`: every leaf, one
+        that all devices have too, which so counts once a device. Inside a checked `shard_map` each
+        leaf's type tells.
 
     Returns:
       A transformation whose state holds the norm, the scale and counts, as scalars.
