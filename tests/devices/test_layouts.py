@@ -15,6 +15,7 @@ from tests.support.eight_devices import (
     KINDS,
     LAYOUTS,
     MEMBERS,
+    NESTED,
     SPECTRAL,
     check,
     members,
@@ -31,7 +32,7 @@ def test_same_as_on_one_device(way: str, name: str) -> None:
     check(way, name)
 
 
-@pytest.mark.parametrize(("way", "name"), members(MEMBERS, "one of two axes", "one in the other"))
+@pytest.mark.parametrize(("way", "name"), members(MEMBERS, *NESTED))
 def test_same_in_meshes_within_meshes(way: str, name: str) -> None:
     check(way, name)
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.support.eight_devices import IN_JIT, MEMBERS, WAYS, Bad, left_out, members, same, steps_of
+from tests.support.eight_devices import IN_JIT, MEMBERS, NESTED, WAYS, Bad, left_out, members, same, steps_of
 
 DEVICES_WITH_IT = (0, 3, 7)
 
-ON_DEVICES = ("shard_map", "unchecked", "pmap", "one of two axes", "one in the other", *IN_JIT)
+ON_DEVICES = ("shard_map", "unchecked", "pmap", *NESTED, *IN_JIT)
 
 # Bounds of entries: no entry shares the NaN, and the metric `scale` is that of the others or none.
 OF_ENTRIES = ("value", "low and high value", "array of values", "box", "non_negative")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.support.eight_devices import CHOSEN, SKIPPING, Bad, check, members, program, steps_of, tree
+from tests.support.eight_devices import CHOSEN, NESTED, SKIPPING, Bad, check, members, program, steps_of, tree
 
-WAYS = ("shard_map", "unchecked", "pmap", "one of two axes", "one in the other")
+WAYS = ("shard_map", "unchecked", "pmap", *NESTED)
 
 
 @pytest.mark.parametrize(("way", "name"), members(SKIPPING, "sharded jit", *WAYS))

@@ -155,9 +155,9 @@ def _mapped(specs: Any, m: Callable[[], Any], **options: Any) -> Callable[[Step,
     return compiled
 
 
-def _partly_mapped(step: Step, names: Iterable[str]) -> Step:
+def _partly_mapped(kind: str, step: Step, names: Iterable[str]) -> Step:
     """Mapped over one axis of two, the other of which is for the compiler."""
-    return _placed_on_two_axes(_over("x", OF_X, step, names))
+    return _placed_on_two_axes(_over("x", OF_X, step, names), axis_type=KINDS[kind])
 
 
 def _nested(step: Step, names: Iterable[str]) -> Step:
@@ -236,6 +236,7 @@ def split(values: Any) -> Any:
     return jax.tree.map(lambda x: x.reshape(DEVICES, -1, x.shape[-1]), values)
 
 
+NESTED = ("one of two axes", "beside an explicit axis", "one in the other")
 IN_JIT = [f"{layout}, {kind}" for layout in LAYOUTS for kind in KINDS]
 # With a named axis every unit counts as split, which those of rows are not.
 NAMED = {name: build for name, build in MEMBERS.items() if name not in ("units of rows", *BY_TYPE)}
@@ -246,7 +247,10 @@ WAYS = {
     "two mesh axes": Way(_mapped(TWO_AXES, lambda: mesh(2, 4, names=("x", "y"))), MEMBERS, TWO_AXES),
     "unchecked": Way(_mapped(ROWS, mesh, check_vma=False), NAMED, None, "d"),
     "pmap": Way(_pmapped, NAMED, None, "d"),
-    "one of two axes": Way(_partly_mapped, MEMBERS, shardings(TWO_AXES)),
+    "one of two axes": Way(functools.partial(_partly_mapped, "automatic"), MEMBERS, shardings(TWO_AXES)),
+    "beside an explicit axis": Way(
+        functools.partial(_partly_mapped, "explicit"), MEMBERS, shardings(TWO_AXES)
+    ),
     "one in the other": Way(_nested, MEMBERS, shardings(TWO_AXES)),
 }
 WAYS |= {way: Way(functools.partial(_laid_out, *way.split(", ")), MEMBERS | SPECTRAL) for way in IN_JIT}
@@ -259,6 +263,7 @@ CHOSEN = {
     "shard_map": [name for name in MEMBERS if name not in ALIKE],
     "two mesh axes": ["global", "value", "units", "units of rows", "rms of units"],
     "one of two axes": ["global", "value", "units", "units of rows", "max_norm", "agc", "bounded, skip"],
+    "beside an explicit axis": ["global", "units"],
     "one in the other": [
         "global",
         "units",
