@@ -146,6 +146,20 @@ MUTANTS = (
         "tests/devices/test_shard_map.py::test_a_gradient_through_a_clip_is_that_of_one_device",
     ),
     Mutant(
+        "leaves that all devices have count once a device",
+        "_core/mesh.py",
+        "return as_names(axis_name) or varying(leaf)",
+        "return as_names(axis_name) or tuple(jax.sharding.get_abstract_mesh().manual_axes)",
+        "tests/devices/test_stages_and_experts.py::test_every_leaf_counts_once",
+    ),
+    Mutant(
+        "shard_map is asked for axes that it leaves to the compiler",
+        "_core/mesh.py",
+        '{name for entry in split for name in check_names("specs", entry)} - compilers',
+        '{name for entry in split for name in check_names("specs", entry)}',
+        "tests/devices/test_layouts.py::test_same_in_meshes_within_meshes",
+    ),
+    Mutant(
         "bad entries are counted on one device",
         "gradients/nonfinite.py",
         "lax.psum(found, names) if names else found",
