@@ -34,7 +34,7 @@ MUTANTS = (
         "_core/rescale.py",
         "inside = (norm <= bound) & (norm < jnp.inf)",
         "inside = (norm < bound) & (norm < jnp.inf)",
-        "tests/core/test_bounds.py::test_norms_at_the_bound_exactly_stay",
+        "tests/core/test_edge_cases.py::test_a_bound_of_zero_gives_zeros_and_one_of_infinity_nothing",
     ),
     Mutant(
         "an infinite norm is finite",
