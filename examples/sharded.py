@@ -1,0 +1,358 @@
+"""Train a small transformer that adds two-digit numbers, its weights split over all devices.
+
+It reads lines such as `47+85=132`, which the script makes, and every part of the usual set-up at scale is
+there: weights and moments fully sharded over a mesh with an axis of data and one of tensor parallelism,
+gradients that are accumulated over several batches, weights in bfloat16 with moments in float32, clipping by
+the global norm, `clipjax.flax.unit_axes` for a bound on the weights of every unit, and checkpoints. Here it
+runs on eight virtual devices of the CPU; on a host with GPUs or TPUs it takes those, and with `--coordinator`
+the devices of several hosts.
+
+    python examples/sharded.py
+    python examples/sharded.py --devices 1 --checkpoint out/run
+    python examples/sharded.py --coordinator localhost:9876 --processes 2 --process-id 0  # and 1
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import absl.logging
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from mnist import open_checkpoints, restore, save
+from mnist_cli import UserError, check_plot
+from rich.console import Console
+from sharded_cli import Outcome, Record, draw, parse, progress_bar, summary, unit_norms
+
+import clipjax
+from clipjax.flax import unit_axes
+
+CHARACTERS = "0123456789+=\n"
+VOCABULARY = PLACES = 16  # more than there are, so that they split evenly over devices
+ANSWER = len("47+85=")  # no model can know what comes before
+HELD_OUT = 1000  # sums, of 10,000, that are never trained on
+REPORT_EVERY = 10  # updates between two looks at the numbers, each of which waits for the devices
+
+
+class State(NamedTuple):
+    """All that a step changes."""
+
+    params: nnx.State
+    opt_state: Any
+
+
+def sums() -> np.ndarray:
+    """Write out every sum of two numbers below 100, in random order: characters `(10000, 10)`."""
+    lines = [f"{a:02}+{b:02}={a + b:03}\n" for a in range(100) for b in range(100)]
+    rows = np.array([[CHARACTERS.index(character) for character in line] for line in lines], np.int32)
+    return np.random.default_rng(0).permutation(
+        rows
+    )  # the same for every seed, or these could not be compared
+
+
+def split(init: Callable[..., jax.Array], *axes: str | None) -> Callable[..., jax.Array]:
+    """Make an initializer say over which axes of the mesh its parameter is split."""
+    return nnx.with_partitioning(init, axes)
+
+
+class Block(nnx.Module):
+    """Attention and two dense layers, each split over "model" by what it makes, or by what it takes."""
+
+    def __init__(self, width: int, heads: int, dtype: Any, rngs: nnx.Rngs) -> None:
+        """Draw the weights."""
+        init = jax.nn.initializers.lecun_normal()
+        like: dict[str, Any] = {"dtype": dtype, "param_dtype": dtype, "use_bias": False, "rngs": rngs}
+        self.norm_1, self.norm_2 = (_norm(width, dtype, rngs) for _ in range(2))
+        self.attention = nnx.MultiHeadAttention(
+            heads,
+            width,
+            kernel_init=split(init, "data", "model", None),
+            out_kernel_init=split(init, "model", None, "data"),
+            decode=False,
+            **like,
+        )
+        self.wide = nnx.Linear(width, 4 * width, kernel_init=split(init, "data", "model"), **like)
+        self.narrow = nnx.Linear(4 * width, width, kernel_init=split(init, "model", "data"), **like)
+
+    def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
+        """Map `(batch, places, width)` to the same."""
+        x = x + _by_example(self.attention(self.norm_1(x), mask=mask))
+        return x + _by_example(self.narrow(nnx.gelu(self.wide(self.norm_2(x)))))
+
+
+class Model(nnx.Module):
+    """A transformer that predicts the next character."""
+
+    def __init__(self, width: int, heads: int, layers: int, dtype: Any, rngs: nnx.Rngs) -> None:
+        """Draw the weights."""
+        like: dict[str, Any] = {"dtype": dtype, "param_dtype": dtype, "rngs": rngs}
+        table = split(jax.nn.initializers.normal(0.1), "model", "data")
+        self.token = nnx.Embed(VOCABULARY, width, embedding_init=table, **like)
+        self.place = nnx.Embed(PLACES, width, embedding_init=table, **like)
+        self.blocks = nnx.List([Block(width, heads, dtype, rngs) for _ in range(layers)])
+        self.norm = _norm(width, dtype, rngs)
+        init = split(jax.nn.initializers.lecun_normal(), "data", "model")
+        self.head = nnx.Linear(width, VOCABULARY, kernel_init=init, use_bias=False, **like)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Map characters `(batch, places)` to float32 logits `(batch, places, VOCABULARY)`."""
+        x = _by_example(self.token(tokens) + self.place(jnp.arange(tokens.shape[1])))
+        for block in self.blocks:
+            x = block(x, nnx.make_causal_mask(tokens))
+        return self.head(self.norm(x)).astype(jnp.float32)
+
+
+def _norm(width: int, dtype: Any, rngs: nnx.Rngs) -> nnx.RMSNorm:
+    scale_init = split(jax.nn.initializers.ones, "data")
+    return nnx.RMSNorm(width, dtype=dtype, param_dtype=dtype, scale_init=scale_init, rngs=rngs)
+
+
+def _by_example(x: jax.Array) -> jax.Array:
+    """Keep activations split by example, so that it is the weights that are gathered, layer by layer."""
+    return jax.lax.with_sharding_constraint(x, P("data"))
+
+
+def in_float32(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Give an optimizer float32 weights and gradients, and so float32 moments.
+
+    Adam's `mu_dtype` is that of its first moment alone. The second, in bfloat16, would stand still: 0.999
+    times a number rounds to that number again.
+    """
+
+    def init(params: Any) -> Any:
+        return optimizer.init(optax.tree.cast(params, jnp.float32))
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        return optimizer.update(
+            optax.tree.cast(updates, jnp.float32), state, optax.tree.cast(params, jnp.float32)
+        )
+
+    return optax.GradientTransformation(init, update)
+
+
+class Rounded(NamedTuple):
+    """How many updates were rounded."""
+
+    count: jax.Array
+
+
+def round_stochastically(seed: int) -> optax.GradientTransformation:
+    """Round new bfloat16 weights up or down at random, so that small updates count as often as they should.
+
+    bfloat16 has 8 bits: to the nearest, an update of less than 1/512 of its weight is lost each time. The
+    last link before the projection, which so sees the weights as they will be.
+    """
+
+    def update(updates: Any, state: Rounded, params: Any = None) -> tuple[Any, Rounded]:
+        key = jax.random.fold_in(jax.random.key(seed), state.count)
+
+        def rounded(update: jax.Array, weight: jax.Array) -> jax.Array:
+            if weight.dtype != jnp.bfloat16:
+                return update
+            weight = weight.astype(jnp.float32)
+            # bfloat16 is the upper half of float32. One key for all weights: its noise has to be right for
+            # each of them, not independent between them, and leaves of one shape share its computation.
+            noise = jax.random.bits(key, weight.shape, jnp.uint16).astype(jnp.uint32)
+            bits = jax.lax.bitcast_convert_type(weight + update, jnp.uint32) + noise
+            return jax.lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32) - weight
+
+        return jax.tree.map(rounded, updates, params), Rounded(state.count + 1)
+
+    return optax.GradientTransformation(lambda _: Rounded(jnp.zeros((), jnp.int32)), update)
+
+
+def make_optimizer(args: argparse.Namespace, project: clipjax.Projection) -> optax.GradientTransformation:
+    """Clip the mean of the accumulated gradients, take a step of Adam, and project the weights."""
+    rate = optax.warmup_cosine_decay_schedule(
+        0.0, args.learning_rate, args.updates // 20, args.updates, args.learning_rate / 20
+    )
+    inner = in_float32(optax.adam(rate))
+    if args.rounding == "stochastic":
+        inner = optax.chain(inner, round_stochastically(args.seed))
+    bounded = clipjax.bounded(inner, clip=clipjax.clip_by_global_norm(args.clip), project=project)
+    # A NaN would stay in the accumulator for ever.
+    several = optax.MultiSteps(bounded, args.accumulate, should_skip_update_fn=optax.skip_not_finite)
+    return several.gradient_transformation()
+
+
+def make_mesh(args: argparse.Namespace) -> jax.sharding.Mesh:
+    """Arrange all devices by data and tensor parallelism, and raise if the model does not split over them."""
+    devices = len(jax.devices())
+    model = args.tensor or (2 if devices % 2 == 0 else 1)
+    for flag, value, name, parts in (
+        ("number of devices", devices, "--tensor", model),
+        ("--heads", args.heads, "the tensor axis", model),
+        ("vocabulary", VOCABULARY, "the tensor axis", model),
+        ("--width", args.width, "the data axis", devices // model),
+        ("--width", args.width, "--heads", args.heads),
+        ("--batch-size", args.batch_size, "the data axis", devices // model),
+    ):
+        if value % parts:
+            raise UserError(f"{flag}: {value} is not divisible by {name}, {parts}, on {devices} devices")
+    # Automatic axes: the compiler places the collectives. With explicit ones, JAX' default, every layer whose
+    # result could be split in two ways has to be told which, and Flax' attention does not ask.
+    return jax.make_mesh((devices // model, model), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+
+def make_state(tx: optax.GradientTransformation, model_of: Callable[[], Model], mesh: Any) -> State:
+    """Draw the first weights, each device its parts; moments and accumulators are split like the weights."""
+
+    def init() -> State:
+        params = nnx.state(model_of(), nnx.Param)
+        return State(params, tx.init(params))
+
+    return jax.jit(init, out_shardings=nnx.get_named_sharding(jax.eval_shape(init), mesh))()
+
+
+def loss_of(graph: Any, params: nnx.State, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The cross-entropy of the answers' characters, and the share of answers that are right throughout."""
+    logits, wanted = nnx.merge(graph, params)(rows[:, :-1])[:, ANSWER - 1 :], rows[:, ANSWER:]
+    loss = optax.softmax_cross_entropy_with_integer_labels(logits, wanted).mean()
+    return loss, jnp.mean(jnp.all(logits.argmax(-1) == wanted, axis=1))
+
+
+def compile_step(graph: Any, tx: optax.GradientTransformation, state: State, rows: jax.Array) -> Any:
+    """Compile one training step, which takes one batch."""
+
+    def step(state: State, rows: jax.Array) -> tuple[State, Record]:
+        (loss, right), grads = jax.value_and_grad(loss_of, argnums=1, has_aux=True)(graph, state.params, rows)
+        # Accumulated, clipped and given to Adam in float32.
+        updates, opt_state = tx.update(optax.tree.cast(grads, jnp.float32), state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        seen = clipjax.metrics(opt_state)  # of the last update: between two, they stay
+        before = seen["clip_by_global_norm/norm"]
+        fractions = (seen[f"{name}/clipped_fraction"] for name in ("clip_by_global_norm", "max_norm"))
+        after = before * seen["clip_by_global_norm/scale"]
+        record = Record(loss, right, before, after, *fractions, seen["max_norm/violation"])
+        return State(params, opt_state), record
+
+    shardings = jax.tree.map(lambda x: x.sharding, state)
+    return jax.jit(step, donate_argnums=0, out_shardings=(shardings, None)).lower(state, rows).compile()
+
+
+def put(rows: np.ndarray, mesh: jax.sharding.Mesh) -> jax.Array:
+    """Split rows over the data axis; each process hands its devices theirs."""
+    return jax.make_array_from_callback(rows.shape, NamedSharding(mesh, P("data")), lambda part: rows[part])
+
+
+def train(
+    state: State,
+    step: Any,
+    rows: np.ndarray,
+    args: argparse.Namespace,
+    manager: Any,
+    settings: Any,
+    mesh: Any,
+) -> tuple[State, np.ndarray]:
+    """Train, or go on where the latest checkpoint stopped.
+
+    Returns:
+      The last state and the history: a row of `Record` for each update since the very first.
+    """
+    done = manager and manager.latest_step()
+    history = np.zeros((done or 0, len(Record._fields)), np.float32)
+    if done:
+        if done > args.updates:
+            raise UserError(
+                f"--checkpoint: {args.checkpoint} is at update {done}, past --updates {args.updates}"
+            )
+        like = ocp.args.StandardRestore({"state": state._asdict(), "history": history})
+        content, history = itemgetter("state", "history")(restore(manager, content=like)["content"])
+        state = State(**content)
+    with progress_bar(args.updates, jax.process_index() == 0) as show:
+        while (start := len(history)) < args.updates:
+            stop = min(args.updates, *((start // n + 1) * n for n in (args.save_every, REPORT_EVERY)))
+            records = []
+            for update in range(start, stop):
+                # Which rows, depends on the seed and the update alone, so that a resumed run sees the same.
+                chosen = np.random.default_rng([args.seed, update]).choice(
+                    len(rows), (args.accumulate, args.batch_size)
+                )
+                for batch in chosen:
+                    state, record = step(state, put(rows[batch], mesh))
+                records.append(record)
+            history = np.concatenate([history, np.asarray(jax.device_get(records), np.float32)])
+            show(history, start)
+            if manager is not None and (stop % args.save_every == 0 or stop == args.updates):
+                save(manager, state._asdict(), history, settings)
+    return state, history
+
+
+def run(args: argparse.Namespace) -> None:
+    """Train, and show what came out."""
+    check_plot(args.plot)
+    names = ("width", "heads", "layers", "dtype", "rounding", "batch_size", "accumulate", "updates")
+    names += ("learning_rate", "clip", "radius", "seed")
+    settings = {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
+    mesh, every = make_mesh(args), sums()
+    held_out, rows = every[:HELD_OUT], every[HELD_OUT:]
+
+    def model_of() -> Model:
+        return Model(args.width, args.heads, args.layers, jnp.dtype(args.dtype), nnx.Rngs(args.seed))
+
+    with jax.set_mesh(mesh), open_checkpoints(args.checkpoint, settings) as manager:
+        abstract = nnx.eval_shape(model_of)
+        project = clipjax.max_norm(args.radius, axes=unit_axes(abstract))
+        tx = make_optimizer(args, project)
+        state = make_state(tx, model_of, mesh)
+        graph = nnx.graphdef(abstract)
+        step = compile_step(graph, tx, state, put(rows[: args.batch_size], mesh))
+        state, history = train(state, step, rows, args, manager, settings, mesh)
+        whole = held_out[: HELD_OUT - HELD_OUT % mesh.shape["data"]]
+        scores = jax.jit(functools.partial(loss_of, graph))(state.params, put(whole, mesh))
+        # Whole on every device, so that each process can read them; a larger model would verify its parts.
+        params = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))(state.params)
+    # Every process has come so far; from here on one is enough.
+    if jax.process_index() > 0:
+        return
+    axes = unit_axes(abstract)
+    outcome = Outcome(
+        f"{jax.device_count()} {jax.devices()[0].device_kind}",
+        mesh.shape,
+        history,
+        params,
+        unit_norms(params, axes),
+        clipjax.verify(params, project),
+        *map(float, scores),
+        step,
+    )
+    Console().print(summary(outcome, args.radius))
+    draw(args.plot, outcome, args.clip, args.radius)
+    print(f"figure: {args.plot}")
+
+
+def start(args: argparse.Namespace) -> None:
+    """Tell JAX which devices there are, before it looks for itself."""
+    jax.config.update("jax_num_cpu_devices", args.devices)  # accelerators win over these
+    if args.coordinator == "auto":
+        jax.distributed.initialize()
+    elif args.coordinator is not None:
+        jax.distributed.initialize(args.coordinator, args.processes, args.process_id)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the script; returns its exit status."""
+    absl.logging.set_verbosity(absl.logging.ERROR)
+    try:
+        args = parse(argv)
+        start(args)
+        run(args)
+    except (UserError, OSError) as error:
+        print(f"sharded.py: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
