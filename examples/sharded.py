@@ -163,7 +163,7 @@ def round_stochastically(seed: int) -> optax.GradientTransformation:
             weight = weight.astype(jnp.float32)
             # bfloat16 is the upper half of float32. One key for all weights: its noise has to be right for
             # each of them, not independent between them, and leaves of one shape share its computation.
-            noise = jax.random.bits(key, weight.shape, jnp.uint16).astype(jnp.uint32)
+            noise = jax.random.bits(key, weight.shape) >> 16
             bits = jax.lax.bitcast_convert_type(weight + update, jnp.uint32) + noise
             return jax.lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32) - weight
 

@@ -15,6 +15,7 @@ import matplotlib as mpl
 import numpy as np
 from flax import nnx
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 from mnist_cli import AFTER, BEFORE, INK, LINE, Parser, UserError, number
 from rich import progress
 from rich.table import Table
@@ -22,6 +23,7 @@ from rich.table import Table
 import clipjax
 
 BYTES = {"pred": 1, "bf16": 2, "f16": 2, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "f32": 4, "s32": 4, "u32": 4}
+DOTS: dict[str, Any] = {"linestyle": "none", "marker": ".", "markersize": 5, "markeredgewidth": 0}
 
 
 class Record(NamedTuple):
@@ -74,7 +76,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     what("--updates", type=count, metavar="N", help="of the weights (default: 450)")
     what("--accumulate", type=count, default=2, metavar="N", help=f"batches for each update {given}")
     what("--batch-size", type=count, default=64, metavar="N", help=f"sums in a batch {given}")
-    what("--learning-rate", type=positive, default=3e-3, metavar="X", help=f"largest step size {given}")
+    what("--learning-rate", type=positive, default=5e-3, metavar="X", help=f"largest step size {given}")
     what("--clip", type=positive, default=1.0, metavar="X", help=f"bound of the gradient's norm {given}")
     what("--radius", type=positive, default=1.25, metavar="X", help=f"bound of each unit's weights {given}")
     what("--seed", type=seed, default=0, metavar="N", help=f"of the weights and the batches {given}")
@@ -97,16 +99,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 @contextlib.contextmanager
 def progress_bar(updates: int, shown: bool) -> Iterator[Callable[[np.ndarray, int], None]]:
     """Show a bar over updates; yields the function that moves it."""
-    columns = progress.BarColumn(16), progress.TextColumn("{task.description}")
+    columns = progress.BarColumn(10), progress.TextColumn("{task.description}")
     with progress.Progress(*columns, disable=not shown) as bar:
         task = bar.add_task("starting", total=updates)
 
         def show(history: np.ndarray, since: int) -> None:
             mean, last = Record(*history[since:].mean(axis=0)), Record(*history[-1])
             text = f"{len(history)}/{updates}  loss {mean.loss:.4f}  right {mean.right:.1%}"
-            text += (
-                f"  gradient {mean.before:.3f}  clipped {last.clipped:.1%}  projected {last.projected:.1%}"
-            )
+            text += f"  gradient {mean.before:.3f}  clipped {last.clipped:.1%}"
             bar.update(task, completed=len(history), description=text)
 
         yield show
@@ -187,29 +187,68 @@ def summary(outcome: Outcome, radius: float) -> Table:
 
 def draw(path: Path, outcome: Outcome, clip: float, radius: float) -> None:
     """Draw the loss and the gradient over the updates, and the norms that the units ended with."""
-    style = {"font.size": 11, "axes.titlesize": 11.5, "axes.spines.top": False, "axes.spines.right": False}
-    record = Record(*outcome.history.T)
+    style = {"font.size": 12, "axes.titlesize": 12.5, "axes.spines.top": False, "axes.spines.right": False}
     with mpl.rc_context(style):
-        figure = Figure(figsize=(13, 4.4), dpi=110, layout="constrained")
+        figure = Figure(figsize=(14, 4.8), dpi=110, layout="constrained")
         figure.get_layout_engine().set(w_pad=0.12)
-        panels = figure.subplots(1, 3, width_ratios=(1, 1, 1.25))
-        updates = np.arange(1, len(record.loss) + 1)
-        for axes in panels[:2]:
-            axes.set(xlabel="update", yscale="log", xlim=(0, len(updates) + 1))
+        panels = figure.subplots(1, 3, width_ratios=(1, 1, 1.1))
+        record = Record(*outcome.history.T)
+        titles = (
+            _draw_loss(panels[0], record, outcome.right),
+            _draw_gradient(panels[1], record, clip),
+            _draw_units(panels[2], outcome.norms, radius),
+        )
+        for axes, title in zip(panels, titles, strict=True):
             axes.grid(alpha=0.25)
-        dots: Any = {"linestyle": "none", "marker": ".", "markersize": 5, "markeredgewidth": 0}
-        panels[0].plot(updates, record.loss, color=AFTER, **dots)
-        panels[0].set(
-            ylabel="loss of an update's last batch", title=f"{outcome.right:.1%} of unseen sums are right"
-        )
-        panels[1].plot(updates, record.before, color=BEFORE, label="before clipping", **dots)
-        panels[1].plot(updates, record.after, color=AFTER, label="after", **dots)
-        panels[1].axhline(clip, color=INK, label=f"bound {clip:g}", **LINE)
-        panels[1].set(
-            ylabel="norm of the accumulated gradient",
-            title=f"Gradient: {record.clipped[-1]:.1%} of the updates clipped",
-        )
-        for i, norms in enumerate(outcome.norms.values()):
-            panels[2].plot(norms, np.full(norms.size, i), color=AFTER, alpha=0.4, **dots)
-        panels[2].axvline(radius, color=INK, label=f"radius {radius:g}", **LINE)
+            axes.set_title(title, loc="left", pad=31)
+            # Above the axes, the legend covers no data.
+            axes.legend(
+                loc="lower left",
+                bbox_to_anchor=(-0.03, 1),
+                ncols=3,
+                frameon=False,
+                handlelength=1.4,
+                markerscale=2,
+            )
         figure.savefig(path)
+
+
+def _draw_loss(axes: Any, record: Record, right: float) -> str:
+    _over_updates(axes, len(record.loss), "cross-entropy of the answers")
+    axes.plot(
+        np.arange(1, 1 + len(record.loss)),
+        record.loss,
+        color=AFTER,
+        label="last batch of each update",
+        **DOTS,
+    )
+    return f"Loss: {right:.1%} of unseen sums are right"
+
+
+def _draw_gradient(axes: Any, record: Record, clip: float) -> str:
+    updates = np.arange(1, 1 + len(record.loss))
+    _over_updates(axes, len(updates), "norm of the accumulated gradient")
+    axes.plot(updates, record.before, color=BEFORE, label="before clipping", **DOTS)
+    axes.plot(updates, record.after, color=AFTER, label="after", **DOTS)
+    axes.axhline(clip, color=INK, label=f"bound {clip:g}", **LINE)
+    return f"Gradient: clipped in {record.clipped[-1]:.1%} of the updates"
+
+
+def _over_updates(axes: Any, updates: int, measure: str) -> None:
+    axes.set(xlabel="update", ylabel=measure, yscale="log", xlim=(0, updates + 1))
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("")
+
+
+def _draw_units(axes: Any, norms: dict[str, np.ndarray], radius: float) -> str:
+    for i, each in enumerate(norms.values()):
+        axes.plot(each, np.full(each.size, i), color=AFTER, alpha=0.35, label=None if i else "a unit", **DOTS)
+    axes.axvline(radius, color=INK, label=f"radius {radius:g}", **LINE)
+    short = [re.sub("blocks/|attention/|/kernel|/embedding", "", path).replace("/", " ") for path in norms]
+    axes.set_yticks(range(len(short)), short, fontsize=9)
+    axes.invert_yaxis()
+    axes.set(xlabel="norm of a unit's weights")
+    every = np.concatenate(list(norms.values()))
+    beyond = np.sum(every > radius)
+    return f"Weights: {beyond or 'none'} of {len(every):,} units beyond"
