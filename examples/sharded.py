@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -34,13 +34,11 @@ from mnist import open_checkpoints, restore, save
 from mnist_cli import UserError, check_plot
 from rich.console import Console
 from sharded_cli import Outcome, Record, draw, parse, progress_bar, summary, unit_norms
+from sharded_model import ANSWER, VOCABULARY, Model, sums
 
 import clipjax
 from clipjax.flax import unit_axes
 
-CHARACTERS = "0123456789+=\n"
-VOCABULARY = PLACES = 16  # more than there are, so that they split evenly over devices
-ANSWER = len("47+85=")  # no model can know what comes before
 HELD_OUT = 1000  # sums, of 10,000, that are never trained on
 REPORT_EVERY = 10  # updates between two looks at the numbers, each of which waits for the devices
 
@@ -50,77 +48,6 @@ class State(NamedTuple):
 
     params: nnx.State
     opt_state: Any
-
-
-def sums() -> np.ndarray:
-    """Write out every sum of two numbers below 100, in random order: characters `(10000, 10)`."""
-    lines = [f"{a:02}+{b:02}={a + b:03}\n" for a in range(100) for b in range(100)]
-    rows = np.array([[CHARACTERS.index(character) for character in line] for line in lines], np.int32)
-    return np.random.default_rng(0).permutation(
-        rows
-    )  # the same for every seed, or these could not be compared
-
-
-def split(init: Callable[..., jax.Array], *axes: str | None) -> Callable[..., jax.Array]:
-    """Make an initializer say over which axes of the mesh its parameter is split."""
-    return nnx.with_partitioning(init, axes)
-
-
-class Block(nnx.Module):
-    """Attention and two dense layers, each split over "model" by what it makes, or by what it takes."""
-
-    def __init__(self, width: int, heads: int, dtype: Any, rngs: nnx.Rngs) -> None:
-        """Draw the weights."""
-        init = jax.nn.initializers.lecun_normal()
-        like: dict[str, Any] = {"dtype": dtype, "param_dtype": dtype, "use_bias": False, "rngs": rngs}
-        self.norm_1, self.norm_2 = (_norm(width, dtype, rngs) for _ in range(2))
-        self.attention = nnx.MultiHeadAttention(
-            heads,
-            width,
-            kernel_init=split(init, "data", "model", None),
-            out_kernel_init=split(init, "model", None, "data"),
-            decode=False,
-            **like,
-        )
-        self.wide = nnx.Linear(width, 4 * width, kernel_init=split(init, "data", "model"), **like)
-        self.narrow = nnx.Linear(4 * width, width, kernel_init=split(init, "model", "data"), **like)
-
-    def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
-        """Map `(batch, places, width)` to the same."""
-        x = x + _by_example(self.attention(self.norm_1(x), mask=mask))
-        return x + _by_example(self.narrow(nnx.gelu(self.wide(self.norm_2(x)))))
-
-
-class Model(nnx.Module):
-    """A transformer that predicts the next character."""
-
-    def __init__(self, width: int, heads: int, layers: int, dtype: Any, rngs: nnx.Rngs) -> None:
-        """Draw the weights."""
-        like: dict[str, Any] = {"dtype": dtype, "param_dtype": dtype, "rngs": rngs}
-        table = split(jax.nn.initializers.normal(0.1), "model", "data")
-        self.token = nnx.Embed(VOCABULARY, width, embedding_init=table, **like)
-        self.place = nnx.Embed(PLACES, width, embedding_init=table, **like)
-        self.blocks = nnx.List([Block(width, heads, dtype, rngs) for _ in range(layers)])
-        self.norm = _norm(width, dtype, rngs)
-        init = split(jax.nn.initializers.lecun_normal(), "data", "model")
-        self.head = nnx.Linear(width, VOCABULARY, kernel_init=init, use_bias=False, **like)
-
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Map characters `(batch, places)` to float32 logits `(batch, places, VOCABULARY)`."""
-        x = _by_example(self.token(tokens) + self.place(jnp.arange(tokens.shape[1])))
-        for block in self.blocks:
-            x = block(x, nnx.make_causal_mask(tokens))
-        return self.head(self.norm(x)).astype(jnp.float32)
-
-
-def _norm(width: int, dtype: Any, rngs: nnx.Rngs) -> nnx.RMSNorm:
-    scale_init = split(jax.nn.initializers.ones, "data")
-    return nnx.RMSNorm(width, dtype=dtype, param_dtype=dtype, scale_init=scale_init, rngs=rngs)
-
-
-def _by_example(x: jax.Array) -> jax.Array:
-    """Keep activations split by example, so that it is the weights that are gathered, layer by layer."""
-    return jax.lax.with_sharding_constraint(x, P("data"))
 
 
 def in_float32(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -190,18 +117,20 @@ def make_mesh(args: argparse.Namespace) -> jax.sharding.Mesh:
     """Arrange all devices by data and tensor parallelism, and raise if the model does not split over them."""
     devices = len(jax.devices())
     model = args.tensor or (2 if devices % 2 == 0 else 1)
-    for flag, value, name, parts in (
-        ("number of devices", devices, "--tensor", model),
+    for what, value, name, parts in (
+        ("the number of devices", devices, "--tensor", model),
         ("--heads", args.heads, "the tensor axis", model),
-        ("vocabulary", VOCABULARY, "the tensor axis", model),
-        ("--width", args.width, "the data axis", devices // model),
+        ("the vocabulary", VOCABULARY, "the tensor axis", model),
         ("--width", args.width, "--heads", args.heads),
+        ("--width", args.width, "the data axis", devices // model),
         ("--batch-size", args.batch_size, "the data axis", devices // model),
     ):
         if value % parts:
-            raise UserError(f"{flag}: {value} is not divisible by {name}, {parts}, on {devices} devices")
-    # Automatic axes: the compiler places the collectives. With explicit ones, JAX' default, every layer whose
-    # result could be split in two ways has to be told which, and Flax' attention does not ask.
+            raise UserError(
+                f"{what}, {value}, must be divisible by {name}, which is {parts} ({devices} devices)"
+            )
+    # Automatic axes: the compiler splits what lies between the layers, and places the collectives. With
+    # explicit ones, the default, each product that could be split in two ways would have to say how.
     return jax.make_mesh((devices // model, model), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
 
@@ -246,16 +175,19 @@ def put(rows: np.ndarray, mesh: jax.sharding.Mesh) -> jax.Array:
     return jax.make_array_from_callback(rows.shape, NamedSharding(mesh, P("data")), lambda part: rows[part])
 
 
+def batches(rows: np.ndarray, args: argparse.Namespace, mesh: Any, update: int) -> Iterator[jax.Array]:
+    """Yield the batches of an update, which depend on the seed and its number alone: resumed or not."""
+    chosen = np.random.default_rng([args.seed, update]).integers(
+        len(rows), size=(args.accumulate, args.batch_size)
+    )
+    for batch in chosen:
+        yield put(rows[batch], mesh)
+
+
 def train(
-    state: State,
-    step: Any,
-    rows: np.ndarray,
-    args: argparse.Namespace,
-    manager: Any,
-    settings: Any,
-    mesh: Any,
+    state: State, step: Any, batches_of: Callable[[int], Iterator[jax.Array]], args: Any, manager: Any
 ) -> tuple[State, np.ndarray]:
-    """Train, or go on where the latest checkpoint stopped.
+    """Train, or go on where the latest checkpoint stopped, be it on other devices.
 
     Returns:
       The last state and the history: a row of `Record` for each update since the very first.
@@ -263,82 +195,72 @@ def train(
     done = manager and manager.latest_step()
     history = np.zeros((done or 0, len(Record._fields)), np.float32)
     if done:
-        if done > args.updates:
-            raise UserError(
-                f"--checkpoint: {args.checkpoint} is at update {done}, past --updates {args.updates}"
-            )
-        like = ocp.args.StandardRestore({"state": state._asdict(), "history": history})
-        content, history = itemgetter("state", "history")(restore(manager, content=like)["content"])
-        state = State(**content)
-    with progress_bar(args.updates, jax.process_index() == 0) as show:
+        like = ocp.args.StandardRestore({"state": state, "history": history})
+        state, history = itemgetter("state", "history")(restore(manager, content=like)["content"])
+    with progress_bar(args.updates, done, jax.process_index() == 0) as show:
         while (start := len(history)) < args.updates:
             stop = min(args.updates, *((start // n + 1) * n for n in (args.save_every, REPORT_EVERY)))
             records = []
             for update in range(start, stop):
-                # Which rows, depends on the seed and the update alone, so that a resumed run sees the same.
-                chosen = np.random.default_rng([args.seed, update]).choice(
-                    len(rows), (args.accumulate, args.batch_size)
-                )
-                for batch in chosen:
-                    state, record = step(state, put(rows[batch], mesh))
+                for batch in batches_of(update):
+                    state, record = step(state, batch)
                 records.append(record)
             history = np.concatenate([history, np.asarray(jax.device_get(records), np.float32)])
             show(history, start)
             if manager is not None and (stop % args.save_every == 0 or stop == args.updates):
-                save(manager, state._asdict(), history, settings)
+                save(manager, state, history, settings_of(args))
     return state, history
+
+
+def settings_of(args: argparse.Namespace) -> dict[str, Any]:
+    """List all that a resumed run must share with the one it resumes: not the devices."""
+    names = ("width", "heads", "layers", "dtype", "rounding", "updates", "accumulate", "batch_size")
+    names += ("learning_rate", "clip", "radius", "seed")
+    return {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
 
 
 def run(args: argparse.Namespace) -> None:
     """Train, and show what came out."""
     check_plot(args.plot)
-    names = ("width", "heads", "layers", "dtype", "rounding", "batch_size", "accumulate", "updates")
-    names += ("learning_rate", "clip", "radius", "seed")
-    settings = {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
-    mesh, every = make_mesh(args), sums()
-    held_out, rows = every[:HELD_OUT], every[HELD_OUT:]
+    mesh, text = make_mesh(args), sums()
+    unseen, rows = text[: HELD_OUT // mesh.shape["data"] * mesh.shape["data"]], text[HELD_OUT:]
 
     def model_of() -> Model:
         return Model(args.width, args.heads, args.layers, jnp.dtype(args.dtype), nnx.Rngs(args.seed))
 
-    with jax.set_mesh(mesh), open_checkpoints(args.checkpoint, settings) as manager:
-        abstract = nnx.eval_shape(model_of)
-        project = clipjax.max_norm(args.radius, axes=unit_axes(abstract))
+    with jax.set_mesh(mesh), open_checkpoints(args.checkpoint, settings_of(args)) as manager:
+        abstract = nnx.eval_shape(model_of)  # shapes, without the weights
+        graph, axes = nnx.graphdef(abstract), unit_axes(abstract)
+        project = clipjax.max_norm(args.radius, axes=axes)
         tx = make_optimizer(args, project)
         state = make_state(tx, model_of, mesh)
-        graph = nnx.graphdef(abstract)
         step = compile_step(graph, tx, state, put(rows[: args.batch_size], mesh))
-        state, history = train(state, step, rows, args, manager, settings, mesh)
-        whole = held_out[: HELD_OUT - HELD_OUT % mesh.shape["data"]]
-        scores = jax.jit(functools.partial(loss_of, graph))(state.params, put(whole, mesh))
-        # Whole on every device, so that each process can read them; a larger model would verify its parts.
+        batches_of = functools.partial(batches, rows, args, mesh)
+        state, history = train(state, step, batches_of, args, manager)
+        scores = jax.jit(functools.partial(loss_of, graph))(state.params, put(unseen, mesh))
+        # Whole on every device, so that one process can read them; a large model would keep its parts.
         params = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))(state.params)
-    # Every process has come so far; from here on one is enough.
-    if jax.process_index() > 0:
-        return
-    axes = unit_axes(abstract)
-    outcome = Outcome(
-        f"{jax.device_count()} {jax.devices()[0].device_kind}",
-        mesh.shape,
-        history,
-        params,
-        unit_norms(params, axes),
-        clipjax.verify(params, project),
-        *map(float, scores),
-        step,
-    )
-    Console().print(summary(outcome, args.radius))
-    draw(args.plot, outcome, args.clip, args.radius)
-    print(f"figure: {args.plot}")
+    if jax.process_index() == 0:
+        devices = f"{jax.device_count()} {jax.devices()[0].device_kind}"
+        norms, violations = unit_norms(params, axes), clipjax.verify(params, project)
+        outcome = Outcome(devices, mesh.shape, history, params, norms, violations, *map(float, scores), step)
+        Console().print(summary(outcome, args.radius))
+        draw(args.plot, outcome, args.clip, args.radius)
+        print(f"figure: {args.plot}")
 
 
 def start(args: argparse.Namespace) -> None:
-    """Tell JAX which devices there are, before it looks for itself."""
-    jax.config.update("jax_num_cpu_devices", args.devices)  # accelerators win over these
-    if args.coordinator == "auto":
-        jax.distributed.initialize()
-    elif args.coordinator is not None:
-        jax.distributed.initialize(args.coordinator, args.processes, args.process_id)
+    """Tell JAX of which devices and processes it is part, before it looks for itself."""
+    jax.config.update("jax_num_cpu_devices", args.devices)  # where there is no accelerator
+    if args.coordinator is None:
+        return
+    try:
+        if args.coordinator == "auto":
+            jax.distributed.initialize()
+        else:
+            jax.distributed.initialize(args.coordinator, args.processes, args.process_id)
+    except (RuntimeError, ValueError) as error:
+        raise UserError(f"--coordinator: {args.coordinator}: {str(error).splitlines()[0]}") from error
 
 
 def main(argv: Sequence[str] | None = None) -> int:

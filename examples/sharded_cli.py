@@ -97,8 +97,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 @contextlib.contextmanager
-def progress_bar(updates: int, shown: bool) -> Iterator[Callable[[np.ndarray, int], None]]:
+def progress_bar(updates: int, done: int | None, shown: bool) -> Iterator[Callable[[np.ndarray, int], None]]:
     """Show a bar over updates; yields the function that moves it."""
+    if done and shown:
+        print(f"resumed at update {done} of {updates}")
     columns = progress.BarColumn(10), progress.TextColumn("{task.description}")
     with progress.Progress(*columns, disable=not shown) as bar:
         task = bar.add_task("starting", total=updates)
