@@ -90,6 +90,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     several = args.coordinator not in (None, "auto")
     if several != (args.processes is not None) or several != (args.process_id is not None):
         raise UserError("--coordinator HOST:PORT, --processes and --process-id go together")
+    if several and not re.fullmatch(r".+:\d+", args.coordinator):
+        raise UserError(f"--coordinator: must be HOST:PORT or auto, got {args.coordinator!r}")
     if several and args.process_id >= args.processes:
         raise UserError(f"--process-id: must be below --processes {args.processes}, got {args.process_id}")
     args.devices = args.devices or max(1, 8 // (args.processes or 1))
