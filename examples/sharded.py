@@ -109,7 +109,8 @@ def make_optimizer(args: argparse.Namespace, project: clipjax.Projection) -> opt
     if args.rounding == "stochastic":
         inner = optax.chain(inner, round_stochastically(args.seed))
     bounded = clipjax.bounded(inner, clip=clipjax.clip_by_global_norm(args.clip), project=project)
-    # A NaN would stay in the accumulator for ever.
+    # For each batch this makes an update, collectives and all, and keeps that of the last. What is not finite
+    # would stay in the accumulator for ever.
     several = optax.MultiSteps(bounded, args.accumulate, should_skip_update_fn=optax.skip_not_finite)
     return several.gradient_transformation()
 

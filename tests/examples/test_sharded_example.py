@@ -6,6 +6,7 @@ resumes what was killed, and leaves the checkpoints and the compiled programs in
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -180,6 +181,16 @@ def test_one_device_gives_the_same_numbers(eight, on_one, tmp_path):
     np.testing.assert_allclose(one["history"], many["history"], rtol=1e-5)
     for a, b in zip(*(jax.tree.leaves(x["state"]["params"]) for x in (one, many)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_what_eight_devices_saved_one_goes_on_with(eight, on_one, tmp_path):
+    many = saved(eight[0] / "float32")
+    shutil.copytree(eight[0] / "float32", tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / str(UPDATES))
+    status, out, err = on_one(*SMALL, *FLOAT32, "--checkpoint", tmp_path / "run")
+    assert (status, err) == (0, "")
+    assert "resumed at update 16 of 20\n" in out
+    np.testing.assert_allclose(saved(tmp_path / "run")["history"], many["history"], rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["whole", "float32"])
