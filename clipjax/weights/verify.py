@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import optax
+from jax.experimental import multihost_utils
 
 from clipjax._core.arguments import explained
 from clipjax._core.axes import leaves_with_paths, path_name
@@ -107,7 +108,7 @@ def _projections(projection: Any) -> tuple[Projection, ...]:
 def _violations(measured: Measured, shape: tuple[int, ...]) -> list[Violation]:
     if any(isinstance(x, jax.core.Tracer) for x in measured):
         raise TypeError("projection: its bound is traced: call verify outside jit")
-    value, low, high = np.broadcast_arrays(*(np.asarray(x, np.float64) for x in measured[1:]))
+    value, low, high = np.broadcast_arrays(*(_fetched(x) for x in measured[1:]))
     # Reduced axes are there still, with a size of 1.
     kept = [i for i, n in enumerate(value.shape) if value.ndim != len(shape) or n == shape[i]]
     return [
@@ -118,3 +119,10 @@ def _violations(measured: Measured, shape: tuple[int, ...]) -> list[Violation]:
         )
         for at in np.argwhere(~((value >= low) & (value <= high)))
     ]
+
+
+def _fetched(x: Any) -> np.ndarray:
+    """All of an array, of which other processes may have a part."""
+    if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
+        x = multihost_utils.process_allgather(x, tiled=True)
+    return np.asarray(x, np.float64)

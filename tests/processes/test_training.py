@@ -108,6 +108,7 @@ def test_the_bounds_are_at_work(one: Session) -> None:
     """Guards the others: gradients are clipped, and weights are projected, at every step that is taken."""
     assert one.seen("whole")[0].metrics[-1]["clip_by_global_norm/clipped_fraction"] == 1
     assert one.seen("whole")[0].metrics[-1]["max_norm/clipped_fraction"] == 1
+    assert one.seen("whole")[0].metrics[-1]["units beyond 1.9"] > 0
 
 
 @each("four", "again")

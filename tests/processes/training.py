@@ -107,6 +107,9 @@ def train(run: dict[str, Any]) -> tuple[Any, list[Any]]:
             state, metrics = compiled(state, x, y)
             seen.append({key: float(value) for key, value in metrics.items()})
             print(f"{run['name']}: step {i}", flush=True)
+        model, _ = nnx.merge(graph, state)
+        beyond = clipjax.verify(nnx.state(model, nnx.Param), clipjax.max_norm(1.9, axes=unit_axes(model)))
+        seen[-1]["units beyond 1.9"] = len(beyond)
     return state, seen
 
 
