@@ -147,34 +147,27 @@ def spec_leaves(specs: Any, tree: Any) -> list[PartitionSpec | None]:
 
 def largest_of_devices(x: jax.Array, names: Names) -> jax.Array:
     """The largest value on all devices; infinite if one is NaN, which `lax.pmax` may lose."""
-    return _extreme(lax.pmax, jnp.where(jnp.isnan(x), jnp.inf, x), names)
 
-
-def smallest_of_devices(x: jax.Array, names: Names) -> jax.Array:
-    """The smallest value on all devices; NaN if one is."""
-    least = _extreme(lax.pmin, jnp.where(jnp.isnan(x), -jnp.inf, x), names)
-    return jnp.where(least == -jnp.inf, jnp.nan, least)
-
-
-def _extreme(over: Callable[[jax.Array, Names], jax.Array], x: jax.Array, names: Names) -> jax.Array:
     def in_float32(x: jax.Array) -> jax.Array:  # TPUs have no such reduction of float64
-        return lax.convert_element_type(over(lax.convert_element_type(x, np.float32), names), x.dtype)
+        return lax.convert_element_type(lax.pmax(lax.convert_element_type(x, np.float32), names), x.dtype)
 
-    return lax.platform_dependent(x, tpu=in_float32, default=lambda x: over(x, names))
+    known = jnp.where(jnp.isnan(x), jnp.inf, x)
+    return lax.platform_dependent(known, tpu=in_float32, default=lambda x: lax.pmax(x, names))
 
 
 def sum_of_devices(x: jax.Array, names: Names) -> jax.Array:
-    """The sum of float64 values in [0, 1] on all devices.
-
-    TPUs add float32. So they get each value in three parts: two of 12 bits, whose sums over 4,096 devices
-    a float32 holds, and the rest.
-    """
+    """The sum of float64 values in [0, 1] on all devices. TPUs add float32."""
 
     def in_parts(x: jax.Array) -> jax.Array:
-        high = jnp.round(x * 2.0**12) * 2.0**-12
-        middle = jnp.round((x - high) * 2.0**24) * 2.0**-24
-        parts = jnp.stack([high, middle, x - high - middle])
-        sums = lax.convert_element_type(lax.psum(lax.convert_element_type(parts, np.float32), names), x.dtype)
+        parts = lax.convert_element_type(jnp.stack(in_three_parts(x)), np.float32)
+        sums = lax.convert_element_type(lax.psum(parts, names), x.dtype)
         return sums[0] + (sums[1] + sums[2])
 
     return lax.platform_dependent(x, tpu=in_parts, default=lambda x: lax.psum(x, names))
+
+
+def in_three_parts(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Values below 2 in three parts: two of 12 bits, of which float32 holds sums of 2,048, and the rest."""
+    high = jnp.round(x * 2.0**12) * 2.0**-12
+    middle = jnp.round((x - high) * 2.0**24) * 2.0**-24
+    return high, middle, x - high - middle

@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 
 from clipjax._core import pairs
-from clipjax._core.mesh import is_spread, split_by_type
+from clipjax._core.mesh import in_three_parts, is_spread, split_by_type, varying
 from clipjax._core.xla_cpu import (
     Reduction,
     Turn,
@@ -44,8 +44,12 @@ _LEAST, _MOST = 2.0**-60, 2.0**120
 # On a GPU: entries from each of these sizes on are multiplied by the number beside it before they are
 # squared, so that up to 2**31 of them keep their accuracy.
 _SCALES = ((0.0, 2.0**80), (2.0**-40, 1.0), (2.0**23, 2.0**-65))
+# What entries are multiplied by where a norm is below and above that range.
+_FAR = np.float32(2.0**70), np.float32(2.0**-70)
 # How much the plain float32 norm may be off that stands on a TPU for what is out of the range of pairs.
 _PLAIN_ERROR = 2.0**-12
+# Into how many blocks an axis is cut at most, which is the most devices it can be split over without gathers.
+_BLOCKS = 128
 # So many small arrays of one shape are added entry by entry before they are reduced.
 _TOGETHER = 16
 
@@ -69,12 +73,20 @@ def euclidean_norms(leaves: Sequence[Arrays], axes: tuple[Axes, ...]) -> list[ja
         return [jnp.sqrt(total) for total in reduce_in_slices(_SQUARES, leaves, axes)]
 
     def on_tpu(leaves: Sequence[Arrays]) -> list[jax.Array]:
+        def alone(xs: Arrays) -> list[jax.Array]:
+            sums = [_pair_sum(x, along) for x, along in zip(xs, axes, strict=True)]
+            return side_by_side(_widened_sum, *zip(*sums, strict=True))
+
+        def on_many(xs: Arrays) -> list[jax.Array]:
+            return [_sum_over_blocks(x, along) for x, along in zip(xs, axes, strict=True)]
+
         xs = [added(terms) for terms in leaves]
-        sums = [_pair_sum(x, along) for x, along in zip(xs, axes, strict=True)]
-        return _in_range(side_by_side(_widened_sum, *zip(*sums, strict=True)), xs, axes)
+        return _in_range(lax.cond(on_single_device(), alone, on_many, xs), xs, axes)
 
     def on_gpu(leaves: Sequence[Arrays]) -> list[jax.Array]:
-        return [jnp.sqrt(total) for total in _on_gpu([added(terms) for terms in leaves], axes)]
+        xs = [added(terms) for terms in leaves]
+        sums = lax.cond(on_single_device(), lambda xs: _on_gpu(xs, axes), lambda xs: _plain(xs, axes), xs)
+        return [jnp.sqrt(total) for total in sums]
 
     return lax.platform_dependent([tuple(terms) for terms in leaves], cpu=on_cpu, tpu=on_tpu, default=on_gpu)
 
@@ -95,7 +107,7 @@ def euclidean_norm(xs: Arrays) -> jax.Array:
             groups = [jnp.sum(paired([_square(x) for x in group], jnp.add)) for group in _alike(small)]
             return _sum([*sums(large), *groups])
 
-        return lax.cond(on_single_device(), grouped, lambda xs: _sum(sums(xs)), xs)
+        return lax.cond(on_single_device(), grouped, lambda xs: _sum(_plain(xs, [_all(x) for x in xs])), xs)
 
     def on_tpu(xs: Arrays) -> jax.Array:
         sums = side_by_side(_widened_sum, *zip(*(_pair_sum(x, _all(x)) for x in xs), strict=True))
@@ -183,8 +195,13 @@ def _kept(x: jax.Array, axes: Axes) -> list[int]:
     return [1 if a in axes else n for a, n in enumerate(x.shape)]
 
 
+def _plain(xs: Arrays, axes: Sequence[Axes]) -> list[jax.Array]:
+    """The sums of squares in float64, which several devices add in one all-reduce."""
+    return [_SQUARES.along(_square(x), along) for x, along in zip(xs, axes, strict=True)]
+
+
 def _on_gpu(xs: Arrays, axes: Sequence[Axes]) -> list[jax.Array]:
-    """The sums of squares."""
+    """The sums of squares, on one GPU."""
     # Of units XLA would store the pairs before it adds them.
     in_pairs = [is_large(x) and len(along) == x.ndim for x, along in zip(xs, axes, strict=True)]
     each = list(zip(xs, axes, in_pairs, strict=True))
@@ -216,6 +233,40 @@ def _one_sum(*parts: jax.Array) -> jax.Array:
 def _pair_sum(x: jax.Array, axes: Axes) -> pairs.Pair:
     a, b = pairs.reduce_sum([pairs.square(lax.convert_element_type(x, np.float32))], axes)
     return a.reshape(_kept(x, axes)), b.reshape(_kept(x, axes))
+
+
+def _sum_over_blocks(x: jax.Array, axes: Axes) -> jax.Array:
+    """The sum of squares along axes on a TPU of several, each of which has some entries or all.
+
+    XLA cannot reduce pairs over devices: it gathers them. The few of whole leaves it sends in one all-reduce
+    with all others. Those of units are added in blocks, of which each device has some, and the blocks as
+    shares of the largest, in parts of float32: an all-reduce each, for all leaves.
+    """
+    if len(axes) == x.ndim or is_spread(x) or not isinstance(x.size, int):
+        return _widened_sum(*_pair_sum(x, axes))
+    split = {axis: _blocks(x.shape[axis], tiled=axis >= x.ndim - 2) for axis in axes}
+    shape: list[int] = []
+    within, over = [], []
+    for axis, n in enumerate(x.shape):
+        shape += [split[axis], n // split[axis]] if axis in split else [n]
+        if axis in split:
+            over.append(len(shape) - 2)
+            within.append(len(shape) - 1)
+    a, b = _pair_sum(x.reshape(shape), tuple(within))
+    largest = jnp.clip(jnp.max(a, axis=over, keepdims=True), 2.0**-100, 2.0**120)
+    exponent = lax.bitcast_convert_type(largest, np.int32) & np.int32(0x7F800000)
+    unit, inverse = (  # the power of two below, and 1 by it
+        lax.bitcast_convert_type(x, np.float32) for x in (exponent, np.int32(0x7F000000) - exponent)
+    )
+    high, middle, rest = in_three_parts(a * inverse)
+    sums = [jnp.sum(part, axis=over, keepdims=True) for part in (high, middle, rest + b * inverse)]
+    total = wide(unit) * (wide(sums[0]) + (wide(sums[1]) + wide(sums[2])))
+    return total.reshape(_kept(x, axes))
+
+
+def _blocks(entries: int, *, tiled: bool) -> int:
+    """Into how many blocks an axis is cut: as many as devices may split it over, and no cut in a tile."""
+    return math.gcd(entries, max(1, min(_BLOCKS, entries // 8 if tiled else entries)))
 
 
 def _widened_sum(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -264,21 +315,31 @@ def _in_range(totals: Arrays, xs: Arrays, axes: Sequence[Axes] | None = None) ->
     def fits(total: jax.Array) -> jax.Array:
         return (total >= _LEAST) & (total < _MOST)
 
-    def plain(x: jax.Array, scale: jax.Array, along: Axes | None) -> jax.Array:
-        entries = lax.convert_element_type(x, np.float32) * scale
-        return jnp.sum(jnp.square(entries), axis=along, keepdims=along is not None)
+    def plain(scales: Sequence[Any], xs: Arrays) -> list[jax.Array]:
+        def squares(x: jax.Array, scale: jax.Array, along: Axes | None) -> jax.Array:
+            entries = lax.convert_element_type(x, np.float32) * scale
+            return jnp.sum(jnp.square(entries), axis=along, keepdims=along is not None)
+
+        if axes is None:
+            sums = [jnp.sum(jnp.stack([squares(x, scales[0], None) for x in xs]))]
+        else:
+            sums = [squares(*each) for each in zip(xs, scales, axes, strict=True)]
+        return [jnp.sqrt(s) / k for s, k in zip(sums, scales, strict=True)]
 
     def again(totals: Arrays, xs: Arrays) -> list[jax.Array]:
-        scales = [jnp.where(total < 1, np.float32(2.0**70), np.float32(2.0**-70)) for total in totals]
-        if axes is None:
-            sums = [jnp.sum(jnp.stack([plain(x, scales[0], None) for x in xs]))]
-        else:
-            sums = [plain(*each) for each in zip(xs, scales, axes, strict=True)]
-        return [jnp.sqrt(s) / k for s, k in zip(sums, scales, strict=True)]
+        return plain([jnp.where(total < 1, *_FAR) for total in totals], xs)
 
     def not_needed(totals: Arrays, xs: Arrays) -> list[jax.Array]:
         del xs
         return [lax.convert_element_type(total, np.float32) for total in totals]
+
+    def if_needed(totals: Arrays, xs: Arrays) -> list[jax.Array]:
+        all_fit = functools.reduce(jnp.logical_and, [jnp.all(fits(total)) for total in totals])
+        return lax.cond(all_fit, not_needed, again, list(totals), list(xs))
+
+    def always(totals: Arrays, xs: Arrays) -> list[jax.Array]:  # in the same pass and the same all-reduce
+        small, large = (plain([scale] * len(totals), xs) for scale in _FAR)
+        return [jnp.where(t < 1, s, m) for t, s, m in zip(totals, small, large, strict=True)]
 
     def root(total: jax.Array, instead: jax.Array) -> jax.Array:
         most = float(np.finfo(np.float32).max)
@@ -287,8 +348,8 @@ def _in_range(totals: Arrays, xs: Arrays, axes: Sequence[Axes] | None = None) ->
         )
         return jnp.where(fits(total), jnp.sqrt(total), larger)
 
-    all_fit = functools.reduce(jnp.logical_and, [jnp.all(fits(total)) for total in totals])
-    return side_by_side(root, totals, lax.cond(all_fit, not_needed, again, list(totals), list(xs)))
+    instead = lax.cond(on_single_device(), if_needed, always, list(totals), list(xs))
+    return side_by_side(root, totals, instead)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
@@ -366,6 +427,19 @@ def max_of(x: jax.Array, at_least: float = 0.0) -> jax.Array:
 def min_of(x: jax.Array, at_most: float = jnp.inf) -> jax.Array:
     """The smallest entry, in float64, and at most so much; NaN if any entry is."""
     return -max_of(-x, at_least=-at_most)
+
+
+def largest_known(xs: Arrays) -> jax.Array:
+    """The largest entry of several arrays without NaN, on all devices, as a float64 scalar."""
+
+    def over_all(xs: Arrays) -> jax.Array:
+        found = [jnp.max(x, initial=-jnp.inf) for x in xs]
+        return jnp.max(jnp.stack([lax.pmax(x, varying(x)) if varying(x) else x for x in found]))
+
+    def in_float32(xs: Arrays) -> jax.Array:  # TPUs have no such reduction of float64
+        return wide(over_all([lax.convert_element_type(x, np.float32) for x in xs]))
+
+    return lax.platform_dependent(tuple(xs), tpu=in_float32, default=over_all)
 
 
 @jax.jit

@@ -21,16 +21,13 @@ from clipjax._core.mesh import (
     AxisName,
     Names,
     is_spread,
-    largest_of_devices,
     names_of_leaf,
     names_of_units,
     placed_as,
-    smallest_of_devices,
     spec_leaves,
-    varying,
 )
 from clipjax._core.norms import as_arrays, in_float64, norms_of, tree_norm, wide
-from clipjax._core.platforms import max_of, min_of, side_by_side
+from clipjax._core.platforms import largest_known, max_of, min_of, side_by_side
 from clipjax._core.rescale import Scale, factor_of, is_changed, precision_of, rescale, rounded_down, to_bound
 from clipjax._core.xla_cpu import on_single_device
 
@@ -218,17 +215,15 @@ def report_of(norms: Sequence[jax.Array], scales: Sequence[Scale]) -> Report:
     """One report of all units, and of all devices."""
     norms, scales = lax.stop_gradient((list(norms), list(scales)))
 
-    def report(norm: jax.Array, scale: Scale) -> Report:
-        return Report(max_of(norm), min_of(factor_of(scale), 1), jnp.any(is_changed(scale)))
-
     def together(norms: list[jax.Array], scales: list[Scale]) -> Report:
         scale = Scale(*(joined(column) for column in zip(*scales, strict=True)))
-        return report(joined(norms), scale)
+        return Report(max_of(joined(norms)), min_of(factor_of(scale), 1), jnp.any(is_changed(scale)))
 
     def apart(norms: list[jax.Array], scales: list[Scale]) -> Report:
-        return summary([report(norm, scale) for norm, scale in zip(norms, scales, strict=True)])
+        each = zip(norms, scales, strict=True)
+        return summary([Report(norm, factor_of(scale), is_changed(scale)) for norm, scale in each])
 
-    if len(norms) < 2 or any(is_spread(norm) for norm in norms):
+    if not norms or any(is_spread(norm) for norm in norms):
         return apart(norms, scales)
     return lax.cond(on_single_device(), together, apart, norms, scales)
 
@@ -250,27 +245,30 @@ def least_of(values: Sequence[jax.Array]) -> jax.Array:
         return min_of(joined(values))
 
     def apart(values: list[jax.Array]) -> jax.Array:
-        least = [min_of(value) for value in values]
-        spread = [smallest_of_devices(x, varying(x)) if varying(x) else x for x in least]
-        return min_of(jnp.stack([*spread, jnp.full((), jnp.inf)]))
+        return -most_of([-value for value in values])
 
-    if len(values) < 2 or any(is_spread(value) for value in values):
+    if not values or any(is_spread(value) for value in values):
         return apart(list(values))
     return lax.cond(on_single_device(), together, apart, list(values))
 
 
 @in_float64
 def summary(reports: list[Report]) -> Report:
-    """One report for all leaves and, inside shard_map, for all devices."""
+    """One report of all leaves, with an entry for each or for each of its units, and of all devices."""
     if not reports:
         return Report(jnp.zeros(()), jnp.ones(()), jnp.zeros((), bool))
-
-    def over_all(values: tuple[jax.Array, ...], over: Any, over_devices: Any) -> jax.Array:
-        return over(jnp.stack([over_devices(x, varying(x)) if varying(x) else x for x in values]))
-
     norms, scales, clipped = zip(*reports, strict=True)
-    return Report(
-        over_all(norms, max_of, largest_of_devices),
-        over_all(scales, functools.partial(min_of, at_most=1), smallest_of_devices),
-        over_all(clipped, jnp.any, lax.pmax),
-    )
+    least = -most_of([-scale for scale in scales])
+    changed = most_of([wide(c) for c in clipped]) > 0
+    return Report(jnp.maximum(most_of(norms), 0), jnp.minimum(least, 1), changed)
+
+
+def most_of(values: Sequence[jax.Array]) -> jax.Array:
+    """The largest number in several arrays, on all devices; NaN if one is, and -inf if there are none.
+
+    A maximum over devices may lose NaN: so where there is one is asked for by another maximum. All are of
+    one kind, which XLA makes one all-reduce of.
+    """
+    unknown = largest_known([wide(jnp.isnan(x)) for x in values])
+    most = largest_known([jnp.where(jnp.isnan(x), -jnp.inf, x) for x in values])
+    return jnp.where(unknown > 0, jnp.nan, most)

@@ -157,7 +157,13 @@ def turn_after(turn: Turn, leaf: jax.Array, done: jax.Array) -> Turn:
     """The turn of what comes after a large leaf, for which `done` is computed last."""
     if not is_large(leaf) or is_divided(leaf):
         return turn
-    first = lax.slice(done, (0,) * done.ndim, (1,) * done.ndim).reshape(())
-    # Behind a barrier, since XLA knows that no -|x| is above 0.
-    at_most_0 = lax.optimization_barrier(lax.stop_gradient(-jnp.abs(first)).astype(np.float32))
-    return jnp.where(at_most_0 > 0, at_most_0, np.float32(1) if turn is None else turn)
+    before = np.float32(1) if turn is None else turn
+
+    def after(done: jax.Array, before: jax.Array) -> jax.Array:
+        first = lax.slice(done, (0,) * done.ndim, (1,) * done.ndim).reshape(())
+        # Behind a barrier, since XLA knows that no -|x| is above 0.
+        at_most_0 = lax.optimization_barrier(lax.stop_gradient(-jnp.abs(first)).astype(np.float32))
+        return jnp.where(at_most_0 > 0, at_most_0, before)
+
+    # Several devices would have to tell each other what the first entry is.
+    return lax.cond(on_single_device(), after, lambda _, before: before, done, before)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ from clipjax._core.members import check_state
 from clipjax._core.mesh import AxisName, names_of_leaf, placed_as, varying
 from clipjax._core.norms import as_arrays, in_float64, tree_norm, weakly_typed_as
 from clipjax._core.stats import count
+from clipjax._core.xla_cpu import on_single_device
 
 
 class ZeroNonfiniteState(NamedTuple):
@@ -178,9 +178,14 @@ def step_if(
         return step(updates, old) if good else skip(updates, old)
     if any(varying(x) for x in jax.tree.leaves((updates, old))):  # branches would differ in type
         return selected(updates, old)
+
     # On a CPU selecting keeps the old state beside the new one, and takes half as long again as a branch.
     # An accelerator would wait for the host to choose one.
-    return lax.platform_dependent(updates, old, cpu=branched, default=selected)
+    # So would several devices: what a branch measures XLA cannot share with what chose it.
+    def on_cpu(updates: Any, old: Any) -> tuple[Any, Any]:
+        return lax.cond(on_single_device(), branched, selected, updates, old)
+
+    return lax.platform_dependent(updates, old, cpu=on_cpu, default=selected)
 
 
 @in_float64
@@ -197,4 +202,5 @@ def _typed_as(like: Any, x: Any) -> jax.Array:
 
 @in_float64
 def _all_finite(tree: Any, axis_name: AxisName) -> jax.Array:
-    return jnp.isfinite(tree_norm(as_arrays(tree), math.inf, lambda leaf: names_of_leaf(leaf, axis_name)))
+    # The norm that most clips measure, too: XLA computes it once for both.
+    return jnp.isfinite(tree_norm(as_arrays(tree), 2.0, lambda leaf: names_of_leaf(leaf, axis_name)))

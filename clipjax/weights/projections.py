@@ -13,14 +13,14 @@ from jax import lax
 from clipjax._core.arguments import explained, makes_transformations, shown
 from clipjax._core.axes import Axes, Skip, is_measured, leaves_with_paths, path_name, resolve_axes
 from clipjax._core.members import Acted, Memory, with_stats
-from clipjax._core.mesh import AxisName, largest_of_devices, varying
+from clipjax._core.mesh import AxisName, varying
 from clipjax._core.norms import as_arrays, in_float64, norm_of, norms_of, only_arrays, tree_norm, wide
 from clipjax._core.paths import the_leaf
-from clipjax._core.platforms import max_of, stored
+from clipjax._core.platforms import stored
 from clipjax._core.rescale import Scale, rescale
 from clipjax._core.rounding import widened
 from clipjax._core.stats import Stats
-from clipjax._core.trees import Report, Rule, Unit, decide, report_of, rescale_units, units_of
+from clipjax._core.trees import Report, Rule, Unit, decide, most_of, report_of, rescale_units, units_of
 from clipjax._core.xla_cpu import Turn, is_large, turn_after
 from clipjax.weights.checks import check_are_weights
 from clipjax.weights.link import Outside, applied, is_branch, short_of, step_to
@@ -254,9 +254,7 @@ def _steps(
 @in_float64
 def _worst(measured: list[Measured]) -> jax.Array:
     """By how much the worst unit is out of bounds."""
-    excesses = [max_of(_excess(m)) for m in measured]
-    over_devices = [largest_of_devices(x, varying(x)) if varying(x) else x for x in excesses]
-    return max_of(jnp.stack(over_devices)) if excesses else wide(0.0)
+    return most_of([wide(_excess(m)) for m in measured]) if measured else wide(0.0)
 
 
 @in_float64

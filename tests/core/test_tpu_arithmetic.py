@@ -116,7 +116,8 @@ def measured_on(platform: str) -> Callable[..., Any]:
         (whole,) = platforms.euclidean_norms([(x,)], ((0, 1),))
         return units, whole, platforms.euclidean_norm([x, x[:4], x[4:8]])
 
-    return as_on(platform, measured)
+    several = [(platforms, "on_single_device", lambda: jnp.zeros((), bool))]
+    return as_on(*("tpu", measured, several) if platform == "one of several tpus" else (platform, measured))
 
 
 def norms_of(platform: str, x: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -127,7 +128,10 @@ def norms_of(platform: str, x: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndar
     yield together, exact_tree_norm([x, x[:4], x[4:8]])
 
 
-@each_kind
+@pytest.mark.parametrize(
+    ("platform", "kind"),
+    [*(("tpu", kind) for kind in DTYPES), ("one of several tpus", "f32")],
+)
 @given(
     seed=st.integers(0, 2**30),
     place=st.floats(0, 1, width=16),
@@ -135,11 +139,11 @@ def norms_of(platform: str, x: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndar
 )
 @example(0, 0.0, 0.0)
 @example(0, 1.0, 0.0)
-def test_norms_on_a_tpu(kind: str, seed: int, place: float, spread: float) -> None:
+def test_norms_on_a_tpu(platform: str, kind: str, seed: int, place: float, spread: float) -> None:
     """Over all that float32 holds; outside the range of pairs no norm is too small, or 0, or infinite."""
     low, high = (-7.0, 5.0) if kind == "f16" else (-36.0, 38.0)
     x = columns(seed, low + place * (high - low), spread, kind)
-    for found, right in norms_of("tpu", x):
+    for found, right in norms_of(platform, x):
         off = np.abs(found - right)
         inside = (right >= LOW) & (right <= HIGH)
         assert (off <= np.where(inside, EXACT, PLAIN) * right).all()
@@ -164,7 +168,7 @@ BESIDE = [[1e-12, 1.0], [1e-8, 1e9], [1e4, 1e-3], [1e20, 1.0], [1e-30, 1e-20], [
 
 @pytest.mark.parametrize(
     ("platform", "scales"),
-    [pytest.param(on, scales) for on in PLATFORMS for scales in BESIDE],
+    [pytest.param(on, scales) for on in (*PLATFORMS, "one of several tpus") for scales in BESIDE],
 )
 def test_small_and_large_entries_beside_each_other(platform: str, scales: list[float]) -> None:
     x = np.concatenate([columns(i, math.log10(scale), 0.0, "f32", 24) for i, scale in enumerate(scales)])
@@ -173,7 +177,7 @@ def test_small_and_large_entries_beside_each_other(platform: str, scales: list[f
         assert (np.abs(found - right) <= np.where(exact, EXACT, PLAIN) * right).all()
 
 
-@each_platform
+@pytest.mark.parametrize("platform", [*PLATFORMS, "one of several tpus"])
 def test_what_is_not_finite_shows_in_a_norm(platform: str) -> None:
     for bad in (np.inf, -np.inf, np.nan):
         for scale in (1.0, 1e-20, 1e20):
@@ -185,7 +189,7 @@ def test_what_is_not_finite_shows_in_a_norm(platform: str) -> None:
             assert np.isfinite(np.delete(units[0], 2)).all()
 
 
-@each_platform
+@pytest.mark.parametrize("platform", [*PLATFORMS, "one of several tpus"])
 def test_norms_of_zeros_are_zero(platform: str) -> None:
     assert all((found == 0).all() for found, _ in norms_of(platform, np.zeros((ROWS, COLUMNS), np.float32)))
     mixed = np.zeros((ROWS, COLUMNS), np.float32)
