@@ -105,7 +105,7 @@ def topology(platform: str, shape: str | None = None) -> Sequence[Any]:
 
 
 @contextmanager
-def _without_cache() -> Iterator[None]:
+def without_cache() -> Iterator[None]:
     """JAX can store such a program in its persistent cache, but not load it again."""
     before = jax.config.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)
@@ -136,7 +136,7 @@ def compile_for(
 
     shapes = jax.tree.map(described, args)
     compiler = PLATFORMS[platform].compiler
-    with _without_cache():
+    with without_cache():
         begin = time.process_time()  # of all threads: a busy machine does not change it much
         # A new function object: nothing that JAX keeps for a function is found again.
         jitted = jax.jit(lambda *args: function(*args), donate_argnums=donate)

@@ -244,3 +244,14 @@ def collectives(program: Program) -> dict[str, int]:
     """How many there are of each."""
     opcodes = [i.opcode.removesuffix("-start") for body in program.computations.values() for i in body]
     return dict(Counter(o for o in opcodes if o in _COLLECTIVES))
+
+
+def collective_bytes(program: Program) -> float:
+    """The bytes of what all collectives return on a device."""
+    return sum(
+        _width(array.dtype) * array.size
+        for body in program.computations.values()
+        for i in body
+        if i.opcode.removesuffix("-start") in _COLLECTIVES
+        for array in _arrays(i.type)
+    )

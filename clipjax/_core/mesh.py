@@ -156,18 +156,17 @@ def largest_of_devices(x: jax.Array, names: Names) -> jax.Array:
 
 
 def sum_of_devices(x: jax.Array, names: Names) -> jax.Array:
-    """The sum of float64 values in [0, 1] on all devices. TPUs add float32."""
+    """The sum of float64 values in [0, 1] on all devices.
+
+    TPUs add float32. So they get each value in three parts: two of 12 bits, whose sums over 4,096 devices
+    a float32 holds, and the rest.
+    """
 
     def in_parts(x: jax.Array) -> jax.Array:
-        parts = lax.convert_element_type(jnp.stack(in_three_parts(x)), np.float32)
-        sums = lax.convert_element_type(lax.psum(parts, names), x.dtype)
+        high = jnp.round(x * 2.0**12) * 2.0**-12
+        middle = jnp.round((x - high) * 2.0**24) * 2.0**-24
+        parts = jnp.stack([high, middle, x - high - middle])
+        sums = lax.convert_element_type(lax.psum(lax.convert_element_type(parts, np.float32), names), x.dtype)
         return sums[0] + (sums[1] + sums[2])
 
     return lax.platform_dependent(x, tpu=in_parts, default=lambda x: lax.psum(x, names))
-
-
-def in_three_parts(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Values below 2 in three parts: two of 12 bits, of which float32 holds sums of 2,048, and the rest."""
-    high = jnp.round(x * 2.0**12) * 2.0**-12
-    middle = jnp.round((x - high) * 2.0**24) * 2.0**-24
-    return high, middle, x - high - middle

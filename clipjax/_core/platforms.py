@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 
 from clipjax._core import pairs
-from clipjax._core.mesh import in_three_parts, is_spread, split_by_type, varying
+from clipjax._core.mesh import is_spread, split_by_type, varying
 from clipjax._core.xla_cpu import (
     Reduction,
     Turn,
@@ -48,8 +48,11 @@ _SCALES = ((0.0, 2.0**80), (2.0**-40, 1.0), (2.0**23, 2.0**-65))
 _FAR = np.float32(2.0**70), np.float32(2.0**-70)
 # How much the plain float32 norm may be off that stands on a TPU for what is out of the range of pairs.
 _PLAIN_ERROR = 2.0**-12
-# Into how many blocks an axis is cut at most, which is the most devices it can be split over without gathers.
+# Into how many blocks a unit is cut at most: over so many devices it can be split without gathers.
 _BLOCKS = 128
+# The exponents of the last of 17 bits, of which float32 adds so many blocks without rounding: from the largest
+# sum of squares in range down to what may be rounded off the smallest.
+_PIECES = range(103, -102, -17)
 # So many small arrays of one shape are added entry by entry before they are reduced.
 _TOGETHER = 16
 
@@ -238,35 +241,34 @@ def _pair_sum(x: jax.Array, axes: Axes) -> pairs.Pair:
 def _sum_over_blocks(x: jax.Array, axes: Axes) -> jax.Array:
     """The sum of squares along axes on a TPU of several, each of which has some entries or all.
 
-    XLA cannot reduce pairs over devices: it gathers them. The few of whole leaves it sends in one all-reduce
-    with all others. Those of units are added in blocks, of which each device has some, and the blocks as
-    shares of the largest, in parts of float32: an all-reduce each, for all leaves.
+    XLA cannot reduce pairs over devices: it gathers them, those of whole leaves in one all-reduce, those of
+    units leaf by leaf. So a unit is added in blocks, of which each device has some, and its blocks in
+    float32: cut into pieces at the same bits, which it adds without rounding.
     """
     if len(axes) == x.ndim or is_spread(x) or not isinstance(x.size, int):
         return _widened_sum(*_pair_sum(x, axes))
-    split = {axis: _blocks(x.shape[axis], tiled=axis >= x.ndim - 2) for axis in axes}
     shape: list[int] = []
-    within, over = [], []
+    within, over, blocks = [], [], _BLOCKS
     for axis, n in enumerate(x.shape):
-        shape += [split[axis], n // split[axis]] if axis in split else [n]
-        if axis in split:
-            over.append(len(shape) - 2)
-            within.append(len(shape) - 1)
-    a, b = _pair_sum(x.reshape(shape), tuple(within))
-    largest = jnp.clip(jnp.max(a, axis=over, keepdims=True), 2.0**-100, 2.0**120)
-    exponent = lax.bitcast_convert_type(largest, np.int32) & np.int32(0x7F800000)
-    unit, inverse = (  # the power of two below, and 1 by it
-        lax.bitcast_convert_type(x, np.float32) for x in (exponent, np.int32(0x7F000000) - exponent)
-    )
-    high, middle, rest = in_three_parts(a * inverse)
-    sums = [jnp.sum(part, axis=over, keepdims=True) for part in (high, middle, rest + b * inverse)]
-    total = wide(unit) * (wide(sums[0]) + (wide(sums[1]) + wide(sums[2])))
-    return total.reshape(_kept(x, axes))
-
-
-def _blocks(entries: int, *, tiled: bool) -> int:
-    """Into how many blocks an axis is cut: as many as devices may split it over, and no cut in a tile."""
-    return math.gcd(entries, max(1, min(_BLOCKS, entries // 8 if tiled else entries)))
+        if axis in axes:
+            cut = math.gcd(n, max(1, min(blocks, n // 8 if axis >= x.ndim - 2 else n)))  # through no tile
+            blocks //= cut
+            over.append(len(shape))
+            shape.append(cut)
+            within.append(len(shape))
+            n //= cut
+        shape.append(n)
+    rest, below = _pair_sum(x.reshape(shape), tuple(within))
+    total = None
+    for exponent in _PIECES:
+        piece = jnp.trunc(rest * np.float32(2.0**-exponent))
+        rest = rest - piece * np.float32(2.0**exponent)
+        added = jnp.sum(piece, axis=over, keepdims=True) * np.float32(2.0**exponent)
+        pair = added, jnp.zeros_like(added)
+        total = pair if total is None else pairs.add(total, pair)
+    assert total is not None
+    below = jnp.sum(below, axis=over, keepdims=True)
+    return _widened_sum(total[0], total[1] + below).reshape(_kept(x, axes))
 
 
 def _widened_sum(a: jax.Array, b: jax.Array) -> jax.Array:
