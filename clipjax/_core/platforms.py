@@ -48,11 +48,11 @@ _SCALES = ((0.0, 2.0**80), (2.0**-40, 1.0), (2.0**23, 2.0**-65))
 _FAR = np.float32(2.0**70), np.float32(2.0**-70)
 # How much the plain float32 norm may be off that stands on a TPU for what is out of the range of pairs.
 _PLAIN_ERROR = 2.0**-12
-# Into how many blocks a unit is cut at most: over so many devices it can be split without gathers.
-_BLOCKS = 128
-# The exponents of the last of 17 bits, of which float32 adds so many blocks without rounding: from the largest
-# sum of squares in range down to what may be rounded off the smallest.
-_PIECES = range(103, -102, -17)
+# On several TPUs: into how many blocks an axis is cut at most, over which it can be split; how many bits are
+# in a piece of their sums, of which float32 adds the blocks of two axes without rounding; and 2**20 by the
+# bit above each piece, from the largest float32 down to what may be rounded off the smallest sum in range.
+_BLOCKS, _BITS = 64, 12
+_PIECES = np.float32(2.0) ** np.arange(20 - 128, 20 + 100, _BITS, dtype=np.float32)
 # So many small arrays of one shape are added entry by entry before they are reduced.
 _TOGETHER = 16
 
@@ -78,13 +78,12 @@ def euclidean_norms(leaves: Sequence[Arrays], axes: tuple[Axes, ...]) -> list[ja
     def on_tpu(leaves: Sequence[Arrays]) -> list[jax.Array]:
         def alone(xs: Arrays) -> list[jax.Array]:
             sums = [_pair_sum(x, along) for x, along in zip(xs, axes, strict=True)]
-            return side_by_side(_widened_sum, *zip(*sums, strict=True))
+            return _in_range(side_by_side(_widened_sum, *zip(*sums, strict=True)), xs, axes)
 
         def on_many(xs: Arrays) -> list[jax.Array]:
-            return [_sum_over_blocks(x, along) for x, along in zip(xs, axes, strict=True)]
+            return [_root_of_many(*_on_many_tpus(x, along)) for x, along in zip(xs, axes, strict=True)]
 
-        xs = [added(terms) for terms in leaves]
-        return _in_range(lax.cond(on_single_device(), alone, on_many, xs), xs, axes)
+        return lax.cond(on_single_device(), alone, on_many, [added(terms) for terms in leaves])
 
     def on_gpu(leaves: Sequence[Arrays]) -> list[jax.Array]:
         xs = [added(terms) for terms in leaves]
@@ -113,8 +112,15 @@ def euclidean_norm(xs: Arrays) -> jax.Array:
         return lax.cond(on_single_device(), grouped, lambda xs: _sum(_plain(xs, [_all(x) for x in xs])), xs)
 
     def on_tpu(xs: Arrays) -> jax.Array:
-        sums = side_by_side(_widened_sum, *zip(*(_pair_sum(x, _all(x)) for x in xs), strict=True))
-        return _in_range([_sum(sums)], xs)[0].reshape(())
+        def alone(xs: Arrays) -> jax.Array:
+            sums = side_by_side(_widened_sum, *zip(*(_pair_sum(x, _all(x)) for x in xs), strict=True))
+            return _in_range([_sum(sums)], xs)[0].reshape(())
+
+        def on_many(xs: Arrays) -> jax.Array:
+            sums = zip(*(_on_many_tpus(x, _all(x)) for x in xs), strict=True)
+            return _root_of_many(*map(_sum, sums))
+
+        return lax.cond(on_single_device(), alone, on_many, xs)
 
     return lax.platform_dependent(
         tuple(xs),
@@ -238,37 +244,49 @@ def _pair_sum(x: jax.Array, axes: Axes) -> pairs.Pair:
     return a.reshape(_kept(x, axes)), b.reshape(_kept(x, axes))
 
 
-def _sum_over_blocks(x: jax.Array, axes: Axes) -> jax.Array:
-    """The sum of squares along axes on a TPU of several, each of which has some entries or all.
+def _on_many_tpus(x: jax.Array, axes: Axes) -> list[jax.Array]:
+    """The sum of squares along axes, then that of scaled entries for what is far below and above its range.
 
-    XLA cannot reduce pairs over devices: it gathers them, those of whole leaves in one all-reduce, those of
-    units leaf by leaf. So a unit is added in blocks, of which each device has some, and its blocks in
-    float32: cut into pieces at the same bits, which it adds without rounding.
+    XLA cannot reduce pairs over devices: it would gather them, leaf by leaf. So a leaf is added in blocks, of
+    which each device has some, and the blocks in float32: their sums are cut at the same bits into pieces,
+    which it adds without rounding. All sums of a leaf are one array, as an all-reduce takes up to 256 arrays.
     """
-    if len(axes) == x.ndim or is_spread(x) or not isinstance(x.size, int):
-        return _widened_sum(*_pair_sum(x, axes))
+    last = x.ndim - 1
+    y, within, over = _cut(lax.convert_element_type(x, np.float32), [a for a in axes if a < max(last, 1)])
+    a, b = _pair_sum(y, within)
+    far = [jnp.sum(jnp.square(y * scale), axis=within, keepdims=True) for scale in _FAR]
+    if 0 < last in axes:  # after the others, as cutting through its tiles copies
+        (a, within, _), (b, *_), *others = (_cut(z, [a.ndim - 1]) for z in (a, b, *far))
+        over = (*over, a.ndim - 2) if a.ndim > y.ndim else over
+        a, b = (z.reshape(_kept(a, within)) for z in pairs.reduce_sum([(a, b)], within))
+        far = [jnp.sum(z, axis=within, keepdims=True) for z, *_ in others]
+    beyond = (a * np.float32(2.0**-20)) * _PIECES.reshape(-1, *[1] * a.ndim)  # above the bits of a piece
+    pieces = jnp.trunc(jnp.where(beyond < 2.0**24, beyond - jnp.trunc(beyond), 0.0) * 2.0**_BITS)
+    rows = jnp.concatenate([pieces, *(z[None] for z in (b, *far))])
+    sums = jnp.sum(rows, axis=[axis + 1 for axis in over], keepdims=True)
+    first = sums[:-3] * (2.0 ** (20 - _BITS) / _PIECES).reshape(-1, *[1] * a.ndim)
+    top, rest = pairs.reduce_sum([(first, jnp.zeros_like(first))], (0,))
+    return [
+        z.reshape(_kept(x, axes)) for z in (wide(top) + (wide(rest) + wide(sums[-3])), sums[-2], sums[-1])
+    ]
+
+
+def _cut(x: jax.Array, axes: Sequence[int]) -> tuple[jax.Array, Axes, Axes]:
+    """Cut axes into blocks: the array, the axes within blocks, and those over them."""
+    if is_spread(x) or not isinstance(x.size, int):
+        return x, tuple(axes), ()
     shape: list[int] = []
-    within, over, blocks = [], [], _BLOCKS
+    within, over = [], []
     for axis, n in enumerate(x.shape):
+        blocks = 1
         if axis in axes:
-            cut = math.gcd(n, max(1, min(blocks, n // 8 if axis >= x.ndim - 2 else n)))  # through no tile
-            blocks //= cut
+            # Through no tile of 8 rows.
+            blocks = math.gcd(n, max(1, min(_BLOCKS, n // 8 if axis >= x.ndim - 2 else n)))
+            within.append(len(shape) + 1)
             over.append(len(shape))
-            shape.append(cut)
-            within.append(len(shape))
-            n //= cut
-        shape.append(n)
-    rest, below = _pair_sum(x.reshape(shape), tuple(within))
-    total = None
-    for exponent in _PIECES:
-        piece = jnp.trunc(rest * np.float32(2.0**-exponent))
-        rest = rest - piece * np.float32(2.0**exponent)
-        added = jnp.sum(piece, axis=over, keepdims=True) * np.float32(2.0**exponent)
-        pair = added, jnp.zeros_like(added)
-        total = pair if total is None else pairs.add(total, pair)
-    assert total is not None
-    below = jnp.sum(below, axis=over, keepdims=True)
-    return _widened_sum(total[0], total[1] + below).reshape(_kept(x, axes))
+            shape.append(blocks)
+        shape.append(n // blocks)
+    return x.reshape(shape), tuple(within), tuple(over)
 
 
 def _widened_sum(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -314,44 +332,41 @@ def _in_range(totals: Arrays, xs: Arrays, axes: Sequence[Axes] | None = None) ->
     Without `axes` there is one total, of all arrays together.
     """
 
-    def fits(total: jax.Array) -> jax.Array:
-        return (total >= _LEAST) & (total < _MOST)
-
-    def plain(scales: Sequence[Any], xs: Arrays) -> list[jax.Array]:
-        def squares(x: jax.Array, scale: jax.Array, along: Axes | None) -> jax.Array:
-            entries = lax.convert_element_type(x, np.float32) * scale
-            return jnp.sum(jnp.square(entries), axis=along, keepdims=along is not None)
-
-        if axes is None:
-            sums = [jnp.sum(jnp.stack([squares(x, scales[0], None) for x in xs]))]
-        else:
-            sums = [squares(*each) for each in zip(xs, scales, axes, strict=True)]
-        return [jnp.sqrt(s) / k for s, k in zip(sums, scales, strict=True)]
+    def plain(x: jax.Array, scale: jax.Array, along: Axes | None) -> jax.Array:
+        entries = lax.convert_element_type(x, np.float32) * scale
+        return jnp.sum(jnp.square(entries), axis=along, keepdims=along is not None)
 
     def again(totals: Arrays, xs: Arrays) -> list[jax.Array]:
-        return plain([jnp.where(total < 1, *_FAR) for total in totals], xs)
+        scales = [jnp.where(total < 1, *_FAR) for total in totals]
+        if axes is None:
+            sums = [jnp.sum(jnp.stack([plain(x, scales[0], None) for x in xs]))]
+        else:
+            sums = [plain(*each) for each in zip(xs, scales, axes, strict=True)]
+        return [jnp.sqrt(s) / k for s, k in zip(sums, scales, strict=True)]
 
     def not_needed(totals: Arrays, xs: Arrays) -> list[jax.Array]:
         del xs
         return [lax.convert_element_type(total, np.float32) for total in totals]
 
-    def if_needed(totals: Arrays, xs: Arrays) -> list[jax.Array]:
-        all_fit = functools.reduce(jnp.logical_and, [jnp.all(fits(total)) for total in totals])
-        return lax.cond(all_fit, not_needed, again, list(totals), list(xs))
+    all_fit = functools.reduce(jnp.logical_and, [jnp.all(_fits(total)) for total in totals])
+    return side_by_side(_root, totals, lax.cond(all_fit, not_needed, again, list(totals), list(xs)))
 
-    def always(totals: Arrays, xs: Arrays) -> list[jax.Array]:  # in the same pass and the same all-reduce
-        small, large = (plain([scale] * len(totals), xs) for scale in _FAR)
-        return [jnp.where(t < 1, s, m) for t, s, m in zip(totals, small, large, strict=True)]
 
-    def root(total: jax.Array, instead: jax.Array) -> jax.Array:
-        most = float(np.finfo(np.float32).max)
-        larger = jnp.where(
-            instead < most, jnp.minimum(wide(instead) * (1 + _PLAIN_ERROR), most), wide(instead)
-        )
-        return jnp.where(fits(total), jnp.sqrt(total), larger)
+def _root_of_many(total: jax.Array, small: jax.Array, large: jax.Array) -> jax.Array:
+    """The norm from what :func:`_on_many_tpus` found. A branch would add over the devices once more."""
+    below, above = (jnp.sqrt(s) / k for s, k in zip((small, large), _FAR, strict=True))
+    return _root(total, jnp.where(small < jnp.inf, below, above))
 
-    instead = lax.cond(on_single_device(), if_needed, always, list(totals), list(xs))
-    return side_by_side(root, totals, instead)
+
+def _fits(total: jax.Array) -> jax.Array:
+    return (total >= _LEAST) & (total < _MOST)
+
+
+def _root(total: jax.Array, instead: jax.Array) -> jax.Array:
+    """The root of a sum in the range of pairs, else a norm in float32, made larger by its error."""
+    most = float(np.finfo(np.float32).max)
+    larger = jnp.where(instead < most, jnp.minimum(wide(instead) * (1 + _PLAIN_ERROR), most), wide(instead))
+    return jnp.where(_fits(total), jnp.sqrt(total), larger)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
