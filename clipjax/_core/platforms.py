@@ -446,12 +446,12 @@ def min_of(x: jax.Array, at_most: float = jnp.inf) -> jax.Array:
     return -max_of(-x, at_least=-at_most)
 
 
-def largest_known(xs: Arrays) -> jax.Array:
-    """The largest entry of several arrays without NaN, on all devices, as a float64 scalar."""
+def largest_of_rows(xs: Arrays) -> jax.Array:
+    """The largest number of each row of several arrays without NaN, on all devices, in float64."""
 
     def over_all(xs: Arrays) -> jax.Array:
-        found = [jnp.max(x, initial=-jnp.inf) for x in xs]
-        return jnp.max(jnp.stack([lax.pmax(x, varying(x)) if varying(x) else x for x in found]))
+        found = [jnp.max(x, axis=range(1, x.ndim), initial=-jnp.inf) for x in xs]
+        return jnp.max(jnp.stack([lax.pmax(x, varying(x)) if varying(x) else x for x in found]), axis=0)
 
     def in_float32(xs: Arrays) -> jax.Array:  # TPUs have no such reduction of float64
         return wide(over_all([lax.convert_element_type(x, np.float32) for x in xs]))

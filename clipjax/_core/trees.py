@@ -27,7 +27,7 @@ from clipjax._core.mesh import (
     spec_leaves,
 )
 from clipjax._core.norms import as_arrays, in_float64, norms_of, tree_norm, wide
-from clipjax._core.platforms import largest_known, max_of, min_of, side_by_side
+from clipjax._core.platforms import largest_of_rows, max_of, min_of, side_by_side
 from clipjax._core.rescale import Scale, factor_of, is_changed, precision_of, rescale, rounded_down, to_bound
 from clipjax._core.xla_cpu import on_single_device
 
@@ -245,7 +245,7 @@ def least_of(values: Sequence[jax.Array]) -> jax.Array:
         return min_of(joined(values))
 
     def apart(values: list[jax.Array]) -> jax.Array:
-        return -most_of([-value for value in values])
+        return -most_of([-value for value in values])[0]
 
     if not values or any(is_spread(value) for value in values):
         return apart(list(values))
@@ -258,17 +258,21 @@ def summary(reports: list[Report]) -> Report:
     if not reports:
         return Report(jnp.zeros(()), jnp.ones(()), jnp.zeros((), bool))
     norms, scales, clipped = zip(*reports, strict=True)
-    least = -most_of([-scale for scale in scales])
-    changed = most_of([wide(c) for c in clipped]) > 0
-    return Report(jnp.maximum(most_of(norms), 0), jnp.minimum(least, 1), changed)
+    most, least, changed = most_of(norms, [-scale for scale in scales], clipped)
+    return Report(jnp.maximum(most, 0), jnp.minimum(-least, 1), changed > 0)
 
 
-def most_of(values: Sequence[jax.Array]) -> jax.Array:
-    """The largest number in several arrays, on all devices; NaN if one is, and -inf if there are none.
+def most_of(*columns: Sequence[jax.Array]) -> list[jax.Array]:
+    """The largest number of each column, on all devices; NaN if one is, and -inf if there are none.
 
-    A maximum over devices may lose NaN: so where there is one is asked for by another maximum. All are of
-    one kind, which XLA makes one all-reduce of.
+    A maximum over devices may lose NaN, so whether there is one is asked for by another maximum. All that is
+    asked of a leaf is one array, and so XLA makes one all-reduce of all leaves.
     """
-    unknown = largest_known([wide(jnp.isnan(x)) for x in values])
-    most = largest_known([jnp.where(jnp.isnan(x), -jnp.inf, x) for x in values])
-    return jnp.where(unknown > 0, jnp.nan, most)
+
+    def asked(*numbers: jax.Array) -> jax.Array:
+        values = jnp.stack([wide(x) for x in numbers])
+        return jnp.concatenate([jnp.where(jnp.isnan(values), -jnp.inf, values), wide(jnp.isnan(values))])
+
+    found = largest_of_rows([asked(*numbers) for numbers in zip(*columns, strict=True)])
+    most, unknown = found[: len(columns)], found[len(columns) :]
+    return list(jnp.where(unknown > 0, jnp.nan, most))

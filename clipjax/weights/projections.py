@@ -254,7 +254,7 @@ def _steps(
 @in_float64
 def _worst(measured: list[Measured]) -> jax.Array:
     """By how much the worst unit is out of bounds."""
-    return most_of([wide(_excess(m)) for m in measured]) if measured else wide(0.0)
+    return most_of([_excess(m) for m in measured])[0] if measured else wide(0.0)
 
 
 @in_float64

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -28,12 +26,6 @@ def test_one_all_reduce(name: str) -> None:
     assert programs.collectives(programs.parse(text)) == {"all-reduce": 1}
 
 
-@functools.cache
-def theirs(name: str) -> sharded.Compiled:
-    """What a step is compared with; clips with Optax' by the global norm, which takes no more than others."""
-    return sharded.compile_step("cpu", sharded.STEPS[name].theirs, sharded.transformer(sharded.mesh_of("cpu")))
-
-
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.full] * (name not in COVERING)) for name in sharded.STEPS]
 )
@@ -47,11 +39,11 @@ def test_a_step_on_eight_devices(name: str) -> None:
     assert ours.others == 0
     # A unit's sum of squares is sent in 8 bytes where the formula sends 4, and besides five numbers for each
     # matrix: the metrics.
-    units = sum(x.shape[-1] // x.sharding.mesh.shape[x.sharding.spec[1]] for x in params.values() if x.ndim > 1)
-    matrices = sum(x.ndim > 1 for x in params.values())
-    measured = {"adaptive_grad_clip": 2 * units, "bounded, skip": units + 2 * matrices}
-    sent = measured.get(name, units if pair.more else 2 * matrices)
-    assert ours.collective_bytes <= 8 * (sent + 8 * matrices)
+    matrices = [x for x in params.values() if x.ndim > 1]
+    units = sum(x.sharding.shard_shape(x.shape)[1] for x in matrices)
+    measured = {"adaptive_grad_clip": 2 * units, "bounded, skip": units + 2 * len(matrices)}
+    sent = measured.get(name, units if pair.more else 2 * len(matrices))
+    assert ours.collective_bytes <= 8 * (sent + 8 * len(matrices))
     # What updates the weights by a difference keeps all updates, and the step that may be skipped the state.
-    share = 2.2 if "bounded" in name else 1.9 if "link" in name else 0.07
+    share = 2.5 if "bounded" in name else 2.2 if "link" in name else 0.1
     assert ours.temporaries <= share * sharded.local_bytes(params)

@@ -120,15 +120,15 @@ MUTANTS = (
     Mutant(
         "the maximum over devices loses a NaN",
         "_core/mesh.py",
-        "return _extreme(lax.pmax, jnp.where(jnp.isnan(x), jnp.inf, x), names)",
-        "return _extreme(lax.pmax, jnp.where(jnp.isnan(x), -jnp.inf, x), names)",
+        "known = jnp.where(jnp.isnan(x), jnp.inf, x)",
+        "known = jnp.where(jnp.isnan(x), -jnp.inf, x)",
         "tests/devices/test_lost_nan.py",
     ),
     Mutant(
-        "the minimum over devices loses a NaN",
-        "_core/mesh.py",
-        "least = _extreme(lax.pmin, jnp.where(jnp.isnan(x), -jnp.inf, x), names)",
-        "least = _extreme(lax.pmin, jnp.where(jnp.isnan(x), jnp.inf, x), names)",
+        "the report of all devices loses a NaN",
+        "_core/trees.py",
+        "return list(jnp.where(unknown > 0, jnp.nan, most))",
+        "return list(most)",
         "tests/devices/test_lost_nan.py",
     ),
     Mutant(
@@ -175,16 +175,16 @@ MUTANTS = (
     ),
     Mutant(
         "the violation is that of one device",
-        "weights/projections.py",
-        "[largest_of_devices(x, varying(x)) if varying(x) else x for x in excesses]",
-        "[lax.pmin(x, varying(x)) if varying(x) else x for x in excesses]",
+        "_core/platforms.py",
+        "[lax.pmax(x, varying(x)) if varying(x) else x for x in found]",
+        "[lax.pmin(x, varying(x)) if varying(x) else x for x in found]",
         "tests/devices/test_units_and_specs.py::test_same_as_on_one_device",
     ),
     Mutant(
         "the least bound is that of one device",
         "_core/trees.py",
-        "[smallest_of_devices(x, varying(x)) if varying(x) else x for x in least]",
-        "[lax.pmax(x, varying(x)) if varying(x) else x for x in least]",
+        "return -most_of([-value for value in values])[0]",
+        "return most_of(values)[0]",
         "tests/devices/test_adaptive_thresholds.py::test_same_as_on_one_device",
     ),
     Mutant(

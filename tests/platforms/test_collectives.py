@@ -1,0 +1,44 @@
+"""The collectives of one step on 256 and 4,096 TPUs and on eight GPUs, as compiled without them."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from benchmarks import sharded
+from benchmarks.platforms import missing
+from tests.platforms.test_members import MARKS
+
+# On 4,096 chips what has a part of every other one: the program is that of 256, and takes a minute each.
+ON_MANY = ("clip_by_global_norm", "max_norm, called", "bounded, skip")
+
+
+def cases(*names: str, on: str) -> list[object]:
+    return [pytest.param(on, name, marks=MARKS["cuda" if on == "h100" else "tpu"]) for name in names]
+
+
+@functools.cache
+def compiled(platform: str, name: str, whose: str) -> sharded.Compiled:
+    recipe = getattr(sharded.STEPS[name], whose)
+    return sharded.compile_step(platform, recipe, sharded.transformer(sharded.mesh_of(platform)))
+
+
+@pytest.mark.parametrize(
+    ("platform", "name"),
+    [
+        *cases(*sharded.STEPS, on="v5e"),
+        *cases(*ON_MANY, on="v5p"),
+        *cases(*sharded.STEPS, on="h100"),
+    ],
+)
+def test_a_step_has_as_many_collectives_as_its_limit(platform: str, name: str) -> None:
+    if reason := missing(platform):
+        pytest.skip(reason)
+    ours, theirs = (compiled(platform, name, whose) for whose in ("ours", "theirs"))
+    assert ours.others == 0
+    assert ours.all_reduces <= theirs.all_reduces + sharded.STEPS[name].more
+    # On a TPU a sum is sent in pieces: 19 of a sum of squares, its rest, and two for what is out of range.
+    times = 23 if platform != "h100" else 3
+    measured = 2 if name == "adaptive_grad_clip" else 1
+    assert ours.collective_bytes <= 2 * 74 * 5 * 4 * measured + times * measured * theirs.collective_bytes
