@@ -46,6 +46,11 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
         action="store_true",
         help="as compiled for TPUs and GPUs instead: with options of its own, see --compiled --help",
     )
+    parser.add_argument(
+        "--scale",
+        action="store_true",
+        help="from one chip to 4,096 instead: with options of its own, see --scale --help",
+    )
     parser.add_argument("--quick", action="store_true", help="few rounds, one compilation, float32")
     parser.add_argument(
         "--scheduler",
@@ -145,6 +150,11 @@ def main(argv: list[str] | None = None) -> None:
         from benchmarks import compiled  # what it needs is not installed with the other benchmarks
 
         compiled.main([option for option in argv if option != "--compiled"])
+        return
+    if "--scale" in argv:
+        from benchmarks import scale
+
+        scale.main([option for option in argv if option != "--scale"])
         return
     args = _arguments(argv)
     if args.adaptive:
