@@ -43,10 +43,10 @@ LABELS = {
 }
 # By the number of chips: what is compiled, and in which widths.
 COMPILED = {
-    1: ("v5e", (1, 1), (512, 1024)),
-    16: ("v5e", (4, 4), (512, 1024)),
-    256: ("v5e", (16, 16), (512, 1024)),
-    4096: ("v5p", (64, 64), (1024, 2048)),
+    1: ("v5e", "2x2", (1, 1), (512, 1024)),
+    16: ("v5e", "4x4", (4, 4), (512, 1024)),
+    256: ("v5e", "16x16", (16, 16), (1024, 2048)),
+    4096: ("v5p", "16x16x16", (64, 64), (2048, 4096)),
 }
 # Layers and width of transformers of about 1e6, 1e7, … 1e12 parameters.
 MODELS = {
@@ -101,8 +101,8 @@ def _counted(params: dict[str, Any]) -> tuple[int, int]:
 
 def compiled_line(chips: int, step: str) -> tuple[Line, list[dict[str, Any]]]:
     """Compile a step in two widths: the line through both, and what was compiled."""
-    platform, shape, widths = COMPILED[chips]
-    mesh, points = sharded.mesh_of(platform, shape), []
+    platform, topology, shape, widths = COMPILED[chips]
+    mesh, points = sharded.mesh_of(platform, shape, topology), []
     for width in widths:
         params = sharded.transformer(mesh, layers=1, width=width, words=4 * width)
         found = sharded.compile_step(platform, STEPS[step], params)

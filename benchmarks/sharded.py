@@ -85,7 +85,7 @@ class Compiled(NamedTuple):
     collective_bytes: float
     temporaries: int  # bytes
     arguments: int  # bytes: parameters, state and gradients
-    work: programs.Work  # from memory, where each condition takes its dearer branch
+    work: programs.Work  # where each condition takes its cheaper branch
 
     @property
     def all_reduces(self) -> int:
@@ -98,9 +98,10 @@ class Compiled(NamedTuple):
         return sum(self.collectives.values()) - self.all_reduces
 
 
-def mesh_of(platform: str, shape: Sequence[int] | None = None) -> Mesh:
-    """The mesh of a platform, whose devices need not be here, or its first devices in another shape."""
-    topology, usual = MESHES[platform]
+def mesh_of(platform: str, shape: Sequence[int] | None = None, topology: str = "") -> Mesh:
+    """The mesh of a platform, whose devices need not be here, or the first devices of another topology."""
+    known, usual = MESHES[platform]
+    topology = topology or known
     devices = jax.devices() if platform == "cpu" else platforms.topology(platform, topology)
     shape = tuple(shape or usual)
     return Mesh(np.array(devices[: int(np.prod(shape))]).reshape(shape), ("data", "model"))
@@ -143,7 +144,7 @@ def compile_step(platform: str, recipe: Recipe, params: dict[str, Any]) -> Compi
         programs.collective_bytes(program),
         memory.temp_size_in_bytes,
         memory.argument_size_in_bytes,
-        programs.work(program),
+        programs.work(program, min),
     )
 
 

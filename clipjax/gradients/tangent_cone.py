@@ -27,7 +27,7 @@ from clipjax._core.norms import (
     weakly_typed_as,
     wide,
 )
-from clipjax._core.platforms import inner_product, max_of, min_of
+from clipjax._core.platforms import inner_product
 from clipjax._core.rounding import widened
 from clipjax._core.stats import Stats
 from clipjax._core.trees import Report, Unit, for_units, summary, units_of
@@ -158,8 +158,7 @@ def _tangential(unit: Unit, weight: Any, radius: jax.Array) -> tuple[jax.Array, 
     removed = jnp.where(changed, jnp.where(bad, jnp.nan, removed), 0.0)
     share = jnp.where(nothing, 0.0, size_left / jnp.where(size > 0, size, 1.0))
     share = jnp.where(changed & (size > 0), share, 1.0)
-    report = Report(max_of(removed), min_of(share, 1), jnp.any(changed & ~(removed == 0)))
-    return weakly_typed_as(unit.leaf, result), report
+    return weakly_typed_as(unit.leaf, result), Report(removed, share, changed & ~(removed == 0))
 
 
 def _power_of_two(norm: jax.Array, dtype: Any) -> jax.Array:

@@ -30,6 +30,8 @@ from tests.support.properties import as_bytes, judge, tiny
 from tests.support.trees import DTYPES, same_bits
 
 PLATFORMS = ("tpu", "gpu")
+# A TPU whose program is for several.
+ONE_OF_SEVERAL = "one of several tpus"
 each_platform = pytest.mark.parametrize("platform", PLATFORMS)
 each_kind = pytest.mark.parametrize("kind", DTYPES)
 # What takes a program that others do not need.
@@ -62,7 +64,7 @@ def as_on(platform: str, function: Callable[..., Any], patches: Any = ()) -> Cal
     """Jit a function to do what it does on a platform; float64 arguments stay float64.
 
     Args:
-      platform: "tpu" or "gpu".
+      platform: "tpu", "gpu" or `ONE_OF_SEVERAL`.
       function: of arrays.
       patches: (module, name, value), in place while the function is traced.
     """
@@ -71,7 +73,10 @@ def as_on(platform: str, function: Callable[..., Any], patches: Any = ()) -> Cal
     def traced(*args: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
             for module in (platforms, norms, mesh):
-                patch.setattr(module, "lax", _Lax(platform))
+                patch.setattr(module, "lax", _Lax("tpu" if platform == ONE_OF_SEVERAL else platform))
+            if platform == ONE_OF_SEVERAL:
+                for module in (platforms, trees):
+                    patch.setattr(module, "on_single_device", lambda: jnp.zeros((), bool))
             patch.setattr(platforms, "is_large", lambda x: x.size >= LARGE)
             for module, name, value in patches:
                 patch.setattr(module, name, value)
@@ -116,8 +121,7 @@ def measured_on(platform: str) -> Callable[..., Any]:
         (whole,) = platforms.euclidean_norms([(x,)], ((0, 1),))
         return units, whole, platforms.euclidean_norm([x, x[:4], x[4:8]])
 
-    several = [(platforms, "on_single_device", lambda: jnp.zeros((), bool))]
-    return as_on(*("tpu", measured, several) if platform == "one of several tpus" else (platform, measured))
+    return as_on(platform, measured)
 
 
 def norms_of(platform: str, x: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -130,7 +134,7 @@ def norms_of(platform: str, x: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndar
 
 @pytest.mark.parametrize(
     ("platform", "kind"),
-    [*(("tpu", kind) for kind in DTYPES), ("one of several tpus", "f32")],
+    [*(("tpu", kind) for kind in DTYPES), (ONE_OF_SEVERAL, "f32")],
 )
 @given(
     seed=st.integers(0, 2**30),
@@ -168,7 +172,7 @@ BESIDE = [[1e-12, 1.0], [1e-8, 1e9], [1e4, 1e-3], [1e20, 1.0], [1e-30, 1e-20], [
 
 @pytest.mark.parametrize(
     ("platform", "scales"),
-    [pytest.param(on, scales) for on in (*PLATFORMS, "one of several tpus") for scales in BESIDE],
+    [pytest.param(on, scales) for on in (*PLATFORMS, ONE_OF_SEVERAL) for scales in BESIDE],
 )
 def test_small_and_large_entries_beside_each_other(platform: str, scales: list[float]) -> None:
     x = np.concatenate([columns(i, math.log10(scale), 0.0, "f32", 24) for i, scale in enumerate(scales)])
@@ -177,7 +181,7 @@ def test_small_and_large_entries_beside_each_other(platform: str, scales: list[f
         assert (np.abs(found - right) <= np.where(exact, EXACT, PLAIN) * right).all()
 
 
-@pytest.mark.parametrize("platform", [*PLATFORMS, "one of several tpus"])
+@pytest.mark.parametrize("platform", [*PLATFORMS, ONE_OF_SEVERAL])
 def test_what_is_not_finite_shows_in_a_norm(platform: str) -> None:
     for bad in (np.inf, -np.inf, np.nan):
         for scale in (1.0, 1e-20, 1e20):
@@ -189,7 +193,7 @@ def test_what_is_not_finite_shows_in_a_norm(platform: str) -> None:
             assert np.isfinite(np.delete(units[0], 2)).all()
 
 
-@pytest.mark.parametrize("platform", [*PLATFORMS, "one of several tpus"])
+@pytest.mark.parametrize("platform", [*PLATFORMS, ONE_OF_SEVERAL])
 def test_norms_of_zeros_are_zero(platform: str) -> None:
     assert all((found == 0).all() for found, _ in norms_of(platform, np.zeros((ROWS, COLUMNS), np.float32)))
     mixed = np.zeros((ROWS, COLUMNS), np.float32)
@@ -198,7 +202,7 @@ def test_norms_of_zeros_are_zero(platform: str) -> None:
         assert (np.abs(found - right) <= EXACT * right).all()
 
 
-@each_platform
+@pytest.mark.parametrize("platform", [*PLATFORMS, ONE_OF_SEVERAL])
 @pytest.mark.parametrize("shape", [(0, 3), (3, 0), (1, 1)])
 def test_norms_of_empty_and_single_entries(platform: str, shape: tuple[int, int]) -> None:
     x = np.full(shape, -2.0, np.float32)
@@ -320,9 +324,12 @@ def bounded_on(platform: str) -> Program:
 @pytest.mark.parametrize(
     ("platform", "kind"),
     [
-        pytest.param(on, kind, marks=[FULL] * ((on == "gpu" and kind != "f32") or kind == "f16"))
-        for on in PLATFORMS
-        for kind in DTYPES
+        *(
+            pytest.param(on, kind, marks=[FULL] * ((on == "gpu" and kind != "f32") or kind == "f16"))
+            for on in PLATFORMS
+            for kind in DTYPES
+        ),
+        pytest.param(ONE_OF_SEVERAL, "f32", marks=FULL),
     ],
 )
 @given(
@@ -349,7 +356,8 @@ def test_the_bound_is_a_bound(
     decade = low + place * (high - low)
     if platform == "gpu":  # where its sums overflow, norms are judged above
         decade = min(decade, 0.0) if decade < 3.5 else max(decade, 7.0)
-    check(bounded_on(platform), columns(seed, decade, spread, kind), share, limits, platform)
+    judged = "gpu" if platform == "gpu" else "tpu"
+    check(bounded_on(platform), columns(seed, decade, spread, kind), share, limits, judged)
 
 
 def hardest(count: int = 100) -> tuple[np.ndarray, np.ndarray]:
@@ -393,6 +401,21 @@ def test_inner_products_on_a_tpu(seed: int, turned: float, cancelling: bool) -> 
 @functools.cache
 def inner_products() -> Program:
     return as_on("tpu", lambda a, b: platforms.inner_product(a, b, (0,)))
+
+
+def test_blocks_of_a_long_unit_are_added_without_rounding_on_several_tpus() -> None:
+    """Of 64 blocks, in a column and in a whole leaf, with norms from the least to the largest in range."""
+    run = as_on(
+        ONE_OF_SEVERAL, lambda x: [platforms.euclidean_norms([(x,)], (a,))[0] for a in ((0,), (0, 1))]
+    )
+    for seed, scale in enumerate((3e-9, 1e-3, 1.0, 7e5, 3e14)):
+        rng = np.random.default_rng(seed)
+        x = (rng.standard_normal((1024, 512)) * 10 ** rng.uniform(-3, 0, (1024, 512)) * scale).astype(
+            np.float32
+        )
+        for found, axis in zip(run(x), (0, None), strict=True):
+            right = exact_norm(x, axis)
+            assert (np.abs(np.ravel(found) - right) <= EXACT * right).all()
 
 
 @pytest.mark.parametrize("devices", [2, 256, 4096])
