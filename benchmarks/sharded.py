@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import clipjax
@@ -98,13 +98,20 @@ class Compiled(NamedTuple):
         return sum(self.collectives.values()) - self.all_reduces
 
 
-def mesh_of(platform: str, shape: Sequence[int] | None = None, topology: str = "") -> Mesh:
+def mesh_of(
+    platform: str,
+    shape: Sequence[int] | None = None,
+    topology: str = "",
+    axes: AxisType = AxisType.Auto,
+) -> Mesh:
     """The mesh of a platform, whose devices need not be here, or the first devices of another topology."""
     known, usual = MESHES[platform]
     topology = topology or known
     devices = jax.devices() if platform == "cpu" else platforms.topology(platform, topology)
     shape = tuple(shape or usual)
-    return Mesh(np.array(devices[: int(np.prod(shape))]).reshape(shape), ("data", "model"))
+    return Mesh(
+        np.array(devices[: int(np.prod(shape))]).reshape(shape), ("data", "model"), axis_types=(axes, axes)
+    )
 
 
 def transformer(mesh: Mesh, layers: int = 6, width: int = 512, words: int = 4096) -> dict[str, Any]:

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from clipjax._core import pairs
 from clipjax._core.mesh import is_spread, split_by_type, varying
@@ -273,20 +274,26 @@ def _on_many_tpus(x: jax.Array, axes: Axes) -> list[jax.Array]:
 
 def _cut(x: jax.Array, axes: Sequence[int]) -> tuple[jax.Array, Axes, Axes]:
     """Cut axes into blocks: the array, the axes within blocks, and those over them."""
-    if is_spread(x) or not isinstance(x.size, int):
+    if varying(x) or not isinstance(x.size, int):
         return x, tuple(axes), ()
+    split = split_by_type(x)
     shape: list[int] = []
+    spec: list[Any] = []
     within, over = [], []
     for axis, n in enumerate(x.shape):
-        blocks = 1
+        names, blocks = split[axis] if split else None, 1
         if axis in axes:
-            # Through no tile of 8 rows.
+            # Through no tile of 8 rows; on explicit axes a block for each device.
             blocks = math.gcd(n, max(1, min(_BLOCKS, n // 8 if axis >= x.ndim - 2 else n)))
+            blocks = n // jax.typeof(x).sharding.shard_shape(x.shape)[axis] if split else blocks
             within.append(len(shape) + 1)
             over.append(len(shape))
             shape.append(blocks)
+            spec.append(names)
         shape.append(n // blocks)
-    return x.reshape(shape), tuple(within), tuple(over)
+        spec.append(None if axis in axes else names)
+    placed = NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec(*spec)) if split else None
+    return lax.reshape(x, shape, out_sharding=placed), tuple(within), tuple(over)
 
 
 def _widened_sum(a: jax.Array, b: jax.Array) -> jax.Array:

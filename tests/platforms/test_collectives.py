@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import pytest
+from jax.sharding import AxisType
 
 from benchmarks import sharded
 from benchmarks.platforms import missing
@@ -42,3 +43,20 @@ def test_a_step_has_as_many_collectives_as_its_limit(platform: str, name: str) -
     times = 23 if platform != "h100" else 3
     measured = 2 if name == "adaptive_grad_clip" else 1
     assert ours.collective_bytes <= 2 * 74 * 5 * 4 * measured + times * measured * theirs.collective_bytes
+
+
+@pytest.mark.parametrize(
+    ("platform", "name"), [*cases("bounded, skip", on="v5e"), *cases("bounded, skip", on="h100")]
+)
+def test_explicit_axes_take_no_more(platform: str, name: str) -> None:
+    if reason := missing(platform):
+        pytest.skip(reason)
+    automatic, explicit = (
+        sharded.compile_step(
+            platform,
+            sharded.STEPS[name].ours,
+            sharded.transformer(sharded.mesh_of(platform, axes=axes), layers=1),
+        )
+        for axes in (AxisType.Auto, AxisType.Explicit)
+    )
+    assert explicit.collectives == automatic.collectives
