@@ -19,9 +19,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
 
 from clipjax._core import pairs
+from clipjax._core.blocks import FAR, kept, pair_sum, sums_of_blocks
 from clipjax._core.mesh import is_spread, split_by_type, varying
 from clipjax._core.xla_cpu import (
     Reduction,
@@ -45,15 +45,8 @@ _LEAST, _MOST = 2.0**-60, 2.0**120
 # On a GPU: entries from each of these sizes on are multiplied by the number beside it before they are
 # squared, so that up to 2**31 of them keep their accuracy.
 _SCALES = ((0.0, 2.0**80), (2.0**-40, 1.0), (2.0**23, 2.0**-65))
-# What entries are multiplied by where a norm is below and above that range.
-_FAR = np.float32(2.0**70), np.float32(2.0**-70)
 # How much the plain float32 norm may be off that stands on a TPU for what is out of the range of pairs.
 _PLAIN_ERROR = 2.0**-12
-# On several TPUs: into how many blocks an axis is cut at most, over which it can be split; how many bits are
-# in a piece of their sums, of which float32 adds the blocks of two axes without rounding; and 2**20 by the
-# bit above each piece, from the largest float32 down to what may be rounded off the smallest sum in range.
-_BLOCKS, _BITS = 64, 12
-_PIECES = np.float32(2.0) ** np.arange(20 - 128, 20 + 100, _BITS, dtype=np.float32)
 # So many small arrays of one shape are added entry by entry before they are reduced.
 _TOGETHER = 16
 
@@ -78,11 +71,11 @@ def euclidean_norms(leaves: Sequence[Arrays], axes: tuple[Axes, ...]) -> list[ja
 
     def on_tpu(leaves: Sequence[Arrays]) -> list[jax.Array]:
         def alone(xs: Arrays) -> list[jax.Array]:
-            sums = [_pair_sum(x, along) for x, along in zip(xs, axes, strict=True)]
+            sums = [pair_sum(x, along) for x, along in zip(xs, axes, strict=True)]
             return _in_range(side_by_side(_widened_sum, *zip(*sums, strict=True)), xs, axes)
 
         def on_many(xs: Arrays) -> list[jax.Array]:
-            return [_root_of_many(*_on_many_tpus(x, along)) for x, along in zip(xs, axes, strict=True)]
+            return [_root_of_many(*_sums_on_many(x, along)) for x, along in zip(xs, axes, strict=True)]
 
         return lax.cond(on_single_device(), alone, on_many, [added(terms) for terms in leaves])
 
@@ -114,11 +107,11 @@ def euclidean_norm(xs: Arrays) -> jax.Array:
 
     def on_tpu(xs: Arrays) -> jax.Array:
         def alone(xs: Arrays) -> jax.Array:
-            sums = side_by_side(_widened_sum, *zip(*(_pair_sum(x, _all(x)) for x in xs), strict=True))
+            sums = side_by_side(_widened_sum, *zip(*(pair_sum(x, _all(x)) for x in xs), strict=True))
             return _in_range([_sum(sums)], xs)[0].reshape(())
 
         def on_many(xs: Arrays) -> jax.Array:
-            sums = zip(*(_on_many_tpus(x, _all(x)) for x in xs), strict=True)
+            sums = zip(*(_sums_on_many(x, _all(x)) for x in xs), strict=True)
             return _root_of_many(*map(_sum, sums))
 
         return lax.cond(on_single_device(), alone, on_many, xs)
@@ -150,7 +143,7 @@ def inner_product(a: jax.Array, b: jax.Array, axes: Axes) -> jax.Array:
 
         nothing = np.zeros((), np.float32)
         found = lax.reduce(pairs.product(a, b), (nothing, nothing), add, axes)
-        return _widened_sum(*(part.reshape(_kept(a, axes)) for part in found))
+        return _widened_sum(*(part.reshape(kept(a, axes)) for part in found))
 
     return lax.platform_dependent(a, b, tpu=in_pairs, default=in_float64)
 
@@ -170,7 +163,7 @@ def sum_of_sizes(x: jax.Array, axes: Axes) -> jax.Array:
     def in_pairs(x: jax.Array) -> jax.Array:
         size = lax.convert_element_type(jnp.abs(x), np.float32)
         a, b = pairs.reduce_sum([(size, jnp.zeros_like(size))], axes)
-        return _widened_sum(a.reshape(_kept(x, axes)), b.reshape(_kept(x, axes)))
+        return _widened_sum(a.reshape(kept(x, axes)), b.reshape(kept(x, axes)))
 
     def in_float64(x: jax.Array) -> jax.Array:
         return jnp.sum(jnp.abs(wide(x)), axis=axes, keepdims=True)
@@ -201,10 +194,6 @@ def _alike(xs: Arrays) -> list[list[jax.Array]]:
     return [group[i : i + _TOGETHER] for group in groups.values() for i in range(0, len(group), _TOGETHER)]
 
 
-def _kept(x: jax.Array, axes: Axes) -> list[int]:
-    return [1 if a in axes else n for a, n in enumerate(x.shape)]
-
-
 def _plain(xs: Arrays, axes: Sequence[Axes]) -> list[jax.Array]:
     """The sums of squares in float64, which several devices add in one all-reduce."""
     return [_SQUARES.along(_square(x), along) for x, along in zip(xs, axes, strict=True)]
@@ -229,7 +218,7 @@ def _scaled_pair_sums(x: jax.Array, axes: Axes) -> list[jax.Array]:
         chosen = (size >= np.float32(least)) & ((size < np.float32(most)) | (most == jnp.inf))
         squares.append(pairs.square(jnp.where(chosen, x * np.float32(scale), nothing)))
     # The largest size, too, as no pair can be infinite; and NaN is in none of the sums.
-    return [part.reshape(_kept(x, axes)) for part in pairs.reduce_sum(squares, axes, [size])]
+    return [part.reshape(kept(x, axes)) for part in pairs.reduce_sum(squares, axes, [size])]
 
 
 def _one_sum(*parts: jax.Array) -> jax.Array:
@@ -238,62 +227,6 @@ def _one_sum(*parts: jax.Array) -> jax.Array:
     each = zip(sums[::2], sums[1::2], scales, strict=True)
     total = functools.reduce(jnp.add, [(wide(a) + wide(b)) / scale**2 for a, b, scale in each])
     return jnp.where(largest < jnp.inf, total, wide(largest))
-
-
-def _pair_sum(x: jax.Array, axes: Axes) -> pairs.Pair:
-    a, b = pairs.reduce_sum([pairs.square(lax.convert_element_type(x, np.float32))], axes)
-    return a.reshape(_kept(x, axes)), b.reshape(_kept(x, axes))
-
-
-def _on_many_tpus(x: jax.Array, axes: Axes) -> list[jax.Array]:
-    """The sum of squares along axes, then that of scaled entries for what is far below and above its range.
-
-    XLA cannot reduce pairs over devices: it would gather them, leaf by leaf. So a leaf is added in blocks, of
-    which each device has some, and the blocks in float32: their sums are cut at the same bits into pieces,
-    which it adds without rounding. All sums of a leaf are one array, as an all-reduce takes up to 256 arrays.
-    """
-    last = x.ndim - 1
-    y, within, over = _cut(lax.convert_element_type(x, np.float32), [a for a in axes if a < max(last, 1)])
-    a, b = _pair_sum(y, within)
-    far = [jnp.sum(jnp.square(y * scale), axis=within, keepdims=True) for scale in _FAR]
-    if 0 < last in axes:  # after the others, as cutting through its tiles copies
-        (a, within, _), (b, *_), *others = (_cut(z, [a.ndim - 1]) for z in (a, b, *far))
-        over = (*over, a.ndim - 2) if a.ndim > y.ndim else over
-        a, b = (z.reshape(_kept(a, within)) for z in pairs.reduce_sum([(a, b)], within))
-        far = [jnp.sum(z, axis=within, keepdims=True) for z, *_ in others]
-    beyond = (a * np.float32(2.0**-20)) * _PIECES.reshape(-1, *[1] * a.ndim)  # above the bits of a piece
-    pieces = jnp.trunc(jnp.where(beyond < 2.0**24, beyond - jnp.trunc(beyond), 0.0) * 2.0**_BITS)
-    rows = jnp.concatenate([pieces, *(z[None] for z in (b, *far))])
-    sums = jnp.sum(rows, axis=[axis + 1 for axis in over], keepdims=True)
-    first = sums[:-3] * (2.0 ** (20 - _BITS) / _PIECES).reshape(-1, *[1] * a.ndim)
-    top, rest = pairs.reduce_sum([(first, jnp.zeros_like(first))], (0,))
-    return [
-        z.reshape(_kept(x, axes)) for z in (wide(top) + (wide(rest) + wide(sums[-3])), sums[-2], sums[-1])
-    ]
-
-
-def _cut(x: jax.Array, axes: Sequence[int]) -> tuple[jax.Array, Axes, Axes]:
-    """Cut axes into blocks: the array, the axes within blocks, and those over them."""
-    if varying(x) or not isinstance(x.size, int):
-        return x, tuple(axes), ()
-    split = split_by_type(x)
-    shape: list[int] = []
-    spec: list[Any] = []
-    within, over = [], []
-    for axis, n in enumerate(x.shape):
-        names, blocks = split[axis] if split else None, 1
-        if axis in axes:
-            # Through no tile of 8 rows; on explicit axes a block for each device.
-            blocks = math.gcd(n, max(1, min(_BLOCKS, n // 8 if axis >= x.ndim - 2 else n)))
-            blocks = n // jax.typeof(x).sharding.shard_shape(x.shape)[axis] if split else blocks
-            within.append(len(shape) + 1)
-            over.append(len(shape))
-            shape.append(blocks)
-            spec.append(names)
-        shape.append(n // blocks)
-        spec.append(None if axis in axes else names)
-    placed = NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec(*spec)) if split else None
-    return lax.reshape(x, shape, out_sharding=placed), tuple(within), tuple(over)
 
 
 def _widened_sum(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -344,7 +277,7 @@ def _in_range(totals: Arrays, xs: Arrays, axes: Sequence[Axes] | None = None) ->
         return jnp.sum(jnp.square(entries), axis=along, keepdims=along is not None)
 
     def again(totals: Arrays, xs: Arrays) -> list[jax.Array]:
-        scales = [jnp.where(total < 1, *_FAR) for total in totals]
+        scales = [jnp.where(total < 1, *FAR) for total in totals]
         if axes is None:
             sums = [jnp.sum(jnp.stack([plain(x, scales[0], None) for x in xs]))]
         else:
@@ -359,9 +292,15 @@ def _in_range(totals: Arrays, xs: Arrays, axes: Sequence[Axes] | None = None) ->
     return side_by_side(_root, totals, lax.cond(all_fit, not_needed, again, list(totals), list(xs)))
 
 
+def _sums_on_many(x: jax.Array, axes: Axes) -> tuple[jax.Array, ...]:
+    """On one of several TPUs: the sum of squares, and that of entries far below and far above its range."""
+    a, b, small, large = sums_of_blocks(x, axes)
+    return _widened_sum(a, b), small, large
+
+
 def _root_of_many(total: jax.Array, small: jax.Array, large: jax.Array) -> jax.Array:
-    """The norm from what :func:`_on_many_tpus` found. A branch would add over the devices once more."""
-    below, above = (jnp.sqrt(s) / k for s, k in zip((small, large), _FAR, strict=True))
+    """The norm from these sums. A branch, as on one TPU, would add over the devices once more."""
+    below, above = (jnp.sqrt(s) / k for s, k in zip((small, large), FAR, strict=True))
     return _root(total, jnp.where(small < jnp.inf, below, above))
 
 
