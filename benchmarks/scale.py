@@ -41,7 +41,7 @@ LABELS = {
     "clip": "clip_by_global_norm + Adam",
     "bounded": "bounded(clip, max_norm, skip)",
 }
-# By the number of chips: what is compiled, and in which widths, since small leaves stay in a chip's own memory.
+# By the number of chips: what is compiled, and in which widths: small leaves stay in a chip's own memory.
 COMPILED = {
     1: ("v5e", "2x2", (1, 1), (1024, 2048)),
     16: ("v5e", "4x4", (4, 4), (4096, 8192)),
