@@ -51,7 +51,9 @@ def sums_of_blocks(x: jax.Array, axes: Axes) -> list[jax.Array]:
         over = (*over, a.ndim - 2) if a.ndim > y.ndim else over
         a, b = (z.reshape(kept(a, within)) for z in pairs.reduce_sum([(a, b)], within))
         far = [jnp.sum(z, axis=within, keepdims=True) for z, *_ in others]
-    beyond = (a * np.float32(2.0**-20)) * _PIECES.reshape(-1, *[1] * a.ndim)  # above the bits of a piece
+    beyond = (a * np.float32(2.0**-20))[None] * _PIECES.reshape(
+        -1, *[1] * a.ndim
+    )  # above the bits of a piece
     pieces = jnp.trunc(jnp.where(beyond < 2.0**24, beyond - jnp.trunc(beyond), 0.0) * 2.0**_BITS)
     rows = jnp.concatenate([pieces, *(z[None] for z in (b, *far))])
     sums = jnp.sum(rows, axis=[axis + 1 for axis in over], keepdims=True)
@@ -73,7 +75,8 @@ def _cut(x: jax.Array, axes: Sequence[int]) -> tuple[jax.Array, Axes, Axes]:
         names, blocks = split[axis] if split else None, 1
         if axis in axes:
             if split:  # a block for each device
-                blocks = max(1, n // max(1, jax.typeof(x).sharding.shard_shape(x.shape)[axis]))
+                of = jax.typeof(x).sharding.mesh.shape
+                blocks = math.prod(of[name] for name in ((names,) if isinstance(names, str) else names or ()))
             else:  # through no tile of 8 rows
                 blocks = math.gcd(n, max(1, min(_BLOCKS, n // 8 if axis >= x.ndim - 2 else n)))
             within.append(len(shape) + 1)

@@ -240,6 +240,8 @@ def joined(values: Sequence[jax.Array]) -> jax.Array:
 @jax.jit
 def least_of(values: Sequence[jax.Array]) -> jax.Array:
     """The smallest number of units in many leaves, on all devices; infinite if there are none."""
+    if not values:
+        return jnp.full((), jnp.inf)
 
     def together(values: list[jax.Array]) -> jax.Array:
         return min_of(joined(values))
@@ -247,7 +249,7 @@ def least_of(values: Sequence[jax.Array]) -> jax.Array:
     def apart(values: list[jax.Array]) -> jax.Array:
         return -most_of([-value for value in values])[0]
 
-    if not values or any(is_spread(value) for value in values):
+    if any(is_spread(value) for value in values):
         return apart(list(values))
     return lax.cond(on_single_device(), together, apart, list(values))
 
