@@ -266,7 +266,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     panel.set(xlabel="chips (to 256: v5e; 4,096: v5p)", ylabel="added to Adam's step, ms")
     panel.set_title("bounded(clip, max_norm, skip): solid in all, dotted waiting for collectives", fontsize=9)
     panel.set_xticks(list(COMPILED), [f"{n:,}" for n in COMPILED])
-    panel.legend(title="parameters", fontsize=8)
+    panel.legend(title="parameters", fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     panel.grid(visible=True, which="major", alpha=0.3)
     figure.tight_layout()
     figure.savefig(path)
