@@ -11,12 +11,17 @@ from benchmarks import sharded
 from benchmarks.platforms import missing
 from tests.platforms.test_members import MARKS
 
-# On 4,096 chips what has a part of every other one: the program is that of 256, and takes a minute each.
+# What has a part of every other step. Each takes a minute to compile: with every change for 256 TPUs, where the
+# program is that for 4,096.
 ON_MANY = ("clip_by_global_norm", "max_norm, called", "bounded, skip")
 
 
 def cases(*names: str, on: str) -> list[object]:
-    return [pytest.param(on, name, marks=MARKS["cuda" if on == "h100" else "tpu"]) for name in names]
+    def marks(name: str) -> list[pytest.MarkDecorator]:
+        often = on == "v5e" and name in ON_MANY
+        return [MARKS["cuda" if on == "h100" else "tpu"], *(() if often else (pytest.mark.slow,))]
+
+    return [pytest.param(on, name, marks=marks(name)) for name in names]
 
 
 @functools.cache
@@ -46,7 +51,7 @@ def test_a_step_has_as_many_collectives_as_its_limit(platform: str, name: str) -
 
 
 @pytest.mark.parametrize(
-    ("platform", "name"), [*cases("bounded, skip", on="v5e"), *cases("bounded, skip", on="h100")]
+    ("platform", "name"), [*cases("adaptive_grad_clip", on="v5e"), *cases("bounded, skip", on="h100")]
 )
 def test_explicit_axes_take_no_more(platform: str, name: str) -> None:
     if reason := missing(platform):
