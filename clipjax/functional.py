@@ -70,7 +70,7 @@ def global_norm(tree: Any, ord: float = 2) -> jax.Array:  # noqa: A002
       5.0
     """
     tree = as_arrays(tree)
-    return _shown(tree_norm(tree, check_ord(ord), varying), *jax.tree.leaves(tree))
+    return _shown(tree_norm(tree, check_ord(ord)), *jax.tree.leaves(tree))
 
 
 @explained

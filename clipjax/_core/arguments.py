@@ -6,7 +6,7 @@ import difflib
 import functools
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -69,7 +69,7 @@ def explained(function: Callable[_P, _R]) -> Callable[_P, _R]:
             raise TypeError(f"{use}, got {shown(args[0])}")
         if misfit:
             raise TypeError(_misfit(function.__name__, signature, kwargs, misfit))
-        check_names("axis_name", kwargs.get("axis_name"))
+        _check_axis_name(kwargs.get("axis_name"))
         return function(*args, **kwargs)
 
     return wrapped
@@ -83,6 +83,16 @@ def check_names(argument: str, names: Any) -> tuple[str, ...]:
     if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
         raise TypeError(f"{argument} must be the name of a mesh axis, or several, got {shown(names)}")
     return tuple(names)
+
+
+def _check_axis_name(axis_name: Any) -> None:
+    if not isinstance(axis_name, Mapping):
+        check_names("axis_name", axis_name)
+        return
+    for pattern, names in axis_name.items():
+        if not isinstance(pattern, str):
+            raise TypeError(f"axis_name: a path pattern must be a string, got {shown(pattern)}")
+        check_names(f"axis_name[{pattern!r}]", names)
 
 
 def _is_tree(value: Any, or_array: bool) -> bool:

@@ -13,7 +13,7 @@ from jax import lax
 
 from clipjax._core.axes import is_measured
 from clipjax._core.bounds import check_fits_leaves
-from clipjax._core.mesh import AxisName, Names, largest_of_devices, names_of_leaf
+from clipjax._core.mesh import AxisName, Names, largest_of_devices, names_of_leaves
 from clipjax._core.norms import largest_of, norm_of, strong, tree_norm, weakly_typed_as
 from clipjax._core.paths import leaves_with_paths, the_leaf
 from clipjax._core.platforms import max_of
@@ -50,9 +50,9 @@ def _by_extremes(
 ) -> list[Report]:
     """What became of the largest and of the smallest entry; of the largest size alone if symmetric."""
     groups: dict[Names, list[jax.Array]] = {}  # one all-reduce for all leaves that are spread alike
-    for leaf in jax.tree.leaves(tree):
+    for leaf, names in zip(jax.tree.leaves(tree), names_of_leaves(tree, axis_name), strict=True):
         if is_measured(leaf) and leaf.size:
-            groups.setdefault(names_of_leaf(leaf, axis_name), []).append(lax.stop_gradient(strong(leaf)))
+            groups.setdefault(names, []).append(lax.stop_gradient(strong(leaf)))
     if not groups:
         return []
     extremes = [_extremes(leaves, names, symmetric=symmetric) for names, leaves in groups.items()]
@@ -89,14 +89,12 @@ def check_entries(tree: Any, low: jax.Array | None, high: jax.Array) -> None:
 
 def _changes(tree: Any, clipped: Any, axis_name: AxisName) -> Report:
     """What became of the largest absolute entry, and whether any entry has changed."""
-    before, after = (
-        lax.stop_gradient(tree_norm(t, math.inf, lambda leaf: names_of_leaf(leaf, axis_name)))
-        for t in (tree, clipped)
-    )
+    before, after = (lax.stop_gradient(tree_norm(t, math.inf, axis_name)) for t in (tree, clipped))
     moved = jnp.zeros((), bool)
-    for old, new in zip(jax.tree.leaves(tree), jax.tree.leaves(clipped), strict=True):
+    leaves = (jax.tree.leaves(tree), jax.tree.leaves(clipped), names_of_leaves(tree, axis_name))
+    for old, new, names in zip(*leaves, strict=True):
         if is_measured(old):
-            some, names = jnp.any(old != new), names_of_leaf(old, axis_name)
+            some = jnp.any(old != new)
             moved |= lax.pmax(some, names) if names else some
     return Report(before, _ratio(after, before), moved)
 

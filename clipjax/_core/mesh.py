@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -13,10 +13,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from clipjax._core.arguments import check_names
 from clipjax._core.axes import Path, Reduced, path_name
-from clipjax._core.paths import a_few, described, leaves_with_paths
+from clipjax._core.paths import a_few, described, first_matches, leaves_with_paths
 
 Names: TypeAlias = tuple[str, ...]
-AxisName: TypeAlias = str | Sequence[str] | None
+OfALeaf: TypeAlias = str | Sequence[str] | None
+AxisName: TypeAlias = OfALeaf | Mapping[str, OfALeaf]
 
 
 def varying(leaf: Any) -> Names:
@@ -67,51 +68,80 @@ def on_auto_axes(function: Callable[..., Any], like: Any, *args: Any) -> Any:
     )(*args)
 
 
-def as_names(axis_name: AxisName, argument: str = "axis_name") -> Names:
+def of_each_leaf(axis_name: AxisName, tree: Any) -> list[OfALeaf]:
+    """The `axis_name` of each leaf: of a mapping that of the first pattern that matches, or none."""
+    if not isinstance(axis_name, Mapping):
+        return [axis_name] * len(jax.tree.leaves(tree))
+    found = first_matches("axis_name", list(axis_name), tree)
+    return [() if pattern is None else axis_name[pattern] or () for pattern in found]
+
+
+def as_names(axis_name: OfALeaf, argument: str = "axis_name") -> Names:
     """Write an `axis_name` argument, or an entry of a spec, as a tuple of names that exist here."""
     names = check_names(argument, axis_name)
     for name in names:
-        try:
-            lax.axis_size(name)
-        except NameError as error:
+        if not _is_here(name):
             raise ValueError(
                 f"{argument}: there is no axis {name!r} here. The names are those of the mesh that shard_map "
                 "got, or the axis_name of pmap or vmap; outside of these, in sharded jit too, none is needed"
-            ) from error
+            )
     return names
 
 
-def names_of_leaf(leaf: Any, axis_name: AxisName) -> Names:
-    """The mesh axes that a whole leaf is spread over: the named ones, else those of its type."""
-    return as_names(axis_name) or varying(leaf)
+def _is_here(name: str) -> bool:
+    """Whether a mesh axis can be summed over where this is traced."""
+    try:
+        lax.axis_size(name)
+    except NameError:
+        return False
+    return True
+
+
+def names_of_leaves(tree: Any, axis_name: AxisName) -> list[Names]:
+    """The mesh axes that each whole leaf is spread over: the named ones, else those of its type."""
+    each = zip(of_each_leaf(axis_name, tree), jax.tree.leaves(tree), strict=True)
+    return [as_names(names) or varying(leaf) for names, leaf in each]
 
 
 def names_of_units(
-    path: Path, leaf: Any, axes: Reduced, spec: PartitionSpec | None, axis_name: AxisName
-) -> Names:
-    """The mesh axes that one unit of `leaf` is spread over.
+    path: Path, leaf: Any, axes: Reduced, spec: PartitionSpec | None, axis_name: OfALeaf
+) -> tuple[Names, Names]:
+    """The mesh axes that one unit of `leaf` is spread over, and those over which there are other units.
 
     Raises:
       ValueError: the leaf varies over mesh axes, and neither `specs` nor `axis_name` says which
         of its dimensions they split.
     """
-    if axes is None or axis_name is not None:
-        return names_of_leaf(leaf, axis_name)
-    if spec is not None:
-        if len(spec) > len(leaf.shape):
-            raise ValueError(f"specs: {spec} has more entries than leaf {described(path, leaf)} has axes")
-        split = [spec[axis] for axis in axes if axis < len(spec) and spec[axis] is not None]
-        mesh = jax.sharding.get_abstract_mesh()
-        compilers = set(mesh.axis_names) - set(mesh.manual_axes)  # by these the compiler splits arrays
-        names = {name for entry in split for name in check_names("specs", entry)} - compilers
-        return as_names(tuple(sorted(names)), "specs")
-    if varying(leaf):
+    of_spec = [] if spec is None else _manual(path, leaf, spec)
+    everywhere = varying(leaf) or tuple(
+        sorted({name for names in of_spec for name in names if _is_here(name)})
+    )
+    if axis_name is not None:
+        names = as_names(axis_name) or varying(leaf)
+    elif axes is None:
+        names = everywhere
+    elif spec is not None:
+        split = {name for axis in axes if axis < len(of_spec) for name in of_spec[axis]}
+        names = as_names(tuple(sorted(split)), "specs")
+    elif not varying(leaf):
+        names = ()
+    else:
         raise ValueError(
             f"specs: leaf {path_name(path)!r} of shape {leaf.shape} varies over the mesh axes "
             f"{varying(leaf)}, and its type does not say which dimension they split. Pass specs=, the "
             f"PartitionSpec tree that shard_map got."
         )
-    return ()
+    return names, tuple(name for name in everywhere if name not in names)
+
+
+def _manual(path: Path, leaf: Any, spec: PartitionSpec) -> list[Names]:
+    """The mesh axes of each entry of a spec, but for those by which the compiler splits arrays."""
+    if len(spec) > len(leaf.shape):
+        raise ValueError(f"specs: {spec} has more entries than leaf {described(path, leaf)} has axes")
+    mesh = jax.sharding.get_abstract_mesh()
+    compilers = set(mesh.axis_names) - set(mesh.manual_axes)
+    names = (check_names("specs", entry) for entry in spec)
+    return [tuple(name for name in entry if name not in compilers) for entry in names]
 
 
 def spec_leaves(specs: Any, tree: Any) -> list[PartitionSpec | None]:

@@ -21,9 +21,17 @@ from jax import lax
 
 from clipjax._core.arguments import shown
 from clipjax._core.axes import Reduced, is_measured, leaves_with_paths
-from clipjax._core.mesh import Names, largest_of_devices, sum_of_devices
+from clipjax._core.mesh import AxisName, Names, largest_of_devices, names_of_leaves, sum_of_devices
 from clipjax._core.paths import path_name
-from clipjax._core.platforms import euclidean_norm, euclidean_norms, largest, largest_of_all, sum_of_sizes
+from clipjax._core.platforms import (
+    by_kind,
+    euclidean_norm,
+    euclidean_norms,
+    largest,
+    largest_of_all,
+    side_by_side,
+    sum_of_sizes,
+)
 from clipjax._core.platforms import wide as wide
 from clipjax._core.xla_cpu import added
 
@@ -144,10 +152,15 @@ def norms_of(
         norms = [_traced_norm(terms, along, ord) for terms, along in zip(leaves, axes, strict=True)]
     else:
         norms = _norms(leaves, tuple(axes), ord) if leaves else []
-    return [
-        _over_devices(norm, ord, spread, terms[0].dtype) if spread else norm
-        for norm, spread, terms in zip(norms, names, leaves, strict=True)
-    ]
+
+    def over_devices(kind: tuple[Names, bool], norms: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        names, narrow = kind
+        if not names:
+            return norms
+        return side_by_side(lambda norm: _over_devices(norm, ord, names, narrow=narrow), norms)
+
+    kinds = [(spread, not is_wide(terms[0].dtype)) for spread, terms in zip(names, leaves, strict=True)]
+    return by_kind(over_devices, kinds, norms)
 
 
 def norm_of(x: Any, axes: Reduced, ord: Any, names: Names = ()) -> jax.Array:  # noqa: A002
@@ -156,31 +169,33 @@ def norm_of(x: Any, axes: Reduced, ord: Any, names: Names = ()) -> jax.Array:  #
 
 
 @in_float64
-def tree_norm(tree: Any, ord: Any, names_of: Callable[[Any], Names]) -> jax.Array:  # noqa: A002
-    """The norm of all leaves of `tree` together; `names_of(leaf)` are the mesh axes it is spread over.
+def tree_norm(tree: Any, ord: Any, axis_name: AxisName = None) -> jax.Array:  # noqa: A002
+    """The norm of all leaves of `tree` together, on all devices.
 
     Leaves that are spread alike are put together first: one all-reduce of a scalar for each kind.
     """
     groups: dict[Names, list[jax.Array]] = {}
-    for leaf in jax.tree.leaves(tree):
+    for leaf, names in zip(jax.tree.leaves(tree), names_of_leaves(tree, axis_name), strict=True):
         if is_measured(leaf):
-            groups.setdefault(names_of(leaf), []).append(strong(leaf))
+            groups.setdefault(names, []).append(strong(leaf))
     parts = []
     for names, group in groups.items():
         traced = isinstance(ord, jax.core.Tracer)
         norm = _traced_norm(tuple(group), None, ord) if traced else _norm_together(tuple(group), ord)
-        parts.append(_over_devices(norm, ord, names, norm_dtype(group)) if names else norm)
+        narrow = not any(is_wide(leaf.dtype) for leaf in group)
+        parts.append(_over_devices(norm, ord, names, narrow=narrow) if names else norm)
     if len(parts) == 1:
         return parts[0]
     return norm_of(jnp.stack(parts) if parts else jnp.zeros(0, np.float64), None, ord)
 
 
-def _over_devices(norm: jax.Array, ord: Any, names: Names, dtype: Any) -> jax.Array:  # noqa: A002
-    """The norm of what is spread over mesh axes, from each device's own norm."""
-    if not isinstance(ord, jax.core.Tracer) and ord == math.inf:
+def _over_devices(norm: jax.Array, ord: Any, names: Names, *, narrow: bool) -> jax.Array:  # noqa: A002
+    """The norm of what is spread over mesh axes, from each device's own norm, `narrow` if not of 64 bits."""
+    known = None if isinstance(ord, jax.core.Tracer) else ord
+    if known == math.inf:
         return largest_of_devices(norm, names)
-    exact = not is_wide(dtype) and not isinstance(ord, jax.core.Tracer) and ord <= 2
-    return _root_of_sum(norm, lax.convert_element_type(ord, np.float64), names, exact)
+    in_range = narrow and known is not None and known <= 2  # no float64 power can overflow
+    return _root_of_sum(norm, lax.convert_element_type(ord, np.float64), known, names, in_range)
 
 
 # The norms of each leaf, the sum of its terms.
@@ -294,17 +309,25 @@ def _traced_norm(xs: Arrays, axes: Reduced, p: jax.Array) -> jax.Array:
     return lax.cond(p == 2, euclidean, to_any_power)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))
 @in_float64
-def _root_of_sum(norm: jax.Array, p: jax.Array, names: Names, in_range: bool) -> jax.Array:
-    """The p-norm of what the devices have, from their norms; `in_range` if no float64 power can overflow."""
+def _root_of_sum(
+    norm: jax.Array, p: jax.Array, known: float | None, names: Names, in_range: bool
+) -> jax.Array:
+    """The p-norm of what the devices have, from their norms; p is `known`, or traced."""
+
+    def power(x: jax.Array) -> jax.Array:
+        return x**p if known is None else _power(x, known)
+
+    def root(x: jax.Array) -> jax.Array:
+        return x ** (1 / p) if known is None else _root(x, known)
 
     def plain(norm: jax.Array) -> jax.Array:
-        return lax.psum(norm**p, names) ** (1 / p)
+        return root(lax.psum(power(norm), names))
 
     def scaled(norm: jax.Array) -> jax.Array:
         unit = _nonzero(largest_of_devices(norm, names))
-        return unit * sum_of_devices((norm / unit) ** p, names) ** (1 / p)
+        return unit * root(sum_of_devices(power(norm / unit), names))
 
     # On a TPU float64 has the range of float32.
     return lax.platform_dependent(norm, tpu=scaled, default=plain if in_range else scaled)
@@ -313,11 +336,13 @@ def _root_of_sum(norm: jax.Array, p: jax.Array, names: Names, in_range: bool) ->
 @_root_of_sum.defjvp
 @in_float64
 def _root_of_sum_jvp(
-    names: Names, in_range: bool, primals: Any, tangents: Any
+    known: float | None, names: Names, in_range: bool, primals: Any, tangents: Any
 ) -> tuple[jax.Array, jax.Array]:
     norm, p = primals
-    total = _root_of_sum(norm, p, names, in_range)
-    return total, lax.psum((norm / _nonzero(total)) ** (p - 1) * tangents[0], names)
+    total = _root_of_sum(norm, p, known, names, in_range)
+    share = norm / _nonzero(total)
+    slope = share if known == 2 else share ** (p - 1)
+    return total, lax.psum(slope * tangents[0], names)
 
 
 def largest_of(

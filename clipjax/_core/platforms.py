@@ -22,7 +22,7 @@ from jax import lax
 
 from clipjax._core import pairs
 from clipjax._core.blocks import FAR, kept, pair_sum, sums_of_blocks
-from clipjax._core.mesh import is_spread, split_by_type, varying
+from clipjax._core.mesh import split_by_type, varying
 from clipjax._core.xla_cpu import (
     Reduction,
     Turn,
@@ -71,8 +71,11 @@ def euclidean_norms(leaves: Sequence[Arrays], axes: tuple[Axes, ...]) -> list[ja
 
     def on_tpu(leaves: Sequence[Arrays]) -> list[jax.Array]:
         def alone(xs: Arrays) -> list[jax.Array]:
-            sums = [pair_sum(x, along) for x, along in zip(xs, axes, strict=True)]
-            return _in_range(side_by_side(_widened_sum, *zip(*sums, strict=True)), xs, axes)
+            def of_a_kind(_: Any, xs: Arrays, axes: Sequence[Axes]) -> list[jax.Array]:
+                sums = [pair_sum(x, along) for x, along in zip(xs, axes, strict=True)]
+                return _in_range(side_by_side(_widened_sum, *zip(*sums, strict=True)), xs, axes)
+
+            return by_kind(of_a_kind, [varying(x) for x in xs], xs, axes)
 
         def on_many(xs: Arrays) -> list[jax.Array]:
             return [_root_of_many(*_sums_on_many(x, along)) for x, along in zip(xs, axes, strict=True)]
@@ -233,6 +236,19 @@ def _widened_sum(a: jax.Array, b: jax.Array) -> jax.Array:
     return wide(a) + wide(b)
 
 
+def by_kind(
+    function: Callable[..., Sequence[Any]], kinds: Sequence[Any], *columns: Sequence[Any]
+) -> list[Any]:
+    """Apply `function(kind, *columns)` to the leaves of each kind; the results are in the order of leaves."""
+    found: list[Any] = [None] * len(kinds)
+    for kind in dict.fromkeys(kinds):
+        places = [i for i, other in enumerate(kinds) if other == kind]
+        results = function(kind, *([column[i] for i in places] for column in columns))
+        for i, result in zip(places, results, strict=True):
+            found[i] = result
+    return found
+
+
 def side_by_side(function: Callable[..., Any], *columns: Sequence[jax.Array]) -> list[Any]:
     """Apply an elementwise function to small arrays of many leaves: on one accelerator to all at once.
 
@@ -247,7 +263,7 @@ def side_by_side(function: Callable[..., Any], *columns: Sequence[jax.Array]) ->
     def apart(*columns: Sequence[jax.Array]) -> list[Any]:
         return [function(*leaf) for leaf in zip(*columns, strict=True)]
 
-    def together(*columns: Sequence[jax.Array]) -> list[Any]:
+    def of_a_kind(_: Any, *columns: Sequence[jax.Array]) -> list[Any]:
         found = function(*(jnp.concatenate([x.ravel() for x in column]) for column in columns))
         shapes = [x.shape for x in columns[0]]
         ends = np.cumsum([math.prod(shape) for shape in shapes]).tolist()
@@ -257,7 +273,12 @@ def side_by_side(function: Callable[..., Any], *columns: Sequence[jax.Array]) ->
 
         return [leaf(*each) for each in zip([0, *ends[:-1]], ends, shapes, strict=True)]
 
-    if len(columns[0]) < 2 or any(is_spread(x) or not isinstance(x.size, int) for x in columns[0]):
+    def together(*columns: Sequence[jax.Array]) -> list[Any]:
+        return by_kind(
+            of_a_kind, [tuple(map(varying, leaf)) for leaf in zip(*columns, strict=True)], *columns
+        )
+
+    if len(columns[0]) < 2 or any(split_by_type(x) or not isinstance(x.size, int) for x in columns[0]):
         return apart(*columns)
     return lax.platform_dependent(
         *(list(column) for column in columns),
@@ -392,12 +413,13 @@ def min_of(x: jax.Array, at_most: float = jnp.inf) -> jax.Array:
     return -max_of(-x, at_least=-at_most)
 
 
-def largest_of_rows(xs: Arrays) -> jax.Array:
-    """The largest number of each row of several arrays without NaN, on all devices, in float64."""
+def largest_of_rows(xs: Arrays, names: Sequence[Sequence[str]]) -> jax.Array:
+    """The largest number of each row of arrays without NaN, each over its mesh axes, in float64."""
 
     def over_all(xs: Arrays) -> jax.Array:
         found = [jnp.max(x, axis=range(1, x.ndim), initial=-jnp.inf) for x in xs]
-        return jnp.max(jnp.stack([lax.pmax(x, varying(x)) if varying(x) else x for x in found]), axis=0)
+        over_devices = [lax.pmax(x, tuple(over)) if over else x for x, over in zip(found, names, strict=True)]
+        return jnp.max(jnp.stack([wide(x) for x in over_devices]), axis=0)
 
     def in_float32(xs: Arrays) -> jax.Array:  # TPUs have no such reduction of float64
         return wide(over_all([lax.convert_element_type(x, np.float32) for x in xs]))

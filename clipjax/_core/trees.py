@@ -21,10 +21,11 @@ from clipjax._core.mesh import (
     AxisName,
     Names,
     is_spread,
-    names_of_leaf,
     names_of_units,
+    of_each_leaf,
     placed_as,
     spec_leaves,
+    varying,
 )
 from clipjax._core.norms import as_arrays, in_float64, norms_of, tree_norm, wide
 from clipjax._core.platforms import largest_of_rows, max_of, min_of, side_by_side
@@ -44,13 +45,14 @@ class Report(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """Where the units of a leaf lie: its place in the tree, the reduced axes, the mesh axes."""
+    """Where the units of a leaf lie."""
 
-    position: int
+    position: int  # the place of the leaf in the tree
     path: str
     leaf: Any
     reduced: Reduced
-    names: Names
+    names: Names  # the mesh axes that split a unit
+    over: Names  # and those over which devices have other units
 
 
 # What brings units, whose norms are measured, to their bounds: an elementwise function of their norms and of
@@ -73,7 +75,7 @@ def on_arrays(function: Callable[Concatenate[Any, _P], _R]) -> Callable[Concaten
 @on_arrays
 def measure_tree(tree: Any, ord: Any, axis_name: AxisName = None) -> jax.Array:  # noqa: A002
     """The norm of all leaves together, on all devices, in float64: what :func:`clip_tree` compares."""
-    return tree_norm(tree, ord, lambda leaf: names_of_leaf(leaf, axis_name))
+    return tree_norm(tree, ord, axis_name)
 
 
 @on_arrays
@@ -155,7 +157,7 @@ def rescale_units(
     exact, scales = decide(rule, units, norms)
     for unit, scale in zip(units, scales, strict=True):
         leaves[unit.position] = rescale(unit.leaf, scale)
-    return treedef.unflatten(leaves), report_of(norms, exact)
+    return treedef.unflatten(leaves), report_of(norms, exact, units)
 
 
 @in_float64
@@ -192,11 +194,10 @@ def units_of(
     """Find the units of every leaf that has any."""
     paths = leaves_with_paths(tree)
     resolved = resolve_axes(axes, tree, may_bound_nothing=may_bound_nothing)
+    each = zip(paths, resolved, spec_leaves(specs, tree), of_each_leaf(axis_name, tree), strict=True)
     return [
-        Unit(i, path_name(path), leaf, reduced, names_of_units(path, leaf, reduced, spec, axis_name))
-        for i, ((path, leaf), reduced, spec) in enumerate(
-            zip(paths, resolved, spec_leaves(specs, tree), strict=True)
-        )
+        Unit(i, path_name(path), leaf, reduced, *names_of_units(path, leaf, reduced, spec, names))
+        for i, ((path, leaf), reduced, spec, names) in enumerate(each)
         if not isinstance(reduced, Skip)
     ]
 
@@ -209,11 +210,15 @@ def size_of(unit: Unit) -> Any:
     return local * math.prod(lax.axis_size(name) for name in unit.names)
 
 
-@in_float64
-@jax.jit
-def report_of(norms: Sequence[jax.Array], scales: Sequence[Scale]) -> Report:
+def report_of(norms: Sequence[jax.Array], scales: Sequence[Scale], units: Sequence[Unit]) -> Report:
     """One report of all units, and of all devices."""
-    norms, scales = lax.stop_gradient((list(norms), list(scales)))
+    return _report(list(norms), list(scales), tuple(unit.over for unit in units))
+
+
+@in_float64
+@functools.partial(jax.jit, static_argnums=2)
+def _report(norms: list[jax.Array], scales: list[Scale], over: tuple[Names, ...]) -> Report:
+    norms, scales = lax.stop_gradient((norms, scales))
 
     def together(norms: list[jax.Array], scales: list[Scale]) -> Report:
         scale = Scale(*(joined(column) for column in zip(*scales, strict=True)))
@@ -221,9 +226,9 @@ def report_of(norms: Sequence[jax.Array], scales: Sequence[Scale]) -> Report:
 
     def apart(norms: list[jax.Array], scales: list[Scale]) -> Report:
         each = zip(norms, scales, strict=True)
-        return summary([Report(norm, factor_of(scale), is_changed(scale)) for norm, scale in each])
+        return summary([Report(norm, factor_of(scale), is_changed(scale)) for norm, scale in each], over)
 
-    if not norms or any(is_spread(norm) for norm in norms):
+    if not norms or any(over) or any(is_spread(norm) for norm in norms):
         return apart(norms, scales)
     return lax.cond(on_single_device(), together, apart, norms, scales)
 
@@ -237,8 +242,8 @@ def joined(values: Sequence[jax.Array]) -> jax.Array:
 
 
 @in_float64
-@jax.jit
-def least_of(values: Sequence[jax.Array]) -> jax.Array:
+@functools.partial(jax.jit, static_argnums=1)
+def least_of(values: Sequence[jax.Array], over: tuple[Names, ...]) -> jax.Array:
     """The smallest number of units in many leaves, on all devices; infinite if there are none."""
     if not values:
         return jnp.full((), jnp.inf)
@@ -247,34 +252,46 @@ def least_of(values: Sequence[jax.Array]) -> jax.Array:
         return min_of(joined(values))
 
     def apart(values: list[jax.Array]) -> jax.Array:
-        return -most_of([-value for value in values])[0]
+        return -most_of([-value for value in values], over=over)[0]
 
-    if any(is_spread(value) for value in values):
+    if any(over) or any(is_spread(value) for value in values):
         return apart(list(values))
     return lax.cond(on_single_device(), together, apart, list(values))
 
 
 @in_float64
-def summary(reports: list[Report]) -> Report:
-    """One report of all leaves, with an entry for each or for each of its units, and of all devices."""
+def summary(reports: list[Report], over: Sequence[Names] | None = None) -> Report:
+    """One report of all leaves, with an entry for each or for each of its units, and of all devices.
+
+    Args:
+      reports: of each leaf.
+      over: the mesh axes over which they differ, where types do not tell.
+    """
     if not reports:
         return Report(jnp.zeros(()), jnp.ones(()), jnp.zeros((), bool))
     norms, scales, clipped = zip(*reports, strict=True)
-    most, least, changed = most_of(norms, [-scale for scale in scales], clipped)
+    most, least, changed = most_of(norms, [-scale for scale in scales], clipped, over=over)
     return Report(jnp.maximum(most, 0), jnp.minimum(-least, 1), changed > 0)
 
 
-def most_of(*columns: Sequence[jax.Array]) -> list[jax.Array]:
+def most_of(*columns: Sequence[jax.Array], over: Sequence[Names] | None = None) -> list[jax.Array]:
     """The largest number of each column, on all devices; NaN if one is, and -inf if there are none.
 
     A maximum over devices may lose NaN, so whether there is one is asked for by another maximum. All that is
-    asked of a leaf is one array, and so XLA makes one all-reduce of all leaves.
+    asked of a leaf is one array, and so XLA makes one all-reduce of all leaves. Numbers stay in their dtype,
+    as there may be one for each entry of a leaf.
     """
 
     def asked(*numbers: jax.Array) -> jax.Array:
-        values = jnp.stack([wide(x) for x in numbers])
-        return jnp.concatenate([jnp.where(jnp.isnan(values), -jnp.inf, values), wide(jnp.isnan(values))])
+        dtype = np.result_type(*(x.dtype for x in numbers))
+        values = jnp.stack([lax.convert_element_type(x, dtype) for x in numbers])
+        unknown = jnp.isnan(values)
+        return jnp.concatenate(
+            [jnp.where(unknown, -jnp.inf, values), lax.convert_element_type(unknown, dtype)]
+        )
 
-    found = largest_of_rows([asked(*numbers) for numbers in zip(*columns, strict=True)])
+    rows = [asked(*numbers) for numbers in zip(*columns, strict=True)]
+    names = [tuple({*varying(x), *more}) for x, more in zip(rows, over or [()] * len(rows), strict=True)]
+    found = largest_of_rows(rows, names)
     most, unknown = found[: len(columns)], found[len(columns) :]
     return list(jnp.where(unknown > 0, jnp.nan, most))

@@ -32,8 +32,12 @@ def is_large(x: Any) -> bool:
 
 
 def _lower_single_device(context: mlir.LoweringRuleContext) -> Any:
-    devices = getattr(context.module_context.axis_context, "num_devices", None)  # None inside shard_map
-    return mlir.lower_fun(lambda: jnp.asarray(devices == 1), multiple_results=False)(context)
+    axes = context.module_context.axis_context
+    # Inside shard_map over all axes of a mesh each device works by itself on what it has.
+    manual, mesh = getattr(axes, "manual_axes", ()), getattr(axes, "mesh", None)
+    alone = set(manual) == set(mesh.axis_names) if manual and mesh else False
+    single = alone or getattr(axes, "num_devices", None) == 1
+    return mlir.lower_fun(lambda: jnp.asarray(single), multiple_results=False)(context)
 
 
 def _single_device_now() -> Any:
@@ -48,7 +52,7 @@ mlir.register_lowering(_single_device_p, _lower_single_device)
 
 
 def on_single_device() -> jax.Array:
-    """Whether the program is compiled for one device: a constant, known when the program is lowered."""
+    """Whether what follows is compiled for one device: a constant, known when the program is lowered."""
     return _single_device_p.bind()
 
 

@@ -13,7 +13,7 @@ from clipjax._core.arguments import explained, shown
 from clipjax._core.axes import is_measured
 from clipjax._core.bounds import Bound, bound_at
 from clipjax._core.members import Memory
-from clipjax._core.mesh import AxisName, names_of_leaf
+from clipjax._core.mesh import AxisName, names_of_leaves
 from clipjax._core.norms import as_arrays, norm_of, norms_of, wide
 from clipjax._core.platforms import min_of
 from clipjax._core.rescale import Scale, factor_of, rescaled, to_bound
@@ -119,8 +119,8 @@ def adagc(
                 f"adagc: the updates have {len(places)} float leaves, and the parameters given to init had "
                 f"{len(gamma)}"
             )
-        names = [names_of_leaf(leaves[i], axis_name) for i in places]
-        each = norms_of([(leaves[i],) for i in places], [None] * len(places), 2.0, names)
+        names = names_of_leaves(updates, axis_name)
+        each = norms_of([(leaves[i],) for i in places], [None] * len(places), 2.0, [names[i] for i in places])
         norms = jnp.stack(each) if each else jnp.zeros(0)
         total = norm_of(norms, None, 2.0)
         warming, cap, at_step = taken < warmup_steps, cap_of(step), ratio_of(step)

@@ -155,7 +155,8 @@ def clip_by_norm(
       ord: 1, 2, any p >= 1, or `jax.numpy.inf`.
       specs: inside `shard_map`, the tree of `PartitionSpec` or `NamedSharding` of the updates: needed for
         units of leaves that are split. In a `shard_map` over some axes of a mesh, the others may be in it.
-      axis_name: the mesh axes that split the norms, in `pmap` and unchecked `shard_map`.
+      axis_name: the mesh axes that split the norms, in `pmap` and unchecked `shard_map`; names, or a
+        mapping from path patterns to them, as in :func:`clip_by_global_norm`.
 
     Returns:
       A transformation whose state holds scalars; `norm` is the largest of the norms.
@@ -200,9 +201,10 @@ def clip_by_global_norm(
     Args:
       max_norm: the bound: a number, a scalar array or a schedule `step -> bound`.
       ord: 1, 2, any p >= 1, or `jax.numpy.inf`.
-      axis_name: the mesh axes that split the tree, in `pmap` and unchecked `shard_map`: every leaf, one
-        that all devices have too, which so counts once a device. Inside a checked `shard_map` each
-        leaf's type tells.
+      axis_name: the mesh axes that split the tree, in `pmap` and unchecked `shard_map`. One name or
+        several are for every leaf; where all devices have some leaves alike, as beside experts, a mapping
+        from path patterns to names: `{"experts/*": "expert"}`. Leaves that none matches count once. Inside
+        a checked `shard_map` each leaf's type tells.
 
     Returns:
       A transformation whose state holds the norm, the scale and counts, as scalars.

@@ -16,7 +16,7 @@ from clipjax._core.arguments import explained
 from clipjax._core.axes import is_measured
 from clipjax._core.links import Clip, check_optimizer, knowing, links_of
 from clipjax._core.members import check_state
-from clipjax._core.mesh import AxisName, names_of_leaf, placed_as, varying
+from clipjax._core.mesh import AxisName, names_of_leaves, placed_as
 from clipjax._core.norms import as_arrays, in_float64, tree_norm, weakly_typed_as
 from clipjax._core.stats import count
 from clipjax._core.xla_cpu import on_single_device
@@ -78,10 +78,10 @@ def zero_nonfinite(*, axis_name: AxisName = None) -> optax.GradientTransformatio
         bad = jnp.zeros((), jnp.int32)
         treedef: Any
         leaves, treedef = jax.tree.flatten(as_arrays(updates))
-        for i, leaf in enumerate(leaves):
+        for i, (leaf, names) in enumerate(zip(leaves, names_of_leaves(updates, axis_name), strict=True)):
             if is_measured(leaf):
                 finite = jnp.isfinite(leaf)
-                found, names = jnp.sum(~finite, dtype=np.int32), names_of_leaf(leaf, axis_name)
+                found = jnp.sum(~finite, dtype=np.int32)
                 bad = count(bad, lax.psum(found, names) if names else found)
                 leaves[i] = jnp.where(finite, leaf, jnp.zeros_like(leaf))
         if stateless:
@@ -176,7 +176,7 @@ def step_if(
     updates = as_arrays(updates)
     if not isinstance(good, jax.core.Tracer):  # without jit a branch would be compiled anew at every step
         return step(updates, old) if good else skip(updates, old)
-    if any(varying(x) for x in jax.tree.leaves((updates, old))):  # branches would differ in type
+    if jax.sharding.get_abstract_mesh().manual_axes:  # in shard_map branches would differ in type
         return selected(updates, old)
 
     # On a CPU selecting keeps the old state beside the new one, and takes half as long again as a branch.
@@ -203,4 +203,4 @@ def _typed_as(like: Any, x: Any) -> jax.Array:
 @in_float64
 def _all_finite(tree: Any, axis_name: AxisName) -> jax.Array:
     # The norm that most clips measure, too: XLA computes it once for both.
-    return jnp.isfinite(tree_norm(as_arrays(tree), 2.0, lambda leaf: names_of_leaf(leaf, axis_name)))
+    return jnp.isfinite(tree_norm(as_arrays(tree), 2.0, axis_name))

@@ -127,6 +127,7 @@ def adaptive_grad_clip(
         at_step, at_least = ratio(step), least(step)
         weights = jax.tree.leaves(params)
         used: list[jax.Array] = []
+        over: list[tuple[str, ...]] = []
 
         def relative(units: Sequence[Unit], norms: Sequence[jax.Array]) -> Decision:
             of_weights = [unit._replace(leaf=placed_as(unit.leaf, weights[unit.position])) for unit in units]
@@ -135,10 +136,11 @@ def adaptive_grad_clip(
             pairs = list(zip(units, norms, strict=True))
             columns = [[for_units(*bound, *pair) for pair in pairs] for bound in bounds.items()]
             used.extend(_bounds(sizes, *columns))
+            over.extend(unit.over for unit in units)
             return to_bound, [used]
 
         clipped, report = rescale_units(updates, relative, rule, 2.0, specs, axis_name)
-        threshold = least_of(lax.stop_gradient(used))
+        threshold = least_of(lax.stop_gradient(used), tuple(over))
         return clipped, report, (limits_in(threshold, threshold, memory[0].dtype)[0],)
 
     return with_stats(AdaptiveGradClipState, clip, first, needs_params="measures the weights")

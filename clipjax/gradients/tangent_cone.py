@@ -109,10 +109,11 @@ def tangent_cone(
         leaves, treedef = jax.tree.flatten(updates)
         weights, at_step = jax.tree.leaves(params), radius_at(step)
         reports = []
-        for unit in units_of(updates, rule, specs, axis_name):
+        units = units_of(updates, rule, specs, axis_name)
+        for unit in units:
             leaves[unit.position], report = _tangential(unit, weights[unit.position], at_step)
             reports.append(report)
-        return treedef.unflatten(leaves), summary(reports), memory
+        return treedef.unflatten(leaves), summary(reports, [unit.over for unit in units]), memory
 
     return with_stats(TangentConeState, act, first, needs_params="looks at the weights")
 

@@ -255,5 +255,5 @@ def measured_norms(params: Any, low: jax.Array | None, high: jax.Array, how: OfU
         if low is not None:
             least = jnp.minimum(for_units("low", low, unit, norm), highest)
             lowest = low_enough(norm, least, precision_of(unit.leaf.dtype, size_of(unit)))
-        measured.append(Measured(unit.path, norm, lowest, highest))
+        measured.append(Measured(unit.path, norm, lowest, highest, unit.over))
     return measured

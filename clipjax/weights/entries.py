@@ -11,7 +11,7 @@ import jax
 from clipjax._core.arguments import explained, shown
 from clipjax._core.bounds import Bound, Evaluate, bound_at, check_order
 from clipjax._core.limits import check_entries, clip_entries
-from clipjax._core.mesh import AxisName
+from clipjax._core.mesh import AxisName, names_of_leaves
 from clipjax._core.norms import as_arrays, in_float64
 from clipjax._core.paths import leaves_with_paths, path_name
 from clipjax._core.stats import Stats
@@ -132,9 +132,9 @@ def _entrywise(
     @in_float64
     def measure(params: Any, step: Any) -> list[Measured]:
         lowest, highest = low(step), high(step)
-        found = zip(leaves_with_paths(params), choose(params), strict=True)
-        chosen = {path_name(path): leaf for (path, leaf), yes in found if yes}
-        check_entries(chosen, lowest, highest)
-        return [Measured(path, leaf, lowest, highest) for path, leaf in chosen.items()]
+        each = zip(leaves_with_paths(params), names_of_leaves(params, axis_name), choose(params), strict=True)
+        found = {path_name(path): (leaf, names) for (path, leaf), names, yes in each if yes}
+        check_entries({path: leaf for path, (leaf, _) in found.items()}, lowest, highest)
+        return [Measured(path, leaf, lowest, highest, names) for path, (leaf, names) in found.items()]
 
     return Projection(name, state, constrain, measure, How(check=choose))

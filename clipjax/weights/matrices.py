@@ -66,7 +66,7 @@ def matrices_of(tree: Any, flatten: Flatten, specs: Any) -> list[Matrices]:
         if isinstance(sides, Skip) or not leaf.size:
             continue
         rows, columns = sides
-        if names := names_of_units(path, leaf, rows + columns, spec, None):
+        if names := names_of_units(path, leaf, rows + columns, spec, None)[0]:
             raise ValueError(
                 f"spectral_cap: the matrices of leaf {path_name(path)!r} are split over the mesh axes "
                 f"{names}: project outside shard_map, or gather them first"

@@ -13,7 +13,7 @@ from jax import lax
 from clipjax._core.arguments import explained, makes_transformations, shown
 from clipjax._core.axes import Axes, Skip, is_measured, leaves_with_paths, path_name, resolve_axes
 from clipjax._core.members import Acted, Memory, with_stats
-from clipjax._core.mesh import AxisName, varying
+from clipjax._core.mesh import AxisName, Names, varying
 from clipjax._core.norms import as_arrays, in_float64, norm_of, norms_of, only_arrays, tree_norm, wide
 from clipjax._core.paths import the_leaf
 from clipjax._core.platforms import stored
@@ -40,6 +40,7 @@ class Measured(NamedTuple):
     value: jax.Array
     low: jax.Array
     high: jax.Array
+    over: Names  # the mesh axes over which devices have other values, where types do not tell
 
 
 Constrain = Callable[..., tuple[Any, Report]]  # (params, step, …)
@@ -218,6 +219,7 @@ def _steps(
     rule, leaves = how.rule_at(at_step), list(updates)
     norms: list[jax.Array] = []
     scales: list[Scale] = []
+    done: list[Unit] = []
 
     def step(units: Sequence[Unit], turn: Turn) -> None:
         news, terms = [], []
@@ -235,6 +237,7 @@ def _steps(
             leaves[unit.position] = step_of(*new, rescale(new[2], scale))
         norms.extend(found)
         scales.extend(exact)
+        done.extend(units)
 
     units = units_of(treedef.unflatten(before), how.axes, how.specs, how.axis_name)
     step([unit for unit in units if not is_large(unit.leaf)], None)
@@ -245,7 +248,7 @@ def _steps(
         # norms first, for the metrics, and keep all updates meanwhile.
         new = (unit.leaf + leaves[unit.position]).astype(unit.leaf.dtype)  # as Optax adds them
         turn = turn_after(turn, unit.leaf, new)
-    report = report_of(norms, scales)
+    report = report_of(norms, scales, done)
     if turn is not None:  # XLA multiplies by the reciprocal of a divisor that has no other use
         report = report._replace(scale=jnp.minimum(report.scale, turn))
     return leaves, report
@@ -254,7 +257,9 @@ def _steps(
 @in_float64
 def _worst(measured: list[Measured]) -> jax.Array:
     """By how much the worst unit is out of bounds."""
-    return most_of([_excess(m) for m in measured])[0] if measured else wide(0.0)
+    return (
+        most_of([_excess(m) for m in measured], over=[m.over for m in measured])[0] if measured else wide(0.0)
+    )
 
 
 @in_float64
@@ -311,7 +316,7 @@ def project(function: Callable[[Any], Any]) -> Projection:
         jax.tree_util.tree_map_with_path(_check_kept, params, projected)
         pairs = zip(jax.tree.leaves(params), jax.tree.leaves(projected), strict=True)
         check_are_weights(params, [i for i, (old, new) in enumerate(pairs) if new is not old])
-        moved = tree_norm(_difference(projected, params), 2.0, varying)
+        moved = tree_norm(_difference(projected, params), 2.0)
         return projected, Report(moved, jnp.ones(()), in_float64(lambda: moved > 0)())
 
     def measure(params: Any, step: Any) -> list[Measured]:
@@ -319,7 +324,7 @@ def project(function: Callable[[Any], Any]) -> Projection:
         paths = leaves_with_paths(differences)
         nothing = in_float64(lambda: wide(0.0))()
         return [
-            Measured(path_name(path), norm_of(leaf, None, 2.0, varying(leaf)), nothing, nothing)
+            Measured(path_name(path), norm_of(leaf, None, 2.0, varying(leaf)), nothing, nothing, ())
             for path, leaf in paths
         ]
 

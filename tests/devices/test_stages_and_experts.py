@@ -116,22 +116,24 @@ MODELS = {
 }
 
 
-def members(axes: Any, specs: Any = None) -> dict[str, Any]:
+def members(axes: Any, specs: Any = None, axis_name: Any = None) -> dict[str, Any]:
+    """Those of units get `specs`, and the others `axis_name`."""
     return {
         "bounded": clipjax.bounded(
             optax.sgd(lambda count: 1 / (1 + count)),
-            clip=clipjax.clip_by_global_norm(1.0),
+            clip=clipjax.clip_by_global_norm(1.0, axis_name=axis_name),
             project=clipjax.max_norm(1.5, axes=axes, specs=specs),
             nonfinite="skip",
+            axis_name=axis_name,
         ),
-        "clip_by_global_norm": clipjax.clip_by_global_norm(1.0, ord=3),
-        "clip_by_quantile": clipjax.clip_by_quantile(),
-        "clip_by_value": clipjax.clip_by_value(0.1),
-        "adagc": clipjax.adagc(warmup_steps=1),
-        "leaves": clipjax.clip_by_norm(0.5),
+        "clip_by_global_norm": clipjax.clip_by_global_norm(1.0, ord=3, axis_name=axis_name),
+        "clip_by_quantile": clipjax.clip_by_quantile(axis_name=axis_name),
+        "clip_by_value": clipjax.clip_by_value(0.1, axis_name=axis_name),
+        "adagc": clipjax.adagc(warmup_steps=1, axis_name=axis_name),
+        "leaves": clipjax.clip_by_norm(0.5, axis_name=axis_name),
         "units": clipjax.clip_by_norm(0.1, axes=axes, specs=specs),
         "adaptive_grad_clip": clipjax.adaptive_grad_clip(axes=axes, specs=specs),
-        "skip_spikes": clipjax.skip_spikes(optax.sgd(1.0), warmup_steps=1),
+        "skip_spikes": clipjax.skip_spikes(optax.sgd(1.0), warmup_steps=1, axis_name=axis_name),
     }
 
 
@@ -141,11 +143,15 @@ MEMBERS = list(members(None))
 def step_of(txs: dict[str, Any], loss: Any) -> Any:
     def step(states: Any, params: Any, x: Any) -> Any:
         grads = jax.grad(loss)(params, x)
-        done = {name: tx.update(grads, states[name], params) for name, tx in txs.items()}
-        updates, new = ({name: pair[i] for name, pair in done.items()} for i in (0, 1))
-        return grads, updates, new, {name: clipjax.metrics(state) for name, state in new.items()}
+        return grads, *updated(txs, states, grads, params)
 
     return step
+
+
+def updated(txs: dict[str, Any], states: Any, grads: Any, params: Any) -> tuple[Any, Any, Any]:
+    done = {name: tx.update(grads, states[name], params) for name, tx in txs.items()}
+    updates, new = ({name: pair[i] for name, pair in done.items()} for i in (0, 1))
+    return updates, new, {name: clipjax.metrics(state) for name, state in new.items()}
 
 
 def on_one_device(model: Model, txs: Any) -> Any:
@@ -179,7 +185,64 @@ def in_shard_map(model: Model, _: Any) -> Any:
     )
 
 
-WAYS = {"one device": on_one_device, "sharded jit": in_sharded_jit, "shard_map": in_shard_map}
+def where_types_do_not_tell(mapped: Any) -> Any:
+    """Updates by gradients of one device, in what knows of leaves only what it is told."""
+
+    def way(model: Model, _: Any) -> Any:
+        axis_name = {key: model.axis for key, spec in model.specs.items() if spec == P(model.axis)}
+        txs = members(model.axes, model.specs, axis_name)
+
+        def local(states: Any, grads: Any, params: Any) -> Any:
+            updates, *seen = updated(txs, states, grads, params)
+            return updates, jax.tree.map(lambda x: x[None], seen)
+
+        update = jax.jit(mapped(model, local, dict.fromkeys(txs, model.specs)))
+
+        def step(states: Any, params: Any, x: Any) -> Any:
+            grads = jax.jit(jax.grad(model.loss))(params, x)
+            updates, seen = update(states, grads, params)
+            for of_devices in jax.tree.leaves(seen):
+                np.testing.assert_array_equal(of_devices, np.broadcast_to(of_devices[:1], of_devices.shape))
+            return grads, updates, *jax.tree.map(lambda of_devices: of_devices[0], seen)
+
+        return step
+
+    return way
+
+
+def unchecked(model: Model, local: Any, out: Any) -> Any:
+    ins = (P(), model.specs, model.specs)
+    outs = out, P(model.axis)
+    return jax.shard_map(local, mesh=model.mesh(), in_specs=ins, out_specs=outs, check_vma=False)
+
+
+def pmapped(model: Model, local: Any, out: Any) -> Any:
+    """A device gets a slice of the first axis, which here is of the leaf still; and the rest as it is."""
+    of_leaves = {key: 0 if spec == P(model.axis) else None for key, spec in model.specs.items()}
+    devices, outs = jax.devices()[:4], (dict.fromkeys(out, of_leaves), 0)
+    ins = (None, of_leaves, of_leaves)
+    run = jax.pmap(local, axis_name=model.axis, devices=devices, in_axes=ins, out_axes=outs)
+
+    def cut(tree: Any) -> Any:
+        return {key: x[:, None] if of_leaves[key] == 0 else x for key, x in tree.items()}
+
+    def joined(tree: Any) -> Any:
+        return {key: x[:, 0] if of_leaves[key] == 0 else x for key, x in tree.items()}
+
+    def on_devices(states: Any, grads: Any, params: Any) -> Any:
+        updates, seen = run(states, cut(grads), cut(params))
+        return {name: joined(each) for name, each in updates.items()}, jax.tree.map(lambda x: x[:, 0], seen)
+
+    return on_devices
+
+
+WAYS = {
+    "one device": on_one_device,
+    "sharded jit": in_sharded_jit,
+    "shard_map": in_shard_map,
+    "unchecked": where_types_do_not_tell(unchecked),
+    "pmap": where_types_do_not_tell(pmapped),
+}
 ON_DEVICES = [way for way in WAYS if way != "one device"]
 
 

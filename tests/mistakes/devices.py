@@ -32,4 +32,18 @@ ROWS: tuple[Row, ...] = (
     kind(SHARD.format(OF_SPECS.format("{'kernel': 'data'}"), True), "specs", "'data'", "PartitionSpec"),
     value("max_norm(3.0, specs={'kernel': P('data'), 'bias': P()})(params)", "specs", "'data'"),
     kind("clip_by_norm(1.0, axes=0, specs=3).update(grads, None)", "specs", "3", "PartitionSpec"),
+    kind("clip_by_global_norm(1.0, axis_name={'kernel': 0})", "axis_name['kernel']", "0", "name"),
+    kind("clip_by_global_norm(1.0, axis_name={0: 'data'})", "axis_name", "0", "pattern"),
+    value(
+        SHARD.format(CLIPPED.format("{'kernels': 'data'}").replace("(g,", "(p,"), False),
+        "axis_name",
+        "'kernels'",
+        "kernel",
+    ),
+    value(
+        SHARD.format(CLIPPED.format("{'kernel': 'model'}").replace("(g,", "(p,"), False),
+        "axis_name",
+        "'model'",
+        "shard_map",
+    ),
 )

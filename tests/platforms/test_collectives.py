@@ -11,8 +11,8 @@ from benchmarks import sharded
 from benchmarks.platforms import missing
 from tests.platforms.test_members import MARKS
 
-# What has a part of every other step. Each takes a minute to compile: with every change for 256 TPUs, where the
-# program is that for 4,096.
+# What has a part of every other step. Each takes a minute to compile: with every change for 256 TPUs, where
+# the program is that for 4,096.
 ON_MANY = ("clip_by_global_norm", "max_norm, called", "bounded, skip")
 
 

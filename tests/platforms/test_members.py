@@ -18,13 +18,18 @@ from tests.support.platforms import AXIS, DTYPES, MEMBERS, NO_PROGRAM, Part, par
 MARKS = {"tpu": pytest.mark.tpu_compile, "cuda": pytest.mark.gpu_compile}
 SEVERAL = {"tpu": "2x2", "cuda": "1x1x2"}  # the topologies of more than one device
 
-each_platform = pytest.mark.parametrize(
-    "platform",
-    [
-        pytest.param(name, marks=MARKS[PLATFORMS[name].compiler])
-        for name in ("v5e", "v6e", "h100", "a100", "t4")
-    ],
-)
+
+def each_platform(*, with_every_change: str) -> pytest.MarkDecorator:
+    """For each platform: for one of the TPUs, which share a compiler, with every change, else where asked."""
+
+    def marks(name: str) -> list[pytest.MarkDecorator]:
+        often = PLATFORMS[name].compiler == "cuda" or name == with_every_change
+        return [MARKS[PLATFORMS[name].compiler], *(() if often else (pytest.mark.full,))]
+
+    names = ("v5e", "v6e", "h100", "a100", "t4")
+    return pytest.mark.parametrize("platform", [pytest.param(name, marks=marks(name)) for name in names])
+
+
 each_member = pytest.mark.parametrize("name", MEMBERS)
 
 
@@ -59,7 +64,7 @@ def compiles(platform: str, programs: dict[str, tuple[Any, Any]]) -> None:
     pytest.fail(message, pytrace=False)
 
 
-@each_platform
+@each_platform(with_every_change="v5e")
 @each_member
 def test_compiles_alone(name: str, platform: str) -> None:
     found = {}
@@ -83,7 +88,7 @@ def mapped(part: Part, specs: Any, mesh: Mesh, tree: Any) -> tuple[Any, Any]:
     return run, (jax.tree.map(lambda x: placed(x, P()), state), spread, spread)
 
 
-@each_platform
+@each_platform(with_every_change="v6e")
 @each_member
 def test_compiles_inside_shard_map(name: str, platform: str) -> None:
     if reason := missing(platform):
