@@ -40,7 +40,7 @@ class Measured(NamedTuple):
     value: jax.Array
     low: jax.Array
     high: jax.Array
-    over: Names  # the mesh axes over which devices have other values, where types do not tell
+    over: Names = ()  # the mesh axes over which devices have other values, where types do not tell
 
 
 Constrain = Callable[..., tuple[Any, Report]]  # (params, step, …)
@@ -324,7 +324,7 @@ def project(function: Callable[[Any], Any]) -> Projection:
         paths = leaves_with_paths(differences)
         nothing = in_float64(lambda: wide(0.0))()
         return [
-            Measured(path_name(path), norm_of(leaf, None, 2.0, varying(leaf)), nothing, nothing, ())
+            Measured(path_name(path), norm_of(leaf, None, 2.0, varying(leaf)), nothing, nothing)
             for path, leaf in paths
         ]
 

@@ -140,7 +140,7 @@ def spectral_cap(
                 return _each(largest_singular_value, stack, limits, _each(is_inside, stack, limits))
 
             norms = on_auto_axes(of_leaf, limits, m.leaf, limits)
-            measured.append(Measured(m.path, norms, jnp.zeros_like(limits), limits, ()))
+            measured.append(Measured(m.path, norms, jnp.zeros_like(limits), limits))
         return measured
 
     @in_float64

@@ -106,9 +106,10 @@ def _projections(projection: Any) -> tuple[Projection, ...]:
 
 
 def _violations(measured: Measured, shape: tuple[int, ...]) -> list[Violation]:
-    if any(isinstance(x, jax.core.Tracer) for x in measured):
+    values = measured.value, measured.low, measured.high
+    if any(isinstance(x, jax.core.Tracer) for x in values):
         raise TypeError("projection: its bound is traced: call verify outside jit")
-    value, low, high = np.broadcast_arrays(*(_fetched(x) for x in measured[1:]))
+    value, low, high = np.broadcast_arrays(*(_fetched(x) for x in values))
     # Reduced axes are there still, with a size of 1.
     kept = [i for i, n in enumerate(value.shape) if value.ndim != len(shape) or n == shape[i]]
     return [

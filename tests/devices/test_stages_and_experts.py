@@ -138,6 +138,15 @@ def members(axes: Any, specs: Any = None, axis_name: Any = None) -> dict[str, An
 
 
 MEMBERS = list(members(None))
+# What has a part of every other one; pmap is an unchecked shard_map to JAX.
+COVERING = ("bounded", "clip_by_global_norm", "clip_by_value", "units")
+CHOSEN = {
+    "one device": MEMBERS,
+    "sharded jit": COVERING[:2],
+    "shard_map": MEMBERS,
+    "unchecked": (*COVERING, "adagc", "adaptive_grad_clip"),
+    "pmap": COVERING[:2],
+}
 
 
 def step_of(txs: dict[str, Any], loss: Any) -> Any:
@@ -169,10 +178,11 @@ def in_sharded_jit(model: Model, txs: Any) -> Any:
     return step
 
 
-def in_shard_map(model: Model, _: Any) -> Any:
+def in_shard_map(model: Model, txs: Any) -> Any:
     """Each device has its own leaves; of the stages, in which no unit is split, without the stack."""
     axes = {key: axis - (key in model.stacked) for key, axis in model.axes.items()}
-    txs = members(axes, {key: P() if key in model.stacked else spec for key, spec in model.specs.items()})
+    specs = {key: P() if key in model.stacked else spec for key, spec in model.specs.items()}
+    txs = of_those(txs, members(axes, specs))
     step = step_of(txs, model.local_loss)
 
     def local(states: Any, params: Any, x: Any) -> Any:
@@ -188,9 +198,9 @@ def in_shard_map(model: Model, _: Any) -> Any:
 def where_types_do_not_tell(mapped: Any) -> Any:
     """Updates by gradients of one device, in what knows of leaves only what it is told."""
 
-    def way(model: Model, _: Any) -> Any:
+    def way(model: Model, txs: Any) -> Any:
         axis_name = {key: model.axis for key, spec in model.specs.items() if spec == P(model.axis)}
-        txs = members(model.axes, model.specs, axis_name)
+        txs = of_those(txs, members(model.axes, model.specs, axis_name))
 
         def local(states: Any, grads: Any, params: Any) -> Any:
             updates, *seen = updated(txs, states, grads, params)
@@ -246,11 +256,28 @@ WAYS = {
 ON_DEVICES = [way for way in WAYS if way != "one device"]
 
 
-@functools.cache
-def steps_of(way: str, name: str) -> list[Any]:
+def of_those(names: Any, txs: dict[str, Any]) -> dict[str, Any]:
+    return {name: txs[name] for name in names}
+
+
+def in_ways(*of: str) -> list[Any]:
+    """The parameters `way, member` of a test."""
+    return [
+        pytest.param(way, member, marks=() if member in CHOSEN[way] else pytest.mark.full)
+        for way in ON_DEVICES
+        for member in of
+    ]
+
+
+def steps_of(way: str, name: str, *of: str) -> list[Any]:
     """The gradients, the updates and the metrics of some steps; in the last of them one row is bad."""
+    return _steps_of(way, name, tuple(CHOSEN[way]) if set(of) <= set(CHOSEN[way]) else tuple(MEMBERS))
+
+
+@functools.cache
+def _steps_of(way: str, name: str, of: tuple[str, ...]) -> list[Any]:
     model = MODELS[name]
-    txs = members(model.axes)
+    txs = of_those(of, members(model.axes))
     step = WAYS[way](model, txs)
     states = jax.jit(lambda params: {key: tx.init(params) for key, tx in txs.items()})(model.params)
     x, found = random(6, ROWS, FEATURES), []
@@ -262,13 +289,12 @@ def steps_of(way: str, name: str) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("member", MEMBERS)
-@pytest.mark.parametrize("way", ON_DEVICES)
+@pytest.mark.parametrize(("way", "member"), in_ways(*MEMBERS))
 @pytest.mark.parametrize("name", MODELS)
 def test_same_as_on_one_device(name: str, way: str, member: str) -> None:
     """To the rounding of the gradients, of which the least entries are sums that almost cancel."""
     found, expected = (
-        [(updates[member], seen[member]) for _, updates, seen in steps_of(where, name)]
+        [(updates[member], seen[member]) for _, updates, seen in steps_of(where, name, member)]
         for where in (way, "one device")
     )
     for (path, a), b in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True):
@@ -278,36 +304,40 @@ def test_same_as_on_one_device(name: str, way: str, member: str) -> None:
         np.testing.assert_allclose(a[finite], b[finite], 0, 1e-5 * size, err_msg=jax.tree_util.keystr(path))
 
 
-@pytest.mark.parametrize(
-    ("member", "metric", "p"),
-    [
-        ("bounded", "clip_by_global_norm/norm", 2),
-        ("clip_by_global_norm", "clip_by_global_norm/norm", 3),
-        ("clip_by_quantile", "clip_by_quantile/norm", 2),
-        ("clip_by_value", "clip_by_value/norm", np.inf),
-    ],
-)
-@pytest.mark.parametrize("way", ON_DEVICES)
+METRICS = {
+    "bounded": ("clip_by_global_norm/norm", 2),
+    "clip_by_global_norm": ("clip_by_global_norm/norm", 3),
+    "clip_by_quantile": ("clip_by_quantile/norm", 2),
+    "clip_by_value": ("clip_by_value/norm", np.inf),
+}
+
+
+@pytest.mark.parametrize(("way", "member"), in_ways(*METRICS))
 @pytest.mark.parametrize("name", MODELS)
-def test_every_leaf_counts_once(name: str, way: str, member: str, metric: str, p: float) -> None:
-    for grads, _, seen in steps_of(way, name)[:3]:
+def test_every_leaf_counts_once(name: str, way: str, member: str) -> None:
+    metric, p = METRICS[member]
+    for grads, _, seen in steps_of(way, name, member)[:3]:
         np.testing.assert_allclose(seen[member][metric], float(exact_tree_norm(grads, p)), rtol=1e-6)
 
 
-@pytest.mark.parametrize("way", ON_DEVICES)
+@pytest.mark.parametrize(("way", "member"), in_ways("bounded", "clip_by_global_norm", "units"))
 @pytest.mark.parametrize("name", MODELS)
-def test_the_bounds_hold(name: str, way: str) -> None:
+def test_the_bounds_hold(name: str, way: str, member: str) -> None:
     model = MODELS[name]
-    for _, updates, _ in steps_of(way, name)[:3]:
-        assert exact_tree_norm(updates["clip_by_global_norm"], 3) <= 1
+    for _, updates, _ in steps_of(way, name, member)[:3]:
+        found = updates[member]
+        if member == "clip_by_global_norm":
+            assert exact_tree_norm(found, 3) <= 1
         for key, axis in model.axes.items():
-            assert exact_norm(updates["units"][key], axis).max() <= 0.1
-            assert exact_norm(model.params[key] + updates["bounded"][key], axis).max() <= 1.5
+            if member == "units":
+                assert exact_norm(found[key], axis).max() <= 0.1
+            if member == "bounded":
+                assert exact_norm(model.params[key] + found[key], axis).max() <= 1.5
 
 
 @pytest.mark.parametrize("way", ON_DEVICES)
 @pytest.mark.parametrize("name", MODELS)
 def test_all_skip_the_step_with_a_row_that_is_bad_on_some(name: str, way: str) -> None:
-    _, updates, seen = steps_of(way, name)[-1]
+    _, updates, seen = steps_of(way, name, "bounded")[-1]
     assert seen["bounded"]["skip_nonfinite/skipped"] == 1
     assert all((leaf == 0).all() for leaf in updates["bounded"].values())

@@ -112,7 +112,7 @@ def test_metrics_of_units() -> None:
     def of(w: Any) -> Any:
         (measured,) = project.measure({"kernel": w}, None)
         assert measured.path == "kernel"
-        return clipjax.metrics(project.update(like(w, 0), project.init(w), w)[1]), project(w), measured[1:]
+        return clipjax.metrics(project.update(like(w, 0), project.init(w), w)[1]), project(w), measured[1:4]
 
     seen, done, measured = of(w)
     assert seen["min_max_norm/norm"] == 5
