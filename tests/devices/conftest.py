@@ -1,8 +1,10 @@
-"""Runs the tests of this folder on eight CPU devices, in one process for all of them.
+"""Runs the tests of this folder on eight CPU devices, in two processes for all of them.
 
 JAX must be told of the devices before it starts, and the other tests need one device. So the first test here
-that is asked for starts a second pytest, which runs all tests of this folder that were selected, and writes
-down what came of each. Here no test's function is called: it passes, fails or is skipped as it did there.
+that is asked for starts a second pytest, which runs half of the tests of this folder that were selected, and
+writes down what came of each; the other half is for the next worker that comes. Tests of one way to use
+several devices share programs, and so are in one half. Here no test's function is called: it passes, fails or
+is skipped as it did there.
 
 To run the tests directly, as under a debugger:
 
@@ -11,6 +13,7 @@ To run the tests directly, as under a debugger:
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -43,17 +46,29 @@ def reports(
     folder = tmp_path_factory.getbasetemp()
     if worker_id != "master":
         folder = folder.parent  # all workers of pytest-xdist share it
-    path = folder / "reports_of_eight_devices"
-    with (folder / "eight_devices.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed: one worker runs the tests, others wait
-        if not path.exists():
-            here = Path(__file__).parent
-            run([item.nodeid for item in request.session.items if item.path.parent == here], path)
+    halves = halves_of([item for item in request.session.items if item.path.parent == Path(__file__).parent])
+    paths = [folder / f"reports_of_eight_devices_{i}" for i in range(len(halves))]
+    for wait in (False, True):  # first what no other worker runs, then what is left
+        for nodeids, path in zip(halves, paths, strict=True):
+            with contextlib.suppress(BlockingIOError), path.with_suffix(".lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))  # until the file is closed
+                if nodeids and not path.exists():
+                    run(nodeids, path)
     found: dict[str, list[dict[str, str]]] = {}
-    for line in path.read_text().splitlines():
+    for line in (line for path in paths if path.exists() for line in path.read_text().splitlines()):
         report = json.loads(line)
         found.setdefault(report["nodeid"], []).append(report)
     return found
+
+
+def halves_of(items: list[Any]) -> tuple[list[str], list[str]]:
+    """The node ids of the tests, in two halves of about as many programs."""
+    programs: dict[Any, list[str]] = {}
+    for item in items:
+        way = getattr(item, "callspec", None) and item.callspec.params.get("way")
+        programs.setdefault(way or item.path.name, []).append(item.nodeid)
+    each = list(programs.values())
+    return tuple([nodeid for program in each[i::2] for nodeid in program] for i in range(2))
 
 
 def run(nodeids: list[str], path: Path) -> None:
