@@ -54,6 +54,14 @@ def add_signed(a: Pair, b: Pair) -> Pair:
     return new, rest - (new - total)
 
 
+def sum_signed(x: Pair, axes: tuple[int, ...]) -> Pair:
+    """Add pairs of any signs along axes, which are kept as 1."""
+    nothing = np.zeros((), np.float32)
+    found = lax.reduce(x, (nothing, nothing), lambda a, b: add_signed((a[0], a[1]), (b[0], b[1])), axes)
+    high, low = (jnp.expand_dims(part, axes) for part in found)
+    return high, low
+
+
 def reduce_sum(
     pairs: Sequence[Pair], axes: tuple[int, ...], sizes: Sequence[jax.Array] = ()
 ) -> tuple[jax.Array, ...]:

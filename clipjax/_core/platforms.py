@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 
 from clipjax._core import pairs
-from clipjax._core.blocks import FAR, kept, pair_sum, sums_of_blocks
+from clipjax._core.blocks import FAR, inner_products_of_blocks, kept, pair_sum, sums_of_blocks
 from clipjax._core.mesh import split_by_type, varying
 from clipjax._core.xla_cpu import (
     Reduction,
@@ -132,7 +132,7 @@ def euclidean_norm(xs: Arrays) -> jax.Array:
 def inner_product(a: jax.Array, b: jax.Array, axes: Axes) -> jax.Array:
     """The sum of products along axes, in float64, with the axes kept as 1; of real arrays of one dtype.
 
-    For a TPU the arrays have to be scaled, so that no product leaves the range of a float32.
+    For a TPU the arrays have to be scaled, to norms of at most 2.
     """
 
     def in_float64(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -140,13 +140,13 @@ def inner_product(a: jax.Array, b: jax.Array, axes: Axes) -> jax.Array:
 
     def in_pairs(a: jax.Array, b: jax.Array) -> jax.Array:
         a, b = (lax.convert_element_type(x, np.float32) for x in (a, b))
+        return lax.cond(on_single_device(), alone, on_many, a, b)
 
-        def add(a: Any, b: Any) -> tuple[jax.Array, ...]:
-            return pairs.add_signed((a[0], a[1]), (b[0], b[1]))
+    def alone(a: jax.Array, b: jax.Array) -> jax.Array:
+        return _widened_sum(*pairs.sum_signed(pairs.product(a, b), axes))
 
-        nothing = np.zeros((), np.float32)
-        found = lax.reduce(pairs.product(a, b), (nothing, nothing), add, axes)
-        return _widened_sum(*(part.reshape(kept(a, axes)) for part in found))
+    def on_many(a: jax.Array, b: jax.Array) -> jax.Array:
+        return functools.reduce(jnp.add, map(wide, inner_products_of_blocks(a, b, axes)))
 
     return lax.platform_dependent(a, b, tpu=in_pairs, default=in_float64)
 

@@ -21,7 +21,6 @@ from clipjax._core.norms import (
     in_float64,
     is_wide,
     norm_of,
-    norms_of,
     only_arrays,
     strong,
     weakly_typed_as,
@@ -30,7 +29,7 @@ from clipjax._core.norms import (
 from clipjax._core.platforms import inner_product
 from clipjax._core.rounding import widened
 from clipjax._core.stats import Stats
-from clipjax._core.trees import Report, Unit, for_units, summary, units_of
+from clipjax._core.trees import Report, Unit, for_units, measure_units, summary, units_of
 
 # `max_norm` leaves a unit at most 4 ulp below the radius, 16-bit links a little more.
 _SATURATED_WITHIN_EPS = 8
@@ -110,8 +109,12 @@ def tangent_cone(
         weights, at_step = jax.tree.leaves(params), radius_at(step)
         reports = []
         units = units_of(updates, rule, specs, axis_name)
-        for unit in units:
-            leaves[unit.position], report = _tangential(unit, weights[unit.position], at_step)
+        norms = [
+            measure_units(x)
+            for x in ([u._replace(leaf=placed_as(u.leaf, weights[u.position])) for u in units], units)
+        ]
+        for unit, *sizes in zip(units, *norms, strict=True):
+            leaves[unit.position], report = _tangential(unit, weights[unit.position], at_step, *sizes)
             reports.append(report)
         return treedef.unflatten(leaves), summary(reports, [unit.over for unit in units]), memory
 
@@ -119,11 +122,20 @@ def tangent_cone(
 
 
 @in_float64
-def _tangential(unit: Unit, weight: Any, radius: jax.Array) -> tuple[jax.Array, Report]:
-    """The gradient of a leaf without the outward parts of its saturated units."""
+def _tangential(
+    unit: Unit, weight: Any, radius: jax.Array, norm: jax.Array, size: jax.Array
+) -> tuple[jax.Array, Report]:
+    """The gradient of a leaf without the outward parts of its saturated units.
+
+    Args:
+      unit: where the units of the gradient are.
+      weight: the leaf of the weights.
+      radius: the bound.
+      norm: the norms of the weights' units.
+      size: the norms of the gradient's units.
+    """
     grad = strong(unit.leaf)
     weight = placed_as(grad, strong(weight))
-    norm, size = norms_of([(weight,), (grad,)], [unit.reduced] * 2, 2.0, [unit.names] * 2)
     radius = for_units("radius", radius, unit, norm)
     # In units of powers of two near the norms: no product leaves the range of a float32.
     of_weight, of_grad = (_power_of_two(x, grad.dtype) for x in (norm, size))

@@ -385,22 +385,24 @@ def test_a_norm_is_told_from_its_bound_to_what_norms_are_exact_to() -> None:
         assert (exact_norm(clip(size / far, x), 0) <= size / far).all()
 
 
+@pytest.mark.parametrize("platform", ["tpu", ONE_OF_SEVERAL])
 @given(st.integers(0, 2**30), st.floats(0, 1, width=16), st.booleans())
-def test_inner_products_on_a_tpu(seed: int, turned: float, cancelling: bool) -> None:
+def test_inner_products_on_a_tpu(platform: str, seed: int, turned: float, cancelling: bool) -> None:
     """Exact to a share of the sum of the sizes of all products, even where these cancel."""
     rng = np.random.default_rng(seed)
     a, b = rng.uniform(-1, 1, (2, ROWS, COLUMNS)).astype(np.float32)
     if cancelling:
         b = b - np.sum(a * b, axis=0) / np.sum(a * a, axis=0) * a * np.float32(turned)
-    found = inner_products()(a, b)[0]
+    a, b = (x / 2 ** np.floor(np.log2(np.linalg.norm(x, axis=0))) for x in (a, b))
+    found = inner_products(platform)(a, b)[0]
     products = a.astype(np.longdouble) * b.astype(np.longdouble)
     error = np.abs(found - np.sum(products, axis=0))
     assert (error <= (2.0**-33 + ROWS * 2.0**-46) * np.sum(np.abs(products), axis=0)).all()
 
 
 @functools.cache
-def inner_products() -> Program:
-    return as_on("tpu", lambda a, b: platforms.inner_product(a, b, (0,)))
+def inner_products(platform: str) -> Program:
+    return as_on(platform, lambda a, b: platforms.inner_product(a, b, (0,)))
 
 
 def test_blocks_of_a_long_unit_are_added_without_rounding_on_several_tpus() -> None:
@@ -416,6 +418,21 @@ def test_blocks_of_a_long_unit_are_added_without_rounding_on_several_tpus() -> N
         for found, axis in zip(run(x), (0, None), strict=True):
             right = exact_norm(x, axis)
             assert (np.abs(np.ravel(found) - right) <= EXACT * right).all()
+
+
+def test_inner_products_of_blocks_are_added_without_rounding_on_several_tpus() -> None:
+    """Of 64 blocks in a column and 64 x 64 in a whole leaf, which nearly cancel."""
+    run = as_on(ONE_OF_SEVERAL, lambda a, b: [platforms.inner_product(a, b, axes) for axes in ((0,), (0, 1))])
+    for seed in range(5):
+        rng = np.random.default_rng(seed)
+        a, b = rng.standard_normal((2, 1024, 512)).astype(np.float32)
+        for i, axis in enumerate((0, None)):
+            size = np.exp2(np.floor(np.log2([exact_norm(x, axis) for x in (a, b)])))
+            x, y = ((x / n).astype(np.float32) for x, n in zip((a, b), size, strict=True))
+            y = y - (np.sum(x * y, axis) / np.sum(x * x, axis) * x).astype(np.float32) * np.float32(seed / 4)
+            products = x.astype(np.longdouble) * y.astype(np.longdouble)
+            error = np.abs(np.ravel(run(x, y)[i]) - np.sum(products, axis))
+            assert (error <= 2.0**-38).all()
 
 
 @pytest.mark.parametrize("devices", [2, 256, 4096])

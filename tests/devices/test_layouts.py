@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import jax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import clipjax
+from clipjax._core.xla_cpu import on_single_device
 from tests.support.eight_devices import (
     IN_JIT,
     KINDS,
@@ -44,6 +46,19 @@ def test_every_leaf_keeps_its_sharding(way: str, name: str) -> None:
     for key, leaf in placed(tree(), LAYOUTS[layout][0], two_axes(KINDS[kind])).items():
         found = updates[key].sharding
         assert found.is_equivalent_to(leaf.sharding, leaf.ndim), f"{key}: {found}"
+
+
+@pytest.mark.parametrize(("names", "alone"), [({"x", "y"}, True), ({"x"}, False), (None, False)])
+def test_who_works_alone(names: set[str] | None, alone: bool) -> None:
+    """A device in a shard_map over all axes; over one of two the compiler splits arrays by the other."""
+
+    def which() -> jax.Array:
+        return on_single_device()
+
+    mesh = two_axes(jax.sharding.AxisType.Auto)
+    mapped = jax.shard_map(which, mesh=mesh, in_specs=(), out_specs=P(), axis_names=names) if names else which
+    x = jax.device_put(tree()["kernel"], jax.NamedSharding(mesh, P("x")))
+    assert bool(jax.jit(lambda x: (mapped(), x * 2))(x)[0]) == alone
 
 
 def test_every_transformation_is_among_the_members() -> None:

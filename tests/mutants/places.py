@@ -171,7 +171,7 @@ MUTANTS = (
         "_core/xla_cpu.py",
         "set(manual) == set(mesh.axis_names) if manual and mesh else False",
         "bool(manual)",
-        "tests/devices/test_layouts.py tests/devices/test_shard_map.py",
+        "tests/devices/test_layouts.py::test_who_works_alone",
     ),
     Mutant(
         "shard_map is asked for axes that it leaves to the compiler",

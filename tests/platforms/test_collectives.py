@@ -7,8 +7,10 @@ import functools
 import pytest
 from jax.sharding import AxisType
 
+import clipjax
 from benchmarks import sharded
 from benchmarks.platforms import missing
+from benchmarks.steps import adam, chain
 from tests.platforms.test_members import MARKS
 
 # What has a part of every other step. Each takes a minute to compile: with every change for 256 TPUs, where
@@ -48,6 +50,19 @@ def test_a_step_has_as_many_collectives_as_its_limit(platform: str, name: str) -
     times = 23 if platform != "h100" else 3
     measured = 2 if name == "adaptive_grad_clip" else 1
     assert ours.collective_bytes <= 2 * 74 * 5 * 4 * measured + times * measured * theirs.collective_bytes
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.slow
+def test_a_tangent_cone_takes_as_many_however_many_leaves_there_are() -> None:
+    if reason := missing("v5e"):
+        pytest.skip(reason)
+    recipe = chain(clipjax.tangent_cone(0.5), adam())
+    mesh = sharded.mesh_of("v5e")
+    found = [sharded.compile_step("v5e", recipe, sharded.transformer(mesh, layers=n)) for n in (1, 2)]
+    assert all(step.others == 0 for step in found)
+    # Norms, inner products, what is left, the metrics: over each of the two axes of the mesh.
+    assert [step.all_reduces for step in found] == [8, 8]
 
 
 @pytest.mark.parametrize(
