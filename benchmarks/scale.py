@@ -69,7 +69,7 @@ class Chip(NamedTuple):
     link: float  # bytes/s to other chips, all links and one direction: half of what is published for both
 
 
-CHIPS = {"v5e": Chip("v5e", 16e9, 819e9, 100e9), "v5p": Chip("v5p", 95e9, 2765e9, 300e9)}
+CHIPS = {"v5e": Chip("v5e", 16e9, 819e9, 200e9), "v5p": Chip("v5p", 95e9, 2765e9, 600e9)}
 # Assumed, and not published: what starting a collective takes, and each chip on its way.
 START, HOP = 5e-6, 0.5e-6
 
