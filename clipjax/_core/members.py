@@ -19,6 +19,7 @@ from clipjax._core.norms import as_arrays
 from clipjax._core.paths import leaves_with_paths, the_leaf
 from clipjax._core.stats import Stats, name_of, observe, start
 from clipjax._core.trees import Report
+from clipjax._core.where import Where, check_where, inside, merged
 
 Memory: TypeAlias = tuple[jax.Array, ...]
 Acted: TypeAlias = tuple[Any, Report, Memory]
@@ -31,6 +32,7 @@ def with_stats(
     act: Act,
     first: First = lambda *_: (),
     *,
+    where: Where = None,
     needs_params: str = "",
     follows_past: bool = False,
 ) -> Clip:
@@ -42,12 +44,14 @@ def with_stats(
       kind: the class of the state, made of a `Stats` and the memory.
       act: gets arrays; `step` is None where there is no state.
       first: makes the memory before the first step.
+      where: the leaves that `first` and `act` get; None stands for the others, which may be anything.
       needs_params: for the error where there are none; then `act` gets those that have an update.
       follows_past: whether `act` makes no sense without a state.
     """
-    name = name_of(kind)
+    name, where = name_of(kind), check_where(where)
 
     def init(params: Any) -> Any:
+        params = inside(where, params)
         stats = start(params)
         return kind(stats, *first(params, stats))
 
@@ -55,12 +59,13 @@ def with_stats(
         stateless = not follows_past and (state is None or isinstance(state, optax.EmptyState))
         if not stateless:
             check_state(name, kind, state)
-        updates = as_arrays(updates)
+        given, updates = updates, as_arrays(inside(where, updates))
         if needs_params:
             params = matching(name, updates, params, needs_params)
-        stats, *memory = init(updates) if stateless else state
+        stats, *memory = init(given) if stateless else state
         step = None if stateless else stats.steps
         updates, report, memory = act(updates, tuple(memory), params, step, **extra_args)
+        updates = updates if where is None else merged(given, updates)
         return updates, state if stateless else kind(observe(stats, report), *memory)
 
     return Clip(init, update)

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from clipjax._core.arguments import check_names
 from clipjax._core.axes import Path, Reduced, path_name
-from clipjax._core.paths import a_few, described, first_matches, leaves_with_paths
+from clipjax._core.paths import described, first_matches, leaves_of_prefix
 
 Names: TypeAlias = tuple[str, ...]
 OfALeaf: TypeAlias = str | Sequence[str] | None
@@ -156,23 +156,12 @@ def spec_leaves(specs: Any, tree: Any) -> list[PartitionSpec | None]:
     def is_spec(x: Any) -> bool:
         return x is None or isinstance(x, PartitionSpec | NamedSharding)
 
-    def spread(spec: Any, part: Any) -> Any:
+    for spec in jax.tree.leaves(specs, is_leaf=is_spec):
         if not is_spec(spec):
             raise TypeError(f"specs must be PartitionSpecs, NamedShardings or None, got {spec!r}")
-        spec = spec.spec if isinstance(spec, NamedSharding) else spec
-        return jax.tree.map(lambda _: PartitionSpec() if spec is None else spec, part)
-
-    try:
-        found = jax.tree.map(spread, specs, tree, is_leaf=is_spec)
-    except ValueError as error:
-        given, wanted = (
-            a_few([path_name(path) for path, _ in leaves_with_paths(x, is_spec)]) for x in (specs, tree)
-        )
-        raise ValueError(
-            f"specs must be one PartitionSpec, or have the structure of the tree:\n  {wanted}\nbut is of:\n"
-            f"  {given}"
-        ) from error
-    return jax.tree.leaves(found, is_leaf=is_spec)
+    found = leaves_of_prefix("specs", "PartitionSpec", specs, tree, is_spec)
+    specs = [spec.spec if isinstance(spec, NamedSharding) else spec for spec in found]
+    return [PartitionSpec() if spec is None else spec for spec in specs]
 
 
 def largest_of_devices(x: jax.Array, names: Names) -> jax.Array:

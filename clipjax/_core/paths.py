@@ -102,6 +102,30 @@ def first_matches(argument: str, patterns: Sequence[str], tree: Any) -> list[str
     return [matching[0] if matching else None for matching in found]
 
 
+def leaves_of_prefix(
+    argument: str, what: str, prefix: Any, tree: Any, is_leaf: Callable[[Any], bool] | None = None
+) -> list[Any]:
+    """What a tree or a prefix of one says of each leaf of `tree`.
+
+    Raises:
+      ValueError: `prefix` has another structure.
+    """
+    found: list[Any] = []
+    try:
+        jax.tree.map(
+            lambda x, part: found.extend([x] * len(jax.tree.leaves(part))), prefix, tree, is_leaf=is_leaf
+        )
+    except ValueError as error:
+        given, wanted = (
+            a_few([path_name(path) for path, _ in leaves_with_paths(x, is_leaf)]) for x in (prefix, tree)
+        )
+        raise ValueError(
+            f"{argument} must be one {what}, or have the structure of the tree:\n  {wanted}\nbut is of:\n"
+            f"  {given}"
+        ) from error
+    return found
+
+
 def _is_absent(node: Any) -> bool:
     return node is None or isinstance(node, optax.MaskedNode)
 

@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+import jax
 import numpy as np
 
+from clipjax._core.arguments import shown
 from clipjax._core.axes import Skip, check_some, is_measured
-from clipjax._core.paths import Path, check_rule, first_matches, leaves_with_paths, the_leaf
+from clipjax._core.paths import Path, check_rule, first_matches, leaves_of_prefix, leaves_with_paths, the_leaf
 
-Where: TypeAlias = str | Sequence[str] | Callable[[Path, Any], bool] | None
+# Path patterns, a rule, or a tree of bools or a prefix of one.
+Where: TypeAlias = str | Sequence[str] | Callable[[Path, Any], bool] | bool | Mapping[Any, Any] | None
 
 
 def check_where(where: Where) -> Where:
     """Return `where` with a lone pattern as a tuple, or raise what is wrong with it whatever the tree."""
+    if where is None or _is_of_bools(where):
+        return where
     if callable(where):
         check_rule("where", where)
-    if where is None or callable(where):
         return where
     patterns = (where,) if isinstance(where, str) else where
     if not isinstance(patterns, Sequence) or not all(isinstance(p, str) for p in patterns):
-        raise TypeError(f"where must be path patterns, a rule (path, leaf) -> bool or None, got {where!r}")
+        raise TypeError(
+            f"where must be path patterns, a rule (path, leaf) -> bool, a tree of bools or None, got "
+            f"{shown(where)}"
+        )
     if not patterns:
         raise ValueError(f"where must name at least one path pattern, got {where!r}")
     return tuple(patterns)
+
+
+def _is_of_bools(where: Any) -> bool:
+    leaves = jax.tree.leaves(where)
+    return bool(leaves) and all(isinstance(leaf, bool | np.bool_) for leaf in leaves)
 
 
 def resolve_where(where: Where, tree: Any) -> list[bool]:
@@ -37,15 +49,34 @@ def resolve_where(where: Where, tree: Any) -> list[bool]:
     leaves = leaves_with_paths(tree)
     if where is None:
         chosen = [True] * len(leaves)
+    elif _is_of_bools(where):
+        chosen = leaves_of_prefix("where", "bool", where, tree)
     elif callable(where):
         chosen = [where(path, leaf) for path, leaf in leaves]
         for yes, (path, _) in zip(chosen, leaves, strict=True):
             if not isinstance(yes, bool | np.bool_):
                 raise TypeError(f"where: a rule must return a bool, got {yes!r} for {the_leaf(path)}")
     else:
-        chosen = [pattern is not None for pattern in first_matches("where", where, tree)]
+        patterns = tuple(str(pattern) for pattern in where)  # type: ignore[union-attr]
+        chosen = [pattern is not None for pattern in first_matches("where", patterns, tree)]
     found = [bool(yes) and is_measured(leaf) for yes, (_, leaf) in zip(chosen, leaves, strict=True)]
-    left_alone = Skip("the rule does not choose it" if callable(where) else "no pattern of where matches it")
+    why = "the rule does not choose it" if callable(where) else "no pattern of where matches it"
+    left_alone = Skip("where is False for it" if _is_of_bools(where) else why)
     advice = "where=None bounds all leaves that are float."
     check_some("where", leaves, [yes or left_alone for yes in found], advice)
     return found
+
+
+def inside(where: Where, tree: Any) -> Any:
+    """The leaves of `tree` that `where` names, with None in the place of the others."""
+    if where is None:
+        return tree
+    treedef: Any
+    leaves, treedef = jax.tree.flatten(tree)
+    chosen = resolve_where(where, tree)
+    return treedef.unflatten([leaf if yes else None for leaf, yes in zip(leaves, chosen, strict=True)])
+
+
+def merged(tree: Any, part: Any) -> Any:
+    """`tree`, with the leaves that `part` has instead of None."""
+    return jax.tree.map(lambda new, old: old if new is None else new, part, tree, is_leaf=lambda x: x is None)

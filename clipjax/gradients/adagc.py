@@ -19,6 +19,7 @@ from clipjax._core.platforms import min_of
 from clipjax._core.rescale import Scale, factor_of, rescaled, to_bound
 from clipjax._core.stats import Stats
 from clipjax._core.trees import Report
+from clipjax._core.where import Where
 from clipjax.gradients.past import (
     Clipped,
     check_count,
@@ -49,6 +50,7 @@ def adagc(
     warmup_steps: int = 100,
     max_norm: Bound = 1.0,
     warmup_norms: WarmupNorms = "before",
+    where: Where = None,
     axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Clip the norm of each leaf to a little more than the moving average of its own clipped norms.
@@ -64,6 +66,8 @@ def adagc(
       max_norm: the bound in the warm-up: a number, a scalar array or a schedule.
       warmup_norms: whether gamma takes the least of the norms "before" or "after" the clip of the
         warm-up.
+      where: which leaves are clipped, and count: path patterns, a rule or a tree of bools, as in
+        :func:`clipjax.box`; the others may hold anything, and pass as they are. None: all.
       axis_name: the mesh axes that split the leaves, in `pmap` and unchecked `shard_map`. Inside a
         checked `shard_map` each leaf's type tells.
 
@@ -146,4 +150,4 @@ def adagc(
             (jnp.where(measured > 0, jnp.where(warming, least, average), gamma), one_more(taken)),
         )
 
-    return remembering(AdagcState, first, clip)
+    return remembering(AdagcState, first, clip, where)

@@ -19,6 +19,7 @@ from clipjax._core.norms import check_ord, in_float64, only_arrays
 from clipjax._core.rescale import root_of
 from clipjax._core.stats import Stats
 from clipjax._core.trees import Report, clip_tree, clip_units, size_of
+from clipjax._core.where import Where
 
 _Rule = Callable[[Any, Any], tuple[Any, Report]]
 
@@ -47,7 +48,9 @@ class ClipByRmsState(NamedTuple):
     clip_by_rms: Stats
 
 
-def _clipping(state: type[Any], clip: _Rule, axes: Axes = None) -> optax.GradientTransformationExtraArgs:
+def _clipping(
+    state: type[Any], clip: _Rule, where: Where, axes: Axes = None
+) -> optax.GradientTransformationExtraArgs:
     """Make a transformation of `clip(updates, step) -> (updates, report)`."""
 
     def first(params: Any, stats: Stats) -> Memory:
@@ -61,23 +64,33 @@ def _clipping(state: type[Any], clip: _Rule, axes: Axes = None) -> optax.Gradien
         del params, extra_args
         return *clip(updates, step), memory
 
-    return with_stats(state, act, first)
+    return with_stats(state, act, first, where=where)
 
 
 Transformation: TypeAlias = optax.GradientTransformationExtraArgs
 
 
 @overload
-def clip_by_value(bound: Bound, *, axis_name: AxisName = None) -> Transformation: ...
+def clip_by_value(bound: Bound, *, where: Where = None, axis_name: AxisName = None) -> Transformation: ...
 @overload
-def clip_by_value(*, max_delta: Bound, axis_name: AxisName = None) -> Transformation: ...
+def clip_by_value(*, max_delta: Bound, where: Where = None, axis_name: AxisName = None) -> Transformation: ...
 @overload
-def clip_by_value(low: Bound, /, high: Bound, *, axis_name: AxisName = None) -> Transformation: ...
+def clip_by_value(
+    low: Bound, /, high: Bound, *, where: Where = None, axis_name: AxisName = None
+) -> Transformation: ...
 @overload
-def clip_by_value(*, low: Bound, high: Bound, axis_name: AxisName = None) -> Transformation: ...
+def clip_by_value(
+    *, low: Bound, high: Bound, where: Where = None, axis_name: AxisName = None
+) -> Transformation: ...
 @explained
 def clip_by_value(
-    bound: Any = None, high: Any = None, *, low: Any = None, max_delta: Any = None, axis_name: AxisName = None
+    bound: Any = None,
+    high: Any = None,
+    *,
+    low: Any = None,
+    max_delta: Any = None,
+    where: Where = None,
+    axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Clip each entry to `[-bound, bound]`, or to `[low, high]`.
 
@@ -86,6 +99,8 @@ def clip_by_value(
       high: the upper limit.
       low: the lower limit. Each is a number, an array that broadcasts to every leaf, or a schedule
         `step -> limit`; infinity stands for no limit.
+      where: which leaves are clipped, and count: path patterns, a rule or a tree of bools, as in
+        :func:`clipjax.box`; the others may hold anything, and pass as they are. None: all.
       axis_name: the mesh axes over which the metrics are taken, in `pmap` and unchecked `shard_map`.
 
     Returns:
@@ -132,7 +147,7 @@ def clip_by_value(
                 f"infinity is no limit; got {listed}"
             )
 
-    return _clipping(ClipByValueState, clip)
+    return _clipping(ClipByValueState, clip, where)
 
 
 @explained
@@ -142,6 +157,7 @@ def clip_by_norm(
     axes: Axes = None,
     ord: float = 2,  # noqa: A002
     specs: Any = None,
+    where: Where = None,
     axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Clip the norm of each leaf, or of each unit along `axes`, to `max_norm`.
@@ -155,6 +171,8 @@ def clip_by_norm(
       ord: 1, 2, any p >= 1, or `jax.numpy.inf`.
       specs: inside `shard_map`, the tree of `PartitionSpec` or `NamedSharding` of the updates: needed for
         units of leaves that are split. In a `shard_map` over some axes of a mesh, the others may be in it.
+      where: which leaves are clipped, and count: path patterns, a rule or a tree of bools, as in
+        :func:`clipjax.box`; the others may hold anything, and pass as they are. None: all.
       axis_name: the mesh axes that split the norms, in `pmap` and unchecked `shard_map`; names, or a
         mapping from path patterns to them, as in :func:`clip_by_global_norm`.
 
@@ -186,7 +204,7 @@ def clip_by_norm(
         at_step = bound(step)
         return clip_units(updates, lambda _: at_step, axes, p, specs, axis_name)
 
-    return _clipping(ClipByNormState, clip, axes)
+    return _clipping(ClipByNormState, clip, where, axes)
 
 
 @explained
@@ -194,6 +212,7 @@ def clip_by_global_norm(
     max_norm: Bound,
     *,
     ord: float = 2,  # noqa: A002
+    where: Where = None,
     axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Clip the norm of all leaves together to `max_norm`; every leaf gets the same factor.
@@ -201,6 +220,8 @@ def clip_by_global_norm(
     Args:
       max_norm: the bound: a number, a scalar array or a schedule `step -> bound`.
       ord: 1, 2, any p >= 1, or `jax.numpy.inf`.
+      where: which leaves are clipped, and count: path patterns, a rule or a tree of bools, as in
+        :func:`clipjax.box`; the others may hold anything, and pass as they are. None: all.
       axis_name: the mesh axes that split the tree, in `pmap` and unchecked `shard_map`. One name or
         several are for every leaf; where all devices have some leaves alike, as beside experts, a mapping
         from path patterns to names: `{"experts/*": "expert"}`. Leaves that none matches count once. Inside
@@ -236,7 +257,7 @@ def clip_by_global_norm(
     def clip(updates: Any, step: Any) -> tuple[Any, Report]:
         return clip_tree(updates, bound(step), p, axis_name)
 
-    return _clipping(ClipByGlobalNormState, clip)
+    return _clipping(ClipByGlobalNormState, clip, where)
 
 
 @explained
@@ -245,6 +266,7 @@ def clip_by_rms(
     *,
     axes: Axes = None,
     specs: Any = None,
+    where: Where = None,
     axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Clip the root mean square of each leaf, or of each unit along `axes`, to `threshold`.
@@ -253,6 +275,8 @@ def clip_by_rms(
       threshold: the bound on the RMS: a number, an array that broadcasts to the units, or a schedule.
       axes: the axes that are reduced, as in :func:`clip_by_norm`; None is the whole leaf.
       specs: inside `shard_map`, the `PartitionSpec` tree of the updates.
+      where: which leaves are clipped, and count: path patterns, a rule or a tree of bools, as in
+        :func:`clipjax.box`; the others may hold anything, and pass as they are. None: all.
       axis_name: the mesh axes that split the units, in `pmap` and unchecked `shard_map`.
 
     Returns:
@@ -287,4 +311,4 @@ def clip_by_rms(
 
         return clip_units(updates, lambda u: of_size(size_of(u)), axes, 2.0, specs, axis_name, "threshold")
 
-    return _clipping(ClipByRmsState, clip, axes)
+    return _clipping(ClipByRmsState, clip, where, axes)

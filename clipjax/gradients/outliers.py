@@ -14,6 +14,7 @@ from clipjax._core.members import Memory
 from clipjax._core.mesh import AxisName
 from clipjax._core.norms import wide
 from clipjax._core.stats import Stats
+from clipjax._core.where import Where
 from clipjax.gradients.past import capped, check_count, check_number, clip_by_past, no_norms, one_more
 
 ZclipMode = Literal["adaptive", "mean", "percentile"]
@@ -56,6 +57,7 @@ def zclip(
     clip_factor: float = 1.0,
     eps: float = 1e-6,
     update_on_spike: bool = True,
+    where: Where = None,
     axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Clip the norm of the whole tree where its z-score, against moving statistics, is a spike.
@@ -77,6 +79,8 @@ def zclip(
       clip_factor: as above, at least 0; other modes do not use it.
       eps: added to the standard deviation, at least 0.
       update_on_spike: whether the statistics take in anything at a spike.
+      where: which leaves are clipped, and count: path patterns, a rule or a tree of bools, as in
+        :func:`clipjax.box`; the others may hold anything, and pass as they are. None: all.
       axis_name: the mesh axes that split the tree, in `pmap` and unchecked `shard_map`.
 
     Returns:
@@ -143,7 +147,7 @@ def zclip(
             new_mean, new_std = jnp.where(spike, mean, new_mean), jnp.where(spike, std, new_std)
         return capped(bound, cap, step), (new_mean, new_std, one_more(taken))
 
-    return clip_by_past(ZclipState, _no_moments, bound_of, axis_name)
+    return clip_by_past(ZclipState, _no_moments, bound_of, where, axis_name)
 
 
 @explained
@@ -153,6 +157,7 @@ def clip_by_lognormal(
     decay: float = 0.95,
     max_norm: Bound | None = None,
     eps: float = 1e-8,
+    where: Where = None,
     axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Clip the norm of the whole tree to its geometric mean, where it is far above: a log-normal outlier.
@@ -166,6 +171,8 @@ def clip_by_lognormal(
         averages of the first steps are plain ones.
       max_norm: a bound on the norm besides: a number, an array or a schedule; None for none.
       eps: keeps the logarithm finite, and is the least variance; above 0.
+      where: which leaves are clipped, and count: path patterns, a rule or a tree of bools, as in
+        :func:`clipjax.box`; the others may hold anything, and pass as they are. None: all.
       axis_name: the mesh axes that split the tree, in `pmap` and unchecked `shard_map`.
 
     Returns:
@@ -211,4 +218,4 @@ def clip_by_lognormal(
         bound = jnp.where(norm < limit, limit, jnp.exp(mean))
         return capped(bound, cap, step), (mean, jnp.sqrt(variance), one_more(taken))
 
-    return clip_by_past(ClipByLognormalState, _no_moments, bound_of, axis_name)
+    return clip_by_past(ClipByLognormalState, _no_moments, bound_of, where, axis_name)

@@ -24,6 +24,7 @@ from clipjax._core.norms import in_float64, wide
 from clipjax._core.rounding import limits_in
 from clipjax._core.stats import Stats, count
 from clipjax._core.trees import Report, clip_tree, measure_tree
+from clipjax._core.where import Where
 
 Start: TypeAlias = Callable[[Any, Any], Memory]
 BoundOf: TypeAlias = Callable[[jax.Array, Memory, jax.Array], tuple[jax.Array, Memory]]
@@ -42,6 +43,7 @@ def remembering(
     state: type[Any],
     first: Start,
     clip: Callable[[Any, Memory, jax.Array, Any], Clipped],
+    where: Where,
 ) -> optax.GradientTransformationExtraArgs:
     """Make a transformation of `clip(updates, memory, step, dtype)`, whose statistics no bad step reaches.
 
@@ -50,6 +52,7 @@ def remembering(
       first: makes the memory before the first step, of the parameters and the float dtype of the state.
       clip: gets the floats of the memory in float64, and returns them so; `dtype` is what they are
         stored in.
+      where: the leaves that `first` and `clip` get.
     """
 
     def start(params: Any, stats: Stats) -> Memory:
@@ -77,11 +80,11 @@ def remembering(
             ),
         )
 
-    return with_stats(state, act, start, follows_past=True)
+    return with_stats(state, act, start, where=where, follows_past=True)
 
 
 def clip_by_past(
-    state: type[Any], first: Start, bound_of: BoundOf, axis_name: AxisName
+    state: type[Any], first: Start, bound_of: BoundOf, where: Where, axis_name: AxisName
 ) -> optax.GradientTransformationExtraArgs:
     """Clip the norm of the whole tree to what `bound_of(norm, memory, step)` makes of it and of the past."""
 
@@ -91,7 +94,7 @@ def clip_by_past(
         updates, report = clip_tree(updates, bound, 2.0, axis_name, norm=norm)
         return Clipped(updates, report, bound, memory)
 
-    return remembering(state, first, clip)
+    return remembering(state, first, clip, where)
 
 
 @in_float64

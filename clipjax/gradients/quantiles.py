@@ -15,6 +15,7 @@ from clipjax._core.members import Memory
 from clipjax._core.mesh import AxisName
 from clipjax._core.norms import wide
 from clipjax._core.stats import Stats
+from clipjax._core.where import Where
 from clipjax.gradients.past import (
     check_count,
     check_number,
@@ -45,7 +46,7 @@ class ClipByQuantileState(NamedTuple):
 
 @explained
 def autoclip(
-    percentile: float = 10.0, *, window: int = 1000, axis_name: AxisName = None
+    percentile: float = 10.0, *, window: int = 1000, where: Where = None, axis_name: AxisName = None
 ) -> optax.GradientTransformationExtraArgs:
     """Clip the norm of the whole tree to a percentile of its own history, this step included.
 
@@ -53,6 +54,8 @@ def autoclip(
       percentile: 0, or from 1 to 100: in percent. It is interpolated linearly as `numpy.percentile` does.
       window: how many of the last norms to remember. The state holds as many floats (4 kB for 1000),
         and a step sorts them: tens of microseconds for 1000 on a CPU.
+      where: which leaves are clipped, and count: path patterns, a rule or a tree of bools, as in
+        :func:`clipjax.box`; the others may hold anything, and pass as they are. None: all.
       axis_name: the mesh axes that split the tree, in `pmap` and unchecked `shard_map`.
 
     Returns:
@@ -113,7 +116,7 @@ def autoclip(
         slope = jnp.where(ascending[low] == own, 1 - share, 0) + jnp.where(ascending[high] == own, share, 0)
         return bound + slope * (norm - own), (history, taken)
 
-    return clip_by_past(AutoclipState, first, bound_of, axis_name)
+    return clip_by_past(AutoclipState, first, bound_of, where, axis_name)
 
 
 @jax.jit
@@ -137,6 +140,7 @@ def clip_by_quantile(
     *,
     learning_rate: float = 0.2,
     initial_max_norm: float = 1.0,
+    where: Where = None,
     axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Clip the norm of the whole tree to a bound that tracks a quantile of the norms.
@@ -149,6 +153,8 @@ def clip_by_quantile(
       quantile: in (0, 1), the share of steps to leave unclipped.
       learning_rate: the largest change of log c at a step, above 0.
       initial_max_norm: the bound c of the first step, above 0.
+      where: which leaves are clipped, and count: path patterns, a rule or a tree of bools, as in
+        :func:`clipjax.box`; the others may hold anything, and pass as they are. None: all.
       axis_name: the mesh axes that split the tree, in `pmap` and unchecked `shard_map`.
 
     Returns:
@@ -190,4 +196,4 @@ def clip_by_quantile(
         limits = jnp.finfo(np.float32)  # of the narrowest state
         return bound, (jnp.clip(after, float(limits.tiny), float(limits.max)),)
 
-    return clip_by_past(ClipByQuantileState, first, bound_of, axis_name)
+    return clip_by_past(ClipByQuantileState, first, bound_of, where, axis_name)

@@ -21,6 +21,7 @@ from clipjax._core.rescale import to_bound
 from clipjax._core.rounding import limits_in
 from clipjax._core.stats import Stats
 from clipjax._core.trees import Decision, Unit, for_units, least_of, measure_units, rescale_units
+from clipjax._core.where import Where
 
 
 class AdaptiveGradClipState(NamedTuple):
@@ -62,6 +63,7 @@ def adaptive_grad_clip(
     *,
     axes: Axes = FAN_IN_OR_WHOLE,
     specs: Any = None,
+    where: Where = None,
     axis_name: AxisName = None,
     axis: int | Sequence[int] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -80,6 +82,8 @@ def adaptive_grad_clip(
         layers or the layers of Equinox, whose units lie along other axes, it is how much is clipped that
         changes, and no promise of a bound on the weights.
       specs: inside `shard_map`, the `PartitionSpec` tree of the updates.
+      where: which leaves are clipped, and count: path patterns, a rule or a tree of bools, as in
+        :func:`clipjax.box`; the others may hold anything, and pass as they are. None: all.
       axis_name: the mesh axes that split the units, in `pmap` and unchecked `shard_map`.
       axis: Optax' name for `axes`.
 
@@ -143,7 +147,7 @@ def adaptive_grad_clip(
         threshold = least_of(lax.stop_gradient(used), tuple(over))
         return clipped, report, (limits_in(threshold, threshold, memory[0].dtype)[0],)
 
-    return with_stats(AdaptiveGradClipState, clip, first, needs_params="measures the weights")
+    return with_stats(AdaptiveGradClipState, clip, first, where=where, needs_params="measures the weights")
 
 
 @jax.jit

@@ -44,7 +44,8 @@ def box(low: Bound, high: Bound, *, where: Where = None, axis_name: AxisName = N
       high: the upper limit, alike. Where a traced `low` is above it, `high` holds.
       where: which leaves. None: all. A path pattern or several, as in the `axes` of
         :func:`clipjax.clip_by_norm`: globs of `"encoder/Dense_0/kernel"` or of its last components. Or a
-        rule `(path, leaf) -> bool`. Leaves that are neither float nor complex are left alone.
+        rule `(path, leaf) -> bool`. Or a tree of bools, or a prefix of one. Leaves that are neither float
+        nor complex are left alone.
       axis_name: the mesh axes over which the metrics are taken, in `pmap` and unchecked `shard_map`.
 
     Returns:
@@ -52,10 +53,10 @@ def box(low: Bound, high: Bound, *, where: Where = None, axis_name: AxisName = N
       that `where` names, and `scale` what became of it.
 
     Raises:
-      TypeError, ValueError: a limit is no number or NaN, or `low` is above `high`; `where` is neither
-      pattern nor rule. When called, or in `init`: a pattern matches no leaf, a rule returns no bool, no
-      leaf is bounded, or one that is no weight would be. When called: a leaf is complex. As a link: no
-      `params` in `update`.
+      TypeError, ValueError: a limit is no number or NaN, or `low` is above `high`; `where` is none of its
+      forms. When called, or in `init`: a pattern matches no leaf, a rule returns no bool, no leaf is
+      bounded, or one that is no weight would be. When called: a leaf is complex. As a link: no `params` in
+      `update`.
 
     Guarantees: measured in float64, no entry is outside its limits, by the call and after
     `optax.apply_updates`: a limit that the leaf's dtype does not hold is rounded inwards. (As a link from

@@ -24,8 +24,14 @@ AXES: tuple[Row, ...] = (
     value("max_norm(3.0, axes={'kernal': 0})(layers)", "axes", "'kernal'", "layer_0/kernel"),
     value("non_negative(where='kernal')(params)", "where", "'kernal'", "kernel"),
     value("non_negative(where=())", "where", "()", "pattern"),
-    kind("non_negative(where=True)", "where", "True", "pattern"),
-    kind("non_negative(where={'bias': True})", "where", "{'bias': True}", "pattern"),
+    kind("non_negative(where=1)", "where", "1", "pattern"),
+    kind("non_negative(where={'bias': 1})", "where", "{'bias': 1}", "pattern"),
+    value("non_negative(where={'bias': True})(params)", "where", "kernel", "structure"),
+    value("clip_by_global_norm(1.0, where='kernal').init(params)", "where", "'kernal'", "kernel"),
+    value(
+        "clip_by_global_norm(1.0, where={'bias': True}).update(grads, None)", "where", "kernel", "structure"
+    ),
+    kind("clip_by_norm(1.0, mask='kernel')", "mask='kernel'", "'where'"),
     kind("non_negative(where=lambda leaf: True)(params)", "where", "(path, leaf)"),
     kind("non_negative(where=lambda path, leaf: None)(params)", "where", "None", "bool", "'bias'"),
     value("functional.clip_by_norm(grads, 1.0, axes=2)", "axes", "2", "'bias'", "(3,)"),

@@ -153,6 +153,20 @@ MUTANTS = (
         "tests/devices/test_stages_and_experts.py::test_every_leaf_counts_once",
     ),
     Mutant(
+        "leaves outside where are clipped as well",
+        "_core/where.py",
+        "return treedef.unflatten([leaf if yes else None for leaf, yes in zip(leaves, chosen, strict=True)])",
+        "return treedef.unflatten(leaves)",
+        "tests/contract/test_where.py::test_leaves_outside_do_not_count",
+    ),
+    Mutant(
+        "leaves outside where are lost",
+        "_core/members.py",
+        "updates = updates if where is None else merged(given, updates)",
+        "updates = updates if where is None else merged(updates, updates)",
+        "tests/contract/test_where.py::test_leaves_outside_do_not_count",
+    ),
+    Mutant(
         "what a mapping of axis names does not name is split as well",
         "_core/mesh.py",
         "return [() if pattern is None else axis_name[pattern] or () for pattern in found]",

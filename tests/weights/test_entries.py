@@ -109,6 +109,7 @@ WHERE: dict[str, tuple[Any, set[str]]] = {
     "several": (["second/kernel", "bias"], {"first/bias", "second/kernel"}),
     "a glob": (("*",), {"first/kernel", "first/bias", "second/kernel"}),
     "a rule": (lambda path, leaf: leaf.ndim == 1, {"first/bias"}),
+    "a tree": ({"first": True, "second": {"kernel": False, "steps": True}}, {"first/kernel", "first/bias"}),
 }
 
 
@@ -150,7 +151,7 @@ def test_where_chooses_leaves(name: str) -> None:
     [
         (3, TypeError, "where must be path patterns.*got 3"),
         ([1], TypeError, r"where must be path patterns.*got \[1\]"),
-        ({"kernel": True}, TypeError, "where must be path patterns.*got {'kernel': True}"),
+        ({"kernel": 1}, TypeError, "where must be path patterns.*got {'kernel': 1}"),
         ([], ValueError, r"where must name at least one path pattern, got \[\]"),
     ],
 )
