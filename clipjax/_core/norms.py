@@ -21,18 +21,12 @@ from jax import lax
 
 from clipjax._core.arguments import shown
 from clipjax._core.axes import Reduced, is_measured, leaves_with_paths
+from clipjax._core.maxima import largest, largest_of_all
 from clipjax._core.mesh import AxisName, Names, largest_of_devices, names_of_leaves, sum_of_devices
 from clipjax._core.paths import path_name
-from clipjax._core.platforms import (
-    by_kind,
-    euclidean_norm,
-    euclidean_norms,
-    largest,
-    largest_of_all,
-    side_by_side,
-    sum_of_sizes,
-)
+from clipjax._core.platforms import euclidean_norm, euclidean_norms, sum_of_sizes
 from clipjax._core.platforms import wide as wide
+from clipjax._core.side_by_side import by_kind, side_by_side
 from clipjax._core.xla_cpu import added
 
 Arrays: TypeAlias = Sequence[jax.Array]

@@ -5,13 +5,12 @@ Which way is taken is known when a program is lowered for what it is to run on, 
 A CPU adds in float64: it takes no longer than memory does. So does a GPU; but where it adds all of a large
 array, it adds pairs of float32, since many GPUs have a thirtieth of their speed in float64. A TPU, which has
 neither float64 nor a range beyond that of float32, adds pairs, too, and measures once more what was out of
-range.
+range. The largest entries are found in :mod:`clipjax._core.maxima`.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -23,6 +22,7 @@ from jax import lax
 from clipjax._core import pairs
 from clipjax._core.blocks import FAR, inner_products_of_blocks, kept, pair_sum, sums_of_blocks
 from clipjax._core.mesh import split_by_type, varying
+from clipjax._core.side_by_side import by_kind, side_by_side
 from clipjax._core.xla_cpu import (
     Reduction,
     Turn,
@@ -95,26 +95,28 @@ def euclidean_norm(xs: Arrays) -> jax.Array:
     """The root of the sum of squares of all entries of several arrays, as a float64 scalar."""
 
     def on_cpu(xs: Arrays) -> list[jax.Array]:
-        return reduce_in_slices(_SQUARES, [(x,) for x in xs], [_all(x) for x in xs]) if xs else []
+        return reduce_in_slices(_SQUARES, [(x,) for x in xs], [all_axes(x) for x in xs]) if xs else []
 
     def on_gpu(xs: Arrays) -> list[jax.Array]:
-        return _on_gpu(xs, [_all(x) for x in xs])
+        return _on_gpu(xs, [all_axes(x) for x in xs])
 
     def total(sums: Callable[[Arrays], list[jax.Array]], xs: Arrays) -> jax.Array:
         def grouped(xs: Arrays) -> jax.Array:
             large, small = [x for x in xs if is_large(x)], [x for x in xs if not is_large(x)]
-            groups = [jnp.sum(paired([_square(x) for x in group], jnp.add)) for group in _alike(small)]
+            groups = [jnp.sum(paired([_square(x) for x in group], jnp.add)) for group in alike(small)]
             return _sum([*sums(large), *groups])
 
-        return lax.cond(on_single_device(), grouped, lambda xs: _sum(_plain(xs, [_all(x) for x in xs])), xs)
+        return lax.cond(
+            on_single_device(), grouped, lambda xs: _sum(_plain(xs, [all_axes(x) for x in xs])), xs
+        )
 
     def on_tpu(xs: Arrays) -> jax.Array:
         def alone(xs: Arrays) -> jax.Array:
-            sums = side_by_side(_widened_sum, *zip(*(pair_sum(x, _all(x)) for x in xs), strict=True))
+            sums = side_by_side(_widened_sum, *zip(*(pair_sum(x, all_axes(x)) for x in xs), strict=True))
             return _in_range([_sum(sums)], xs)[0].reshape(())
 
         def on_many(xs: Arrays) -> jax.Array:
-            sums = zip(*(_sums_on_many(x, _all(x)) for x in xs), strict=True)
+            sums = zip(*(_sums_on_many(x, all_axes(x)) for x in xs), strict=True)
             return _root_of_many(*map(_sum, sums))
 
         return lax.cond(on_single_device(), alone, on_many, xs)
@@ -178,7 +180,8 @@ def _sum(values: Arrays) -> jax.Array:
     return jnp.sum(jnp.stack([value.reshape(()) for value in values]))
 
 
-def _all(x: jax.Array) -> Axes:
+def all_axes(x: jax.Array) -> Axes:
+    """The axes of a whole leaf."""
     return tuple(range(x.ndim))
 
 
@@ -189,7 +192,7 @@ def _square(x: jax.Array) -> jax.Array:
 _SQUARES = Reduction(_square, jnp.add, lambda x, axes: jnp.sum(x, axis=axes, keepdims=True))
 
 
-def _alike(xs: Arrays) -> list[list[jax.Array]]:
+def alike(xs: Arrays) -> list[list[jax.Array]]:
     """Put arrays of one shape together: hundreds of them compile to a few operations."""
     groups: dict[Any, list[jax.Array]] = {}
     for x in xs:
@@ -234,57 +237,6 @@ def _one_sum(*parts: jax.Array) -> jax.Array:
 
 def _widened_sum(a: jax.Array, b: jax.Array) -> jax.Array:
     return wide(a) + wide(b)
-
-
-def by_kind(
-    function: Callable[..., Sequence[Any]], kinds: Sequence[Any], *columns: Sequence[Any]
-) -> list[Any]:
-    """Apply `function(kind, *columns)` to the leaves of each kind; the results are in the order of leaves."""
-    found: list[Any] = [None] * len(kinds)
-    for kind in dict.fromkeys(kinds):
-        places = [i for i, other in enumerate(kinds) if other == kind]
-        results = function(kind, *([column[i] for i in places] for column in columns))
-        for i, result in zip(places, results, strict=True):
-            found[i] = result
-    return found
-
-
-def side_by_side(function: Callable[..., Any], *columns: Sequence[jax.Array]) -> list[Any]:
-    """Apply an elementwise function to small arrays of many leaves: on one accelerator to all at once.
-
-    Hundreds of small computations take long to compile for a TPU, where each operation on float64 becomes
-    dozens, and are as many kernels on a GPU. For a CPU it takes longer to compile hundreds of slices.
-
-    Args:
-      function: of one array from each column, which have one shape, to a tree of such arrays.
-      *columns: an array for each leaf.
-    """
-
-    def apart(*columns: Sequence[jax.Array]) -> list[Any]:
-        return [function(*leaf) for leaf in zip(*columns, strict=True)]
-
-    def of_a_kind(_: Any, *columns: Sequence[jax.Array]) -> list[Any]:
-        found = function(*(jnp.concatenate([x.ravel() for x in column]) for column in columns))
-        shapes = [x.shape for x in columns[0]]
-        ends = np.cumsum([math.prod(shape) for shape in shapes]).tolist()
-
-        def leaf(start: int, end: int, shape: tuple[int, ...]) -> Any:
-            return jax.tree.map(lambda x: lax.slice_in_dim(x, start, end).reshape(shape), found)
-
-        return [leaf(*each) for each in zip([0, *ends[:-1]], ends, shapes, strict=True)]
-
-    def together(*columns: Sequence[jax.Array]) -> list[Any]:
-        return by_kind(
-            of_a_kind, [tuple(map(varying, leaf)) for leaf in zip(*columns, strict=True)], *columns
-        )
-
-    if len(columns[0]) < 2 or any(split_by_type(x) or not isinstance(x.size, int) for x in columns[0]):
-        return apart(*columns)
-    return lax.platform_dependent(
-        *(list(column) for column in columns),
-        cpu=apart,
-        default=lambda *columns: lax.cond(on_single_device(), together, apart, *columns),
-    )
 
 
 def _in_range(totals: Arrays, xs: Arrays, axes: Sequence[Axes] | None = None) -> list[jax.Array]:
@@ -334,97 +286,6 @@ def _root(total: jax.Array, instead: jax.Array) -> jax.Array:
     most = float(np.finfo(np.float32).max)
     larger = jnp.where(instead < most, jnp.minimum(wide(instead) * (1 + _PLAIN_ERROR), most), wide(instead))
     return jnp.where(_fits(total), jnp.sqrt(total), larger)
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def largest(
-    xs: Arrays,
-    axes: tuple[Axes, ...],
-    of: Callable[[jax.Array], jax.Array] = jnp.abs,
-    at_least: float = 0.0,
-) -> list[jax.Array]:
-    """The largest of(x) of each array along its axes, in float64, the axes kept as 1; NaN if any entry is.
-
-    Args:
-      xs: real or complex arrays.
-      axes: the reduced axes of each.
-      of: what is compared, entry by entry.
-      at_least: what the result is at least.
-    """
-
-    def along(x: jax.Array, axes: Axes) -> jax.Array:
-        return jnp.max(x, axis=axes, keepdims=True, initial=at_least)
-
-    def along_on_cpu(x: jax.Array, axes: Axes) -> jax.Array:
-        # XLA (jaxlib 0.10.2) loses NaN in a maximum of 4,096 entries and more, but not in a sum. It is taken
-        # in the other width: what a sum and a maximum share would be stored as a whole.
-        other = np.float32 if x.dtype == np.float64 else np.float64
-        sizes = jnp.abs(lax.convert_element_type(x, other))  # without signs: inf - inf is NaN
-        total = jnp.sum(sizes, axis=axes, keepdims=True)
-        return jnp.where(jnp.isnan(total), jnp.nan, along(x, axes))
-
-    def on_cpu(xs: Arrays) -> list[jax.Array]:
-        others = [i for i, x in enumerate(xs) if x.dtype.itemsize >= 4]
-        how = Reduction(of, jnp.maximum, along_on_cpu)
-        reduced = iter(reduce_in_slices(how, [(xs[i],) for i in others], [axes[i] for i in others]))
-        each = zip(xs, axes, strict=True)
-        return [wide(along_narrow(x, a) if x.dtype.itemsize < 4 else next(reduced)) for x, a in each]
-
-    def along_narrow(x: jax.Array, axes: Axes) -> jax.Array:
-        # What 16-bit entries are converted to XLA would store where two operations share it.
-        apart = jnp.abs(lax.convert_element_type(lax.optimization_barrier(x), np.float32))
-        total = jnp.sum(apart, axis=axes, keepdims=True)
-        return jnp.where(jnp.isnan(total), jnp.nan, along(of(wide(x)), axes))
-
-    def default(xs: Arrays) -> list[jax.Array]:
-        return [wide(along(of(x), each)) for x, each in zip(xs, axes, strict=True)]
-
-    return lax.platform_dependent(tuple(xs), cpu=on_cpu, default=default)
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def largest_of_all(
-    xs: Arrays, of: Callable[[jax.Array], jax.Array] = jnp.abs, at_least: float = 0.0
-) -> jax.Array:
-    """The largest of(x) of all entries of several arrays, as a float64 scalar; NaN if any entry is."""
-
-    def together(xs: Arrays, of: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        found = [value.reshape(()) for value in largest(xs, tuple(_all(x) for x in xs), of, at_least)]
-        return max_of(jnp.stack(found), at_least)
-
-    def grouped(xs: Arrays) -> jax.Array:
-        large, small = [x for x in xs if is_large(x)], [x for x in xs if not is_large(x)]
-        groups = [paired([of(x) for x in group], jnp.maximum) for group in _alike(small)]
-        parts = [together(part, each) for part, each in ((large, of), (groups, jnp.positive)) if part]
-        return together(parts, jnp.positive)
-
-    if len(xs) == 1:
-        return together(xs, of)
-    return lax.cond(on_single_device(), grouped, lambda xs: together(xs, of), tuple(xs))
-
-
-def max_of(x: jax.Array, at_least: float = 0.0) -> jax.Array:
-    """The largest entry, in float64, and at least so much; NaN if any entry is."""
-    return largest([x], (_all(x),), jnp.positive, at_least)[0].reshape(())
-
-
-def min_of(x: jax.Array, at_most: float = jnp.inf) -> jax.Array:
-    """The smallest entry, in float64, and at most so much; NaN if any entry is."""
-    return -max_of(-x, at_least=-at_most)
-
-
-def largest_of_rows(xs: Arrays, names: Sequence[Sequence[str]]) -> jax.Array:
-    """The largest number of each row of arrays without NaN, each over its mesh axes, in float64."""
-
-    def over_all(xs: Arrays) -> jax.Array:
-        found = [jnp.max(x, axis=range(1, x.ndim), initial=-jnp.inf) for x in xs]
-        over_devices = [lax.pmax(x, tuple(over)) if over else x for x, over in zip(found, names, strict=True)]
-        return jnp.max(jnp.stack([wide(x) for x in over_devices]), axis=0)
-
-    def in_float32(xs: Arrays) -> jax.Array:  # TPUs have no such reduction of float64
-        return wide(over_all([lax.convert_element_type(x, np.float32) for x in xs]))
-
-    return lax.platform_dependent(tuple(xs), tpu=in_float32, default=over_all)
 
 
 @jax.jit

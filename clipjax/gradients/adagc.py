@@ -12,10 +12,10 @@ from jax import lax
 from clipjax._core.arguments import explained, shown
 from clipjax._core.axes import is_measured
 from clipjax._core.bounds import Bound, bound_at
+from clipjax._core.maxima import min_of
 from clipjax._core.members import Memory
 from clipjax._core.mesh import AxisName, names_of_leaves
 from clipjax._core.norms import as_arrays, norm_of, norms_of, wide
-from clipjax._core.platforms import min_of
 from clipjax._core.rescale import Scale, factor_of, rescaled, to_bound
 from clipjax._core.stats import Stats
 from clipjax._core.trees import Report

@@ -16,9 +16,9 @@ from clipjax._core.bounds import Bound, bound_at
 from clipjax._core.members import Acted, Memory, with_stats
 from clipjax._core.mesh import AxisName, placed_as
 from clipjax._core.norms import in_float64, only_arrays
-from clipjax._core.platforms import side_by_side
 from clipjax._core.rescale import to_bound
 from clipjax._core.rounding import limits_in
+from clipjax._core.side_by_side import side_by_side
 from clipjax._core.stats import Stats
 from clipjax._core.trees import Decision, Unit, for_units, least_of, measure_units, rescale_units
 from clipjax._core.where import Where

@@ -18,7 +18,7 @@ import pytest
 
 import clipjax
 from clipjax import functional
-from clipjax._core import platforms, trees, xla_cpu
+from clipjax._core import maxima, platforms, trees, xla_cpu
 from tests.support.oracles import INF, exact_norm, ulp
 from tests.support.trees import DTYPES, same_bits, within_one_ulp
 
@@ -55,7 +55,7 @@ def tree(seed: int, dtype: Any = np.float32, scale: float = 1.0) -> dict[str, np
 
 def side_by_side(patch: pytest.MonkeyPatch) -> None:
     """Switch turns and slices off in what is traced from now on."""
-    for module in (platforms, trees, xla_cpu):
+    for module in (platforms, maxima, trees, xla_cpu):
         patch.setattr(module, "on_single_device", lambda: jnp.zeros((), bool))
 
 

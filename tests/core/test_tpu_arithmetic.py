@@ -23,7 +23,7 @@ from jax import lax
 
 import clipjax
 from clipjax import functional
-from clipjax._core import mesh, norms, pairs, platforms, rescale, trees
+from clipjax._core import maxima, mesh, norms, pairs, platforms, rescale, side_by_side, trees
 from clipjax.weights import constraints
 from tests.support.oracles import exact_norm, exact_slack, exact_tree_norm, ulp
 from tests.support.properties import as_bytes, judge, tiny
@@ -72,12 +72,13 @@ def as_on(platform: str, function: Callable[..., Any], patches: Any = ()) -> Cal
 
     def traced(*args: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
-            for module in (platforms, norms, mesh):
+            for module in (platforms, maxima, side_by_side, norms, mesh):
                 patch.setattr(module, "lax", _Lax("tpu" if platform == ONE_OF_SEVERAL else platform))
             if platform == ONE_OF_SEVERAL:
-                for module in (platforms, trees):
+                for module in (platforms, maxima, side_by_side, trees):
                     patch.setattr(module, "on_single_device", lambda: jnp.zeros((), bool))
-            patch.setattr(platforms, "is_large", lambda x: x.size >= LARGE)
+            for module in (platforms, maxima):
+                patch.setattr(module, "is_large", lambda x: x.size >= LARGE)
             for module, name, value in patches:
                 patch.setattr(module, name, value)
             jax.clear_caches()  # JAX remembers what it has traced, for other platforms,

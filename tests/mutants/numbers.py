@@ -45,7 +45,7 @@ MUTANTS = (
     ),
     Mutant(
         "NaN lost in a large maximum",
-        "_core/platforms.py",
+        "_core/maxima.py",
         "return jnp.where(jnp.isnan(total), jnp.nan, along(x, axes))",
         "return along(x, axes)",
         "tests/core/test_large_leaves.py::test_nan_reaches_the_norm_of_a_large_leaf "
@@ -53,7 +53,7 @@ MUTANTS = (
     ),
     Mutant(
         "NaN lost in a large maximum of 16 bits",
-        "_core/platforms.py",
+        "_core/maxima.py",
         "return jnp.where(jnp.isnan(total), jnp.nan, along(of(wide(x)), axes))",
         "return along(of(wide(x)), axes)",
         "tests/core/test_large_leaves.py::test_nan_reaches_the_norm_of_a_large_leaf",

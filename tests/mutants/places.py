@@ -210,7 +210,7 @@ MUTANTS = (
     ),
     Mutant(
         "the violation is that of one device",
-        "_core/platforms.py",
+        "_core/maxima.py",
         "[lax.pmax(x, tuple(over)) if over else x",
         "[lax.pmin(x, tuple(over)) if over else x",
         "tests/devices/test_units_and_specs.py::test_same_as_on_one_device",

@@ -1,0 +1,105 @@
+"""The largest and the smallest entry, on each platform; a maximum may lose NaN, and no other will do here."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from clipjax._core.platforms import Arrays, Axes, alike, all_axes, wide
+from clipjax._core.xla_cpu import Reduction, is_large, on_single_device, paired, reduce_in_slices
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def largest(
+    xs: Arrays,
+    axes: tuple[Axes, ...],
+    of: Callable[[jax.Array], jax.Array] = jnp.abs,
+    at_least: float = 0.0,
+) -> list[jax.Array]:
+    """The largest of(x) of each array along its axes, in float64, the axes kept as 1; NaN if any entry is.
+
+    Args:
+      xs: real or complex arrays.
+      axes: the reduced axes of each.
+      of: what is compared, entry by entry.
+      at_least: what the result is at least.
+    """
+
+    def along(x: jax.Array, axes: Axes) -> jax.Array:
+        return jnp.max(x, axis=axes, keepdims=True, initial=at_least)
+
+    def along_on_cpu(x: jax.Array, axes: Axes) -> jax.Array:
+        # XLA (jaxlib 0.10.2) loses NaN in a maximum of 4,096 entries and more, but not in a sum. It is taken
+        # in the other width: what a sum and a maximum share would be stored as a whole.
+        other = np.float32 if x.dtype == np.float64 else np.float64
+        sizes = jnp.abs(lax.convert_element_type(x, other))  # without signs: inf - inf is NaN
+        total = jnp.sum(sizes, axis=axes, keepdims=True)
+        return jnp.where(jnp.isnan(total), jnp.nan, along(x, axes))
+
+    def on_cpu(xs: Arrays) -> list[jax.Array]:
+        others = [i for i, x in enumerate(xs) if x.dtype.itemsize >= 4]
+        how = Reduction(of, jnp.maximum, along_on_cpu)
+        reduced = iter(reduce_in_slices(how, [(xs[i],) for i in others], [axes[i] for i in others]))
+        each = zip(xs, axes, strict=True)
+        return [wide(along_narrow(x, a) if x.dtype.itemsize < 4 else next(reduced)) for x, a in each]
+
+    def along_narrow(x: jax.Array, axes: Axes) -> jax.Array:
+        # What 16-bit entries are converted to XLA would store where two operations share it.
+        apart = jnp.abs(lax.convert_element_type(lax.optimization_barrier(x), np.float32))
+        total = jnp.sum(apart, axis=axes, keepdims=True)
+        return jnp.where(jnp.isnan(total), jnp.nan, along(of(wide(x)), axes))
+
+    def default(xs: Arrays) -> list[jax.Array]:
+        return [wide(along(of(x), each)) for x, each in zip(xs, axes, strict=True)]
+
+    return lax.platform_dependent(tuple(xs), cpu=on_cpu, default=default)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def largest_of_all(
+    xs: Arrays, of: Callable[[jax.Array], jax.Array] = jnp.abs, at_least: float = 0.0
+) -> jax.Array:
+    """The largest of(x) of all entries of several arrays, as a float64 scalar; NaN if any entry is."""
+
+    def together(xs: Arrays, of: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        found = [value.reshape(()) for value in largest(xs, tuple(all_axes(x) for x in xs), of, at_least)]
+        return max_of(jnp.stack(found), at_least)
+
+    def grouped(xs: Arrays) -> jax.Array:
+        large, small = [x for x in xs if is_large(x)], [x for x in xs if not is_large(x)]
+        groups = [paired([of(x) for x in group], jnp.maximum) for group in alike(small)]
+        parts = [together(part, each) for part, each in ((large, of), (groups, jnp.positive)) if part]
+        return together(parts, jnp.positive)
+
+    if len(xs) == 1:
+        return together(xs, of)
+    return lax.cond(on_single_device(), grouped, lambda xs: together(xs, of), tuple(xs))
+
+
+def max_of(x: jax.Array, at_least: float = 0.0) -> jax.Array:
+    """The largest entry, in float64, and at least so much; NaN if any entry is."""
+    return largest([x], (all_axes(x),), jnp.positive, at_least)[0].reshape(())
+
+
+def min_of(x: jax.Array, at_most: float = jnp.inf) -> jax.Array:
+    """The smallest entry, in float64, and at most so much; NaN if any entry is."""
+    return -max_of(-x, at_least=-at_most)
+
+
+def largest_of_rows(xs: Arrays, names: Sequence[Sequence[str]]) -> jax.Array:
+    """The largest number of each row of arrays without NaN, each over its mesh axes, in float64."""
+
+    def over_all(xs: Arrays) -> jax.Array:
+        found = [jnp.max(x, axis=range(1, x.ndim), initial=-jnp.inf) for x in xs]
+        over_devices = [lax.pmax(x, tuple(over)) if over else x for x, over in zip(found, names, strict=True)]
+        return jnp.max(jnp.stack([wide(x) for x in over_devices]), axis=0)
+
+    def in_float32(xs: Arrays) -> jax.Array:  # TPUs have no such reduction of float64
+        return wide(over_all([lax.convert_element_type(x, np.float32) for x in xs]))
+
+    return lax.platform_dependent(tuple(xs), tpu=in_float32, default=over_all)
