@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +15,7 @@ from clipjax._core.norms import as_arrays, in_float64
 from clipjax._core.paths import leaves_with_paths, path_name
 from clipjax._core.stats import Stats
 from clipjax._core.trees import Report
-from clipjax._core.where import Where, check_where, resolve_where
+from clipjax._core.where import Where, check_where, inside, merged, resolve_where
 from clipjax.weights.checks import check_are_weights
 from clipjax.weights.projections import How, Measured, Projection
 
@@ -121,14 +120,9 @@ def _entrywise(
 
     def constrain(params: Any, step: Any) -> tuple[Any, Report]:
         params = as_arrays(params)
-        chosen = choose(params)
-        treedef: Any
-        leaves, treedef = jax.tree.flatten(params)
-        part = treedef.unflatten([leaf if yes else None for leaf, yes in zip(leaves, chosen, strict=True)])
-        projected, report = clip_entries(part, low(step), high(step), axis_name)
-        rest: Iterator[Any] = iter(jax.tree.leaves(projected))
-        merged = [next(rest) if yes else leaf for leaf, yes in zip(leaves, chosen, strict=True)]
-        return treedef.unflatten(merged), report
+        choose(params)
+        projected, report = clip_entries(inside(where, params), low(step), high(step), axis_name)
+        return merged(params, projected), report
 
     @in_float64
     def measure(params: Any, step: Any) -> list[Measured]:
