@@ -1,4 +1,4 @@
-"""The largest and the smallest entry, on each platform; a maximum may lose NaN, and no other will do here."""
+"""The largest and the smallest entry, on each platform, found so that a NaN shows."""
 
 from __future__ import annotations
 

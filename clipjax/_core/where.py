@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import jax
 import numpy as np
@@ -57,7 +57,7 @@ def resolve_where(where: Where, tree: Any) -> list[bool]:
             if not isinstance(yes, bool | np.bool_):
                 raise TypeError(f"where: a rule must return a bool, got {yes!r} for {the_leaf(path)}")
     else:
-        patterns = tuple(str(pattern) for pattern in where)  # type: ignore[union-attr]
+        patterns = cast(tuple[str, ...], where)  # of which `check_where` has made sure
         chosen = [pattern is not None for pattern in first_matches("where", patterns, tree)]
     found = [bool(yes) and is_measured(leaf) for yes, (_, leaf) in zip(chosen, leaves, strict=True)]
     why = "the rule does not choose it" if callable(where) else "no pattern of where matches it"
@@ -69,11 +69,13 @@ def resolve_where(where: Where, tree: Any) -> list[bool]:
 
 def inside(where: Where, tree: Any) -> Any:
     """The leaves of `tree` that `where` names, with None in the place of the others."""
-    if where is None:
-        return tree
+    return tree if where is None else only(resolve_where(where, tree), tree)
+
+
+def only(chosen: Sequence[bool], tree: Any) -> Any:
+    """The chosen leaves of `tree`, by their order, with None in the place of the others."""
     treedef: Any
     leaves, treedef = jax.tree.flatten(tree)
-    chosen = resolve_where(where, tree)
     return treedef.unflatten([leaf if yes else None for leaf, yes in zip(leaves, chosen, strict=True)])
 
 

@@ -15,7 +15,7 @@ from clipjax._core.norms import as_arrays, in_float64
 from clipjax._core.paths import leaves_with_paths, path_name
 from clipjax._core.stats import Stats
 from clipjax._core.trees import Report
-from clipjax._core.where import Where, check_where, inside, merged, resolve_where
+from clipjax._core.where import Where, check_where, merged, only, resolve_where
 from clipjax.weights.checks import check_are_weights
 from clipjax.weights.projections import How, Measured, Projection
 
@@ -120,8 +120,7 @@ def _entrywise(
 
     def constrain(params: Any, step: Any) -> tuple[Any, Report]:
         params = as_arrays(params)
-        choose(params)
-        projected, report = clip_entries(inside(where, params), low(step), high(step), axis_name)
+        projected, report = clip_entries(only(choose(params), params), low(step), high(step), axis_name)
         return merged(params, projected), report
 
     @in_float64
