@@ -21,6 +21,7 @@ from clipjax.gradients.fixed import (
     clip_by_rms,
     clip_by_value,
 )
+from clipjax.gradients.groups import clip_by_group_norm
 from clipjax.gradients.nonfinite import skip_nonfinite, zero_nonfinite
 from clipjax.gradients.outliers import clip_by_lognormal, zclip
 from clipjax.gradients.quantiles import autoclip, clip_by_quantile
@@ -29,6 +30,7 @@ from clipjax.gradients.spikes import skip_spikes
 from clipjax.gradients.tangent_cone import tangent_cone
 from clipjax.monitoring.metrics import metrics
 from clipjax.monitoring.norm_log import NormLog
+from clipjax.monitoring.records import record_norms
 from clipjax.monitoring.replay import Replay, Suggestion
 from clipjax.weights.constraints import max_norm, min_max_norm, unit_norm
 from clipjax.weights.entries import box, non_negative
@@ -64,6 +66,7 @@ __all__ = [
     "box",
     "chain",
     "clip_by_global_norm",
+    "clip_by_group_norm",
     "clip_by_lognormal",
     "clip_by_norm",
     "clip_by_quantile",
@@ -81,6 +84,7 @@ __all__ = [
     "non_negative",
     "project",
     "qk_clip",
+    "record_norms",
     "replace_gradient",
     "scale_gradient",
     "skip_nonfinite",

@@ -9,7 +9,15 @@ from typing import Any, Literal, get_args
 import optax
 
 from clipjax._core.arguments import explained, shown
-from clipjax._core.links import Chain, Clip, check_optimizer, check_transformation, knowing, links_of
+from clipjax._core.links import (
+    Chain,
+    Clip,
+    Recorder,
+    check_optimizer,
+    check_transformation,
+    knowing,
+    links_of,
+)
 from clipjax._core.mesh import AxisName
 from clipjax.gradients.nonfinite import skip_nonfinite, zero_nonfinite
 from clipjax.weights.projections import Projection
@@ -26,7 +34,7 @@ def chain(*links: optax.GradientTransformation) -> Chain:
     the bound is gone, silently in `optax.chain`.
 
     Args:
-      *links: gradient transformations; the last of them may be projections.
+      *links: gradient transformations; the last of them may be projections, and :func:`record_norms`.
 
     Returns:
       A transformation with the state of `optax.chain`. Its projections need not measure the weights that
@@ -56,7 +64,8 @@ put projections last
     for i, link in enumerate(links):
         check_transformation(f"links[{i}]", link)
     flat = [(i, inner) for i, link in enumerate(links) for inner in links_of(link)]
-    for (i, link), (j, after) in itertools.pairwise(flat):
+    moving = [(i, link) for i, link in flat if not isinstance(link, Recorder)]
+    for (i, link), (j, after) in itertools.pairwise(moving):
         if isinstance(link, Projection) and not isinstance(after, Projection):
             end = "" if link is links[i] else "a chain that ends in "
             raise ValueError(

@@ -57,6 +57,7 @@ def _outline(leaf: Any) -> Any:
 def explained(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Make `function` say which argument does not fit it, and what stands for it here."""
     signature = inspect.signature(function)
+    takes_mapping = "Mapping" in str(next(iter(signature.parameters.values()), inspect.Parameter.empty))
 
     @functools.wraps(function)
     def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -65,7 +66,12 @@ def explained(function: Callable[_P, _R]) -> Callable[_P, _R]:
             signature.bind(*args, **kwargs)
         except TypeError as error:
             misfit = str(error)
-        if args and _is_tree(args[0], or_array=bool(misfit)) and (use := _use(function)):
+        if (
+            args
+            and not takes_mapping
+            and _is_tree(args[0], or_array=bool(misfit))
+            and (use := _use(function))
+        ):
             raise TypeError(f"{use}, got {shown(args[0])}")
         if misfit:
             raise TypeError(_misfit(function.__name__, signature, kwargs, misfit))

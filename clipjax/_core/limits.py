@@ -60,7 +60,7 @@ def _by_extremes(
     bottom = -minus_bottom
     before = jnp.maximum(jnp.abs(top), jnp.abs(bottom))
     after = jnp.maximum(*(jnp.max(jnp.abs(jnp.clip(x, low, high)), initial=0) for x in (top, bottom)))
-    return [Report(before, _ratio(after, before), jnp.any((top > high) | (bottom < low)))]
+    return [Report(before, _ratio(after, before), jnp.any((top > high) | (bottom < low)), after)]
 
 
 def _extremes(leaves: Sequence[jax.Array], names: Names, *, symmetric: bool) -> jax.Array:
@@ -96,7 +96,7 @@ def _changes(tree: Any, clipped: Any, axis_name: AxisName) -> Report:
         if is_measured(old):
             some = jnp.any(old != new)
             moved |= lax.pmax(some, names) if names else some
-    return Report(before, _ratio(after, before), moved)
+    return Report(before, _ratio(after, before), moved, after)
 
 
 def _ratio(after: jax.Array, before: jax.Array) -> jax.Array:

@@ -13,6 +13,10 @@ class Clip(optax.GradientTransformationExtraArgs):
     """A transformation that bounds gradients, and is no optimizer."""
 
 
+class Recorder(Clip):
+    """A transformation that only measures: the updates come back as they are."""
+
+
 class Chain(optax.GradientTransformationExtraArgs):
     """A gradient transformation that knows its links, those of nested chains in place of the chains.
 

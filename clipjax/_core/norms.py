@@ -22,7 +22,14 @@ from jax import lax
 from clipjax._core.arguments import shown
 from clipjax._core.axes import Reduced, is_measured, leaves_with_paths
 from clipjax._core.maxima import largest, largest_of_all
-from clipjax._core.mesh import AxisName, Names, largest_of_devices, names_of_leaves, sum_of_devices
+from clipjax._core.mesh import (
+    AxisName,
+    Names,
+    largest_of_devices,
+    names_of_leaves,
+    placed_as,
+    sum_of_devices,
+)
 from clipjax._core.paths import path_name
 from clipjax._core.platforms import euclidean_norm, euclidean_norms, sum_of_sizes
 from clipjax._core.platforms import wide as wide
@@ -181,6 +188,22 @@ def tree_norm(tree: Any, ord: Any, axis_name: AxisName = None) -> jax.Array:  # 
     if len(parts) == 1:
         return parts[0]
     return norm_of(jnp.stack(parts) if parts else jnp.zeros(0, np.float64), None, ord)
+
+
+@in_float64
+def joint_norms(labels: Sequence[str], norms: Sequence[jax.Array], ord: Any) -> dict[str, jax.Array]:  # noqa: A002
+    """The norm of all that has one label, of the norms of its parts, which have one shape: entry by entry."""
+
+    def alike(each: list[jax.Array]) -> list[jax.Array]:
+        return [placed_as(each[0], norm) for norm in each]
+
+    parts: dict[str, list[jax.Array]] = {}
+    for label, norm in zip(labels, norms, strict=True):
+        parts.setdefault(label, []).append(norm)
+    return {
+        label: each[0] if len(each) == 1 else norm_of(jnp.stack(alike(each)), (0,), ord)[0]
+        for label, each in parts.items()
+    }
 
 
 def _over_devices(norm: jax.Array, ord: Any, names: Names, *, narrow: bool) -> jax.Array:  # noqa: A002

@@ -102,6 +102,19 @@ def first_matches(argument: str, patterns: Sequence[str], tree: Any) -> list[str
     return [matching[0] if matching else None for matching in found]
 
 
+def check_none_is_hidden(argument: str, patterns: Sequence[str], tree: Any) -> None:
+    """Raise an error if a wider pattern comes before one, and takes all of its leaves."""
+    names = [path_name(path) for path, _ in leaves_with_paths(tree)]
+    of = {p: {name for name in names if _matches(p, name)} for p in patterns}
+    for i, narrow in enumerate(patterns):
+        for wide in patterns[:i]:
+            if of[narrow] and of[narrow] < of[wide]:
+                raise ValueError(
+                    f"{argument}: the first match wins, and {wide!r} takes all leaves of {narrow!r}, which "
+                    f"comes after it: put the narrower pattern first"
+                )
+
+
 def leaves_of_prefix(
     argument: str, what: str, prefix: Any, tree: Any, is_leaf: Callable[[Any], bool] | None = None
 ) -> list[Any]:

@@ -21,6 +21,7 @@ class Stats(NamedTuple):
     """
 
     norm: jax.Array  # float: the norm at the last step before clipping (the largest, of several)
+    after: jax.Array  # float: the same after it
     factor: jax.Array  # float: the factor applied at the last step (the smallest, of several)
     steps: jax.Array  # int32: steps so far
     clipped: jax.Array  # int32: steps at which anything was clipped
@@ -32,6 +33,7 @@ def start(params: Any) -> Stats:
     floats = norm_dtype(jax.tree.leaves(as_arrays(params)))
     return Stats(
         norm=jnp.zeros((), floats),
+        after=jnp.zeros((), floats),
         factor=jnp.ones((), floats),
         steps=jnp.zeros((), jnp.int32),
         clipped=jnp.zeros((), jnp.int32),
@@ -45,6 +47,7 @@ def observe(stats: Stats, report: Report) -> Stats:
     finite = jnp.isfinite(report.norm)
     return Stats(
         norm=lax.convert_element_type(report.norm, stats.norm.dtype),
+        after=lax.convert_element_type(report.after, stats.after.dtype),
         factor=lax.convert_element_type(report.scale, stats.factor.dtype),
         steps=count(stats.steps, jnp.ones((), bool)),
         clipped=count(stats.clipped, report.clipped & finite),

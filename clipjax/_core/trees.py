@@ -43,6 +43,7 @@ class Report(NamedTuple):
     norm: jax.Array  # the largest norm before
     scale: jax.Array  # the smallest factor applied, at most 1
     clipped: jax.Array  # bool: whether anything was out of bounds
+    after: jax.Array  # the largest norm after
 
 
 class Unit(NamedTuple):
@@ -102,7 +103,13 @@ def clip_tree(
     clipped = jax.tree.map(
         lambda leaf: rescale(leaf, down(precision_of(leaf.dtype).slack)) if is_measured(leaf) else leaf, tree
     )
-    return clipped, Report(norm, factor_of(scale), is_changed(scale))
+    return clipped, of_norms(norm, scale)
+
+
+def of_norms(norm: jax.Array, scale: Scale) -> Report:
+    """What a scale did to a norm, or to each of several."""
+    factor = factor_of(scale)
+    return Report(norm, factor, is_changed(scale), norm * factor)
 
 
 @on_arrays
@@ -222,12 +229,11 @@ def _report(norms: list[jax.Array], scales: list[Scale], over: tuple[Names, ...]
     norms, scales = lax.stop_gradient((norms, scales))
 
     def together(norms: list[jax.Array], scales: list[Scale]) -> Report:
-        scale = Scale(*(joined(column) for column in zip(*scales, strict=True)))
-        return Report(max_of(joined(norms)), min_of(factor_of(scale), 1), jnp.any(is_changed(scale)))
+        each = of_norms(joined(norms), Scale(*(joined(column) for column in zip(*scales, strict=True))))
+        return Report(max_of(each.norm), min_of(each.scale, 1), jnp.any(each.clipped), max_of(each.after))
 
     def apart(norms: list[jax.Array], scales: list[Scale]) -> Report:
-        each = zip(norms, scales, strict=True)
-        return summary([Report(norm, factor_of(scale), is_changed(scale)) for norm, scale in each], over)
+        return summary([of_norms(*each) for each in zip(norms, scales, strict=True)], over)
 
     if not norms or any(over) or any(is_spread(norm) for norm in norms):
         return apart(norms, scales)
@@ -269,10 +275,10 @@ def summary(reports: list[Report], over: Sequence[Names] | None = None) -> Repor
       over: the mesh axes over which they differ, where types do not tell.
     """
     if not reports:
-        return Report(jnp.zeros(()), jnp.ones(()), jnp.zeros((), bool))
-    norms, scales, clipped = zip(*reports, strict=True)
-    most, least, changed = most_of(norms, [-scale for scale in scales], clipped, over=over)
-    return Report(jnp.maximum(most, 0), jnp.minimum(-least, 1), changed > 0)
+        return Report(jnp.zeros(()), jnp.ones(()), jnp.zeros((), bool), jnp.zeros(()))
+    norms, scales, clipped, afters = zip(*reports, strict=True)
+    most, least, changed, after = most_of(norms, [-scale for scale in scales], clipped, afters, over=over)
+    return Report(jnp.maximum(most, 0), jnp.minimum(-least, 1), changed > 0, jnp.maximum(after, 0))
 
 
 def most_of(*columns: Sequence[jax.Array], over: Sequence[Names] | None = None) -> list[jax.Array]:

@@ -145,7 +145,7 @@ def adagc(
         average = wide(decay) * known + (1 - wide(decay)) * jnp.minimum(measured, bounds)
         return Clipped(
             treedef.unflatten(leaves),
-            Report(total, min_of(scales, 1), ~jnp.all(scales == 1)),
+            Report(total, min_of(scales, 1), ~jnp.all(scales == 1), norm_of(norms * scales, None, 2.0)),
             jnp.where(warming, cap, min_of(bounds)),
             (jnp.where(measured > 0, jnp.where(warming, least, average), gamma), one_more(taken)),
         )

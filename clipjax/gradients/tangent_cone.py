@@ -171,7 +171,8 @@ def _tangential(
     removed = jnp.where(changed, jnp.where(bad, jnp.nan, removed), 0.0)
     share = jnp.where(nothing, 0.0, size_left / jnp.where(size > 0, size, 1.0))
     share = jnp.where(changed & (size > 0), share, 1.0)
-    return weakly_typed_as(unit.leaf, result), Report(removed, share, changed & ~(removed == 0))
+    report = Report(removed, share, changed & ~(removed == 0), 0 * removed)
+    return weakly_typed_as(unit.leaf, result), report
 
 
 def _power_of_two(norm: jax.Array, dtype: Any) -> jax.Array:

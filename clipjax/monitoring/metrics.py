@@ -12,9 +12,12 @@ import numpy as np
 from jax import lax
 
 from clipjax._core.arguments import explained, shown
+from clipjax._core.mesh import placed_as
 from clipjax._core.stats import Stats, name_of
+from clipjax.gradients.groups import OfGroup
 from clipjax.gradients.nonfinite import SkipNonfiniteState, ZeroNonfiniteState
 from clipjax.gradients.spikes import SkipSpikesState
+from clipjax.monitoring.records import Recorded
 
 
 @explained
@@ -29,9 +32,10 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
     Returns:
       A flat dict of scalar arrays named `<transformation>/<metric>`, as in
       `clip_by_global_norm/norm`; a name that occurs again gets `_1`, `_2`. The metrics of norms:
-      `norm` before clipping and `scale` applied at the last step (of several norms the largest and
-      the smallest), `steps`, `clipped_fraction` (the share of steps that clipped anything) and
-      `nonfinite_count` (the steps whose norm was not finite).
+      `norm` before clipping, `norm_after` it, and `scale` applied at the last step (of several norms the
+      largest ones and the smallest scale), `steps`, `clipped_fraction` (the share of steps that clipped
+      anything) and `nonfinite_count` (the steps whose norm was not finite). For a logger that takes floats,
+      and for JSON: `{name: float(x) for name, x in jax.device_get(metrics(state)).items()}`.
 
     Raises:
       ValueError: there is no state of clipjax in it.
@@ -51,6 +55,9 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
         repeats[name] += 1
         for field, value in fields.items():
             found |= {f"{label}/{key}": metric for key, metric in _metrics_of(field, value).items()}
+        for group, value in (fields.get("groups") or {}).items():
+            of_group = _metrics_of_group(value, found[f"{label}/steps"])
+            found |= {f"{label}/{key}/{group}{layer}": metric for key, layer, metric in of_group}
     if not repeats:
         raise ValueError(
             f"opt_state: there is no state of a clipjax transformation in {shown(opt_state)}; it is what "
@@ -83,26 +90,53 @@ def _name_of_fields(fields: Mapping[Any, Any]) -> str:
     for kind in (ZeroNonfiniteState, SkipNonfiniteState, SkipSpikesState):
         if set(fields) == set(kind._fields):
             return name_of(kind)
-    return next((key for key, value in fields.items() if _is_stats(value)), "")
+    return next((key for key, value in fields.items() if _is(Stats, value) or _is(Recorded, value)), "")
 
 
-def _is_stats(value: Any) -> bool:
-    return isinstance(value, Stats) or (isinstance(value, Mapping) and set(value) == set(Stats._fields))
+def _is(kind: type[Any], value: Any) -> bool:
+    """Whether a value is of a kind of named tuple, or a mapping that has become of one."""
+    return isinstance(value, kind) or (isinstance(value, Mapping) and set(value) == set(kind._fields))
+
+
+def _ordered(kind: type[Any], value: Any) -> list[Any]:
+    """The fields of a named tuple, or of the mapping that has become of it, in their order."""
+    return [value[name] for name in kind._fields] if isinstance(value, Mapping) else list(value)
 
 
 def _metrics_of(field: str, value: Any) -> dict[str, jax.Array]:
     """The metrics in one field of a state: statistics or a scalar; anything else has none."""
-    if _is_stats(value):
-        ordered = [value[name] for name in Stats._fields] if isinstance(value, Mapping) else value
+    if _is(Stats, value):
         # Flax NNX wraps arrays in variables, which this takes off.
-        stats = Stats(*jax.tree.leaves(ordered))
-        clipped, steps = (lax.convert_element_type(n, np.float32) for n in (stats.clipped, stats.steps))
+        stats = Stats(*jax.tree.leaves(_ordered(Stats, value)))
         return {
             "norm": stats.norm,
+            "norm_after": stats.after,
             "scale": stats.factor,
             "steps": stats.steps,
-            "clipped_fraction": clipped / jnp.maximum(steps, 1),
+            "clipped_fraction": _share(stats.clipped, stats.steps),
             "nonfinite_count": stats.nonfinite,
         }
+    if _is(Recorded, value):
+        steps, nonfinite, norms = _ordered(Recorded, value)
+        each = [(f"{of}/{group}".strip("/"), x) for of, found in norms.items() for group, x in found.items()]
+        named = {"steps": steps, "nonfinite_count": nonfinite, **dict(each)}
+        return {name: jax.tree.leaves(x)[0] for name, x in named.items()}
     arrays = [] if isinstance(value, Mapping | Sequence) else jax.tree.leaves(value)
     return {field: arrays[0]} if len(arrays) == 1 and jnp.ndim(arrays[0]) == 0 else {}
+
+
+def _metrics_of_group(value: Any, steps: jax.Array) -> Iterator[tuple[str, str, jax.Array]]:
+    """The name, the layer and the value of each metric of a group; a group that is no stack has no layers."""
+    norm, after, factor, clipped = jax.tree.leaves(_ordered(OfGroup, value))
+    metrics = {"norm": norm, "norm_after": after, "scale": factor, "clipped_fraction": _share(clipped, steps)}
+    for key, metric in metrics.items():
+        if jnp.ndim(metric):
+            whole = placed_as(np.zeros(metric.shape), metric)
+            yield from ((key, f"/{layer}", whole[layer]) for layer in range(len(whole)))
+        else:
+            yield key, "", metric
+
+
+def _share(events: jax.Array, steps: jax.Array) -> jax.Array:
+    events, steps = (lax.convert_element_type(n, np.float32) for n in (events, steps))
+    return events / jnp.maximum(steps, 1)

@@ -317,7 +317,7 @@ def project(function: Callable[[Any], Any]) -> Projection:
         pairs = zip(jax.tree.leaves(params), jax.tree.leaves(projected), strict=True)
         check_are_weights(params, [i for i, (old, new) in enumerate(pairs) if new is not old])
         moved = tree_norm(_difference(projected, params), 2.0)
-        return projected, Report(moved, jnp.ones(()), in_float64(lambda: moved > 0)())
+        return projected, in_float64(lambda: Report(moved, jnp.ones(()), moved > 0, 0 * moved))()
 
     def measure(params: Any, step: Any) -> list[Measured]:
         differences = _difference(constrain(params, step)[0], as_arrays(params))

@@ -141,8 +141,8 @@ def qk_clip(
             factor = factor_of(to_bound(jnp.where(usable, logits, 0.0), limit))  # of each logit
             for position, clipped in _clipped(layer, factor, heads_at, head_dim):
                 leaves[position] = clipped
-            norm = jnp.where(jnp.all(usable), jnp.max(logits), jnp.nan)
-            reports.append(Report(norm, min_of(factor), jnp.any(factor < 1)))
+            norm, after = (jnp.where(jnp.all(usable), jnp.max(x), jnp.nan) for x in (logits, logits * factor))
+            reports.append(Report(norm, min_of(factor), jnp.any(factor < 1), after))
         return treedef.unflatten(leaves), summary(reports)
 
     def measure(params: Any, step: Any) -> list[Any]:

@@ -213,7 +213,8 @@ def _settled_by_platform(
 def _report(norms: jax.Array, bound: jax.Array) -> Report:
     scale = jnp.where(norms <= bound, 1.0, bound / jnp.where(norms == 0, 1.0, norms))
     # XLA's CPU compiler may lose NaN in a maximum.
-    largest, least = (
-        jnp.where(jnp.any(jnp.isnan(norms)), jnp.nan, x) for x in (jnp.max(norms), jnp.min(scale))
+    largest, least, after = (
+        jnp.where(jnp.any(jnp.isnan(norms)), jnp.nan, x)
+        for x in (jnp.max(norms), jnp.min(scale), jnp.max(norms * scale))
     )
-    return Report(largest, least, ~jnp.all(norms <= bound))
+    return Report(largest, least, ~jnp.all(norms <= bound), after)

@@ -25,6 +25,7 @@ from tests.contract.cases import (
     update,
     with_identity,
 )
+from tests.support.oracles import exact_norm, exact_tree_norm
 from tests.support.trees import avals, same_bits
 from tests.support.walk import Case, build
 
@@ -42,7 +43,7 @@ def test_metrics_are_flat_scalars_with_constant_keys(case: Case) -> None:
     assert same_bits(after, jitted)
     assert avals(before) == avals(after)
     for key, value in after.items():
-        assert re.fullmatch(r"[a-z_0-9]+/[a-z_0-9]+", key), key
+        assert re.fullmatch(r"[a-z_0-9]+/[a-z_0-9]+(/.+)?", key), key
         assert np.shape(value) == ()
     if case.name != "bounded":
         assert any(key.startswith(f"{case.name}/") for key in after), "its own name is missing"
@@ -80,6 +81,7 @@ def test_metrics_say_what_happened() -> None:
         _, state = update(tx, jax.tree.map(lambda x, f=factor: np.float32(f) * x, tree), state, None)
     assert {k: float(v) for k, v in clipjax.metrics(state).items()} == {
         "clip_by_global_norm/norm": 10.0,
+        "clip_by_global_norm/norm_after": 2.0,
         "clip_by_global_norm/scale": pytest.approx(0.2, rel=1e-6),
         "clip_by_global_norm/steps": 4,
         "clip_by_global_norm/clipped_fraction": 0.5,
@@ -117,3 +119,34 @@ def test_the_state_of_an_nnx_optimizer_has_its_metrics() -> None:
 def test_what_has_no_metrics_is_an_error(given: Any) -> None:
     with pytest.raises(ValueError, match="opt_state: there is no state of a clipjax transformation in"):
         clipjax.metrics(given)
+
+
+def _largest(tree: Any, axis: Any = None) -> Any:
+    return max(np.max(exact_norm(leaf, axis)) for leaf in jax.tree.leaves(tree))
+
+
+AFTER = {
+    "global": (clipjax.clip_by_global_norm(2.0), exact_tree_norm),
+    "p = 1": (clipjax.clip_by_global_norm(2.0, ord=1), lambda tree: exact_tree_norm(tree, 1)),
+    "leaves": (clipjax.clip_by_norm(2.0), _largest),
+    "units": (clipjax.clip_by_norm(1.0, axes=0), lambda tree: _largest(tree, 0)),
+    "bounds of units": (clipjax.clip_by_norm(np.array([9.0, 0.5, 1.5]), axes=0), lambda t: _largest(t, 0)),
+    "value": (clipjax.clip_by_value(-0.5, 1.5), lambda tree: max(np.max(np.abs(x)) for x in tree.values())),
+    "max_norm": (clipjax.max_norm(1.25, axes=0), lambda tree: _largest(tree, 0)),
+    "adagc": (clipjax.adagc(warmup_steps=1), exact_tree_norm),
+}
+
+
+@pytest.mark.parametrize("label", AFTER)
+def test_the_norm_after_is_that_of_what_comes_out(label: str) -> None:
+    """Once everything is inside, and once out of bounds: 1e-3 and 10 times as large."""
+    tx, measure = AFTER[label]
+    rng = np.random.default_rng(0)
+    tree = {name: rng.standard_normal((4, 3)).astype(np.float32) for name in ("a", "b")}
+    weights = jax.tree.map(np.zeros_like, tree)
+    state = tx.init(weights)
+    for scale in (1e-3, 10.0):
+        updates, state = update(tx, jax.tree.map(lambda x, s=scale: np.float32(s) * x, tree), state, weights)
+        seen = {key.split("/")[1]: float(value) for key, value in clipjax.metrics(state).items()}
+        assert seen["norm_after"] == pytest.approx(float(measure(updates)), rel=1e-6)
+        assert (seen["norm_after"] == seen["norm"]) == (scale < 1)

@@ -19,6 +19,7 @@ STATELESS = {
     "clip_by_value",
     "clip_by_norm",
     "clip_by_global_norm",
+    "clip_by_group_norm",
     "clip_by_rms",
     "adaptive_grad_clip",
     "tangent_cone",

@@ -5,6 +5,9 @@ from __future__ import annotations
 from tests.mistakes.row import Row, kind, value
 
 AXES: tuple[Row, ...] = (
+    value("clip_by_group_norm({'experts/*': 1.0}).init(params)", "max_norms", "'experts/*'", "kernel"),
+    value("clip_by_group_norm({'*': 1.0, 'kernel': 2.0}).init(params)", "'kernel'", "narrower pattern first"),
+    value("clip_by_group_norm({'*': 1.0}, stack={'*': 0}).init(params)", "stack", "layers", "'kernel' has 4"),
     kind("max_norm(3.0, axes='kernel')", "axes", "'kernel'"),
     kind("max_norm(3.0, axes=1.0)", "axes", "1.0"),
     kind("max_norm(3.0, axes=True)", "axes", "True"),

@@ -8,6 +8,11 @@ TWO = "{'clip_by_global_norm/norm': 1.0, 'zclip/norm': 2.0}"
 
 ROWS: tuple[Row, ...] = (
     value("metrics(adam.init(params))", "opt_state", "no state"),
+    kind("record_norms('leaves')", "groups", "'leaves'", "'leaf'"),
+    value("record_norms(of='grads')", "of", "'grads'", "updates"),
+    value("record_norms(every=0)", "every", "0"),
+    value("record_norms(['head']).init(params)", "groups", "'head'", "kernel"),
+    value("record_norms(of='ratio').update(grads, record_norms().init(params))", "params", "pass them"),
     value("metrics(tx)", "opt_state", "tx.init"),
     kind("verify(params, clip)", "projection", "gradient transformation"),
     kind("verify(params, optax.chain(adam, max_norm(3.0)))", "projection", "clipjax.chain"),

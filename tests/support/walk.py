@@ -17,6 +17,7 @@ import clipjax
 # needs one line here, and nothing else.
 ARGUMENTS: dict[str, Any] = {
     "max_norm": 1.0,
+    "max_norms": {"*": 1.0},
     "radius": 1.0,
     "bound": 1.0,
     "threshold": 0.25,
@@ -41,6 +42,9 @@ VARIANTS: dict[str, list[Any]] = {
     "nonfinite": ["zero", "skip"],
     "project": [clipjax.max_norm(1.0)],
     "method": ["newton_schulz"],
+    "groups": ["leaf", 1],
+    "of": [("updates", "params", "ratio")],
+    "every": [2],
 }
 
 # The parameters that say how large something may be.
@@ -57,6 +61,10 @@ SIGNED = {("box", "low"), ("box", "high")}
 
 # What bounds directions, and not lengths: an entry may change its sign.
 TURNING = {"spectral_cap", "tangent_cone"}
+
+
+# What measures, and changes nothing.
+MEASURING = {"record_norms"}
 
 
 class Case(NamedTuple):

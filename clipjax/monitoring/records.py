@@ -1,0 +1,191 @@
+"""Norms in the state of a chain, for a logger, where nothing is clipped."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from clipjax._core.arguments import explained, shown
+from clipjax._core.axes import is_measured
+from clipjax._core.links import Recorder
+from clipjax._core.members import check_state, matching
+from clipjax._core.mesh import AxisName, names_of_leaves
+from clipjax._core.norms import (
+    as_arrays,
+    in_float64,
+    joint_norms,
+    norm_dtype,
+    norms_of,
+    only_arrays,
+    tree_norm,
+)
+from clipjax._core.paths import first_matches, leaves_with_paths, path_name
+from clipjax._core.stats import count
+from clipjax.gradients.past import check_count
+
+Of = Literal["updates", "params", "ratio"]
+Groups: TypeAlias = Literal["leaf"] | int | Sequence[str] | None
+Norms: TypeAlias = dict[str, jax.Array]  # by group; that of the whole tree is ""
+
+
+class Recorded(NamedTuple):
+    """What :func:`record_norms` has seen."""
+
+    steps: jax.Array  # int32: steps so far
+    nonfinite: jax.Array  # int32: measured steps at which a norm was not finite
+    norms: dict[str, Norms]  # by what was measured, then by group
+
+
+class RecordNormsState(NamedTuple):
+    """State of :func:`record_norms`."""
+
+    record_norms: Recorded
+
+
+@explained
+def record_norms(
+    groups: Groups = None,
+    *,
+    of: Of | Sequence[Of] = ("updates",),
+    every: int = 1,
+    axis_name: AxisName = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Record norms, for a logger, and change nothing.
+
+    At the front of a chain it records the gradients, at the end the updates that reach the parameters. In a
+    compiled step XLA measures a leaf once for this and for a clip beside it.
+
+    Args:
+      groups: what has one norm. None: the whole tree. `"leaf"`: each leaf. An int n: all leaves whose paths
+        have the same first n components, as 1 for the top-level modules. Path patterns, as in
+        :func:`clip_by_group_norm`: all leaves that a pattern is the first to match; others are left out.
+      of: what is measured: `"updates"`, `"params"`, or `"ratio"`, the norm of a group's updates over that of
+        its parameters; one of these or several.
+      every: measure at every so many steps, the first included, and show the last norms in between.
+      axis_name: the mesh axes that split the leaves, in `pmap` and unchecked `shard_map`; names, or a
+        mapping from path patterns to them, as in :func:`clip_by_global_norm`.
+
+    Returns:
+      A transformation with the metrics `record_norms/<of>/<group>`, float scalars, 0 before the first step;
+      of the whole tree `record_norms/<of>`; and `nonfinite_count`, the measured steps at which a norm was not
+      finite. With `"params"` or `"ratio"` it needs `params` in `update`. A
+      ratio is infinite where only the parameters are 0, and 0 where both are.
+
+    Raises:
+      TypeError, ValueError: an argument is of no such form. In `init`: a pattern matches no leaf. In
+        `update`: the norms of parameters are asked for, and there are none.
+
+    Guarantees: the updates come back as they are, bit for bit; norms neither overflow nor underflow, and
+    are not finite exactly if an entry is not (or the norm is beyond float32).
+
+    With `every` above 1 a step measures in a branch: on an accelerator that costs more than it saves where
+    a clip beside it measures the same leaves anyway.
+
+    Example:
+      >>> import clipjax, optax, jax.numpy as jnp
+      >>> params = {"encoder": {"w": jnp.array([3.0, 4.0])}, "head": jnp.array([2.0])}
+      >>> tx = optax.chain(optax.sgd(0.1), clipjax.record_norms(1, of=("updates", "ratio")))
+      >>> _, state = tx.update(params, tx.init(params), params)
+      >>> for name, value in clipjax.metrics(state).items():
+      ...     print(name, value)
+      record_norms/steps 1
+      record_norms/nonfinite_count 0
+      record_norms/ratio/encoder 0.1
+      record_norms/ratio/head 0.1
+      record_norms/updates/encoder 0.5
+      record_norms/updates/head 0.2
+    """
+    group_of = _check_groups(groups)
+    measured = (of,) if isinstance(of, str) else tuple(of)
+    if not measured or not set(measured) <= set(get_args(Of)):
+        raise ValueError(f"of must be one or several of {get_args(Of)}, got {shown(of)}")
+    period = check_count("every", every, 1)
+    needs_params = measured != ("updates",)
+
+    def init(params: Any) -> RecordNormsState:
+        params = only_arrays(params)
+        dtype, names = norm_dtype(jax.tree.leaves(params)), group_of(params)
+        found = sorted({name for name in names if name is not None}) if names is not None else [""]
+        counter = functools.partial(jnp.zeros, (), jnp.int32)  # a buffer each, to be donated
+        zeros = {str(what): {name: jnp.zeros((), dtype) for name in found} for what in sorted(measured)}
+        return RecordNormsState(Recorded(counter(), counter(), zeros))
+
+    @in_float64
+    def norms(tree: Any) -> Norms:
+        tree = lax.stop_gradient(tree)
+        names = group_of(tree)
+        if names is None:
+            return {"": tree_norm(tree, 2.0, axis_name)}
+        each = zip(names, jax.tree.leaves(tree), names_of_leaves(tree, axis_name), strict=True)
+        chosen = [(name, (x,), over) for name, x, over in each if name is not None and is_measured(x)]
+        labels, leaves, over = zip(*chosen, strict=True) if chosen else ((), (), ())
+        return joint_norms(labels, norms_of(leaves, [None] * len(leaves), 2.0, over), 2.0)
+
+    @in_float64
+    def measure(updates: Any, params: Any, old: Recorded) -> Recorded:
+        sides = {"updates": updates, "params": params}
+        found = {side: norms(sides[side]) for side in sides if {side, "ratio"} & set(measured)}
+        if "ratio" in measured:
+            found["ratio"] = {name: _ratio(x, found["params"][name]) for name, x in found["updates"].items()}
+        bad = [~jnp.isfinite(x) for what in measured if what != "ratio" for x in found[what].values()]
+
+        def stored(what: str, name: str, was: jax.Array) -> jax.Array:
+            return lax.convert_element_type(found[what].get(name, jnp.zeros(())), was.dtype)
+
+        return old._replace(
+            nonfinite=count(old.nonfinite, jnp.any(jnp.stack(bad)) if bad else jnp.zeros((), bool)),
+            norms={
+                what: {name: stored(what, name, was) for name, was in each.items()}
+                for what, each in old.norms.items()
+            },
+        )
+
+    def update(
+        updates: Any, state: RecordNormsState, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, RecordNormsState]:
+        del extra_args
+        check_state("record_norms", RecordNormsState, state)
+        given, old = as_arrays(updates), state.record_norms
+        params = matching("record_norms", given, params, f"measures {shown(of)}") if needs_params else None
+        due = old.steps % period == 0
+        if isinstance(period, int) and period == 1:
+            new = measure(given, params, old)
+        elif isinstance(due, jax.core.Tracer):
+            new = lax.cond(due, measure, lambda *args: args[-1], given, params, old)
+        else:  # without jit a branch would be compiled anew at every step
+            new = measure(given, params, old) if due else old
+        return updates, RecordNormsState(new._replace(steps=count(old.steps, jnp.ones((), bool))))
+
+    return Recorder(init, update)
+
+
+def _check_groups(groups: Any) -> Callable[[Any], list[str | None] | None]:
+    """The function that names the group of each leaf of a tree; None for one group of all."""
+    if groups is None:
+        return lambda _: None
+    if isinstance(groups, int) and not isinstance(groups, bool):
+        depth = check_count("groups", groups, 1)
+        return lambda tree: [name and "/".join(name.split("/")[:depth]) for name in _names(tree)]
+    if groups == "leaf":
+        return _names
+    patterns = groups if isinstance(groups, Sequence) and not isinstance(groups, str) else None
+    if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
+        raise TypeError(
+            f"groups must be None, 'leaf', an int or a list of path patterns, got {shown(groups)}"
+        )
+    return lambda tree: first_matches("groups", patterns, tree)
+
+
+def _names(tree: Any) -> list[str | None]:
+    return [path_name(path) if is_measured(leaf) else None for path, leaf in leaves_with_paths(tree)]
+
+
+def _ratio(updates: jax.Array, params: jax.Array) -> jax.Array:
+    both = (params == 0) & (updates == 0)
+    return jnp.where(both, 0.0, updates / jnp.where(both, 1.0, params))
