@@ -84,3 +84,21 @@ def test_what_a_clip_has_bounded_is_no_spike() -> None:
     norms = with_values([300], 1000.0)
     assert where(rules.maxtext_skips(ORDINARY, np.minimum(norms, 0.5))) == []
     assert where(rules.levanter_skips(ORDINARY, norms)) == [300]
+
+
+def test_a_shared_key_does_not_hold_back_the_other_queries() -> None:
+    """Megatron-LM scales all queries that share a key by the largest of their logits."""
+    rng, logits = np.random.default_rng(1), np.array([400.0, 50.0, 200.0, 150.0])
+    query, key = (np.float32(rng.normal(size=(5, heads, 3))) for heads in (4, 2))
+    weights = {"attention": {"query": {"kernel": query}, "key": {"kernel": key}}}
+    clipped = rules.tree(clipjax.qk_clip(100.0)(weights, max_logits=np.float32(logits)))
+    factors = [
+        np.abs(clipped[f"attention/{part}/kernel"] / w).mean((0, 2))
+        for part, w in (("query", query), ("key", key))
+    ]
+    theirs = np.minimum(1.0, 100.0 / logits.reshape(2, 2).max(1))
+    np.testing.assert_allclose(factors[1], np.sqrt(theirs), rtol=1e-6)
+    np.testing.assert_allclose(
+        logits * factors[0] * np.repeat(factors[1], 2), [100.0, 25.0, 100.0, 100.0], rtol=1e-5
+    )
+    np.testing.assert_allclose(logits * np.repeat(theirs, 2), [100.0, 12.5, 100.0, 75.0])
