@@ -1,0 +1,62 @@
+"""The library's docstrings as mkdocstrings renders them: roles become links, `Example:` a section with code."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import griffe
+
+ROLE = re.compile(r":(?:func|class|meth|data|mod):`(?P<name>[\w.]+)`")
+PUBLIC = re.compile(r"(?<![\[`])`clipjax\.(?P<name>\w+)`(?!\])")
+TITLED = re.compile(r"^(?P<title>Guarantees|Gain): ", re.MULTILINE)
+REFERENCES = re.compile(r"^References:\n(?P<text>(?:    .*\n|  .*\n?)+)", re.MULTILINE)
+
+
+class Docstrings(griffe.Extension):
+    """Rewrite the docstring of each object before its sections are read."""
+
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        """Begin once everything is loaded: what is public is known then."""
+        exported = {str(name) for name in pkg.exports or ()}
+        seen: set[str] = set()
+
+        def visit(item: Any) -> None:
+            if item.is_alias or item.path in seen:
+                return
+            seen.add(item.path)
+            if item.docstring:
+                item.docstring.value = rewritten(item.docstring.value, item, exported)
+            for member in item.members.values():
+                visit(member)
+
+        visit(pkg)
+
+
+def rewritten(text: str, item: Any, exported: set[str]) -> str:
+    """A docstring in mkdocstrings' terms."""
+
+    def link(match: re.Match[str]) -> str:
+        name = match["name"].removeprefix("clipjax.")
+        if item.module.path == "clipjax.functional":
+            path = f"clipjax.functional.{name}"
+        elif name in exported:
+            path = f"clipjax.{name}"
+        elif item.parent and item.parent.is_class and name in item.parent.members:
+            path = f"clipjax.{item.parent.name}.{name}"
+        elif item.is_class and name in item.members:
+            path = f"clipjax.{item.name}.{name}"
+        else:
+            return f"`{name}`"
+        return f"[`{name}`][{path}]"
+
+    def public(match: re.Match[str]) -> str:
+        name = match["name"]
+        return f"[`clipjax.{name}`][clipjax.{name}]" if name in exported else match[0]
+
+    prose, mark, example = text.partition("\nExample:\n")
+    prose = ROLE.sub(link, prose)
+    prose = PUBLIC.sub(public, prose)
+    prose = TITLED.sub(lambda match: f"**{match['title']}:** ", prose)
+    prose = REFERENCES.sub(lambda match: f"**References:** {' '.join(match['text'].split())}\n", prose)
+    return prose + (mark and "\nExamples:\n" + example)
