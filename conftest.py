@@ -1,11 +1,13 @@
 """What every test needs before JAX starts, hypothesis' profiles, and the code in the documentation."""
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from hypothesis import HealthCheck, settings
 from sybil import Sybil
-from sybil.parsers.markdown import PythonCodeBlockParser
+from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
 
 ROOT = Path(__file__).parent
 
@@ -46,5 +48,16 @@ def pytest_report_header() -> str:
     return f"XLA_FLAGS={flags}{other}"
 
 
+# What builds the site is no part of the library, and needs what only the extra `docs` installs.
+collect_ignore = ["docs/site"]
+
+
+def _prepare(namespace: dict[str, Any]) -> None:
+    """Give the conditions under which a page's block is skipped what they ask."""
+    namespace["find_spec"] = find_spec
+
+
 # The blocks of a page run from top to bottom, each as a test, in one namespace.
-pytest_collect_file = Sybil(parsers=[PythonCodeBlockParser()], patterns=["*.md"]).pytest()
+pytest_collect_file = Sybil(
+    parsers=[PythonCodeBlockParser(), SkipParser()], patterns=["*.md"], setup=_prepare
+).pytest()
