@@ -10,6 +10,7 @@ import griffe
 ROLE = re.compile(r":(?:func|class|meth|data|mod):`(?P<name>[\w.]+)`")
 PUBLIC = re.compile(r"(?<![\[`])`clipjax\.(?P<name>\w+)`(?!\])")
 TITLED = re.compile(r"^(?P<title>Guarantees|Gain): ", re.MULTILINE)
+ERRORS = re.compile(r"^( +)TypeError, ValueError: ", re.MULTILINE)
 REFERENCES = re.compile(r"^References:\n(?P<text>(?:    .*\n|  .*\n?)+)", re.MULTILINE)
 
 
@@ -57,6 +58,7 @@ def rewritten(text: str, item: Any, exported: set[str]) -> str:
     prose, mark, example = text.partition("\nExample:\n")
     prose = ROLE.sub(link, prose)
     prose = PUBLIC.sub(public, prose)
+    prose = ERRORS.sub(r"\1TypeError or ValueError: ", prose)
     prose = TITLED.sub(lambda match: f"**{match['title']}:** ", prose)
     prose = REFERENCES.sub(lambda match: f"**References:** {' '.join(match['text'].split())}\n", prose)
     return prose + (mark and "\nExamples:\n" + example)
