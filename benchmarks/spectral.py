@@ -90,7 +90,7 @@ bound.
 
 {table}
 
-Both methods compute in float64 and prove their result by a Cholesky factorisation. `svd` takes the
+Both methods compute in float64 and prove their result by a Cholesky factorization. `svd` takes the
 eigenvectors of the Gram matrix, which are the left singular vectors. Where `newton_schulz` is the slower of
 the two, `svd` is the better choice in every respect.
 

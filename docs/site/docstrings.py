@@ -1,4 +1,4 @@
-"""The library's docstrings as mkdocstrings renders them: roles become links, `Example:` a section with code."""
+"""The library's docstrings as mkdocstrings renders them: roles become links, `Example:` a section."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adaptive gradient clipping trains deep networks without normalisation (Brock 2021).
+"""Adaptive gradient clipping trains deep networks without normalization (Brock 2021).
 
 Scikit-learn's digits; 12 hidden layers of 64 ReLU units; batches of 512, Nesterov momentum 0.9, 300
 steps. The last layer is not clipped, as in the paper.
@@ -16,7 +16,7 @@ import clipjax
 from .digits import accuracies, split
 from .row import Row, span
 
-TITLE = "Adaptive gradient clipping trains deep networks without normalisation"
+TITLE = "Adaptive gradient clipping trains deep networks without normalization"
 SOURCE, ARXIV = "Brock et al. 2021", "2102.06171"
 
 TRAIN, BATCH, STEPS, SEEDS = 1437, 512, 300, 6

@@ -28,7 +28,7 @@ DIFFERENCES = (
     Difference(
         "optax-members",
         "ClippingTest::test_per_example_global_norm_clip",
-        "One of the two leaves is of integers, which count towards Optax' norm and not towards ours.",
+        "One of the two leaves is of integers, which count toward Optax' norm and not toward ours.",
     ),
     Difference(
         "optax-members",
