@@ -10,6 +10,9 @@ import griffe
 ROLE = re.compile(r":(?:func|class|meth|data|mod):`(?P<name>[\w.]+)`")
 PUBLIC = re.compile(r"(?<![\[`])`clipjax\.(?P<name>\w+)`(?!\])")
 TITLED = re.compile(r"^(?P<title>Guarantees|Gain): ", re.MULTILINE)
+SECTION = re.compile(
+    r"^(?P<title>Args|Attributes|Raises|Returns):\n(?P<items>(?: +.*\n?|\n(?= ))+)", re.MULTILINE
+)
 ERRORS = re.compile(r"^( +)TypeError, ValueError: ", re.MULTILINE)
 REFERENCES = re.compile(r"^References:\n(?P<text>(?:    .*\n|  .*\n?)+)", re.MULTILINE)
 
@@ -32,6 +35,21 @@ class Docstrings(griffe.Extension):
                 visit(member)
 
         visit(pkg)
+
+
+def joined(match: re.Match[str]) -> str:
+    """A section with one line for each item; what is returned, which has no names, as prose."""
+    lines = [line for line in match["items"].splitlines() if line.strip()]
+    least = min(len(line) - len(line.lstrip()) for line in lines)
+    items: list[str] = []
+    for line in lines:
+        if line[least] == " ":
+            items[-1] += f" {line.strip()}"
+        else:
+            items.append(line)
+    if match["title"] == "Returns":
+        return f"**Returns:** {' '.join(item.strip() for item in items)}\n\n"
+    return "\n".join([f"{match['title']}:", *items, "", ""])
 
 
 def rewritten(text: str, item: Any, exported: set[str]) -> str:
@@ -58,7 +76,8 @@ def rewritten(text: str, item: Any, exported: set[str]) -> str:
     prose, mark, example = text.partition("\nExample:\n")
     prose = ROLE.sub(link, prose)
     prose = PUBLIC.sub(public, prose)
+    prose = SECTION.sub(joined, prose)
     prose = ERRORS.sub(r"\1TypeError or ValueError: ", prose)
     prose = TITLED.sub(lambda match: f"**{match['title']}:** ", prose)
     prose = REFERENCES.sub(lambda match: f"**References:** {' '.join(match['text'].split())}\n", prose)
-    return prose + (mark and "\nExamples:\n" + example)
+    return prose.rstrip() + (mark and "\n\nExamples:\n" + example)
