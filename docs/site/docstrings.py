@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from typing import Any
 
 import griffe
@@ -13,6 +14,8 @@ TITLED = re.compile(r"^(?P<title>Guarantees|Gain): ", re.MULTILINE)
 SECTION = re.compile(
     r"^(?P<title>Args|Attributes|Raises|Returns):\n(?P<items>(?: +.*\n?|\n(?= ))+)", re.MULTILINE
 )
+NAMED = re.compile(r"\S")
+ERROR = re.compile(r"[A-Z]\w+(, [A-Z]\w+)*: ")
 ERRORS = re.compile(r"^( +)TypeError, ValueError: ", re.MULTILINE)
 REFERENCES = re.compile(r"^References:\n(?P<text>(?:    .*\n|  .*\n?)+)", re.MULTILINE)
 
@@ -39,16 +42,16 @@ class Docstrings(griffe.Extension):
 
 def joined(match: re.Match[str]) -> str:
     """A section with one line for each item; what is returned, which has no names, as prose."""
-    lines = [line for line in match["items"].splitlines() if line.strip()]
-    least = min(len(line) - len(line.lstrip()) for line in lines)
-    items: list[str] = []
-    for line in lines:
-        if line[least] == " ":
-            items[-1] += f" {line.strip()}"
-        else:
-            items.append(line)
+    text = textwrap.dedent(match["items"]).strip("\n")
     if match["title"] == "Returns":
-        return f"**Returns:** {' '.join(item.strip() for item in items)}\n\n"
+        return f"**Returns:** {text}\n\n"
+    begins = ERROR if match["title"] == "Raises" else NAMED
+    items: list[str] = []
+    for line in text.splitlines():
+        if begins.match(line):
+            items.append(f"    {line}")
+        elif line.strip():
+            items[-1] += f" {line.strip()}"
     return "\n".join([f"{match['title']}:", *items, "", ""])
 
 
