@@ -68,8 +68,8 @@ def clip_by_moving_max(
     """Scale down entries above the moving average of the largest absolute entry of their leaf.
 
     AdaClip of Stable-SPAM. With M the largest absolute entry of a leaf, T <- decay * T + (1 - decay) * M
-    takes it in first. The threshold is T / (1 - decay^t), and each entry g above it becomes g / M * threshold.
-    So the largest becomes the threshold, and others above it less, in proportion.
+    takes it in first. The threshold is T / (1 - decay^t), and each entry g above it becomes
+    g / M * threshold: the largest becomes the threshold, and others above it less, in proportion.
 
     Args:
       decay: of the moving average, in [0, 1). With 0 nothing is ever clipped.
@@ -89,8 +89,8 @@ def clip_by_moving_max(
 
     Guarantees: measured in float64, no entry is above the threshold of its leaf; entries at or below it come
     back bit for bit, so that nothing changes at the first step, nor while the largest entry stays the same.
-    A non-finite entry makes its leaf NaN, and leaves the statistics of all leaves as they are. In derivatives,
-    the maxima of other steps are constants.
+    A non-finite entry makes its leaf NaN, and leaves the statistics of all leaves as they are. In
+    derivatives, the maxima of other steps are constants.
 
     Equals the clip in the authors' `StableSPAM`, but for two things. A leaf whose gradient is 0 does not take
     that in: a layer that begins to learn late would be held near 0 for long. And there the reset of Adam's
@@ -127,7 +127,7 @@ def clip_by_moving_max(
         scales = to_bound(largest, thresholds)
         for i, unit in enumerate(units):
             leaves[unit.position] = _clip_above(unit.leaf, thresholds[i], _at(scales, i))
-        shown = round_up(min_of(thresholds), dtype)
+        shown = round_up(min_of(lax.stop_gradient(thresholds)), dtype)
         return Clipped(treedef.unflatten(leaves), _report(largest, scales), (shown, average, taken))
 
     return remembering(ClipByMovingMaxState, first, clip, where)
@@ -231,7 +231,7 @@ def normalize_by_moving_norm(
 def _measured(
     name: str,
     updates: Any,
-    ord: float,
+    ord: float,  # noqa: A002
     axis_name: AxisName,
     remembered: int,
 ) -> tuple[list[Unit], jax.Array]:

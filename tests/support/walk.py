@@ -58,6 +58,9 @@ SIGNED = {("box", "low"), ("box", "high")}
 # What bounds directions, and not lengths: an entry may change its sign.
 TURNING = {"spectral_cap", "tangent_cone"}
 
+# What gives each gradient a new norm, small ones too: nothing is inside a bound.
+NORMALIZING = {"normalize_by_moving_norm"}
+
 
 class Case(NamedTuple):
     """One transformation: its public name, and the arguments that differ from ARGUMENTS."""
