@@ -69,7 +69,7 @@ def adagc(
     norm that it had. From then on each leaf is clipped to relative_bound * gamma, and then
     gamma <- decay * gamma + (1 - decay) * its norm after clipping. With `axes`, each unit is what a leaf is
     without: layers that `nn.scan` stacks in leaves (layers, in, out) follow their own past with
-    `axes={"*kernel": (1, 2), "*": None}`.
+    `axes={"*kernel": (1, 2), "*bias": 1}`.
 
     Args:
       relative_bound: how many times gamma a norm may be: a number, a scalar array or a schedule.

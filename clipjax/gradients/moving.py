@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -125,24 +126,28 @@ def clip_by_moving_max(
         average = _average(past, largest, seen, decay, taken)
         thresholds = jnp.where(largest < jnp.inf, average, jnp.nan)
         scales = to_bound(largest, thresholds)
+        down = rounded_down(scales, _slack(units))
+        limits_of = functools.cache(lambda dtype: limits_in(thresholds, thresholds, dtype)[1])
         for i, unit in enumerate(units):
-            leaves[unit.position] = _clip_above(unit.leaf, thresholds[i], _at(scales, i))
+            if jnp.iscomplexobj(unit.leaf):
+                clipped = _clip_complex(unit.leaf, thresholds[i], _at(scales, i))
+            else:
+                entries = strong(unit.leaf)
+                size = jnp.abs(widened(entries))
+                inside = size <= limits_of(size.dtype)[i]
+                clipped = lax.select(inside, entries, rescale(entries, _at(down, i)))
+            leaves[unit.position] = weakly_typed_as(unit.leaf, clipped)
         shown = round_up(min_of(lax.stop_gradient(thresholds)), dtype)
         return Clipped(treedef.unflatten(leaves), _report(largest, scales), (shown, average, taken))
 
     return remembering(ClipByMovingMaxState, first, clip, where)
 
 
-def _clip_above(leaf: Any, threshold: jax.Array, scale: Scale) -> Any:
-    """Scale the entries that are not at or below the threshold."""
-    if jnp.iscomplexobj(leaf):  # whose sizes are no numbers of the leaf's dtype
-        size = norm_of(leaf, (), 2.0)
-        above = jnp.minimum(threshold, size * factor_of(scale))
-        return rescaled(leaf, to_bound(size, jnp.where(size <= threshold, jnp.inf, above)))
-    entries = strong(leaf)
-    size = jnp.abs(widened(entries))
-    inside = size <= limits_in(threshold, threshold, size.dtype)[1]
-    return weakly_typed_as(leaf, lax.select(inside, entries, rescaled(entries, scale)))
+def _clip_complex(leaf: Any, threshold: jax.Array, scale: Scale) -> Any:
+    """Scale the entries above the threshold; their sizes are no numbers of the leaf's dtype."""
+    size = norm_of(leaf, (), 2.0)
+    above = jnp.minimum(threshold, size * factor_of(scale))
+    return rescaled(leaf, to_bound(size, jnp.where(size <= threshold, jnp.inf, above)))
 
 
 @explained
@@ -220,7 +225,8 @@ def normalize_by_moving_norm(
         divisors = roots + wide(eps)
         targets = means / jnp.where(divisors > 0, divisors, 1.0)
 
-        scales, down = _brought_to(norms, targets, [unit.leaf.dtype for unit in units])
+        scales = _brought_to(norms, targets, units)
+        down = rounded_down(scales, _slack(units))
         for i, unit in enumerate(units):
             leaves[unit.position] = rescale(unit.leaf, _at(down, i))
         return Clipped(treedef.unflatten(leaves), _report(norms, scales), (means, roots, taken))
@@ -268,17 +274,20 @@ def _root_mean_square(
     return largest * jnp.where(square > 0, jnp.sqrt(jnp.where(square > 0, square, 1.0)), 0.0)
 
 
-def _brought_to(norms: jax.Array, targets: jax.Array, dtypes: Sequence[Any]) -> tuple[Scale, Scale]:
-    """The scales of leaves, and the same rounded down for their dtypes."""
-    each = [precision_of(dtype) for dtype in dtypes]
-    slack, smallest, largest = (
+def _slack(units: Sequence[Unit]) -> np.ndarray:
+    """By how much the scale of each leaf is rounded down."""
+    return np.array([precision_of(unit.leaf.dtype).slack for unit in units], np.float64)
+
+
+def _brought_to(norms: jax.Array, targets: jax.Array, units: Sequence[Unit]) -> Scale:
+    """The scales of leaves, which grow or shrink; none is left alone for what 16 bits might have lost."""
+    each = [precision_of(unit.leaf.dtype) for unit in units]
+    smallest, largest = (
         np.array([getattr(precision, name) for precision in each], np.float64)
-        for name in ("slack", "smallest", "largest")
+        for name in ("smallest", "largest")
     )
-    # No norm is left alone for what 16 bits might have lost.
-    precision = Precision(slack, 2 * slack, wide(0), smallest, largest)
-    scales = between(norms, targets, targets, wide(1), precision)
-    return scales, rounded_down(scales, slack)
+    slack = _slack(units)
+    return between(norms, targets, targets, wide(1), Precision(slack, 2 * slack, wide(0), smallest, largest))
 
 
 def _at(scales: Scale, i: int) -> Scale:
