@@ -102,7 +102,7 @@ def adagc(
         not split as the leaf is.
 
     Guarantees: measured in float64, no clipped norm is above its bound; what is inside comes back bit
-    for bit. A non-finite entry makes its leaf NaN, in the warm-up the whole tree; it leaves all
+    for bit. A non-finite entry makes its leaf or unit NaN, in the warm-up the whole tree; it leaves all
     statistics as they are, and is no step of the warm-up. In derivatives, the norms of other steps are
     constants.
 

@@ -202,13 +202,6 @@ MUTANTS = (
         "tests/gradients/test_moving.py::test_a_leaf_that_begins_to_learn_late_is_not_held_near_zero",
     ),
     Mutant(
-        "the moving average of squares is in no unit",
-        "gradients/moving.py",
-        "largest = jnp.where((largest > 0) & (largest < jnp.inf), largest, 1.0)",
-        "largest = jnp.ones_like(largest)",
-        "tests/gradients/test_moving.py::test_it_follows_its_oracle",
-    ),
-    Mutant(
         "units on other devices are left out of the norm of the warm-up",
         "gradients/adagc.py",
         "over = [unit.over for unit in units]",
