@@ -22,6 +22,7 @@ from clipjax.gradients.fixed import (
     clip_by_value,
 )
 from clipjax.gradients.groups import clip_by_group_norm
+from clipjax.gradients.moving import clip_by_moving_max, normalize_by_moving_norm
 from clipjax.gradients.nonfinite import skip_nonfinite, zero_nonfinite
 from clipjax.gradients.outliers import clip_by_lognormal, zclip
 from clipjax.gradients.quantiles import autoclip, clip_by_quantile
@@ -68,6 +69,7 @@ __all__ = [
     "clip_by_global_norm",
     "clip_by_group_norm",
     "clip_by_lognormal",
+    "clip_by_moving_max",
     "clip_by_norm",
     "clip_by_quantile",
     "clip_by_rms",
@@ -82,6 +84,7 @@ __all__ = [
     "metrics",
     "min_max_norm",
     "non_negative",
+    "normalize_by_moving_norm",
     "project",
     "qk_clip",
     "record_norms",

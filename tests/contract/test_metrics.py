@@ -134,6 +134,9 @@ AFTER = {
     "value": (clipjax.clip_by_value(-0.5, 1.5), lambda tree: max(np.max(np.abs(x)) for x in tree.values())),
     "max_norm": (clipjax.max_norm(1.25, axes=0), lambda tree: _largest(tree, 0)),
     "adagc": (clipjax.adagc(warmup_steps=1), exact_tree_norm),
+    "adagc of units": (clipjax.adagc(warmup_steps=1, axes=0), exact_tree_norm),
+    "moving max": (clipjax.clip_by_moving_max(), lambda tree: max(np.max(np.abs(x)) for x in tree.values())),
+    "moving norm": (clipjax.normalize_by_moving_norm(), _largest),
 }
 
 

@@ -22,6 +22,8 @@ STEPS = {
         project=clipjax.max_norm(1.0),
         nonfinite="skip",
     ),
+    "adagc": optax.chain(clipjax.adagc(warmup_steps=1, axes=0), optax.sgd(1.0)),
+    "moving": optax.chain(clipjax.clip_by_moving_max(), clipjax.normalize_by_moving_norm()),
     "autoclip": optax.chain(clipjax.autoclip(window=4), optax.sgd(1.0)),
 }
 

@@ -37,6 +37,7 @@ AXES: tuple[Row, ...] = (
     kind("clip_by_norm(1.0, mask='kernel')", "mask='kernel'", "'where'"),
     kind("non_negative(where=lambda leaf: True)(params)", "where", "(path, leaf)"),
     kind("non_negative(where=lambda path, leaf: None)(params)", "where", "None", "bool", "'bias'"),
+    value("adagc(axes={'kernal': 0}).init(params)", "axes", "'kernal'", "kernel"),
     value("functional.clip_by_norm(grads, 1.0, axes=2)", "axes", "2", "'bias'", "(3,)"),
     value("functional.unitwise_norms(grads, {'kernal': 0})", "axes", "'kernal'", "kernel"),
     # What shares a norm in a leaf of rank 3 or 4 is not told by its shape.

@@ -41,6 +41,15 @@ STATES: tuple[Row, ...] = (
     ),
     value("adagc().update(grads, adagc().init(layers))", "adagc", "96", "init"),
     value("adagc().update(grads, adagc().init([x]))", "adagc", "1", "init"),
+    value(
+        "tx = adagc(axes={'kernel': 0}); tx.update({'kernel': jnp.ones((4, 5))}, tx.init(params))",
+        *("adagc", "'kernel'", "(1, 5)", "(1, 3)", "init"),
+    ),
+    value(
+        "normalize_by_moving_norm().update(grads, normalize_by_moving_norm().init([x]))",
+        *("normalize_by_moving_norm", "1", "init"),
+    ),
+    kind("adagc(axes=0).update(grads, clip_by_moving_max().init(params))", "state", "AdagcState"),
 )
 
 # Parameters that are missing or others, gradients that are none.

@@ -106,8 +106,8 @@ MUTANTS = (
     Mutant(
         "one step of warm-up more",
         "gradients/adagc.py",
-        "warming, cap, at_step = taken < warmup_steps,",
-        "warming, cap, at_step = taken <= warmup_steps,",
+        "warming = taken < warmup_steps",
+        "warming = taken <= warmup_steps",
         "tests/gradients/test_adagc.py::test_it_follows_its_oracle",
     ),
     Mutant(
@@ -134,8 +134,8 @@ MUTANTS = (
     Mutant(
         "past norms are differentiated",
         "gradients/past.py",
-        "past = lax.stop_gradient(tuple(wide(x) if _is_float(x) else x for x in memory))",
-        "past = tuple(wide(x) if _is_float(x) else x for x in memory)",
+        "past = lax.stop_gradient(jax.tree.map(lambda x: wide(x) if _is_float(x) else x, memory))",
+        "past = jax.tree.map(lambda x: wide(x) if _is_float(x) else x, memory)",
         "tests/gradients/test_adaptive_rules.py::test_what_is_remembered_has_no_derivative",
     ),
     Mutant(
@@ -169,14 +169,14 @@ MUTANTS = (
     Mutant(
         "the average takes in norms before clipping",
         "gradients/adagc.py",
-        "(1 - wide(decay)) * jnp.minimum(measured, bounds)",
-        "(1 - wide(decay)) * seen",
+        "(1 - decay) * jnp.minimum(measured, bound)",
+        "(1 - decay) * measured",
         "tests/gradients/test_adagc.py::test_it_follows_its_oracle",
     ),
     Mutant(
         "an infinite norm enters the statistics",
         "gradients/past.py",
-        "good = jnp.isfinite(round_up(clipped.report.norm, threshold.dtype))",
+        "good = jnp.isfinite(round_up(clipped.report.norm, dtype))",
         "good = ~jnp.isnan(clipped.report.norm)",
         "tests/gradients/test_poisoning.py::test_bad_steps_leave_the_statistics_as_they_were",
     ),
@@ -186,6 +186,27 @@ MUTANTS = (
         "return limits_in(x, x, dtype)[0]",
         "return limits_in(x, x, dtype)[1]",
         "tests/gradients/test_adaptive_rules.py::test_equal_norms_are_never_clipped",
+    ),
+    Mutant(
+        "a moving average is not corrected for its start",
+        "gradients/moving.py",
+        "(1 - decay) / (1 - decay**times)",
+        "1 - decay",
+        "tests/gradients/test_moving.py::test_it_follows_its_oracle",
+    ),
+    Mutant(
+        "a leaf of zeros is taken into its moving averages",
+        "gradients/moving.py",
+        "seen = (norms > 0) & (norms < jnp.inf)",
+        "seen = (norms >= 0) & (norms < jnp.inf)",
+        "tests/gradients/test_moving.py::test_a_leaf_that_begins_to_learn_late_is_not_held_near_zero",
+    ),
+    Mutant(
+        "units on other devices are left out of the norm of the warm-up",
+        "gradients/adagc.py",
+        "over = [unit.over for unit in units]",
+        "over = [() for unit in units]",
+        "tests/devices/test_stacked_thresholds.py::test_each_device_remembers_its_own_layers",
     ),
     Mutant(
         "the window judges one norm too late",

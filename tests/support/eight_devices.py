@@ -103,6 +103,8 @@ ADAPTIVE: dict[str, Builder] = {
     "lognormal": lambda s, a: clipjax.clip_by_lognormal(0.1, axis_name=a),
     "quantile": lambda s, a: clipjax.clip_by_quantile(axis_name=a),
     "adagc": lambda s, a: clipjax.adagc(warmup_steps=2, axis_name=a),
+    "moving max": lambda s, a: clipjax.clip_by_moving_max(0.9, axis_name=a),
+    "moving norm": lambda s, a: clipjax.normalize_by_moving_norm(axis_name=a),
     "agc": lambda s, a: clipjax.adaptive_grad_clip(specs=s, axis_name=a),
 }
 

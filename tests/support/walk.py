@@ -62,6 +62,9 @@ SIGNED = {("box", "low"), ("box", "high")}
 # What bounds directions, and not lengths: an entry may change its sign.
 TURNING = {"spectral_cap", "tangent_cone"}
 
+# What gives each gradient a new norm, small ones too: nothing is inside a bound.
+NORMALIZING = {"normalize_by_moving_norm"}
+
 
 # What measures, and changes nothing.
 MEASURING = {"record_norms"}
