@@ -30,6 +30,7 @@ from clipjax.gradients.tangent_cone import tangent_cone
 from clipjax.monitoring.metrics import metrics
 from clipjax.monitoring.norm_log import NormLog
 from clipjax.monitoring.replay import Replay, Suggestion
+from clipjax.monitoring.skipping import raise_if_skipping
 from clipjax.weights.constraints import max_norm, min_max_norm, unit_norm
 from clipjax.weights.entries import box, non_negative
 from clipjax.weights.projections import Projection, project
@@ -81,6 +82,7 @@ __all__ = [
     "non_negative",
     "project",
     "qk_clip",
+    "raise_if_skipping",
     "replace_gradient",
     "scale_gradient",
     "skip_nonfinite",

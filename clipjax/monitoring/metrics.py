@@ -46,7 +46,7 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
     """
     found: dict[str, jax.Array] = {}
     repeats: Counter[str] = Counter()
-    for name, fields in _states(opt_state):
+    for name, fields in states_in(opt_state):
         label = f"{name}_{repeats[name]}" if repeats[name] else name
         repeats[name] += 1
         for field, value in fields.items():
@@ -59,17 +59,17 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
     return found
 
 
-def _states(tree: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def states_in(tree: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """The names and fields of the states of clipjax' transformations, each before those nested in it."""
     for node in jax.tree.leaves(tree, is_leaf=lambda node: _is_state(node) or isinstance(node, Mapping)):
         if _is_state(node):
             yield name_of(type(node)), node._asdict()
-            yield from _states(tuple(node))
+            yield from states_in(tuple(node))
         elif isinstance(node, Mapping):
             if name := _name_of_fields(node):
                 yield name, node
             for value in node.values():  # in their own order, which JAX sorts
-                yield from _states(value)
+                yield from states_in(value)
 
 
 def _is_state(node: Any) -> bool:
@@ -81,7 +81,7 @@ def _is_state(node: Any) -> bool:
 def _name_of_fields(fields: Mapping[Any, Any]) -> str:
     """The transformation whose state has become a dict; nothing if it is another one."""
     for kind in (ZeroNonfiniteState, SkipNonfiniteState, SkipSpikesState):
-        if set(fields) == set(kind._fields):
+        if set(fields) ^ set(kind._fields) <= {"inner"}:  # left out by Flax and Orbax where it is empty
             return name_of(kind)
     return next((key for key, value in fields.items() if _is_stats(value)), "")
 

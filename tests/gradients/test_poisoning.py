@@ -29,6 +29,7 @@ SHOWN = {
     "z_score",
     "steps",
     "skipped",
+    "skipped_last",
     "skipped_in_a_row",
     "nonfinite_count",
     "nonfinite_steps",
