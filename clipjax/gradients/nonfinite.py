@@ -127,14 +127,14 @@ def skip_nonfinite(
         in `update`, `loss` is no real scalar.
 
     Flax: `nnx.Optimizer.update(model, grads, loss=loss)` passes a loss on. `TrainState.apply_gradients`
-    would take it for a field of its own: write `updates, opt_state = state.tx.update(grads,
-    state.opt_state, state.params, loss=loss)`, and `state.replace` the rest. So does what drops all extra
-    arguments, as the `gradient_transformation()` of `optax.MultiSteps` inside of a chain; called itself,
-    `MultiSteps` passes on the loss of the micro batch at hand.
+    takes it for a field of its own: write `updates, opt_state = state.tx.update(grads, state.opt_state,
+    state.params, loss=loss)`, and `state.replace` the rest. `optax.MultiSteps` around this passes the
+    loss of each micro batch, of which the last of a round counts: give it their mean. In an `optax.chain`
+    its `gradient_transformation()` drops all extra arguments; inside of this it needs none.
 
     Checkpoints: the state of a run without skipping goes on in one with it as
-    `tx.init(params)._replace(inner=restored)`, bit for bit as long as no step is skipped; and back
-    as `state.inner`.
+    `tx.init(params)._replace(inner=restored)`, and back as `state.inner`. Where no step is skipped the
+    numbers are those of the run without, bit for bit, but for how XLA rounds another program.
 
     Equals, with `max_consecutive`, `optax.apply_if_finite`, which judges no loss; and differs in running
     without a branch on accelerators, which would wait for it.
