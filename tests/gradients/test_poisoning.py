@@ -33,6 +33,9 @@ SHOWN = {
     "skipped_in_a_row",
     "nonfinite_count",
     "nonfinite_steps",
+    "norm_spike_count",
+    "loss_z_score",
+    "loss_threshold",
 }
 
 
