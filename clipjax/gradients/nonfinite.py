@@ -18,7 +18,7 @@ from clipjax._core.mesh import AxisName, names_of_leaves
 from clipjax._core.norms import as_arrays, in_float64, tree_norm
 from clipjax._core.stats import count
 from clipjax.gradients.past import check_count
-from clipjax.gradients.skipping import loss_of_devices, step_if, taken, with_loss
+from clipjax.gradients.skipping import decided, loss_of_devices, step_if, with_loss
 
 
 class ZeroNonfiniteState(NamedTuple):
@@ -168,7 +168,7 @@ def skip_nonfinite(
         if loss is not None:
             finite_loss = jnp.isfinite(loss_of_devices(loss, axis_name))
             fine, loss_count = finite & finite_loss, count(loss_count, ~finite_loss)
-        good, counters = taken(state, fine, max_consecutive)
+        good, counters = decided(state, fine, max_consecutive)
 
         def step(updates: Any, inner_state: Any) -> tuple[Any, Any]:
             return inner.update(updates, inner_state, params, **extra_args)

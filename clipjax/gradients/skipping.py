@@ -44,7 +44,7 @@ def with_loss(extra_args: dict[str, Any], loss: Any) -> dict[str, Any]:
     return extra_args if loss is None else {**extra_args, "loss": loss}
 
 
-def taken(state: Any, fine: jax.Array, max_consecutive: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+def decided(state: Any, fine: jax.Array, max_consecutive: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Whether a step is taken, and the counters after it; it is if it is fine, or too many were not."""
     good = fine
     if max_consecutive is not None:

@@ -20,7 +20,7 @@ from clipjax._core.norms import as_arrays, in_float64, norm_dtype, wide
 from clipjax._core.stats import count
 from clipjax._core.trees import measure_tree
 from clipjax.gradients.past import check_count, length_of, no_ring
-from clipjax.gradients.skipping import loss_of_devices, step_if, taken, with_loss
+from clipjax.gradients.skipping import decided, loss_of_devices, step_if, with_loss
 
 # The median of |x - median| of normal numbers, times this, is their standard deviation.
 _STD_PER_MAD = 1.4826
@@ -244,7 +244,7 @@ def skip_spikes(
         extra_args = with_loss(extra_args, loss)
         loss = loss if loss is None else loss_of_devices(loss, axis_name)
         fine, fields = judged(as_arrays(updates), loss, state)
-        good, counters = taken(state, fine, max_consecutive)
+        good, counters = decided(state, fine, max_consecutive)
 
         def step(updates: Any, inner_state: Any) -> tuple[Any, Any]:
             return inner.update(updates, inner_state, params, **extra_args)

@@ -31,7 +31,8 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
       `clip_by_global_norm/norm`; a name that occurs again gets `_1`, `_2`. The metrics of norms:
       `norm` before clipping and `scale` applied at the last step (of several norms the largest and
       the smallest), `steps`, `clipped_fraction` (the share of steps that clipped anything) and
-      `nonfinite_count` (the steps whose norm was not finite).
+      `nonfinite_count` (the steps whose norm was not finite). What skips steps has `skipped_last` (1 if
+      the last step was, else 0), `skipped`, `skipped_in_a_row` and a count for each reason.
 
     Raises:
       ValueError: there is no state of clipjax in it.
