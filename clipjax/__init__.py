@@ -33,6 +33,7 @@ from clipjax.monitoring.metrics import metrics
 from clipjax.monitoring.norm_log import NormLog
 from clipjax.monitoring.records import record_norms
 from clipjax.monitoring.replay import Replay, Suggestion
+from clipjax.monitoring.skipping import raise_if_skipping
 from clipjax.weights.constraints import max_norm, min_max_norm, unit_norm
 from clipjax.weights.entries import box, non_negative
 from clipjax.weights.projections import Projection, project
@@ -87,6 +88,7 @@ __all__ = [
     "normalize_by_moving_norm",
     "project",
     "qk_clip",
+    "raise_if_skipping",
     "record_norms",
     "replace_gradient",
     "scale_gradient",

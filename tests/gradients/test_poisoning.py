@@ -31,9 +31,13 @@ SHOWN = {
     "z_score",
     "steps",
     "skipped",
+    "skipped_last",
     "skipped_in_a_row",
     "nonfinite_count",
     "nonfinite_steps",
+    "norm_spike_count",
+    "loss_z_score",
+    "loss_threshold",
 }
 
 

@@ -6,6 +6,8 @@ from tests.mistakes.row import Row, kind, value
 
 AGC = "agc = adaptive_grad_clip(0.01); "
 LINK = "link = max_norm(3.0); "
+SKIP = "skip = skip_nonfinite(sgd); "
+SPIKES = "skip = skip_spikes(sgd); "
 FEW = "{'kernel': x, 'bias': x}"  # a kernel of shape (3,)
 
 STATES: tuple[Row, ...] = (
@@ -84,5 +86,10 @@ TREES: tuple[Row, ...] = (
     kind("functional.global_norm({'kernel': 'ones'})", "'kernel'", "str", "array"),
     kind("functional.clip_by_global_norm({'kernel': jnp.ones}, 1.0)", "'kernel'", "array"),
     kind("functional.clip_by_global_norm(1.0, grads)", "max_norm", "number"),
+    value(SKIP + "skip.update(grads, skip.init(params), params, loss=x)", "loss", "(3,)", "mean"),
+    kind(SKIP + "skip.update(grads, skip.init(params), params, loss=True)", "loss", "True", "number"),
+    kind(SKIP + "skip.update(grads, skip.init(params), params, loss=[1.0])", "loss", "[1.0]", "number"),
+    kind(SPIKES + "skip.update(grads, skip.init(params), params, loss=sum)", "loss", "sum", "number"),
+    kind(SPIKES + "skip.update(grads, skip.init(params), params, 1.0)", "positional"),
     value("q = qk_clip(); q.update(heads, q.init(heads), heads)", "qk_clip", "max_logits"),
 )

@@ -78,6 +78,8 @@ def _transformation(name: str, specs: Any) -> Parts:
             if "project" in options:
                 options["project"] = clipjax.max_norm(1.0, specs=specs)
         found[str(case)] = _of_transformation(walk.make(name, **options))
+    if name.startswith("skip"):
+        found["loss"] = _given_a_loss(walk.make(name, optimizer=counting(), max_consecutive=9))
     return found
 
 
@@ -89,6 +91,16 @@ def _chain(specs: Any) -> Parts:
 def _qk_clip(specs: Any) -> Parts:
     tx = clipjax.qk_clip(100.0)
     return {"qk_clip": _of_transformation(tx, max_logits=LOGITS)}
+
+
+def _given_a_loss(tx: Any) -> Part:
+    """What skips, by the loss, too: the mean of one gradient, which differs from device to device."""
+
+    def run(state: Any, grads: Any, params: Any) -> tuple[dict[str, Any], Any]:
+        updates, state = tx.update(grads, state, params, loss=jnp.mean(grads["kernel"]))
+        return {"update": updates}, (state, clipjax.metrics(state))
+
+    return Part(run, tx.init, ("update",))
 
 
 def _columns(path: str, leaf: Any) -> Any:
@@ -165,6 +177,7 @@ def _clipped(tree: Any, norm: Any) -> tuple[dict[str, Any], Any]:
 NO_PROGRAM = {
     "metrics": "reads a state: in the program of every transformation",
     "verify": "looks at values, outside of a program",
+    "raise_if_skipping": "looks at values, outside of a program",
     "fan_in": "a rule, at work in other members",
     "fan_in_or_whole": "a rule, at work in other members",
 }
