@@ -72,6 +72,7 @@ def skip_spikes(
     optimizer: optax.GradientTransformation,
     z_threshold: Bound = 6.0,
     *,
+    max_norm: Bound | None = None,
     window: int = 128,
     warmup_steps: int | None = None,
     max_consecutive: int | None = None,
@@ -89,6 +90,8 @@ def skip_spikes(
       z_threshold: how many standard deviations a norm or a loss may be above the median: a number, a
         scalar array or a schedule `step -> number`. 6 lets pass 1.8 times the median where the norms
         vary by 10%, and 20 times where they vary by a factor of 1.65.
+      max_norm: a norm above it is a spike whatever the window says, and before the window judges: a number,
+        a scalar array or a schedule. None: no such limit. With an infinite `z_threshold` it alone decides.
       window: how many of the last norms and losses to remember. The state holds as many floats of each,
         1024 bytes for 128, and a step sorts them.
       warmup_steps: how many norms, or losses, must be in the window before it judges them, at most
@@ -148,6 +151,7 @@ def skip_spikes(
     """
     inner = optax.with_extra_args_support(check_optimizer("optimizer", optimizer))
     highest = bound_at("z_threshold", z_threshold)
+    cap = None if max_norm is None else bound_at("max_norm", max_norm, scalar=True)
     check_count("window", window, 1)
     if max_consecutive is not None:
         check_count("max_consecutive", max_consecutive, 1)
@@ -220,6 +224,8 @@ def skip_spikes(
         norm = lax.stop_gradient(measure_tree(updates, 2.0, axis_name))
         at_most = lax.stop_gradient(highest(state.steps))
         of_norm = judge(norm, state.norms, state.taken, at_most, _LEAST_STD)
+        if cap is not None:
+            of_norm = _capped(of_norm, lax.stop_gradient(cap(state.steps)))
         fields = {"norm": of_norm.value, "z_score": of_norm.z_score, "threshold": of_norm.threshold}
         fields |= _counts(state, of_norm, "nonfinite_count", "norm_spike_count")
         finite, spike = of_norm.finite, of_norm.spike
@@ -253,6 +259,15 @@ def skip_spikes(
         return new_updates, state._replace(**fields, **counters, inner=new_inner)
 
     return knowing(optax.GradientTransformationExtraArgs(init, update), *links_of(optimizer))
+
+
+def _capped(judged: _Judged, cap: jax.Array) -> _Judged:
+    """The same of a norm that is a spike above `cap`, too."""
+    lower = jnp.minimum(wide(judged.threshold), cap)
+    return judged._replace(
+        spike=judged.spike | (judged.finite & (wide(judged.value) > cap)),
+        threshold=lax.convert_element_type(lower, judged.threshold.dtype),
+    )
 
 
 def _counts(state: SkipSpikesState, judged: _Judged, nonfinite: str, spikes: str) -> dict[str, jax.Array]:
