@@ -28,7 +28,7 @@ MUTANTS = (
     ),
     Mutant(
         "capped weights are not made smaller until they are inside",
-        "weights/singular.py",
+        "_matrices/singular.py",
         "return state[0] & False, first_inside(real, state[0], smaller, lambda x: x, w, bound)",
         "return state[0] & False, smaller(jnp.zeros_like(bound))",
         "tests/weights/test_spectral.py::test_hostile_matrices_stay_below_the_bound "
@@ -36,14 +36,14 @@ MUTANTS = (
     ),
     Mutant(
         "on a TPU, a matrix is inside if it has a Cholesky factor, however inexact",
-        "weights/proof.py",
+        "_matrices/proof.py",
         "return fits & (jnp.max(sums) <= room / 2 * _UNIT**2)",
         "return fits",
         "tests/weights/test_spectral_tpu_arithmetic.py::test_what_is_proven_is_inside",
     ),
     Mutant(
         "products of integers lose a digit",
-        "weights/proof.py",
+        "_matrices/proof.py",
         "return lax.fori_loop(np.int32(0), np.int32(16), subtract, rest)",
         "return lax.fori_loop(np.int32(1), np.int32(16), subtract, rest)",
         "tests/weights/test_spectral_tpu_arithmetic.py::test_products_of_integers_are_exact",
