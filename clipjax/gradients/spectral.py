@@ -72,7 +72,7 @@ def clip_by_spectral_norm(
     of a matrix to its dtype, however far above the bound the largest is (on a TPU to 2e-5 of the bound for
     values up to some hundred times the bound, to some hundredths from 10⁶ times). A bound of 0 makes zeros,
     and one of infinity changes no bit. Entries that are not finite make their matrix NaN. Gradients through
-    it are right and finite at 0, with one side's where a singular value ties with the bound; they take an SVD.
+    it are right, finite at 0, and one side's where a singular value ties with the bound; they take an SVD.
 
     The hard clip is published for gradients, by an SVD. The soft one is published for updates, between the
     optimizer and its learning rate, and optionally for gradients too; its authors run 10 Newton-Schulz steps

@@ -20,6 +20,7 @@ STATELESS = {
     "clip_by_norm",
     "clip_by_global_norm",
     "clip_by_rms",
+    "clip_by_spectral_norm",
     "adaptive_grad_clip",
     "tangent_cone",
     "zero_nonfinite",
