@@ -139,13 +139,14 @@ of_updates = optax.chain(
 )
 ```
 
-`clip_by_spectral_norm` does to a gradient what `spectral_cap` does to a weight, each step anew. Hard, it costs
-what the cap costs: for a matrix that is inside, the proof. Softly, there is work to do for every matrix at every
-step.
+`clip_by_spectral_norm` does to a gradient what `spectral_cap` does to a weight, each step anew. Hard, it
+costs what the cap costs: for a matrix that is inside, the proof. Softly, there is work to do for every matrix
+at every step.
 
 | | hard | `soft=True` |
 |---|---|---|
-| a singular value s becomes | min(s, bound) | s / sqrt(1 + s² / bound²): 0.71 of the bound if it is at the bound |
+| a singular value s becomes | min(s, bound) | s / sqrt(1 + s² / bound²) |
+| one at the bound | stays | becomes 0.71 of the bound |
 | what is inside | stays bit for bit | comes down too: at a tenth of the bound by half a percent |
 | smooth | but for values at the bound | everywhere |
 | for | a safeguard, which acts on spikes alone | a bound that shapes every update, as published |
@@ -154,16 +155,16 @@ In units of one SVD of the same matrix, as above, in the same run; `far` is a ma
 
 {clips}
 
-Both are Newton-Schulz iterations by default. Products are what accelerators do best, and the thousandth that the
-hard clip may end below its bound is nothing to a gradient. On a CPU `method="svd"` can be faster: compare on
-your shapes. Leaves of rank 0 and 1 are no matrices and pass: clip them with another clip, by its `where`.
+Both are Newton-Schulz iterations by default. Products are what accelerators do best, and the thousandth that
+the hard clip may end below its bound is nothing to a gradient. On a CPU `method="svd"` can be faster: compare
+on your shapes. Leaves of rank 0 and 1 are no matrices and pass: clip them with another clip, by its `where`.
 
 ## On a TPU
 
 A TPU has no SVD in float64, and XLA takes minutes to compile one in float32 for matrices of more than 512. So
-both methods are Newton-Schulz iterations in float32 there; where not soft, `svd` aims closer to the bound. The
-proof is in integers, and its allowance d is larger: 2e-6 times the square root of the shorter side. The same
-arithmetic, carried out on a CPU:
+both methods are Newton-Schulz iterations in float32 there; where not soft, `svd` aims closer to the bound.
+The proof is in integers, and its allowance d is larger: 2e-6 times the square root of the shorter side. The
+same arithmetic, carried out on a CPU:
 
 | matrix | d | loss, svd | loss, newton_schulz |
 |---|---|---|---|
