@@ -27,6 +27,7 @@ from clipjax.gradients.nonfinite import skip_nonfinite, zero_nonfinite
 from clipjax.gradients.outliers import clip_by_lognormal, zclip
 from clipjax.gradients.quantiles import autoclip, clip_by_quantile
 from clipjax.gradients.relative import adaptive_grad_clip, fan_in_or_whole
+from clipjax.gradients.spectral import clip_by_spectral_norm
 from clipjax.gradients.spikes import skip_spikes
 from clipjax.gradients.tangent_cone import tangent_cone
 from clipjax.monitoring.metrics import metrics
@@ -74,6 +75,7 @@ __all__ = [
     "clip_by_norm",
     "clip_by_quantile",
     "clip_by_rms",
+    "clip_by_spectral_norm",
     "clip_by_value",
     "clip_gradient_by_global_norm",
     "clip_gradient_by_norm",

@@ -21,6 +21,7 @@ STATELESS = {
     "clip_by_global_norm",
     "clip_by_group_norm",
     "clip_by_rms",
+    "clip_by_spectral_norm",
     "adaptive_grad_clip",
     "tangent_cone",
     "zero_nonfinite",

@@ -46,6 +46,15 @@ AXES: tuple[Row, ...] = (
     value("unit_norm()(conv)", "axes", "'kernel'", "(3, 4, 5)", "clipjax.fan_in"),
     value("chain(adam, max_norm(3.0)).init(conv)", "axes", "'kernel'", "(3, 4, 5)", "clipjax.fan_in"),
     value("spectral_cap(1.0)(conv)", "flatten", "'kernel'", "(3, 4, 5)"),
+    value("clip_by_spectral_norm(1.0).init(conv)", "flatten", "'kernel'", "(3, 4, 5)"),
+    value("clip_by_spectral_norm(1.0).init({'bias': x})", "flatten", "nothing", "bias"),
+    value(
+        "qk_clip(head_dim=3, parts={'query': [('query', 4), ('query_rope', 2)]})"
+        "(heads, max_logits=jnp.ones(2))",
+        "parts",
+        "head_dim=3",
+        "4",
+    ),
     value(
         "tangent_cone(3.0).update(conv, tangent_cone(3.0).init(conv), conv)",
         *("axes", "'kernel'", "(3, 4, 5)", "clipjax.fan_in"),

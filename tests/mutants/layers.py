@@ -28,7 +28,7 @@ MUTANTS = (
     ),
     Mutant(
         "capped weights are not made smaller until they are inside",
-        "weights/singular.py",
+        "_matrices/singular.py",
         "return state[0] & False, first_inside(real, state[0], smaller, lambda x: x, w, bound)",
         "return state[0] & False, smaller(jnp.zeros_like(bound))",
         "tests/weights/test_spectral.py::test_hostile_matrices_stay_below_the_bound "
@@ -36,24 +36,45 @@ MUTANTS = (
     ),
     Mutant(
         "on a TPU, a matrix is inside if it has a Cholesky factor, however inexact",
-        "weights/proof.py",
+        "_matrices/proof.py",
         "return fits & (jnp.max(sums) <= room / 2 * _UNIT**2)",
         "return fits",
         "tests/weights/test_spectral_tpu_arithmetic.py::test_what_is_proven_is_inside",
     ),
     Mutant(
         "products of integers lose a digit",
-        "weights/proof.py",
+        "_matrices/proof.py",
         "return lax.fori_loop(np.int32(0), np.int32(16), subtract, rest)",
         "return lax.fori_loop(np.int32(1), np.int32(16), subtract, rest)",
         "tests/weights/test_spectral_tpu_arithmetic.py::test_products_of_integers_are_exact",
     ),
     Mutant(
         "the key takes all of a logit's factor",
-        "weights/qk_clip.py",
+        "weights/qk_layout.py",
         "of_key = jnp.sqrt(jnp.min(factor.reshape(*stack, key_heads, shared_by), axis=-1))",
         "of_key = jnp.min(factor.reshape(*stack, key_heads, shared_by), axis=-1)",
         "tests/weights/test_qk_clip.py::test_the_factors_by_hand",
+    ),
+    Mutant(
+        "the rotary part of a query takes the root of the factor",
+        "weights/qk_layout.py",
+        '"query_rope": factor,',
+        '"query_rope": of_query,',
+        "tests/weights/test_qk_clip_parts.py::test_the_logits_of_latent_attention_end_at_the_threshold",
+    ),
+    Mutant(
+        "soft stages do as much again as the ones before",
+        "_matrices/caps.py",
+        "return aim * lax.rsqrt(jnp.maximum(1 - jnp.square(aim / level), eps))",
+        "return aim",
+        "tests/gradients/test_clip_by_spectral_norm.py::test_softly_in_float64_small_values_survive_large_ones",
+    ),
+    Mutant(
+        "a soft derivative forgets how the vectors turn",
+        "_matrices/singular.py",
+        "jnp.square(ratio[:, None] * ratio[None, :])",
+        "jnp.square(ratio[:, None] * ratio[:, None])",
+        "tests/gradients/test_clip_by_spectral_norm.py::test_soft_derivatives_agree_with_finite_differences",
     ),
     Mutant(
         "logits are differentiated",
@@ -127,7 +148,7 @@ MUTANTS = (
     ),
     Mutant(
         "a shared key is clipped for the smallest logit",
-        "weights/qk_clip.py",
+        "weights/qk_layout.py",
         "jnp.sqrt(jnp.min(factor.reshape(",
         "jnp.sqrt(jnp.max(factor.reshape(",
         "tests/weights/test_qk_clip.py::test_the_factors_by_hand",

@@ -127,7 +127,11 @@ BY_TYPE: dict[str, Builder] = {
 }
 MEMBERS = OF_LEAVES | OF_UNITS | ADAPTIVE | SKIPPING | BY_TYPE
 # For matrices that are whole on a device, or that the compiler splits.
-SPECTRAL: dict[str, Builder] = {"spectral_cap": lambda s, a: clipjax.spectral_cap(2.0)}
+SPECTRAL: dict[str, Builder] = {
+    "spectral_cap": lambda s, a: clipjax.spectral_cap(2.0),
+    "clip_by_spectral_norm": lambda s, a: clipjax.clip_by_spectral_norm(2.0),
+    "soft": lambda s, a: clipjax.clip_by_spectral_norm(2.0, soft=True),
+}
 
 # (states, grads, params) -> (updates, states, metrics), each but `grads` and `params` by member
 Step = Callable[[Any, Any, Any], tuple[Any, Any, Any]]

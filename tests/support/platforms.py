@@ -28,6 +28,7 @@ SPECS = {"kernel": P(AXIS, None), "columns": P(None, AXIS), "replicated": P(), "
 WHOLE = dict.fromkeys(SHAPES, P())
 # One matrix, whose proofs a TPU's compiler takes ten seconds for.
 MATRIX = {"kernel": (32, 16)}
+SPECTRAL = ("clip_by_spectral_norm", "spectral_cap")
 
 ATTENTION = {
     side: {"kernel": (64, 4, 16), "bias": (4, 16)} if side != "value" else {"kernel": (64, 4, 16)}
@@ -206,7 +207,7 @@ def specs_of(name: str) -> Any:
     """How a member's tree is spread over the devices: whole, where it cannot be told how units are split."""
     if name == "qk_clip":
         return jax.tree.map(lambda _: P(), ATTENTION, is_leaf=lambda x: isinstance(x, tuple))
-    if name == "spectral_cap":
+    if name in SPECTRAL:
         return dict.fromkeys(MATRIX, P())
     unsplit = ("functional.unitwise_norms", "functional.clip_by_norm")
     return WHOLE if name in unsplit else SPECS
@@ -214,7 +215,7 @@ def specs_of(name: str) -> Any:
 
 def shapes_of(name: str, dtype: Any) -> Any:
     """The tree that a member is run on."""
-    shapes = {"qk_clip": ATTENTION, "spectral_cap": MATRIX}.get(name, SHAPES)
+    shapes = {"qk_clip": ATTENTION, **dict.fromkeys(SPECTRAL, MATRIX)}.get(name, SHAPES)
     return jax.tree.map(
         lambda shape: jax.ShapeDtypeStruct(shape, dtype), shapes, is_leaf=lambda x: isinstance(x, tuple)
     )

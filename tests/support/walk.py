@@ -41,7 +41,8 @@ VARIANTS: dict[str, list[Any]] = {
     "high": [1.25],
     "nonfinite": ["zero", "skip"],
     "project": [clipjax.max_norm(1.0)],
-    "method": ["newton_schulz"],
+    "method": ["newton_schulz", "svd"],
+    "soft": [True],
     "groups": ["leaf", 1],
     "of": [("updates", "params", "ratio")],
     "every": [2],
@@ -60,7 +61,13 @@ NEEDED = {("clip_by_value", "bound"), ("bounded", "clip")}
 SIGNED = {("box", "low"), ("box", "high")}
 
 # What bounds directions, and not lengths: an entry may change its sign.
-TURNING = {"spectral_cap", "tangent_cone"}
+TURNING = {"clip_by_spectral_norm", "spectral_cap", "tangent_cone"}
+
+
+def is_smooth(case: Case) -> bool:
+    """Whether what is inside moves too, however little."""
+    return bool(case.options.get("soft"))
+
 
 # What gives each gradient a new norm, small ones too: nothing is inside a bound.
 NORMALIZING = {"normalize_by_moving_norm"}
@@ -155,7 +162,8 @@ def variants() -> list[Case]:
             if key == "where" and not is_projection(make(case.name, **dict(case.options))):
                 continue  # contract/test_where.py shows that it changes no bit, in each transformation
             if key in parameters(case.name) and key not in required(case.name):
-                found += [Case(case.name, {key: value}) for value in values]
+                default = parameters(case.name)[key].default
+                found += [Case(case.name, {key: value}) for value in values if value is not default]
     return found
 
 
