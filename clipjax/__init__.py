@@ -27,6 +27,7 @@ from clipjax.gradients.quantiles import autoclip, clip_by_quantile
 from clipjax.gradients.relative import adaptive_grad_clip, fan_in_or_whole
 from clipjax.gradients.spikes import skip_spikes
 from clipjax.gradients.tangent_cone import tangent_cone
+from clipjax.gradients.tangent_space import tangent_space
 from clipjax.monitoring.metrics import metrics
 from clipjax.monitoring.norm_log import NormLog
 from clipjax.monitoring.replay import Replay, Suggestion
@@ -87,6 +88,7 @@ __all__ = [
     "skip_spikes",
     "spectral_cap",
     "tangent_cone",
+    "tangent_space",
     "unit_norm",
     "verify",
     "zclip",

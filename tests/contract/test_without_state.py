@@ -22,6 +22,7 @@ STATELESS = {
     "clip_by_rms",
     "adaptive_grad_clip",
     "tangent_cone",
+    "tangent_space",
     "zero_nonfinite",
 }
 PROJECTIONS = {case.name for case in DEFAULTS if is_projection(default(case))} - set(NEEDS_MORE)

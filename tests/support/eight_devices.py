@@ -94,6 +94,7 @@ OF_UNITS: dict[str, Builder] = {
     "min_max_norm": lambda s, a: clipjax.min_max_norm(2.5, 3.5, specs=s, axis_name=a),
     "unit_norm": lambda s, a: clipjax.unit_norm(specs=s, axis_name=a),
     "tangent_cone": lambda s, a: clipjax.tangent_cone(1.5, specs=s, axis_name=a),
+    "tangent_space": lambda s, a: clipjax.tangent_space(axes=0, specs=s, axis_name=a),
 }
 ADAPTIVE: dict[str, Builder] = {
     "autoclip": lambda s, a: clipjax.autoclip(50.0, window=4, axis_name=a),

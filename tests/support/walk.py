@@ -56,7 +56,7 @@ NEEDED = {("clip_by_value", "bound"), ("bounded", "clip")}
 SIGNED = {("box", "low"), ("box", "high")}
 
 # What bounds directions, and not lengths: an entry may change its sign.
-TURNING = {"spectral_cap", "tangent_cone"}
+TURNING = {"spectral_cap", "tangent_cone", "tangent_space"}
 
 
 class Case(NamedTuple):
