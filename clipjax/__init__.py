@@ -33,6 +33,7 @@ from clipjax.monitoring.norm_log import NormLog
 from clipjax.monitoring.replay import Replay, Suggestion
 from clipjax.weights.constraints import max_norm, min_max_norm, unit_norm
 from clipjax.weights.entries import box, non_negative
+from clipjax.weights.hyperball import hyperball
 from clipjax.weights.projections import Projection, project
 from clipjax.weights.qk_clip import qk_clip
 from clipjax.weights.spectral import spectral_cap
@@ -76,6 +77,7 @@ __all__ = [
     "fan_in",
     "fan_in_or_whole",
     "functional",
+    "hyperball",
     "max_norm",
     "metrics",
     "min_max_norm",

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import optax
 
 from clipjax._core.arguments import explained, shown
-from clipjax._core.links import Chain, Clip, check_optimizer, check_transformation, knowing, links_of
+from clipjax._core.links import Chain, Clip, Placing, check_optimizer, check_transformation, knowing, links_of
 from clipjax._core.mesh import AxisName
 from clipjax.gradients.nonfinite import skip_nonfinite, zero_nonfinite
 from clipjax.weights.projections import Projection
@@ -57,7 +57,7 @@ put projections last
         check_transformation(f"links[{i}]", link)
     flat = [(i, inner) for i, link in enumerate(links) for inner in links_of(link)]
     for (i, link), (j, after) in itertools.pairwise(flat):
-        if isinstance(link, Projection) and not isinstance(after, Projection):
+        if isinstance(link, Projection | Placing) and not isinstance(after, Projection):
             end = "" if link is links[i] else "a chain that ends in "
             raise ValueError(
                 f"links[{i}], {end}{link!r}, projects the weights, but links[{j}] moves them again: "

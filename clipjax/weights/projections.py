@@ -190,7 +190,7 @@ def _link(
             return new if measure is None else jnp.where(violation < 0, jnp.zeros_like(new), new)
 
         if how.of_units is not None:
-            leaves, report = _steps(how.of_units, before, leaves, treedef, step, memory[0], step_of)
+            leaves, report = steps_of_units(how.of_units, before, leaves, treedef, step, memory[0], step_of)
         else:
             after = [applied(p, u) for p, u in zip(before, leaves, strict=True)]
             taken = {name: extra_args[name] for name in how.extra if name in extra_args}
@@ -206,7 +206,7 @@ def _link(
 
 
 @in_float64
-def _steps(
+def steps_of_units(
     how: OfUnits,
     before: list[Any],
     updates: list[Any],
