@@ -83,6 +83,7 @@ OF_LEAVES: dict[str, Builder] = {
     "array of values": lambda s, a: clipjax.clip_by_value(np.full((1, 1), 2.35, np.float32), axis_name=a),
     "box": lambda s, a: clipjax.box(-0.5, 0.25, axis_name=a),
     "non_negative": lambda s, a: clipjax.non_negative(axis_name=a),
+    "hyperball": lambda s, a: clipjax.hyperball(0.25, axes=None, specs=s, axis_name=a),
 }
 OF_UNITS: dict[str, Builder] = {
     "units": lambda s, a: clipjax.clip_by_norm(0.5, axes=0, specs=s, axis_name=a),
