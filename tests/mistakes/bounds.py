@@ -56,6 +56,8 @@ ROWS: tuple[Row, ...] = (
     value("spectral_cap(1.0, method='power')", "method", "'power'", "'svd'"),
     kind("tangent_cone('3.0')", "radius", "'3.0'"),
     kind("tangent_space(keep_norm=1.0)", "keep_norm", "1.0"),
+    value("hyperball(-1e-2)", "learning_rate", "-0.01"),
+    kind("hyperball(None)", "learning_rate", "None"),
     value("qk_clip(-100.0)", "threshold", "-100.0"),
     value("qk_clip(query='attention/query')", "query", "'attention/query'", "one component"),
     value("qk_clip(query='qkv', key='qkv')", "query", "key", "'qkv'"),

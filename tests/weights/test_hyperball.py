@@ -115,6 +115,9 @@ def test_where_the_update_or_the_rate_is_zero_nothing_moves(kind: str, axes: Any
             assert same_bits(step(axes)(w, update, state, np.float32(none))[0], w)
         w, state = jax.tree.map(np.asarray, step(axes)(w, u, state, np.float32(rate)))
         u = u[::-1].copy()
+    away = (1.5 * exact(w)).astype(w.dtype)  # as weights that were changed by hand
+    assert same_bits(step(axes)(away, u, state, np.float32(0.0))[0], away)
+    assert same_bits(step(axes)(away, np.zeros_like(u), state, np.float32(0.1))[0], away)
     some = u.copy()
     some[:, 3] = 0
     after = np.asarray(step(0)(w, some, start(w, 0), np.float32(0.1))[0])
