@@ -105,7 +105,7 @@ def _is_rule(name: str, function: Callable[..., Any]) -> bool:
     what = "and could be either" if rule else "and it is neither"
     raise TypeError(
         f"{name}: a schedule takes (step), a rule takes (path, leaf); the arguments of this function are "
-        f"{signature}, {what}: write lambda step: … or lambda path, leaf: …"
+        f"{signature}, {what}: give it one argument, or two"
     )
 
 

@@ -239,7 +239,7 @@ def test_weight_clipping_keeps_layers_in_the_range_of_their_initialization() -> 
             0.0,
             lambda *args: 1.0,
             TypeError,
-            r"high: a schedule.*\(\*args\), and could be either: write lambda step",
+            r"high: a schedule.*\(\*args\), and could be either: give it one argument, or two",
         ),
         (0.0, {"kernel": lambda: 1.0}, TypeError, r"high\['kernel'\]: a schedule.*\(\), and it is neither"),
     ],
