@@ -144,10 +144,18 @@ def hyperball(
                 f"params: hyperball has the radii of {len(radii)} leaves, which init got, and is to place "
                 f"{len(units)}"
             )
-        moving = [u._replace(leaf=placed_as(u.leaf, leaves[u.position])) for u in units]
-        sizes = measure_units(moving)
         radius_of = {u.position: wide(radius) for u, radius in zip(units, radii, strict=True)}
-        still = {u.position: (size == 0) | (rate == 0) for u, size in zip(units, sizes, strict=True)}
+        still: dict[int, jax.Array] = {}  # the units that do not move
+
+        def moved_by(units: Sequence[Unit], updates: list[Any]) -> list[Any]:
+            each = zip(units, updates, strict=True)
+            moving = [u._replace(leaf=placed_as(before[u.position], x)) for u, x in each]
+            sizes = measure_units(moving)
+            still.update({u.position: (n == 0) | (rate == 0) for u, n in zip(moving, sizes, strict=True)})
+            scales, _ = decide(to_steps, moving, sizes)
+            given = (*radii, *before) if step is None else (*radii, *before, step)
+            scaled = zip(moving, scales, strict=True)
+            return [_step(before[u.position], u.leaf, scale, given) for u, scale in scaled]
 
         def to_steps(units: Sequence[Unit], norms: Sequence[jax.Array]) -> Decision:
             pairs = list(zip(norms, units, strict=True))
@@ -166,13 +174,10 @@ def hyperball(
             return scale_between, with_precision(units, norms, columns)
 
         leaves = [x if i in radius_of else _plain_step(x, rate) for i, x in enumerate(leaves)]
-        for unit, scale in zip(moving, decide(to_steps, moving, sizes)[0], strict=True):
-            given = before[unit.position], *radii
-            leaves[unit.position] = _step(unit.leaf, scale, given if step is None else (*given, step))
         of_units = OfUnits(lambda _: to_spheres, axes, specs, axis_name)
         ready = radii[0] if radii else rate
         place = functools.partial(step_to, outside=larger_than, same_dtype=True)
-        leaves, report = steps_of_units(of_units, before, leaves, treedef, step, ready, place)
+        leaves, report = steps_of_units(of_units, before, leaves, treedef, step, ready, place, moved_by)
         return treedef.unflatten(leaves), report, (radii,)
 
     tx = with_stats(HyperballState, act, first, needs_params="places the weights", follows_past=True)
@@ -202,11 +207,11 @@ def _scale_of_step(size: jax.Array, rate: jax.Array, radius: jax.Array, *precisi
     return Scale(jnp.where(plain, 1.0, scale.power), jnp.where(plain, rate, scale.factor))
 
 
-def _step(update: jax.Array, scale: Scale, given: tuple[Any, ...]) -> jax.Array:
+def _step(before: jax.Array, update: jax.Array, scale: Scale, given: tuple[Any, ...]) -> jax.Array:
     """The step down along an update; of 16 bits, in float32, but where a branch has to keep the dtype."""
     if jnp.iscomplexobj(update):
         return rescale(-update, scale)
-    dtype = step_dtype(given[0], update)
+    dtype = step_dtype(before, update)
     wider = update if update.dtype == dtype else lax.convert_element_type(update, dtype)
     step = rescale(-wider, scale)
     return exactly(rounded(step, update.dtype), update.dtype) if is_branch(given, step) else step

@@ -214,8 +214,12 @@ def steps_of_units(
     at_step: Any,
     ready: jax.Array,  # a number of the state
     step_of: Callable[..., Any],
+    moved_by: Callable[[Sequence[Unit], list[Any]], list[Any]] = lambda _, updates: updates,
 ) -> tuple[list[Any], Report]:
-    """The updates of all leaves, and the report of their units: of large leaves one after the other."""
+    """The updates of all leaves, and the report of their units: of large leaves one after the other.
+
+    `moved_by(units, updates)` may turn the updates of some leaves into others first.
+    """
     rule, leaves = how.rule_at(at_step), list(updates)
     norms: list[jax.Array] = []
     scales: list[Scale] = []
@@ -223,8 +227,9 @@ def steps_of_units(
 
     def step(units: Sequence[Unit], turn: Turn) -> None:
         news, terms = [], []
-        for unit in units:
-            old, update = before[unit.position], stored(leaves[unit.position], turn)
+        updates = moved_by(units, [stored(leaves[unit.position], turn) for unit in units])
+        for unit, update in zip(units, updates, strict=True):
+            old = before[unit.position]
             after = applied(old, update)
             is_sum = after.dtype == update.dtype and after.dtype.itemsize >= 4
             news.append((old, update, after))
