@@ -149,8 +149,8 @@ MUTANTS = (
     Mutant(
         "weights that do not move are brought to their spheres",
         "weights/hyperball.py",
-        "(size == 0) | (rate == 0)",
-        "(size == 0) & (rate == 0)",
+        "(n == 0) | (rate == 0)",
+        "(n == 0) & (rate == 0)",
         "tests/weights/test_hyperball.py::test_where_the_update_or_the_rate_is_zero_nothing_moves",
     ),
     Mutant(
