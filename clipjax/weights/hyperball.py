@@ -68,7 +68,6 @@ def hyperball(
     sign, and without weight decay::
 
         clipjax.chain(optax.scale_by_adam(), clipjax.hyperball(1e-2))
-        clipjax.chain(optax.contrib.scale_by_muon(), clipjax.hyperball(1e-2))
 
     After an optimizer with a learning rate of its own, as `optax.adam(1e-3)`, whose updates are descents
     already, it would climb.
