@@ -30,6 +30,7 @@ from clipjax.gradients.relative import adaptive_grad_clip, fan_in_or_whole
 from clipjax.gradients.spectral import clip_by_spectral_norm
 from clipjax.gradients.spikes import skip_spikes
 from clipjax.gradients.tangent_cone import tangent_cone
+from clipjax.gradients.tangent_space import tangent_space
 from clipjax.monitoring.metrics import metrics
 from clipjax.monitoring.norm_log import NormLog
 from clipjax.monitoring.records import record_norms
@@ -37,6 +38,7 @@ from clipjax.monitoring.replay import Replay, Suggestion
 from clipjax.monitoring.skipping import raise_if_skipping
 from clipjax.weights.constraints import max_norm, min_max_norm, unit_norm
 from clipjax.weights.entries import box, non_negative
+from clipjax.weights.hyperball import hyperball
 from clipjax.weights.projections import Projection, project
 from clipjax.weights.qk_clip import qk_clip
 from clipjax.weights.spectral import spectral_cap
@@ -83,6 +85,7 @@ __all__ = [
     "fan_in",
     "fan_in_or_whole",
     "functional",
+    "hyperball",
     "max_norm",
     "metrics",
     "min_max_norm",
@@ -98,6 +101,7 @@ __all__ = [
     "skip_spikes",
     "spectral_cap",
     "tangent_cone",
+    "tangent_space",
     "unit_norm",
     "verify",
     "zclip",

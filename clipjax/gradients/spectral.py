@@ -71,8 +71,8 @@ def clip_by_spectral_norm(
     others end below it, is as of :func:`clipjax.spectral_cap`. Softly, all values are right to the rounding
     of a matrix to its dtype, however far above the bound the largest is (on a TPU to 2e-5 of the bound for
     values up to some hundred times the bound, to some hundredths at 10⁶ times; from 10¹⁰ times on, those far
-    below the largest are lost). A bound of 0 makes zeros, and one of infinity changes no bit. Entries that are
-    not finite make their matrix NaN. Gradients through it are right, finite at 0, and one side's where a
+    below the largest are lost). A bound of 0 makes zeros, and one of infinity changes no bit. Entries that
+    are not finite make their matrix NaN. Gradients through it are right, finite at 0, and one side's where a
     singular value ties with the bound; they take an SVD.
 
     The hard clip is published for gradients, by an SVD. The soft one is published for updates, between the

@@ -1,6 +1,7 @@
 """No transformation keeps more for larger parameters: leaves a hundred times as large change no state.
 
-What follows leaves keeps numbers for each leaf, of whatever size; `adagc` with `axes` one for each unit.
+What follows leaves keeps numbers for each leaf, of whatever size, and `hyperball` one; with `axes`, they keep
+them for each unit.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ import clipjax
 from tests.support import walk
 
 # What keeps more for larger parameters, and why its method cannot do without.
-GROWS = {"adagc(axes=dict)": "one number for each unit"}
+GROWS = {
+    "adagc(axes=dict)": "one number for each unit",
+    "hyperball(axes=dict)": "the norm that each unit keeps",
+}
 
 
 def parameters(scale: int) -> Any:
@@ -49,3 +53,7 @@ def test_what_wraps_an_optimizer_keeps_its_state_once() -> None:
 
 def test_the_count_tells_a_state_that_grows() -> None:
     assert numbers(optax.adam(1e-3), 10) > numbers(optax.adam(1e-3), 1)
+
+
+def test_there_are_such_cases() -> None:
+    assert set(GROWS) <= {str(case) for case in walk.variants()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mistakes.row import Row, kind, value
 
 ROWS: tuple[Row, ...] = (
+    value("chain(hyperball(1e-2), adam)", "links[0]", "hyperball(0.01)", "links[1]", "last"),
     kind("chain(clip_by_global_norm, adam)", "links[0]", "clip_by_global_norm", "call it"),
     kind("chain(clip, optax.adam)", "links[1]", "adam", "call it"),
     kind("chain([clip, adam])", "links[0]", "chain(*"),

@@ -59,6 +59,8 @@ TREES: tuple[Row, ...] = (
     value(LINK + "link.update(grads, link.init(params))", "max_norm", "params", "(grads, state, params)"),
     value(AGC + "agc.update(grads, agc.init(params))", "adaptive_grad_clip", "params"),
     value("cone = tangent_cone(3.0); cone.update(grads, cone.init(params))", "tangent_cone", "params"),
+    value("space = tangent_space(); space.update(grads, space.init(params))", "tangent_space", "params"),
+    value("ball = hyperball(1e-2); ball.update(grads, ball.init(params))", "hyperball", "params"),
     value("cap = spectral_cap(1.0); cap.update(grads, cap.init(params))", "spectral_cap", "params"),
     value("tx = bounded(sgd, project=max_norm(3.0)); tx.update(grads, tx.init(params))", "params"),
     value(LINK + "link.update(grads, link.init(params), [x])", "updates", "params"),

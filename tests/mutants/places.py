@@ -203,7 +203,7 @@ MUTANTS = (
     ),
     Mutant(
         "the radial part is that of one device",
-        "gradients/tangent_cone.py",
+        "gradients/radial.py",
         "product = lax.psum(product, unit.names)",
         "product = lax.pmin(product, unit.names)",
         "tests/devices/test_units_and_specs.py::test_same_as_on_one_device",

@@ -85,6 +85,7 @@ OF_LEAVES: dict[str, Builder] = {
     "non_negative": lambda s, a: clipjax.non_negative(axis_name=a),
     "groups": lambda s, a: clipjax.clip_by_group_norm({"kernel": 1.0, "*": 0.5}, axis_name=a),
     "records": lambda s, a: clipjax.record_norms("leaf", of=("updates", "ratio"), axis_name=a),
+    "hyperball": lambda s, a: clipjax.hyperball(0.25, axes=None, specs=s, axis_name=a),
 }
 OF_UNITS: dict[str, Builder] = {
     "units": lambda s, a: clipjax.clip_by_norm(0.5, axes=0, specs=s, axis_name=a),
@@ -96,6 +97,7 @@ OF_UNITS: dict[str, Builder] = {
     "min_max_norm": lambda s, a: clipjax.min_max_norm(2.5, 3.5, specs=s, axis_name=a),
     "unit_norm": lambda s, a: clipjax.unit_norm(specs=s, axis_name=a),
     "tangent_cone": lambda s, a: clipjax.tangent_cone(1.5, specs=s, axis_name=a),
+    "tangent_space": lambda s, a: clipjax.tangent_space(axes=0, specs=s, axis_name=a),
 }
 ADAPTIVE: dict[str, Builder] = {
     "autoclip": lambda s, a: clipjax.autoclip(50.0, window=4, axis_name=a),

@@ -25,6 +25,7 @@ ARGUMENTS: dict[str, Any] = {
     "low": 0.5,
     "clip": clipjax.clip_by_global_norm(1.0),
     "high": 2.0,
+    "learning_rate": 0.25,
     # decay=0.5 is exact, so that a fused multiply-add under jit rounds as the eager sum does.
     "optimizer": optax.trace(decay=0.5),
     "function": lambda params: jax.tree.map(
@@ -61,7 +62,7 @@ NEEDED = {("clip_by_value", "bound"), ("bounded", "clip")}
 SIGNED = {("box", "low"), ("box", "high")}
 
 # What bounds directions, and not lengths: an entry may change its sign.
-TURNING = {"clip_by_spectral_norm", "spectral_cap", "tangent_cone"}
+TURNING = {"clip_by_spectral_norm", "spectral_cap", "tangent_cone", "tangent_space"}
 
 
 def is_smooth(case: Case) -> bool:
@@ -75,6 +76,8 @@ NORMALIZING = {"normalize_by_moving_norm"}
 
 # What measures, and changes nothing.
 MEASURING = {"record_norms"}
+# What takes the step of an optimizer: its updates are no gradients any more.
+STEPPING = {"hyperball"}
 
 
 class Case(NamedTuple):
