@@ -12,6 +12,7 @@ from clipjax._core.arguments import explained, shown
 from clipjax._core.links import (
     Chain,
     Clip,
+    Placing,
     Recorder,
     check_optimizer,
     check_transformation,
@@ -66,7 +67,7 @@ put projections last
     flat = [(i, inner) for i, link in enumerate(links) for inner in links_of(link)]
     moving = [(i, link) for i, link in flat if not isinstance(link, Recorder)]
     for (i, link), (j, after) in itertools.pairwise(moving):
-        if isinstance(link, Projection) and not isinstance(after, Projection):
+        if isinstance(link, Projection | Placing) and not isinstance(after, Projection):
             end = "" if link is links[i] else "a chain that ends in "
             raise ValueError(
                 f"links[{i}], {end}{link!r}, projects the weights, but links[{j}] moves them again: "

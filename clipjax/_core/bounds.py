@@ -51,14 +51,14 @@ def check_bound(
     return bound
 
 
-def check_order(low: Any, high: Any) -> None:
-    """Raise if a known `low` is above a known `high`."""
+def check_order(low: Any, high: Any, of: str = "") -> None:
+    """Raise if a known `low` is above a known `high`; `of` says of what."""
     check_bound("low", low, minimum=None)
     check_bound("high", high, minimum=None)
     if any(callable(x) or isinstance(x, jax.core.Tracer) for x in (low, high)):
         return
     if np.any(np.asarray(low, np.float64) > np.asarray(high, np.float64)):
-        raise ValueError(f"low must not be above high, got low={shown(low)} and high={shown(high)}")
+        raise ValueError(f"low must not be above high{of}, got low={shown(low)} and high={shown(high)}")
 
 
 def check_fits(name: str, bound: Any, shape: tuple[int, ...], of: str) -> Any:

@@ -17,6 +17,15 @@ class Recorder(Clip):
     """A transformation that only measures: the updates come back as they are."""
 
 
+class Placing(optax.GradientTransformationExtraArgs):
+    """An optimizer's last step, which places the weights: only a projection may move them after it."""
+
+    name: str = "a transformation that places the weights"  # where `jax.tree.map` made it anew
+
+    def __repr__(self) -> str:
+        return self.name
+
+
 class Chain(optax.GradientTransformationExtraArgs):
     """A gradient transformation that knows its links, those of nested chains in place of the chains.
 
@@ -31,6 +40,13 @@ def knowing(tx: optax.GradientTransformation, *links: optax.GradientTransformati
     known = Chain(*optax.with_extra_args_support(tx))
     known.links = links
     return known
+
+
+def placing(name: str, tx: optax.GradientTransformation) -> Placing:
+    """Make the last step of an optimizer of a transformation, called `name` in errors."""
+    made = Placing(*optax.with_extra_args_support(tx))
+    made.name = name
+    return made
 
 
 def links_of(link: optax.GradientTransformation) -> tuple[optax.GradientTransformation, ...]:

@@ -21,7 +21,7 @@ from clipjax._core.stats import Stats, name_of, observe, start
 from clipjax._core.trees import Report
 from clipjax._core.where import Where, check_where, inside, merged
 
-Memory: TypeAlias = tuple[Any, ...]
+Memory: TypeAlias = tuple[Any, ...]  # of arrays, and of trees of them
 Acted: TypeAlias = tuple[Any, Report, Memory]
 Act: TypeAlias = Callable[..., Acted]
 First: TypeAlias = Callable[[Any, Stats], Memory]

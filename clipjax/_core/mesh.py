@@ -97,6 +97,17 @@ def _is_here(name: str) -> bool:
     return True
 
 
+def is_inside(specs: Any, axis_name: AxisName) -> bool:
+    """Whether there is a mesh axis of these where this is traced, as there is none outside `shard_map`."""
+    of_leaves = axis_name.values() if isinstance(axis_name, Mapping) else [axis_name]
+    named = [name for names in of_leaves for name in check_names("axis_name", names)]
+    for spec in jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec)):
+        if isinstance(spec, PartitionSpec | NamedSharding):
+            entries = spec.spec if isinstance(spec, NamedSharding) else spec
+            named += [name for entry in entries for name in check_names("specs", entry)]
+    return any(map(_is_here, named))
+
+
 def names_of_leaves(tree: Any, axis_name: AxisName) -> list[Names]:
     """The mesh axes that each whole leaf is spread over: the named ones, else those of its type."""
     each = zip(of_each_leaf(axis_name, tree), jax.tree.leaves(tree), strict=True)

@@ -147,6 +147,7 @@ def clip_by_group_norm(
         _, down = decide(lambda *_: (_by_group, columns), units, norms)
         for unit, scale in zip(units, down, strict=True):
             leaves[unit.position] = rescale(unit.leaf, scale)
+        joint, at_step = lax.stop_gradient((joint, at_step))  # what is reported is no function
         reports = {p: of_norms(norm, to_bound(norm, at_step[p])) for p, norm in joint.items()}
         over = {label: unit.over for label, unit in zip(labels, units, strict=True)}
         kept = {p: _taken_in(p, old, reports.get(p)) for p, old in memory[0].items()}
@@ -235,7 +236,7 @@ def _taken_in(pattern: str, old: OfGroup, report: Report | None) -> OfGroup:
         )
 
     def stored(new: jax.Array, was: jax.Array) -> jax.Array:
-        return lax.convert_element_type(lax.stop_gradient(new).reshape(shape), was.dtype)
+        return lax.convert_element_type(new.reshape(shape), was.dtype)
 
     clipped = (report.clipped & jnp.isfinite(report.norm)).reshape(shape)
     return OfGroup(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -16,10 +14,11 @@ from clipjax._core.arguments import explained
 from clipjax._core.axes import is_measured
 from clipjax._core.links import Clip, check_optimizer, knowing, links_of
 from clipjax._core.members import check_state
-from clipjax._core.mesh import AxisName, names_of_leaves, placed_as
-from clipjax._core.norms import as_arrays, in_float64, tree_norm, weakly_typed_as
+from clipjax._core.mesh import AxisName, names_of_leaves
+from clipjax._core.norms import as_arrays, in_float64, tree_norm
 from clipjax._core.stats import count
-from clipjax._core.xla_cpu import on_single_device
+from clipjax.gradients.past import check_count
+from clipjax.gradients.skipping import decided, loss_of_devices, step_if, with_loss
 
 
 class ZeroNonfiniteState(NamedTuple):
@@ -34,8 +33,11 @@ class SkipNonfiniteState(NamedTuple):
     """State of :func:`skip_nonfinite`."""
 
     steps: jax.Array  # int32: steps so far
-    skipped: jax.Array  # int32: steps skipped so far
+    skipped: jax.Array  # int32: steps skipped so far, for whichever reason
+    skipped_last: jax.Array  # int32: 1 if the last step was skipped, else 0
     skipped_in_a_row: jax.Array  # int32: steps skipped since the last good one
+    nonfinite_count: jax.Array  # int32: steps whose gradients were not finite
+    nonfinite_loss_count: jax.Array  # int32: steps whose loss was not finite
     inner: Any
 
 
@@ -96,25 +98,46 @@ def zero_nonfinite(*, axis_name: AxisName = None) -> optax.GradientTransformatio
 
 @explained
 def skip_nonfinite(
-    optimizer: optax.GradientTransformation, *, axis_name: AxisName = None
+    optimizer: optax.GradientTransformation,
+    *,
+    max_consecutive: int | None = None,
+    axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Skip every step whose gradients have a NaN or an infinite entry.
+    """Skip every step whose gradients, or whose loss, are NaN or infinite.
 
     Such a step returns zero updates and leaves the inner state as it was: moments, schedules and
     statistics do not see it.
 
     Args:
       optimizer: a gradient transformation, as a whole chain.
+      max_consecutive: after so many skipped steps in a row it lets go: the steps that follow are taken
+        whatever they hold, until one is finite. A NaN is then in the weights, and stays there. None:
+        every one is skipped, and :func:`clipjax.raise_if_skipping` can end the run instead.
       axis_name: the mesh axes whose devices skip together, in `pmap` and unchecked `shard_map`.
 
     Returns:
-      A transformation whose state counts `steps`, `skipped` and `skipped_in_a_row` as int32 scalars.
+      A transformation whose state counts `steps`, `skipped`, `skipped_in_a_row` (since the last good
+      step) and, by reason, `nonfinite_count` of gradients and `nonfinite_loss_count`, as int32 scalars;
+      `skipped_last` is 1 if the last step was skipped, else 0. Its `update(grads, state, params,
+      loss=loss)` judges the loss, too, if there is one: a real scalar, which `optimizer` gets as well.
+      Over devices its mean decides: over the mesh axes that it varies on, and those of `axis_name`.
 
     Raises:
-      TypeError: `optimizer` is no gradient transformation.
+      TypeError, ValueError: `optimizer` is no gradient transformation; `max_consecutive` is below 1;
+        in `update`, `loss` is no real scalar.
 
-    Differs from `optax.apply_if_finite` in never giving in after a number of bad steps (watch
-    `skipped_in_a_row`), and in running without a branch on accelerators, which would wait for it.
+    Flax: `nnx.Optimizer.update(model, grads, loss=loss)` passes a loss on. `TrainState.apply_gradients`
+    takes it for a field of its own: write `updates, opt_state = state.tx.update(grads, state.opt_state,
+    state.params, loss=loss)`, and `state.replace` the rest. `optax.MultiSteps` around this passes the
+    loss of each micro batch, of which the last of a round counts: give it their mean. In an `optax.chain`
+    its `gradient_transformation()` drops all extra arguments; inside of this it needs none.
+
+    Checkpoints: the state of a run without skipping goes on in one with it as
+    `tx.init(params)._replace(inner=restored)`, and back as `state.inner`. Where no step is skipped the
+    numbers are those of the run without, bit for bit, but for how XLA rounds another program.
+
+    Equals, with `max_consecutive`, `optax.apply_if_finite`, which judges no loss; and differs in running
+    without a branch on accelerators, which would wait for it.
 
     Example:
       >>> import clipjax, optax, jax.numpy as jnp
@@ -123,81 +146,42 @@ def skip_nonfinite(
       >>> updates, state = tx.update(jnp.array([jnp.nan, 1.0]), tx.init(w), w)
       >>> print(updates, state.skipped)
       [0. 0.] 1
+      >>> _, state = tx.update(jnp.array([1.0, 1.0]), state, w, loss=jnp.inf)
+      >>> print(state.skipped, state.nonfinite_loss_count)
+      2 1
     """
     inner = optax.with_extra_args_support(check_optimizer("optimizer", optimizer))
+    if max_consecutive is not None:
+        check_count("max_consecutive", max_consecutive, 1)
 
     def init(params: Any) -> SkipNonfiniteState:
-        zero = functools.partial(jnp.zeros, (), jnp.int32)  # a buffer each, to be donated
-        return SkipNonfiniteState(zero(), zero(), zero(), inner.init(params))
+        counters = [field for field in SkipNonfiniteState._fields if field != "inner"]
+        zeros = {field: jnp.zeros((), jnp.int32) for field in counters}  # a buffer each, to be donated
+        return SkipNonfiniteState(**zeros, inner=inner.init(params))
 
     def update(
-        updates: Any, state: SkipNonfiniteState, params: Any = None, **extra_args: Any
+        updates: Any, state: SkipNonfiniteState, params: Any = None, *, loss: Any = None, **extra_args: Any
     ) -> tuple[Any, SkipNonfiniteState]:
         check_state("skip_nonfinite", SkipNonfiniteState, state)
-        good = _all_finite(updates, axis_name)
+        finite, loss_count = _all_finite(updates, axis_name), state.nonfinite_loss_count
+        fine, extra_args = finite, with_loss(extra_args, loss)
+        if loss is not None:
+            finite_loss = jnp.isfinite(loss_of_devices(loss, axis_name))
+            fine, loss_count = finite & finite_loss, count(loss_count, ~finite_loss)
+        good, counters = decided(state, fine, max_consecutive)
 
         def step(updates: Any, inner_state: Any) -> tuple[Any, Any]:
             return inner.update(updates, inner_state, params, **extra_args)
 
         new_updates, new_inner = step_if(good, step, updates, state.inner)
         return new_updates, SkipNonfiniteState(
-            steps=count(state.steps, jnp.ones((), bool)),
-            skipped=count(state.skipped, ~good),
-            skipped_in_a_row=jnp.where(good, 0, count(state.skipped_in_a_row, ~good)),
+            **counters,
+            nonfinite_count=count(state.nonfinite_count, ~finite),
+            nonfinite_loss_count=loss_count,
             inner=new_inner,
         )
 
     return knowing(optax.GradientTransformationExtraArgs(init, update), *links_of(optimizer))
-
-
-def step_if(
-    good: jax.Array, step: Callable[[Any, Any], tuple[Any, Any]], updates: Any, old: Any
-) -> tuple[Any, Any]:
-    """Return what `step(updates, old)` returns if `good`, else zero updates and the old state.
-
-    The parameters are in the closure of `step`: there may be functions among them, which no branch takes.
-    """
-
-    def selected(updates: Any, old: Any) -> tuple[Any, Any]:
-        new_updates, new = as_arrays(step(updates, old))
-        return (  # 0 * NaN would be NaN
-            jax.tree.map(lambda u: jnp.where(good, u, jnp.zeros_like(u)), new_updates),
-            jax.tree.map(lambda n, o: jnp.where(good, n, _typed_as(n, o)), new, old),
-        )
-
-    def branched(updates: Any, old: Any) -> tuple[Any, Any]:
-        return lax.cond(good, step, skip, updates, old)
-
-    def skip(updates: Any, old: Any) -> tuple[Any, Any]:
-        like, state = jax.eval_shape(step, updates, old)
-        zeros = jax.tree.map(lambda n, u: _typed_as(n, jnp.zeros_like(u)), like, updates)
-        return zeros, jax.tree.map(_typed_as, state, old)
-
-    updates = as_arrays(updates)
-    if not isinstance(good, jax.core.Tracer):  # without jit a branch would be compiled anew at every step
-        return step(updates, old) if good else skip(updates, old)
-    if jax.sharding.get_abstract_mesh().manual_axes:  # in shard_map branches would differ in type
-        return selected(updates, old)
-
-    # On a CPU selecting keeps the old state beside the new one, and takes half as long again as a branch.
-    # An accelerator would wait for the host to choose one.
-    # So would several devices: what a branch measures XLA cannot share with what chose it.
-    def on_cpu(updates: Any, old: Any) -> tuple[Any, Any]:
-        return lax.cond(on_single_device(), branched, selected, updates, old)
-
-    return lax.platform_dependent(updates, old, cpu=on_cpu, default=selected)
-
-
-@in_float64
-def _typed_as(like: Any, x: Any) -> jax.Array:
-    """Give x the dtype, the weak type and the sharding of `like`.
-
-    What a step returns can differ from what it got: in another mode of `jax_enable_x64` than the state was
-    made in, with an optimizer that changes a dtype, on explicit mesh axes.
-    """
-    x = jnp.asarray(x)
-    x = x if x.dtype == like.dtype else lax.convert_element_type(x, like.dtype)
-    return weakly_typed_as(like, placed_as(like, x))
 
 
 @in_float64

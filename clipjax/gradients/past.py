@@ -1,7 +1,8 @@
 """Bounds that follow the norms of past steps: the one place that remembers.
 
-A method is a function `bound_of(norm, memory, step) -> (bound, memory)` and what its memory starts as;
-:func:`clip_by_past` measures the norm once, asks for the bound, rescales, and remembers.
+A method for the whole tree is a function `bound_of(norm, memory, step) -> (bound, memory)` and what its
+memory starts as; :func:`clip_by_past` measures the norm once, asks for the bound, rescales, and remembers.
+What follows leaves does all of that itself, but for :func:`remembering`.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ import optax
 from jax import lax
 
 from clipjax._core.arguments import shown
+from clipjax._core.axes import is_measured
 from clipjax._core.bounds import check_bound
 from clipjax._core.members import Acted, Memory, with_stats
-from clipjax._core.mesh import AxisName
-from clipjax._core.norms import in_float64, wide
+from clipjax._core.mesh import AxisName, placed_as
+from clipjax._core.norms import as_arrays, in_float64, wide
 from clipjax._core.rounding import limits_in
 from clipjax._core.stats import Stats, count
 from clipjax._core.trees import Report, clip_tree, measure_tree
@@ -35,7 +37,6 @@ class Clipped(NamedTuple):
 
     updates: Any
     report: Report
-    threshold: jax.Array  # the bound used (the smallest, of several)
     memory: Memory
 
 
@@ -48,7 +49,7 @@ def remembering(
     """Make a transformation of `clip(updates, memory, step, dtype)`, whose statistics no bad step reaches.
 
     Args:
-      state: the class of the state, made of a `Stats`, the threshold and the arrays of the memory.
+      state: the class of the state, made of a `Stats` and the arrays of the memory, or trees of them.
       first: makes the memory before the first step, of the parameters and the float dtype of the state.
       clip: gets the floats of the memory in float64, and returns them so; `dtype` is what they are
         stored in.
@@ -56,29 +57,22 @@ def remembering(
     """
 
     def start(params: Any, stats: Stats) -> Memory:
-        return jnp.full((), jnp.inf, stats.norm.dtype), *first(params, stats.norm.dtype)
+        return first(params, stats.norm.dtype)
 
     @in_float64
-    def act(updates: Any, old: Memory, params: Any, step: Any, **extra_args: Any) -> Acted:
+    def act(updates: Any, memory: Memory, params: Any, step: Any, **extra_args: Any) -> Acted:
         del params, extra_args
-        threshold, *memory = old
+        dtype = next(x.dtype for x in jax.tree.leaves(memory) if _is_float(x))
         # Only the step's own norm is differentiated through; the past is data.
-        past = lax.stop_gradient(tuple(wide(x) if _is_float(x) else x for x in memory))
-        clipped = clip(updates, past, step, threshold.dtype)
-        good = jnp.isfinite(round_up(clipped.report.norm, threshold.dtype))
+        past = lax.stop_gradient(jax.tree.map(lambda x: wide(x) if _is_float(x) else x, memory))
+        clipped = clip(updates, past, step, dtype)
+        good = jnp.isfinite(round_up(clipped.report.norm, dtype))
 
         def remember(new: jax.Array, old: jax.Array) -> jax.Array:
-            return lax.stop_gradient(jnp.where(good, lax.convert_element_type(new, old.dtype), old))
+            new = lax.convert_element_type(placed_as(old, new), old.dtype)
+            return lax.stop_gradient(jnp.where(good, new, old))
 
-        kept = map(remember, clipped.memory, memory)
-        return (
-            clipped.updates,
-            clipped.report,
-            (
-                remember(round_up(clipped.threshold, threshold.dtype), threshold),
-                *kept,
-            ),
-        )
+        return clipped.updates, clipped.report, jax.tree.map(remember, clipped.memory, memory)
 
     return with_stats(state, act, start, where=where, follows_past=True)
 
@@ -86,15 +80,40 @@ def remembering(
 def clip_by_past(
     state: type[Any], first: Start, bound_of: BoundOf, where: Where, axis_name: AxisName
 ) -> optax.GradientTransformationExtraArgs:
-    """Clip the norm of the whole tree to what `bound_of(norm, memory, step)` makes of it and of the past."""
+    """Clip the norm of the whole tree to what `bound_of(norm, memory, step)` makes of it and of the past.
+
+    The state has the bound that was used, `threshold`, before the memory.
+    """
+
+    def start(params: Any, dtype: Any) -> Memory:
+        return no_threshold(dtype), *first(params, dtype)
 
     def clip(updates: Any, memory: Memory, step: jax.Array, dtype: Any) -> Clipped:
         norm = measure_tree(updates, 2.0, axis_name)
-        bound, memory = bound_of(wide(round_up(norm, dtype)), memory, step)
+        bound, memory = bound_of(wide(round_up(norm, dtype)), memory[1:], step)
         updates, report = clip_tree(updates, bound, 2.0, axis_name, norm=norm)
-        return Clipped(updates, report, bound, memory)
+        return Clipped(updates, report, (round_up(bound, dtype), *memory))
 
-    return remembering(state, first, clip, where)
+    return remembering(state, start, clip, where)
+
+
+def leaves_of(params: Any) -> int:
+    """How many leaves have a norm."""
+    return sum(is_measured(leaf) for leaf in jax.tree.leaves(as_arrays(params)))
+
+
+def check_leaves(name: str, found: int, remembered: int) -> None:
+    """Raise if a state is of another number of leaves than the updates."""
+    if found != remembered:
+        raise ValueError(
+            f"{name}: the updates have {found} float leaves, and the parameters given to init had "
+            f"{remembered}"
+        )
+
+
+def no_threshold(dtype: Any) -> jax.Array:
+    """Return the bound that a state shows before the first step."""
+    return jnp.full((), jnp.inf, dtype)
 
 
 @in_float64

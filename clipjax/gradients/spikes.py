@@ -19,15 +19,18 @@ from clipjax._core.mesh import AxisName
 from clipjax._core.norms import as_arrays, in_float64, norm_dtype, wide
 from clipjax._core.stats import count
 from clipjax._core.trees import measure_tree
-from clipjax.gradients.nonfinite import step_if
 from clipjax.gradients.past import check_count, length_of, no_ring
+from clipjax.gradients.skipping import decided, loss_of_devices, step_if, with_loss
 
 # The median of |x - median| of normal numbers, times this, is their standard deviation.
 _STD_PER_MAD = 1.4826
 
-# The least standard deviation of the logarithms: what is within 5% of the usual is never an outlier,
+# The least standard deviation of the logarithms: what is within 5% of the usual norm is never an outlier,
 # however alike the norms of the window are.
 _LEAST_STD = 0.05
+
+# The same for losses, whose spikes are smaller: 1%, since bfloat16 rounds a loss to steps of up to 0.8%.
+_LEAST_STD_OF_LOSSES = 0.01
 
 
 class SkipSpikesState(NamedTuple):
@@ -35,22 +38,31 @@ class SkipSpikesState(NamedTuple):
 
     steps: jax.Array  # int32: steps so far
     skipped: jax.Array  # int32: steps skipped so far, for whichever reason
+    skipped_last: jax.Array  # int32: 1 if the last step was skipped, else 0
     skipped_in_a_row: jax.Array  # int32: steps skipped since the last good one
-    nonfinite_count: jax.Array  # int32: steps whose norm was not finite, all of them skipped
+    nonfinite_count: jax.Array  # int32: steps whose norm was not finite
+    nonfinite_loss_count: jax.Array  # int32: steps whose loss was not finite
+    norm_spike_count: jax.Array  # int32: steps whose norm was finite, and a spike
+    loss_spike_count: jax.Array  # int32: steps whose loss was finite, and a spike
     norm: jax.Array  # float: the norm at the last step
     z_score: jax.Array  # float: how many standard deviations it was above the median; 0 until it is judged
     threshold: jax.Array  # float: the largest norm that the last step could have had; infinite until then
     norms: jax.Array  # float (window,): the last norms, a ring
     taken: jax.Array  # int32: norms taken in so far
+    loss: jax.Array  # float: the loss at the last step that had one, and the same of losses
+    loss_z_score: jax.Array  # float
+    loss_threshold: jax.Array  # float
+    losses: jax.Array  # float (window,)
+    losses_taken: jax.Array  # int32
     inner: Any
 
 
-class _Verdict(NamedTuple):
-    """What the window says of a norm: two bools, and scalars of the dtype of the state."""
+class _Judged(NamedTuple):
+    """What a window says of a value: two bools, and scalars of the dtype of the state."""
 
     finite: jax.Array
-    good: jax.Array
-    norm: jax.Array
+    spike: jax.Array
+    value: jax.Array
     z_score: jax.Array
     threshold: jax.Array
 
@@ -60,52 +72,69 @@ def skip_spikes(
     optimizer: optax.GradientTransformation,
     z_threshold: Bound = 6.0,
     *,
+    max_norm: Bound | None = None,
     window: int = 128,
     warmup_steps: int | None = None,
+    max_consecutive: int | None = None,
     axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Skip every step whose gradients are far larger than usual, or not finite.
+    """Skip every step whose gradients, or whose loss, are far larger than usual, or not finite.
 
     Such a step returns zero updates and leaves the inner state as it was. The usual is what the last
     `window` norms of the whole gradient say, by the median m and the median absolute deviation d of
-    their logarithms: with z = (log(norm) - m) / (1.4826 d), a step of z > z_threshold is skipped.
+    their logarithms: with z = (log(norm) - m) / (1.4826 d), a step of z > z_threshold is skipped. The
+    same of losses, of themselves and not of their logarithms where one in the window is negative.
 
     Args:
       optimizer: a gradient transformation, as a whole chain.
-      z_threshold: how many standard deviations a norm may be above the median: a number, a scalar
-        array or a schedule `step -> number`. 6 lets pass 1.8 times the median where the norms vary by
-        10%, and 20 times where they vary by a factor of 1.65.
-      window: how many of the last norms to remember. The state holds as many floats, 512 bytes for
-        128, and a step sorts them.
-      warmup_steps: how many norms must be in the window before it judges, at most `window`; until
-        then every finite step is taken. None is half of the window.
+      z_threshold: how many standard deviations a norm or a loss may be above the median: a number, a
+        scalar array or a schedule `step -> number`. 6 lets pass 1.8 times the median where the norms
+        vary by 10%, and 20 times where they vary by a factor of 1.65.
+      max_norm: a norm above it is a spike whatever the window says, and before the window judges: a number,
+        a scalar array or a schedule. None: no such limit. With an infinite `z_threshold` it alone decides.
+      window: how many of the last norms and losses to remember. The state holds as many floats of each,
+        1024 bytes for 128, and a step sorts them.
+      warmup_steps: how many norms, or losses, must be in the window before it judges them, at most
+        `window`; until then every finite step is taken. None is half of the window.
+      max_consecutive: after so many skipped steps in a row it lets go: the steps that follow are taken
+        whatever they hold, until one is no spike and finite. A NaN is then in the weights, and stays
+        there. None: every one is skipped, and :func:`clipjax.raise_if_skipping` can end the run instead.
       axis_name: the mesh axes whose devices skip together, in `pmap` and unchecked `shard_map`.
 
     Returns:
-      A transformation whose state counts `steps`, `skipped`, `skipped_in_a_row` and `nonfinite_count`,
-      and holds the last step's `norm`, `z_score` and `threshold`, the largest norm that would have been
-      taken (0 and infinite while it does not judge yet).
+      A transformation whose state counts `steps`, `skipped`, `skipped_in_a_row` (since the last good
+      step) and, by reason, `nonfinite_count` (of the norm), `nonfinite_loss_count`, `norm_spike_count`
+      and `loss_spike_count`; `skipped_last` is 1 if the last step was skipped, else 0. It holds the last
+      step's `norm`, `z_score` and `threshold`, the largest norm that would have been taken (0 and
+      infinite while it does not judge yet); and `loss`, `loss_z_score`, `loss_threshold`. Its
+      `update(grads, state, params, loss=loss)` judges the loss, if there is one, as
+      :func:`skip_nonfinite` takes it; without, only the norm.
 
     Raises:
       TypeError, ValueError: `optimizer` is no gradient transformation; a number is none, negative or
-        out of range. When built by `optax.inject_hyperparams` and initialised under `jit`: `window`,
-        which is a shape, is traced.
+        out of range; in `update`, `loss` is no real scalar. When built by `optax.inject_hyperparams` and
+        initialised under `jit`: `window`, which is a shape, is traced.
 
-    Guarantees: a norm that is NaN or infinite always skips and never enters the window: however many
-    there are in a row, the statistics and the inner state afterwards are, bit for bit, those of a run
-    without these steps. So does a norm of 0, which says nothing of the usual size, but for being taken.
-    A norm that is skipped for its size does enter the window: a few cannot move a median, so that one
-    spike never hides the next; and where the norms have moved to a new level for good, they are the
-    new majority after at most half a window, and steps are taken again. z does not change when all
-    gradients are scaled. It is at least as if norms varied by 5%. There is no branch that
-    waits for the host.
+    Guarantees: a norm or a loss that is NaN or infinite always skips, and nothing of that step enters
+    the windows: however many there are in a row, the statistics and the inner state afterwards are, bit
+    for bit, those of a run without these steps (`max_consecutive` apart). Nor does a norm or a loss of 0
+    enter, which says nothing of the usual size; such a norm is always taken. What is skipped for
+    its size does enter: a few cannot move a median, so that one spike never hides the next; and where
+    norms or losses have moved to a new level for good, they are the new majority after at most half a
+    window, and steps are taken again. Small ones are never spikes. z does not change when all gradients,
+    or all losses, are scaled. It is at least as if norms varied by 5% and losses by 1%, so that a loss
+    that has settled is not judged by its rounding. There is no branch that waits for the host.
 
     Differs from the step skipping of Levanter, OLMo and MaxText, whose defaults are the same 6 and
-    128: they compare with mean + 6 standard deviations of the norms (and of the losses), which one
-    spike can raise far enough to let the next one pass, and which in some of them a single NaN turns
-    into NaN until it leaves the window. Logarithms, because norms vary by factors: training a small
-    network on batches of 8 without any spike, median and deviation of the norms themselves would skip
-    6% of the steps, mean and standard deviation 0.3%, and this none.
+    128: they compare with mean + 6 standard deviations of the norms and of the losses, which one
+    spike can raise far enough to let the next one pass, and which a single NaN turns into NaN, so that
+    every step is skipped until it leaves the window. Before half a window they take NaN, too. (OLMo
+    also skips what is as far below the mean. Without a loss Levanter raises an error, and MaxText judges
+    nothing.) Logarithms, because norms and losses vary by factors: training a small network on batches
+    of 8 without any spike, median and deviation of the norms themselves would skip 6% of the steps, and of
+    the losses 8%; mean and standard deviation 0.3% and 0.8%; and this none.
+
+    Flax, `optax.MultiSteps` and checkpoints of a run without skipping: as :func:`skip_nonfinite`.
 
     References:
       Leys et al., 2013, Detecting outliers: do not use standard deviation around the mean, use absolute
@@ -122,7 +151,10 @@ def skip_spikes(
     """
     inner = optax.with_extra_args_support(check_optimizer("optimizer", optimizer))
     highest = bound_at("z_threshold", z_threshold)
+    cap = None if max_norm is None else bound_at("max_norm", max_norm, scalar=True)
     check_count("window", window, 1)
+    if max_consecutive is not None:
+        check_count("max_consecutive", max_consecutive, 1)
     if warmup_steps is not None:
         check_count("warmup_steps", warmup_steps, 1)
         known = not isinstance(window, jax.core.Tracer) and not isinstance(warmup_steps, jax.core.Tracer)
@@ -135,74 +167,122 @@ def skip_spikes(
         dtype = norm_dtype(jax.tree.leaves(as_arrays(params)))
         number = functools.partial(jnp.zeros, (), dtype)  # a buffer each, to be donated
         counter = functools.partial(jnp.zeros, (), jnp.int32)
+        infinity = functools.partial(jnp.full, (), jnp.inf, dtype)
         return SkipSpikesState(
             steps=counter(),
             skipped=counter(),
+            skipped_last=counter(),
             skipped_in_a_row=counter(),
             nonfinite_count=counter(),
+            nonfinite_loss_count=counter(),
+            norm_spike_count=counter(),
+            loss_spike_count=counter(),
             norm=number(),
             z_score=number(),
-            threshold=jnp.full((), jnp.inf, dtype),
+            threshold=infinity(),
             norms=no_ring(window, dtype),
             taken=counter(),
+            loss=number(),
+            loss_z_score=number(),
+            loss_threshold=infinity(),
+            losses=no_ring(window, dtype),
+            losses_taken=counter(),
             inner=inner.init(params),
         )
 
-    @in_float64
-    def judge(updates: Any, state: SkipSpikesState) -> _Verdict:
-        dtype, length = state.norms.dtype, length_of(state.norms, "skip_spikes", window)
-        # What a step is worth is no function to be differentiated.
-        norm = wide(lax.convert_element_type(lax.stop_gradient(measure_tree(updates, 2.0, axis_name)), dtype))
-        filled = jnp.minimum(state.taken, length)
+    def judge(
+        value: jax.Array, ring: jax.Array, entered: jax.Array, at_most: jax.Array, least_std: float
+    ) -> _Judged:
+        dtype, length = ring.dtype, length_of(ring, "skip_spikes", window)
+        value = wide(lax.convert_element_type(value, dtype))
+        filled = jnp.minimum(entered, length)
         enough = filled >= (max(1, length // 2) if warmup_steps is None else warmup_steps)
         held = jnp.arange(length, dtype=np.int32) < filled
-        logs = jnp.log(jnp.where(held, wide(state.norms), 1.0))
-        median = _median(logs, held)
-        std = jnp.maximum(_STD_PER_MAD * _median(jnp.abs(logs - median), held), _LEAST_STD)
-        at_most = lax.stop_gradient(highest(state.steps))
-        threshold = jnp.exp(median + at_most * std)
-        finite = jnp.isfinite(norm)
-        z = jnp.where(enough, (jnp.log(norm) - median) / std, 0.0)
-        shown = (norm, z, jnp.where(enough, threshold, jnp.inf))
-        return _Verdict(
-            finite,
-            finite & ~(enough & ~(norm <= threshold)),
+        past = jnp.where(held, wide(ring), 1.0)
+        positive = jnp.all(past > 0)  # as norms are, and most losses
+        past = jnp.where(positive, jnp.log(jnp.where(positive, past, 1.0)), past)
+        median = _median(past, held)
+        least = least_std * jnp.where(positive, 1.0, jnp.abs(median))
+        std = jnp.maximum(_STD_PER_MAD * _median(jnp.abs(past - median), held), least)
+        limit = median + at_most * std
+        threshold = jnp.where(positive, jnp.exp(limit), limit)
+        scaled = jnp.where(positive, jnp.log(jnp.maximum(value, 0.0)), value)
+        z = jnp.where(enough, (scaled - median) / std, 0.0)
+        shown = (value, z, jnp.where(enough, threshold, jnp.inf))
+        return _Judged(
+            finite := jnp.isfinite(value),
+            finite & enough & ~(value <= threshold),
             *(lax.convert_element_type(x, dtype) for x in shown),
         )
 
     @in_float64
-    def remember(state: SkipSpikesState, verdict: _Verdict) -> tuple[jax.Array, jax.Array]:
-        norms, enters = state.norms, verdict.finite & (verdict.norm > 0)
-        position = state.taken % norms.shape[0]
-        new = jnp.where(enters, verdict.norm, norms[position])
-        return norms.at[position].set(new), count(state.taken, enters)
+    def judged(
+        updates: Any, loss: jax.Array | None, state: SkipSpikesState
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Whether a step is fine, and the fields of the state that say why, with the windows after it."""
+        # What a step is worth is no function to be differentiated.
+        norm = lax.stop_gradient(measure_tree(updates, 2.0, axis_name))
+        at_most = lax.stop_gradient(highest(state.steps))
+        of_norm = judge(norm, state.norms, state.taken, at_most, _LEAST_STD)
+        if cap is not None:
+            of_norm = _capped(of_norm, lax.stop_gradient(cap(state.steps)))
+        fields = {"norm": of_norm.value, "z_score": of_norm.z_score, "threshold": of_norm.threshold}
+        fields |= _counts(state, of_norm, "nonfinite_count", "norm_spike_count")
+        finite, spike = of_norm.finite, of_norm.spike
+        if loss is not None:
+            of_loss = judge(loss, state.losses, state.losses_taken, at_most, _LEAST_STD_OF_LOSSES)
+            fields |= {"loss": of_loss.value, "loss_z_score": of_loss.z_score}
+            fields |= {"loss_threshold": of_loss.threshold}
+            fields |= _counts(state, of_loss, "nonfinite_loss_count", "loss_spike_count")
+            finite, spike = finite & of_loss.finite, spike | of_loss.spike
+            fields["losses"], fields["losses_taken"] = _remembered(
+                state.losses, state.losses_taken, of_loss.value, finite & (of_loss.value != 0)
+            )
+        fields["norms"], fields["taken"] = _remembered(
+            state.norms, state.taken, of_norm.value, finite & (of_norm.value > 0)
+        )
+        return finite & ~spike, fields
 
     def update(
-        updates: Any, state: SkipSpikesState, params: Any = None, **extra_args: Any
+        updates: Any, state: SkipSpikesState, params: Any = None, *, loss: Any = None, **extra_args: Any
     ) -> tuple[Any, SkipSpikesState]:
         check_state("skip_spikes", SkipSpikesState, state)
-        verdict = judge(as_arrays(updates), state)
-        good = verdict.good
+        extra_args = with_loss(extra_args, loss)
+        loss = loss if loss is None else loss_of_devices(loss, axis_name)
+        fine, fields = judged(as_arrays(updates), loss, state)
+        good, counters = decided(state, fine, max_consecutive)
 
         def step(updates: Any, inner_state: Any) -> tuple[Any, Any]:
             return inner.update(updates, inner_state, params, **extra_args)
 
         new_updates, new_inner = step_if(good, step, updates, state.inner)
-        norms, taken = remember(state, verdict)
-        return new_updates, SkipSpikesState(
-            steps=count(state.steps, jnp.ones((), bool)),
-            skipped=count(state.skipped, ~good),
-            skipped_in_a_row=jnp.where(good, 0, count(state.skipped_in_a_row, ~good)),
-            nonfinite_count=count(state.nonfinite_count, ~verdict.finite),
-            norm=verdict.norm,
-            z_score=verdict.z_score,
-            threshold=verdict.threshold,
-            norms=norms,
-            taken=taken,
-            inner=new_inner,
-        )
+        return new_updates, state._replace(**fields, **counters, inner=new_inner)
 
     return knowing(optax.GradientTransformationExtraArgs(init, update), *links_of(optimizer))
+
+
+def _capped(judged: _Judged, cap: jax.Array) -> _Judged:
+    """The same of a norm that is a spike above `cap`, too."""
+    lower = jnp.minimum(wide(judged.threshold), cap)
+    return judged._replace(
+        spike=judged.spike | (judged.finite & (wide(judged.value) > cap)),
+        threshold=lax.convert_element_type(lower, judged.threshold.dtype),
+    )
+
+
+def _counts(state: SkipSpikesState, judged: _Judged, nonfinite: str, spikes: str) -> dict[str, jax.Array]:
+    return {
+        nonfinite: count(getattr(state, nonfinite), ~judged.finite),
+        spikes: count(getattr(state, spikes), judged.spike),
+    }
+
+
+def _remembered(
+    ring: jax.Array, entered: jax.Array, value: jax.Array, enters: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The ring, with a value that enters in the place of the oldest; and how many have."""
+    position = entered % ring.shape[0]
+    return ring.at[position].set(jnp.where(enters, value, ring[position])), count(entered, enters)
 
 
 def _median(values: jax.Array, held: jax.Array) -> jax.Array:

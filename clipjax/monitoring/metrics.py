@@ -34,8 +34,10 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
       `clip_by_global_norm/norm`; a name that occurs again gets `_1`, `_2`. The metrics of norms:
       `norm` before clipping, `norm_after` it, and `scale` applied at the last step (of several norms the
       largest ones and the smallest scale), `steps`, `clipped_fraction` (the share of steps that clipped
-      anything) and `nonfinite_count` (the steps whose norm was not finite). For a logger that takes floats,
-      and for JSON: `{name: float(x) for name, x in jax.device_get(metrics(state)).items()}`.
+      anything) and `nonfinite_count` (the steps whose norm was not finite). What skips steps has
+      `skipped_last` (1 if the last step was, else 0), `skipped`, `skipped_in_a_row` and a count for each
+      reason. For a logger that takes floats, and for JSON:
+      `{name: float(x) for name, x in jax.device_get(metrics(state)).items()}`.
 
     Raises:
       ValueError: there is no state of clipjax in it.
@@ -50,7 +52,7 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
     """
     found: dict[str, jax.Array] = {}
     repeats: Counter[str] = Counter()
-    for name, fields in _states(opt_state):
+    for name, fields in states_in(opt_state):
         label = f"{name}_{repeats[name]}" if repeats[name] else name
         repeats[name] += 1
         for field, value in fields.items():
@@ -66,17 +68,17 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
     return found
 
 
-def _states(tree: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def states_in(tree: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """The names and fields of the states of clipjax' transformations, each before those nested in it."""
     for node in jax.tree.leaves(tree, is_leaf=lambda node: _is_state(node) or isinstance(node, Mapping)):
         if _is_state(node):
             yield name_of(type(node)), node._asdict()
-            yield from _states(tuple(node))
+            yield from states_in(tuple(node))
         elif isinstance(node, Mapping):
             if name := _name_of_fields(node):
                 yield name, node
             for value in node.values():  # in their own order, which JAX sorts
-                yield from _states(value)
+                yield from states_in(value)
 
 
 def _is_state(node: Any) -> bool:
@@ -88,7 +90,7 @@ def _is_state(node: Any) -> bool:
 def _name_of_fields(fields: Mapping[Any, Any]) -> str:
     """The transformation whose state has become a dict; nothing if it is another one."""
     for kind in (ZeroNonfiniteState, SkipNonfiniteState, SkipSpikesState):
-        if set(fields) == set(kind._fields):
+        if set(fields) ^ set(kind._fields) <= {"inner"}:  # left out by Flax and Orbax where it is empty
             return name_of(kind)
     return next((key for key, value in fields.items() if _is(Stats, value) or _is(Recorded, value)), "")
 

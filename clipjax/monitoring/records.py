@@ -151,15 +151,15 @@ def record_norms(
     ) -> tuple[Any, RecordNormsState]:
         del extra_args
         check_state("record_norms", RecordNormsState, state)
-        given, old = as_arrays(updates), state.record_norms
-        params = matching("record_norms", given, params, f"measures {shown(of)}") if needs_params else None
+        updates, old = as_arrays(updates), state.record_norms
+        params = matching("record_norms", updates, params, f"measures {shown(of)}") if needs_params else None
         due = old.steps % period == 0
         if isinstance(period, int) and period == 1:
-            new = measure(given, params, old)
+            new = measure(updates, params, old)
         elif isinstance(due, jax.core.Tracer):
-            new = lax.cond(due, measure, lambda *args: args[-1], given, params, old)
+            new = lax.cond(due, measure, lambda *args: args[-1], updates, params, old)
         else:  # without jit a branch would be compiled anew at every step
-            new = measure(given, params, old) if due else old
+            new = measure(updates, params, old) if due else old
         return updates, RecordNormsState(new._replace(steps=count(old.steps, jnp.ones((), bool))))
 
     return Recorder(init, update)

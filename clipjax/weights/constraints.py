@@ -198,8 +198,19 @@ def unit_norm(
     return _between("clipjax.unit_norm()", UnitNormState, one, one, one, axes, specs, axis_name)
 
 
-def _scale_between(norm: jax.Array, low: Any, high: Any, rate: Any, *precision: jax.Array) -> Scale:
+def scale_between(norm: jax.Array, low: Any, high: Any, rate: Any, *precision: jax.Array) -> Scale:
+    """What brings a norm between two limits, or a part of the way."""
     return between(norm, low, high, rate, Precision(*precision))
+
+
+@in_float64
+def with_precision(
+    units: Sequence[Unit], norms: Sequence[jax.Array], columns: Sequence[list[jax.Array]]
+) -> list[list[jax.Array]]:
+    """Columns that have an array for each leaf, and after them those of what rounding does to its units."""
+    each = [precision_of(unit.leaf.dtype, size_of(unit)) for unit in units]
+    of_rounding = ([for_each(n, x) for n, x in zip(norms, c, strict=True)] for c in zip(*each, strict=True))
+    return [*columns, *of_rounding]
 
 
 def _between(
@@ -217,15 +228,10 @@ def _between(
     def rule_at(step: Any) -> Rule:
         limits = {"low": low(step), "high": high(step), "rate": in_float64(jnp.minimum)(rate(step), 1.0)}
 
-        @in_float64
         def rule(units: Sequence[Unit], norms: Sequence[jax.Array]) -> Decision:
             pairs = list(zip(units, norms, strict=True))
             columns = [[for_units(*limit, *pair) for pair in pairs] for limit in limits.items()]
-            each = [precision_of(unit.leaf.dtype, size_of(unit)) for unit in units]
-            columns += [
-                [for_each(n, x) for (_, n), x in zip(pairs, c, strict=True)] for c in zip(*each, strict=True)
-            ]
-            return _scale_between, columns
+            return scale_between, with_precision(units, norms, columns)
 
         return rule
 

@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 import jax
 
 from clipjax._core.arguments import explained, shown
-from clipjax._core.bounds import Bound, Evaluate, bound_at, check_order
 from clipjax._core.limits import check_entries, clip_entries
 from clipjax._core.mesh import AxisName, names_of_leaves
 from clipjax._core.norms import as_arrays, in_float64
 from clipjax._core.paths import leaves_with_paths, path_name
 from clipjax._core.stats import Stats
-from clipjax._core.trees import Report
+from clipjax._core.trees import Report, summary
 from clipjax._core.where import Where, check_where, merged, only, resolve_where
 from clipjax.weights.checks import check_are_weights
+from clipjax.weights.limits import Group, Limits, check_limits, groups_of
 from clipjax.weights.projections import How, Measured, Projection
 
 
@@ -35,12 +35,17 @@ class BoxState(NamedTuple):
 
 
 @explained
-def box(low: Bound, high: Bound, *, where: Where = None, axis_name: AxisName = None) -> Projection:
+def box(low: Limits, high: Limits, *, where: Where = None, axis_name: AxisName = None) -> Projection:
     """Project each entry onto `[low, high]`.
 
     Args:
-      low: a number of any sign, an array that broadcasts to every leaf, or a schedule `step -> limit`.
-      high: the upper limit, alike. Where a traced `low` is above it, `high` holds.
+      low: a number of any sign, an array that broadcasts to every leaf, or a schedule `step -> limit`. For
+        limits that differ from leaf to leaf, a rule `(path, leaf) -> limit`, told from a schedule by its
+        two arguments; or a mapping from path patterns, as those of `where`, to any of these, of which the
+        first that matches holds. A leaf that no pattern matches, or that gets :data:`clipjax.SKIP`, has no
+        lower limit.
+      high: the upper limit, alike. Where a traced `low` is above it, `high` holds. A leaf that has neither
+        limit is left alone.
       where: which leaves. None: all. A path pattern or several, as in the `axes` of
         :func:`clipjax.clip_by_norm`: globs of `"encoder/Dense_0/kernel"` or of its last components. Or a
         rule `(path, leaf) -> bool`. Or a tree of bools, or a prefix of one. Leaves that are neither float
@@ -49,13 +54,13 @@ def box(low: Bound, high: Bound, *, where: Where = None, axis_name: AxisName = N
 
     Returns:
       A :class:`Projection`. Its metric `norm` is the largest absolute entry before, over the leaves
-      that `where` names, and `scale` what became of it.
+      that have limits, and `scale` what became of it (with limits by leaf, the smallest of these).
 
     Raises:
-      TypeError, ValueError: a limit is no number or NaN, or `low` is above `high`; `where` is none of its
-      forms. When called, or in `init`: a pattern matches no leaf, a rule returns no bool, no leaf is
-      bounded, or one that is no weight would be. When called: a leaf is complex. As a link: no `params` in
-      `update`.
+      TypeError, ValueError: a limit is no number or NaN, or `low` is above `high`, for a pattern or a leaf;
+      a function could be a schedule as well as a rule; `where` is none of its forms. When called, or in
+      `init`: a pattern matches no leaf, a rule returns no bool or no limit, no leaf is bounded, or one that
+      is no weight would be. When called: a leaf is complex. As a link: no `params` in `update`.
 
     Guarantees: measured in float64, no entry is outside its limits, by the call and after
     `optax.apply_updates`: a limit that the leaf's dtype does not hold is rounded inwards. (As a link from
@@ -63,7 +68,11 @@ def box(low: Bound, high: Bound, *, where: Where = None, axis_name: AxisName = N
     inside stay bit for bit; projecting twice is projecting once. NaN shows; an infinite entry becomes
     the limit.
 
-    Equals `optax.projections.projection_box`, for the leaves that `where` names.
+    Equals `optax.projections.projection_box`, for the leaves that `where` names. With a rule it is weight
+    clipping, which keeps each layer within some times the range that it was drawn from: see the example.
+
+    References:
+      Elsayed et al., 2024, Weight clipping for deep continual and reinforcement learning, arXiv:2407.01704.
 
     Example:
       >>> import clipjax, jax.numpy as jnp
@@ -71,10 +80,17 @@ def box(low: Bound, high: Bound, *, where: Where = None, axis_name: AxisName = N
       >>> projected = clipjax.box(0.0, 1.0, where="scale")(params)
       >>> print(projected["bias"], projected["scale"])
       [ 3. -3.] [1.  0.5]
+
+      Weight clipping of kernels `(in, out)` that were drawn from ±1 / sqrt(in):
+
+      >>> def range_of(path, kernel):
+      ...     return 2.0 / kernel.shape[0] ** 0.5
+      >>> clip = clipjax.box(lambda path, kernel: -range_of(path, kernel), range_of, where="kernel")
+      >>> print(clip({"kernel": jnp.full((16, 2), 3.0), "bias": jnp.ones(2)})["kernel"][0])
+      [0.5 0.5]
     """
-    check_order(low, high)
-    lower, upper = bound_at("low", low, minimum=None), bound_at("high", high, minimum=None)
-    return _entrywise(f"clipjax.box({shown(low)}, {shown(high)})", BoxState, lower, upper, where, axis_name)
+    check_limits(low, high)
+    return _entrywise(f"clipjax.box({shown(low)}, {shown(high)})", BoxState, low, high, where, axis_name)
 
 
 @explained
@@ -104,31 +120,39 @@ def non_negative(*, where: Where = None, axis_name: AxisName = None) -> Projecti
       >>> print(clipjax.non_negative()(jnp.array([-1.0, 0.0, 2.0])))
       [0. 0. 2.]
     """
-    lower, upper = bound_at("low", 0.0), bound_at("high", math.inf)
-    return _entrywise("clipjax.non_negative()", NonNegativeState, lower, upper, where, axis_name)
+    return _entrywise("clipjax.non_negative()", NonNegativeState, 0.0, math.inf, where, axis_name)
 
 
 def _entrywise(
-    name: str, state: type[Any], low: Evaluate, high: Evaluate, where: Where, axis_name: AxisName
+    name: str, state: type[Any], low: Limits, high: Limits, where: Where, axis_name: AxisName
 ) -> Projection:
     where = check_where(where)
 
-    def choose(params: Any) -> list[bool]:
-        chosen = resolve_where(where, params)
-        check_are_weights(params, [i for i, yes in enumerate(chosen) if yes])
-        return chosen
+    def groups(params: Any) -> list[Group]:
+        found = groups_of(low, high, resolve_where(where, params), params)
+        each = zip(*(group.chosen for group in found), strict=True)
+        check_are_weights(params, [i for i, of_leaf in enumerate(each) if any(of_leaf)])
+        return found
 
     def constrain(params: Any, step: Any) -> tuple[Any, Report]:
-        params = as_arrays(params)
-        projected, report = clip_entries(only(choose(params), params), low(step), high(step), axis_name)
-        return merged(params, projected), report
+        params, reports = as_arrays(params), []
+        for group in groups(params):
+            part = only(group.chosen, params)
+            projected, report = clip_entries(part, group.low(step), group.high(step), axis_name)
+            params = merged(params, projected)
+            reports.append(report)
+        return params, reports[0] if len(reports) == 1 else summary(reports)
 
     @in_float64
     def measure(params: Any, step: Any) -> list[Measured]:
-        lowest, highest = low(step), high(step)
-        each = zip(leaves_with_paths(params), names_of_leaves(params, axis_name), choose(params), strict=True)
-        found = {path_name(path): (leaf, names) for (path, leaf), names, yes in each if yes}
-        check_entries({path: leaf for path, (leaf, _) in found.items()}, lowest, highest)
-        return [Measured(path, leaf, lowest, highest, names) for path, (leaf, names) in found.items()]
+        each = list(zip(leaves_with_paths(params), names_of_leaves(params, axis_name), strict=True))
+        measured = {}
+        for group in groups(params):
+            lowest, highest = group.low(step), group.high(step)
+            check_entries(only(group.chosen, params), lowest, highest)
+            for i, ((path, leaf), names) in enumerate(each):
+                if group.chosen[i]:
+                    measured[i] = Measured(path_name(path), leaf, lowest, highest, names)
+        return [measured[i] for i in sorted(measured)]
 
-    return Projection(name, state, constrain, measure, How(check=choose))
+    return Projection(name, state, constrain, measure, How(check=groups))

@@ -48,10 +48,10 @@ def step_to(
     wanted = placed_as(after, jnp.asarray(wanted))
     real = functools.partial(_real_step_to, outside=outside)
     if not jnp.iscomplexobj(before):
-        dtype = update.dtype if same_dtype else _step_dtype(before, update)
+        dtype = update.dtype if same_dtype else step_dtype(before, update)
         return real(before, update, after, wanted, dtype=dtype)
     parts = [[part(x) for x in (before, update, after, wanted)] for part in (jnp.real, jnp.imag)]
-    return lax.complex(*(real(*part, dtype=_step_dtype(*part[:2])) for part in parts))
+    return lax.complex(*(real(*part, dtype=step_dtype(*part[:2])) for part in parts))
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "outside"))
@@ -78,7 +78,7 @@ def _one_further(step: jax.Array, down: jax.Array) -> jax.Array:
     return jnp.where(step == 0, from_zero, neighbour(step, (step < 0) == down))
 
 
-def _step_dtype(before: jax.Array, update: jax.Array) -> Any:
+def step_dtype(before: jax.Array, update: jax.Array) -> Any:
     """The dtype of an update that moves a parameter exactly enough: at least float32.
 
     From a weight of 16000 no bfloat16 update leads to 1: it ends at 0.

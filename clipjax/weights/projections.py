@@ -190,7 +190,7 @@ def _link(
             return new if measure is None else jnp.where(violation < 0, jnp.zeros_like(new), new)
 
         if how.of_units is not None:
-            leaves, report = _steps(how.of_units, before, leaves, treedef, step, memory[0], step_of)
+            leaves, report = steps_of_units(how.of_units, before, leaves, treedef, step, memory[0], step_of)
         else:
             after = [applied(p, u) for p, u in zip(before, leaves, strict=True)]
             taken = {name: extra_args[name] for name in how.extra if name in extra_args}
@@ -206,7 +206,7 @@ def _link(
 
 
 @in_float64
-def _steps(
+def steps_of_units(
     how: OfUnits,
     before: list[Any],
     updates: list[Any],
@@ -214,8 +214,12 @@ def _steps(
     at_step: Any,
     ready: jax.Array,  # a number of the state
     step_of: Callable[..., Any],
+    moved_by: Callable[[Sequence[Unit], list[Any]], list[Any]] = lambda _, updates: updates,
 ) -> tuple[list[Any], Report]:
-    """The updates of all leaves, and the report of their units: of large leaves one after the other."""
+    """The updates of all leaves, and the report of their units: of large leaves one after the other.
+
+    `moved_by(units, updates)` may turn the updates of some leaves into others first.
+    """
     rule, leaves = how.rule_at(at_step), list(updates)
     norms: list[jax.Array] = []
     scales: list[Scale] = []
@@ -223,8 +227,9 @@ def _steps(
 
     def step(units: Sequence[Unit], turn: Turn) -> None:
         news, terms = [], []
-        for unit in units:
-            old, update = before[unit.position], stored(leaves[unit.position], turn)
+        updates = moved_by(units, [stored(leaves[unit.position], turn) for unit in units])
+        for unit, update in zip(units, updates, strict=True):
+            old = before[unit.position]
             after = applied(old, update)
             is_sum = after.dtype == update.dtype and after.dtype.itemsize >= 4
             news.append((old, update, after))

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from clipjax._core.arguments import explained, shown
-from clipjax._core.bounds import Bound, bound_at, check_fits
+from clipjax._core.axes import Skip
+from clipjax._core.bounds import Bound, bound_at
 from clipjax._core.mesh import on_auto_axes
 from clipjax._core.norms import as_arrays, in_float64, strong, weakly_typed_as, wide
 from clipjax._core.stats import Stats
-from clipjax._core.trees import Report, summary
-from clipjax.weights.caps import by_newton_schulz, by_svd
+from clipjax._core.trees import Report
+from clipjax._matrices.flatten import Flatten, Matrices, Resolved, check_flatten, matrices_of, sides_of
+from clipjax._matrices.leaves import Limited, Method, bound_matrices, each, limits_for, way
+from clipjax._matrices.proof import by_platform, first_inside, is_inside
+from clipjax._matrices.singular import largest_singular_value
+from clipjax.weights.checks import check_are_weights
 from clipjax.weights.link import applied
-from clipjax.weights.matrices import Flatten, Matrices, check_flatten, matrices_of, sides_of
 from clipjax.weights.projections import How, Measured, Projection
-from clipjax.weights.proof import by_platform, first_inside, is_inside
-from clipjax.weights.singular import capped, largest_singular_value
-
-_CAPS = {"svd": by_svd, "newton_schulz": by_newton_schulz}
 
 
 class SpectralCapState(NamedTuple):
@@ -37,7 +37,7 @@ class SpectralCapState(NamedTuple):
 def spectral_cap(
     bound: Bound,
     *,
-    method: Literal["svd", "newton_schulz"] = "svd",
+    method: Method = "svd",
     flatten: Flatten = None,
     specs: Any = None,
 ) -> Projection:
@@ -95,40 +95,19 @@ def spectral_cap(
       [[1. 0.]
        [0. 1.]]
     """
-    bound_of, flatten = bound_at("bound", bound), check_flatten(flatten)
-    if method not in _CAPS:
-        raise ValueError(f"method must be one of {', '.join(map(repr, _CAPS))}, got {shown(method)}")
-    cap = functools.partial(capped, cap=_CAPS[method])
+    bound_of, flatten, how_to = bound_at("bound", bound), check_flatten(flatten), way(method)
 
-    def limits_of(params: Any, step: Any) -> list[tuple[Matrices, jax.Array]]:
-        """The matrices of each leaf that has any, and their bounds."""
+    def check(params: Any) -> list[Resolved]:
+        sides = sides_of(params, flatten)
+        check_are_weights(params, [i for i, both in enumerate(sides) if not isinstance(both, Skip)])
+        return sides
 
-        def limits(m: Matrices) -> jax.Array:
-            of = f"the matrices of {m.path!r}"
-            return jnp.broadcast_to(check_fits("bound", at_step, m.batch, of), m.batch)
-
-        at_step = bound_of(step)
-        return [(m, limits(m)) for m in matrices_of(params, flatten, specs)]
+    def limits_of(params: Any, step: Any) -> Limited:
+        return limits_for(matrices_of("spectral_cap", params, check(params), specs), bound_of(step))
 
     @_of_arrays
     def constrain(params: Any, step: Any) -> tuple[Any, Report]:
-        treedef: Any
-        leaves, treedef = jax.tree.flatten(params)
-        reports = []
-        for m, limits in limits_of(params, step):
-
-            def of_leaf(leaf: Any, limits: jax.Array, m: Matrices = m) -> tuple[jax.Array, jax.Array]:
-                stack = m.stacked(strong(leaf))
-                constants = lax.stop_gradient((stack, limits))
-                proven = _each(is_inside, *constants)
-                return m.restored(_each(cap, stack, limits, proven)), _each(
-                    largest_singular_value, *constants, proven
-                )
-
-            result, norms = on_auto_axes(of_leaf, (m.leaf, limits), m.leaf, limits)
-            leaves[m.position] = weakly_typed_as(m.leaf, result)
-            reports.append(_report(norms, lax.stop_gradient(limits)))
-        return treedef.unflatten(leaves), summary(reports)
+        return bound_matrices(params, limits_of(params, step), how_to)
 
     @_of_arrays
     def measure(params: Any, step: Any) -> list[Measured]:
@@ -137,7 +116,7 @@ def spectral_cap(
 
             def of_leaf(leaf: Any, limits: jax.Array, m: Matrices = m) -> jax.Array:
                 stack = m.stacked(strong(leaf))
-                return _each(largest_singular_value, stack, limits, _each(is_inside, stack, limits))
+                return each(largest_singular_value, stack, limits, each(is_inside, stack, limits))
 
             norms = on_auto_axes(of_leaf, limits, m.leaf, limits)
             measured.append(Measured(m.path, norms, jnp.zeros_like(limits), limits))
@@ -152,29 +131,19 @@ def spectral_cap(
             i = m.position
 
             def of_leaf(limits: jax.Array, *four: Any, m: Matrices = m) -> jax.Array:
-                return m.restored(_each(_settled, *(m.stacked(strong(x)) for x in four), limits))
+                return m.restored(each(_settled, *(m.stacked(strong(x)) for x in four), limits))
 
             settled = on_auto_axes(of_leaf, leaves[i], limits, befores[i], afters[i], wanteds[i], leaves[i])
             leaves[i] = weakly_typed_as(leaves[i], settled)
         return treedef.unflatten(leaves)
 
-    how = How(settle=settle, check=lambda params: sides_of(params, flatten))
+    how = How(settle=settle, check=check)
     return Projection(f"clipjax.spectral_cap({shown(bound)})", SpectralCapState, constrain, measure, how)
 
 
 def _of_arrays(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     """Run a function of weights and a step in float64, which takes away what a Python number was."""
     return lambda params, step: in_float64(function)(as_arrays(params), step)
-
-
-def _each(function: Callable[..., jax.Array], *stacks: jax.Array) -> jax.Array:
-    """Apply a function of matrices, and of what there is one of for each, to a stack."""
-    batch = stacks[-1].shape
-    if not batch:  # products of one matrix are faster than those of a stack of one
-        return function(*stacks)
-    flat = [x.reshape(-1, *x.shape[len(batch) :]) for x in stacks]
-    result = jax.vmap(function)(*flat)
-    return result.reshape(*batch, *result.shape[1:])
 
 
 @jax.custom_jvp
@@ -207,14 +176,3 @@ def _settled_by_platform(
 
     moved = jnp.any(after != wanted)
     return first_inside(real, moved, smaller, functools.partial(applied, before), update, bound)
-
-
-@in_float64
-def _report(norms: jax.Array, bound: jax.Array) -> Report:
-    scale = jnp.where(norms <= bound, 1.0, bound / jnp.where(norms == 0, 1.0, norms))
-    # XLA's CPU compiler may lose NaN in a maximum.
-    largest, least, after = (
-        jnp.where(jnp.any(jnp.isnan(norms)), jnp.nan, x)
-        for x in (jnp.max(norms), jnp.min(scale), jnp.max(norms * scale))
-    )
-    return Report(largest, least, ~jnp.all(norms <= bound), after)

@@ -22,6 +22,7 @@ import pytest
 import clipjax
 from tests.support.trees import random_tree
 from tests.support.walk import (
+    STEPPING,
     Case,
     bound_parameters,
     build,
@@ -183,4 +184,4 @@ def own_metrics(tx: Any, params: Any) -> dict[str, Any]:
 
 def bounds_the_weights(case: Case) -> bool:
     """Whether what counts is the parameters after the update."""
-    return is_projection(default(case)) or "project" in case.options
+    return is_projection(default(case)) or "project" in case.options or case.name in STEPPING

@@ -1,6 +1,7 @@
 """No transformation keeps more for larger parameters: leaves a hundred times as large change no state.
 
-The walk finds no exception. `adagc` keeps a number for each leaf, of whatever size.
+What follows leaves keeps numbers for each leaf, of whatever size, and `hyperball` one; with `axes`, they keep
+them for each unit.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ import pytest
 import clipjax
 from tests.support import walk
 
-# What keeps something of the parameters' size, and why its method cannot do without: nothing does.
-GROWS: dict[str, str] = {}
+# What keeps more for larger parameters, and why its method cannot do without.
+GROWS = {
+    "adagc(axes=dict)": "one number for each unit",
+    "hyperball(axes=dict)": "the norm that each unit keeps",
+}
 
 
 def parameters(scale: int) -> Any:
@@ -33,7 +37,7 @@ def test_the_state_does_not_grow_with_the_parameters(case: walk.Case) -> None:
     # An optimizer without a state, so that what is left is what goes around it.
     plain = {"optimizer": optax.sgd(0.1)} if "optimizer" in walk.parameters(case.name) else {}
     tx = walk.build(case, **plain)
-    assert (numbers(tx, 10) > numbers(tx, 1)) == (case.name in GROWS)
+    assert (numbers(tx, 10) > numbers(tx, 1)) == (str(case) in GROWS)
 
 
 def test_what_wraps_an_optimizer_keeps_its_state_once() -> None:
@@ -49,3 +53,7 @@ def test_what_wraps_an_optimizer_keeps_its_state_once() -> None:
 
 def test_the_count_tells_a_state_that_grows() -> None:
     assert numbers(optax.adam(1e-3), 10) > numbers(optax.adam(1e-3), 1)
+
+
+def test_there_are_such_cases() -> None:
+    assert set(GROWS) <= {str(case) for case in walk.variants()}

@@ -21,8 +21,10 @@ STATELESS = {
     "clip_by_global_norm",
     "clip_by_group_norm",
     "clip_by_rms",
+    "clip_by_spectral_norm",
     "adaptive_grad_clip",
     "tangent_cone",
+    "tangent_space",
     "zero_nonfinite",
 }
 PROJECTIONS = {case.name for case in DEFAULTS if is_projection(default(case))} - set(NEEDS_MORE)

@@ -33,7 +33,13 @@ NOTHING = {
     "non_negative": (clipjax.non_negative(where=lambda *_: False), "the rule does not choose it"),
     "qk_clip": (clipjax.qk_clip(), "no layer has both 'query' and 'key'"),
     "tangent_cone": (clipjax.tangent_cone(1.0), "clipjax.fan_in leaves rank 1 alone"),
+    "tangent_space": (clipjax.tangent_space(axes=fan_in), "clipjax.fan_in leaves rank 1 alone"),
+    "hyperball": (
+        clipjax.hyperball(0.1),
+        "'bias' of shape (3,): a leaf of rank 1 takes plain steps by default",
+    ),
     "clip_by_norm": (clipjax.clip_by_norm(1.0, axes=fan_in), "clipjax.fan_in leaves rank 1 alone"),
+    "clip_by_spectral_norm": (clipjax.clip_by_spectral_norm(1.0), "'bias' of shape (3,): it is no matrix"),
     "clip_by_rms": (clipjax.clip_by_rms(1.0, axes=fan_in), "clipjax.fan_in leaves rank 1 alone"),
     "adaptive_grad_clip": (clipjax.adaptive_grad_clip(axes=fan_in), "clipjax.fan_in leaves rank 1 alone"),
 }
@@ -150,6 +156,7 @@ BY_DEFAULT = {
     "unit_norm": clipjax.unit_norm(),
     "tangent_cone": clipjax.tangent_cone(1.0),
     "spectral_cap": clipjax.spectral_cap(1.0),
+    "clip_by_spectral_norm": clipjax.clip_by_spectral_norm(1.0),
 }
 
 
@@ -164,7 +171,7 @@ def test_no_default_guesses_what_a_rank_means(name: str) -> None:
             call(CONVOLUTION)
         message = str(caught.value)
         assert "leaf 'conv/kernel' of shape (3, 3, 2, 4)" in message
-        if name == "spectral_cap":
+        if "spectral" in name:
             assert "flatten={'conv/kernel': (rows, columns)}" in message
         else:
             for advice in (

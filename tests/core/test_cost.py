@@ -40,6 +40,7 @@ STEPS = {
     "box": (adam(), clipjax.box(-1.0, 1.0)),
     "clip_max_norm": (optax.chain(clipjax.clip_by_global_norm(1.0), adam()), clipjax.max_norm(1.0)),
     "link": (clipjax.chain(adam(), clipjax.max_norm(1.0)), lambda params: params),
+    "hyperball": chain(clipjax.chain(optax.scale_by_adam(), clipjax.hyperball(1e-3))),
     "bounded": chain(
         clipjax.bounded(
             adam(),
@@ -58,6 +59,7 @@ STEPS = {
 #   entries is part of Adam's own passes.
 # - a link must return an update: Adam's update exists next to the weights, leaf after leaf; it is written,
 #   read with them for their norms, and read once more for the new weights.
+# - hyperball reads Adam's update once more than a link, for its norm, and stores the step made of it.
 # - skipping reads the gradients first for non-finite entries, and chooses between two branches,
 #   whose results XLA copies where a link's temporaries already are.
 # An added pass is half as large in bfloat16. A link's update is float32 there, and so is Adam's.
@@ -73,6 +75,7 @@ LIMITS = {
         "clip_max_norm": (0.02, 4),
         # XLA counts all of a leaf where its first entry is read, for the turn of the next: one more pass.
         "link": (0.3, 5),
+        "hyperball": (0.3, 9),
         "bounded": (1.3, 9),
     },
     "bfloat16": {
@@ -84,12 +87,13 @@ LIMITS = {
         "box": (0.01, 0),
         "clip_max_norm": (0.01, 2.5),
         "link": (0.8, 5),
+        "hyperball": (0.8, 7),
         "bounded": (2.6, 8.5),
     },
 }
 # Every step in one dtype; in both, what others are made of.
 COVERING = {
-    "float32": ["value", "norm", "max_norm", "box", "clip_max_norm", "link"],
+    "float32": ["value", "norm", "max_norm", "box", "clip_max_norm", "link", "hyperball"],
     "bfloat16": ["value", "global_norm", "rms", "clip_max_norm", "link", "bounded"],
 }
 

@@ -30,6 +30,7 @@ from clipjax.flax import unit_axes
 
 PAGE = (ROOT / "docs" / "constraints.md").read_text(encoding="utf-8")
 WIDTH, HEADS, DIM = 6, 2, 3
+TANGENTS = {"tangent_cone", "tangent_space"}
 
 
 class Linen(nn.Module):
@@ -110,6 +111,8 @@ def made(name: str, axes: Any, layout: Any) -> tuple[Any, dict[str, Any]]:
         "spectral_cap": lambda: clipjax.spectral_cap(0.1, method="svd", flatten=sides),
         "qk_clip": lambda: clipjax.qk_clip(1.0, **layout),
         "tangent_cone": lambda: clipjax.tangent_cone(0.1, axes=axes),
+        "tangent_space": lambda: clipjax.tangent_space(axes=axes),
+        "hyperball": lambda: clipjax.hyperball(0.25, axes=axes),
         "project": lambda: clipjax.project(optax.projections.projection_non_negative),
     }
     extra = {"max_logits": np.array([4.0, 0.5], np.float32)} if name == "qk_clip" else {}
@@ -133,11 +136,13 @@ def outcomes(model: Callable[[], Parts]) -> tuple[Any, dict[str, Any], dict[str,
 
     def one(name: str, params: Any) -> Outcome:
         constraint, extra = constraints[name]
-        first = name == "tangent_cone"
+        first = name in TANGENTS
         tx = clipjax.chain(constraint, optax.sgd(0.0)) if first else clipjax.chain(optax.sgd(0.0), constraint)
-        # For the tangent, gradients whose descent leads outward.
+        if name == "hyperball":
+            tx = constraint
+        # For the tangents and the sphere, gradients whose descent leads outward.
         updates, state = tx.update(jax.tree.map(jnp.negative, params), tx.init(params), params, **extra)
-        called = None if first else constraint(params, **extra)
+        called = constraint(params, **extra) if callable(constraint) else None
         return Outcome(called, optax.apply_updates(params, updates), clipjax.metrics(state))
 
     # Of leaves alone, so that models of the same leaves are the same program. Short runs need no fast code.
@@ -162,9 +167,15 @@ def test_every_row_of_the_page_on_every_kind_of_model(name: str, model: Any) -> 
     params, constraints, found = outcomes(model)
     constraint, outcome = constraints[name], found[name]
     assert jax.tree.structure(outcome.landed) == jax.tree.structure(params)
-    if name == "tangent_cone":
-        assert float(outcome.metrics["tangent_cone/clipped_fraction"]) == 1
+    if name in TANGENTS:
+        assert float(outcome.metrics[f"{name}/clipped_fraction"]) == 1
         assert same_bits(outcome.landed, params)
+        return
+    if name == "hyperball":
+        np.testing.assert_allclose(outcome.metrics["hyperball/scale"], 1 / 1.25, rtol=1e-6)
+        for p, after in zip(*map(jax.tree.leaves, (params, outcome.landed)), strict=True):
+            turned = np.asarray(after) / np.where(p == 0, 1, p)  # nothing, but for plain steps of biases
+            assert np.allclose(turned[p != 0], 1, rtol=1e-5) or np.allclose(turned[p != 0], 1.25, rtol=1e-5)
         return
     assert not same_bits(outcome.called, params)
     for a, b, c in zip(*map(jax.tree.leaves, (outcome.called, outcome.landed, params)), strict=True):
@@ -184,7 +195,7 @@ def test_all_constraints_are_on_the_page() -> None:
             "Projection"
         )
     }
-    assert projections | {"tangent_cone"} == set(rows())
+    assert projections | TANGENTS | {"hyperball"} == set(rows())
 
 
 def layer_rows() -> dict[str, str]:

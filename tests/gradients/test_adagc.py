@@ -72,6 +72,91 @@ def test_zeros_alone_in_the_warm_up_leave_the_first_norm_as_gamma() -> None:
     np.testing.assert_allclose(np.linalg.norm(updates["bias"]), 1.04 * 3 * math.sqrt(3), rtol=1e-6)
 
 
+# --------------------------------------------------------------------------------------------------
+# Units.
+
+LAYERS = 4
+
+
+@functools.cache
+def stack() -> dict[str, np.ndarray]:
+    """Gradients over 30 steps: layers whose sizes have nothing in common, in one leaf, and a leaf alone."""
+    rng = np.random.default_rng(3)
+    sizes = np.exp(0.5 * rng.standard_normal((30, LAYERS + 1))) * 10.0 ** np.arange(-2, LAYERS - 1)
+    layers = rng.standard_normal((30, LAYERS, 5, 3)) * sizes[:, :LAYERS, None, None]
+    head = rng.standard_normal((30, 6)) * sizes[:, -1:]
+    return {"head": head.astype(np.float32), "layers": layers.astype(np.float32)}
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def follow(tx: Any, stacked: Any) -> Any:
+    def one(state: Any, grads: Any) -> Any:
+        updates, state = tx.update(grads, state)
+        return state, updates
+
+    return jax.lax.scan(one, tx.init(jax.tree.map(lambda x: x[0], stacked)), stacked)
+
+
+SHORT: dict[str, Any] = {"warmup_steps": 5, "max_norm": 3.0}
+OF_LAYERS = clipjax.adagc(axes={"layers": (1, 2), "head": None}, **SHORT)
+OF_LEAVES = clipjax.adagc(**SHORT)
+
+
+def test_each_layer_of_a_stack_follows_its_own_past() -> None:
+    state, updates = follow(OF_LAYERS, stack())
+    before, after = (
+        leaf_norms([tree["head"], *np.moveaxis(np.asarray(tree["layers"]), 1, 0)])
+        for tree in (stack(), updates)
+    )
+    np.testing.assert_allclose(after, norm_rules.adagc(before, **SHORT), rtol=1e-5)
+    assert [x.shape for x in state.gammas] == [(), (LAYERS, 1, 1)]
+    assert [x.dtype for x in state.gammas] == [np.float32] * 2
+
+
+def test_a_stack_is_clipped_as_its_layers_are_apart() -> None:
+    layers = {f"{i}": stack()["layers"][:, i] for i in range(LAYERS)}
+    state, together = follow(OF_LAYERS, stack())
+    alone, apart = follow(OF_LEAVES, {"head": stack()["head"], **layers})
+    np.testing.assert_allclose(together["head"], apart["head"], rtol=1e-6)
+    for i in range(LAYERS):
+        np.testing.assert_allclose(together["layers"][:, i], apart[str(i)], rtol=1e-6)
+    assert state.adagc.clipped == alone.adagc.clipped > 5
+    shown, expected = ([*s.adagc[:2], s.threshold] for s in (state, alone))
+    np.testing.assert_allclose(shown, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("axes", [{"*": None}, {"layers": (0, 1, 2), "head": 0}], ids=str)
+def test_one_unit_a_leaf_is_what_it_is_without_axes(axes: Any) -> None:
+    """Bit for bit, but for the layout of the state."""
+    plain, expected = follow(OF_LEAVES, stack())
+    state, updates = follow(clipjax.adagc(axes=axes, **SHORT), stack())
+    assert same_bits(updates, expected)
+    assert same_bits(np.concatenate([np.ravel(x) for x in state.gammas]), plain.gammas)
+    assert same_bits((*state[:2], state.taken), (*plain[:2], plain.taken))
+
+
+@pytest.mark.parametrize("axes", [{"layers": (1, 2)}, {"layers": (1, 2), "head": clipjax.SKIP}], ids=str)
+def test_leaves_without_units_are_left_alone_and_do_not_count(axes: Any) -> None:
+    state, updates = follow(clipjax.adagc(axes=axes, **SHORT), stack())
+    alone, expected = follow(clipjax.adagc(axes=(1, 2), **SHORT), {"layers": stack()["layers"]})
+    assert same_bits(updates, {"head": stack()["head"], **expected})
+    assert same_bits(state, alone)
+
+
+def test_nothing_but_skipped_leaves_works() -> None:
+    tx = clipjax.adagc(axes=lambda path, leaf: clipjax.SKIP)
+    updates, state = tx.update(PARAMS, tx.init(PARAMS))
+    assert same_bits(updates, PARAMS)
+    assert state.gammas == ()
+
+
+def test_other_units_than_it_started_with_are_an_error() -> None:
+    tx = clipjax.adagc(axes={"kernel": 0})
+    state = tx.init({"kernel": np.ones((4, 3), np.float32)})
+    with pytest.raises(ValueError, match=r"adagc.*'kernel'.*\(1, 2\).*\(1, 3\).*shard_map"):
+        jax.eval_shape(tx.update, {"kernel": np.ones((4, 2), np.float32)}, state)
+
+
 def test_other_leaves_than_it_started_with_are_an_error() -> None:
     tx = clipjax.adagc()
     with pytest.raises(ValueError, match=r"adagc.* 1 .*2"):

@@ -17,6 +17,8 @@ import pytest
 
 import clipjax
 from clipjax._core.stats import Stats
+from clipjax.gradients.groups import OfGroup
+from clipjax.monitoring.records import Recorded
 from tests.support.trees import bits, random_tree, same_bits
 from tests.support.walk import Case, build, cases, is_projection, parameters
 
@@ -29,10 +31,17 @@ SHOWN = {
     "z_score",
     "steps",
     "skipped",
+    "skipped_last",
     "skipped_in_a_row",
     "nonfinite_count",
     "nonfinite_steps",
+    "norm_spike_count",
+    "loss_z_score",
+    "loss_threshold",
 }
+
+
+KINDS_SHOWN = (Stats, OfGroup, Recorded)
 
 
 def is_own_state(node: Any) -> bool:
@@ -43,11 +52,12 @@ def remembered(state: Any) -> list[Any]:
     """The statistics in a state, by name, wherever they are nested."""
     found = []
     for node in jax.tree.leaves(state, is_leaf=is_own_state):
-        if is_own_state(node):
+        if is_own_state(node) and not isinstance(node, KINDS_SHOWN):
             for name, value in node._asdict().items():
-                if name not in SHOWN and not isinstance(value, Stats):
-                    inner = remembered(value)
-                    found += inner or [(name, leaf) for leaf in jax.tree.leaves(value)]
+                if name not in SHOWN and not isinstance(value, KINDS_SHOWN):
+                    parts = jax.tree.leaves(value, is_leaf=is_own_state)
+                    nested = any(map(is_own_state, parts))
+                    found += remembered(value) if nested else [(name, part) for part in parts]
     return found
 
 

@@ -302,3 +302,20 @@ def test_float64_and_huge_gradients() -> None:
     huge = np.full(2, 3e38, np.float32)
     _, state = jax.jit(tx.update)(huge, tx.init(huge))
     assert (int(state.nonfinite_count), int(state.taken)) == (1, 0)
+
+
+def test_a_norm_above_the_limit_is_a_spike_from_the_first_step_on() -> None:
+    """The rule of runs that drop a step by a constant threshold; the schedule is of all steps."""
+    tx = clipjax.skip_spikes(optax.sgd(1.0), jnp.inf, max_norm=lambda step: 10.0 - step)
+    update, state = jax.jit(tx.update), tx.init(jnp.zeros(2))
+    norms = [9.0, 11.0, 8.0, 7.5, 6.0, 1e-3, 4.0, 3.5, math.nan]
+    for step, norm in enumerate(norms):
+        updates, state = update(jnp.array([norm, 0.0]), state)
+        skipped = not norm <= 10 - step
+        assert int(state.skipped_last) == skipped
+        assert (float(updates[0]) == 0) == skipped
+    assert float(state.threshold) == 10 - 8
+    assert int(state.norm_spike_count) == sum(norm > 10 - i for i, norm in enumerate(norms))
+    assert int(state.nonfinite_count) == 1
+    with pytest.raises(ValueError, match="max_norm must be at least 0, got -1"):
+        clipjax.skip_spikes(optax.sgd(1.0), max_norm=-1)

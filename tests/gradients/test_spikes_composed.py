@@ -117,22 +117,12 @@ def test_extra_arguments_reach_the_optimizer() -> None:
 
 def test_the_state_holds_the_window_and_no_more() -> None:
     state = clipjax.skip_spikes(optax.identity(), window=100).init(np.zeros(2, np.float32))
-    assert state.norms.shape == (100,)
-    others = [leaf for leaf in jax.tree.leaves(state) if leaf is not state.norms]
-    assert all(leaf.shape == () for leaf in others)
+    rings = [field for field, leaf in state._asdict().items() if np.shape(leaf) == (100,)]
+    assert rings == ["norms", "losses"]
     assert set(clipjax.metrics(state)) == {
-        f"skip_spikes/{key}"
-        for key in (
-            "steps",
-            "skipped",
-            "skipped_in_a_row",
-            "nonfinite_count",
-            "norm",
-            "z_score",
-            "threshold",
-            "taken",
-        )
+        f"skip_spikes/{field}" for field in state._fields if field not in (*rings, "inner")
     }
+    assert clipjax.metrics(state)["skip_spikes/skipped_last"].dtype == np.int32
 
 
 @pytest.mark.parametrize(
@@ -143,6 +133,8 @@ def test_the_state_holds_the_window_and_no_more() -> None:
         ({"window": True}, TypeError, "window must be an int, got True"),
         ({"warmup_steps": 0}, ValueError, "warmup_steps must be at least 1, got 0"),
         ({"warmup_steps": 129}, ValueError, "warmup_steps must be at most window=128, got 129"),
+        ({"max_consecutive": 0}, ValueError, "max_consecutive must be at least 1, got 0"),
+        ({"max_consecutive": 2.0}, TypeError, "max_consecutive must be an int, got 2.0"),
         ({"z_threshold": -1}, ValueError, "z_threshold must be at least 0, got -1"),
         ({"optimizer": 1.0}, TypeError, "optimizer must be an optax.GradientTransformation, got 1.0"),
         ({"optimizer": clipjax.max_norm(1.0)}, ValueError, "optimizer: .* projects weights"),

@@ -37,6 +37,7 @@ AXES: tuple[Row, ...] = (
     kind("clip_by_norm(1.0, mask='kernel')", "mask='kernel'", "'where'"),
     kind("non_negative(where=lambda leaf: True)(params)", "where", "(path, leaf)"),
     kind("non_negative(where=lambda path, leaf: None)(params)", "where", "None", "bool", "'bias'"),
+    value("adagc(axes={'kernal': 0}).init(params)", "axes", "'kernal'", "kernel"),
     value("functional.clip_by_norm(grads, 1.0, axes=2)", "axes", "2", "'bias'", "(3,)"),
     value("functional.unitwise_norms(grads, {'kernal': 0})", "axes", "'kernal'", "kernel"),
     # What shares a norm in a leaf of rank 3 or 4 is not told by its shape.
@@ -45,6 +46,15 @@ AXES: tuple[Row, ...] = (
     value("unit_norm()(conv)", "axes", "'kernel'", "(3, 4, 5)", "clipjax.fan_in"),
     value("chain(adam, max_norm(3.0)).init(conv)", "axes", "'kernel'", "(3, 4, 5)", "clipjax.fan_in"),
     value("spectral_cap(1.0)(conv)", "flatten", "'kernel'", "(3, 4, 5)"),
+    value("clip_by_spectral_norm(1.0).init(conv)", "flatten", "'kernel'", "(3, 4, 5)"),
+    value("clip_by_spectral_norm(1.0).init({'bias': x})", "flatten", "nothing", "bias"),
+    value(
+        "qk_clip(head_dim=3, parts={'query': [('query', 4), ('query_rope', 2)]})"
+        "(heads, max_logits=jnp.ones(2))",
+        "parts",
+        "head_dim=3",
+        "4",
+    ),
     value(
         "tangent_cone(3.0).update(conv, tangent_cone(3.0).init(conv), conv)",
         *("axes", "'kernel'", "(3, 4, 5)", "clipjax.fan_in"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mistakes.row import Row, kind, value
 
 ROWS: tuple[Row, ...] = (
+    value("chain(hyperball(1e-2), adam)", "links[0]", "hyperball(0.01)", "links[1]", "last"),
     kind("chain(clip_by_global_norm, adam)", "links[0]", "clip_by_global_norm", "call it"),
     kind("chain(clip, optax.adam)", "links[1]", "adam", "call it"),
     kind("chain([clip, adam])", "links[0]", "chain(*"),
@@ -46,6 +47,9 @@ ROWS: tuple[Row, ...] = (
     kind("skip_nonfinite(optax.adam)", "optimizer", "adam", "call it"),
     kind("skip_nonfinite(5)", "optimizer", "5"),
     value("skip_nonfinite(max_norm(3.0))", "optimizer", "max_norm(3.0)"),
+    value("skip_nonfinite(adam, max_consecutive=0)", "max_consecutive", "0", "at least 1"),
+    kind("skip_nonfinite(adam, max_consecutive=True)", "max_consecutive", "True", "int"),
+    kind("skip_spikes(adam, max_consecutive=2.5)", "max_consecutive", "2.5", "int"),
     kind("skip_spikes(6.0)", "optimizer", "6.0"),
     kind("skip_spikes(optax.adam, 6.0)", "optimizer", "adam", "call it"),
     kind("skip_spikes(adam, '6')", "z_threshold", "'6'"),

@@ -51,4 +51,13 @@ ROWS: tuple[Row, ...] = (
     value("log.replay(clip_by_global_norm(1.0))", "transformation", "threshold"),
     kind("log.suggest([autoclip(25.0)])", "rules", "names", "list"),
     value("NormLog.load(clipjax.__file__)", "path", "NormLog.save"),
+    value("raise_if_skipping(adam.init(params), 10)", "opt_state", "no state", "skip_nonfinite"),
+    value("raise_if_skipping(clip.init(params), 10)", "opt_state", "no state", "skip_nonfinite"),
+    value("raise_if_skipping(skip_nonfinite(sgd).init(params), 0)", "max_consecutive", "0"),
+    kind("raise_if_skipping(skip_nonfinite(sgd).init(params))", "raise_if_skipping", "max_consecutive"),
+    kind("raise_if_skipping(10, skip_nonfinite(sgd).init(params))", "max_consecutive", "int"),
+    kind(
+        "jax.jit(lambda s: raise_if_skipping(s, 10))(skip_nonfinite(sgd).init(params))",
+        *("opt_state", "outside jit"),
+    ),
 )

@@ -39,7 +39,7 @@ NAMES: tuple[Row, ...] = (
     kind("adaptive_grad_clip(clip_factor=0.01)", "clip_factor", "clipping"),
     kind("autoclip(clip_percentile=10.0)", "clip_percentile", "but 'percentile'"),
     kind("zclip(z_thresh=2.5, alpha=0.97)", "z_thresh", "but 'z_threshold'"),
-    kind("skip_nonfinite(adam, max_consecutive_errors=5)", "max_consecutive_errors", "skip_nonfinite"),
+    kind("skip_nonfinite(adam, max_consecutive_errors=5)", "max_consecutive_errors", "but 'max_consecutive'"),
     kind("max_norm(max_value=3.0)", "max_value", "but 'radius'"),
     kind("max_norm(3.0, axis=0)", "axis=", "but 'axes'"),
     kind("max_norm(threshold=3.0)", "threshold", "but 'radius'"),

@@ -6,6 +6,8 @@ from tests.mistakes.row import Row, kind, value
 
 AGC = "agc = adaptive_grad_clip(0.01); "
 LINK = "link = max_norm(3.0); "
+SKIP = "skip = skip_nonfinite(sgd); "
+SPIKES = "skip = skip_spikes(sgd); "
 FEW = "{'kernel': x, 'bias': x}"  # a kernel of shape (3,)
 
 STATES: tuple[Row, ...] = (
@@ -41,6 +43,15 @@ STATES: tuple[Row, ...] = (
     ),
     value("adagc().update(grads, adagc().init(layers))", "adagc", "96", "init"),
     value("adagc().update(grads, adagc().init([x]))", "adagc", "1", "init"),
+    value(
+        "tx = adagc(axes={'kernel': 0}); tx.update({'kernel': jnp.ones((4, 5))}, tx.init(params))",
+        *("adagc", "'kernel'", "(1, 5)", "(1, 3)", "init"),
+    ),
+    value(
+        "normalize_by_moving_norm().update(grads, normalize_by_moving_norm().init([x]))",
+        *("normalize_by_moving_norm", "1", "init"),
+    ),
+    kind("adagc(axes=0).update(grads, clip_by_moving_max().init(params))", "state", "AdagcState"),
 )
 
 # Parameters that are missing or others, gradients that are none.
@@ -48,6 +59,8 @@ TREES: tuple[Row, ...] = (
     value(LINK + "link.update(grads, link.init(params))", "max_norm", "params", "(grads, state, params)"),
     value(AGC + "agc.update(grads, agc.init(params))", "adaptive_grad_clip", "params"),
     value("cone = tangent_cone(3.0); cone.update(grads, cone.init(params))", "tangent_cone", "params"),
+    value("space = tangent_space(); space.update(grads, space.init(params))", "tangent_space", "params"),
+    value("ball = hyperball(1e-2); ball.update(grads, ball.init(params))", "hyperball", "params"),
     value("cap = spectral_cap(1.0); cap.update(grads, cap.init(params))", "spectral_cap", "params"),
     value("tx = bounded(sgd, project=max_norm(3.0)); tx.update(grads, tx.init(params))", "params"),
     value(LINK + "link.update(grads, link.init(params), [x])", "updates", "params"),
@@ -75,5 +88,10 @@ TREES: tuple[Row, ...] = (
     kind("functional.global_norm({'kernel': 'ones'})", "'kernel'", "str", "array"),
     kind("functional.clip_by_global_norm({'kernel': jnp.ones}, 1.0)", "'kernel'", "array"),
     kind("functional.clip_by_global_norm(1.0, grads)", "max_norm", "number"),
+    value(SKIP + "skip.update(grads, skip.init(params), params, loss=x)", "loss", "(3,)", "mean"),
+    kind(SKIP + "skip.update(grads, skip.init(params), params, loss=True)", "loss", "True", "number"),
+    kind(SKIP + "skip.update(grads, skip.init(params), params, loss=[1.0])", "loss", "[1.0]", "number"),
+    kind(SPIKES + "skip.update(grads, skip.init(params), params, loss=sum)", "loss", "sum", "number"),
+    kind(SPIKES + "skip.update(grads, skip.init(params), params, 1.0)", "positional"),
     value("q = qk_clip(); q.update(heads, q.init(heads), heads)", "qk_clip", "max_logits"),
 )

@@ -203,7 +203,7 @@ MUTANTS = (
     ),
     Mutant(
         "the radial part is that of one device",
-        "gradients/tangent_cone.py",
+        "gradients/radial.py",
         "product = lax.psum(product, unit.names)",
         "product = lax.pmin(product, unit.names)",
         "tests/devices/test_units_and_specs.py::test_same_as_on_one_device",
@@ -224,7 +224,7 @@ MUTANTS = (
     ),
     Mutant(
         "the state moves at a skipped step on many devices",
-        "gradients/nonfinite.py",
+        "gradients/skipping.py",
         "jax.tree.map(lambda n, o: jnp.where(good, n, _typed_as(n, o)), new, old),",
         "new,",
         "tests/devices/test_skipping_together.py::test_a_skipped_step_leaves_the_state_as_it_was",
@@ -242,5 +242,12 @@ MUTANTS = (
         "measure_tree(updates, 2.0, axis_name)",
         "measure_tree(updates, 2.0)",
         "tests/gradients/test_spikes_composed.py::test_devices_skip_together",
+    ),
+    Mutant(
+        "each device judges its own loss",
+        "gradients/skipping.py",
+        "return lax.pmean(value, tuple(sorted(names))) if names else value",
+        "return value",
+        "tests/devices/test_losses.py",
     ),
 )

@@ -22,8 +22,8 @@ DIFFERENCES = (
            ConditionallyMaskTest::test_statefull_inner
            ConstraintsTest::test_zero_nans""",
         "They read fields of Optax' states, `last_finite`, `notfinite_count` and `found_nan`. Ours are "
-        "scalars with other names, which `clipjax.metrics` reads. `skip_nonfinite` never gives up, and "
-        "`zero_nonfinite` zeroes infinities, too.",
+        "scalars with other names, which `clipjax.metrics` reads; and `zero_nonfinite` zeroes infinities, "
+        "too.",
     ),
     Difference(
         "optax-members",
@@ -76,7 +76,7 @@ DIFFERENCES = (
         "optax-skip",
         "ConditionalityTest::test_apply_if_finite_*sgd*",
         "They want a NaN to be let through by `apply_if_finite` after two steps that were skipped; "
-        "`skip_nonfinite` inside of it never lets one through.",
+        "`skip_nonfinite` inside of it, without `max_consecutive`, never lets one through.",
     ),
     Difference(
         "optax-project",

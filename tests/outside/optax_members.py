@@ -48,9 +48,8 @@ def swap() -> None:
 
 
 def _skip_nonfinite(inner: Any, max_consecutive_errors: int) -> Any:
-    """`optax.apply_if_finite`; ours gives up after no number of steps."""
-    del max_consecutive_errors
-    return clipjax.skip_nonfinite(inner)
+    """`optax.apply_if_finite`, by the names of ours."""
+    return clipjax.skip_nonfinite(inner, max_consecutive=max_consecutive_errors)
 
 
 def _norm(tree: Any, ord: Any = None, *, squared: bool = False) -> Any:  # noqa: A002

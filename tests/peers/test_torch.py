@@ -81,3 +81,16 @@ def test_straight_through(torch):
     torch.sum((leaf + (torch.round(leaf) - leaf).detach()) ** 2).backward()
     rounded = clipjax.replace_gradient(jnp.round, lambda x: x)
     np.testing.assert_allclose(jax.grad(lambda x: jnp.sum(rounded(x) ** 2))(x), leaf.grad.numpy(), rtol=1e-6)
+
+
+@SEEDS
+def test_orthogonal_gradients(torch, seed):
+    """`tangent_space` beside the formula of OrthoGrad, in PyTorch's float64."""
+    weights, grads = (draw(s)[0] for s in (seed, seed + 100))
+    tx = clipjax.tangent_space()
+    ours, _ = jax.jit(tx.update)(grads, tx.init(weights), weights)
+    for w, g, got in zip(weights, grads, ours, strict=True):
+        w, g = torch.tensor(w).double(), torch.tensor(g).double()
+        tangential = g - w * torch.sum(w * g) / (torch.sum(w * w) + 1e-30)
+        expected = tangential * torch.linalg.vector_norm(g) / (torch.linalg.vector_norm(tangential) + 1e-30)
+        np.testing.assert_allclose(got, expected.numpy(), rtol=2e-6, atol=1e-6 * float(g.abs().max()))

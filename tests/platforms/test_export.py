@@ -17,7 +17,7 @@ import optax
 import pytest
 
 import clipjax
-from tests.support.platforms import DTYPES, MEMBERS, parts, shapes_of
+from tests.support.platforms import DTYPES, MEMBERS, SPECTRAL, parts, shapes_of
 from tests.support.trees import same_bits
 
 PLATFORMS = ("cpu", "cuda", "tpu")
@@ -100,7 +100,7 @@ def test_no_float64_for_each_entry_on_a_tpu(name: str) -> None:
 
     But for norms of other orders than 1, 2 and infinity, and for matrices, whose algorithm is their own.
     """
-    if name == "spectral_cap":
+    if name in SPECTRAL:
         pytest.skip("an algorithm of its own, whose proof combines integers of 64 bits")
     for dtype in DTYPES.values():
         shapes = shapes_of(name, dtype)

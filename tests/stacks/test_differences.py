@@ -16,19 +16,20 @@ ORDINARY = np.exp(np.random.default_rng(0).normal(0.0, 0.1, 600))
 
 
 @jax.jit
-def _run(norms: jax.Array) -> jax.Array:
+def _run(losses: jax.Array, norms: jax.Array) -> jax.Array:
     tx = clipjax.skip_spikes(optax.sgd(1.0))
 
-    def step(state: Any, norm: jax.Array) -> tuple[Any, jax.Array]:
-        _, new = tx.update(jnp.reshape(norm, (1,)), state)
-        return new, new.skipped > state.skipped
+    def step(state: Any, seen: jax.Array) -> tuple[Any, jax.Array]:
+        loss, norm = seen
+        _, state = tx.update(jnp.reshape(norm, (1,)), state, loss=loss)
+        return state, state.skipped_last > 0
 
-    return jax.lax.scan(step, tx.init(jnp.zeros(1)), norms)[1]
+    return jax.lax.scan(step, tx.init(jnp.zeros(1)), (losses, norms))[1]
 
 
-def ours(norms: np.ndarray) -> list[bool]:
+def ours(losses: np.ndarray, norms: np.ndarray) -> list[bool]:
     """Which steps `skip_spikes` leaves out."""
-    return np.asarray(_run(np.float32(norms))).tolist()
+    return np.asarray(_run(np.float32(losses), np.float32(norms))).tolist()
 
 
 def with_values(at: list[int], value: float) -> np.ndarray:
@@ -42,7 +43,7 @@ def where(skips: list[bool]) -> list[int]:
 
 
 def test_all_take_ordinary_steps() -> None:
-    assert where(ours(ORDINARY)) == []
+    assert where(ours(ORDINARY, ORDINARY)) == []
     assert where(rules.maxtext_skips(ORDINARY, ORDINARY)) == []
     assert where(rules.levanter_skips(ORDINARY, ORDINARY)) == []
     assert where(rules.axlearn_skips(ORDINARY)) == []
@@ -50,7 +51,7 @@ def test_all_take_ordinary_steps() -> None:
 
 def test_a_nan_stays_in_a_window_of_means() -> None:
     norms = with_values([200], np.nan)
-    assert where(ours(norms)) == [200]
+    assert where(ours(ORDINARY, norms)) == [200]
     for theirs in (rules.maxtext_skips, rules.levanter_skips):
         assert where(theirs(ORDINARY, norms)) == list(range(200, 200 + 129))
     assert where(rules.axlearn_skips(norms)) == [200]
@@ -60,21 +61,22 @@ def test_spikes_hide_the_next_from_a_mean() -> None:
     """At 6 deviations, a window of 128 that holds four of them lets the fifth pass."""
     spikes = [200, 210, 220, 230, 240, 250]
     norms = with_values(spikes, 1000.0)
-    assert where(ours(norms)) == spikes
+    assert where(ours(ORDINARY, norms)) == spikes
     for theirs in (rules.maxtext_skips, rules.levanter_skips):
         assert where(theirs(ORDINARY, norms)) == spikes[:4]
 
 
 def test_a_new_level_is_taken_after_half_a_window() -> None:
     norms = with_values(list(range(200, 600)), 0.0) + np.where(np.arange(600) < 200, 0.0, 100 * ORDINARY)
-    skips = where(ours(norms))
+    skips = where(ours(ORDINARY, norms))
     assert skips == list(range(200, 200 + len(skips)))
     assert 0 < len(skips) <= 64
     assert where(rules.axlearn_skips(norms)) == list(range(200, 600))
 
 
-def test_a_loss_alone_is_enough_for_those_that_see_it() -> None:
+def test_a_loss_alone_is_enough() -> None:
     losses = with_values([300], 1000.0)
+    assert where(ours(losses, ORDINARY)) == [300]
     assert where(rules.maxtext_skips(losses, ORDINARY)) == [300]
     assert where(rules.levanter_skips(losses, ORDINARY)) == [300]
 

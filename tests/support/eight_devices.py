@@ -85,6 +85,7 @@ OF_LEAVES: dict[str, Builder] = {
     "non_negative": lambda s, a: clipjax.non_negative(axis_name=a),
     "groups": lambda s, a: clipjax.clip_by_group_norm({"kernel": 1.0, "*": 0.5}, axis_name=a),
     "records": lambda s, a: clipjax.record_norms("leaf", of=("updates", "ratio"), axis_name=a),
+    "hyperball": lambda s, a: clipjax.hyperball(0.25, axes=None, specs=s, axis_name=a),
 }
 OF_UNITS: dict[str, Builder] = {
     "units": lambda s, a: clipjax.clip_by_norm(0.5, axes=0, specs=s, axis_name=a),
@@ -96,6 +97,7 @@ OF_UNITS: dict[str, Builder] = {
     "min_max_norm": lambda s, a: clipjax.min_max_norm(2.5, 3.5, specs=s, axis_name=a),
     "unit_norm": lambda s, a: clipjax.unit_norm(specs=s, axis_name=a),
     "tangent_cone": lambda s, a: clipjax.tangent_cone(1.5, specs=s, axis_name=a),
+    "tangent_space": lambda s, a: clipjax.tangent_space(axes=0, specs=s, axis_name=a),
 }
 ADAPTIVE: dict[str, Builder] = {
     "autoclip": lambda s, a: clipjax.autoclip(50.0, window=4, axis_name=a),
@@ -103,6 +105,8 @@ ADAPTIVE: dict[str, Builder] = {
     "lognormal": lambda s, a: clipjax.clip_by_lognormal(0.1, axis_name=a),
     "quantile": lambda s, a: clipjax.clip_by_quantile(axis_name=a),
     "adagc": lambda s, a: clipjax.adagc(warmup_steps=2, axis_name=a),
+    "moving max": lambda s, a: clipjax.clip_by_moving_max(0.9, axis_name=a),
+    "moving norm": lambda s, a: clipjax.normalize_by_moving_norm(axis_name=a),
     "agc": lambda s, a: clipjax.adaptive_grad_clip(specs=s, axis_name=a),
 }
 
@@ -125,7 +129,11 @@ BY_TYPE: dict[str, Builder] = {
 }
 MEMBERS = OF_LEAVES | OF_UNITS | ADAPTIVE | SKIPPING | BY_TYPE
 # For matrices that are whole on a device, or that the compiler splits.
-SPECTRAL: dict[str, Builder] = {"spectral_cap": lambda s, a: clipjax.spectral_cap(2.0)}
+SPECTRAL: dict[str, Builder] = {
+    "spectral_cap": lambda s, a: clipjax.spectral_cap(2.0),
+    "clip_by_spectral_norm": lambda s, a: clipjax.clip_by_spectral_norm(2.0),
+    "soft": lambda s, a: clipjax.clip_by_spectral_norm(2.0, soft=True),
+}
 
 # (states, grads, params) -> (updates, states, metrics), each but `grads` and `params` by member
 Step = Callable[[Any, Any, Any], tuple[Any, Any, Any]]

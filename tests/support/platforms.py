@@ -28,6 +28,7 @@ SPECS = {"kernel": P(AXIS, None), "columns": P(None, AXIS), "replicated": P(), "
 WHOLE = dict.fromkeys(SHAPES, P())
 # One matrix, whose proofs a TPU's compiler takes ten seconds for.
 MATRIX = {"kernel": (32, 16)}
+SPECTRAL = ("clip_by_spectral_norm", "spectral_cap")
 
 ATTENTION = {
     side: {"kernel": (64, 4, 16), "bias": (4, 16)} if side != "value" else {"kernel": (64, 4, 16)}
@@ -78,6 +79,8 @@ def _transformation(name: str, specs: Any) -> Parts:
             if "project" in options:
                 options["project"] = clipjax.max_norm(1.0, specs=specs)
         found[str(case)] = _of_transformation(walk.make(name, **options))
+    if name.startswith("skip"):
+        found["loss"] = _given_a_loss(walk.make(name, optimizer=counting(), max_consecutive=9))
     return found
 
 
@@ -89,6 +92,16 @@ def _chain(specs: Any) -> Parts:
 def _qk_clip(specs: Any) -> Parts:
     tx = clipjax.qk_clip(100.0)
     return {"qk_clip": _of_transformation(tx, max_logits=LOGITS)}
+
+
+def _given_a_loss(tx: Any) -> Part:
+    """What skips, by the loss, too: the mean of one gradient, which differs from device to device."""
+
+    def run(state: Any, grads: Any, params: Any) -> tuple[dict[str, Any], Any]:
+        updates, state = tx.update(grads, state, params, loss=jnp.mean(grads["kernel"]))
+        return {"update": updates}, (state, clipjax.metrics(state))
+
+    return Part(run, tx.init, ("update",))
 
 
 def _columns(path: str, leaf: Any) -> Any:
@@ -165,6 +178,7 @@ def _clipped(tree: Any, norm: Any) -> tuple[dict[str, Any], Any]:
 NO_PROGRAM = {
     "metrics": "reads a state: in the program of every transformation",
     "verify": "looks at values, outside of a program",
+    "raise_if_skipping": "looks at values, outside of a program",
     "fan_in": "a rule, at work in other members",
     "fan_in_or_whole": "a rule, at work in other members",
 }
@@ -193,7 +207,7 @@ def specs_of(name: str) -> Any:
     """How a member's tree is spread over the devices: whole, where it cannot be told how units are split."""
     if name == "qk_clip":
         return jax.tree.map(lambda _: P(), ATTENTION, is_leaf=lambda x: isinstance(x, tuple))
-    if name == "spectral_cap":
+    if name in SPECTRAL:
         return dict.fromkeys(MATRIX, P())
     unsplit = ("functional.unitwise_norms", "functional.clip_by_norm")
     return WHOLE if name in unsplit else SPECS
@@ -201,7 +215,7 @@ def specs_of(name: str) -> Any:
 
 def shapes_of(name: str, dtype: Any) -> Any:
     """The tree that a member is run on."""
-    shapes = {"qk_clip": ATTENTION, "spectral_cap": MATRIX}.get(name, SHAPES)
+    shapes = {"qk_clip": ATTENTION, **dict.fromkeys(SPECTRAL, MATRIX)}.get(name, SHAPES)
     return jax.tree.map(
         lambda shape: jax.ShapeDtypeStruct(shape, dtype), shapes, is_leaf=lambda x: isinstance(x, tuple)
     )

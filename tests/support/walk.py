@@ -25,6 +25,7 @@ ARGUMENTS: dict[str, Any] = {
     "low": 0.5,
     "clip": clipjax.clip_by_global_norm(1.0),
     "high": 2.0,
+    "learning_rate": 0.25,
     # decay=0.5 is exact, so that a fused multiply-add under jit rounds as the eager sum does.
     "optimizer": optax.trace(decay=0.5),
     "function": lambda params: jax.tree.map(
@@ -41,7 +42,8 @@ VARIANTS: dict[str, list[Any]] = {
     "high": [1.25],
     "nonfinite": ["zero", "skip"],
     "project": [clipjax.max_norm(1.0)],
-    "method": ["newton_schulz"],
+    "method": ["newton_schulz", "svd"],
+    "soft": [True],
     "groups": ["leaf", 1],
     "of": [("updates", "params", "ratio")],
     "every": [2],
@@ -60,11 +62,22 @@ NEEDED = {("clip_by_value", "bound"), ("bounded", "clip")}
 SIGNED = {("box", "low"), ("box", "high")}
 
 # What bounds directions, and not lengths: an entry may change its sign.
-TURNING = {"spectral_cap", "tangent_cone"}
+TURNING = {"clip_by_spectral_norm", "spectral_cap", "tangent_cone", "tangent_space"}
+
+
+def is_smooth(case: Case) -> bool:
+    """Whether what is inside moves too, however little."""
+    return bool(case.options.get("soft"))
+
+
+# What gives each gradient a new norm, small ones too: nothing is inside a bound.
+NORMALIZING = {"normalize_by_moving_norm"}
 
 
 # What measures, and changes nothing.
 MEASURING = {"record_norms"}
+# What takes the step of an optimizer: its updates are no gradients any more.
+STEPPING = {"hyperball"}
 
 
 class Case(NamedTuple):
@@ -152,7 +165,8 @@ def variants() -> list[Case]:
             if key == "where" and not is_projection(make(case.name, **dict(case.options))):
                 continue  # contract/test_where.py shows that it changes no bit, in each transformation
             if key in parameters(case.name) and key not in required(case.name):
-                found += [Case(case.name, {key: value}) for value in values]
+                default = parameters(case.name)[key].default
+                found += [Case(case.name, {key: value}) for value in values if value is not default]
     return found
 
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clipjax._core.norms import in_float64
-from clipjax.weights import caps, proof, singular
+from clipjax._matrices import caps, proof, singular
 from tests.support.trees import same_bits
 from tests.support.weights import capped, exact, largest_singular_value, with_spectrum
 
@@ -86,7 +86,7 @@ def projected(method: str) -> Any:
     def project(w: Any, bound: Any) -> Any:
         bound = jnp.asarray(bound, np.float64)
         inside = proof.is_proven(F32, w, bound)
-        return singular._capped(METHODS[method], F32, w, bound, inside)
+        return singular._inside(METHODS[method], F32, w, bound, ~inside)
 
     return jax.jit(in_float64(project))
 

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from clipjax._core.axes import SKIP, Skip, check_some, is_measured, unclear
 from clipjax._core.mesh import names_of_units, spec_leaves
 from clipjax._core.paths import Path, described, first_matches, leaves_with_paths, path_name
-from clipjax.weights.checks import check_are_weights
 
 Sides: TypeAlias = tuple[int | Sequence[int], int | Sequence[int]]
 FlattenRule: TypeAlias = Callable[[Path, Any], Sides | Skip | None]
 Flatten: TypeAlias = Sides | FlattenRule | Mapping[str, Sides | FlattenRule | Skip | None] | Skip | None
+Resolved: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]] | Skip
 
 
 class Matrices(NamedTuple):
@@ -54,26 +54,26 @@ def check_flatten(flatten: Flatten) -> Flatten:
     return flatten
 
 
-def matrices_of(tree: Any, flatten: Flatten, specs: Any) -> list[Matrices]:
-    """Find the matrices of every leaf that has any.
+def matrices_of(name: str, tree: Any, sides: Sequence[Resolved], specs: Any) -> list[Matrices]:
+    """Find the matrices of every leaf that has any, by what :func:`sides_of` says of each.
 
     Raises:
-      ValueError: as :func:`sides_of`; a matrix is split over devices, or of unknown size.
+      ValueError: in the `name` of a transformation: a matrix is split over devices, or of unknown size.
     """
     found = []
-    each = zip(leaves_with_paths(tree), sides_of(tree, flatten), spec_leaves(specs, tree), strict=True)
-    for i, ((path, leaf), sides, spec) in enumerate(each):
-        if isinstance(sides, Skip) or not leaf.size:
+    each = zip(leaves_with_paths(tree), sides, spec_leaves(specs, tree), strict=True)
+    for i, ((path, leaf), both, spec) in enumerate(each):
+        if isinstance(both, Skip) or not leaf.size:
             continue
-        rows, columns = sides
+        rows, columns = both
         if names := names_of_units(path, leaf, rows + columns, spec, None)[0]:
             raise ValueError(
-                f"spectral_cap: the matrices of leaf {path_name(path)!r} are split over the mesh axes "
-                f"{names}: project outside shard_map, or gather them first"
+                f"{name}: the matrices of leaf {path_name(path)!r} are split over the mesh axes {names}: "
+                f"bound them outside shard_map, or gather them first"
             )
         if not all(isinstance(leaf.shape[axis], int) for axis in rows + columns):
             raise ValueError(
-                f"spectral_cap: leaf {path_name(path)!r} of shape {tuple(leaf.shape)} has matrices of "
+                f"{name}: leaf {path_name(path)!r} of shape {tuple(leaf.shape)} has matrices of "
                 f"unknown size: jax.export may leave open how many matrices there are, but not their sides"
             )
         stack = tuple(axis for axis in range(len(leaf.shape)) if axis not in rows + columns)
@@ -83,12 +83,12 @@ def matrices_of(tree: Any, flatten: Flatten, specs: Any) -> list[Matrices]:
     return found
 
 
-def sides_of(tree: Any, flatten: Flatten) -> list[tuple[tuple[int, ...], tuple[int, ...]] | Skip]:
+def sides_of(tree: Any, flatten: Flatten) -> list[Resolved]:
     """The axes of rows and of columns of every leaf, in the order of the leaves.
 
     Raises:
       ValueError: nothing says how to flatten a leaf of rank > 2; an axis is out of range or named twice;
-        a path pattern matches no leaf; no leaf is bounded; one that is no weight would be.
+        a path pattern matches no leaf; no leaf is bounded.
     """
     leaves = leaves_with_paths(tree)
     if isinstance(flatten, Mapping):
@@ -100,11 +100,10 @@ def sides_of(tree: Any, flatten: Flatten) -> list[tuple[tuple[int, ...], tuple[i
         how = [flatten if for_all or len(leaf.shape) > 2 else None for _, leaf in leaves]
     sides = [_resolve(way, *leaf) for way, leaf in zip(how, leaves, strict=True)]
     check_some("flatten", leaves, sides, "Name what is to be bounded, as in flatten={path: (rows, columns)}.")
-    check_are_weights(tree, [i for i, each in enumerate(sides) if not isinstance(each, Skip)])
     return sides
 
 
-def _resolve(way: Any, path: Path, leaf: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | Skip:
+def _resolve(way: Any, path: Path, leaf: Any) -> Resolved:
     """The axes of rows and of columns, or :data:`SKIP`."""
     if not is_measured(leaf):
         return SKIP

@@ -1,4 +1,4 @@
-"""Two ways to cap singular values, up to rounding, in the width of the matrix that is given."""
+"""Ways to bound singular values, up to rounding, in the width of the matrix that is given."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from clipjax.weights.proof import gram, identity, matmul
+from clipjax._matrices.proof import gram, identity, matmul
 
-# (Gram matrix G, a bound of its eigenvalues) -> max(G, I)^(-1/2)
+# (Gram matrix G, a bound of its eigenvalues) -> P^(-1/2), where P is max(G, I), or I + G for a soft bound
 Scaling = Callable[[jax.Array, jax.Array], jax.Array]
 
 # How far below the bound Newton-Schulz aims, so that what it leaves above its aim is inside; and where it
 # stands in for the SVD.
 AIM, _FINE_AIM = 2.0**-11, 2.0**-14
+
+# How far outside is near for a soft bound in float64: it has no value to aim below.
+_SOFTLY_FAR = 300.0
 
 
 def frobenius_norm(x: jax.Array) -> jax.Array:
@@ -42,10 +45,9 @@ def by_svd(w: jax.Array, bound: jax.Array) -> jax.Array:
 
     def scaling(g: jax.Array, top: jax.Array) -> jax.Array:
         del top
-        u, values = lax.linalg.eigh(g, symmetrize_input=False)
-        return matmul(u * lax.rsqrt(jnp.maximum(values, 1.0))[None, :], jnp.conj(u.T))
+        return _function_of(g, lambda values: lax.rsqrt(jnp.maximum(values, 1.0)))
 
-    return _in_stages(w, bound, 300.0, scaling, sharp=False)
+    return _in_stages(w, bound, 300.0, scaling, _same, sharp=False)
 
 
 def by_newton_schulz(w: jax.Array, bound: jax.Array, below: float = AIM) -> jax.Array:
@@ -63,35 +65,84 @@ def by_newton_schulz(w: jax.Array, bound: jax.Array, below: float = AIM) -> jax.
         width = jnp.maximum(top - 1, 1.0)
         sign = _sign((g - eye) / width, 4 * below / width, close)
         p = eye + matmul(g - eye, eye + sign) / 2
-        largest = jnp.minimum(top, 1 + frobenius_norm(p - eye)) * (1 + below)
-        return _inverse_root(p / largest, 0.999 * lax.rsqrt(largest), close) * lax.rsqrt(largest)
+        return _inverse_root(p, jnp.minimum(top, 1 + frobenius_norm(p - eye)) * (1 + below), close)
 
-    return _in_stages(w, bound * (1 - below), far, scaling, sharp=True)
+    return _in_stages(w, bound * (1 - below), far, scaling, _same, sharp=True)
 
 
-def _in_stages(w: jax.Array, aim: jax.Array, far: float, scaling: Scaling, sharp: bool) -> jax.Array:
-    """Cap by P^(-1/2) X, where X = W / aim, G = X Xᴴ and P = max(G, I).
+def softly_by_svd(w: jax.Array, bound: jax.Array) -> jax.Array:
+    """Bring each singular value s to s / sqrt(1 + s² / bound²), as :func:`by_svd` does its own."""
+    if bound.dtype == np.float32:
+        return softly_by_newton_schulz(w, bound)
 
-    G loses the square of |X| in digits, so a matrix more than `far` outside is first capped at a part of its
-    own norm, as often as needed. `sharp` bounds that norm to some percent, at the cost of two products.
+    def scaling(g: jax.Array, top: jax.Array) -> jax.Array:
+        del top
+        return _function_of(g, lambda values: lax.rsqrt(1 + jnp.maximum(values, 0.0)))
+
+    return _in_stages(w, bound, _SOFTLY_FAR, scaling, _rest, sharp=False)
+
+
+def softly_by_newton_schulz(w: jax.Array, bound: jax.Array) -> jax.Array:
+    """Bring each singular value s to s / sqrt(1 + s² / bound²), by matrix products: (I + G)^(-1/2) X."""
+    far, close = (_SOFTLY_FAR, 1e-12) if bound.dtype == np.float64 else (8.0, 1e-5)
+
+    def scaling(g: jax.Array, top: jax.Array) -> jax.Array:
+        return _inverse_root(g + identity(len(g), g.dtype), 1 + top, close)
+
+    return _in_stages(w, bound, far, scaling, _rest, sharp=True)
+
+
+def _same(aim: jax.Array, level: jax.Array) -> jax.Array:
+    """What is left to cap at, of `aim`, after a cap at `level`."""
+    del level
+    return aim
+
+
+def _rest(aim: jax.Array, level: jax.Array) -> jax.Array:
+    """The same where values come down softly, for which 1 / aim² is the sum over all stages."""
+    eps = float(jnp.finfo(aim.dtype).eps)
+    return aim * lax.rsqrt(jnp.maximum(1 - jnp.square(aim / level), eps))
+
+
+def _function_of(g: jax.Array, function: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """A function of a Hermitian matrix, by its eigenvalues."""
+    u, values = lax.linalg.eigh(g, symmetrize_input=False)
+    return matmul(u * function(values)[None, :], jnp.conj(u.T))
+
+
+def _in_stages(
+    w: jax.Array,
+    aim: jax.Array,
+    far: float,
+    scaling: Scaling,
+    rest: Callable[[jax.Array, jax.Array], jax.Array],
+    sharp: bool,
+) -> jax.Array:
+    """Bound by P^(-1/2) W, where X = W / aim, G = X Xᴴ, and P^(-1/2) is the scaling of G.
+
+    G loses the square of |X| in digits, so a matrix more than `far` outside is first bounded at a part of its
+    own norm, as often as needed; `rest` says what is left to do. `sharp` bounds that norm to some percent, at
+    the cost of two products.
     """
 
-    def stage(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def stage(state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         unit = largest_entry(state[1])
-        x = state[1] / unit
+        x, aim = state[1] / unit, state[2] / unit
         g, top = gram(x), frobenius_norm(x) ** 2
         if sharp:  # |G| <= |G⁴|_F^(1/4), which is at most k^(1/8) times too large
             g2 = matmul(g, g)
             top = jnp.minimum(jnp.sqrt(jnp.sqrt(frobenius_norm(matmul(g2, g2)))), top)
         top *= 1 + 100 * float(jnp.finfo(top.dtype).eps)
-        again = jnp.sqrt(top) / far > aim / unit
-        level = jnp.maximum(jnp.sqrt(top) / far, aim / unit)
-        x, scale = x / level, scaling(g / level**2, top / level**2)
-        return again, (matmul(scale, x) if x.shape[0] <= x.shape[1] else matmul(x, scale)) * level * unit
+        again = jnp.sqrt(top) / far > aim
+        level = jnp.maximum(jnp.sqrt(top) / far, aim)
+        scale = scaling(g / level**2, top / level**2)
+        x = matmul(scale, x) if x.shape[0] <= x.shape[1] else matmul(x, scale)
+        return again, x * unit, rest(state[2], level * unit)
 
     # Not for a bound of 0 or infinity.
     start = jnp.all(jnp.isfinite(w)) & (aim > 0) & (aim < jnp.inf)
-    return lax.while_loop(lambda state: state[0], stage, (start, w))[1]
+    aim = jnp.where(start, aim, 0.0)  # in `shard_map` it varies with w
+    return lax.while_loop(lambda state: state[0], stage, (start, w, aim))[1]
 
 
 def _newton_schulz(low: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -116,9 +167,10 @@ def _sign(y: jax.Array, low: jax.Array, close: float) -> jax.Array:
     return lax.while_loop(lambda state: 1 - state[1] > close, step, (y, low))[0]
 
 
-def _inverse_root(p: jax.Array, low: jax.Array, close: float) -> jax.Array:
-    """The inverse square root of a Hermitian matrix whose eigenvalues are in [low², 1]."""
+def _inverse_root(p: jax.Array, largest: jax.Array, close: float) -> jax.Array:
+    """The inverse square root of a Hermitian matrix whose eigenvalues are in [1, largest]."""
     eye = identity(len(p), p.dtype)
+    p, low = p / largest, 0.999 * lax.rsqrt(largest)
 
     def step(state: Any) -> Any:
         y, z, low = state
@@ -127,4 +179,4 @@ def _inverse_root(p: jax.Array, low: jax.Array, close: float) -> jax.Array:
         return matmul(y, t), matmul(t, z), low
 
     start = jnp.where(low > 0, eye, 0)  # the identity, but in `shard_map` it varies with p
-    return lax.while_loop(lambda state: 1 - state[2] > close, step, (p, start, low))[1]
+    return lax.while_loop(lambda state: 1 - state[2] > close, step, (p, start, low))[1] * lax.rsqrt(largest)

@@ -1,0 +1,168 @@
+"""Taking the part of a gradient that points along its weights out of it: what the tangent clips share."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from clipjax._core import pairs
+from clipjax._core.axes import Axes, resolve_axes
+from clipjax._core.members import Memory
+from clipjax._core.mesh import AxisName, placed_as
+from clipjax._core.norms import in_float64, is_wide, norm_of, only_arrays, strong, weakly_typed_as, wide
+from clipjax._core.platforms import inner_product
+from clipjax._core.rounding import widened
+from clipjax._core.stats import Stats
+from clipjax._core.trees import Report, Unit, measure_units, summary, units_of
+
+
+class Choice(NamedTuple):
+    """What becomes of the units of a leaf: where none of these holds, their gradient stays as it is."""
+
+    tangential: Any  # bool: it loses its radial part
+    nothing: Any  # bool: it loses everything
+    unknown: Any  # bool: it becomes NaN
+
+
+# (units of the gradient, their weights, the norms of these, the radial parts of the gradient) -> the choice
+Choose: TypeAlias = Callable[[Unit, jax.Array, jax.Array, jax.Array], Choice]
+
+
+def check_units(axes: Axes) -> Callable[[Any, Stats], Memory]:
+    """The `first` of a transformation of units that remembers nothing: raise what is wrong with `axes`."""
+
+    def first(params: Any, stats: Stats) -> Memory:
+        del stats
+        resolve_axes(axes, only_arrays(params))
+        return ()
+
+    return first
+
+
+@in_float64
+def take_out_radial(
+    updates: Any,
+    params: Any,
+    axes: Axes,
+    specs: Any,
+    axis_name: AxisName,
+    choose: Choose,
+    *,
+    keep_norm: bool = False,
+) -> tuple[Any, Report]:
+    """The gradients without the radial parts of the units that `choose` names, and a report.
+
+    The report has the largest part taken out, and the smallest share of a norm that is tangential.
+    """
+    treedef: Any
+    leaves, treedef = jax.tree.flatten(updates)
+    weights = jax.tree.leaves(params)
+    reports = []
+    units = units_of(updates, axes, specs, axis_name)
+    norms = [
+        measure_units(x)
+        for x in ([u._replace(leaf=placed_as(u.leaf, weights[u.position])) for u in units], units)
+    ]
+    for unit, norm, size in zip(units, *norms, strict=True):
+        weight = weights[unit.position]
+        leaves[unit.position], report = _of_leaf(unit, weight, norm, size, choose, keep_norm=keep_norm)
+        reports.append(report)
+    return treedef.unflatten(leaves), summary(reports, [unit.over for unit in units])
+
+
+@in_float64
+def _of_leaf(
+    unit: Unit, weight: Any, norm: jax.Array, size: jax.Array, choose: Choose, *, keep_norm: bool
+) -> tuple[jax.Array, Report]:
+    """The gradient of a leaf without the radial parts of the units that are chosen.
+
+    Args:
+      unit: where the units of the gradient are.
+      weight: the leaf of the weights.
+      norm: the norms of the weights' units.
+      size: the norms of the gradient's units.
+      choose: what becomes of each unit.
+      keep_norm: whether what is left gets the norm that the gradient had.
+    """
+    grad = strong(unit.leaf)
+    weight = placed_as(grad, strong(weight))
+    # In units of powers of two near the norms: no product leaves the range of a float32.
+    of_weight, of_grad = (_power_of_two(x, grad.dtype) for x in (norm, size))
+    relative = jnp.where(norm > 0, norm / of_weight, 1.0)
+    axes = tuple(range(grad.ndim)) if unit.reduced is None else unit.reduced
+    parts = zip(_real_parts(grad, of_grad), _real_parts(weight, of_weight), strict=True)
+    product = functools.reduce(jnp.add, [inner_product(g, w, axes) for g, w in parts]).reshape(norm.shape)
+    if unit.names:
+        product = lax.psum(product, unit.names)
+    radial = product / relative * of_grad
+
+    def left(grad: jax.Array, weight: jax.Array) -> list[jax.Array]:
+        parts = zip(_real_parts(grad, of_grad), _real_parts(weight, of_weight), strict=True)
+        return [_without(g, w, product / relative**2) for g, w in parts]
+
+    chosen = choose(unit, weight, norm, radial)
+    eps = float(jnp.finfo(grad.dtype).eps)
+    # What is measured is computed for that alone: with two readers it would be stored.
+    both = (grad, weight) if keep_norm else lax.stop_gradient((grad, weight))
+    size_left = (
+        norm_of(_complex(left(*lax.optimization_barrier(both))), unit.reduced, 2.0, unit.names) * of_grad
+    )
+    # Below the gradient's own rounding nothing is left but noise, which Adam would take for a direction.
+    nothing = (size_left <= eps * size) | chosen.nothing
+    bad = ~(jnp.isfinite(radial) & jnp.isfinite(norm)) | chosen.unknown
+    changed = chosen.tangential | chosen.nothing | bad
+    share = jnp.where(nothing, 0.0, size_left / jnp.where(size > 0, size, 1.0))
+    factor = 1 / jnp.where(share > 0, share, 1.0) if keep_norm else 1.0
+    factor = jnp.where(bad, jnp.nan, jnp.where(nothing, 0.0, factor))
+
+    def rescaled(part: jax.Array) -> jax.Array:
+        own = (lax.convert_element_type(x, part.dtype) for x in (factor, of_grad))
+        return functools.reduce(jnp.multiply, own, part)  # together they may leave the range of a float32
+
+    new = _complex([rescaled(part) for part in left(grad, weight)])
+    # Not rounded again: what is inside keeps its bits.
+    result = jnp.where(changed, lax.convert_element_type(new, grad.dtype), grad)
+
+    radial, size, share = lax.stop_gradient((radial, size, share))  # the report is no function
+    removed = jnp.where(chosen.nothing, size, jnp.abs(radial))
+    removed = jnp.where(changed, jnp.where(bad, jnp.nan, removed), 0.0)
+    share = jnp.where(changed & (size > 0), share, 1.0)
+    report = Report(removed, share, changed & ~(removed == 0), 0 * removed)
+    return weakly_typed_as(unit.leaf, result), report
+
+
+def _power_of_two(norm: jax.Array, dtype: Any) -> jax.Array:
+    """A power of two near a norm, in float64: 1 for 0 and what is not finite."""
+    norm = lax.stop_gradient(jnp.where((norm > 0) & (norm < jnp.inf), norm, 1.0))
+    if is_wide(dtype):
+        return lax.reduce_precision(jnp.clip(norm, 2.0**-1000, 2.0**1000), 11, 0)
+    near = lax.convert_element_type(jnp.clip(norm, 2.0**-126, 2.0**126), np.float32)
+    return wide(lax.reduce_precision(near, 8, 0))
+
+
+def _real_parts(x: jax.Array, unit: jax.Array) -> list[jax.Array]:
+    """The real parts of an array, in units of a power of two, in the dtype to compute in."""
+    parts = [widened(part) for part in ((x.real, x.imag) if jnp.iscomplexobj(x) else (x,))]
+    return [part * lax.convert_element_type(1 / unit, part.dtype) for part in parts]
+
+
+def _complex(parts: list[jax.Array]) -> jax.Array:
+    return lax.complex(*parts) if len(parts) == 2 else parts[0]
+
+
+def _without(grad: jax.Array, weight: jax.Array, coefficient: jax.Array) -> jax.Array:
+    """Grad - weight * coefficient, rounded twice: the product is exact, as a pair."""
+    if grad.dtype == np.float64:
+        return grad - weight * coefficient
+    high = lax.convert_element_type(coefficient, np.float32)
+    low = lax.convert_element_type(coefficient - wide(high), np.float32)
+    product, rest = pairs.product(weight, high)
+    left = (grad - product) - (rest + weight * low)
+    # Where 40 bits cancel, what is left is the rounding of the coefficient.
+    return jnp.where(jnp.abs(left) <= 2.0**-40 * jnp.abs(grad), jnp.zeros_like(left), left)

@@ -1,0 +1,108 @@
+"""Leaving out a step: what :func:`skip_nonfinite` and :func:`skip_spikes` share.
+
+The loss they are given, whether a step is taken after all, their counters, and the step itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from clipjax._core.arguments import shown
+from clipjax._core.mesh import AxisName, as_names, placed_as, varying
+from clipjax._core.norms import as_arrays, in_float64, is_number, is_wide, weakly_typed_as
+from clipjax._core.stats import count
+from clipjax._core.xla_cpu import on_single_device
+
+
+def loss_of_devices(loss: Any, axis_name: AxisName) -> jax.Array:
+    """The mean over devices of a loss, in float32 or float64; raise if it is no real scalar."""
+    wanted = "loss must be a real number, or a scalar array of one"
+    if isinstance(loss, bool) or not is_number(loss):
+        raise TypeError(f"{wanted}, got {shown(loss)}")
+    value = as_arrays(loss)
+    value = value if hasattr(value, "shape") else jnp.asarray(value)
+    if jnp.shape(value) != ():
+        raise ValueError(f"{wanted}, as the mean over the batch; got shape {jnp.shape(value)}")
+    if not (jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)):
+        raise TypeError(f"{wanted}, got {shown(loss)}")
+    value = lax.convert_element_type(value, value.dtype if is_wide(value.dtype) else np.float32)
+    each = axis_name.values() if isinstance(axis_name, Mapping) else [axis_name]
+    names = {name for names in each for name in as_names(names)} | set(varying(value))
+    # To decide whether a step is taken is no function to be differentiated.
+    value = lax.stop_gradient(value)
+    return lax.pmean(value, tuple(sorted(names))) if names else value
+
+
+def with_loss(extra_args: dict[str, Any], loss: Any) -> dict[str, Any]:
+    """The extra arguments of what is inside, which may skip by the loss, too."""
+    return extra_args if loss is None else {**extra_args, "loss": loss}
+
+
+def decided(state: Any, fine: jax.Array, max_consecutive: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Whether a step is taken, and the counters after it; it is if it is fine, or too many were not."""
+    good = fine
+    if max_consecutive is not None:
+        good = fine | (state.skipped_in_a_row >= lax.convert_element_type(max_consecutive, np.int32))
+    return good, {
+        "steps": count(state.steps, jnp.ones((), bool)),
+        "skipped": count(state.skipped, ~good),
+        "skipped_last": lax.convert_element_type(~good, np.int32),
+        # Stays where it is while steps are let through, so that all are until one is fine.
+        "skipped_in_a_row": jnp.where(fine, 0, count(state.skipped_in_a_row, ~good)),
+    }
+
+
+def step_if(
+    good: jax.Array, step: Callable[[Any, Any], tuple[Any, Any]], updates: Any, old: Any
+) -> tuple[Any, Any]:
+    """Return what `step(updates, old)` returns if `good`, else zero updates and the old state.
+
+    The parameters are in the closure of `step`: there may be functions among them, which no branch takes.
+    """
+
+    def selected(updates: Any, old: Any) -> tuple[Any, Any]:
+        new_updates, new = as_arrays(step(updates, old))
+        return (  # 0 * NaN would be NaN
+            jax.tree.map(lambda u: jnp.where(good, u, jnp.zeros_like(u)), new_updates),
+            jax.tree.map(lambda n, o: jnp.where(good, n, _typed_as(n, o)), new, old),
+        )
+
+    def branched(updates: Any, old: Any) -> tuple[Any, Any]:
+        return lax.cond(good, step, skip, updates, old)
+
+    def skip(updates: Any, old: Any) -> tuple[Any, Any]:
+        like, state = jax.eval_shape(step, updates, old)
+        zeros = jax.tree.map(lambda n, u: _typed_as(n, jnp.zeros_like(u)), like, updates)
+        return zeros, jax.tree.map(_typed_as, state, old)
+
+    updates = as_arrays(updates)
+    if not isinstance(good, jax.core.Tracer):  # without jit a branch would be compiled anew at every step
+        return step(updates, old) if good else skip(updates, old)
+    if jax.sharding.get_abstract_mesh().manual_axes:  # in shard_map branches would differ in type
+        return selected(updates, old)
+
+    # On a CPU selecting keeps the old state beside the new one, and takes half as long again as a branch.
+    # An accelerator would wait for the host to choose one.
+    # So would several devices: what a branch measures XLA cannot share with what chose it.
+    def on_cpu(updates: Any, old: Any) -> tuple[Any, Any]:
+        return lax.cond(on_single_device(), branched, selected, updates, old)
+
+    return lax.platform_dependent(updates, old, cpu=on_cpu, default=selected)
+
+
+@in_float64
+def _typed_as(like: Any, x: Any) -> jax.Array:
+    """Give x the dtype, the weak type and the sharding of `like`.
+
+    What a step returns can differ from what it got: in another mode of `jax_enable_x64` than the state was
+    made in, with an optimizer that changes a dtype, on explicit mesh axes.
+    """
+    x = jnp.asarray(x)
+    x = x if x.dtype == like.dtype else lax.convert_element_type(x, like.dtype)
+    return weakly_typed_as(like, placed_as(like, x))
