@@ -121,7 +121,7 @@ TRIALS: list[Case] = [
         "weights inside the ball, f32, max-norm called",
         lambda: _moved_inside(jax.jit(lambda x: clipjax.max_norm(1e3, axes=None)(x))),
         lambda: (
-            f"{_moved_inside(jax.jit(lambda x: OPTAX.to_ball(x, 1e3)))}; Keras' formula: "
+            f"{_moved_inside(jax.jit(lambda x: OPTAX.to_ball(x, 1e3)))}; Keras's formula: "
             + _moved_inside(jax.jit(lambda x: _keras(x, jnp.float32(1e3))))
         ),
     ),

@@ -48,9 +48,12 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         kind = "tree" if (ROOT / path).is_dir() else "blob"
         return f"[{label}]({config.repo_url.rstrip('/')}/{kind}/main/{path}{section})"
 
+    def prose(text: str) -> str:
+        return LINK.sub(outside, text).replace(r"\<", "&lt;")  # an escape that Python-Markdown does not know
+
     markdown = HIDDEN.sub("", markdown)
     done, written = 0, []
     for fence in FENCE.finditer(markdown):  # code stays as it is
-        written += [LINK.sub(outside, markdown[done : fence.start()]), fence[0]]
+        written += [prose(markdown[done : fence.start()]), fence[0]]
         done = fence.end()
-    return "".join([*written, LINK.sub(outside, markdown[done:])])
+    return "".join([*written, prose(markdown[done:])])

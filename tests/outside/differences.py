@@ -21,20 +21,20 @@ DIFFERENCES = (
            ConditionallyTransformTest::test_statefull_inner
            ConditionallyMaskTest::test_statefull_inner
            ConstraintsTest::test_zero_nans""",
-        "They read fields of Optax' states, `last_finite`, `notfinite_count` and `found_nan`. Ours are "
+        "They read fields of Optax's states, `last_finite`, `notfinite_count` and `found_nan`. Ours are "
         "scalars with other names, which `clipjax.metrics` reads; and `zero_nonfinite` zeroes infinities, "
         "too.",
     ),
     Difference(
         "optax-members",
         "ClippingTest::test_per_example_global_norm_clip",
-        "One of the two leaves is of integers, which count toward Optax' norm and not toward ours.",
+        "One of the two leaves is of integers, which count toward Optax's norm and not toward ours.",
     ),
     Difference(
         "optax-members",
         "ClippingTest::test_clip_by_block_rms",
         "It wants the bound met to 5e-8, which is less than an ulp of float32 at 1. Ours ends up to 4 ulp "
-        "below. It fails with Optax' own clip, too.",
+        "below. It fails with Optax's own clip, too.",
     ),
     Difference(
         "optax-members",
@@ -45,7 +45,7 @@ DIFFERENCES = (
     Difference(
         "optax-members",
         "ProjectionsTest::test_projection_hypercube",
-        "The limit is 0.8, and float32's nearest number to it is above. Ours rounds a limit inwards, to the "
+        "The limit is 0.8, and float32's nearest number to it is above. Ours rounds a limit inward, to the "
         "one below.",
     ),
     Difference(
