@@ -11,6 +11,7 @@ import griffe
 ROLE = re.compile(r":(?:func|class|meth|data|mod):`(?P<name>[\w.]+)`")
 PUBLIC = re.compile(r"(?<![\[`])`clipjax\.(?P<name>\w+)`(?!\])")
 TITLED = re.compile(r"^(?P<title>Guarantees|Gain): ", re.MULTILINE)
+LITERAL = re.compile(r"::$", re.MULTILINE)  # before an indented block of code
 SECTION = re.compile(
     r"^(?P<title>Args|Attributes|Raises|Returns):\n(?P<items>(?: +.*\n?|\n(?= ))+)", re.MULTILINE
 )
@@ -77,6 +78,7 @@ def rewritten(text: str, item: Any, exported: set[str]) -> str:
         return f"[`clipjax.{name}`][clipjax.{name}]" if name in exported else match[0]
 
     prose, mark, example = text.partition("\nExample:\n")
+    prose = LITERAL.sub(":", prose)
     prose = ROLE.sub(link, prose)
     prose = PUBLIC.sub(public, prose)
     prose = SECTION.sub(joined, prose)
