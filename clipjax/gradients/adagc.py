@@ -165,7 +165,9 @@ def adagc(
         threshold = jnp.where(warming, cap, least_of(bounds, tuple(unit.over for unit in units)))
         scales = [scale for *_, scale in found]
         factors = map(factor_of, scales)
-        after = _together([norm * x for norm, x in zip(now[0], factors, strict=True)], units)
+        after = (
+            _together([norm * x for norm, x in zip(now[0], factors, strict=True)], units) if units else total
+        )
         report = report_of(now[0], scales, units)._replace(norm=total, after=after)
         return Clipped(
             treedef.unflatten(leaves),

@@ -149,7 +149,7 @@ def hyperball(
             free = [(r == 0) | for_each(r, still[u.position]) for r, u in zip(radii, units, strict=True)]
             low, high = (
                 [jnp.where(any_norm, limit, radius) for any_norm, radius in zip(free, radii, strict=True)]
-                for limit in (0.0, jnp.inf)
+                for limit in (0.0, np.finfo(np.float64).max)
             )
             columns = [low, high, [jnp.ones_like(norm) for norm in norms]]
             return scale_between, with_precision(units, norms, columns)

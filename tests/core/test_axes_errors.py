@@ -34,10 +34,6 @@ NOTHING = {
     "qk_clip": (clipjax.qk_clip(), "no layer has both 'query' and 'key'"),
     "tangent_cone": (clipjax.tangent_cone(1.0), "clipjax.fan_in leaves rank 1 alone"),
     "tangent_space": (clipjax.tangent_space(axes=fan_in), "clipjax.fan_in leaves rank 1 alone"),
-    "hyperball": (
-        clipjax.hyperball(0.1),
-        "'bias' of shape (3,): a leaf of rank 1 takes plain steps by default",
-    ),
     "clip_by_norm": (clipjax.clip_by_norm(1.0, axes=fan_in), "clipjax.fan_in leaves rank 1 alone"),
     "clip_by_spectral_norm": (clipjax.clip_by_spectral_norm(1.0), "'bias' of shape (3,): it is no matrix"),
     "clip_by_rms": (clipjax.clip_by_rms(1.0, axes=fan_in), "clipjax.fan_in leaves rank 1 alone"),

@@ -55,9 +55,9 @@ def remembered(state: Any) -> list[Any]:
         if is_own_state(node) and not isinstance(node, KINDS_SHOWN):
             for name, value in node._asdict().items():
                 if name not in SHOWN and not isinstance(value, KINDS_SHOWN):
-                    parts = jax.tree.leaves(value, is_leaf=is_own_state)
-                    nested = any(map(is_own_state, parts))
-                    found += remembered(value) if nested else [(name, part) for part in parts]
+                    parts = jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, KINDS_SHOWN))
+                    others = [(name, part) for part in parts if not isinstance(part, KINDS_SHOWN)]
+                    found += remembered(value) or others
     return found
 
 
