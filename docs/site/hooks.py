@@ -18,11 +18,18 @@ HIDDEN = re.compile(r"<!--- invisible-code-block:.*?--->\n*", re.DOTALL)
 
 
 def on_config(config: Any) -> Any:
-    """Take the addresses from the package's metadata."""
+    """Take the addresses from the package's metadata.
+
+    Not as `repo_url`, for whose sake the theme would ask the code host how many stars there are.
+    """
     urls = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"].get("urls", {})
-    urls = {name.lower(): url for name, url in urls.items()}
-    config.repo_url = config.repo_url or urls.get("repository") or urls.get("source")
+    urls = {name.lower(): url.rstrip("/") for name, url in urls.items()}
     config.site_url = config.site_url or urls.get("documentation")
+    if repository := urls.get("repository") or urls.get("source") or urls.get("homepage"):
+        config.extra["repository"] = repository
+        config.extra["social"] = [
+            {"icon": "fontawesome/solid/code-branch", "link": repository, "name": "Source"}
+        ]
     return config
 
 
@@ -43,10 +50,11 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         if path in ON_THE_SITE:
             up = posixpath.relpath(posixpath.join("docs", ON_THE_SITE[path]), here)
             return f"[{label}]({up}{section})"
-        if not config.repo_url:  # nobody can follow it
+        repository = config.extra.get("repository")
+        if not repository:  # nobody can follow it
             return label
         kind = "tree" if (ROOT / path).is_dir() else "blob"
-        return f"[{label}]({config.repo_url.rstrip('/')}/{kind}/main/{path}{section})"
+        return f"[{label}]({repository}/{kind}/main/{path}{section})"
 
     def prose(text: str) -> str:
         return LINK.sub(outside, text).replace(r"\<", "&lt;")  # an escape that Python-Markdown does not know
