@@ -60,6 +60,21 @@ def test_one_norm_for_each_leaf_is_no_pass_more(name):
     assert step(getattr(clipjax, name)()).passes == constant().passes
 
 
+@pytest.mark.parametrize("stack", [None, {"*": 0}], ids=["groups", "layers"])
+def test_one_norm_for_each_group_or_layer_is_no_pass_more(stack):
+    assert step(clipjax.clip_by_group_norm({"*": 1.0}, stack=stack)).passes == constant().passes
+
+
+def test_a_loss_and_a_norm_are_judged_without_another_pass():
+    def judged(tx):
+        state = jax.eval_shape(tx.init, LARGE)
+        program = jax.jit(lambda g, s, p: tx.update(g, s, p, loss=1.0)).lower(LARGE, state, LARGE).compile()
+        return traffic(program.as_text(), 1024 * 1024)
+
+    clip = optax.chain(clipjax.clip_by_global_norm(1.0), optax.sgd(0.1))
+    assert judged(clipjax.skip_spikes(clip, max_norm=9.0)) == judged(clipjax.skip_nonfinite(clip))
+
+
 def test_what_is_relative_to_the_weights_reads_them_once():
     assert step(clipjax.adaptive_grad_clip()).passes - constant().passes == 1
 
