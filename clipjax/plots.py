@@ -56,7 +56,8 @@ def norms(
       ax: the axes to draw on.
 
     Returns:
-      The axes. The legend says in which share of the steps it clipped. Norms that are not finite are crosses along the upper edge, those of 0 are left out.
+      The axes. The legend says in which share of the steps it clipped. Norms that are not finite are crosses
+      along the upper edge; those of 0, which a logarithm does not have, are left out.
 
     Raises:
       ValueError: the metrics hold no norm, or several and there is no `name`; two shapes do not fit.

@@ -196,7 +196,14 @@ def draw(path: Path, outcome: Outcome, clip: float, project: clipjax.Projection)
     with figure(path, 16, 5.4) as drawn:
         left, middle, right = drawn.subplots(1, 3, width_ratios=(1, 1, 1.1))
         record = Record(*outcome.history.T)
-        left.plot(1 + np.arange(len(record.loss)), record.loss, ".", color="#0072b2", markersize=5)
+        left.plot(
+            1 + np.arange(len(record.loss)),
+            record.loss,
+            ".",
+            color="#0072b2",
+            markersize=5,
+            markeredgewidth=0,
+        )
         left.set(xlabel="update", ylabel="cross-entropy of the answers", yscale="log")
         left.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         left.yaxis.set_major_formatter("{x:g}")

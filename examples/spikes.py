@@ -187,12 +187,10 @@ def draw(path: Path, runs: Mapping[str, Run]) -> None:
                 handles.setdefault(kind, handle)
             axes.legend_.remove()  # one for all
             axes.set(xlabel="", ylabel="")
-            axes.set_title(
-                f"{name}: acts in {np.mean(run.clipped | run.skipped):.0%} of the steps", fontsize=10.5
-            )
-        finite = np.concatenate(
-            [run.norms[np.isfinite(run.norms) & (run.norms > 0)] for run in runs.values()]
-        )
+            acted = np.mean(run.clipped | run.skipped)
+            axes.set_title(f"{name}\nclips or skips {acted:.0%} of the steps", fontsize="medium")
+        every = np.concatenate([run.norms for run in runs.values()])
+        finite = every[np.isfinite(every) & (every > 0)]
         grid[0, 0].set_ylim(np.quantile(finite, 0.001) / 2, finite.max() * 6)
         above.supxlabel("step", fontsize="medium")
         above.supylabel("norm of the gradient", fontsize="medium")
