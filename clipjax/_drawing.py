@@ -106,7 +106,7 @@ def _columns(labels: Sequence[str], width: float) -> int:
     for columns in range(len(labels), 1, -1):
         rows = -(-len(labels) // columns)
         longest = [max(map(len, labels[i : i + rows])) for i in range(0, len(labels), rows)]
-        if sum(0.0065 * mpl.rcParams["font.size"] * length + 0.45 for length in longest) <= width:
+        if sum(0.006 * mpl.rcParams["font.size"] * length + 0.37 for length in longest) <= 1.1 * width:
             return columns
     return 1
 

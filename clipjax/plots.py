@@ -97,24 +97,18 @@ def norms(
     finite = np.isfinite(before)
     visible = finite & (before > 0)
     share = np.mean(clipped[finite]) if finite.any() else 0
-    acts, acted = clipped.any() or after is not None, "clipped" if after is None else "before clipping"
-    pairs = [
-        ("not clipped" if acts else "each step", drawing.GREY, before, ~clipped & ~skipped),
+    acted = "clipped" if after is None else "before clipping"
+    untouched = "each step" if limits is None and not clipped.any() else "not clipped"
+    kinds = [
+        (untouched, drawing.GREY, before, ~clipped & ~skipped),
         (f"{acted} ({share:.1%})", drawing.VERMILION, before, clipped),
+        ("after", drawing.BLUE, before if after is None else after, clipped & (after is not None)),
         ("skipped", drawing.PURPLE, before, skipped),
     ]
-    if after is not None:
-        pairs.insert(2, ("after", drawing.BLUE, after, clipped & (after > 0)))
-    for label, color, values, which in pairs:
-        if (which & visible).any() or (label.startswith(acted) and acts):
-            ax.plot(
-                steps[which & visible],
-                values[which & visible],
-                color=color,
-                label=label,
-                zorder=2,
-                **drawing.DOTS,
-            )
+    for label, color, values, which in kinds:
+        chosen = which & visible & (values > 0)
+        if chosen.any():
+            ax.plot(steps[chosen], values[chosen], color=color, label=label, zorder=2, **drawing.DOTS)
     drawing.cross(ax, steps[~finite])
     if limits is not None and np.unique(limits).size == 1:
         ax.axhline(limits[0], color=drawing.ink(), label=f"bound {limits[0]:.3g}", **drawing.DASHED)

@@ -1,4 +1,4 @@
-"""The notebook examples/quickstart.ipynb: it runs from top to bottom, and is stored without what it printed."""
+"""The notebook examples/quickstart.ipynb: it runs as a whole, and is stored without what it printed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_one_cell_installs_and_only_what_is_missing() -> None:
 
 @pytest.mark.slow
 def test_it_runs_and_holds_what_it_claims(tmp_path: Path, monkeypatch: Any) -> None:
-    """Its last cell has assertions: no unit beyond the radius, no norm above the threshold, a better accuracy."""
+    """Its last cell asserts: no unit beyond the radius, no norm above the threshold, a better accuracy."""
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     pytest.importorskip("ipykernel")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
