@@ -29,10 +29,15 @@ class Within(NamedTuple):
     what: str
 
 
-Count = Annotated[int, Within(1, 10**9, "a whole number of at least 1")]
-Index = Annotated[int, Within(0, 10**9, "a whole number of at least 0")]
+_COUNT = Within(1, 10**9, "a whole number of at least 1")
+_POSITIVE = Within(1e-30, 1e30, "a number above 0")
+
+Count = Annotated[int, _COUNT]
+MaybeCount = Annotated[int | None, _COUNT]
+MaybeIndex = Annotated[int | None, Within(0, 10**9, "a whole number of at least 0")]
+Positive = Annotated[float, _POSITIVE]
+MaybePositive = Annotated[float | None, _POSITIVE]
 Seed = Annotated[int, Within(0, 2**32 - 1, "a whole number from 0 to 2**32 - 1")]
-Positive = Annotated[float, Within(1e-30, 1e30, "a number above 0")]
 
 
 def parse(settings: type[T], argv: Sequence[str] | None, prog: str | None = None) -> T:
@@ -49,16 +54,14 @@ def parse(settings: type[T], argv: Sequence[str] | None, prog: str | None = None
 
 
 def _check(flag: str, kind: Any, value: Any) -> None:
+    """Raise what is wrong with the value of a flag, or with one of several."""
     if isinstance(value, tuple):
         for each in value:
-            _check(flag, kind, each)
+            _check(flag, typing.get_args(kind)[0], each)
         return
-    for range_ in getattr(kind, "__metadata__", ()):
-        if isinstance(range_, Within) and value is not None and not range_.low <= value <= range_.high:
-            raise UserError(f"{flag}: must be {range_.what}, got {value!r}")
-    if not isinstance(kind, type(Count)):  # within an option or a tuple
-        for part in typing.get_args(kind):
-            _check(flag, part, value)
+    for within in getattr(kind, "__metadata__", ()):
+        if isinstance(within, Within) and value is not None and not within.low <= value <= within.high:
+            raise UserError(f"{flag}: must be {within.what}, got {value!r}")
 
 
 def main(

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from command_line import Count, Positive, Seed, check_plot, figure
+from command_line import MaybeCount, Positive, Seed, check_plot, figure
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -156,7 +156,7 @@ class Settings:
 
     radius: Positive = 1.2
     """bound of each unit"""
-    epochs: Count | None = None
+    epochs: MaybeCount = None
     """passes over the training set; None: 30"""
     seed: Seed = 0
     """of weights and order"""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from command_line import Count, Positive, Seed, figure
+from command_line import Count, MaybeCount, MaybePositive, Positive, Seed, figure
 from rich import progress
 from rich.table import Table
 
@@ -29,11 +29,11 @@ class Settings:
     of each unit within a radius, momentum; both: global norm and radius, Adam"""
     data: Path | None = None
     """MNIST's IDX files, gzipped or not; None: small digits"""
-    epochs: Count | None = None
+    epochs: MaybeCount = None
     """passes over the training set; None: 30"""
     batch_size: Count = 32
     """images per step"""
-    learning_rate: Positive | None = None
+    learning_rate: MaybePositive = None
     """step size; None: 1 for value, 0.1 for max-norm, else 0.003"""
     clip: Positive = 1.0
     """bound of the gradient; not for max-norm"""
@@ -47,7 +47,7 @@ class Settings:
     """of the weights and the order"""
     checkpoint: Path | None = None
     """save here, and go on from what is saved"""
-    save_every: Count | None = None
+    save_every: MaybeCount = None
     """steps between two checkpoints; None: one epoch"""
     plot: Path = Path("out/mnist.png")
     """figure"""

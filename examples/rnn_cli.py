@@ -10,7 +10,7 @@ from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import tyro
-from command_line import Count, Positive, Within, figure
+from command_line import MaybeCount, Positive, Within, figure
 from matplotlib.ticker import PercentFormatter
 from rich import progress
 from rich.table import Table
@@ -29,9 +29,9 @@ class Settings:
 
     lengths: tuple[Length, ...] = ()
     """of the sequences; by default 10 30"""
-    seeds: Count | None = None
+    seeds: MaybeCount = None
     """networks trained side by side; None: 4, with --full 8"""
-    steps: Count | None = None
+    steps: MaybeCount = None
     """at most, by 250; None: 3000, with --full 20000"""
     clip: Positive = 1.0
     """bound of the global norm"""

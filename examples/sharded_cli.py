@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
-from command_line import Count, Index, Positive, Seed, UserError, figure
+from command_line import Count, MaybeCount, MaybeIndex, Positive, Seed, UserError, figure
 from flax import nnx
 from matplotlib.ticker import LogLocator
 from rich import progress
@@ -40,15 +40,15 @@ class Record(NamedTuple):
 class Settings:
     """Train a small transformer that adds numbers, split over all devices, gradients and weights bounded."""
 
-    devices: Count | None = None
+    devices: MaybeCount = None
     """virtual ones on a CPU, in each process; None: 8 in all"""
-    tensor: Count | None = None
+    tensor: MaybeCount = None
     """size of the tensor axis; the rest is data; None: 2, or 1 of an odd number"""
     coordinator: str | None = None
     """HOST:PORT where process 0 is to be reached, or auto on a cluster"""
-    processes: Count | None = None
+    processes: MaybeCount = None
     """how many of them take part"""
-    process_id: Index | None = None
+    process_id: MaybeIndex = None
     """which of them this is, from 0"""
     width: Count = 64
     """features"""
@@ -60,7 +60,7 @@ class Settings:
     """of the weights"""
     rounding: Literal["stochastic", "nearest"] = "stochastic"
     """of bfloat16"""
-    updates: Count | None = None
+    updates: MaybeCount = None
     """of the weights; None: 450"""
     accumulate: Count = 2
     """batches for each update"""

@@ -216,14 +216,14 @@ def draw_losses(axes: Any, runs: Mapping[str, Run]) -> None:
 
 
 Share = Annotated[float, Within(0, 0.5, "a number from 0 to 0.5")]
-Blocks = Annotated[int, Within(EVALUATE_EVERY, 10**7, f"a whole number of at least {EVALUATE_EVERY}")]
+Blocks = Annotated[int | None, Within(EVALUATE_EVERY, 10**7, f"a whole number of at least {EVALUATE_EVERY}")]
 
 
 @dataclass
 class Settings:
     """Train on broken batches, bounded in eight ways."""
 
-    steps: Blocks | None = None
+    steps: Blocks = None
     """training steps; None: 3000"""
     spikes: Share = 0.01
     """share of batches too bright"""
