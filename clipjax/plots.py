@@ -21,9 +21,9 @@ from clipjax import _drawing as drawing
 from clipjax._core.arguments import shown
 from clipjax._core.axes import FAN_IN_OF_MATRICES, Axes
 from clipjax._core.bounds import Bound
-from clipjax.monitoring.history import History, columns, fitting, norms_over_steps
+from clipjax.monitoring.history import History, columns, fitting, norms_of_groups, norms_over_steps
 from clipjax.monitoring.norm_log import NormLog, replays_of
-from clipjax.monitoring.replay import Rules, suggestion
+from clipjax.monitoring.replay import Replay, Rules, suggestion
 from clipjax.weights.constraints import max_norm
 from clipjax.weights.verify import judged
 
@@ -179,7 +179,7 @@ def unit_norms(
         ("out of bounds", drawing.VERMILION, ~obeying),
     ):
         if which.any():
-            ax.plot(every[which], places[which], color=color, label=label, alpha=0.7, **drawing.DOTS)
+            ax.plot(every[which], places[which], color=color, label=label, **drawing.DOTS)
     drawing.bounds(ax, rows)
     ax.set_yticks(range(len(rows)), drawing.short([row.path for row in rows]))
     ax.set_ylim(len(rows) - 0.5, -0.5)
@@ -197,8 +197,8 @@ def clip_rates(history: History, *, bound: Any = None, ax: Any = None) -> Any:
 
     Args:
       history: metrics, of one step or several as in :func:`norms`; the last ones tell the share, of each
-        `clipped_fraction` there is. With a `bound`, norms over steps: those of
-        `clipjax.record_norms("leaf")`, or a mapping from names to arrays of shape `(steps,)`.
+        `clipped_fraction` there is. With a `bound`, norms over the steps: those of
+        `clipjax.record_norms("leaf")` or else all there are; or a mapping from names to arrays `(steps,)`.
       bound: what the norms are compared with: a number, or a mapping from their names to numbers.
       ax: the axes to draw on.
 
@@ -229,9 +229,7 @@ def clip_rates(history: History, *, bound: Any = None, ax: Any = None) -> Any:
         }
         missing = "clipped_fraction"
     else:
-        prefix = "record_norms/updates/"
-        recorded = {key.removeprefix(prefix): x for key, x in found.items() if key.startswith(prefix)}
-        of_groups = recorded or {key: x for key, x in found.items() if not key.startswith("record_norms/")}
+        of_groups = norms_of_groups(found)
         limits = bound if isinstance(bound, Mapping) else dict.fromkeys(of_groups, bound)
         rates = {key: _rate(x, limits[key]) for key, x in of_groups.items() if key in limits}
         missing = "norm that the bound names"
@@ -275,7 +273,7 @@ def thresholds(log: NormLog, rules: Rules | None = None, *, ax: Any = None) -> A
       >>> [line.get_label() for line in ax.lines]
       ['norm', 'median: clips 67%']
     """
-    replays, values, ax = replays_of(log, rules), log.norms, drawing.new_axes(ax)
+    replays, values, ax = _replays(log, rules), log.norms, drawing.new_axes(ax)
     steps = log.dropped + 1 + np.arange(len(values))
     finite = np.isfinite(values)
     visible = finite & (values > 0)
@@ -312,7 +310,7 @@ def threshold_rates(log: NormLog, rules: Rules | None = None, *, ax: Any = None)
       >>> print(plots.threshold_rates(log, {}).lines[0].get_ydata())
       [75. 50. 25.  0.]
     """
-    replays, ax = replays_of(log, rules), drawing.new_axes(ax)
+    replays, ax = _replays(log, rules), drawing.new_axes(ax)
     ascending = np.unique(log.norms[np.isfinite(log.norms) & (log.norms > 0)])
     ax.plot(ascending, 100 * log.clip_rate(ascending), color=drawing.ink(), linewidth=1.2, label="a constant")
     for i, (name, replay) in enumerate(replays.items()):
@@ -347,3 +345,9 @@ def _group(key: str) -> str:
 def _rate(values: np.ndarray, bound: Any) -> float:
     finite = values[np.isfinite(values)]
     return float(np.mean(finite > bound)) if finite.size else 0.0
+
+
+def _replays(log: Any, rules: Rules | None) -> dict[str, Replay]:
+    if not isinstance(log, NormLog):
+        raise TypeError(f"log must be a clipjax.NormLog, got {shown(log)}")
+    return replays_of(log, rules)

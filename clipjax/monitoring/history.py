@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import numpy as np
 
+from clipjax._core.arguments import shown
 from clipjax.monitoring.norm_log import NormLog, key_of_norm
 
 History: TypeAlias = Sequence[Mapping[str, Any]] | Mapping[str, Any]
@@ -31,7 +32,13 @@ def norms_over_steps(history: Any, name: str | None) -> Norms:
         return Norms(of_gradient, history.dropped + 1 + np.arange(len(values)), values, {})
     rows = isinstance(history, Sequence) and len(history) > 0 and isinstance(history[0], Mapping)
     if not (isinstance(history, Mapping) or rows):
-        values = np.asarray(jax.device_get(history), np.float64)
+        try:
+            of_states = any(hasattr(x, "_fields") for x in (history, *history))
+            values = np.asarray("a state" if of_states else jax.device_get(history), np.float64)
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"history must be norms, a NormLog, or clipjax.metrics of each step, got {shown(history)}"
+            ) from None
         if values.ndim != 1:
             raise ValueError(f"history: norms must have shape (steps,), got {values.shape}")
         return Norms(of_gradient, 1 + np.arange(len(values)), values, {})
@@ -44,6 +51,15 @@ def norms_over_steps(history: Any, name: str | None) -> Norms:
     what = "norm of the weights" if f"{of_all}/violation" in found else of_gradient
     steps = beside.pop("steps", 1 + np.arange(len(found[key])))
     return Norms(what, steps, found[key], beside)
+
+
+def norms_of_groups(metrics: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The norms that were recorded, or else all that there are, by their groups; or the mapping itself."""
+    for pattern in ("record_norms/updates/(.+)", ".+/norm/(.+)", "(.+)/norm"):
+        matches = {key: re.fullmatch(pattern, key) for key in metrics}
+        if found := {match[1]: metrics[key] for key, match in matches.items() if match}:
+            return found
+    return dict(metrics)
 
 
 def columns(history: History) -> dict[str, np.ndarray]:

@@ -185,6 +185,10 @@ def test_clip_rates_are_those_of_the_metrics_or_of_norms() -> None:
     recorded["record_norms/steps"] = [1, 2, 3]
     assert bars(plots.clip_rates(recorded, bound=2.0)) == {"b": 50.0, "a": 0.0}
     assert bars(plots.clip_rates(recorded, bound={"a": 0.5})) == {"a": 100.0}
+    groups = {"clip_by_group_norm/norm/a": [1.0, 3.0], "clip_by_group_norm/steps": [1, 2]}
+    assert bars(plots.clip_rates(groups, bound=2.0)) == {"a": 50.0}
+    whole = rows(run(clipjax.clip_by_global_norm(INF), [1.0, 3.0, 4.0, 5.0]))
+    assert bars(plots.clip_rates(whole, bound=2.0)) == {"clip_by_global_norm": 75.0}
     ax = plots.clip_rates({"layer": [1.0, 2.0]}, bound=1.5)
     assert bars(ax) == {"layer": 50.0}
     assert ax.get_xlabel() == "steps clipped"
@@ -277,6 +281,10 @@ def test_what_cannot_be_drawn_is_an_error() -> None:
     for name in ("after", "bound", "clipped", "skipped"):
         with pytest.raises(ValueError, match=rf"{name} must have the shape of the norms, \(7,\), got \(2,\)"):
             plots.norms(NORMS, **{name: np.ones(2)})
+    state = clipjax.clip_by_global_norm(1.0).init(jnp.ones(2))
+    for history in (state, [state], "norms"):
+        with pytest.raises(TypeError, match=r"history must be norms, .*clipjax\.metrics of each step"):
+            plots.norms(history)
     with pytest.raises(ValueError, match="history: there is no step in it"):
         plots.clip_rates([])
     with pytest.raises(ValueError, match="there is no clipped_fraction in \\['loss'\\]"):
