@@ -14,7 +14,7 @@ from tests.support.oracles import exact_norm
 from tests.support.scripts import ran, refused
 from tests.support.units import random_weights
 
-for module in ("flax", "sklearn", "matplotlib", "rich"):
+for module in ("flax", "sklearn", "matplotlib", "rich", "tyro"):
     pytest.importorskip(module)
 
 

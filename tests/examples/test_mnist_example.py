@@ -18,7 +18,7 @@ from tests.support import ROOT
 from tests.support.mnist_files import write
 from tests.support.scripts import ran, refused
 
-for module in ("flax", "orbax.checkpoint", "sklearn", "matplotlib", "rich"):
+for module in ("flax", "orbax.checkpoint", "sklearn", "matplotlib", "rich", "tyro"):
     pytest.importorskip(module)
 
 EXAMPLES = ROOT / "examples"

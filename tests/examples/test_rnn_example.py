@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-for module in ("flax", "sklearn", "matplotlib", "rich"):
+for module in ("flax", "sklearn", "matplotlib", "rich", "tyro"):
     pytest.importorskip(module)
 
 

@@ -22,7 +22,7 @@ from benchmarks.programs import collectives, parse
 from tests.support import ROOT
 from tests.support.scripts import ran, refused
 
-for module in ("flax", "orbax.checkpoint", "sklearn", "matplotlib", "rich"):
+for module in ("flax", "orbax.checkpoint", "sklearn", "matplotlib", "rich", "tyro"):
     pytest.importorskip(module)
 
 import orbax.checkpoint as ocp  # noqa: E402
@@ -271,7 +271,10 @@ def test_the_sums_are_all_there_once_and_right():
         (["--radius", "nan"], "--radius: must be a number above 0, got nan"),
         (["--updates", "0"], "--updates: must be a whole number of at least 1, got 0"),
         (["--devices", "0"], "--devices"),
-        (["--process-id", "-1"], "--process-id: must be a whole number of at least 0"),
+        (
+            ["--coordinator", "a:1", "--processes", "2", "--process-id", "-1"],
+            "--process-id: must be a whole number of at least 0",
+        ),
         (["--processes", "2"], "--coordinator HOST:PORT, --processes and --process-id go together"),
         (["--coordinator", "here"], "go together"),
         (["--coordinator", "auto", "--processes", "2"], "go together"),

@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 
-for module in ("flax", "orbax.checkpoint", "sklearn", "matplotlib", "rich"):
+for module in ("flax", "orbax.checkpoint", "sklearn", "matplotlib", "rich", "tyro"):
     pytest.importorskip(module)
 
 
