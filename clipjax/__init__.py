@@ -49,8 +49,8 @@ __version__ = "0.1.0"
 if not TYPE_CHECKING:  # to which any name would then be known
 
     def __getattr__(name: str) -> Any:
-        """Import `clipjax.flax` and `clipjax.equinox` where they are used, as neither is needed."""
-        if name in ("flax", "equinox"):
+        """Import what needs more packages where it is used: `clipjax.flax`, `.equinox` and `.plots`."""
+        if name in ("flax", "equinox", "plots"):
             return importlib.import_module(f"clipjax.{name}")
         raise AttributeError(f"module 'clipjax' has no attribute {name!r}")
 

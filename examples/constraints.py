@@ -11,21 +11,19 @@ trained twice on the digits that come with scikit-learn, with the bound and with
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import command_line
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import matplotlib as mpl
 import numpy as np
 import optax
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
-from mnist_cli import AFTER, BEFORE, INK, LINE, Parser, UserError, check_plot, number
+from command_line import MaybeCount, Positive, Seed, check_plot, figure
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -33,6 +31,7 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 import clipjax
+from clipjax import plots
 from clipjax.flax import unit_axes
 
 BATCH = 64
@@ -140,57 +139,39 @@ def table(params: Any, axes: dict[str, Any], radius: float) -> Table:
     return shown
 
 
-def draw(path: Path, free: dict[str, np.ndarray], bounded: dict[str, np.ndarray], radius: float) -> None:
-    """Draw how the norms of the units are distributed in each layer, with the bound and without."""
-    style = {"font.size": 11, "axes.titlesize": 11.5, "axes.spines.top": False, "axes.spines.right": False}
-    with mpl.rc_context(style):
-        figure = Figure(figsize=(11, 5.6), dpi=120, layout="constrained")
-        panels = figure.subplots(2, 4, sharex=True).ravel()
-        largest = max(norms.max() for norms in (*free.values(), *bounded.values()))
-        # The radius is the edge of a bin: what is at it is left of it.
-        bins = radius * np.arange(0, np.ceil(20 * largest / radius) + 1) / 20
-        for panel, (layer, norms) in zip(panels, bounded.items(), strict=True):
-            panel.hist(free[layer], bins, color=BEFORE, alpha=0.55, label="without the bound")
-            panel.hist(norms, bins, color=AFTER, alpha=0.85, label="with it")
-            panel.axvline(radius, color=INK, label=f"radius {radius:g}", **LINE)
-            panel.yaxis.set_major_locator(MaxNLocator(5, integer=True))
-            beyond = np.sum(norms > radius)
-            panel.set_title(f"{name_of(layer)}\n{norms.size} units, {beyond or 'none'} beyond", loc="left")
-        figure.supxlabel("norm of a unit's incoming weights", fontsize="medium")
-        figure.supylabel("units", fontsize="medium")
-        handles, labels = panels[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper left", ncols=3, frameon=False)
-        figure.savefig(path)
+def draw(path: Path, free: Any, bounded: Any, projection: clipjax.Projection) -> None:
+    """Draw the norm of each unit, layer by layer, without the bound and with it."""
+    with figure(path, 13, 5.4) as drawn:
+        panels = drawn.subplots(1, 2, sharex=True)
+        for panel, label, params in zip(panels, ("Without", "With"), (free, bounded), strict=True):
+            beyond = len(clipjax.verify(params, projection))
+            panel.set_title(f"{label} the bound: {beyond or 'no'} units beyond the radius", loc="left")
+            plots.unit_norms(params, projection, ax=panel)
+            panel.set_xlabel("norm of a unit's incoming weights")
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line."""
-    parser = Parser(
-        prog="constraints.py",
-        description="Bound the incoming weights of every unit of a network whose layers are of many kinds.",
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    positive = number(float, 1e-30, 1e30, "a number above 0")
-    count = number(int, 1, 10**9, "a whole number of at least 1")
-    seed = number(int, 0, 2**32 - 1, "a whole number from 0 to 2**32 - 1")
-    add("--radius", type=positive, default=1.2, metavar="X", help="bound of each unit (default: %(default)s)")
-    add("--epochs", type=count, metavar="N", help="passes over the training set (default: 30)")
-    add("--seed", type=seed, default=0, metavar="N", help="of weights and order (default: %(default)s)")
-    add(
-        "--plot",
-        type=Path,
-        default=Path("out/constraints.png"),
-        metavar="PATH",
-        help="figure (default: %(default)s)",
-    )
-    add("--quick", action="store_true", help="2 epochs, to see that it runs")
-    args = parser.parse_args(argv)
-    args.epochs = args.epochs or (2 if args.quick else 30)
-    return args
+@dataclass
+class Settings:
+    """Bound the incoming weights of every unit of a network whose layers are of many kinds."""
+
+    radius: Positive = 1.2
+    """bound of each unit"""
+    epochs: MaybeCount = None
+    """passes over the training set; None: 30"""
+    seed: Seed = 0
+    """of weights and order"""
+    plot: Path = Path("out/constraints.png")
+    """figure"""
+    quick: bool = False
+    """2 epochs, to see that it runs"""
+
+    def __post_init__(self) -> None:
+        """Fill in the default that depends on another flag."""
+        if self.epochs is None:
+            self.epochs = 2 if self.quick else 30
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: Settings) -> None:
     """Train twice, and show the table and the figure."""
     check_plot(args.plot)
     data = load_data()
@@ -208,18 +189,13 @@ def run(args: argparse.Namespace) -> None:
     console.print(table(bounded, axes, args.radius))
     console.print(f"test accuracy: {scores[0]:.2%} without the bound, {scores[1]:.2%} with it")
     console.print(f"units beyond the radius: {counts[0]} without the bound, {counts[1]} with it")
-    draw(args.plot, norms_of(free, axes), norms_of(bounded, axes), args.radius)
+    draw(args.plot, free, bounded, projection)
     print(f"figure: {args.plot}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the script; returns its exit status."""
-    try:
-        run(parse(argv))
-    except (UserError, OSError) as error:
-        print(f"constraints.py: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return command_line.main("constraints.py", Settings, run, argv)
 
 
 if __name__ == "__main__":

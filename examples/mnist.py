@@ -12,7 +12,6 @@ norm and keeps the radius, around Adam. Runs at once on the digits that come wit
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import sys
@@ -23,14 +22,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import absl.logging
+import command_line
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+from command_line import UserError, check_plot, make_directory
 from idx import IdxError, read_mnist
-from mnist_cli import Record, UserError, check_plot, draw, make_directory, parse, progress_bar, summary
+from mnist_cli import Record, Settings, draw, progress_bar, summary
 from rich.console import Console
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
@@ -148,8 +149,7 @@ def make_step(
         params = optax.apply_updates(state.params, updates)
         if method in CLIPS:
             seen = clipjax.metrics(opt_state)
-            before = seen[f"{CLIPS[method]}/norm"]
-            after = before * seen[f"{CLIPS[method]}/scale"]
+            before, after = (seen[f"{CLIPS[method]}/{name}"] for name in ("norm", "norm_after"))
         else:
             before = after = clipjax.functional.global_norm(grads)
         return State(params, stats, opt_state), Record(loss, accuracy, before, after)
@@ -225,7 +225,7 @@ def train(
     state: State,
     step: Callable[..., tuple[State, Record]],
     data: Data,
-    args: argparse.Namespace,
+    args: Settings,
     manager: ocp.CheckpointManager | None,
     settings: dict[str, Any],
 ) -> tuple[State, np.ndarray]:
@@ -261,13 +261,13 @@ def train(
     return state, history
 
 
-def settings_of(args: argparse.Namespace, data: Data) -> dict[str, Any]:
+def settings_of(args: Settings, data: Data) -> dict[str, Any]:
     """List all that a resumed run must share with the one it resumes."""
     checksum = zlib.crc32(data.train_y, zlib.crc32(data.train_x))
     settings = {
         "method": args.method,
         "data": f"{len(data.train_y)} images of {data.train_x.shape[1]} pixels, CRC-32 {checksum:08x}",
-        "--hidden": args.hidden,
+        "--hidden": list(args.hidden),
         "--batch-norm": args.batch_norm,
         "--batch-size": args.batch_size,
         "--learning-rate": args.learning_rate,
@@ -282,7 +282,7 @@ def settings_of(args: argparse.Namespace, data: Data) -> dict[str, Any]:
     return settings
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: Settings) -> None:
     """Train, and show what came out."""
     check_plot(args.plot)
     data = load_data(args.data)
@@ -292,7 +292,7 @@ def run(args: argparse.Namespace) -> None:
         )
     settings = settings_of(args, data)
     with open_checkpoints(args.checkpoint, settings) as manager:
-        network = Network(tuple(args.hidden), args.batch_norm)
+        network = Network(args.hidden, args.batch_norm)
         steps = args.epochs * (len(data.train_y) // args.batch_size)
         tx = make_optimizer(args.method, args.learning_rate, args.clip, args.radius, steps)
         state = init_state(network, tx, data.train_x.shape[1], args.seed)
@@ -302,19 +302,15 @@ def run(args: argparse.Namespace) -> None:
     train_score = evaluate(network, state, data.train_x, data.train_y)
     test_score = evaluate(network, state, data.test_x, data.test_y)
     Console().print(summary(args.method, state.params, state.opt_state, radius, train_score, test_score))
-    draw(args.plot, args.method, Record(*history.T), clip, state.params, radius)
+    projection = None if radius is None else clipjax.max_norm(radius)
+    draw(args.plot, args.method, Record(*history.T), clip, state.params, projection)
     print(f"figure: {args.plot}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the script; returns its exit status."""
     absl.logging.set_verbosity(absl.logging.ERROR)
-    try:
-        run(parse(argv))
-    except (UserError, IdxError, OSError) as error:
-        print(f"mnist.py: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return command_line.main("mnist.py", Settings, run, argv, IdxError)
 
 
 if __name__ == "__main__":

@@ -2,139 +2,64 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import math
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple
 
-import matplotlib as mpl
 import numpy as np
-from matplotlib.figure import Figure
+from command_line import Count, MaybeCount, MaybePositive, Positive, Seed, figure
 from rich import progress
 from rich.table import Table
 
 import clipjax
+from clipjax import plots
 
 LEARNING_RATES = {"value": 1.0, "global-norm": 3e-3, "max-norm": 0.1, "both": 3e-3}
-BEFORE, AFTER, INK = "#e4572e", "#22577a", "#1d1d1f"
-LINE: dict[str, Any] = {"linestyle": (0, (5, 3)), "linewidth": 1.3}
 
 
-class UserError(Exception):
-    """What the user can put right: shown in one line, without a traceback."""
+@dataclass
+class Settings:
+    """Train a small network on handwritten digits with its gradients and weights bounded."""
 
+    method: Literal["value", "global-norm", "max-norm", "both"] = "both"
+    """value: clip the gradient's entries, SGD; global-norm: clip its norm, Adam; max-norm: keep the weights
+    of each unit within a radius, momentum; both: global norm and radius, Adam"""
+    data: Path | None = None
+    """MNIST's IDX files, gzipped or not; None: small digits"""
+    epochs: MaybeCount = None
+    """passes over the training set; None: 30"""
+    batch_size: Count = 32
+    """images per step"""
+    learning_rate: MaybePositive = None
+    """step size; None: 1 for value, 0.1 for max-norm, else 0.003"""
+    clip: Positive = 1.0
+    """bound of the gradient; not for max-norm"""
+    radius: Positive = 1.5
+    """bound of each unit's weights; for max-norm and both"""
+    hidden: tuple[Count, ...] = (300, 100)
+    """widths of the hidden layers"""
+    batch_norm: bool = False
+    """normalise each hidden layer over the batch"""
+    seed: Seed = 0
+    """of the weights and the order"""
+    checkpoint: Path | None = None
+    """save here, and go on from what is saved"""
+    save_every: MaybeCount = None
+    """steps between two checkpoints; None: one epoch"""
+    plot: Path = Path("out/mnist.png")
+    """figure"""
+    quick: bool = False
+    """3 epochs, to see that it runs"""
 
-class Parser(argparse.ArgumentParser):
-    """A parser whose errors are raised, to be shown in one line like all others."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise what is wrong with the arguments."""
-        raise UserError(message)
-
-
-def number(kind: Callable[[str], float], low: float, high: float, what: str) -> Callable[[str], float]:
-    """Make the converter of a flag's text into a number from `low` to `high`."""
-
-    def convert(text: str) -> float:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = math.nan
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"must be {what}, got {text!r}")
-        return value
-
-    return convert
-
-
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line, and fill in the defaults that depend on other flags."""
-    count = number(int, 1, 10**9, "a whole number of at least 1")
-    positive = number(float, 1e-30, 1e30, "a number above 0")
-    seed = number(int, 0, 2**32 - 1, "a whole number from 0 to 2**32 - 1")
-    parser = Parser(
-        prog="mnist.py",
-        description="Train a small network on handwritten digits with its gradients and weights bounded.",
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add(
-        "--method",
-        choices=LEARNING_RATES,
-        default="both",
-        help="value: clip the gradient's entries, SGD; global-norm: clip its norm, Adam; max-norm: keep the "
-        "weights of each unit within a radius, momentum; both: global norm and radius, Adam (default)",
-    )
-    add("--data", type=Path, metavar="DIR", help="MNIST's IDX files, gzipped or not (default: small digits)")
-    add("--epochs", type=count, metavar="N", help="passes over the training set (default: 30)")
-    add("--batch-size", type=count, default=32, metavar="N", help="images per step (default: %(default)s)")
-    add(
-        "--learning-rate",
-        type=positive,
-        metavar="X",
-        help="step size (default: 1 for value, 0.1 for max-norm, else 0.003)",
-    )
-    add(
-        "--clip",
-        type=positive,
-        default=1.0,
-        metavar="X",
-        help="bound of the gradient; not for max-norm (default: %(default)s)",
-    )
-    add(
-        "--radius",
-        type=positive,
-        default=1.5,
-        metavar="X",
-        help="bound of each unit's weights; for max-norm and both (default: %(default)s)",
-    )
-    add("--hidden", type=count, nargs="+", default=[300, 100], metavar="N", help="widths (default: 300 100)")
-    add("--batch-norm", action="store_true", help="normalise each hidden layer over the batch")
-    add(
-        "--seed",
-        type=seed,
-        default=0,
-        metavar="N",
-        help="of the weights and the order (default: %(default)s)",
-    )
-    add("--checkpoint", type=Path, metavar="DIR", help="save here, and go on from what is saved")
-    add("--save-every", type=count, metavar="N", help="steps between two checkpoints (default: one epoch)")
-    add(
-        "--plot",
-        type=Path,
-        default=Path("out/mnist.png"),
-        metavar="PATH",
-        help="figure (default: %(default)s)",
-    )
-    add("--quick", action="store_true", help="3 epochs, to see that it runs")
-    args = parser.parse_args(argv)
-    args.epochs = args.epochs or (3 if args.quick else 30)
-    args.learning_rate = args.learning_rate or LEARNING_RATES[args.method]
-    return args
-
-
-def make_directory(flag: str, directory: Path) -> None:
-    """Make a directory that may be there already."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except FileExistsError as error:
-        raise UserError(f"{flag}: {directory} is not a directory") from error
-    except OSError as error:
-        raise UserError(f"{flag}: {directory} cannot be made: {error.strerror}") from error
-    if not os.access(directory, os.W_OK):
-        raise UserError(f"{flag}: {directory} cannot be written to")
-
-
-def check_plot(path: Path) -> None:
-    """Raise now what would otherwise be raised after the training."""
-    if path.suffix != ".png":
-        raise UserError(f"--plot: {path} must end in .png")
-    make_directory("--plot", path.parent)
-    if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
-        raise UserError(f"--plot: {path} cannot be written")
+    def __post_init__(self) -> None:
+        """Fill in the defaults that depend on other flags."""
+        if self.epochs is None:
+            self.epochs = 3 if self.quick else 30
+        if self.learning_rate is None:
+            self.learning_rate = LEARNING_RATES[self.method]
 
 
 class Record(NamedTuple):
@@ -200,57 +125,29 @@ def summary(
 
 
 def draw(
-    path: Path, method: str, record: Record, clip: float | None, params: Any, radius: float | None
+    path: Path,
+    method: str,
+    record: Record,
+    clip: float | None,
+    params: Any,
+    projection: clipjax.Projection | None,
 ) -> None:
     """Draw the gradient over the steps, and the norms that the units ended with; None: no bound."""
-    style = {"font.size": 12, "axes.titlesize": 12.5, "axes.spines.top": False, "axes.spines.right": False}
-    with mpl.rc_context(style):
-        figure = Figure(figsize=(11, 4.2), dpi=120, layout="constrained")
-        figure.get_layout_engine().set(w_pad=0.12)
-        left, right = figure.subplots(1, 2, width_ratios=(1.1, 1))
+    with figure(path, 12.5, 4.4) as drawn:
+        left, right = drawn.subplots(1, 2, width_ratios=(1.1, 1))
         measure = "largest entry" if method == "value" else "norm"
-        titles = (
-            _draw_gradient(left, measure, record, clip),
-            _draw_units(right, unitwise_norms(params), radius),
-        )
-        # Above the axes, the legends cover no data, however many layers there are.
-        rows = math.ceil(len(right.get_legend_handles_labels()[1]) / 4)
-        for axes, title in zip((left, right), titles, strict=True):
-            axes.set_title(title, loc="left", pad=11 + 20 * rows)
-            axes.legend(
-                loc="lower left",
-                bbox_to_anchor=(-0.02, 1),
-                ncols=4,
-                frameon=False,
-                columnspacing=1.2,
-                handlelength=1.4,
-                markerscale=2,
-            )
-        figure.savefig(path)
-
-
-def _draw_gradient(axes: Any, measure: str, record: Record, clip: float | None) -> str:
-    steps = np.arange(1, len(record.before) + 1)
-    dots = {"linestyle": "none", "marker": ".", "markersize": 4.5, "markeredgewidth": 0}
-    axes.set(xlabel="step", ylabel=f"{measure} of the gradient", yscale="log", xlim=(0, len(steps) + 1))
-    axes.grid(alpha=0.25)
-    if clip is None:
-        axes.plot(steps, record.before, color=AFTER, label="each step", **dots)
-        return "Gradients: not clipped by this method"
-    axes.plot(steps, record.before, color=BEFORE, label="before clipping", **dots)
-    axes.plot(steps, record.after, color=AFTER, label="after", **dots)
-    axes.axhline(clip, color=INK, label=f"bound {clip:g}", **LINE)
-    return f"Gradients: clipped in {np.mean(record.after < record.before):.1%} of the steps"
-
-
-def _draw_units(axes: Any, norms: dict[str, np.ndarray], radius: float | None) -> str:
-    colors = mpl.colormaps["YlGnBu"](np.linspace(0.35, 0.9, len(norms)))
-    labels = [f"layer {i}" for i in range(1, 1 + len(norms))]
-    axes.hist(list(norms.values()), bins=40, stacked=True, color=colors, label=labels)
-    axes.set(xlabel="norm of a unit's incoming weights", ylabel="units")
-    if radius is None:
-        return "Weights: this method has no radius"
-    axes.axvline(radius, color=INK, label=f"radius {radius:g}", **LINE)
-    every = np.concatenate(list(norms.values()))
-    reached, beyond = np.sum(every > radius * (1 - 1e-5)), np.sum(every > radius)
-    return f"Weights: {reached} of {len(every)} units at the radius, {beyond or 'none'} beyond"
+        after = None if clip is None else record.after
+        if clip is None:
+            left.set_title("Gradients: not clipped by this method", loc="left")
+        else:
+            share = np.mean(record.after < record.before)
+            left.set_title(f"Gradients: clipped in {share:.1%} of the steps", loc="left")
+        if projection is None:
+            right.set_title("Weights: this method has no radius", loc="left")
+        else:
+            beyond = len(clipjax.verify(params, projection))
+            right.set_title(f"Weights: {beyond or 'no'} units beyond the radius", loc="left")
+        plots.norms(record.before, after=after, bound=clip, ax=left)
+        left.set_ylabel(f"{measure} of the gradient")
+        plots.unit_norms(params, projection, ax=right)
+        right.set_xlabel("norm of a unit's incoming weights")

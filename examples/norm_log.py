@@ -8,36 +8,34 @@ Reads what `clipjax.NormLog.save` wrote, as examples/spikes.py does.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from mnist_cli import Parser, UserError, check_plot, number
+import command_line
+import tyro
+from command_line import UserError, Within, check_plot
 
 import clipjax
 
-
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line."""
-    positive = number(float, 0, 1e300, "a number of at least 0")
-    parser = Parser(
-        prog="norm_log.py", description="Choose a threshold from the norms of a run.", allow_abbrev=False
-    )
-    add = parser.add_argument
-    add("log", type=Path, metavar="PATH", help="a saved clipjax.NormLog, as out/spikes.npz")
-    add("--thresholds", type=positive, nargs="+", default=[], metavar="X", help="constants to try")
-    add(
-        "--plot",
-        type=Path,
-        default=Path("out/norm_log.png"),
-        metavar="PATH",
-        help="figure (default: %(default)s)",
-    )
-    return parser.parse_args(argv)
+Threshold = Annotated[float, Within(0, 1e300, "a number of at least 0")]
 
 
-def run(args: argparse.Namespace) -> None:
+@dataclass
+class Settings:
+    """Choose a threshold from the norms of a run."""
+
+    log: tyro.conf.Positional[Path]
+    """a saved clipjax.NormLog, as out/spikes.npz"""
+    thresholds: tuple[Threshold, ...] = ()
+    """constants to try"""
+    plot: Path = Path("out/norm_log.png")
+    """figure"""
+
+
+def run(args: Settings) -> None:
     """Show what the log says."""
     check_plot(args.plot)
     log = clipjax.NormLog.load(args.log)
@@ -54,12 +52,7 @@ def run(args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the script; returns its exit status."""
-    try:
-        run(parse(argv))
-    except (UserError, OSError, ValueError) as error:
-        print(f"norm_log.py: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return command_line.main("norm_log.py", Settings, run, argv, ValueError)
 
 
 if __name__ == "__main__":

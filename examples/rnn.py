@@ -13,21 +13,21 @@ step hands back to the one before. A network has learnt when it errs in less tha
 
 from __future__ import annotations
 
-import argparse
 import functools
 import math
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import command_line
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from mnist_cli import UserError, check_plot
+from command_line import check_plot
 from rich.console import Console
-from rnn_cli import METHODS, Outcome, draw, parse, progress_bar, table
+from rnn_cli import METHODS, Outcome, Settings, draw, progress_bar, table
 
 import clipjax
 
@@ -104,8 +104,7 @@ def make_optimizer(method: str, learning_rate: float, clip: float) -> optax.Grad
 def norms(opt_state: Any) -> tuple[jax.Array, jax.Array]:
     """The norm of the gradient before and after the optimizer's clip."""
     seen = clipjax.metrics(opt_state)
-    before = seen["clip_by_global_norm/norm"]
-    return before, before * seen["clip_by_global_norm/scale"]
+    return seen["clip_by_global_norm/norm"], seen["clip_by_global_norm/norm_after"]
 
 
 def make_steps(network: Network, tx: optax.GradientTransformation, length: int) -> Callable[..., Any]:
@@ -138,7 +137,7 @@ def first_params(seeds: int) -> tuple[jax.Array, Any]:
 
 
 def train(
-    method: str, length: int, args: argparse.Namespace, show: Callable[[int, np.ndarray, float], None]
+    method: str, length: int, args: Settings, show: Callable[[int, np.ndarray, float], None]
 ) -> Outcome:
     """Train one network for each seed, until all have learnt or the steps are used up."""
     network = Network(args.step_clip if method == "step" else None)
@@ -158,7 +157,7 @@ def train(
     return Outcome(method, length, solved, before, after)
 
 
-def run(args: argparse.Namespace) -> list[Outcome]:
+def run(args: Settings) -> list[Outcome]:
     """Train with every method on every length."""
     outcomes = []
     with progress_bar(len(args.lengths) * len(METHODS), args.steps) as begin:
@@ -168,19 +167,18 @@ def run(args: argparse.Namespace) -> list[Outcome]:
     return outcomes
 
 
+def show(args: Settings) -> None:
+    """Train, and show what came out."""
+    check_plot(args.plot)
+    outcomes = run(args)
+    Console().print(table(outcomes, args.steps))
+    draw(args.plot, outcomes, args.clip)
+    print(f"figure: {args.plot}")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the script; returns its exit status."""
-    try:
-        args = parse(argv)
-        check_plot(args.plot)
-        outcomes = run(args)
-        Console().print(table(outcomes, args.steps))
-        draw(args.plot, outcomes, args.clip)
-        print(f"figure: {args.plot}")
-    except (UserError, OSError) as error:
-        print(f"rnn.py: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return command_line.main("rnn.py", Settings, show, argv)
 
 
 if __name__ == "__main__":

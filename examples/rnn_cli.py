@@ -2,22 +2,60 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-import matplotlib as mpl
 import numpy as np
-from matplotlib.figure import Figure
+import tyro
+from command_line import MaybeCount, Positive, Within, figure
 from matplotlib.ticker import PercentFormatter
-from mnist_cli import AFTER, BEFORE, INK, LINE, Parser, number
 from rich import progress
 from rich.table import Table
 
+from clipjax import plots
+
 METHODS = {"none": "nothing", "global": "global norm", "step": "each time step"}  # what is clipped
-COLORS = {"none": BEFORE, "global": AFTER, "step": "#8ed1b5"}
+COLORS = {"none": "#d55e00", "global": "#0072b2", "step": "#009e73"}
+Length = Annotated[int, Within(10, 10**4, "a whole number of at least 10")]
+Mode = tyro.conf.create_mutex_group(required=False, title="modes")
+
+
+@dataclass
+class Settings:
+    """Train a recurrent network on long sequences, with its gradients clipped and without."""
+
+    lengths: tuple[Length, ...] = ()
+    """of the sequences; by default 10 30"""
+    seeds: MaybeCount = None
+    """networks trained side by side; None: 4, with --full 8"""
+    steps: MaybeCount = None
+    """at most, by 250; None: 3000, with --full 20000"""
+    clip: Positive = 1.0
+    """bound of the global norm"""
+    step_clip: Positive = 0.01
+    """bound at each time step"""
+    learning_rate: Positive = 0.1
+    """step size of SGD"""
+    plot: Path = Path("out/rnn.png")
+    """figure"""
+    quick: Annotated[bool, Mode] = False
+    """one short length, to see that it runs"""
+    full: Annotated[bool, Mode] = False
+    """what docs/published-results.md has; minutes"""
+
+    def __post_init__(self) -> None:
+        """Fill in the defaults that depend on other flags."""
+        lengths, seeds, steps = (10, 30), 4, 3000
+        if self.quick:
+            lengths, seeds, steps = (20,), 2, 500
+        if self.full:
+            lengths, seeds, steps = (20, 30), 8, 20_000
+        self.lengths = tuple(sorted(set(self.lengths or lengths)))
+        self.seeds = seeds if self.seeds is None else self.seeds
+        self.steps = steps if self.steps is None else self.steps
 
 
 class Outcome(NamedTuple):
@@ -28,62 +66,6 @@ class Outcome(NamedTuple):
     solved: np.ndarray  # (seeds,) the step at which a seed had learnt; 0 if it never had
     before: np.ndarray  # (seeds, steps) the norm of the gradient
     after: np.ndarray  # the same after the clip of the optimizer's chain
-
-
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line, and fill in the defaults that depend on other flags."""
-    count = number(int, 1, 10**9, "a whole number of at least 1")
-    length = number(int, 10, 10**4, "a whole number of at least 10")
-    positive = number(float, 1e-30, 1e30, "a number above 0")
-    parser = Parser(
-        prog="rnn.py",
-        description="Train a recurrent network on long sequences, with its gradients clipped and without.",
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add(
-        "--lengths",
-        type=length,
-        nargs="+",
-        metavar="N",
-        help="of the sequences (default: 10 30)",
-    )
-    add("--seeds", type=count, metavar="N", help="networks trained side by side (default: 4; full: 8)")
-    add("--steps", type=count, metavar="N", help="at most, by 250 (default: 3000; full: 20000)")
-    add("--clip", type=positive, default=1.0, metavar="X", help="bound of the global norm (default: 1)")
-    add(
-        "--step-clip",
-        type=positive,
-        default=0.01,
-        metavar="X",
-        help="bound at each time step (default: %(default)s)",
-    )
-    add(
-        "--learning-rate",
-        type=positive,
-        default=0.1,
-        metavar="X",
-        help="step size of SGD (default: %(default)s)",
-    )
-    add(
-        "--plot",
-        type=Path,
-        default=Path("out/rnn.png"),
-        metavar="PATH",
-        help="figure (default: %(default)s)",
-    )
-    modes = parser.add_mutually_exclusive_group()
-    modes.add_argument("--quick", action="store_true", help="one short length, to see that it runs")
-    modes.add_argument("--full", action="store_true", help="what docs/published-results.md has; minutes")
-    args = parser.parse_args(argv)
-    lengths, seeds, steps = [10, 30], 4, 3000
-    if args.quick:
-        lengths, seeds, steps = [20], 2, 500
-    if args.full:
-        lengths, seeds, steps = [20, 30], 8, 20_000
-    args.lengths = sorted(set(args.lengths or lengths))
-    args.seeds, args.steps = args.seeds or seeds, args.steps or steps
-    return args
 
 
 @contextlib.contextmanager
@@ -132,54 +114,29 @@ def table(outcomes: Sequence[Outcome], steps: int) -> Table:
 
 def draw(path: Path, outcomes: Sequence[Outcome], clip: float) -> None:
     """Draw the gradient of the first seed over the steps, and how many seeds learnt each length."""
-    style = {"font.size": 12, "axes.titlesize": 12.5, "axes.spines.top": False, "axes.spines.right": False}
-    with mpl.rc_context(style):
-        figure = Figure(figsize=(13, 4.2), dpi=110, layout="constrained")
-        figure.get_layout_engine().set(w_pad=0.12)
-        plain, clipped, right = figure.subplots(1, 3)
+    with figure(path, 14, 4.4) as drawn:
+        plain, clipped, right = drawn.subplots(1, 3, width_ratios=(1, 1, 0.9))
         longest = max(outcome.length for outcome in outcomes)
         found = {outcome.method: outcome for outcome in outcomes if outcome.length == longest}
-        titles = [
-            _draw_gradient(plain, found["none"], None),
-            _draw_gradient(clipped, found["global"], clip),
-            _draw_learnt(right, outcomes),
-        ]
-        clipped.sharey(plain)
-        clipped.set_ylabel("")
-        plain.set_xlim(clipped.get_xlim())  # it may have been trained for longer, in vain
-        for axes, title in zip((plain, clipped, right), titles, strict=True):
-            axes.set_title(title, loc="left", pad=31)
-            axes.legend(
-                loc="lower left",
-                bbox_to_anchor=(-0.03, 1),
-                ncols=4,
-                frameon=False,
-                columnspacing=1,
-                handlelength=1.2,
-                handletextpad=0.5,
-                markerscale=2,
-            )
-        figure.savefig(path)
+        none, bounded = found["none"], found["global"]
+        plain.set_title(f"Nothing clipped: {_end(none)}", loc="left")
+        clipped.set_title(f"Global norm clipped: {_end(bounded)}", loc="left")
+        right.set_title("Networks that learnt the task", loc="left")
+        last = len(bounded.before[0])  # without the clip it may have been trained for longer, in vain
+        plots.norms(none.before[0, :last], ax=plain)
+        plots.norms(bounded.before[0], after=bounded.after[0], bound=clip, ax=clipped)
+        limits = np.transpose([plain.get_ylim(), clipped.get_ylim()])
+        for panel in (plain, clipped):
+            panel.set(ylim=(limits[0].min(), limits[1].max()), xlabel=f"step, sequences of {longest} symbols")
+        _draw_learnt(right, outcomes)
 
 
-def _draw_gradient(axes: Any, outcome: Outcome, clip: float | None) -> str:
-    before, after, solved = outcome.before[0], outcome.after[0], outcome.solved[0]
-    steps = np.arange(1, len(before) + 1)
-    dots = {"linestyle": "none", "marker": ".", "markersize": 4, "markeredgewidth": 0}
-    axes.set(xlabel=f"step, sequences of {outcome.length}", ylabel="norm of the gradient")
-    axes.set(yscale="log", xlim=(0, len(steps) + 1))
-    axes.grid(alpha=0.25)
-    end = f"learnt in {solved:,} steps" if solved else "not learnt"
-    if clip is None:
-        axes.plot(steps, before, color=BEFORE, label="each step", **dots)
-        return f"Nothing clipped: {end}"
-    axes.plot(steps, before, color=BEFORE, label="before", **dots)
-    axes.plot(steps, after, color=AFTER, label="after", **dots)
-    axes.axhline(clip, color=INK, label=f"bound {clip:g}", **LINE)
-    return f"Global norm clipped: {end}"
+def _end(outcome: Outcome) -> str:
+    solved = outcome.solved[0]
+    return f"learnt in {solved:,} steps" if solved else "not learnt"
 
 
-def _draw_learnt(axes: Any, outcomes: Sequence[Outcome]) -> str:
+def _draw_learnt(axes: Any, outcomes: Sequence[Outcome]) -> None:
     lengths = sorted({outcome.length for outcome in outcomes})
     width = 0.8 / len(METHODS)
     for i, (method, label) in enumerate(METHODS.items()):
@@ -187,7 +144,17 @@ def _draw_learnt(axes: Any, outcomes: Sequence[Outcome]) -> str:
         places = [lengths.index(o.length) + (i - (len(METHODS) - 1) / 2) * width for o in found]
         shares = [np.mean(o.solved > 0) for o in found]
         bars = axes.bar(places, shares, 0.9 * width, color=COLORS[method], label=label)
-        axes.bar_label(bars, [learnt(o.solved) for o in found], padding=2, fontsize=10.5)
+        axes.bar_label(bars, [learnt(o.solved) for o in found], padding=2, fontsize="small")
     axes.set(xlabel="length of the sequences", xticks=range(len(lengths)), xticklabels=lengths, ylim=(0, 1.1))
+    axes.set_ylabel("share of the networks")
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    return "Share that learnt, by what is clipped"
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(
+        title="clipped:",
+        alignment="left",
+        loc="upper left",
+        bbox_to_anchor=(1, 1),
+        frameon=False,
+        fontsize="small",
+        title_fontsize="small",
+    )

@@ -14,7 +14,6 @@ the devices of several hosts.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -22,18 +21,19 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 import absl.logging
+import command_line
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+from command_line import UserError, check_plot
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from mnist import open_checkpoints, restore, save
-from mnist_cli import UserError, check_plot
 from rich.console import Console
-from sharded_cli import Outcome, Record, draw, parse, progress_bar, summary, unit_norms
+from sharded_cli import Outcome, Record, Settings, draw, progress_bar, summary, unit_norms
 from sharded_model import ANSWER, VOCABULARY, Model, sums
 
 import clipjax
@@ -100,7 +100,7 @@ def round_stochastically(seed: int) -> optax.GradientTransformation:
     return optax.GradientTransformation(lambda _: Rounded(jnp.zeros((), jnp.int32)), update)
 
 
-def make_optimizer(args: argparse.Namespace, project: clipjax.Projection) -> optax.GradientTransformation:
+def make_optimizer(args: Settings, project: clipjax.Projection) -> optax.GradientTransformation:
     """Clip the mean of the accumulated gradients, take a step of Adam, and project the weights."""
     rate = optax.warmup_cosine_decay_schedule(
         0.0, args.learning_rate, args.updates // 20, args.updates, args.learning_rate / 20
@@ -115,7 +115,7 @@ def make_optimizer(args: argparse.Namespace, project: clipjax.Projection) -> opt
     return several.gradient_transformation()
 
 
-def make_mesh(args: argparse.Namespace) -> jax.sharding.Mesh:
+def make_mesh(args: Settings) -> jax.sharding.Mesh:
     """Arrange all devices by data and tensor parallelism, and raise if the model does not split over them."""
     devices = len(jax.devices())
     model = args.tensor or (2 if devices % 2 == 0 else 1)
@@ -162,9 +162,8 @@ def compile_step(graph: Any, tx: optax.GradientTransformation, state: State, row
         updates, opt_state = tx.update(optax.tree.cast(grads, jnp.float32), state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         seen = clipjax.metrics(opt_state)  # of the last update: between two, they stay
-        before = seen["clip_by_global_norm/norm"]
+        before, after = (seen[f"clip_by_global_norm/{name}"] for name in ("norm", "norm_after"))
         fractions = (seen[f"{name}/clipped_fraction"] for name in ("clip_by_global_norm", "max_norm"))
-        after = before * seen["clip_by_global_norm/scale"]
         record = Record(loss, right, before, after, *fractions, seen["max_norm/violation"])
         return State(params, opt_state), record
 
@@ -177,7 +176,7 @@ def put(rows: np.ndarray, mesh: jax.sharding.Mesh) -> jax.Array:
     return jax.make_array_from_callback(rows.shape, NamedSharding(mesh, P("data")), lambda part: rows[part])
 
 
-def batches(rows: np.ndarray, args: argparse.Namespace, mesh: Any, update: int) -> Iterator[jax.Array]:
+def batches(rows: np.ndarray, args: Settings, mesh: Any, update: int) -> Iterator[jax.Array]:
     """Yield the batches of an update, which depend on the seed and its number alone: resumed or not."""
     chosen = np.random.default_rng([args.seed, update]).integers(
         len(rows), size=(args.accumulate, args.batch_size)
@@ -214,14 +213,14 @@ def train(
     return state, history
 
 
-def settings_of(args: argparse.Namespace) -> dict[str, Any]:
+def settings_of(args: Settings) -> dict[str, Any]:
     """List all that a resumed run must share with the one it resumes: not the devices."""
     names = ("width", "heads", "layers", "dtype", "rounding", "updates", "accumulate", "batch_size")
     names += ("learning_rate", "clip", "radius", "seed")
     return {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: Settings) -> None:
     """Train, and show what came out."""
     check_plot(args.plot)
     mesh, text = make_mesh(args), sums()
@@ -247,11 +246,11 @@ def run(args: argparse.Namespace) -> None:
         norms, violations = unit_norms(params, axes), clipjax.verify(params, project)
         outcome = Outcome(devices, mesh.shape, history, params, norms, violations, *map(float, scores), step)
         Console().print(summary(outcome, args.radius))
-        draw(args.plot, outcome, args.clip, args.radius)
+        draw(args.plot, outcome, args.clip, project)
         print(f"figure: {args.plot}")
 
 
-def start(args: argparse.Namespace) -> None:
+def start(args: Settings) -> None:
     """Tell JAX of which devices and processes it is part, before it looks for itself."""
     jax.config.update("jax_num_cpu_devices", args.devices)  # where there is no accelerator
     if args.coordinator is None:
@@ -265,17 +264,16 @@ def start(args: argparse.Namespace) -> None:
         raise UserError(f"--coordinator: {args.coordinator}: {str(error).splitlines()[0]}") from error
 
 
+def start_and_run(args: Settings) -> None:
+    """Train on all devices."""
+    start(args)
+    run(args)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the script; returns its exit status."""
     absl.logging.set_verbosity(absl.logging.ERROR)
-    try:
-        args = parse(argv)
-        start(args)
-        run(args)
-    except (UserError, OSError) as error:
-        print(f"sharded.py: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return command_line.main("sharded.py", Settings, start_and_run, argv)
 
 
 if __name__ == "__main__":

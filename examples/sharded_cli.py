@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
-import matplotlib as mpl
 import numpy as np
+from command_line import Count, MaybeCount, MaybeIndex, Positive, Seed, UserError, figure
 from flax import nnx
-from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
-from mnist_cli import AFTER, BEFORE, INK, LINE, Parser, UserError, number
 from rich import progress
 from rich.table import Table
 
 import clipjax
+from clipjax import plots
 
 BYTES = {"pred": 1, "bf16": 2, "f16": 2, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "f32": 4, "s32": 4, "u32": 4}
-DOTS: dict[str, Any] = {"linestyle": "none", "marker": ".", "markersize": 5, "markeredgewidth": 0}
 
 
 class Record(NamedTuple):
@@ -38,64 +36,68 @@ class Record(NamedTuple):
     violation: Any  # by how much weights were out of bounds before the update
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line, and fill in the defaults that depend on other flags."""
-    count = number(int, 1, 10**9, "a whole number of at least 1")
-    index = number(int, 0, 10**9, "a whole number of at least 0")
-    positive = number(float, 1e-30, 1e30, "a number above 0")
-    seed = number(int, 0, 2**32 - 1, "a whole number from 0 to 2**32 - 1")
-    parser = Parser(
-        prog="sharded.py",
-        description="Train a small transformer that adds numbers, split over all devices, with its gradients "
-        "and weights bounded.",
-        allow_abbrev=False,
-    )
-    given = "(default: %(default)s)"
-    where = parser.add_argument_group("devices").add_argument
-    where(
-        "--devices",
-        type=count,
-        metavar="N",
-        help="virtual ones on a CPU, in each process (default: 8 in all)",
-    )
-    where(
-        "--tensor",
-        type=count,
-        metavar="N",
-        help="size of the tensor axis; the rest is data (default: 2 or 1)",
-    )
-    where("--coordinator", metavar="HOST:PORT", help="where process 0 is to be reached, or auto on a cluster")
-    where("--processes", type=count, metavar="N", help="how many of them take part")
-    where("--process-id", type=index, metavar="I", help="which of them this is, from 0")
-    what = parser.add_argument_group("model and training").add_argument
-    what("--width", type=count, default=64, metavar="N", help=f"features {given}")
-    what("--heads", type=count, default=4, metavar="N", help=f"of attention {given}")
-    what("--layers", type=count, default=2, metavar="N", help=f"blocks of the transformer {given}")
-    what("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help=f"of the weights {given}")
-    what("--rounding", choices=("stochastic", "nearest"), default="stochastic", help=f"of bfloat16 {given}")
-    what("--updates", type=count, metavar="N", help="of the weights (default: 450)")
-    what("--accumulate", type=count, default=2, metavar="N", help=f"batches for each update {given}")
-    what("--batch-size", type=count, default=64, metavar="N", help=f"sums in a batch {given}")
-    what("--learning-rate", type=positive, default=5e-3, metavar="X", help=f"largest step size {given}")
-    what("--clip", type=positive, default=1.0, metavar="X", help=f"bound of the gradient's norm {given}")
-    what("--radius", type=positive, default=1.25, metavar="X", help=f"bound of each unit's weights {given}")
-    what("--seed", type=seed, default=0, metavar="N", help=f"of the weights and the batches {given}")
-    what("--quick", action="store_true", help="20 updates, to see that it runs")
-    to = parser.add_argument_group("files").add_argument
-    to("--checkpoint", type=Path, metavar="DIR", help="save here, and go on from what is saved")
-    to("--save-every", type=count, default=50, metavar="N", help=f"updates between two checkpoints {given}")
-    to("--plot", type=Path, default=Path("out/sharded.png"), metavar="PATH", help=f"figure {given}")
-    args = parser.parse_args(argv)
-    args.updates = args.updates or (20 if args.quick else 450)
-    several = args.coordinator not in (None, "auto")
-    if several != (args.processes is not None) or several != (args.process_id is not None):
-        raise UserError("--coordinator HOST:PORT, --processes and --process-id go together")
-    if several and not re.fullmatch(r".+:\d+", args.coordinator):
-        raise UserError(f"--coordinator: must be HOST:PORT or auto, got {args.coordinator!r}")
-    if several and args.process_id >= args.processes:
-        raise UserError(f"--process-id: must be below --processes {args.processes}, got {args.process_id}")
-    args.devices = args.devices or max(1, 8 // (args.processes or 1))
-    return args
+@dataclass
+class Settings:
+    """Train a small transformer that adds numbers, split over all devices, gradients and weights bounded."""
+
+    devices: MaybeCount = None
+    """virtual ones on a CPU, in each process; None: 8 in all"""
+    tensor: MaybeCount = None
+    """size of the tensor axis; the rest is data; None: 2, or 1 of an odd number"""
+    coordinator: str | None = None
+    """HOST:PORT where process 0 is to be reached, or auto on a cluster"""
+    processes: MaybeCount = None
+    """how many of them take part"""
+    process_id: MaybeIndex = None
+    """which of them this is, from 0"""
+    width: Count = 64
+    """features"""
+    heads: Count = 4
+    """of attention"""
+    layers: Count = 2
+    """blocks of the transformer"""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """of the weights"""
+    rounding: Literal["stochastic", "nearest"] = "stochastic"
+    """of bfloat16"""
+    updates: MaybeCount = None
+    """of the weights; None: 450"""
+    accumulate: Count = 2
+    """batches for each update"""
+    batch_size: Count = 64
+    """sums in a batch"""
+    learning_rate: Positive = 5e-3
+    """largest step size"""
+    clip: Positive = 1.0
+    """bound of the gradient's norm"""
+    radius: Positive = 1.25
+    """bound of each unit's weights"""
+    seed: Seed = 0
+    """of the weights and the batches"""
+    quick: bool = False
+    """20 updates, to see that it runs"""
+    checkpoint: Path | None = None
+    """save here, and go on from what is saved"""
+    save_every: Count = 50
+    """updates between two checkpoints"""
+    plot: Path = Path("out/sharded.png")
+    """figure"""
+
+    def __post_init__(self) -> None:
+        """Fill in the defaults that depend on other flags, and see whether they fit together."""
+        if self.updates is None:
+            self.updates = 20 if self.quick else 450
+        several = self.coordinator not in (None, "auto")
+        if several != (self.processes is not None) or several != (self.process_id is not None):
+            raise UserError("--coordinator HOST:PORT, --processes and --process-id go together")
+        if several and not re.fullmatch(r".+:\d+", self.coordinator):
+            raise UserError(f"--coordinator: must be HOST:PORT or auto, got {self.coordinator!r}")
+        if several and self.process_id >= self.processes:
+            raise UserError(
+                f"--process-id: must be below --processes {self.processes}, got {self.process_id}"
+            )
+        if self.devices is None:
+            self.devices = max(1, 8 // (self.processes or 1))
 
 
 @contextlib.contextmanager
@@ -189,70 +191,28 @@ def summary(outcome: Outcome, radius: float) -> Table:
     return table
 
 
-def draw(path: Path, outcome: Outcome, clip: float, radius: float) -> None:
+def draw(path: Path, outcome: Outcome, clip: float, project: clipjax.Projection) -> None:
     """Draw the loss and the gradient over the updates, and the norms that the units ended with."""
-    style = {"font.size": 12, "axes.titlesize": 12.5, "axes.spines.top": False, "axes.spines.right": False}
-    with mpl.rc_context(style):
-        figure = Figure(figsize=(14, 4.8), dpi=110, layout="constrained")
-        figure.get_layout_engine().set(w_pad=0.12)
-        panels = figure.subplots(1, 3, width_ratios=(1, 1, 1.1))
+    with figure(path, 16, 5.4) as drawn:
+        left, middle, right = drawn.subplots(1, 3, width_ratios=(1, 1, 1.1))
         record = Record(*outcome.history.T)
-        titles = (
-            _draw_loss(panels[0], record, outcome.right),
-            _draw_gradient(panels[1], record, clip),
-            _draw_units(panels[2], outcome.norms, radius),
+        left.plot(
+            1 + np.arange(len(record.loss)),
+            record.loss,
+            ".",
+            color="#0072b2",
+            markersize=5,
+            markeredgewidth=0,
         )
-        for axes, title in zip(panels, titles, strict=True):
-            axes.grid(alpha=0.25)
-            axes.set_title(title, loc="left", pad=31)
-            # Above the axes, the legend covers no data.
-            axes.legend(
-                loc="lower left",
-                bbox_to_anchor=(-0.03, 1),
-                ncols=3,
-                frameon=False,
-                handlelength=1.4,
-                markerscale=2,
-            )
-        figure.savefig(path)
-
-
-def _draw_loss(axes: Any, record: Record, right: float) -> str:
-    _over_updates(axes, len(record.loss), "cross-entropy of the answers")
-    axes.plot(
-        np.arange(1, 1 + len(record.loss)),
-        record.loss,
-        color=AFTER,
-        label="last batch of each update",
-        **DOTS,
-    )
-    return f"Loss: {right:.1%} of unseen sums are right"
-
-
-def _draw_gradient(axes: Any, record: Record, clip: float) -> str:
-    updates = np.arange(1, 1 + len(record.loss))
-    _over_updates(axes, len(updates), "norm of the accumulated gradient")
-    axes.plot(updates, record.before, color=BEFORE, label="before clipping", **DOTS)
-    axes.plot(updates, record.after, color=AFTER, label="after", **DOTS)
-    axes.axhline(clip, color=INK, label=f"bound {clip:g}", **LINE)
-    return f"Gradient: clipped in {record.clipped[-1]:.1%} of the updates"
-
-
-def _over_updates(axes: Any, updates: int, measure: str) -> None:
-    axes.set(xlabel="update", ylabel=measure, yscale="log", xlim=(0, updates + 1))
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter("")
-
-
-def _draw_units(axes: Any, norms: dict[str, np.ndarray], radius: float) -> str:
-    for i, each in enumerate(norms.values()):
-        axes.plot(each, np.full(each.size, i), color=AFTER, alpha=0.35, label=None if i else "a unit", **DOTS)
-    axes.axvline(radius, color=INK, label=f"radius {radius:g}", **LINE)
-    short = [re.sub("s/|/(attention/)?(kernel|embedding)?", " ", path).strip() for path in norms]
-    axes.set_yticks(range(len(short)), short, fontsize=9)
-    axes.invert_yaxis()
-    axes.set(xlabel="norm of a unit's weights")
-    every = np.concatenate(list(norms.values()))
-    beyond = np.sum(every > radius)
-    return f"Weights: {beyond or 'none'} of {len(every):,} units beyond"
+        left.set(xlabel="update", ylabel="cross-entropy of the answers", yscale="log")
+        left.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        left.yaxis.set_major_formatter("{x:g}")
+        left.yaxis.set_minor_formatter("")
+        left.grid(alpha=0.25)
+        left.spines[["top", "right"]].set_visible(False)
+        left.set_title(f"Loss: {outcome.right:.1%} of unseen sums are right", loc="left")
+        middle.set_title(f"Gradient: clipped in {record.clipped[-1]:.1%} of the updates", loc="left")
+        plots.norms(record.before, after=record.after, bound=clip, ax=middle)
+        middle.set(xlabel="update", ylabel="norm of the accumulated gradient")
+        right.set_title(f"Weights: {len(outcome.violations) or 'no'} units beyond the radius", loc="left")
+        plots.unit_norms(outcome.params, project, ax=right)

@@ -11,31 +11,31 @@ clips need a policy for NaN besides, and get `bounded(nonfinite="skip")`; only "
 
 from __future__ import annotations
 
-import argparse
 import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+import command_line
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import matplotlib as mpl
 import numpy as np
 import optax
-from matplotlib.figure import Figure
+from command_line import Positive, Seed, Within, check_plot, figure, make_directory
 from mnist import Data, load_data
-from mnist_cli import Parser, UserError, check_plot, make_directory, number
 from rich.console import Console
 from rich.table import Table
 
 import clipjax
+from clipjax import plots
 
 BATCH, LEARNING_RATE = 32, 0.05
 BRIGHTER = 100.0
 EVALUATE_EVERY = 10  # steps between two looks at the test set
-NORM, CLIPPED, SKIPPED, BAD, INK = "#9aa5b1", "#e4572e", "#8a5cb8", "#d62839", "#1d1d1f"
+COLORS = ("#1d1d1f", "#7f8b99", "#b8609a", "#d55e00", "#0072b2", "#009e73", "#a67c00", "#56b4e9")
 
 
 class Method(NamedTuple):
@@ -175,55 +175,34 @@ def table_of(runs: Mapping[str, Run]) -> Table:
 
 def draw(path: Path, runs: Mapping[str, Run]) -> None:
     """Draw the norms and thresholds of each method, and below them the loss of all."""
-    style = {"font.size": 10, "axes.titlesize": 11, "axes.spines.top": False, "axes.spines.right": False}
-    with mpl.rc_context(style):
-        figure = Figure(figsize=(13, 9), dpi=110, layout="constrained")
-        figure.get_layout_engine().set(hspace=0.03)
-        above, below = figure.subfigures(2, 1, height_ratios=(1.5, 1))
+    with figure(path, 14, 9.5, fontsize=11) as drawn:
+        drawn.get_layout_engine().set(hspace=0.03)
+        above, below = drawn.subfigures(2, 1, height_ratios=(1.5, 1))
         grid = above.subplots(2, 4, sharex=True, sharey=True)
+        handles: dict[str, Any] = {}
         for axes, (name, run) in zip(grid.flat, runs.items(), strict=True):
-            draw_norms(axes, name, run)
-        finite = np.concatenate(
-            [run.norms[np.isfinite(run.norms) & (run.norms > 0)] for run in runs.values()]
-        )
+            plots.norms(run.norms, bound=run.thresholds, clipped=run.clipped, skipped=run.skipped, ax=axes)
+            for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+                kind = "not clipped" if label == "each step" else label.partition(" (")[0]
+                handles.setdefault(kind, handle)
+            axes.legend_.remove()  # one for all
+            axes.set(xlabel="", ylabel="")
+            acted = np.mean(run.clipped | run.skipped)
+            axes.set_title(f"{name}\nclips or skips {acted:.0%} of the steps", fontsize="medium")
+        every = np.concatenate([run.norms for run in runs.values()])
+        finite = every[np.isfinite(every) & (every > 0)]
         grid[0, 0].set_ylim(np.quantile(finite, 0.001) / 2, finite.max() * 6)
-        above.supylabel("norm of the gradient", fontsize=11)
-        handles = {
-            label: handle
-            for axes in grid.flat
-            for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
-        }
+        above.supxlabel("step", fontsize="medium")
+        above.supylabel("norm of the gradient", fontsize="medium")
         above.legend(
-            handles.values(), handles, loc="outside upper right", ncols=5, frameon=False, markerscale=2
+            handles.values(), handles, loc="outside upper left", ncols=6, frameon=False, markerscale=2
         )
         draw_losses(below.subplots(), runs)
-        figure.savefig(path)
-
-
-def draw_norms(axes: Any, name: str, run: Run) -> None:
-    """Draw the norms of one run, in the colour of what became of the step."""
-    steps, finite = np.arange(1, len(run.norms) + 1), np.isfinite(run.norms)
-    dots = {"linestyle": "none", "marker": ".", "markersize": 3.5, "markeredgewidth": 0}
-    kinds = (
-        ("taken as it is", NORM, ~run.clipped & ~run.skipped),
-        ("clipped", CLIPPED, run.clipped),
-        ("skipped", SKIPPED, run.skipped),
-    )
-    for label, color, which in kinds:
-        shown = which & finite
-        axes.plot(steps[shown], run.norms[shown], color=color, label=label, **dots)
-    where = axes.get_xaxis_transform()  # what is not finite goes along the upper edge
-    bad = np.full(np.sum(~finite), 0.97)
-    axes.plot(steps[~finite], bad, "x", transform=where, color=BAD, markersize=3, label="not finite")
-    axes.plot(steps, run.thresholds, color=INK, linewidth=1, label="threshold")
-    axes.set(yscale="log", title=name)
-    axes.grid(alpha=0.2)
 
 
 def draw_losses(axes: Any, runs: Mapping[str, Run]) -> None:
     """Draw the loss on the test set, up to where it is no number any more."""
-    colors = ["#1d1d1f", "#9aa5b1", "#8a5cb8", "#e4572e", "#22577a", "#2a9d8f", "#c98a0c", "#b5467f"]
-    for (name, run), color in zip(runs.items(), colors, strict=True):
+    for (name, run), color in zip(runs.items(), COLORS, strict=True):
         steps, finite = EVALUATE_EVERY * (1 + np.arange(len(run.losses))), np.isfinite(run.losses)
         width = 3 if name == "skip_nonfinite" else 1.4  # "none" is the same until it ends
         axes.plot(steps, run.losses, color=color, linewidth=width, label=name, zorder=3 - width / 2)
@@ -232,60 +211,48 @@ def draw_losses(axes: Any, runs: Mapping[str, Run]) -> None:
     lowest = min(np.min(run.losses[np.isfinite(run.losses)]) for run in runs.values())
     axes.set(xlabel="step", ylabel="test loss", yscale="log", xlim=(0, steps[-1]), ylim=(0.8 * lowest, 6))
     axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line."""
-    blocks = number(int, EVALUATE_EVERY, 10**7, f"a whole number of at least {EVALUATE_EVERY}")
-    share = number(float, 0, 0.5, "a number from 0 to 0.5")
-    parser = Parser(
-        prog="spikes.py", description="Train on broken batches, bounded in eight ways.", allow_abbrev=False
-    )
-    add = parser.add_argument
-    add("--steps", type=blocks, metavar="N", help="training steps (default: 3000)")
-    add("--spikes", type=share, default=0.01, metavar="X", help="share of batches too bright (default: 0.01)")
-    add("--nans", type=share, default=0.01, metavar="X", help="share of batches that are NaN (default: 0.01)")
-    add(
-        "--clip",
-        type=number(float, 1e-30, 1e30, "a number above 0"),
-        default=1.0,
-        metavar="X",
-        help="the fixed threshold (default: 1)",
-    )
-    add(
-        "--seed",
-        type=number(int, 0, 2**32 - 1, "a whole number from 0 to 2**32 - 1"),
-        default=0,
-        metavar="N",
-        help="of the weights and the batches (default: 0)",
-    )
-    add(
-        "--plot",
-        type=Path,
-        default=Path("out/spikes.png"),
-        metavar="PATH",
-        help="figure (default: %(default)s)",
-    )
-    add(
-        "--log",
-        type=Path,
-        default=Path("out/spikes.npz"),
-        metavar="PATH",
-        help="the norms of skip_spikes, for norm_log.py (default: %(default)s)",
-    )
-    add("--quick", action="store_true", help="300 steps, to see that it runs")
-    args = parser.parse_args(argv)
-    args.steps = (args.steps or (300 if args.quick else 3000)) // EVALUATE_EVERY * EVALUATE_EVERY
-    return args
+Share = Annotated[float, Within(0, 0.5, "a number from 0 to 0.5")]
+Blocks = Annotated[int | None, Within(EVALUATE_EVERY, 10**7, f"a whole number of at least {EVALUATE_EVERY}")]
 
 
-def run(args: argparse.Namespace) -> None:
+@dataclass
+class Settings:
+    """Train on broken batches, bounded in eight ways."""
+
+    steps: Blocks = None
+    """training steps; None: 3000"""
+    spikes: Share = 0.01
+    """share of batches too bright"""
+    nans: Share = 0.01
+    """share of batches that are NaN"""
+    clip: Positive = 1.0
+    """the fixed threshold"""
+    seed: Seed = 0
+    """of the weights and the batches"""
+    plot: Path = Path("out/spikes.png")
+    """figure"""
+    log: Path = Path("out/spikes.npz")
+    """the norms of skip_spikes, for norm_log.py"""
+    quick: bool = False
+    """300 steps, to see that it runs"""
+
+    def __post_init__(self) -> None:
+        """Fill in the default that depends on another flag."""
+        if self.steps is None:
+            self.steps = 300 if self.quick else 3000
+
+
+def run(args: Settings) -> None:
     """Train with every method, and show what came out."""
     check_plot(args.plot)
     make_directory("--log", args.log.parent)
     data = load_data(None)
-    factors = broken_batches(args.steps, args.spikes, args.nans, args.seed)
+    steps = args.steps // EVALUATE_EVERY * EVALUATE_EVERY
+    factors = broken_batches(steps, args.spikes, args.nans, args.seed)
     params = first_params(args.seed, data.train_x.shape[1])
     runs = {
         name: train(method, params, data, factors, args.seed) for name, method in methods(args.clip).items()
@@ -300,12 +267,7 @@ def run(args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the script; returns its exit status."""
-    try:
-        run(parse(argv))
-    except (UserError, OSError) as error:
-        print(f"spikes.py: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return command_line.main("spikes.py", Settings, run, argv)
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""What the transformations measured: metrics, records of norms, and their pictures."""
+"""What the transformations measured: metrics, and records of norms."""

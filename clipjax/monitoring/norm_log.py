@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -84,19 +85,7 @@ class NormLog:
             raise TypeError(f"norm: a {type(metrics).__name__} is a state; append clipjax.metrics of it")
         if not isinstance(metrics, Mapping):
             return metrics
-        if self.name is None:
-            keys = [key for key in metrics if key.endswith("/norm")]
-            # Only projections measure a violation; their norms are those of weights.
-            keys = [key for key in keys if f"{key.removesuffix('norm')}violation" not in metrics]
-            if len(keys) != 1:
-                raise ValueError(
-                    f"name: the metrics must hold one norm, or a name must say which; got {keys}"
-                )
-            return metrics[keys[0]]
-        for key in (self.name, f"{self.name}/norm"):
-            if key in metrics:
-                return metrics[key]
-        raise ValueError(f"name: {self.name!r} has no norm in the metrics {list(metrics)}")
+        return metrics[key_of_norm(metrics, self.name)]
 
     def _take(self, norms: Any) -> None:
         if isinstance(norms, jax.core.Tracer):
@@ -172,19 +161,11 @@ class NormLog:
         """Tell the threshold that each rule has settled at, and how often it would have clipped.
 
         The threshold can be a bound for `clipjax.clip_by_global_norm`; :meth:`clip_rate` tells how often
-        that constant would clip. `rules` are transformations to :meth:`replay`, by name; None is
-        :func:`default_rules`.
+        that constant would clip. `rules` are transformations to :meth:`replay`, or what it returned, by
+        name; None is every rule that follows the norm.
         """
         self._finite()
-        return {name: suggestion(replay, self.norms) for name, replay in self._replays(rules).items()}
-
-    def _replays(self, rules: Rules | None) -> dict[str, Replay]:
-        rules = default_rules() if rules is None else rules
-        if not isinstance(rules, Mapping):
-            raise TypeError(
-                f"rules must be a mapping from names to transformations, got a {type(rules).__name__}"
-            )
-        return {name: self.replay(tx) for name, tx in rules.items()}
+        return {name: suggestion(replay, self.norms) for name, replay in replays_of(self, rules).items()}
 
     def summary(self, rules: Rules | None = None) -> str:
         """The quantiles and the suggestions, as a table for the terminal."""
@@ -195,17 +176,23 @@ class NormLog:
         return self.summary()
 
     def plot(self, target: Any, rules: Rules | None = None) -> None:
-        """Draw the norms over the steps, and the thresholds of each rule; needs matplotlib.
+        """Draw the norms over the steps, and the thresholds of each rule; needs Matplotlib.
 
         Args:
-          target: the path of a figure to write, which also shows the clip rate of every constant
-            threshold; or matplotlib axes to draw the norms on.
+          target: the path of a figure to write, :func:`clipjax.plots.thresholds` beside
+            :func:`clipjax.plots.threshold_rates`; or Matplotlib axes to draw the first of them on.
           rules: as in :meth:`suggest`.
 
         Raises:
-          ImportError: matplotlib is not installed.
+          ImportError: Matplotlib is not installed.
         """
-        norm_report.plot(self, target, self._replays(rules))
+        from clipjax import plots
+
+        self._finite()
+        if isinstance(target, str | os.PathLike):
+            plots.write_log(self, rules, Path(target))
+        else:
+            plots.thresholds(self, rules, ax=target)
 
     def save(self, path: str | Path) -> None:
         """Write the log to a file in NumPy's `.npz` format, at just this path."""
@@ -231,3 +218,28 @@ class NormLog:
         log.extend(norms)
         log.dropped = dropped
         return log
+
+
+def key_of_norm(metrics: Mapping[str, Any], name: str | None) -> str:
+    """Which of the metrics is the norm of that name, or the only norm of a gradient."""
+    if name is None:
+        keys = [key for key in metrics if key.endswith("/norm")]
+        # Only projections measure a violation; their norms are those of weights.
+        keys = [key for key in keys if f"{key.removesuffix('norm')}violation" not in metrics]
+        if len(keys) != 1:
+            raise ValueError(f"name: the metrics must hold one norm, or a name must say which; got {keys}")
+        return keys[0]
+    for key in (name, f"{name}/norm"):
+        if key in metrics:
+            return key
+    raise ValueError(f"name: {name!r} has no norm in the metrics {list(metrics)}")
+
+
+def replays_of(log: NormLog, rules: Rules | None) -> dict[str, Replay]:
+    """What each of these rules would have done."""
+    rules = default_rules() if rules is None else rules
+    if not isinstance(rules, Mapping):
+        raise TypeError(
+            f"rules must be a mapping from names to transformations, got a {type(rules).__name__}"
+        )
+    return {name: tx if isinstance(tx, Replay) else log.replay(tx) for name, tx in rules.items()}

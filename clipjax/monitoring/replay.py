@@ -18,8 +18,6 @@ from clipjax.gradients.quantiles import autoclip, clip_by_quantile
 from clipjax.gradients.spikes import skip_spikes
 from clipjax.monitoring.metrics import metrics
 
-Rules: TypeAlias = Mapping[str, optax.GradientTransformation]
-
 # How many steps at the end of a run show the threshold that a rule has settled at.
 _SETTLED = 100
 
@@ -29,6 +27,10 @@ class Replay(NamedTuple):
 
     thresholds: np.ndarray  # float64 (steps,): the norm above which it would have acted
     clipped: np.ndarray  # bool (steps,): whether it did; never where the norm was not finite
+
+
+# By name.
+Rules: TypeAlias = Mapping[str, optax.GradientTransformation | Replay]
 
 
 class Suggestion(NamedTuple):

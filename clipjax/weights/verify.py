@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.experimental import multihost_utils
@@ -14,7 +15,7 @@ from clipjax._core.arguments import explained
 from clipjax._core.axes import leaves_with_paths, path_name
 from clipjax._core.links import Chain
 from clipjax._core.norms import only_arrays
-from clipjax.weights.projections import Measured, Projection
+from clipjax.weights.projections import Projection
 from clipjax.weights.sequences import as_projections, projections_of
 
 
@@ -80,17 +81,37 @@ def verify(
       >>> clipjax.verify({"kernel": kernel}, clipjax.max_norm(6.0))
       []
     """
+    found = [violation for row in judged(params, projection, step) for violation in _violations(row)]
+    return sorted(found, key=lambda v: -np.inf if np.isnan(v.excess) else -v.excess)
+
+
+class Judged(NamedTuple):
+    """The units of a leaf and their bounds: float64 arrays of one shape, whose reduced axes have size 1."""
+
+    path: str
+    shape: tuple[int, ...]  # of the leaf
+    eps: float  # of its dtype
+    value: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+
+
+def judged(params: Any, projection: Any, step: Any) -> Iterator[Judged]:
+    """Measure what each projection bounds, leaf by leaf; arguments and errors as those of :func:`verify`."""
     if isinstance(params, optax.GradientTransformation):
         raise TypeError(f"params must be weights, as in verify(params, projection), got {params!r}")
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(params)):
         raise TypeError("params: verify looks at concrete weights, but these are traced: call it outside jit")
     params = only_arrays(params)
-    shapes = {path_name(path): np.shape(leaf) for path, leaf in leaves_with_paths(params)}
-    found: list[Violation] = []
+    leaves = {path_name(path): leaf for path, leaf in leaves_with_paths(params)}
     for each in _projections(projection):
         for measured in each.measure(params, step):
-            found += _violations(measured, shapes.get(measured.path, ()))
-    return sorted(found, key=lambda v: -np.inf if np.isnan(v.excess) else -v.excess)
+            leaf = leaves[measured.path]
+            values = measured.value, measured.low, measured.high
+            if any(isinstance(x, jax.core.Tracer) for x in values):
+                raise TypeError("projection: its bound is traced: call verify outside jit")
+            arrays = np.broadcast_arrays(*(_fetched(x) for x in values))
+            yield Judged(measured.path, np.shape(leaf), float(jnp.finfo(leaf.dtype).eps), *arrays)
 
 
 def _projections(projection: Any) -> tuple[Projection, ...]:
@@ -105,16 +126,13 @@ def _projections(projection: Any) -> tuple[Projection, ...]:
     return found
 
 
-def _violations(measured: Measured, shape: tuple[int, ...]) -> list[Violation]:
-    values = measured.value, measured.low, measured.high
-    if any(isinstance(x, jax.core.Tracer) for x in values):
-        raise TypeError("projection: its bound is traced: call verify outside jit")
-    value, low, high = np.broadcast_arrays(*(_fetched(x) for x in values))
+def _violations(row: Judged) -> list[Violation]:
+    value, low, high = row.value, row.low, row.high
     # Reduced axes are there still, with a size of 1.
-    kept = [i for i, n in enumerate(value.shape) if value.ndim != len(shape) or n == shape[i]]
+    kept = [i for i, n in enumerate(value.shape) if value.ndim != len(row.shape) or n == row.shape[i]]
     return [
         Violation(
-            measured.path,
+            row.path,
             tuple(int(at[i]) for i in kept),
             *(float(x[tuple(at)]) for x in (value, low, high)),
         )

@@ -11,6 +11,7 @@ import griffe
 ROLE = re.compile(r":(?:func|class|meth|data|mod):`(?P<name>[\w.]+)`")
 PUBLIC = re.compile(r"(?<![\[`])`clipjax\.(?P<name>\w+)`(?!\])")
 TITLED = re.compile(r"^(?P<title>Guarantees|Gain): ", re.MULTILINE)
+WITH_NAMES = ("clipjax.functional", "clipjax.plots")  # public under their own names
 LITERAL = re.compile(r"::$", re.MULTILINE)  # before an indented block of code
 SECTION = re.compile(
     r"^(?P<title>Args|Attributes|Raises|Returns):\n(?P<items>(?: +.*\n?|\n(?= ))+)", re.MULTILINE
@@ -61,8 +62,8 @@ def rewritten(text: str, item: Any, exported: set[str]) -> str:
 
     def link(match: re.Match[str]) -> str:
         name = match["name"].removeprefix("clipjax.")
-        if item.module.path == "clipjax.functional":
-            path = f"clipjax.functional.{name}"
+        if item.module.path in WITH_NAMES and name in item.module.members:
+            path = f"{item.module.path}.{name}"
         elif name in exported:
             path = f"clipjax.{name}"
         elif item.parent and item.parent.is_class and name in item.parent.members:

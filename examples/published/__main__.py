@@ -10,7 +10,6 @@ Exits with 1 if a bar is missed.
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import importlib
 import os
@@ -18,11 +17,13 @@ import platform
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
+import tyro
 from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
@@ -146,17 +147,23 @@ def markdown(results: Sequence[Result]) -> str:
     return "\n".join([ABOUT, f"{where()} {total}\n", *lines, "", LIMITS])
 
 
+@dataclass
+class Settings:
+    """Measure published results again, and show them beside what was claimed."""
+
+    only: tuple[Literal[NAMES], ...] = NAMES  # type: ignore[valid-type]
+    """these results"""
+    fast: bool = False
+    """leave out those which take minutes: temporal_order, learning_rate, deep_network"""
+    markdown: Path | None = None
+    """write the table here"""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the results that are asked for; returns the exit status."""
-    about = "Measure published results again, and show them beside what was claimed."
-    parser = argparse.ArgumentParser(prog="python -m examples.published", description=about)
-    parser.add_argument("--only", nargs="+", choices=NAMES, metavar="NAME", help=f"of {', '.join(NAMES)}")
-    parser.add_argument(
-        "--fast", action="store_true", help=f"leave out {', '.join(SLOW)}, which take minutes"
-    )
-    parser.add_argument("--markdown", type=Path, metavar="PATH", help="write the table here")
-    args = parser.parse_args(argv)
-    names = [name for name in NAMES if name in (args.only or NAMES) and not (args.fast and name in SLOW)]
+    prog, config = "python -m examples.published", (tyro.conf.FlagCreatePairsOff,)
+    args = tyro.cli(Settings, args=argv, prog=prog, config=config)
+    names = [name for name in NAMES if name in args.only and not (args.fast and name in SLOW)]
     if args.markdown is not None:
         args.markdown.parent.mkdir(parents=True, exist_ok=True)
     console = Console()

@@ -18,7 +18,7 @@ SOURCE, ARXIV = "Pascanu et al. 2013", "1211.5063"
 
 def measure() -> list[Row]:
     """Measure the result."""
-    args = rnn_cli.parse(["--full"])
+    args = rnn_cli.Settings(full=True)
     outcomes = rnn.run(args)
     rows = []
     for length in args.lengths:

@@ -25,7 +25,8 @@ def public() -> set[str]:
     """All that may be imported, with the modules' own names in the place of the modules."""
     pytest.importorskip("flax")
     pytest.importorskip("equinox")
-    modules = {"flax": clipjax.flax, "equinox": clipjax.equinox}
+    pytest.importorskip("matplotlib")
+    modules = {"flax": clipjax.flax, "equinox": clipjax.equinox, "plots": clipjax.plots}
     modules |= {name: x for name in clipjax.__all__ if inspect.ismodule(x := getattr(clipjax, name))}
     names = {f"clipjax.{name}" for name in clipjax.__all__ if name not in modules}
     return names | {f"clipjax.{module}.{name}" for module, x in modules.items() for name in x.__all__}

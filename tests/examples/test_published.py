@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import clipjax
 
-for module in ("flax", "scipy", "sklearn", "matplotlib", "rich"):
+for module in ("flax", "scipy", "sklearn", "matplotlib", "rich", "tyro"):
     pytest.importorskip(module)
 
 

@@ -20,8 +20,9 @@ import pytest
 
 from benchmarks.programs import collectives, parse
 from tests.support import ROOT
+from tests.support.scripts import ran, refused
 
-for module in ("flax", "orbax.checkpoint", "sklearn", "matplotlib", "rich"):
+for module in ("flax", "orbax.checkpoint", "sklearn", "matplotlib", "rich", "tyro"):
     pytest.importorskip(module)
 
 import orbax.checkpoint as ocp  # noqa: E402
@@ -117,10 +118,7 @@ def on_one(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(sharded, "start", lambda args: None)
 
     def run(*arguments):
-        capsys.readouterr()
-        status = sharded.main(["--plot", str(tmp_path / "figure.png"), *map(str, arguments)])
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
+        return ran(sharded.main, ["--plot", tmp_path / "figure.png", *arguments], capsys)
 
     return run
 
@@ -237,7 +235,7 @@ def test_stochastic_rounding_is_right_on_average_and_leaves_what_is_exact():
 
 def test_it_is_rounded_before_it_is_projected():
     """The other way round, some units end above the radius."""
-    args = sharded.parse(["--radius", "1", "--accumulate", "1"])
+    args = sharded.Settings(radius=1.0, accumulate=1)
     tx = sharded.make_optimizer(args, clipjax.max_norm(args.radius))
     params = {"kernel": (jax.random.normal(jax.random.key(0), (64, 32)) / 8).astype(jnp.bfloat16)}
 
@@ -269,11 +267,14 @@ def test_the_sums_are_all_there_once_and_right():
     [
         (["--tensor", "3"], "the number of devices, 1, must be divisible by --tensor, which is 3"),
         (["--heads", "5"], "--width, 64, must be divisible by --heads, which is 5"),
-        (["--dtype", "float16"], "--dtype: invalid choice"),
-        (["--radius", "nan"], "--radius: must be a number above 0, got 'nan'"),
-        (["--updates", "0"], "--updates: must be a whole number of at least 1, got '0'"),
+        (["--dtype", "float16"], "invalid choice 'float16' for argument '--dtype'"),
+        (["--radius", "nan"], "--radius: must be a number above 0, got nan"),
+        (["--updates", "0"], "--updates: must be a whole number of at least 1, got 0"),
         (["--devices", "0"], "--devices"),
-        (["--process-id", "-1"], "--process-id: must be a whole number of at least 0"),
+        (
+            ["--coordinator", "a:1", "--processes", "2", "--process-id", "-1"],
+            "--process-id: must be a whole number of at least 0",
+        ),
         (["--processes", "2"], "--coordinator HOST:PORT, --processes and --process-id go together"),
         (["--coordinator", "here"], "go together"),
         (["--coordinator", "auto", "--processes", "2"], "go together"),
@@ -288,10 +289,7 @@ def test_the_sums_are_all_there_once_and_right():
 )
 def test_what_cannot_work_is_one_line_and_status_2(on_one, tmp_path, arguments, mention):
     (tmp_path / "file").touch()
-    status, out, err = on_one(*(text.format(tmp=tmp_path) for text in arguments))
-    assert (status, out) == (2, "")
-    assert re.fullmatch(r"sharded\.py: error: [^\n]+\n", err)
-    assert mention in err
+    assert mention in refused("sharded.py", on_one(*(text.format(tmp=tmp_path) for text in arguments)))
 
 
 def test_a_checkpoint_of_another_run_is_refused(eight, on_one):
@@ -301,8 +299,12 @@ def test_a_checkpoint_of_another_run_is_refused(eight, on_one):
 
 
 def test_the_devices_are_shared_out_over_the_processes():
-    together = ["--coordinator", "a:1", "--process-id", "0", "--processes"]
-    assert sharded.parse([]).devices == 8
-    assert sharded.parse([*together, "2"]).devices == 4
-    assert sharded.parse([*together, "16"]).devices == 1
-    assert sharded.parse(["--devices", "3"]).devices == 3
+    def devices(**given):
+        if "processes" in given:
+            given |= {"coordinator": "a:1", "process_id": 0}
+        return sharded.Settings(**given).devices
+
+    assert devices() == 8
+    assert devices(processes=2) == 4
+    assert devices(processes=16) == 1
+    assert devices(devices=3) == 3

@@ -60,4 +60,11 @@ ROWS: tuple[Row, ...] = (
         "jax.jit(lambda s: raise_if_skipping(s, 10))(skip_nonfinite(sgd).init(params))",
         *("opt_state", "outside jit"),
     ),
+    kind("clipjax.plots.norms(clip.init(params))", "history", "clipjax.metrics of each step"),
+    value(f"clipjax.plots.norms({TWO})", "name", "clip_by_global_norm", "zclip"),
+    value("clipjax.plots.norms([1.0, 2.0], after=[1.0])", "after", "(2,)", "(1,)"),
+    kind("clipjax.plots.unit_norms(max_norm(3.0), params)", "params", "projection"),
+    kind("clipjax.plots.unit_norms(params, clip)", "projection", "gradient transformation"),
+    value("clipjax.plots.clip_rates({'loss': 1.0})", "history", "clipped_fraction", "'loss'"),
+    kind("clipjax.plots.thresholds([1.0, 2.0])", "log", "NormLog"),
 )
