@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 # The README is for a code host; its place on the site is the home page.
 ON_THE_SITE = {"README.md": "index.md"}
 LINK = re.compile(r"(?<!!)\[(?P<label>(?:[^\[\]]|\[[^\]]*\])*)\]\((?P<target>[^()\s]+)\)")
+PICTURE = re.compile(r"^(!\[[^\]]*\]\((\S+)\))$", re.MULTILINE)
 FENCE = re.compile(r"^(?P<mark>`{3,}|~{3,}).*?^(?P=mark)\s*$", re.MULTILINE | re.DOTALL)
 HIDDEN = re.compile(r"<!--- invisible-code-block:.*?--->\n*", re.DOTALL)
 
@@ -57,7 +58,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         return f"[{label}]({repository}/{kind}/main/{path}{section})"
 
     def prose(text: str) -> str:
-        return LINK.sub(outside, text).replace(r"\<", "&lt;")  # an escape that Python-Markdown does not know
+        text = LINK.sub(outside, text).replace(r"\<", "&lt;")  # an escape that Python-Markdown does not know
+        return PICTURE.sub(r"[\1](\2)", text)  # to be looked at by itself, on a narrow screen
 
     markdown = HIDDEN.sub("", markdown)
     done, written = 0, []

@@ -27,7 +27,7 @@ def hooks() -> ModuleType:
         ("[a](../../tests/README.md#the-rooms)", "[a](R/blob/main/tests/README.md#the-rooms)", "a"),
         ("[`a [b]`](../../tests/core)", "[`a [b]`](R/tree/main/tests/core)", "`a [b]`"),
         ("[a](../faq.md#nan), [b](#c), [d](https://e.org/f.md)", None, None),
-        ("![a](../mnist.png)", None, None),
+        ("![a](../mnist.png)", "[![a](../mnist.png)](../mnist.png)", None),
         ("```python\n[a](../../tests/core)\n```", None, None),
         ("1\n<!--- invisible-code-block: python\nx = 1\n--->\n\n2", "1\n2", None),
         (r"'\<'", "'&lt;'", None),
