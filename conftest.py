@@ -3,9 +3,12 @@
 import os
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser
+
+from tests import versions
 
 ROOT = Path(__file__).parent
 
@@ -44,6 +47,12 @@ def pytest_report_header() -> str:
         "; `XLA_FLAGS= python -m pytest` for XLA's defaults, which take longer" if flags == CHEAPER else ""
     )
     return f"XLA_FLAGS={flags}{other}"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Record which versions the tests ran with, where that was asked for."""
+    if path := os.environ.get("CLIPJAX_RECORD"):
+        versions.record(Path(path), terminalreporter.stats, config.invocation_params.args)
 
 
 # The blocks of a page run from top to bottom, each as a test, in one namespace.

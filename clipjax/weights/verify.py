@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import optax
-from jax.experimental import multihost_utils
 
 from clipjax._core.arguments import explained
 from clipjax._core.axes import leaves_with_paths, path_name
@@ -125,5 +124,7 @@ def _violations(measured: Measured, shape: tuple[int, ...]) -> list[Violation]:
 def _fetched(x: Any) -> np.ndarray:
     """All of an array, of which other processes may have a part."""
     if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
+        from jax.experimental import multihost_utils  # which takes a while, and few need
+
         x = multihost_utils.process_allgather(x, tiled=True)
     return np.asarray(x, np.float64)

@@ -1,0 +1,68 @@
+"""Which versions the tests ran with: a record of each run, and the table of them in docs/versions.md.
+
+`nox -s tests` sets CLIPJAX_RECORD, and the root conftest.py then writes a record. `python -m tests.versions
+out/versions --write docs/versions.md` puts the records into the table; rows of which there is none stay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import platform
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("jax", "optax", "flax", "equinox", "orbax-checkpoint", "numpy")
+COUNTED = ("passed", "failed", "error", "skipped")
+HEADS = ("Python", "", *PACKAGES, "tests", *COUNTED, "date")
+HEAD, RULE = (f"| {' | '.join(cells)} |" for cells in (HEADS, ["---"] * len(HEADS)))
+
+
+def record(path: Path, stats: Mapping[str, Iterable[Any]], arguments: Iterable[str]) -> None:
+    """Write what ran here, with which versions, and what came of it."""
+    installed = {d.metadata["Name"].lower(): d.version for d in importlib.metadata.distributions()}
+    found = {
+        "Python": platform.python_version(),
+        "": path.stem.split("-")[-1],
+        **{name: installed.get(name, "") for name in PACKAGES},
+        "tests": " ".join(f"`{argument}`" for argument in arguments) or "all",
+        **{name: str(len(list(stats.get(name, ())))) for name in COUNTED},
+        "date": datetime.date.today().isoformat(),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found, indent=1), encoding="utf-8")
+
+
+def rows_of(page: str) -> list[list[str]]:
+    """The rows of the table in a page."""
+    lines = page.split(f"{HEAD}\n{RULE}\n")[1].split("\n\n")[0].splitlines()
+    return [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines]
+
+
+def with_records(page: str, records: Iterable[Mapping[str, str]]) -> str:
+    """The page with a row for each record, in place of the one for the same Python and end, if there is one."""
+    rows = {_key(row): row for row in [*rows_of(page), *([r[head] for head in HEADS] for r in records)]}
+    before, after = page.split(f"{HEAD}\n{RULE}\n")
+    rest = "\n\n".join(after.split("\n\n")[1:])
+    lines = [f"| {' | '.join(rows[key])} |" for key in sorted(rows)]
+    return "\n".join([before + HEAD, RULE, *lines, "", rest])
+
+
+def _key(row: list[str]) -> tuple[int, int, str]:
+    major, minor, *_ = row[0].split(".")
+    return int(major), int(minor), {"oldest": "0", "newest": "1"}.get(row[1], row[1])
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m tests.versions", description=__doc__)
+    parser.add_argument("records", type=Path, help="the folder with the records")
+    parser.add_argument("--write", type=Path, required=True, help="the page with the table")
+    given = parser.parse_args()
+    found = [json.loads(path.read_text("utf-8")) for path in sorted(given.records.glob("*.json"))]
+    if not found:
+        sys.exit(f"{given.records} has no records: `nox -s tests` writes them")
+    given.write.write_text(with_records(given.write.read_text("utf-8"), found), encoding="utf-8")
