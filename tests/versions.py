@@ -22,6 +22,11 @@ HEADS = ("Python", "", *PACKAGES, "tests", *COUNTED, "date")
 HEAD, RULE = (f"| {' | '.join(cells)} |" for cells in (HEADS, ["---"] * len(HEADS)))
 
 
+def jaxlib() -> tuple[int, ...]:
+    """The version of jaxlib, as numbers; without importing it, which would read the flags of XLA."""
+    return tuple(int(part) for part in importlib.metadata.version("jaxlib").split(".")[:3])
+
+
 def record(path: Path, stats: Mapping[str, Iterable[Any]], arguments: Iterable[str]) -> None:
     """Write what ran here, with which versions, and what came of it."""
     installed = {d.metadata["Name"].lower(): d.version for d in importlib.metadata.distributions()}
