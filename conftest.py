@@ -45,7 +45,9 @@ def pytest_report_header() -> str:
     """Say what the tests are compiled by."""
     flags = os.environ["XLA_FLAGS"]
     other = (
-        "; `XLA_FLAGS= python -m pytest` for XLA's defaults, which take longer" if flags == CHEAPER and flags else ""
+        "; `XLA_FLAGS= python -m pytest` for XLA's defaults, which take longer"
+        if flags == CHEAPER and flags
+        else ""
     )
     return f"XLA_FLAGS={flags}{other}"
 

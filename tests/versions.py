@@ -11,6 +11,7 @@ import datetime
 import importlib.metadata
 import json
 import platform
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -24,7 +25,7 @@ HEAD, RULE = (f"| {' | '.join(cells)} |" for cells in (HEADS, ["---"] * len(HEAD
 
 def jaxlib() -> tuple[int, ...]:
     """The version of jaxlib, as numbers; without importing it, which would read the flags of XLA."""
-    return tuple(int(part) for part in importlib.metadata.version("jaxlib").split(".")[:3])
+    return tuple(int(part) for part in re.findall(r"\d+", importlib.metadata.version("jaxlib"))[:3])
 
 
 def record(path: Path, stats: Mapping[str, Iterable[Any]], arguments: Iterable[str]) -> None:
@@ -49,7 +50,7 @@ def rows_of(page: str) -> list[list[str]]:
 
 
 def with_records(page: str, records: Iterable[Mapping[str, str]]) -> str:
-    """The page with a row for each record, in place of the one for the same Python and end, if there is one."""
+    """The page with a row for each record, in place of an older one of the same Python and end."""
     rows = {_key(row): row for row in [*rows_of(page), *([r[head] for head in HEADS] for r in records)]}
     before, after = page.split(f"{HEAD}\n{RULE}\n")
     rest = "\n\n".join(after.split("\n\n")[1:])

@@ -60,7 +60,14 @@ def sdist_faults(sdist: Path) -> list[str]:
     """What the sdist lacks to be tested, and what is of no use in it."""
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    needed = ("clipjax/py.typed", "tests/support/walk.py", "docs/versions.md", "README.md", "CHANGELOG.md", "LICENSE")
+    needed = (
+        "clipjax/py.typed",
+        "tests/support/walk.py",
+        "docs/versions.md",
+        "README.md",
+        "CHANGELOG.md",
+        "LICENSE",
+    )
     hidden = sorted(name for name in names if name.startswith(".") and name != ".gitignore")
     return [
         *(f"the sdist lacks {name}" for name in needed if name not in names),
