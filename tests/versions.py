@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib.metadata
+import itertools
 import json
 import platform
 import re
@@ -43,19 +44,24 @@ def record(path: Path, stats: Mapping[str, Iterable[Any]], arguments: Iterable[s
     path.write_text(json.dumps(found, indent=1), encoding="utf-8")
 
 
+def _parts(page: str) -> tuple[str, list[str], str]:
+    """What is before the rows of the table, the rows, and what is after them."""
+    before, after = page.split(f"{HEAD}\n{RULE}\n")
+    lines = after.splitlines(keepends=True)
+    rows = list(itertools.takewhile(lambda line: line.startswith("|"), lines))
+    return f"{before}{HEAD}\n{RULE}\n", rows, "".join(lines[len(rows) :])
+
+
 def rows_of(page: str) -> list[list[str]]:
-    """The rows of the table in a page."""
-    lines = page.split(f"{HEAD}\n{RULE}\n")[1].split("\n\n")[0].splitlines()
-    return [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines]
+    """The cells of each row of the table in a page."""
+    return [[cell.strip() for cell in line.strip("|\n").split("|")] for line in _parts(page)[1]]
 
 
 def with_records(page: str, records: Iterable[Mapping[str, str]]) -> str:
     """The page with a row for each record, in place of an older one of the same Python and end."""
     rows = {_key(row): row for row in [*rows_of(page), *([r[head] for head in HEADS] for r in records)]}
-    before, after = page.split(f"{HEAD}\n{RULE}\n")
-    rest = "\n\n".join(after.split("\n\n")[1:])
-    lines = [f"| {' | '.join(rows[key])} |" for key in sorted(rows)]
-    return "\n".join([before + HEAD, RULE, *lines, "", rest])
+    before, _, after = _parts(page)
+    return before + "".join(f"| {' | '.join(rows[key])} |\n" for key in sorted(rows)) + after
 
 
 def _key(row: list[str]) -> tuple[int, int, str]:
