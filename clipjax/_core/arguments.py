@@ -56,12 +56,17 @@ def _outline(leaf: Any) -> Any:
 
 def explained(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Make `function` say which argument does not fit it, and what stands for it here."""
-    signature = inspect.signature(function)
-    takes_mapping = "Mapping" in str(next(iter(signature.parameters.values()), inspect.Parameter.empty))
+
+    @functools.cache  # at the first call: at import, those of all functions would take longer than the rest
+    def expected() -> tuple[inspect.Signature, bool]:
+        signature = inspect.signature(function)
+        first = next(iter(signature.parameters.values()), inspect.Parameter.empty)
+        return signature, "Mapping" in str(first)
 
     @functools.wraps(function)
     def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         misfit = ""
+        signature, takes_mapping = expected()
         try:
             signature.bind(*args, **kwargs)
         except TypeError as error:

@@ -11,6 +11,7 @@ import numpy as np
 
 from clipjax._core.arguments import shown
 from clipjax._core.axes import is_measured
+from clipjax._core.maxima import larger
 from clipjax._core.norms import in_float64, wide
 from clipjax._core.paths import leaves_with_paths, the_leaf
 
@@ -83,7 +84,7 @@ def check_fits_leaves(name: str, bound: jax.Array, tree: Any) -> jax.Array:
 @in_float64
 def _to_float64(value: Any, minimum: float | None) -> jax.Array:
     value = wide(value)
-    return value if minimum is None else jnp.maximum(value, minimum)
+    return value if minimum is None else larger(value, minimum)
 
 
 def bound_at(name: str, bound: Any, *, minimum: float | None = 0.0, scalar: bool = False) -> Evaluate:

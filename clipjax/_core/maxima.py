@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,20 @@ from jax import lax
 
 from clipjax._core.platforms import Arrays, Axes, alike, all_axes, wide
 from clipjax._core.xla_cpu import Reduction, is_large, on_single_device, paired, reduce_in_slices
+
+
+def larger(x: Any, y: Any) -> jax.Array:
+    """The larger of two numbers, or NaN if one is: `jnp.maximum`, where derivatives may pass.
+
+    Its own derivative holds constants, which JAX 0.12 makes in the mode of whoever asks for it, where there
+    may be no float64.
+    """
+    return jnp.where((x >= y) | (x != x), x, y)
+
+
+def smaller(x: Any, y: Any) -> jax.Array:
+    """The smaller of two numbers, or NaN if one is, as :func:`larger`."""
+    return jnp.where((x <= y) | (x != x), x, y)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))

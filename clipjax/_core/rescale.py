@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from clipjax._core.maxima import larger, smaller
 from clipjax._core.norms import in_float64, is_wide, strong, weakly_typed_as, wide
 from clipjax._core.platforms import NORM_ERROR, once
 from clipjax._core.rounding import exactly, rounded, smallest, widened
@@ -104,14 +105,14 @@ def between(norm: jax.Array, low: jax.Array, high: jax.Array, rate: jax.Array, p
     A norm that ended a little below `low` by rounding is inside, and so is 0, which has no direction to
     grow in. If `low` is above `high`, `high` holds.
     """
-    low = jnp.minimum(jnp.minimum(low, high), precision.largest)
+    low = smaller(smaller(low, high), precision.largest)
     inside = (norm <= high) & (norm >= low_enough(norm, low, precision))
     inside = (inside | (rate == 0)) & (norm < jnp.inf)
     too_large = norm > high
     outside, limit = jnp.where(inside, 1.0, norm), jnp.where(inside, 1.0, jnp.where(too_large, high, low))
     target = rate * limit + (1 - rate) * outside
     # What grows by less than the factor's slack would become smaller.
-    least = jnp.maximum(target, outside * (1 + 2 * precision.slack))
+    least = larger(target, outside * (1 + 2 * precision.slack))
     target = jnp.where(inside, 1.0, jnp.where(too_large, target, least))
     norm = jnp.where(inside, 1.0, _or_nan(outside))
     down = (norm > 2.0**64 * target, 64), (norm > 2.0**180 * target, 123)

@@ -10,6 +10,7 @@ import optax
 
 from clipjax._core.arguments import explained, shown
 from clipjax._core.bounds import Bound, bound_at
+from clipjax._core.maxima import larger
 from clipjax._core.members import Memory
 from clipjax._core.mesh import AxisName
 from clipjax._core.norms import wide
@@ -214,7 +215,7 @@ def clip_by_lognormal(
         away = jnp.log(norm + wide(eps)) - mean
         mean = mean + (1 - old) * away
         variance = old * std**2 + old * (1 - old) * away**2
-        limit = jnp.exp(mean + wide(std_factor) * jnp.sqrt(jnp.maximum(variance, wide(eps))))
+        limit = jnp.exp(mean + wide(std_factor) * jnp.sqrt(larger(variance, wide(eps))))
         bound = jnp.where(norm < limit, limit, jnp.exp(mean))
         return capped(bound, cap, step), (mean, jnp.sqrt(variance), one_more(taken))
 

@@ -13,6 +13,7 @@ from jax import lax
 from clipjax._core.arguments import explained, shown
 from clipjax._core.axes import Axes, Default, Path, Skip, check_axes, fan_in, resolve_axes
 from clipjax._core.bounds import Bound, bound_at
+from clipjax._core.maxima import larger
 from clipjax._core.members import Acted, Memory, with_stats
 from clipjax._core.mesh import AxisName, placed_as
 from clipjax._core.norms import in_float64, only_arrays
@@ -155,6 +156,6 @@ def _bounds(norms: list[jax.Array], ratios: list[jax.Array], least: list[jax.Arr
     """The bounds of all units, by the norms of their weights."""
 
     def bound_of(norm: jax.Array, ratio: jax.Array, least: jax.Array) -> jax.Array:
-        return jnp.where(ratio < jnp.inf, ratio * jnp.maximum(norm, least), ratio)
+        return jnp.where(ratio < jnp.inf, ratio * larger(norm, least), ratio)
 
     return side_by_side(bound_of, norms, ratios, least)

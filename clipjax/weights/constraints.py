@@ -12,6 +12,7 @@ import numpy as np
 from clipjax._core.arguments import explained, shown
 from clipjax._core.axes import FAN_IN_OF_MATRICES, Axes, check_axes
 from clipjax._core.bounds import Bound, Evaluate, bound_at, check_order
+from clipjax._core.maxima import smaller
 from clipjax._core.mesh import AxisName
 from clipjax._core.norms import as_arrays, in_float64
 from clipjax._core.rescale import Precision, Scale, between, low_enough, precision_of
@@ -226,7 +227,7 @@ def _between(
     axes = check_axes(axes)
 
     def rule_at(step: Any) -> Rule:
-        limits = {"low": low(step), "high": high(step), "rate": in_float64(jnp.minimum)(rate(step), 1.0)}
+        limits = {"low": low(step), "high": high(step), "rate": in_float64(smaller)(rate(step), 1.0)}
 
         def rule(units: Sequence[Unit], norms: Sequence[jax.Array]) -> Decision:
             pairs = list(zip(units, norms, strict=True))
@@ -259,7 +260,7 @@ def measured_norms(params: Any, low: jax.Array | None, high: jax.Array, how: OfU
         highest = for_units("radius" if low is None else "high", high, unit, norm)
         lowest = jnp.zeros_like(norm)
         if low is not None:
-            least = jnp.minimum(for_units("low", low, unit, norm), highest)
+            least = smaller(for_units("low", low, unit, norm), highest)
             lowest = low_enough(norm, least, precision_of(unit.leaf.dtype, size_of(unit)))
         measured.append(Measured(unit.path, norm, lowest, highest, unit.over))
     return measured

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.experimental import multihost_utils
 
 from clipjax._core.arguments import explained
 from clipjax._core.axes import leaves_with_paths, path_name
@@ -143,5 +142,7 @@ def _violations(row: Judged) -> list[Violation]:
 def _fetched(x: Any) -> np.ndarray:
     """All of an array, of which other processes may have a part."""
     if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
+        from jax.experimental import multihost_utils  # which takes a while, and few need
+
         x = multihost_utils.process_allgather(x, tiled=True)
     return np.asarray(x, np.float64)

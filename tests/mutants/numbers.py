@@ -91,7 +91,7 @@ MUTANTS = (
     Mutant(
         "a schedule below 0 flips signs",
         "_core/bounds.py",
-        "return value if minimum is None else jnp.maximum(value, minimum)",
+        "return value if minimum is None else larger(value, minimum)",
         "return value",
         "tests/core/test_edge_cases.py::test_a_schedule_may_reach_zero_and_overshoot",
     ),
@@ -154,7 +154,7 @@ MUTANTS = (
     Mutant(
         "a schedule that is NaN is 0",
         "_core/bounds.py",
-        "return value if minimum is None else jnp.maximum(value, minimum)",
+        "return value if minimum is None else larger(value, minimum)",
         "return value if minimum is None else jnp.where(value > minimum, value, minimum)",
         "tests/contract/test_bounds.py::test_zero_and_infinite_and_negative_bounds_work",
     ),

@@ -113,7 +113,7 @@ MUTANTS = (
     Mutant(
         "eps is added to the norm of the weights",
         "gradients/relative.py",
-        "jnp.maximum(norm, least)",
+        "larger(norm, least)",
         "(norm + least)",
         "tests/gradients/test_adaptive_grad_clip.py::test_it_follows_its_oracle",
     ),
