@@ -267,7 +267,7 @@ def _root_mean_square(
     past: jax.Array, new: jax.Array, seen: jax.Array, decay: Any, taken: jax.Array
 ) -> jax.Array:
     """The root of the average of squares, from the root before; the squares are of numbers up to 1."""
-    largest = lax.stop_gradient(jnp.maximum(past, new))
+    largest = jnp.maximum(lax.stop_gradient(past), lax.stop_gradient(new))
     largest = jnp.where((largest > 0) & (largest < jnp.inf), largest, 1.0)
     square = _average((past / largest) ** 2, (new / largest) ** 2, seen, decay, taken)
     return largest * jnp.where(square > 0, jnp.sqrt(jnp.where(square > 0, square, 1.0)), 0.0)
