@@ -24,8 +24,8 @@ from tests.support.walk import Case, build, cases, is_projection, parameters
 
 PARAMS = random_tree(7)
 
-# What says how the last step went, and how many steps there were of a kind; and `radii`, which no step changes.
-# All else is remembered.
+# What says how the last step went, how many steps there were of a kind, and what no step changes. All else is
+# remembered.
 SHOWN = {
     "radii",
     "threshold",
