@@ -159,7 +159,8 @@ def hyperball(
         ready = radii[0] if radii else rate
         place = functools.partial(step_to, outside=larger_than, same_dtype=True)
         leaves, report = steps_of_units(of_units, before, leaves, treedef, step, ready, place, moved_by)
-        return treedef.unflatten(leaves), report, (radii,)
+        given = zip(jax.tree.leaves(updates), leaves, strict=True)
+        return treedef.unflatten([placed_as(u, x) for u, x in given]), report, (radii,)
 
     tx = with_stats(HyperballState, act, first, needs_params="places the weights", follows_past=True)
     return placing(f"clipjax.hyperball({shown(learning_rate)})", tx)
