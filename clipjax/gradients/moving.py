@@ -136,7 +136,8 @@ def clip_by_moving_max(
                 inside = size <= limits_of(size.dtype)[i]
                 clipped = lax.select(inside, entries, rescale(entries, _at(down, i)))
             leaves[unit.position] = weakly_typed_as(unit.leaf, clipped)
-        shown = round_up(min_of(lax.stop_gradient(thresholds)), dtype)
+        known = jnp.where((taken == 0) & (largest < jnp.inf), jnp.inf, lax.stop_gradient(thresholds))
+        shown = round_up(min_of(known), dtype)
         return Clipped(treedef.unflatten(leaves), _report(largest, scales), (shown, average, taken))
 
     return remembering(ClipByMovingMaxState, first, clip, where)

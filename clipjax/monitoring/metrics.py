@@ -77,8 +77,13 @@ def states_in(tree: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
         elif isinstance(node, Mapping):
             if name := _name_of_fields(node):
                 yield name, node
-            for value in node.values():  # in their own order, which JAX sorts
-                yield from states_in(value)
+            for key in sorted(node, key=_rank):  # not in their own order, which JAX changes
+                yield from states_in(node[key])
+
+
+def _rank(key: Any) -> tuple[int, str]:
+    """What orders the keys of a dict: as text, but the places in a restored tuple as numbers."""
+    return (int(key) if str(key).isdigit() else -1, str(key))
 
 
 def _is_state(node: Any) -> bool:
@@ -132,13 +137,14 @@ def _metrics_of_group(value: Any, steps: jax.Array) -> Iterator[tuple[str, str, 
     norm, after, factor, clipped = jax.tree.leaves(_ordered(OfGroup, value))
     metrics = {"norm": norm, "norm_after": after, "scale": factor, "clipped_fraction": _share(clipped, steps)}
     for key, metric in metrics.items():
-        if jnp.ndim(metric):
+        if jnp.ndim(metric) > jnp.ndim(steps):  # which may have axes of its own, under `jax.vmap`
             whole = placed_as(np.zeros(metric.shape), metric)
-            yield from ((key, f"/{layer}", whole[layer]) for layer in range(len(whole)))
+            yield from ((key, f"/{layer}", whole[..., layer]) for layer in range(whole.shape[-1]))
         else:
             yield key, "", metric
 
 
 def _share(events: jax.Array, steps: jax.Array) -> jax.Array:
     events, steps = (lax.convert_element_type(n, np.float32) for n in (events, steps))
-    return events / jnp.maximum(steps, 1)
+    steps = jnp.maximum(steps, 1)
+    return events / steps.reshape(steps.shape + (1,) * (events.ndim - steps.ndim))

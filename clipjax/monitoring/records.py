@@ -102,8 +102,8 @@ def record_norms(
       record_norms/updates/head 0.2
     """
     group_of = _check_groups(groups)
-    measured = (of,) if isinstance(of, str) else tuple(of)
-    if not measured or not set(measured) <= set(get_args(Of)):
+    measured = tuple(of) if isinstance(of, list | tuple) else (of,)
+    if not measured or not all(isinstance(x, str) and x in get_args(Of) for x in measured):
         raise ValueError(f"of must be one or several of {get_args(Of)}, got {shown(of)}")
     period = check_count("every", every, 1)
     needs_params = measured != ("updates",)
@@ -132,7 +132,10 @@ def record_norms(
         sides = {"updates": updates, "params": params}
         found = {side: norms(sides[side]) for side in sides if {side, "ratio"} & set(measured)}
         if "ratio" in measured:
-            found["ratio"] = {name: _ratio(x, found["params"][name]) for name, x in found["updates"].items()}
+            both = (
+                found["updates"].keys() & found["params"].keys()
+            )  # a float update may be of an int parameter
+            found["ratio"] = {name: _ratio(found["updates"][name], found["params"][name]) for name in both}
         bad = [~jnp.isfinite(x) for what in measured if what != "ratio" for x in found[what].values()]
 
         def stored(what: str, name: str, was: jax.Array) -> jax.Array:
@@ -171,7 +174,7 @@ def _check_groups(groups: Any) -> Callable[[Any], list[str | None] | None]:
         return lambda _: None
     if isinstance(groups, int) and not isinstance(groups, bool):
         depth = check_count("groups", groups, 1)
-        return lambda tree: [name and "/".join(name.split("/")[:depth]) for name in _names(tree)]
+        return lambda tree: _names(tree, depth)
     if groups == "leaf":
         return _names
     patterns = groups if isinstance(groups, Sequence) and not isinstance(groups, str) else None
@@ -182,8 +185,9 @@ def _check_groups(groups: Any) -> Callable[[Any], list[str | None] | None]:
     return lambda tree: first_matches("groups", patterns, tree)
 
 
-def _names(tree: Any) -> list[str | None]:
-    return [path_name(path) if is_measured(leaf) else None for path, leaf in leaves_with_paths(tree)]
+def _names(tree: Any, depth: int | None = None) -> list[str | None]:
+    """The path of each leaf that has a norm, or its first components."""
+    return [path_name(path[:depth]) if is_measured(leaf) else None for path, leaf in leaves_with_paths(tree)]
 
 
 def _ratio(updates: jax.Array, params: jax.Array) -> jax.Array:

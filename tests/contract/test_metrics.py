@@ -153,3 +153,30 @@ def test_the_norm_after_is_that_of_what_comes_out(label: str) -> None:
         seen = {key.split("/")[1]: float(value) for key, value in clipjax.metrics(state).items()}
         assert seen["norm_after"] == pytest.approx(float(measure(updates)), rel=1e-6)
         assert label == "moving norm" or (seen["norm_after"] == seen["norm"]) == (scale < 1)
+
+
+def test_names_do_not_depend_on_the_order_of_a_dict() -> None:
+    """`jax.jit` sorts dicts, as that of `optax.partition`; and restored tuples have their places as keys."""
+    labels = {"a": "x", "b": "y"}
+    parts = {"y": clipjax.clip_by_global_norm(1.0), "x": clipjax.clip_by_global_norm(2.0)}
+    grads = {"a": np.array([30.0, 40.0], np.float32), "b": np.array([3.0, 4.0], np.float32)}
+    for tx in (
+        optax.partition(parts, labels),
+        optax.chain(
+            clipjax.clip_by_global_norm(9.0), *[optax.identity()] * 10, clipjax.clip_by_global_norm(1.0)
+        ),
+    ):
+        state = tx.update(grads, tx.init(grads))[1]
+        seen = clipjax.metrics(state)
+        for other in (jax.tree.map(lambda x: x, state), msgpack_restore(to_bytes(state))):
+            assert same_bits(clipjax.metrics(other), seen)
+            assert same_bits(jax.jit(clipjax.metrics)(other), seen)
+
+
+def test_members_of_a_batch_are_no_layers() -> None:
+    grads = {"w": np.ones((3, 2, 4), np.float32)}
+    for stack, name in ((None, "*"), ({"*": 0}, "*/1")):
+        tx = clipjax.clip_by_group_norm({"*": 1.0}, stack=stack)
+        state = jax.vmap(tx.update)(grads, jax.vmap(tx.init)(grads))[1]
+        for key in ("norm", "clipped_fraction"):
+            assert clipjax.metrics(state)[f"clip_by_group_norm/{key}/{name}"].shape == (3,)

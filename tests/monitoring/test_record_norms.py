@@ -180,3 +180,14 @@ def test_what_update_needs() -> None:
         tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
     with pytest.raises(ValueError, match=r"groups: the pattern 'head' matches no leaf(.|\n)*a"):
         clipjax.record_norms(["head"]).init({"a": jnp.ones(2)})
+
+
+def test_components_of_a_path_may_have_slashes() -> None:
+    """As those of Haiku; and a float update may be of a parameter that has no norm."""
+    params = {"mlp/~/linear_0": {"w": jnp.ones(2)}, "mlp/~/linear_1": {"w": jnp.ones(2), "n": jnp.arange(2)}}
+    grads = {name: {key: jnp.ones(2) for key in layer} for name, layer in params.items()}
+    tx = clipjax.record_norms(1, of=("updates", "ratio"))
+    seen = clipjax.metrics(tx.update(grads, tx.init(params), params)[1])
+    assert set(seen) >= {f"record_norms/updates/mlp/~/linear_{i}" for i in range(2)}
+    leaf = clipjax.record_norms("leaf", of="ratio")
+    assert clipjax.metrics(leaf.update(grads, leaf.init(params), params)[1])
