@@ -132,10 +132,9 @@ def record_norms(
         sides = {"updates": updates, "params": params}
         found = {side: norms(sides[side]) for side in sides if {side, "ratio"} & set(measured)}
         if "ratio" in measured:
-            both = (
-                found["updates"].keys() & found["params"].keys()
-            )  # a float update may be of an int parameter
-            found["ratio"] = {name: _ratio(found["updates"][name], found["params"][name]) for name in both}
+            params_of = found["params"]  # which has no leaf of integers, whatever its update is
+            pairs = {name: (x, params_of[name]) for name, x in found["updates"].items() if name in params_of}
+            found["ratio"] = {name: _ratio(*pair) for name, pair in pairs.items()}
         bad = [~jnp.isfinite(x) for what in measured if what != "ratio" for x in found[what].values()]
 
         def stored(what: str, name: str, was: jax.Array) -> jax.Array:
