@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import optax
 
 from clipjax._core.arguments import shown
+from clipjax._core.axes import Axes, resolve_axes
 from clipjax._core.links import Clip
-from clipjax._core.norms import as_arrays
+from clipjax._core.norms import as_arrays, only_arrays
 from clipjax._core.paths import leaves_with_paths, the_leaf
 from clipjax._core.stats import Stats, name_of, observe, start
 from clipjax._core.trees import Report
@@ -69,6 +70,17 @@ def with_stats(
         return updates, state if stateless else kind(observe(stats, report), *memory)
 
     return Clip(init, update)
+
+
+def check_units(axes: Axes) -> Callable[[Any, Stats], Memory]:
+    """The `first` of a transformation of units that remembers nothing: raise what is wrong with `axes`."""
+
+    def first(params: Any, stats: Stats) -> Memory:
+        del stats
+        resolve_axes(axes, only_arrays(params))
+        return ()
+
+    return first
 
 
 def check_state(name: str, kind: Any, state: Any) -> None:

@@ -10,12 +10,12 @@ import jax
 import optax
 
 from clipjax._core.arguments import explained, shown
-from clipjax._core.axes import Axes, check_axes, resolve_axes
+from clipjax._core.axes import Axes, check_axes
 from clipjax._core.bounds import Bound, bound_at, check_order
 from clipjax._core.limits import clip_entries
-from clipjax._core.members import Memory, with_stats
+from clipjax._core.members import Memory, check_units, with_stats
 from clipjax._core.mesh import AxisName
-from clipjax._core.norms import check_ord, in_float64, only_arrays
+from clipjax._core.norms import check_ord, in_float64
 from clipjax._core.rescale import root_of
 from clipjax._core.stats import Stats
 from clipjax._core.trees import Report, clip_tree, clip_units, size_of
@@ -53,18 +53,13 @@ def _clipping(
 ) -> optax.GradientTransformationExtraArgs:
     """Make a transformation of `clip(updates, step) -> (updates, report)`."""
 
-    def first(params: Any, stats: Stats) -> Memory:
-        del stats
-        resolve_axes(axes, only_arrays(params))
-        return ()
-
     def act(
         updates: Any, memory: Memory, params: Any, step: Any, **extra_args: Any
     ) -> tuple[Any, Report, Memory]:
         del params, extra_args
         return *clip(updates, step), memory
 
-    return with_stats(state, act, first, where=where)
+    return with_stats(state, act, check_units(axes), where=where)
 
 
 Transformation: TypeAlias = optax.GradientTransformationExtraArgs

@@ -12,13 +12,11 @@ import numpy as np
 from jax import lax
 
 from clipjax._core import pairs
-from clipjax._core.axes import Axes, resolve_axes
-from clipjax._core.members import Memory
+from clipjax._core.axes import Axes
 from clipjax._core.mesh import AxisName, placed_as
-from clipjax._core.norms import in_float64, is_wide, norm_of, only_arrays, strong, weakly_typed_as, wide
+from clipjax._core.norms import in_float64, is_wide, norm_of, strong, weakly_typed_as, wide
 from clipjax._core.platforms import inner_product
 from clipjax._core.rounding import widened
-from clipjax._core.stats import Stats
 from clipjax._core.trees import Report, Unit, measure_units, summary, units_of
 
 
@@ -32,17 +30,6 @@ class Choice(NamedTuple):
 
 # (units of the gradient, their weights, the norms of these, the radial parts of the gradient) -> the choice
 Choose: TypeAlias = Callable[[Unit, jax.Array, jax.Array, jax.Array], Choice]
-
-
-def check_units(axes: Axes) -> Callable[[Any, Stats], Memory]:
-    """The `first` of a transformation of units that remembers nothing: raise what is wrong with `axes`."""
-
-    def first(params: Any, stats: Stats) -> Memory:
-        del stats
-        resolve_axes(axes, only_arrays(params))
-        return ()
-
-    return first
 
 
 @in_float64

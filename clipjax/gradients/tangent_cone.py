@@ -11,11 +11,11 @@ import optax
 from clipjax._core.arguments import explained
 from clipjax._core.axes import FAN_IN_OF_MATRICES, Axes, check_axes
 from clipjax._core.bounds import Bound, bound_at
-from clipjax._core.members import Acted, Memory, with_stats
+from clipjax._core.members import Acted, Memory, check_units, with_stats
 from clipjax._core.mesh import AxisName
 from clipjax._core.stats import Stats
 from clipjax._core.trees import Unit, for_units
-from clipjax.gradients.radial import Choice, check_units, take_out_radial
+from clipjax.gradients.radial import Choice, take_out_radial
 
 # `max_norm` leaves a unit at most 4 ulp below the radius, 16-bit links a little more.
 _SATURATED_WITHIN_EPS = 8

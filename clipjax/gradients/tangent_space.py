@@ -9,11 +9,11 @@ import optax
 
 from clipjax._core.arguments import explained, shown
 from clipjax._core.axes import Axes, check_axes
-from clipjax._core.members import Acted, Memory, with_stats
+from clipjax._core.members import Acted, Memory, check_units, with_stats
 from clipjax._core.mesh import AxisName
 from clipjax._core.stats import Stats
 from clipjax._core.trees import Unit
-from clipjax.gradients.radial import Choice, check_units, take_out_radial
+from clipjax.gradients.radial import Choice, take_out_radial
 
 
 class TangentSpaceState(NamedTuple):
