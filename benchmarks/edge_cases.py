@@ -61,9 +61,9 @@ def _markdown(tables: dict[str, list[Row]]) -> str:
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("clipjax", "optax", "jax"))
     parts = [
         "# Edge cases",
-        f"What {versions} make of them on a CPU. Written by `python -m benchmarks.edge_cases --write "
-        "docs/edge-cases.md`: measured, not typed. Norms are measured in float64. A pair of square "
-        "brackets is a leaf.",
+        f"This page compares clipjax and Optax on edge cases, with {versions} on a CPU. `python -m "
+        "benchmarks.edge_cases --write docs/edge-cases.md` writes it from measurements. Norms are measured "
+        "in float64. A pair of square brackets is a leaf.",
     ]
     for title, rows in tables.items():
         lines = ["| input | clipjax | Optax |", "|---|---|---|"]

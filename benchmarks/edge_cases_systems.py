@@ -169,7 +169,7 @@ SYSTEMS: list[Case] = [
         lambda: _bad_step(optax.apply_if_finite(_momentum(optax.clip_by_global_norm(1.0)), 5)),
     ),
     (
-        "the clip outside of what skips: clip, then skip(momentum)",
+        "the clip outside the skipping wrapper: clip, then skip(momentum)",
         lambda: _bad_step(
             optax.chain(
                 clipjax.clip_by_global_norm(1.0), clipjax.skip_nonfinite(optax.sgd(1.0, momentum=0.5))

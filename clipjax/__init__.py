@@ -46,10 +46,10 @@ from clipjax.weights.verify import Violation, verify
 
 __version__ = "0.1.0"
 
-if not TYPE_CHECKING:  # to which any name would then be known
+if not TYPE_CHECKING:  # type checkers would accept any name
 
     def __getattr__(name: str) -> Any:
-        """Import what needs more packages where it is used: `clipjax.flax`, `.equinox` and `.plots`."""
+        """Import `clipjax.flax`, `.equinox` and `.plots` on first use, since they need more packages."""
         if name in ("flax", "equinox", "plots"):
             return importlib.import_module(f"clipjax.{name}")
         raise AttributeError(f"module 'clipjax' has no attribute {name!r}")

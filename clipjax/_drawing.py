@@ -1,4 +1,4 @@
-"""What the pictures of `clipjax.plots` share: colours, scales, legends."""
+"""What the figures of `clipjax.plots` share: colors, scales, legends."""
 
 from __future__ import annotations
 
@@ -17,43 +17,43 @@ try:
 except ImportError as error:
     raise ImportError('clipjax.plots needs Matplotlib: pip install "clipjax[plots]"') from error
 
-# Each stands out by 3 to 1 against white and against black, and the colour-blind tell them apart.
+# Each has a contrast of 3 to 1 with white and with black, and they are distinguishable with color blindness.
 GREY, VERMILION, BLUE, GREEN, PURPLE, OCHRE = "#7f8b99", "#d55e00", "#0072b2", "#009e73", "#b8609a", "#a67c00"
-COLORS = (BLUE, VERMILION, GREEN, PURPLE, OCHRE, None)  # None: the colour of text
+COLORS = (BLUE, VERMILION, GREEN, PURPLE, OCHRE, None)  # None stands for the color of text
 STYLES = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (4, 1.5, 1, 1.5)))
 DOTS: dict[str, Any] = {"linestyle": "none", "marker": ".", "markersize": 4.5, "markeredgewidth": 0}
 DASHED: dict[str, Any] = {"linestyle": (0, (5, 3)), "linewidth": 1.3, "zorder": 1.5}
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """A figure that pyplot does not know."""
+    """Make a figure that is not registered with pyplot."""
     return Figure(figsize=(width, height), dpi=110, layout="constrained")
 
 
 def new_axes(ax: Any) -> Any:
-    """The axes that were given, or those of a new figure."""
+    """Return the given axes, or those of a new figure."""
     return new_figure(7.2, 4.2).subplots() if ax is None else ax
 
 
 def ink() -> Any:
-    """The colour of text."""
+    """Return the color of text."""
     return mpl.rcParams["text.color"]
 
 
 def line(i: int) -> dict[str, Any]:
-    """The look of one line among several."""
+    """Return the style of line `i` among several."""
     return {"color": COLORS[i % len(COLORS)] or ink(), "linestyle": STYLES[i % len(STYLES)]}
 
 
 def cross(ax: Any, steps: np.ndarray) -> None:
-    """Mark steps along the upper edge, whatever the scale."""
+    """Mark steps along the upper edge, on any scale."""
     if steps.size:
         where = {"transform": ax.get_xaxis_transform(), "label": "not finite", "linestyle": "none"}
         ax.plot(steps, np.full(steps.shape, 0.975), marker="x", color=ink(), markersize=4, **where)
 
 
 def log_scale(ax: Any, side: str, *values: np.ndarray) -> None:
-    """Make an axis logarithmic and fit it to these values; what is far from all of them is left out."""
+    """Make an axis logarithmic and fit its limits to these values."""
     getattr(ax, f"set_{side}scale")("log")
     axis, seen = getattr(ax, f"{side}axis"), np.concatenate([x[np.isfinite(x) & (x > 0)] for x in values])
     if not seen.size:
@@ -67,12 +67,12 @@ def log_scale(ax: Any, side: str, *values: np.ndarray) -> None:
 
 
 def in_percent(axis: Any) -> None:
-    """Write 50 as 50%."""
+    """Format 50 as 50%."""
     axis.set_major_formatter(PercentFormatter(100))
 
 
 def finished(ax: Any, *, markerscale: float = 2) -> Any:
-    """What all pictures share; the legend above the axes, and a title that was there above the legend."""
+    """Finish a figure: put the legend above the axes, and an existing title above the legend."""
     ax.spines[["top", "right"]].set_visible(False)
     ax.grid(alpha=0.25)
     ax.set_axisbelow(True)
@@ -102,7 +102,7 @@ def finished(ax: Any, *, markerscale: float = 2) -> Any:
 
 
 def _columns(labels: Sequence[str], width: float) -> int:
-    """As many columns as are likely to fit into so many inches, before anything is laid out."""
+    """Estimate how many legend columns fit into a width in inches, before the layout is known."""
     for columns in range(len(labels), 1, -1):
         rows = -(-len(labels) // columns)
         longest = [max(map(len, labels[i : i + rows])) for i in range(0, len(labels), rows)]
@@ -112,7 +112,7 @@ def _columns(labels: Sequence[str], width: float) -> int:
 
 
 def spread(values: np.ndarray, every: np.ndarray) -> np.ndarray:
-    """How far each point is moved off the middle of its row, so that those which are alike stack up."""
+    """Return the vertical offset of each point from the middle of its row, so that close values stack up."""
     finite = every[np.isfinite(every)]
     low, high = (finite.min(), finite.max()) if finite.size else (0.0, 1.0)
     bins = np.nan_to_num((values - low) / (high - low or 1.0) * 90, posinf=90, neginf=0).astype(int)
@@ -124,7 +124,7 @@ def spread(values: np.ndarray, every: np.ndarray) -> np.ndarray:
 
 
 def bounds(ax: Any, rows: Sequence[Judged]) -> None:
-    """A line where all rows share a bound, a piece of one in each row where they do not."""
+    """Draw the bounds: one line if all rows share it, otherwise a short line in each row."""
     for side in ("high", "low"):
         limits = [np.unique(x[np.isfinite(x) & (x > 0)]) for x in (getattr(row, side) for row in rows)]
         shared = np.unique(np.concatenate(limits)) if limits else np.zeros(0)
@@ -139,14 +139,14 @@ def bounds(ax: Any, rows: Sequence[Judged]) -> None:
 
 
 def at_bound(row: Judged) -> np.ndarray:
-    """Which units are at a bound, within the rounding of their dtype."""
+    """Return which units are at a bound, up to the rounding of their dtype."""
     near = max(row.eps, 1e-6)
     at_low = (row.low > 0) & (np.abs(row.value - row.low) <= near * row.low)
-    with np.errstate(invalid="ignore"):  # infinity minus infinity
+    with np.errstate(invalid="ignore"):  # of infinity minus infinity
         return at_low | (np.abs(row.value - row.high) <= near * np.where(row.high < np.inf, row.high, np.nan))
 
 
 def short(paths: Sequence[str]) -> list[str]:
-    """The paths, without what leaves of weights are called in every layer."""
+    """Remove the names that weights have in every layer from the paths, if these stay unique."""
     short = [re.sub("/(kernel|embedding|weight)$", "", path) for path in paths]
     return short if len(set(short)) == len(paths) else list(paths)

@@ -1,4 +1,4 @@
-"""Which axes of a Flax layer's parameters are reduced: all that is known of the layers of Linen and NNX."""
+"""The axes to reduce in the parameters of each known Flax layer, of Linen and of NNX."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flax import nnx
 from clipjax._core.axes import SKIP, Skip
 from clipjax._unit_axes import Known, unknown
 
-Rule: TypeAlias = Callable[[Any, int], tuple[int, ...] | Skip | None]  # of a layer and its parameter's rank
+Rule: TypeAlias = Callable[[Any, int], tuple[int, ...] | Skip | None]  # (layer, its parameter's rank) -> axes
 
 
 def _left_alone(_: Any, __: int) -> Skip:
@@ -32,7 +32,7 @@ def _general(layer: Any, _: int) -> tuple[int, ...]:
 
 
 def _local(_: Any, rank: int) -> tuple[int, ...]:
-    return (rank - 2,)  # the window and its channels are one axis, after those of the places
+    return (rank - 2,)  # the window and its channels are one axis, after the axes of positions
 
 
 def _transposed(layer: Any, rank: int) -> tuple[int, ...]:
@@ -41,10 +41,10 @@ def _transposed(layer: Any, rank: int) -> tuple[int, ...]:
 
 
 def _einsum(layer: Any, rank: int) -> tuple[int, ...] | None:
-    """The axes of the kernel that are not in the output."""
+    """Return the axes of the kernel that are not in the output."""
     operands, _, output = (layer.einsum_str or "").replace(" ", "").partition("->")
     kernel = operands.split(",")[-1]
-    if len(set(kernel)) != rank or not kernel.isalpha():  # an ellipsis, or an equation given at the call only
+    if len(set(kernel)) != rank or not kernel.isalpha():  # an ellipsis, or an equation given only in the call
         return None
     return tuple(axis for axis, label in enumerate(kernel) if label not in output)
 
@@ -54,7 +54,7 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
 
 
 def _named(*names: str) -> tuple[type, ...]:
-    """The layers of these names, of Linen and of NNX, that this version of Flax has."""
+    """Return the Linen and NNX layers of these names, if this version of Flax has them."""
     return tuple(getattr(of, name) for of in (nn, nnx) for name in names if hasattr(of, name))
 
 
@@ -76,7 +76,7 @@ _LAYERS: tuple[tuple[tuple[type, ...], dict[str, Rule]], ...] = (
 
 
 def own_axes(layer: Any, name: str, rank: int) -> Known:
-    """The axes to reduce of a layer's own parameter."""
+    """Return the axes to reduce in a layer's own parameter."""
     if isinstance(layer, nn.WeightNorm | nn.SpectralNorm):
         return SKIP  # scales, named after the parameters of the layer inside
     rules = next((rules for types, rules in _LAYERS if isinstance(layer, types)), None)

@@ -1,4 +1,4 @@
-"""The parameters of a Linen model and their layers, found as it is initialised; nothing is computed."""
+"""The parameters of a Linen model and their layers, found by tracing its initialization."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from clipjax._flax_layers import own_axes
 from clipjax._unit_axes import Param
 
 Names: TypeAlias = tuple[str, ...]
-Layers: TypeAlias = dict[Names, list[nn.Module]]  # by path; several where they share a scope
+Layers: TypeAlias = dict[Names, list[nn.Module]]  # by path; several if they share a scope
 Ranks: TypeAlias = dict[Names, int]  # of each parameter, before it is stacked
 
 _calls = itertools.count()
@@ -23,7 +23,7 @@ _REPARAMETRISED = (nn.WeightNorm, nn.SpectralNorm)
 
 
 class _Stacked(struct.PyTreeNode, meta.AxisMetadata[Any]):
-    """A box around a parameter, in which `nn.scan` and `nn.vmap` note the axes they add."""
+    """A box around a parameter, in which `nn.scan` and `nn.vmap` record the axes they add."""
 
     value: Any
     added: tuple[int, ...] = struct.field(pytree_node=False, default=())
@@ -42,7 +42,7 @@ class _Stacked(struct.PyTreeNode, meta.AxisMetadata[Any]):
 
 
 def linen_params(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Param]:
-    """The parameters that `model.init(*args, **kwargs)` makes, with the axes their layers give them."""
+    """Return the parameters that `model.init(*args, **kwargs)` makes, with their axes by layer."""
     layers: Layers = {}
     ranks: Ranks = {}
     params = _initialised(model, args, kwargs, layers, ranks)
@@ -80,9 +80,9 @@ def _param(names: Names, shape: Any, added: tuple[int, ...], layers: Layers, ran
 def _initialised(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], layers: Layers, ranks: Ranks
 ) -> Any:
-    """The shapes of the parameters, in boxes where they are stacked; fills in `layers` and `ranks`."""
+    """Return the shapes of the parameters, in boxes if they are stacked; fill in `layers` and `ranks`."""
     roots: list[Any] = []
-    reparametrised: list[nn.Module] = []  # being run; they look at paths of leaves, which boxes would change
+    reparametrised: list[nn.Module] = []  # currently running; boxes would change the paths that they read
 
     def watch(call: Any, call_args: Any, call_kwargs: Any, context: nn.module.InterceptorContext) -> Any:
         module = context.module
@@ -106,7 +106,7 @@ def _initialised(
         call = type(bound).__call__ if method is None else method
         return getattr(bound, call)(*a, **k) if isinstance(call, str) else call(bound, *a, **k)
 
-    # A new name each time, so that modules under nn.jit run again: JAX would return their last results.
+    # A new name each time makes modules under nn.jit run again; otherwise JAX would return cached results.
     mutable = DenyList(("intermediates", f"unit_axes_{next(_calls)}"))
     treedef: Any
     leaves, treedef = jax.tree.flatten((args, kwargs))
@@ -121,7 +121,7 @@ def _initialised(
 
 
 def _box(scope: Any) -> None:
-    """Put boxes around the parameters of a module and of those in it."""
+    """Put boxes around the parameters of a module and its submodules."""
     if scope.is_mutable_collection("params"):
         for name, value in scope.variables().get("params", {}).items():
             boxed = jax.tree.map(

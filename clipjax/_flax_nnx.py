@@ -12,7 +12,7 @@ from clipjax._unit_axes import Found, Names, OwnShape, Param, found, placed
 
 
 def nnx_params(model: nnx.Module, wrt: Any) -> list[Param]:
-    """The parameters of `model` that the filter `wrt` chooses, with the axes their layers give them."""
+    """Return the parameters of `model` that the filter `wrt` chooses, with their axes by layer."""
     params = [
         _find(model, (*names, *(path_name((key,)) for key in path)), tuple(leaf.shape))
         for names, variable in nnx.to_flat_state(nnx.state(model, wrt))
@@ -37,7 +37,7 @@ def _find(model: nnx.Module, names: Names, shape: tuple[int, ...]) -> Found:
 
 
 def _own_shapes(layer: Any) -> dict[str, OwnShape]:
-    """The shapes of a layer's parameters before any stacking, as far as its fields tell."""
+    """Return the shapes of a layer's parameters before any stacking, as far as its fields specify them."""
     match layer:
         case nnx.Linear():
             return {"kernel": (layer.in_features, layer.out_features), "bias": (layer.out_features,)}
@@ -57,5 +57,5 @@ def _own_shapes(layer: Any) -> dict[str, OwnShape]:
             return {"embedding": (layer.num_embeddings, layer.features)}
         case nnx.LoRA():
             return {"lora_a": (layer.in_features, None), "lora_b": (None, layer.out_features)}
-    features = getattr(layer, "num_features", None)  # of layers that normalise
+    features = getattr(layer, "num_features", None)  # of normalization layers
     return {} if features is None else {"scale": (features,), "bias": (features,)}

@@ -1,7 +1,8 @@
-"""The axes of a model's parameters, once its layers are known: those of stacked layers, and the result.
+"""The axes of a model's parameters, once its layers are known, including stacked layers.
 
-Layers that a `vmap` stacked do not say along which axes. The fields of a layer tell the shape of its own
-parameter, and the axes of other sizes are the stack. Where sizes coincide, other parameters tell.
+Layers that a `vmap` has stacked do not record along which axes. The fields of a layer specify the shape of
+its own parameter; the remaining axes are the stack. If sizes coincide, other parameters resolve the
+ambiguity.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from typing import Any, NamedTuple, TypeAlias
 from clipjax._core.axes import Skip, check_axes
 from clipjax._core.paths import first_matches
 
-Known: TypeAlias = tuple[int, ...] | Skip | str  # a string says whose axes are not known
+Known: TypeAlias = tuple[int, ...] | Skip | str  # a string describes a parameter whose axes are unknown
 Names: TypeAlias = tuple[Any, ...]
-OwnShape: TypeAlias = tuple[int | None, ...]  # None is any size
+OwnShape: TypeAlias = tuple[int | None, ...]  # None stands for any size
 Place: TypeAlias = tuple[int, ...]  # which axes of a stacked parameter are the layer's own
 
 
@@ -33,13 +34,13 @@ class Found(NamedTuple):
 
     names: Names
     shape: tuple[int, ...]
-    axes: Known  # counted in the layer's own parameter
-    places: list[Place]  # all that the sizes allow
+    axes: Known  # as indices in the layer's own parameter
+    places: list[Place]  # all places that the sizes allow
     layer: str  # for the error
 
 
 def checked(other: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The axes that the user gives, by path pattern."""
+    """Return the axes that the user gives, by path pattern, after checking them."""
     if not isinstance(other, Mapping | None):
         raise TypeError(f"other must be a mapping from path patterns to axes, got {other!r}")
     check_axes(other or {}, "other")
@@ -49,7 +50,7 @@ def checked(other: Mapping[str, Any] | None) -> dict[str, Any]:
 def found(
     layer: Any, own_name: str, own_shape: OwnShape, axes: Known, names: Names, shape: tuple[int, ...]
 ) -> Found:
-    """Find where a layer's own parameter of `own_shape` can be in one of `shape`."""
+    """Find which axes of `shape` can be those of a layer's own parameter, of `own_shape`."""
     places = [
         place
         for place in itertools.combinations(range(len(shape)), len(own_shape))
@@ -60,12 +61,12 @@ def found(
 
 
 def unknown(layer: Any, own_name: str) -> str:
-    """Say whose axes are not known."""
-    return f"{own_name!r} of {type(layer).__name__}, which is no layer that is known"
+    """Describe a parameter whose axes are unknown."""
+    return f"{own_name!r} of {type(layer).__name__}, which is not a known layer"
 
 
 def placed(params: list[Found]) -> list[Param]:
-    """The parameters with the axes to reduce counted in the stack."""
+    """Return the parameters, with the axes to reduce as indices in the stacked parameter."""
     result = []
     for param in params:
         axes = param.axes
@@ -78,10 +79,10 @@ def placed(params: list[Found]) -> list[Param]:
 
 
 def axes_by_path(params: list[Param], other: Mapping[str, Any]) -> dict[str, Any]:
-    """The axes of each parameter, by a pattern that is its path.
+    """Return the axes of each parameter, by a pattern that is its path.
 
     Raises:
-      ValueError: those of some are not known and not in `other`, or a pattern in `other` matches nothing.
+      ValueError: some axes are neither known nor in `other`, or a pattern in `other` matches nothing.
     """
     paths = dict.fromkeys(sorted(param.path for param in params), 0)
     patterns = dict(zip(paths, first_matches("other", list(other), paths), strict=True))
@@ -89,20 +90,22 @@ def axes_by_path(params: list[Param], other: Mapping[str, Any]) -> dict[str, Any
     if missing:
         listed = "\n  ".join(f"{param.path} of shape {param.shape}: {param.axes}" for param in missing)
         raise ValueError(
-            "unit_axes: it cannot be told which weights go into one unit of these parameters. Give their "
+            "unit_axes: it is not known which weights of these parameters form one unit. Pass their "
             f"axes, or clipjax.SKIP, as other={{path: axes}}:\n  {listed}"
         )
     axes: dict[str, Any] = {param.path: param.axes for param in params}
     axes |= {name: other[pattern] for name, pattern in patterns.items() if pattern is not None}
-    # A path may be the end of a longer one, which must be the first to match itself.
+    # A path may be the end of a longer one. So the longer path comes first, and is matched by its own
+    # pattern.
     return {glob.escape(name): axes[name] for name in sorted(axes, key=lambda name: -name.count("/"))}
 
 
 def _place(param: Found, params: list[Found]) -> Place | None:
-    """Which axes are the layer's own; None where that cannot be told.
+    """Return which axes are the layer's own; None if that is ambiguous.
 
-    Sizes may coincide, as for three layers whose windows are 3 by 3. Then the nearest parameters in stacks
-    of the same sizes tell: a stack has the same index in all of them, from the left or from the right.
+    Sizes may coincide, for example with a stack of three layers whose windows are 3 by 3. Then the nearest
+    parameters in stacks of the same sizes decide: a stack has the same index in all of them, counted from
+    the left or from the right.
     """
     if len(param.places) == 1:
         return param.places[0]
@@ -116,7 +119,7 @@ def _place(param: Found, params: list[Found]) -> Place | None:
 
 
 def _stack(shape: tuple[int, ...], place: Place) -> tuple[list[int], list[int], list[int]]:
-    """The axes that are not a layer's own: their sizes, and their indices from the left and the right."""
+    """Return sizes of the axes that are not the layer's own, and their indices from the left and right."""
     axes = [axis for axis in range(len(shape)) if axis not in place]
     return [shape[axis] for axis in axes], axes, [axis - len(shape) for axis in axes]
 

@@ -1,4 +1,4 @@
-"""Chains in the order that is right: clip, optimize, project."""
+"""Chains in the correct order: clip, optimize, project."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ Nonfinite = Literal["propagate", "zero", "skip"]
 def chain(*links: optax.GradientTransformation) -> Chain:
     """Chain transformations as `optax.chain` does, and check that projections come last.
 
-    A projection bounds the weights that the update leads to. A link after it changes that update, and
-    the bound is gone, silently in `optax.chain`.
+    A projection bounds the weights that result from the update. A link after it changes the update and breaks
+    the bound, which `optax.chain` does not report.
 
     Args:
       *links: gradient transformations; the last of them may be projections, and :func:`record_norms`.
 
     Returns:
-      A transformation with the state of `optax.chain`. Its projections need not measure the weights that
-      come in, which saves one pass over them, and their metric `violation` stays 0.
+      A transformation with the state of `optax.chain`. Its projections need not measure the incoming weights,
+      which saves one pass over them, and their metric `violation` stays 0.
 
     Raises:
-      ValueError: there are no links, or a projection is not last, be it the end of a chain that this
+      ValueError: there are no links, or a projection is not last, even one at the end of a chain that this
         function or `clipjax.bounded` made.
-      TypeError: a link is no gradient transformation.
+      TypeError: a link is not a gradient transformation.
 
-    Equals `optax.chain` of the same links, bit for bit. What Optax' own wrappers hide (`optax.chain`,
-    `masked`, …) cannot be checked: a projection in them shows by its metric `violation`, see
-    :class:`clipjax.Projection`. What this function returns shows nothing in an `optax.chain` that goes on
-    after it: let that be a `clipjax.chain`, too.
+    Equals `optax.chain` of the same links, bit for bit. Links inside Optax's own wrappers (`optax.chain`,
+    `masked`, …) cannot be checked; the metric `violation` of a projection in them shows whether it is last,
+    see :class:`clipjax.Projection`. If an `optax.chain` adds links after the result of this function, neither
+    a check nor `violation` reveals it: make that outer chain with `clipjax.chain`, too.
 
     Example:
       >>> import clipjax, optax
@@ -86,18 +86,18 @@ def bounded(
     nonfinite: Nonfinite = "propagate",
     axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Put bounds around an optimizer, in the order that is right: clip, optimize, project.
+    """Put bounds around an optimizer, in the correct order: clip, optimize, project.
 
     Args:
-      optimizer: any gradient transformation, as `optax.adam(1e-3)`.
-      clip: a gradient transformation that goes before it, as `clipjax.clip_by_global_norm(1.0)`.
-      project: a projection that goes after it, as `clipjax.max_norm(3.0)`, or any function of the
-        weights; or several in a sequence, applied in its order (the last one's bound is sure to hold,
-        the others' where it does not move the weights out of them).
-      nonfinite: what NaN and infinite gradient entries do. `"propagate"`: show, as NaN; `"zero"`:
-        become 0 and are counted (:func:`clipjax.zero_nonfinite`); `"skip"`: leave out the step and
-        freeze the whole state (:func:`skip_nonfinite`).
-      axis_name: the mesh axes whose devices do so together, in `pmap` and unchecked `shard_map`.
+      optimizer: any gradient transformation, such as `optax.adam(1e-3)`.
+      clip: a gradient transformation to apply before it, such as `clipjax.clip_by_global_norm(1.0)`.
+      project: a projection to apply after it, such as `clipjax.max_norm(3.0)`, or any function of the
+        weights; or a sequence of these, applied in order (the bound of the last one is sure to hold, the
+        bounds of the others only if it does not move the weights out of them).
+      nonfinite: what happens to NaN and infinite gradient entries. `"propagate"`: they spread, as NaN.
+        `"zero"`: they become 0 and are counted (:func:`clipjax.zero_nonfinite`). `"skip"`: the step is
+        skipped and the whole state stays as it was (:func:`skip_nonfinite`).
+      axis_name: the mesh axes whose devices zero or skip together, in `pmap` and unchecked `shard_map`.
 
     Returns:
       A transformation; `clipjax.metrics` reads what all of its parts did.
@@ -106,9 +106,10 @@ def bounded(
       TypeError, ValueError: an argument is of the wrong kind, or in the wrong place: a projection as
         `optimizer` or `clip`, or `optax.MultiSteps` as `optimizer`.
 
-    Gradients are accumulated outside, so that their mean is clipped, once:
-    `optax.MultiSteps(bounded(…), every_k_schedule=4)`. A NaN would stay in its sum for ever: keep it
-    out with `should_skip_update_fn=optax.skip_not_finite`, or with :func:`skip_nonfinite` around it all.
+    Accumulate gradients outside, so that their mean is clipped once:
+    `optax.MultiSteps(bounded(…), every_k_schedule=4)`. A NaN would stay in the sum of `MultiSteps` forever:
+    keep it out with `should_skip_update_fn=optax.skip_not_finite`, or with :func:`skip_nonfinite` around
+    everything.
 
     Example:
       >>> import clipjax, optax
@@ -133,15 +134,15 @@ def bounded(
 
 
 def _check_before(name: str, value: Any) -> optax.GradientTransformation:
-    """Return `value` if it may stand before the projections in `bounded`."""
+    """Return `value` if it may come before the projections in `bounded`, else raise an error."""
     update = getattr(value, "update", None)
     if isinstance(getattr(update, "__self__", None), optax.MultiSteps):  # the object, or its transformation
         raise ValueError(
-            f"{name}: inside bounded, optax.MultiSteps would add up gradients that are clipped already: "
-            f"put it around, as in optax.MultiSteps(clipjax.bounded(…), every_k_schedule=k)"
+            f"{name}: inside bounded, optax.MultiSteps would accumulate gradients that are already clipped: "
+            f"put it outside, as in optax.MultiSteps(clipjax.bounded(…), every_k_schedule=k)"
         )
     if name == "optimizer" and all(isinstance(link, Clip) for link in links_of(value)):
-        raise ValueError(f"optimizer: this is a clip, which goes into bounded as clip=, got {shown(value)}")
+        raise ValueError(f"optimizer: this is a clip: pass it to bounded as clip=; got {shown(value)}")
     for projection in projections_of(check_optimizer(name, value)):
-        raise ValueError(f"{name}: a chain that ends in {projection!r}: give that to bounded as project=")
+        raise ValueError(f"{name}: a chain that ends in {projection!r}: pass that to bounded as project=")
     return value

@@ -1,6 +1,6 @@
-"""The axes of an Equinox model: which weights go into one unit, told from its layers.
+"""The axes of an Equinox model, derived from its layers: which weights form one unit.
 
-Needs Equinox, which `import clipjax` does not import: `from clipjax.equinox import unit_axes`.
+This module needs Equinox, and `import clipjax` does not load it: `from clipjax.equinox import unit_axes`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["unit_axes"]
 # Layers whose weights have the units along their first axis.
 _LAYERS = (nn.Linear, nn.Conv, nn.ConvTranspose, nn.Embedding, nn.GRUCell, nn.LSTMCell)
 _WEIGHTS = ("weight", "weight_ih", "weight_hh")
-# What is left alone of each layer.
+# The parameters of each layer that are left alone.
 _ALONE = (
     (_LAYERS, ("bias", "bias_n")),
     ((nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.BatchNorm), ("weight", "bias")),
@@ -31,28 +31,29 @@ _ALONE = (
 
 
 def unit_axes(model: Any, *, other: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Tell the axes of every parameter of an Equinox model, from the layer that owns it.
+    """Return the axes to reduce for every parameter of an Equinox model, by the layer that owns it.
 
-    A unit is what computes one output: a row of a Linear layer's weight, which is `(out, in)`; a filter of a
-    convolution (grouped and transposed too); one component of one head's query, key or value; a gate of a
-    cell. Of an embedding it is a row. Each of the layers that `equinox.filter_vmap` stacks has units of its
-    own. Biases and the scales of normalisation layers are left alone.
+    A unit is the weights that compute one output: a row of a Linear layer's weight, which is `(out, in)`; a
+    filter of a convolution (grouped and transposed too); one component of one head's query, key or value; a
+    gate of a cell. In an embedding it is a row. If `equinox.filter_vmap` stacks layers, each layer has its
+    own units. Biases and the scales of normalization layers are left alone.
 
     Args:
       model: an Equinox module, or a tree of them. Only its float arrays count; functions and integers, and
-        the None in their place that `equinox.filter` leaves, do not.
-      other: axes for parameters whose layer is not known, by path pattern as in `axes`. They win over
-        what is known.
+        the None that `equinox.filter` leaves in their place, do not.
+      other: axes for parameters of unknown layers, by path pattern as in `axes`. They take precedence over
+        the axes of known layers.
 
     Returns:
-      A dict from each parameter's path to the axes to reduce, or :data:`clipjax.SKIP`: for the `axes` of
-      any transformation. To change some, put them first: `{"head/*": clipjax.SKIP} | unit_axes(model)`.
+      A dict from each parameter's path to the axes to reduce, or :data:`clipjax.SKIP`. Pass it as the `axes`
+      of any transformation. To change some axes, put them first:
+      `{"head/*": clipjax.SKIP} | unit_axes(model)`.
 
     Raises:
-      TypeError: `model` has no Equinox module in it.
-      ValueError: some parameters are of no layer that is known (as an array in a module of your own), or it
-        cannot be told which of their axes is a stack: all are listed, for `other`. Or a pattern in `other`
-        matches nothing.
+      TypeError: `model` contains no Equinox module.
+      ValueError: some parameters do not belong to a known layer (such as arrays in your own modules), or it
+        is ambiguous which of their axes are a stack: the error lists them all, for `other`. Or a pattern in
+        `other` matches nothing.
 
     Example:
       >>> import clipjax, equinox as eqx, jax
@@ -81,7 +82,7 @@ def _is_module(node: Any) -> bool:
 
 
 def _owned(owner: Any, names: Names) -> Iterator[tuple[Any, Names, Names, Any]]:
-    """Each leaf, with the innermost module that it is in, the path of that, and its own path in there."""
+    """Yield each leaf's innermost module, the module's path, the leaf's path in it, and the leaf."""
 
     def is_inside(node: Any) -> bool:
         return _is_module(node) and node is not owner
@@ -95,7 +96,7 @@ def _owned(owner: Any, names: Names) -> Iterator[tuple[Any, Names, Names, Any]]:
 
 
 def _own_axes(layer: Any, name: str, rank: int) -> Known:
-    """The axes to reduce of a layer's own parameter."""
+    """Return the axes to reduce in a layer's own parameter."""
     if isinstance(layer, _LAYERS) and name in _WEIGHTS:
         return tuple(range(1, rank))
     if isinstance(layer, nn.StateIndex) or name in next((n for of, n in _ALONE if isinstance(layer, of)), ()):
@@ -104,7 +105,7 @@ def _own_axes(layer: Any, name: str, rank: int) -> Known:
 
 
 def _own_shapes(layer: Any) -> dict[str, OwnShape]:
-    """The shapes of a layer's parameters before any stacking, as far as its fields tell."""
+    """Return the shapes of a layer's parameters before any stacking, as far as its fields specify them."""
     match layer:
         case nn.Linear():
             sizes = [1 if size == "scalar" else size for size in (layer.out_features, layer.in_features)]

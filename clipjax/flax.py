@@ -1,6 +1,6 @@
-"""The axes of a Flax model: which weights go into one unit, told from its layers.
+"""The axes of a Flax model, derived from its layers: which weights form one unit.
 
-Needs Flax, which `import clipjax` does not import: `from clipjax.flax import unit_axes`.
+This module needs Flax, and `import clipjax` does not load it: `from clipjax.flax import unit_axes`.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ __all__ = ["unit_axes"]
 def unit_axes(
     model: Any, *args: Any, other: Mapping[str, Any] | None = None, wrt: Any = nnx.Param, **kwargs: Any
 ) -> dict[str, Any]:
-    """Tell the axes of every parameter of a Flax model, from the layer that owns it.
+    """Return the axes to reduce for every parameter of a Flax model, by the layer that owns it.
 
-    A unit is what computes one output: a column of a Dense kernel; a filter of a convolution (grouped and
-    transposed too; of a local one, the filter of one place); one component of one head's query, key or
-    value; a gate of a cell. Of an embedding it is a row. Each of the layers that `scan` or `vmap` stacks has
-    units of its own. Biases and the scales of normalisation layers are left alone.
+    A unit is the weights that compute one output: a column of a Dense kernel; a filter of a convolution
+    (grouped and transposed too; in a local one, the filter of one position); one component of one head's
+    query, key or value; a gate of a cell. In an embedding it is a row. If `scan` or `vmap` stacks layers,
+    each layer has its own units. Biases and the scales of normalization layers are left alone.
 
     Args:
       model: a Linen module; or an NNX module, which holds its parameters.
-      *args: for Linen, those of `model.init`: a key and example inputs, or `jax.ShapeDtypeStruct`s in
-        their place, as nothing is computed. For NNX none.
-      other: axes for parameters whose layer is not known, by path pattern as in `axes`. They win over
-        what is known.
-      wrt: for NNX, which parameters: the filter that `nnx.Optimizer` gets.
-      **kwargs: for Linen, those of `model.init`.
+      *args: for Linen, the arguments of `model.init`: a key and example inputs, or `jax.ShapeDtypeStruct`s
+        instead, as nothing is computed. None for NNX.
+      other: axes for parameters of unknown layers, by path pattern as in `axes`. They take precedence over
+        the axes of known layers.
+      wrt: for NNX, which parameters to include: the filter that `nnx.Optimizer` gets.
+      **kwargs: for Linen, the keyword arguments of `model.init`.
 
     Returns:
-      A dict from each parameter's path to the axes to reduce, or :data:`clipjax.SKIP`: for the `axes` of
-      any transformation, on parameters with or without the outer `"params"`. To change some, put them
-      first: `{"head/*": clipjax.SKIP} | unit_axes(model)`.
+      A dict from each parameter's path to the axes to reduce, or :data:`clipjax.SKIP`. Pass it as the `axes`
+      of any transformation, for parameters with or without the outer `"params"`. To change some axes, put
+      them first: `{"head/*": clipjax.SKIP} | unit_axes(model)`.
 
     Raises:
-      TypeError: `model` is no Flax module, or there are no arguments for a Linen one, or some for NNX.
-      ValueError: some parameters are of no layer that is known (as `self.param` and `nnx.Param` in a module
-        of your own), or it cannot be told which of their axes is a stack: all are listed, for `other`. Or a
-        pattern in `other` matches nothing.
+      TypeError: `model` is not a Flax module; arguments are missing for Linen, or given for NNX.
+      ValueError: some parameters do not belong to a known layer (such as `self.param` and `nnx.Param` in your
+        own modules), or it is ambiguous which of their axes are a stack: the error lists them all, for
+        `other`. Or a pattern in `other` matches nothing.
 
     Example:
       >>> import clipjax, jax, jax.numpy as jnp

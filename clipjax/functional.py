@@ -1,8 +1,8 @@
-"""Pure functions on trees of arrays: measure norms, and clip.
+"""Pure functions on trees of arrays that measure norms or clip.
 
-Leaves that are neither float nor complex (ints, bools, PRNG keys, float0) pass through and do not
-count towards a norm; `None` is no leaf; complex entries count by their absolute value. Norms are
-accumulated in float64 and returned in float32 (float64 if a leaf is as wide).
+Leaves that are neither float nor complex (ints, bools, PRNG keys, float0) pass through and do not count
+toward a norm; `None` is not a leaf; complex entries count by their absolute value. Norms are accumulated in
+float64 and returned in float32 (in float64 if a leaf is float64 or complex128).
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def _number(name: str, bound: Bound, minimum: float | None = 0.0) -> jax.Array:
 def global_norm(tree: Any, ord: float = 2) -> jax.Array:  # noqa: A002
     """Measure the norm of all leaves together, as of one long vector.
 
-    Right in every precision: float32 entries up to 3e38 and down to 1e-38, bfloat16 and all of
-    float16, in any number.
+    Accurate in every precision and for any number of entries: float32 entries up to 3e38 and down to 1e-38,
+    bfloat16, and all of float16.
 
     Args:
       tree: a pytree of arrays of any shapes and dtypes.
@@ -61,7 +61,7 @@ def global_norm(tree: Any, ord: float = 2) -> jax.Array:  # noqa: A002
       A scalar, float32 or float64; 0 for a tree without float leaves. NaN if an entry is NaN.
 
     Raises:
-      TypeError, ValueError: `ord` is no number, or below 1.
+      TypeError, ValueError: `ord` is not a number, or is below 1.
 
     Example:
       >>> import jax.numpy as jnp
@@ -82,10 +82,10 @@ def leaf_norms(tree: T, ord: float = 2) -> T:  # noqa: A002
       ord: 1, 2, any p >= 1, or `jax.numpy.inf`.
 
     Returns:
-      A tree of the same structure of scalars, float32 or float64; 0 for a leaf that does not count.
+      A tree of scalars with the same structure, float32 or float64; 0 for a leaf that does not count.
 
     Raises:
-      TypeError, ValueError: `ord` is no number, or below 1.
+      TypeError, ValueError: `ord` is not a number, or is below 1.
 
     Example:
       >>> import jax.numpy as jnp
@@ -112,12 +112,12 @@ def unitwise_norms(tree: Any, axes: Axes, ord: float = 2) -> Any:  # noqa: A002
       ord: 1, 2, any p >= 1, or `jax.numpy.inf`.
 
     Returns:
-      A tree of the same structure; a leaf of shape `(in, out)` reduced over axis 0 becomes `(out,)`.
-      None stands for a leaf that is left alone.
+      A tree of the same structure; a leaf of shape `(in, out)` reduced over axis 0 becomes `(out,)`. A leaf
+      that is left alone becomes None.
 
     Raises:
-      TypeError, ValueError: `ord` is no number, or below 1; `axes` do not fit a leaf, or a pattern
-        matches none.
+      TypeError, ValueError: `ord` is not a number, or is below 1; `axes` do not fit a leaf; a pattern matches
+        no leaf.
 
     Example:
       >>> import jax.numpy as jnp
@@ -140,7 +140,7 @@ def unitwise_norms(tree: Any, axes: Axes, ord: float = 2) -> Any:  # noqa: A002
 def clip_by_value(tree: T, low: Bound, high: Bound) -> T:
     """Clip each entry to `[low, high]`, like `tf.clip_by_value`.
 
-    A limit that a leaf's dtype does not hold is rounded inwards: no entry is outside, measured in
+    A limit that a leaf's dtype cannot represent is rounded inward, so that no entry is outside, measured in
     float64. NaN stays NaN; an infinite entry becomes the limit.
 
     Args:
@@ -152,7 +152,7 @@ def clip_by_value(tree: T, low: Bound, high: Bound) -> T:
       The clipped tree: same structure, shapes and dtypes.
 
     Raises:
-      TypeError, ValueError: a limit is no number or is NaN, `low` is above `high`, a leaf is complex.
+      TypeError, ValueError: a limit is NaN or not a number; `low` is above `high`; a leaf is complex.
 
     Example:
       >>> import jax.numpy as jnp
@@ -175,12 +175,12 @@ def clip_by_norm(tree: T, max_norm: Bound, axes: Axes = None, ord: float = 2) ->
       ord: 1, 2, any p >= 1, or `jax.numpy.inf`.
 
     Returns:
-      The clipped tree. Measured in float64, no norm is above `max_norm`; what was inside comes back
-      bit for bit; a non-finite entry makes every entry that shares its norm NaN.
+      The clipped tree. Measured in float64, no norm is above `max_norm`; leaves or units within the bound are
+      unchanged, bit for bit; a non-finite entry makes every entry that shares its norm NaN.
 
     Raises:
-      TypeError, ValueError: `max_norm` is no number, negative or NaN, or does not fit the norms; `ord`
-        is below 1; `axes` do not fit a leaf, a pattern matches none, or no leaf is clipped.
+      TypeError, ValueError: `max_norm` is negative, NaN or not a number, or does not fit the norms; `ord` is
+        below 1; `axes` do not fit a leaf; a pattern matches no leaf; no leaf is clipped.
 
     Example:
       >>> import jax.numpy as jnp
@@ -206,16 +206,16 @@ def clip_by_global_norm(
       tree: a pytree of arrays.
       max_norm: the bound, a number or a scalar array.
       ord: 1, 2, any p >= 1, or `jax.numpy.inf`.
-      norm: the global norm, if it is known already: TensorFlow's `use_norm`. It is trusted, to its
-        own precision.
+      norm: the global norm, if it is already known (TensorFlow's `use_norm`). It is used without a check, and
+        the clipped norm is only as exact as this value.
 
     Returns:
-      The clipped tree and its norm before clipping. Measured in float64, the clipped norm is not
-      above `max_norm`; a tree inside comes back bit for bit; a norm that is not finite makes every
+      The clipped tree and its norm before clipping. Measured in float64, the clipped norm is not above
+      `max_norm`; a tree within the bound is unchanged, bit for bit; a norm that is not finite makes every
       entry NaN, as in TensorFlow.
 
     Raises:
-      TypeError, ValueError: `max_norm` is no number, negative, NaN or not a scalar; `ord` is below 1.
+      TypeError, ValueError: `max_norm` is negative, NaN, not a number or not a scalar; `ord` is below 1.
 
     Example:
       >>> import jax.numpy as jnp

@@ -1,12 +1,12 @@
-"""Pictures of what the transformations measured: each function draws on axes, and returns them.
+"""Plots of what the transformations measured.
 
-Needs Matplotlib, which `import clipjax` does not import: `from clipjax import plots`.
+This module needs Matplotlib, and `import clipjax` does not load it: `from clipjax import plots`.
 
-All take `ax`, Matplotlib axes to draw on, and return them. Without it they make a figure of their own, which
-pyplot does not know: `plots.norms(history).figure.savefig("norms.png")`. The legend stands above the axes,
-where it covers no data; a title that the axes have already goes above it. Text, and the lines of bounds, are
-in Matplotlib's own colours, which `plt.style.use("dark_background")` inverts; the other colours are readable
-on white and on black, and by the colour-blind.
+Each function takes `ax`, the Matplotlib axes to draw on, and returns them. Without `ax` it makes a new
+figure, which is not registered with pyplot: `plots.norms(history).figure.savefig("norms.png")`. The legend is
+above the axes, where it covers no data, and an existing title of the axes is moved above the legend. Text and
+the lines of bounds are in Matplotlib's own colors, which `plt.style.use("dark_background")` inverts; the
+other colors are readable on white and on black, and with color blindness.
 """
 
 from __future__ import annotations
@@ -40,27 +40,27 @@ def norms(
     skipped: Any = None,
     ax: Any = None,
 ) -> Any:
-    """Draw norms over the steps, before and after a clip, and the bound; on a logarithmic scale.
+    """Draw norms over the steps, before and after clipping, and the bound, on a logarithmic scale.
 
     Args:
-      history: what `clipjax.metrics` returned, for each step, in a list, or as a `scan` stacks it; the rows
-        of a log with the same names; a :class:`clipjax.NormLog`; or the norms themselves, `(steps,)`.
-      name: which norm of the metrics, as `"zclip"`, `"clip_by_group_norm/norm/head"` or
-        `"record_norms/updates"`; needed where there are several.
-      after: the norms after the clip, `(steps,)`; by default the metric `norm_after`.
-      bound: the bound, a number or `(steps,)`; by default the metric `threshold`, of a rule that has one.
-      clipped: which steps were clipped, bool `(steps,)`. By default those whose norm is larger than after the
-        clip, or, where that is not known, above the bound.
-      skipped: which steps were left out, bool `(steps,)`. By default those above the threshold of a
-        rule that counts the steps it skipped.
+      history: what `clipjax.metrics` returned at each step, in a list or as `scan` stacks it; the rows of a
+        log with the same names; a :class:`clipjax.NormLog`; or the norms themselves, `(steps,)`.
+      name: which norm of the metrics to draw, such as `"zclip"`, `"clip_by_group_norm/norm/head"` or
+        `"record_norms/updates"`; required if there are several.
+      after: the norms after clipping, `(steps,)`; by default the metric `norm_after`.
+      bound: the bound, a number or `(steps,)`; by default the metric `threshold`, if the rule has one.
+      clipped: which steps were clipped, bool `(steps,)`. By default those whose norm is larger than after
+        clipping, or, if that is not known, above the bound.
+      skipped: which steps were skipped, bool `(steps,)`. By default those above the threshold, for a rule
+        that counts the steps it skipped.
       ax: the axes to draw on.
 
     Returns:
-      The axes. The legend says in which share of the steps it clipped. Norms that are not finite are crosses
-      along the upper edge; those of 0, which a logarithm does not have, are left out.
+      The axes. The legend gives the share of clipped steps. Norms that are not finite are drawn as crosses
+      along the upper edge; norms of 0, which a logarithmic scale cannot show, are left out.
 
     Raises:
-      ValueError: the metrics hold no norm, or several and there is no `name`; two shapes do not fit.
+      ValueError: the metrics hold no norm, or several and `name` is missing; two shapes do not match.
 
     Example:
       >>> import clipjax, jax.numpy as jnp, numpy as np
@@ -132,17 +132,18 @@ def unit_norms(
     step: Any = None,
     ax: Any = None,
 ) -> Any:
-    """Draw the norm of each unit of the weights, layer by layer, against the radius.
+    """Draw the norm of each unit of the weights, layer by layer, with the bound.
 
-    A row is a leaf, and a point in it a unit; where many are alike they stack up. Beside it stands
-    how many are at the bound, within the rounding of their dtype.
+    Each row is a leaf, and each point in it a unit; points with close values are stacked. The text beside a
+    row says how many units are at the bound, up to the rounding of their dtype.
 
     Args:
       params: the weights.
-      projection: what bounds their norms, as `clipjax.max_norm(3.0)`; or what `clipjax.chain` or
-        `clipjax.bounded` made with it. Units out of bounds have another colour, by :func:`clipjax.verify`.
-      axes: without a projection: the axes that are reduced, as those of :func:`clipjax.max_norm`.
-      radius: without a projection: the bound, as :func:`clipjax.max_norm` takes it; None draws none.
+      projection: the projection that bounds the norms, such as `clipjax.max_norm(3.0)`; or what
+        `clipjax.chain` or `clipjax.bounded` made with it. Units that are out of bounds according to
+        :func:`clipjax.verify` have another color.
+      axes: without a projection: the axes that are reduced, as in :func:`clipjax.max_norm`.
+      radius: without a projection: the bound, as in :func:`clipjax.max_norm`; None draws no bound.
       step: the step at which to evaluate bounds that are schedules.
       ax: the axes to draw on.
 
@@ -150,7 +151,7 @@ def unit_norms(
       The axes.
 
     Raises:
-      TypeError, ValueError: as :func:`clipjax.verify`, and what the projection says of such weights.
+      TypeError, ValueError: as :func:`clipjax.verify`, and as the projection for such weights.
 
     Example:
       >>> import clipjax, jax.numpy as jnp, numpy as np
@@ -193,20 +194,20 @@ def unit_norms(
 
 
 def clip_rates(history: History, *, bound: Any = None, ax: Any = None) -> Any:
-    """Draw in which share of the steps each group, layer or transformation was clipped.
+    """Draw the share of steps at which each group, layer or transformation was clipped.
 
     Args:
-      history: metrics, of one step or several as in :func:`norms`; the last ones tell the share, of each
-        `clipped_fraction` there is. With a `bound`, norms over the steps: those of
-        `clipjax.record_norms("leaf")` or else all there are; or a mapping from names to arrays `(steps,)`.
-      bound: what the norms are compared with: a number, or a mapping from their names to numbers.
+      history: metrics of one step or of several, as in :func:`norms`; the shares are the last values of
+        every `clipped_fraction`. With a `bound`, norms over the steps: those of
+        `clipjax.record_norms("leaf")`, or otherwise all norms; or a mapping from names to arrays `(steps,)`.
+      bound: the bound on the norms: a number, or a mapping from the names of norms to numbers.
       ax: the axes to draw on.
 
     Returns:
       The axes.
 
     Raises:
-      ValueError: the metrics hold no such share; with a bound, no such norm.
+      ValueError: the metrics hold no `clipped_fraction`; or with a bound, no norm that it names.
 
     Example:
       >>> import clipjax, jax.numpy as jnp
@@ -254,12 +255,12 @@ def thresholds(log: NormLog, rules: Rules | None = None, *, ax: Any = None) -> A
 
     Args:
       log: the norms of a run.
-      rules: transformations to :meth:`clipjax.NormLog.replay`, by name, or what that returned; None is every
-        rule that follows the norm.
+      rules: transformations for :meth:`clipjax.NormLog.replay`, by name, or what that method returned; None
+        stands for every rule that follows the norm.
       ax: the axes to draw on.
 
     Returns:
-      The axes. The legend says in which share of the steps a rule would have clipped.
+      The axes. The legend gives the share of steps that each rule would have clipped.
 
     Raises:
       TypeError, ValueError: as :meth:`clipjax.NormLog.replay`.
@@ -325,7 +326,7 @@ def threshold_rates(log: NormLog, rules: Rules | None = None, *, ax: Any = None)
 
 
 def write_log(log: NormLog, rules: Rules | None, path: str | Path) -> None:
-    """Write a figure of :func:`thresholds` beside :func:`threshold_rates`."""
+    """Save a figure with :func:`thresholds` and :func:`threshold_rates` side by side."""
     replays = replays_of(log, rules)
     figure = drawing.new_figure(13, 4.8)
     left, right = figure.subplots(1, 2, width_ratios=(1.6, 1))
@@ -337,7 +338,7 @@ def write_log(log: NormLog, rules: Rules | None, path: str | Path) -> None:
 
 
 def _group(key: str) -> str:
-    """The group of a metric, or the transformation where there is none."""
+    """Return the group of a metric, or its transformation if it has no group."""
     prefix, _, group = key.partition("/clipped_fraction")
     return group.removeprefix("/") or prefix
 

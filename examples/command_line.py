@@ -1,4 +1,4 @@
-"""What the scripts share: command lines made from types, by tyro, and the files that they write."""
+"""Share helpers among the scripts: command lines that tyro builds from types, and output files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class UserError(Exception):
-    """What the user can put right: shown in one line, without a traceback."""
+    """An error that the user can fix: shown in one line, without a traceback."""
 
 
 class Within(NamedTuple):
@@ -44,7 +44,7 @@ def parse(settings: type[T], argv: Sequence[str] | None, prog: str | None = None
     """Read the command line into a dataclass, whose fields are the flags.
 
     Raises:
-      SystemExit: after `--help`, and where tyro, which then says why, cannot read a flag.
+      SystemExit: after `--help`, or if tyro cannot read a flag, in which case it prints why.
       UserError: a number is out of the range of its type.
     """
     args = tyro.cli(settings, args=argv, prog=prog, config=(tyro.conf.FlagCreatePairsOff,))
@@ -54,7 +54,7 @@ def parse(settings: type[T], argv: Sequence[str] | None, prog: str | None = None
 
 
 def _check(flag: str, kind: Any, value: Any) -> None:
-    """Raise what is wrong with the value of a flag, or with one of several."""
+    """Raise an error if the value of a flag, or one of its values, is out of range."""
     if isinstance(value, tuple):
         for each in value:
             _check(flag, typing.get_args(kind)[0], each)
@@ -71,7 +71,7 @@ def main(
     argv: Sequence[str] | None,
     *errors: type[Exception],
 ) -> int:
-    """Run a script; returns its exit status. What the user can put right is shown in one line."""
+    """Run a script and return its exit status. Errors that the user can fix are shown in one line."""
     try:
         run(parse(settings, argv, prog))
     except (UserError, OSError, *errors) as error:
@@ -81,7 +81,7 @@ def main(
 
 
 def make_directory(flag: str, directory: Path) -> None:
-    """Make a directory that may be there already."""
+    """Make a directory that may already exist."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:
@@ -93,7 +93,7 @@ def make_directory(flag: str, directory: Path) -> None:
 
 
 def check_plot(path: Path) -> None:
-    """Raise now what would otherwise be raised after the training."""
+    """Raise errors about the plot's path now rather than after the training."""
     if path.suffix != ".png":
         raise UserError(f"--plot: {path} must end in .png")
     make_directory("--plot", path.parent)
@@ -103,7 +103,7 @@ def check_plot(path: Path) -> None:
 
 @contextlib.contextmanager
 def figure(path: Path, width: float, height: float, fontsize: float = 12) -> Iterator[Figure]:
-    """Yield a figure of so many inches, and write it in the end."""
+    """Yield a figure of this width and height in inches, and write it at the end."""
     with mpl.rc_context({"font.size": fontsize, "axes.titlesize": fontsize + 0.5}):
         drawn = Figure(figsize=(width, height), dpi=110, layout="constrained")
         drawn.get_layout_engine().set(w_pad=0.12)

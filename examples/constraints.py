@@ -1,9 +1,9 @@
 """Bound the incoming weights of every unit of a network whose layers are of many kinds.
 
-`clipjax.flax.unit_axes` asks the model which weights go into one unit: a filter of a convolution, grouped
-or not, of a local one the filter of one place, one component of one head of attention. `clipjax.max_norm`
-keeps each of these within a radius, and `clipjax.verify` looks for one that is beyond. The network is
-trained twice on the digits that come with scikit-learn, with the bound and without.
+`clipjax.flax.unit_axes` finds which weights form one unit: a filter of a convolution, grouped or not; the
+filter of one place of a local convolution; one component of one attention head. `clipjax.max_norm` keeps
+each of these units within a radius, and `clipjax.verify` looks for units beyond it. The network is trained
+twice on the digits that come with scikit-learn, with the bound and without.
 
     python examples/constraints.py
     python examples/constraints.py --radius 0.5 --plot out/tight.png
@@ -39,7 +39,7 @@ ORDER = ["convolution", "grouped", "query", "key", "value", "out", "local", "den
 
 
 class Data(NamedTuple):
-    """Images as float32 `(n, 8, 8, 1)` in [0, 1], labels as int32 `(n,)`."""
+    """Images as float32 `(n, 8, 8, 1)` in [0, 1], and labels as int32 `(n,)`."""
 
     train_x: jax.Array
     train_y: jax.Array
@@ -62,7 +62,7 @@ class Network(nn.Module):
 
 
 def load_data() -> Data:
-    """Read the digits, the same split for every seed."""
+    """Read the digits, with the same split for every seed."""
     images, labels = load_digits(return_X_y=True)
     train_x, test_x, train_y, test_y = train_test_split(
         images / 16, labels, test_size=0.2, stratify=labels, random_state=0
@@ -99,13 +99,13 @@ def train(tx: optax.GradientTransformation, data: Data, epochs: int, seed: int, 
 
 
 def accuracy(params: Any, data: Data) -> float:
-    """The share of the test images that are read correctly."""
+    """Return the fraction of the test images that are classified correctly."""
     logits = jax.jit(Network().apply)({"params": params}, data.test_x)
     return float(np.mean(np.argmax(logits, axis=1) == data.test_y))
 
 
 def kernels_of(params: Any, axes: dict[str, Any]) -> dict[str, Any]:
-    """The parameters that are bounded, by path, in the order of the network."""
+    """Return the bounded parameters by path, in the order of the network."""
     flat = jax.tree_util.tree_flatten_with_path(params)[0]
     leaves = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in flat}
     bounded = [path for path in leaves if axes[path] is not clipjax.SKIP]
@@ -113,7 +113,7 @@ def kernels_of(params: Any, axes: dict[str, Any]) -> dict[str, Any]:
 
 
 def name_of(path: str) -> str:
-    """The name of a layer, from the path of its kernel."""
+    """Return the name of a layer, from the path of its kernel."""
     return path.removesuffix("/kernel").removeprefix("attention/")
 
 
@@ -159,11 +159,11 @@ class Settings:
     epochs: MaybeCount = None
     """passes over the training set; None: 30"""
     seed: Seed = 0
-    """of weights and order"""
+    """seed of the weights and the order"""
     plot: Path = Path("out/constraints.png")
     """figure"""
     quick: bool = False
-    """2 epochs, to see that it runs"""
+    """2 epochs, to check that it runs"""
 
     def __post_init__(self) -> None:
         """Fill in the default that depends on another flag."""
@@ -194,7 +194,7 @@ def run(args: Settings) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the script; returns its exit status."""
+    """Run the script and return its exit status."""
     return command_line.main("constraints.py", Settings, run, argv)
 
 

@@ -1,4 +1,4 @@
-"""Read the IDX files of MNIST, and of its relatives of the same format, with every field checked."""
+"""Read the IDX files of MNIST and of similar data sets, and check every field."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ IMAGES, LABELS = 0x0803, 0x0801  # two zeros, the dtype (8: unsigned byte), the 
 
 
 class IdxError(ValueError):
-    """A file is missing, or is not what its name says."""
+    """A file is missing, or its content does not match its name."""
 
 
 def read_mnist(directory: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Read the four files of MNIST, gzipped or not, from `directory`.
 
     Returns:
-      Training images `(n, pixels)` as uint8, their labels `(n,)`, and the same of the test set.
+      Training images `(n, pixels)` as uint8, their labels `(n,)`, and the same for the test set.
 
     Raises:
-      IdxError: a file is missing, truncated or of another kind, or two of them do not fit together.
+      IdxError: a file is missing, truncated or of another kind, or two files do not match.
     """
     train, test = (_read_pair(directory, prefix) for prefix in ("train", "t10k"))
     if train[0].shape[1] != test[0].shape[1]:

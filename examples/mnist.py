@@ -1,10 +1,10 @@
 """Train a small network on handwritten digits with its gradients and weights bounded.
 
-Four ways of bounding, one by flag: `value` clips each entry of the gradient before SGD; `global-norm`
+A flag selects one of four methods: `value` clips each entry of the gradient before SGD; `global-norm`
 clips the norm of the whole gradient before Adam; `max-norm` keeps the incoming weights of every unit
-within a radius, around SGD with momentum and a decaying rate; `both` (the default) clips the global
-norm and keeps the radius, around Adam. Runs at once on the digits that come with scikit-learn;
-`--data DIR` takes MNIST's own files.
+within a radius, with SGD with momentum and a decaying rate; `both` (the default) clips the global norm
+and keeps the radius, with Adam. The script uses the digits that come with scikit-learn; `--data DIR`
+reads MNIST's own files.
 
     python examples/mnist.py
     python examples/mnist.py --method max-norm --batch-norm --checkpoint out/run
@@ -40,11 +40,11 @@ import clipjax
 
 CLIPS = {"value": "clip_by_value", "global-norm": "clip_by_global_norm", "both": "clip_by_global_norm"}
 PROJECTS = ("max-norm", "both")
-REPORT_EVERY = 50  # steps between two looks at the numbers, each of which waits for the device
+REPORT_EVERY = 50  # steps between two reports, each of which waits for the device
 
 
 class Data(NamedTuple):
-    """Pixels in [0, 1] as float32 `(n, pixels)`, labels as int32 `(n,)`."""
+    """Pixels in [0, 1] as float32 `(n, pixels)`, and labels as int32 `(n,)`."""
 
     train_x: np.ndarray
     train_y: np.ndarray
@@ -53,15 +53,15 @@ class Data(NamedTuple):
 
 
 class State(NamedTuple):
-    """All that a step changes."""
+    """Everything that a step changes."""
 
     params: Any
-    stats: Any  # running statistics of batch normalisation; empty without
+    stats: Any  # running statistics of batch normalization; empty without
     opt_state: Any
 
 
 class Network(nn.Module):
-    """Dense layers with Swish between them, and batch normalisation on request."""
+    """Dense layers with Swish between them, and batch normalization on request."""
 
     hidden: Sequence[int]
     batch_norm: bool
@@ -78,10 +78,10 @@ class Network(nn.Module):
 
 
 def load_data(directory: Path | None) -> Data:
-    """Read MNIST from `directory`, or else the digits that come with scikit-learn."""
+    """Read MNIST from `directory`, or the digits that come with scikit-learn if it is None."""
     if directory is None:
         images, labels = load_digits(return_X_y=True)
-        # The same split for every seed, or seeds could not be compared.
+        # The split is the same for every seed, so that seeds can be compared.
         train_x, test_x, train_y, test_y = train_test_split(
             images / 16, labels, test_size=0.2, stratify=labels, random_state=0
         )
@@ -118,7 +118,7 @@ def make_optimizer(
 
 
 def init_state(network: Network, tx: optax.GradientTransformation, pixels: int, seed: int) -> State:
-    """Draw the first parameters."""
+    """Draw the initial parameters."""
 
     @jax.jit  # one compilation instead of dozens
     def init(key: jax.Array) -> State:
@@ -160,7 +160,7 @@ def make_step(
 def batches(
     data: Data, size: int, seed: int, start: int, stop: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield the batches of steps `start` to `stop`, which lie in one epoch.
+    """Yield the batches of steps `start` to `stop`, which lie in the same epoch.
 
     Their order depends on the seed and the epoch alone, so that a resumed run sees the same batches.
     """
@@ -172,7 +172,7 @@ def batches(
 
 
 def evaluate(network: Network, state: State, x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
-    """Measure loss and accuracy, with batch normalisation's running statistics."""
+    """Measure loss and accuracy, with the running statistics of batch normalization."""
     variables = {"params": state.params, "batch_stats": state.stats}
     loss, accuracy = _loss_and_accuracy(network, variables, x, y)
     return float(loss), float(accuracy)
@@ -190,7 +190,7 @@ def _loss_and_accuracy(
 def open_checkpoints(
     directory: Path | None, settings: dict[str, Any]
 ) -> contextlib.AbstractContextManager[ocp.CheckpointManager | None]:
-    """Open a directory for the checkpoints of one run, and raise if it holds those of another."""
+    """Open a directory for the checkpoints of one run, and raise an error if it holds those of another."""
     if directory is None:
         return contextlib.nullcontext()
     options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
@@ -215,7 +215,7 @@ def restore(manager: ocp.CheckpointManager, **items: Any) -> Any:
 
 
 def save(manager: ocp.CheckpointManager, state: State, history: np.ndarray, settings: dict[str, Any]) -> None:
-    """Write a checkpoint; a kill meanwhile leaves the one before it."""
+    """Write a checkpoint; if the process is killed meanwhile, the previous checkpoint remains."""
     content = ocp.args.StandardSave({"state": state, "history": history})
     items = ocp.args.Composite(content=content, settings=ocp.args.JsonSave(settings))
     manager.save(len(history), args=items)
@@ -229,7 +229,7 @@ def train(
     manager: ocp.CheckpointManager | None,
     settings: dict[str, Any],
 ) -> tuple[State, np.ndarray]:
-    """Train, or go on where the latest checkpoint stopped.
+    """Train, or continue where the latest checkpoint stopped.
 
     Returns:
       The last state and the history: a row of `Record` for each step since the very first.
@@ -248,7 +248,7 @@ def train(
         if done:
             show(done / per_epoch, history[(done - 1) // per_epoch * per_epoch :], state.opt_state)
         while (start := len(history)) < total:
-            # Up to the next multiple of each: where a run was interrupted does not move them.
+            # Go up to the next multiple of each interval, so that an interruption does not move them.
             stop = min((start // n + 1) * n for n in (per_epoch, save_every, REPORT_EVERY))
             records = []
             for x, y in batches(data, args.batch_size, args.seed, start, stop):
@@ -262,7 +262,7 @@ def train(
 
 
 def settings_of(args: Settings, data: Data) -> dict[str, Any]:
-    """List all that a resumed run must share with the one it resumes."""
+    """List all settings that a resumed run must share with the original run."""
     checksum = zlib.crc32(data.train_y, zlib.crc32(data.train_x))
     settings = {
         "method": args.method,
@@ -283,7 +283,7 @@ def settings_of(args: Settings, data: Data) -> dict[str, Any]:
 
 
 def run(args: Settings) -> None:
-    """Train, and show what came out."""
+    """Train, and show the results."""
     check_plot(args.plot)
     data = load_data(args.data)
     if args.batch_size > len(data.train_y):
@@ -308,7 +308,7 @@ def run(args: Settings) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the script; returns its exit status."""
+    """Run the script and return its exit status."""
     absl.logging.set_verbosity(absl.logging.ERROR)
     return command_line.main("mnist.py", Settings, run, argv, IdxError)
 

@@ -1,4 +1,4 @@
-"""The command line of mnist.py: its flags, the bar while it trains, the table and the figure at the end."""
+"""Define the command line of mnist.py: its flags, progress bar, final table and figure."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Settings:
     """Train a small network on handwritten digits with its gradients and weights bounded."""
 
     method: Literal["value", "global-norm", "max-norm", "both"] = "both"
-    """value: clip the gradient's entries, SGD; global-norm: clip its norm, Adam; max-norm: keep the weights
-    of each unit within a radius, momentum; both: global norm and radius, Adam"""
+    """value: clip the gradient's entries, with SGD; global-norm: clip its norm, with Adam; max-norm: keep the
+    weights of each unit within a radius, with momentum; both: global norm and radius, with Adam"""
     data: Path | None = None
     """MNIST's IDX files, gzipped or not; None: small digits"""
     epochs: MaybeCount = None
@@ -36,23 +36,23 @@ class Settings:
     learning_rate: MaybePositive = None
     """step size; None: 1 for value, 0.1 for max-norm, else 0.003"""
     clip: Positive = 1.0
-    """bound of the gradient; not for max-norm"""
+    """bound of the gradient; not used by max-norm"""
     radius: Positive = 1.5
-    """bound of each unit's weights; for max-norm and both"""
+    """bound of each unit's weights; used by max-norm and both"""
     hidden: tuple[Count, ...] = (300, 100)
     """widths of the hidden layers"""
     batch_norm: bool = False
-    """normalise each hidden layer over the batch"""
+    """normalize each hidden layer over the batch"""
     seed: Seed = 0
-    """of the weights and the order"""
+    """seed of the weights and the order"""
     checkpoint: Path | None = None
-    """save here, and go on from what is saved"""
+    """save checkpoints here, and continue from the latest"""
     save_every: MaybeCount = None
     """steps between two checkpoints; None: one epoch"""
     plot: Path = Path("out/mnist.png")
     """figure"""
     quick: bool = False
-    """3 epochs, to see that it runs"""
+    """3 epochs, to check that it runs"""
 
     def __post_init__(self) -> None:
         """Fill in the defaults that depend on other flags."""
@@ -63,17 +63,17 @@ class Settings:
 
 
 class Record(NamedTuple):
-    """What is kept of each step."""
+    """The measurements of one step."""
 
     loss: Any
     accuracy: Any
-    before: Any  # the norm of the gradient; with `--method value` its largest entry
+    before: Any  # the norm of the gradient, or its largest entry with `--method value`
     after: Any  # the same after clipping
 
 
 @contextlib.contextmanager
 def progress_bar(epochs: int) -> Iterator[Callable[[float, np.ndarray, Any], None]]:
-    """Show a bar over epochs; yields the function that moves it."""
+    """Show a progress bar over epochs, and yield the function that updates it."""
     with progress.Progress(progress.BarColumn(16), progress.TextColumn("{task.description}")) as bar:
         task = bar.add_task("starting", total=epochs)
 
@@ -87,7 +87,7 @@ def progress_bar(epochs: int) -> Iterator[Callable[[float, np.ndarray, Any], Non
 
 
 def share(opt_state: Any, transformation: str) -> float | None:
-    """Read in which share of the steps a clip (`"clip"`) or a projection (`"max_norm"`) acted."""
+    """Read the fraction of steps in which a clip (`"clip"`) or a projection (`"max_norm"`) acted."""
     for name, value in clipjax.metrics(opt_state).items():
         if name.startswith(transformation) and name.endswith("/clipped_fraction"):
             return float(value)
@@ -95,7 +95,7 @@ def share(opt_state: Any, transformation: str) -> float | None:
 
 
 def percent(part: float | None) -> str:
-    """Write a share of the steps."""
+    """Format a fraction of the steps."""
     return "-" if part is None else f"{part:.1%}"
 
 
@@ -111,7 +111,7 @@ def unitwise_norms(params: Any) -> dict[str, np.ndarray]:
 def summary(
     method: str, params: Any, opt_state: Any, radius: float | None, train: Any, test: tuple[float, float]
 ) -> Table:
-    """Put what came out into a table; `train` and `test` are pairs of loss and accuracy."""
+    """Put the results into a table; `train` and `test` are pairs of loss and accuracy."""
     largest = max(norms.max() for norms in unitwise_norms(params).values())
     bound = "no radius" if radius is None else f"{'≤' if largest <= radius else '>'} {radius:g}"
     table = Table("method", method)
@@ -132,7 +132,7 @@ def draw(
     params: Any,
     projection: clipjax.Projection | None,
 ) -> None:
-    """Draw the gradient over the steps, and the norms that the units ended with; None: no bound."""
+    """Draw the gradient over the steps, and the final norms of the units; None means no bound."""
     with figure(path, 12.5, 4.4) as drawn:
         left, right = drawn.subplots(1, 2, width_ratios=(1.1, 1))
         measure = "largest entry" if method == "value" else "norm"

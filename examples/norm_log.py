@@ -1,6 +1,6 @@
 """Choose a threshold from the gradient norms of a run: a table, and a figure.
 
-Reads what `clipjax.NormLog.save` wrote, as examples/spikes.py does.
+The script reads a file that `clipjax.NormLog.save` wrote, as examples/spikes.py does.
 
     python examples/spikes.py
     python examples/norm_log.py out/spikes.npz --thresholds 0.5 1 2
@@ -28,7 +28,7 @@ class Settings:
     """Choose a threshold from the norms of a run."""
 
     log: tyro.conf.Positional[Path]
-    """a saved clipjax.NormLog, as out/spikes.npz"""
+    """a saved clipjax.NormLog, such as out/spikes.npz"""
     thresholds: tuple[Threshold, ...] = ()
     """constants to try"""
     plot: Path = Path("out/norm_log.png")
@@ -36,7 +36,7 @@ class Settings:
 
 
 def run(args: Settings) -> None:
-    """Show what the log says."""
+    """Show the log's table and figure."""
     check_plot(args.plot)
     log = clipjax.NormLog.load(args.log)
     if len(log) == log.nonfinite_count:
@@ -51,7 +51,7 @@ def run(args: Settings) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the script; returns its exit status."""
+    """Run the script and return its exit status."""
     return command_line.main("norm_log.py", Settings, run, argv, ValueError)
 
 

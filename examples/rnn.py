@@ -1,11 +1,12 @@
 """Train a recurrent network to remember what it saw long ago, with its gradients clipped and without.
 
-The temporal-order task of Pascanu et al. (2013, arXiv 1211.5063): a sequence of noise symbols has an A
-or a B soon after its beginning and another in its middle, and at its end the network must say which they
-were. The longer the sequence, the more often the gradient explodes on its way back, and one such step of
-plain SGD destroys what was learnt. Three methods: `none` clips nothing; `global` clips the norm of the
-whole gradient, in the optimizer's chain; `step` clips, within the network, the gradient that each time
-step hands back to the one before. A network has learnt when it errs in less than 1% of fresh sequences.
+This is the temporal-order task of Pascanu et al. (2013, arXiv 1211.5063): a sequence of noise symbols has an
+A or a B soon after its beginning and another in its middle, and at its end the network must say which they
+were. The longer the sequence, the more often the gradient explodes in the backward pass, and one such step
+of plain SGD destroys what was learned. There are three methods: `none` clips nothing; `global` clips the norm
+of the whole gradient, in the optimizer's chain; `step` clips, within the network, the gradient that each time
+step passes back to the one before. A network has learned the task when it errs in less than 1% of new
+sequences.
 
     python examples/rnn.py
     python examples/rnn.py --full
@@ -33,21 +34,21 @@ import clipjax
 
 HIDDEN, BATCH = 50, 20
 CLASSES, SYMBOLS = 4, 6  # AA, AB, BA, BB; A, B and four symbols of noise
-LOOK_EVERY = 250  # steps between two looks at the error
+LOOK_EVERY = 250  # steps between two measurements of the error
 TEST_SIZE = 2000
-SOLVED = 0.01  # the paper's: less than 1% of the sequences wrong
+SOLVED = 0.01  # the paper's criterion: less than 1% of the sequences wrong
 SPECTRAL_RADIUS, FAN_IN = 0.95, 15
 
 
 class State(NamedTuple):
-    """All that a step changes."""
+    """Everything that a step changes."""
 
     params: Any
     opt_state: Any
 
 
 def smart_tanh(key: jax.Array, shape: Sequence[int], dtype: Any = jnp.float32) -> jax.Array:
-    """Draw recurrent weights as the paper's "smart tanh": sparse, and with a spectral radius of 0.95."""
+    """Draw recurrent weights like the paper's "smart tanh": sparse, and with a spectral radius of 0.95."""
     of_values, of_places = jax.random.split(key)
     weights = jax.random.normal(of_values, shape, dtype)
     rank = jax.random.uniform(of_places, shape).argsort(axis=1).argsort(axis=1)
@@ -56,7 +57,7 @@ def smart_tanh(key: jax.Array, shape: Sequence[int], dtype: Any = jnp.float32) -
 
 
 class Cell(nn.SimpleCell):
-    """A tanh cell whose hidden state clips the gradient that comes back through it."""
+    """A tanh cell that clips the gradient that flows back through its hidden state."""
 
     max_norm: float | None = None
 
@@ -96,19 +97,19 @@ def sequences(key: jax.Array, count: int, length: int) -> tuple[jax.Array, jax.A
 
 
 def make_optimizer(method: str, learning_rate: float, clip: float) -> optax.GradientTransformation:
-    """SGD behind a clip of the global norm, which only measures if that is not the method."""
+    """Chain SGD after a clip of the global norm, which only measures if the method is not `global`."""
     bound = clip if method == "global" else math.inf
     return optax.chain(clipjax.clip_by_global_norm(bound), optax.sgd(learning_rate))
 
 
 def norms(opt_state: Any) -> tuple[jax.Array, jax.Array]:
-    """The norm of the gradient before and after the optimizer's clip."""
+    """Return the norm of the gradient before and after the optimizer's clip."""
     seen = clipjax.metrics(opt_state)
     return seen["clip_by_global_norm/norm"], seen["clip_by_global_norm/norm_after"]
 
 
 def make_steps(network: Network, tx: optax.GradientTransformation, length: int) -> Callable[..., Any]:
-    """Compile `LOOK_EVERY` steps and a look at the error, for all seeds side by side."""
+    """Compile `LOOK_EVERY` steps and a measurement of the error, for all seeds at once."""
 
     def loss_of(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
         return optax.softmax_cross_entropy_with_integer_labels(network.apply(params, x), y).mean()
@@ -131,7 +132,7 @@ def make_steps(network: Network, tx: optax.GradientTransformation, length: int) 
 
 @functools.partial(jax.jit, static_argnums=0)
 def first_params(seeds: int) -> tuple[jax.Array, Any]:
-    """Draw a key and the first parameters for each seed; they depend on neither method nor length."""
+    """Draw a key and the initial parameters for each seed, which depend on neither method nor length."""
     keys = jax.vmap(jax.random.key)(jnp.arange(seeds))
     return keys, jax.vmap(lambda key: Network().init(key, jnp.zeros((1, 1), int)))(keys)
 
@@ -139,7 +140,7 @@ def first_params(seeds: int) -> tuple[jax.Array, Any]:
 def train(
     method: str, length: int, args: Settings, show: Callable[[int, np.ndarray, float], None]
 ) -> Outcome:
-    """Train one network for each seed, until all have learnt or the steps are used up."""
+    """Train one network for each seed, until all have learned the task or the steps are used up."""
     network = Network(args.step_clip if method == "step" else None)
     tx = make_optimizer(method, args.learning_rate, args.clip)
     steps = make_steps(network, tx, length)
@@ -168,7 +169,7 @@ def run(args: Settings) -> list[Outcome]:
 
 
 def show(args: Settings) -> None:
-    """Train, and show what came out."""
+    """Train, and show the results."""
     check_plot(args.plot)
     outcomes = run(args)
     Console().print(table(outcomes, args.steps))
@@ -177,7 +178,7 @@ def show(args: Settings) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the script; returns its exit status."""
+    """Run the script and return its exit status."""
     return command_line.main("rnn.py", Settings, show, argv)
 
 

@@ -1,4 +1,4 @@
-"""The command line of rnn.py: its flags, the bar while it trains, the table and the figure at the end."""
+"""Define the command line of rnn.py: its flags, progress bar, final table and figure."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Settings:
     """Train a recurrent network on long sequences, with its gradients clipped and without."""
 
     lengths: tuple[Length, ...] = ()
-    """of the sequences; by default 10 30"""
+    """lengths of the sequences; by default 10 30"""
     seeds: MaybeCount = None
-    """networks trained side by side; None: 4, with --full 8"""
+    """networks trained at once; None: 4, with --full 8"""
     steps: MaybeCount = None
-    """at most, by 250; None: 3000, with --full 20000"""
+    """most steps, rounded up to multiples of 250; None: 3000, with --full 20000"""
     clip: Positive = 1.0
     """bound of the global norm"""
     step_clip: Positive = 0.01
@@ -42,9 +42,9 @@ class Settings:
     plot: Path = Path("out/rnn.png")
     """figure"""
     quick: Annotated[bool, Mode] = False
-    """one short length, to see that it runs"""
+    """one short length, to check that it runs"""
     full: Annotated[bool, Mode] = False
-    """what docs/published-results.md has; minutes"""
+    """the runs of docs/published-results.md, which take minutes"""
 
     def __post_init__(self) -> None:
         """Fill in the defaults that depend on other flags."""
@@ -59,21 +59,21 @@ class Settings:
 
 
 class Outcome(NamedTuple):
-    """What became of one method on one length, for all seeds."""
+    """The results of one method on one length, for all seeds."""
 
     method: str
     length: int
-    solved: np.ndarray  # (seeds,) the step at which a seed had learnt; 0 if it never had
+    solved: np.ndarray  # (seeds,) the step at which a seed had learned the task; 0 if it never did
     before: np.ndarray  # (seeds, steps) the norm of the gradient
     after: np.ndarray  # the same after the clip of the optimizer's chain
 
 
 @contextlib.contextmanager
 def progress_bar(runs: int, steps: int) -> Iterator[Callable[[str, int], Callable[..., None]]]:
-    """Show a bar over all runs.
+    """Show a progress bar over all runs.
 
     Yields:
-      A function of a method and a length that begins a run, and returns the function that moves the bar.
+      A function of a method and a length that begins a run, and returns the function that updates the bar.
     """
     with progress.Progress(progress.BarColumn(16), progress.TextColumn("{task.description}")) as bar:
         task = bar.add_task("starting", total=runs * steps)
@@ -85,7 +85,7 @@ def progress_bar(runs: int, steps: int) -> Iterator[Callable[[str, int], Callabl
             bar.update(task, completed=past, description=f"{what}compiling")
 
             def show(step: int, solved: np.ndarray, norm: float) -> None:
-                text = f"{step}/{steps}  learnt {learnt(solved)}  largest gradient {norm:.3g}"
+                text = f"{step}/{steps}  learned {learned(solved)}  largest gradient {norm:.3g}"
                 bar.update(task, completed=past + step, description=what + text)
 
             return show
@@ -94,26 +94,26 @@ def progress_bar(runs: int, steps: int) -> Iterator[Callable[[str, int], Callabl
         bar.update(task, completed=runs * steps, description="done")
 
 
-def learnt(solved: np.ndarray) -> str:
-    """Write how many of the seeds have learnt."""
+def learned(solved: np.ndarray) -> str:
+    """Format how many of the seeds have learned the task."""
     return f"{np.count_nonzero(solved)}/{len(solved)}"
 
 
 def table(outcomes: Sequence[Outcome], steps: int) -> Table:
-    """Put what came out into a table."""
-    shown = Table("length", "clipped", "learnt", "steps until then", "largest gradient")
+    """Put the results into a table."""
+    shown = Table("length", "clipped", "learned", "steps until then", "largest gradient")
     for outcome in outcomes:
         when = sorted(int(step) for step in outcome.solved if step)
         until = " to ".join(map(str, sorted({when[0], when[-1]}))) if when else f"not in {steps}"
         largest = outcome.before.max()
         shown.add_row(
-            str(outcome.length), METHODS[outcome.method], learnt(outcome.solved), until, f"{largest:.3g}"
+            str(outcome.length), METHODS[outcome.method], learned(outcome.solved), until, f"{largest:.3g}"
         )
     return shown
 
 
 def draw(path: Path, outcomes: Sequence[Outcome], clip: float) -> None:
-    """Draw the gradient of the first seed over the steps, and how many seeds learnt each length."""
+    """Draw the gradient of the first seed over the steps, and how many seeds learned each length."""
     with figure(path, 14, 4.4) as drawn:
         plain, clipped, right = drawn.subplots(1, 3, width_ratios=(1, 1, 0.9))
         longest = max(outcome.length for outcome in outcomes)
@@ -121,22 +121,22 @@ def draw(path: Path, outcomes: Sequence[Outcome], clip: float) -> None:
         none, bounded = found["none"], found["global"]
         plain.set_title(f"Nothing clipped: {_end(none)}", loc="left")
         clipped.set_title(f"Global norm clipped: {_end(bounded)}", loc="left")
-        right.set_title("Networks that learnt the task", loc="left")
-        last = len(bounded.before[0])  # without the clip it may have been trained for longer, in vain
+        right.set_title("Networks that learned the task", loc="left")
+        last = len(bounded.before[0])  # without the clip it may have trained longer without learning
         plots.norms(none.before[0, :last], ax=plain)
         plots.norms(bounded.before[0], after=bounded.after[0], bound=clip, ax=clipped)
         limits = np.transpose([plain.get_ylim(), clipped.get_ylim()])
         for panel in (plain, clipped):
             panel.set(ylim=(limits[0].min(), limits[1].max()), xlabel=f"step, sequences of {longest} symbols")
-        _draw_learnt(right, outcomes)
+        _draw_learned(right, outcomes)
 
 
 def _end(outcome: Outcome) -> str:
     solved = outcome.solved[0]
-    return f"learnt in {solved:,} steps" if solved else "not learnt"
+    return f"learned in {solved:,} steps" if solved else "not learned"
 
 
-def _draw_learnt(axes: Any, outcomes: Sequence[Outcome]) -> None:
+def _draw_learned(axes: Any, outcomes: Sequence[Outcome]) -> None:
     lengths = sorted({outcome.length for outcome in outcomes})
     width = 0.8 / len(METHODS)
     for i, (method, label) in enumerate(METHODS.items()):
@@ -144,7 +144,7 @@ def _draw_learnt(axes: Any, outcomes: Sequence[Outcome]) -> None:
         places = [lengths.index(o.length) + (i - (len(METHODS) - 1) / 2) * width for o in found]
         shares = [np.mean(o.solved > 0) for o in found]
         bars = axes.bar(places, shares, 0.9 * width, color=COLORS[method], label=label)
-        axes.bar_label(bars, [learnt(o.solved) for o in found], padding=2, fontsize="small")
+        axes.bar_label(bars, [learned(o.solved) for o in found], padding=2, fontsize="small")
     axes.set(xlabel="length of the sequences", xticks=range(len(lengths)), xticklabels=lengths, ylim=(0, 1.1))
     axes.set_ylabel("share of the networks")
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))

@@ -1,11 +1,11 @@
-"""Train a small transformer that adds two-digit numbers, its weights split over all devices.
+"""Train a small transformer that adds two-digit numbers, with its weights split over all devices.
 
-It reads lines such as `47+85=132`, which the script makes, and every part of the usual set-up at scale is
-there: weights and moments fully sharded over a mesh with an axis of data and one of tensor parallelism,
-gradients that are accumulated over several batches, weights in bfloat16 with moments in float32, clipping by
-the global norm, `clipjax.flax.unit_axes` for a bound on the weights of every unit, and checkpoints. Here it
-runs on eight virtual devices of the CPU; on a host with GPUs or TPUs it takes those, and with `--coordinator`
-the devices of several hosts.
+It reads lines such as `47+85=132`, which the script makes, and has every part of the usual setup at scale:
+weights and moments fully sharded over a mesh with an axis for data and one for tensor parallelism, gradients
+accumulated over several batches, weights in bfloat16 with moments in float32, clipping by the global norm,
+`clipjax.flax.unit_axes` for a bound on the weights of every unit, and checkpoints. By default it runs on
+eight virtual devices of the CPU; on a host with GPUs or TPUs it uses those, and with `--coordinator` the
+devices of several hosts.
 
     python examples/sharded.py
     python examples/sharded.py --devices 1 --checkpoint out/run
@@ -40,11 +40,11 @@ import clipjax
 from clipjax.flax import unit_axes
 
 HELD_OUT = 1000  # sums, of 10,000, that are never trained on
-REPORT_EVERY = 10  # updates between two looks at the numbers, each of which waits for the devices
+REPORT_EVERY = 10  # updates between two reports, each of which waits for the devices
 
 
 class State(NamedTuple):
-    """All that a step changes."""
+    """Everything that a step changes."""
 
     params: nnx.State
     opt_state: Any
@@ -53,8 +53,8 @@ class State(NamedTuple):
 def in_float32(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
     """Give an optimizer float32 weights and gradients, and so float32 moments.
 
-    Adam's `mu_dtype` is that of its first moment alone. The second, in bfloat16, would stand still: 0.999
-    times a number rounds to that number again.
+    Adam's `mu_dtype` sets the dtype of its first moment only. In bfloat16 the second moment would never
+    change: 0.999 times a number rounds to that number again.
     """
 
     def init(params: Any) -> Any:
@@ -77,9 +77,9 @@ class Rounded(NamedTuple):
 def round_stochastically(seed: int) -> optax.GradientTransformation:
     """Round new bfloat16 weights up or down at random, so that small updates count as often as they should.
 
-    bfloat16 has 8 bits: to the nearest, an update of less than 1/512 of its weight is lost each time, and the
-    loss ends three times as high (`--rounding nearest`). The last link before the projection, which so sees
-    the weights as they will be.
+    bfloat16 has 8 bits: with rounding to the nearest number, an update of less than 1/512 of its weight is
+    always lost, and the loss ends three times as high (`--rounding nearest`). This is the last link before
+    the projection, which thus sees the rounded weights.
     """
 
     def update(updates: Any, state: Rounded, params: Any = None) -> tuple[Any, Rounded]:
@@ -89,8 +89,8 @@ def round_stochastically(seed: int) -> optax.GradientTransformation:
             if weight.dtype != jnp.bfloat16:
                 return update
             weight = weight.astype(jnp.float32)
-            # bfloat16 is the upper half of float32. One key for all weights: its noise has to be right for
-            # each of them, not independent between them, and leaves of one shape share its computation.
+            # bfloat16 is the upper half of float32. One key serves all weights: the noise has to be right for
+            # each of them, but not independent between them, and leaves of one shape share its computation.
             noise = jax.random.bits(key, weight.shape) >> 16
             bits = jax.lax.bitcast_convert_type(weight + update, jnp.uint32) + noise
             return jax.lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32) - weight
@@ -109,14 +109,14 @@ def make_optimizer(args: Settings, project: clipjax.Projection) -> optax.Gradien
     if args.rounding == "stochastic":
         inner = optax.chain(inner, round_stochastically(args.seed))
     bounded = clipjax.bounded(inner, clip=clipjax.clip_by_global_norm(args.clip), project=project)
-    # For each batch this makes an update, collectives and all, and keeps that of the last. What is not finite
-    # would stay in the accumulator for ever.
+    # For each batch this computes an update with its collectives, and applies only that of the last batch.
+    # Non-finite gradients would stay in the accumulator forever, so they are skipped.
     several = optax.MultiSteps(bounded, args.accumulate, should_skip_update_fn=optax.skip_not_finite)
     return several.gradient_transformation()
 
 
 def make_mesh(args: Settings) -> jax.sharding.Mesh:
-    """Arrange all devices by data and tensor parallelism, and raise if the model does not split over them."""
+    """Arrange all devices by data and tensor parallelism, and check that the model splits over them."""
     devices = len(jax.devices())
     model = args.tensor or (2 if devices % 2 == 0 else 1)
     for what, value, name, parts in (
@@ -131,13 +131,13 @@ def make_mesh(args: Settings) -> jax.sharding.Mesh:
             raise UserError(
                 f"{what}, {value}, must be divisible by {name}, which is {parts} ({devices} devices)"
             )
-    # Automatic axes: the compiler splits what lies between the layers, and places the collectives. With
-    # explicit ones, the default, each product that could be split in two ways would have to say how.
+    # With automatic axes, the compiler splits the activations between the layers, and places the collectives.
+    # With explicit axes, the default, each product that could be split in two ways would have to say how.
     return jax.make_mesh((devices // model, model), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
 
 def make_state(tx: optax.GradientTransformation, model_of: Callable[[], Model], mesh: Any) -> State:
-    """Draw the first weights, each device its parts; moments and accumulators are split like the weights."""
+    """Draw the initial weights in parts on each device; moments and accumulators are split like them."""
 
     def init() -> State:
         params = nnx.state(model_of(), nnx.Param)
@@ -147,21 +147,21 @@ def make_state(tx: optax.GradientTransformation, model_of: Callable[[], Model], 
 
 
 def loss_of(graph: Any, params: nnx.State, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The cross-entropy of the answers' characters, and the share of answers that are right throughout."""
+    """Return the cross-entropy of the answers' characters, and the fraction of fully right answers."""
     logits, wanted = nnx.merge(graph, params)(rows[:, :-1])[:, ANSWER - 1 :], rows[:, ANSWER:]
     loss = optax.softmax_cross_entropy_with_integer_labels(logits, wanted).mean()
     return loss, jnp.mean(jnp.all(logits.argmax(-1) == wanted, axis=1))
 
 
 def compile_step(graph: Any, tx: optax.GradientTransformation, state: State, rows: jax.Array) -> Any:
-    """Compile one training step, which takes one batch."""
+    """Compile one training step for one batch."""
 
     def step(state: State, rows: jax.Array) -> tuple[State, Record]:
         (loss, right), grads = jax.value_and_grad(loss_of, argnums=1, has_aux=True)(graph, state.params, rows)
         # Accumulated, clipped and given to Adam in float32.
         updates, opt_state = tx.update(optax.tree.cast(grads, jnp.float32), state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        seen = clipjax.metrics(opt_state)  # of the last update: between two, they stay
+        seen = clipjax.metrics(opt_state)  # of the last update: other batches do not change them
         before, after = (seen[f"clip_by_global_norm/{name}"] for name in ("norm", "norm_after"))
         fractions = (seen[f"{name}/clipped_fraction"] for name in ("clip_by_global_norm", "max_norm"))
         record = Record(loss, right, before, after, *fractions, seen["max_norm/violation"])
@@ -172,12 +172,12 @@ def compile_step(graph: Any, tx: optax.GradientTransformation, state: State, row
 
 
 def put(rows: np.ndarray, mesh: jax.sharding.Mesh) -> jax.Array:
-    """Split rows over the data axis; each process hands its devices theirs."""
+    """Split rows over the data axis; each process gives its devices their rows."""
     return jax.make_array_from_callback(rows.shape, NamedSharding(mesh, P("data")), lambda part: rows[part])
 
 
 def batches(rows: np.ndarray, args: Settings, mesh: Any, update: int) -> Iterator[jax.Array]:
-    """Yield the batches of an update, which depend on the seed and its number alone: resumed or not."""
+    """Yield the batches of an update, which depend only on the seed and its number, also when resumed."""
     chosen = np.random.default_rng([args.seed, update]).integers(
         len(rows), size=(args.accumulate, args.batch_size)
     )
@@ -188,7 +188,7 @@ def batches(rows: np.ndarray, args: Settings, mesh: Any, update: int) -> Iterato
 def train(
     state: State, step: Any, batches_of: Callable[[int], Iterator[jax.Array]], args: Any, manager: Any
 ) -> tuple[State, np.ndarray]:
-    """Train, or go on where the latest checkpoint stopped, be it on other devices.
+    """Train, or continue where the latest checkpoint stopped, possibly on other devices.
 
     Returns:
       The last state and the history: a row of `Record` for each update since the very first.
@@ -214,14 +214,14 @@ def train(
 
 
 def settings_of(args: Settings) -> dict[str, Any]:
-    """List all that a resumed run must share with the one it resumes: not the devices."""
+    """List all settings that a resumed run must share with the original run, which excludes the devices."""
     names = ("width", "heads", "layers", "dtype", "rounding", "updates", "accumulate", "batch_size")
     names += ("learning_rate", "clip", "radius", "seed")
     return {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
 
 
 def run(args: Settings) -> None:
-    """Train, and show what came out."""
+    """Train, and show the results."""
     check_plot(args.plot)
     mesh, text = make_mesh(args), sums()
     unseen, rows = text[: HELD_OUT // mesh.shape["data"] * mesh.shape["data"]], text[HELD_OUT:]
@@ -239,7 +239,7 @@ def run(args: Settings) -> None:
         batches_of = functools.partial(batches, rows, args, mesh)
         state, history = train(state, step, batches_of, args, manager)
         scores = jax.jit(functools.partial(loss_of, graph))(state.params, put(unseen, mesh))
-        # Whole on every device, so that one process can read them; a large model would keep its parts.
+        # Replicate the weights, so that one process can read them; a large model would stay sharded.
         params = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))(state.params)
     if jax.process_index() == 0:
         devices = f"{jax.device_count()} {jax.devices()[0].device_kind}"
@@ -251,8 +251,8 @@ def run(args: Settings) -> None:
 
 
 def start(args: Settings) -> None:
-    """Tell JAX of which devices and processes it is part, before it looks for itself."""
-    jax.config.update("jax_num_cpu_devices", args.devices)  # where there is no accelerator
+    """Configure JAX's devices and processes before it initializes them."""
+    jax.config.update("jax_num_cpu_devices", args.devices)  # used if there is no accelerator
     if args.coordinator is None:
         return
     try:
@@ -271,7 +271,7 @@ def start_and_run(args: Settings) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the script; returns its exit status."""
+    """Run the script and return its exit status."""
     absl.logging.set_verbosity(absl.logging.ERROR)
     return command_line.main("sharded.py", Settings, start_and_run, argv)
 

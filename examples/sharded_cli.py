@@ -1,4 +1,4 @@
-"""The command line of sharded.py: its flags, the bar while it trains, the table and the figure at the end."""
+"""Define the command line of sharded.py: its flags, progress bar, final table and figure."""
 
 from __future__ import annotations
 
@@ -25,43 +25,43 @@ BYTES = {"pred": 1, "bf16": 2, "f16": 2, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "
 
 
 class Record(NamedTuple):
-    """What is kept of each update."""
+    """The measurements of one update."""
 
     loss: Any  # of its last batch
-    right: Any  # the share of that batch's sums that the model gets right
+    right: Any  # the fraction of that batch's sums that the model gets right
     before: Any  # the norm of the accumulated gradient
     after: Any  # the same after clipping
-    clipped: Any  # the share of the updates so far that clipped the gradient
-    projected: Any  # the share that projected weights
+    clipped: Any  # the fraction of the updates so far that clipped the gradient
+    projected: Any  # the fraction that projected weights
     violation: Any  # by how much weights were out of bounds before the update
 
 
 @dataclass
 class Settings:
-    """Train a small transformer that adds numbers, split over all devices, gradients and weights bounded."""
+    """Train a small transformer that adds numbers on all devices, with gradients and weights bounded."""
 
     devices: MaybeCount = None
-    """virtual ones on a CPU, in each process; None: 8 in all"""
+    """virtual devices on a CPU, in each process; None: 8 in all"""
     tensor: MaybeCount = None
-    """size of the tensor axis; the rest is data; None: 2, or 1 of an odd number"""
+    """size of the tensor axis; the rest is data; None: 2, or 1 if the number of devices is odd"""
     coordinator: str | None = None
-    """HOST:PORT where process 0 is to be reached, or auto on a cluster"""
+    """HOST:PORT of process 0, or auto on a cluster"""
     processes: MaybeCount = None
-    """how many of them take part"""
+    """number of processes"""
     process_id: MaybeIndex = None
-    """which of them this is, from 0"""
+    """number of this process, from 0"""
     width: Count = 64
-    """features"""
+    """number of features"""
     heads: Count = 4
-    """of attention"""
+    """attention heads"""
     layers: Count = 2
     """blocks of the transformer"""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """of the weights"""
+    """type of the weights"""
     rounding: Literal["stochastic", "nearest"] = "stochastic"
-    """of bfloat16"""
+    """rounding of bfloat16 weights"""
     updates: MaybeCount = None
-    """of the weights; None: 450"""
+    """updates of the weights; None: 450"""
     accumulate: Count = 2
     """batches for each update"""
     batch_size: Count = 64
@@ -73,18 +73,18 @@ class Settings:
     radius: Positive = 1.25
     """bound of each unit's weights"""
     seed: Seed = 0
-    """of the weights and the batches"""
+    """seed of the weights and the batches"""
     quick: bool = False
-    """20 updates, to see that it runs"""
+    """20 updates, to check that it runs"""
     checkpoint: Path | None = None
-    """save here, and go on from what is saved"""
+    """save checkpoints here, and continue from the latest"""
     save_every: Count = 50
     """updates between two checkpoints"""
     plot: Path = Path("out/sharded.png")
     """figure"""
 
     def __post_init__(self) -> None:
-        """Fill in the defaults that depend on other flags, and see whether they fit together."""
+        """Fill in the defaults that depend on other flags, and check that the flags fit together."""
         if self.updates is None:
             self.updates = 20 if self.quick else 450
         several = self.coordinator not in (None, "auto")
@@ -102,7 +102,7 @@ class Settings:
 
 @contextlib.contextmanager
 def progress_bar(updates: int, done: int | None, shown: bool) -> Iterator[Callable[[np.ndarray, int], None]]:
-    """Show a bar over updates; yields the function that moves it."""
+    """Show a progress bar over updates, and yield the function that updates it."""
     if done and shown:
         print(f"resumed at update {done} of {updates}")
     columns = progress.BarColumn(10), progress.TextColumn("{task.description}")
@@ -122,7 +122,7 @@ def collectives(program: str) -> dict[str, tuple[int, int]]:
     """Count a compiled program's collectives, and the bytes of their results on each device, by kind."""
     kinds = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
     found: dict[str, tuple[int, int]] = {}
-    # Of one that is asynchronous the result is that of its second half, "-done".
+    # The result of an asynchronous collective is that of its second half, "-done".
     for result, kind in re.findall(rf"^\s*(?:ROOT )?%?[\w.-]+ = (.+?) ({kinds})(?:-done)?\(", program, re.M):
         arrays = re.findall(r"\b([a-z]+\d*)\[([\d,]*)\]", result)
         size = sum(
@@ -134,7 +134,7 @@ def collectives(program: str) -> dict[str, tuple[int, int]]:
 
 
 def unit_norms(params: nnx.State, axes: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Measure the norm of each bounded unit by the path of its leaf, in NumPy and float64."""
+    """Measure the norms of the bounded units of each leaf, in NumPy and float64, by path."""
     leaves = {"/".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(params)}
     return {
         path: np.sqrt(np.square(np.asarray(leaf, np.float64)).sum(axis=axes[path])).ravel()
@@ -144,12 +144,12 @@ def unit_norms(params: nnx.State, axes: Mapping[str, Any]) -> dict[str, np.ndarr
 
 
 def size(count: int) -> str:
-    """Write a number of bytes."""
+    """Format a number of bytes."""
     return f"{count:,} bytes" if count < 10_000 else f"{count / 1000:,.1f} kB"
 
 
 class Outcome(NamedTuple):
-    """What a run ended with."""
+    """The results of a run."""
 
     devices: str
     mesh: Mapping[str, int]
@@ -157,13 +157,13 @@ class Outcome(NamedTuple):
     params: nnx.State  # whole on each device
     norms: dict[str, np.ndarray]
     violations: Sequence[clipjax.Violation]
-    loss: float  # of the sums that were held out, as is the next
+    loss: float  # of the held-out sums, like `right`
     right: float
     step: Any  # the compiled step
 
 
 def summary(outcome: Outcome, radius: float) -> Table:
-    """Put what came out into a table."""
+    """Put the results into a table."""
     leaves, last = jax.tree.leaves(outcome.params), Record(*outcome.history[-1])
     largest = max(norms.max() for norms in outcome.norms.values())
     memory = outcome.step.memory_analysis()
@@ -192,7 +192,7 @@ def summary(outcome: Outcome, radius: float) -> Table:
 
 
 def draw(path: Path, outcome: Outcome, clip: float, project: clipjax.Projection) -> None:
-    """Draw the loss and the gradient over the updates, and the norms that the units ended with."""
+    """Draw the loss and the gradient over the updates, and the final norms of the units."""
     with figure(path, 16, 5.4) as drawn:
         left, middle, right = drawn.subplots(1, 3, width_ratios=(1, 1, 1.1))
         record = Record(*outcome.history.T)

@@ -1,4 +1,4 @@
-"""The text and the model of sharded.py: sums, and a transformer whose parameters say how they are split."""
+"""Define the data and the model of sharded.py: sums, and a transformer with sharding annotations."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 CHARACTERS = "0123456789+=\n"
-VOCABULARY = PLACES = 16  # more than there are, so that they split evenly over devices
-ANSWER = len("47+85=")  # no model can know what comes before
+VOCABULARY = PLACES = 16  # more than needed, so that they split evenly over devices
+ANSWER = len("47+85=")  # no model can predict the characters before the answer
 
 
 def sums() -> np.ndarray:
-    """Write out every sum of two numbers below 100, in random order: characters `(10000, 10)`."""
+    """Return every sum of two numbers below 100, in random order, as characters `(10000, 10)`."""
     lines = [f"{a:02}+{b:02}={a + b:03}\n" for a in range(100) for b in range(100)]
     rows = np.array([[CHARACTERS.index(character) for character in line] for line in lines], np.int32)
-    # The same order for every seed, or seeds could not be compared.
+    # The order is the same for every seed, so that seeds can be compared.
     return np.random.default_rng(0).permutation(rows)
 
 
 def split(init: Callable[..., jax.Array], *axes: str | None) -> Callable[..., jax.Array]:
-    """Make an initializer say over which axes of the mesh its parameter is split."""
+    """Annotate an initializer with the mesh axes over which its parameter is split."""
     return nnx.with_partitioning(init, axes)
 
 
 class Block(nnx.Module):
-    """Attention and two dense layers, each split over "model" by what it makes, or by what it takes."""
+    """Attention and two dense layers, each split over "model" by its outputs or by its inputs."""
 
     def __init__(self, width: int, heads: int, dtype: Any, rngs: nnx.Rngs) -> None:
         """Draw the weights."""
@@ -82,5 +82,5 @@ def _norm(width: int, dtype: Any, rngs: nnx.Rngs) -> nnx.RMSNorm:
 
 
 def _by_example(x: jax.Array) -> jax.Array:
-    """Keep activations split by example, so that it is the weights that are gathered, layer by layer."""
+    """Keep activations split by example, so that the weights are gathered instead, layer by layer."""
     return jax.lax.with_sharding_constraint(x, P("data"))

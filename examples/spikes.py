@@ -1,8 +1,8 @@
-"""Train one small network on handwritten digits, some of whose batches are broken, bounded in eight ways.
+"""Train one small network on handwritten digits with some broken batches, bounded in eight ways.
 
 A broken batch has pixels a hundred times too bright and the wrong labels, which makes a spike of the
 gradient, or pixels that are NaN, which makes the gradient NaN. Every method sees the same batches. The
-clips need a policy for NaN besides, and get `bounded(nonfinite="skip")`; only "none" does without.
+clips also need a policy for NaN, which is `bounded(nonfinite="skip")`; only "none" has no policy.
 
     python examples/spikes.py
     python examples/spikes.py --steps 4000 --spikes 0.05 --plot out/more.png
@@ -34,7 +34,7 @@ from clipjax import plots
 
 BATCH, LEARNING_RATE = 32, 0.05
 BRIGHTER = 100.0
-EVALUATE_EVERY = 10  # steps between two looks at the test set
+EVALUATE_EVERY = 10  # steps between two evaluations on the test set
 COLORS = ("#1d1d1f", "#7f8b99", "#b8609a", "#d55e00", "#0072b2", "#009e73", "#a67c00", "#56b4e9")
 
 
@@ -42,12 +42,12 @@ class Method(NamedTuple):
     """One way of bounding an optimizer."""
 
     bound: Callable[[optax.GradientTransformation], optax.GradientTransformation]
-    threshold: str | float | None = None  # of the norm of the whole gradient: a number, or its metric
+    threshold: str | float | None = None  # for the norm of the whole gradient: a number, or a metric's name
     metrics: Callable[[Any], dict[str, jax.Array]] = clipjax.metrics
 
 
 class Run(NamedTuple):
-    """What is kept of one run: an entry for each step, or for each look at the test set."""
+    """The measurements of one run: an entry for each step, or for each evaluation on the test set."""
 
     norms: np.ndarray
     thresholds: np.ndarray  # NaN where there is none
@@ -67,7 +67,7 @@ class Network(nn.Module):
 
 
 def methods(clip: float) -> dict[str, Method]:
-    """The contestants; what each is called in the table."""
+    """Return the methods, by their names in the table."""
 
     def clipping(transformation: optax.GradientTransformation, threshold: Any = None) -> Method:
         return Method(
@@ -87,21 +87,21 @@ def methods(clip: float) -> dict[str, Method]:
 
 
 def broken_batches(steps: int, spikes: float, nans: float, seed: int) -> np.ndarray:
-    """What the pixels of each step's batch are multiplied by, float32 `(steps,)`: 1, much more, or NaN."""
+    """Draw the factors of each step's pixels, as float32 `(steps,)`: 1, much more, or NaN."""
     draw = np.random.default_rng(seed).random(steps)
-    start = steps // 20  # everything has a quiet start, as statistics need it
+    start = steps // 20  # the run starts without broken batches, because the statistics need some steps
     draw[:start] = 1
     factors = np.where(draw < spikes, BRIGHTER, np.where(draw < spikes + nans, np.nan, 1.0))
     return factors.astype(np.float32)
 
 
 def first_params(seed: int, pixels: int) -> Any:
-    """Draw the first parameters, the same for every method."""
+    """Draw the initial parameters, which are the same for every method."""
     return jax.jit(Network().init)(jax.random.key(seed), jnp.zeros((1, pixels)))
 
 
 def train(method: Method, params: Any, data: Data, factors: np.ndarray, seed: int) -> Run:
-    """Train with one method: all steps in one scan, without a look at the numbers in between."""
+    """Train with one method: all steps in one scan, without fetching any numbers in between."""
     network, tx = Network(), method.bound(optax.sgd(LEARNING_RATE, momentum=0.9))
     train_x, train_y = jnp.asarray(data.train_x), jnp.asarray(data.train_y)
 
@@ -116,7 +116,7 @@ def train(method: Method, params: Any, data: Data, factors: np.ndarray, seed: in
         y = jnp.where(factor == 1, train_y[rows], (train_y[rows] + 1) % 10)
         grads = jax.grad(loss_of, has_aux=True)(params, factor * train_x[rows], y)[0]
         updates, after = tx.update(grads, state, params)
-        norm = clipjax.functional.global_norm(grads)  # the method's own, where it measures it
+        norm = clipjax.functional.global_norm(grads)  # the same as the method's own, if it measures one
         seen, before = method.metrics(after), method.metrics(state)
         report = {
             "norms": norm,
@@ -139,26 +139,26 @@ def train(method: Method, params: Any, data: Data, factors: np.ndarray, seed: in
 
 
 def threshold_of(method: Method, seen: Mapping[str, Any]) -> Any:
-    """The norm above which the method acts at this step; NaN where there is none."""
+    """Return the norm above which the method acts at this step; NaN if there is none."""
     limit = seen[method.threshold] if isinstance(method.threshold, str) else method.threshold
     limit = jnp.asarray(jnp.nan if limit is None else limit, jnp.float32)
     return jnp.where(limit < jnp.inf, limit, jnp.nan)
 
 
 def count(seen: Mapping[str, Any], ending: str) -> Any:
-    """Add up the metrics of that name."""
+    """Add up the metrics whose names have this ending."""
     return sum((value for key, value in seen.items() if key.endswith(ending)), jnp.zeros(()))
 
 
 def clips(seen: Mapping[str, Any]) -> Any:
-    """How many steps were clipped so far."""
+    """Count the steps that were clipped so far."""
     share = count(seen, "/clipped_fraction")
     names = [key.removesuffix("/clipped_fraction") for key in seen if key.endswith("/clipped_fraction")]
     return share * seen[f"{names[0]}/steps"] if names else share
 
 
 def table_of(runs: Mapping[str, Run]) -> Table:
-    """Put what came out into a table: what the test set says, and how many steps each thing happened to."""
+    """Put the results into a table: test accuracy and loss, and the counts of steps by what happened."""
     table = Table()
     table.add_column("method", no_wrap=True)
     for column in ("accuracy", "test loss", "clipped", "skipped", "not finite"):
@@ -174,7 +174,7 @@ def table_of(runs: Mapping[str, Run]) -> Table:
 
 
 def draw(path: Path, runs: Mapping[str, Run]) -> None:
-    """Draw the norms and thresholds of each method, and below them the loss of all."""
+    """Draw the norms and thresholds of each method, and below them the losses of all methods."""
     with figure(path, 14, 9.5, fontsize=11) as drawn:
         drawn.get_layout_engine().set(hspace=0.03)
         above, below = drawn.subfigures(2, 1, height_ratios=(1.5, 1))
@@ -185,7 +185,7 @@ def draw(path: Path, runs: Mapping[str, Run]) -> None:
             for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
                 kind = "not clipped" if label == "each step" else label.partition(" (")[0]
                 handles.setdefault(kind, handle)
-            axes.legend_.remove()  # one for all
+            axes.legend_.remove()  # one legend serves all panels
             axes.set(xlabel="", ylabel="")
             acted = np.mean(run.clipped | run.skipped)
             axes.set_title(f"{name}\nclips or skips {acted:.0%} of the steps", fontsize="medium")
@@ -201,7 +201,7 @@ def draw(path: Path, runs: Mapping[str, Run]) -> None:
 
 
 def draw_losses(axes: Any, runs: Mapping[str, Run]) -> None:
-    """Draw the loss on the test set, up to where it is no number any more."""
+    """Draw the loss on the test set, up to where it becomes NaN."""
     for (name, run), color in zip(runs.items(), COLORS, strict=True):
         steps, finite = EVALUATE_EVERY * (1 + np.arange(len(run.losses))), np.isfinite(run.losses)
         width = 3 if name == "skip_nonfinite" else 1.4  # "none" is the same until it ends
@@ -226,19 +226,19 @@ class Settings:
     steps: Blocks = None
     """training steps; None: 3000"""
     spikes: Share = 0.01
-    """share of batches too bright"""
+    """fraction of batches that are too bright"""
     nans: Share = 0.01
-    """share of batches that are NaN"""
+    """fraction of batches that are NaN"""
     clip: Positive = 1.0
     """the fixed threshold"""
     seed: Seed = 0
-    """of the weights and the batches"""
+    """seed of the weights and the batches"""
     plot: Path = Path("out/spikes.png")
     """figure"""
     log: Path = Path("out/spikes.npz")
     """the norms of skip_spikes, for norm_log.py"""
     quick: bool = False
-    """300 steps, to see that it runs"""
+    """300 steps, to check that it runs"""
 
     def __post_init__(self) -> None:
         """Fill in the default that depends on another flag."""
@@ -247,7 +247,7 @@ class Settings:
 
 
 def run(args: Settings) -> None:
-    """Train with every method, and show what came out."""
+    """Train with every method, and show the results."""
     check_plot(args.plot)
     make_directory("--log", args.log.parent)
     data = load_data(None)
@@ -266,7 +266,7 @@ def run(args: Settings) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the script; returns its exit status."""
+    """Run the script and return its exit status."""
     return command_line.main("spikes.py", Settings, run, argv)
 
 

@@ -1,1 +1,1 @@
-"""What every bound is made of: norms, factors, rounding, and how trees of leaves are walked."""
+"""The building blocks of every bound: norms, factors, rounding, and traversing trees."""

@@ -1,4 +1,4 @@
-"""What is wrong with a call, in words: values cut to a line, and the names that other libraries use."""
+"""Error messages for wrong calls: values shortened to a line, and argument names of other libraries."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import optax
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-# Our names for those of TensorFlow, Keras, PyTorch, Optax and Lightning, of which the first that a function
-# has counts. An empty name is its first argument.
+# Our names for arguments of TensorFlow, Keras, PyTorch, Optax and Lightning. The first of them that a
+# function has is meant. An empty name stands for the function's first argument.
 _OURS = {
     **dict.fromkeys(("axis", "dim", "dims"), ("axes",)),
     **dict.fromkeys(("norm_type", "p", "order"), ("ord",)),
@@ -37,7 +37,7 @@ _OURS = {
 
 
 def shown(value: Any, most: int = 100) -> str:
-    """Write a value as an error shows it: on one line, cut where it is long, and functions by their names."""
+    """Format a value for an error message: on one line, shortened if it is long, and functions by name."""
     if callable(value) and hasattr(value, "__name__"):
         kind = "class" if inspect.isclass(value) else "function"
         return "a function" if value.__name__ == "<lambda>" else f"the {kind} {value.__name__}"
@@ -50,14 +50,14 @@ def shown(value: Any, most: int = 100) -> str:
 
 
 def _outline(leaf: Any) -> Any:
-    """A leaf, or the shape of a large one: to write its values would fetch them from the device."""
+    """Return a leaf, or its shape if it is large: formatting its values would copy them from the device."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if getattr(leaf, "size", 0) > 16 else leaf
 
 
 def explained(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Make `function` say which argument does not fit it, and what stands for it here."""
+    """Make `function` name an argument that does not fit, and the one that may be meant instead."""
 
-    @functools.cache  # at the first call: at import, those of all functions would take longer than the rest
+    @functools.cache  # computed at the first call: at import, this would take longer than all the rest
     def expected() -> tuple[inspect.Signature, bool]:
         signature = inspect.signature(function)
         first = next(iter(signature.parameters.values()), inspect.Parameter.empty)
@@ -87,7 +87,7 @@ def explained(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def check_names(argument: str, names: Any) -> tuple[str, ...]:
-    """Return the names of mesh axes as a tuple, and raise an error if they are none."""
+    """Return the names of mesh axes as a tuple, or raise an error if they are not names."""
     if names is None:
         return ()
     names = (names,) if isinstance(names, str) else names
@@ -107,14 +107,14 @@ def _check_axis_name(axis_name: Any) -> None:
 
 
 def _is_tree(value: Any, or_array: bool) -> bool:
-    """Whether a value is a container of arrays, as gradients are, or an array that is no single number."""
+    """Whether a value is a container of arrays, such as gradients, or an array with at least one axis."""
     leaves = [x for x in jax.tree.leaves(value) if hasattr(x, "dtype")]
     is_leaf = jax.tree_util.all_leaves([value])
     return bool(leaves) and (not is_leaf or (or_array and getattr(value, "ndim", 0) > 0))
 
 
 def makes_transformations(function: Any) -> bool:
-    """Whether a value is a function such as `optax.adam`, which has not been called yet."""
+    """Whether a value is a function such as `optax.adam`, which returns a transformation when called."""
     return inspect.isfunction(function) and any(kind in _made(function) for kind in _TRANSFORMATIONS)
 
 
@@ -126,7 +126,7 @@ def _made(function: Callable[..., Any]) -> str:
 
 
 def _use(function: Callable[..., Any]) -> str:
-    """What a tree is given to instead, where `function` makes something that takes trees."""
+    """Return a hint where to pass a tree, if `function` returns something that takes trees."""
     name = function.__name__
     if "Projection" in _made(function):
         return f"{name} makes a projection, which takes the weights: {name}(…)(params)"
@@ -146,7 +146,7 @@ def _misfit(name: str, signature: inspect.Signature, kwargs: dict[str, Any], mis
 
 
 def _ours(given: str, names: Sequence[str]) -> str:
-    """The argument that is meant, or nothing."""
+    """Return the argument that may be meant, or an empty string."""
     for ours in _OURS.get(given, ()):
         if not ours or ours in names:
             return ours or next(name for name in names if name not in ("tree", "x"))

@@ -18,7 +18,7 @@ from clipjax._core.paths import path_name as path_name
 
 
 class Skip:
-    """What stands for the axes of a leaf that is left alone, and why if nobody asked for that."""
+    """The axes of a leaf that is left alone; `why` is the reason, if the user did not ask for it."""
 
     def __init__(self, why: str = "") -> None:
         self.why = why
@@ -28,7 +28,7 @@ class Skip:
 
 
 class Default:
-    """A rule as a default: Optax' `inject_hyperparams` takes a default that can be called for a schedule."""
+    """A rule as a default, not callable: `optax.inject_hyperparams` takes callable defaults for schedules."""
 
     def __init__(self, rule: Rule, name: str) -> None:
         self.rule: Rule = rule
@@ -50,12 +50,12 @@ Axes: TypeAlias = _Simple | Default | Mapping[str, _Simple]
 def fan_in(path: Path, leaf: Any) -> tuple[int, ...] | Skip:
     """Reduce over the incoming weights of each unit: every axis but the last.
 
-    Right for the kernels of Dense `(in, out)` and Conv `(*window, in, out)` layers. Leaves of rank 0 and
-    1 (biases, scales) are left alone. Attention kernels, embeddings and stacked layers need axes of their
-    own, by path.
+    This is correct for kernels of Dense `(in, out)` and Conv `(*window, in, out)` layers. Leaves of rank 0
+    and 1 (biases, scales) are left alone. Attention kernels, embeddings and stacked layers need other axes,
+    by path.
 
     Args:
-      path: the leaf's key path, which this rule does not look at.
+      path: the leaf's key path, which this rule ignores.
       leaf: anything with a `shape`.
 
     Returns:
@@ -74,7 +74,7 @@ def fan_in(path: Path, leaf: Any) -> tuple[int, ...] | Skip:
 
 
 def fan_in_of_matrices(path: Path, leaf: Any) -> tuple[int, ...] | Skip:
-    """The rule of projections that were given none: `fan_in`, but no guess what a rank above 2 means."""
+    """The default rule of projections: `fan_in`, but an error for ranks above 2, which are ambiguous."""
     if len(leaf.shape) > 2:
         by_hand = tuple(range(len(leaf.shape) - 1))
         raise unclear(
@@ -92,20 +92,20 @@ FAN_IN_OF_MATRICES: Final = Default(fan_in_of_matrices, "fan_in")
 
 
 def unclear(argument: str, path: Path, leaf: Any, advice: str) -> ValueError:
-    """The error for a leaf of a rank that does not tell what its axes mean."""
+    """Make the error for a leaf whose rank does not determine the meaning of its axes."""
     return ValueError(
-        f"{argument}: the rank of leaf {described(path, leaf)} does not tell what it is: the kernel of a "
-        f"convolution, that of attention heads, or a stack of layers.\n{advice}"
+        f"{argument}: the rank of leaf {described(path, leaf)} does not determine what it is: the kernel of "
+        f"a convolution, that of attention heads, or a stack of layers.\n{advice}"
     )
 
 
 def is_measured(leaf: Any) -> bool:
-    """Whether a leaf counts towards norms: float and complex ones do; the others pass through."""
+    """Whether a leaf counts toward norms: float and complex leaves do; others pass through unchanged."""
     return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
 
 
 def check_axes(axes: Axes, name: str = "axes") -> Axes:
-    """Return `axes`, or raise what is wrong with them whatever the tree."""
+    """Return `axes`, or raise an error if they are invalid for any tree."""
     if isinstance(axes, Default):
         return axes.rule
     if not isinstance(axes, Mapping):
@@ -136,7 +136,7 @@ def resolve_axes(axes: Axes, tree: Any, *, may_bound_nothing: bool = False) -> l
 
     Raises:
       ValueError: an axis is out of range or repeated; a path pattern matches no leaf; no leaf is bounded,
-        and nobody asked for that; the default cannot tell the axes.
+        and :data:`SKIP` did not ask for that; the default does not know the axes.
     """
     leaves = leaves_with_paths(tree)
     each: list[Any] = [axes] * len(leaves)
@@ -151,14 +151,14 @@ def resolve_axes(axes: Axes, tree: Any, *, may_bound_nothing: bool = False) -> l
             "axes",
             leaves,
             resolved,
-            "Give the axes to reduce: 0 for the columns of (in, out), None for one norm a leaf, or by path, "
-            "as in axes={'*bias': None}. clipjax.SKIP for a leaf leaves it alone without this error.",
+            "Give the axes to reduce: 0 for the columns of (in, out), None for one norm per leaf, or by "
+            "path, as in axes={'*bias': None}. clipjax.SKIP for a leaf leaves it alone without this error.",
         )
     return resolved
 
 
 def check_some(argument: str, leaves: Sequence[tuple[Path, Any]], chosen: Sequence[Any], advice: str) -> None:
-    """Raise an error if all leaves that could be bounded are left alone, and nobody asked for that."""
+    """Raise an error if all leaves that could be bounded are left alone, unless the user asked for that."""
     if all(isinstance(each, Skip) for each in chosen):
         left = [
             (described(*leaf), each.why)
@@ -173,7 +173,7 @@ def check_some(argument: str, leaves: Sequence[tuple[Path, Any]], chosen: Sequen
 
 
 def _check_no_equinox(tree: Any) -> None:
-    """Raise an error if the default would take the weights of Equinox' layers for those of Flax."""
+    """Raise an error if the default would treat the weights of Equinox layers like those of Flax."""
     module = getattr(sys.modules.get("equinox"), "Module", None)
     if module is None:
         return
@@ -182,7 +182,7 @@ def _check_no_equinox(tree: Any) -> None:
             is_measured(leaf) and len(leaf.shape) > 1 for leaf in jax.tree.leaves(node)
         ):
             raise ValueError(
-                f"axes: {type(node).__name__} is an Equinox module. The weights of Equinox' layers are "
+                f"axes: {type(node).__name__} is an Equinox module. The weights of Equinox layers are "
                 "(out, in), while the default axes are for (in, out). Pass "
                 "axes=clipjax.equinox.unit_axes(model), which asks the layers, or the axes to reduce by path"
             )

@@ -1,4 +1,4 @@
-"""How large a norm may be: a number, an array or a schedule, checked as early as it can be."""
+"""Bounds on norms: a number, an array or a schedule, checked as early as possible."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ def check_bound(
     scalar: bool = False,
     forms: str = "a number, an array or a schedule",
 ) -> Any:
-    """Return `bound` if it can bound something, else raise an error that quotes it.
+    """Return `bound` if it is valid, else raise an error that quotes it.
 
-    Numbers and concrete arrays are checked for NaN and against `minimum`. A traced array or a
-    schedule is not known yet: :func:`bound_at` raises it to `minimum` when it runs.
+    Numbers and concrete arrays are checked for NaN and against `minimum`. The values of a traced array or a
+    schedule are not known yet: :func:`bound_at` raises them to `minimum` at run time.
     """
     if callable(bound) or isinstance(bound, jax.core.Tracer):
         return bound
     if isinstance(bound, bool | str | bytes | list | tuple) or bound is None:
         raise TypeError(f"{name} must be {forms}, got {shown(bound)}")
-    values = np.asarray(jax.device_get(bound))  # a transfer that is asked for
+    values = np.asarray(jax.device_get(bound))  # an explicit transfer, which transfer guards allow
     if values.dtype == object:
         raise TypeError(f"{name} must be {forms}, got {shown(bound)}")
     if not (jnp.issubdtype(values.dtype, jnp.floating) or jnp.issubdtype(values.dtype, jnp.integer)):
@@ -53,7 +53,7 @@ def check_bound(
 
 
 def check_order(low: Any, high: Any, of: str = "") -> None:
-    """Raise if a known `low` is above a known `high`; `of` says of what."""
+    """Raise an error if a known `low` is above a known `high`; `of` names what they bound."""
     check_bound("low", low, minimum=None)
     check_bound("high", high, minimum=None)
     if any(callable(x) or isinstance(x, jax.core.Tracer) for x in (low, high)):
@@ -90,8 +90,8 @@ def _to_float64(value: Any, minimum: float | None) -> jax.Array:
 def bound_at(name: str, bound: Any, *, minimum: float | None = 0.0, scalar: bool = False) -> Evaluate:
     """Check `bound` and make it a function `step -> float64 array`.
 
-    What only the running program knows is raised to `minimum`, so that a schedule that overshoots
-    zero clips to zero and never flips a sign. NaN stays NaN, and shows.
+    Values that are only known at run time are raised to `minimum`, so a schedule that falls below zero
+    clips to zero and never flips a sign. NaN stays NaN, and so appears in the result.
     """
     check_bound(name, bound, minimum=minimum, scalar=scalar)
 

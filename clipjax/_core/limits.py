@@ -1,4 +1,4 @@
-"""Bounding entries: clips to limits, and the report of them from the largest and the smallest entry."""
+"""Clip entries to limits, and report on the largest and the smallest entry."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from clipjax._core.trees import Report, on_arrays, summary
 def clip_entries(
     tree: Any, low: jax.Array | None, high: jax.Array, axis_name: AxisName = None
 ) -> tuple[Any, Report]:
-    """Bound each entry by itself. `low=None` stands for -high, which saves a pass."""
+    """Bound each entry separately. `low=None` stands for -high, which saves a pass."""
     check_entries(tree, low, high)
     floor = -high if low is None else low
     limits_of = functools.cache(lambda dtype: limits_in(floor, high, dtype))
@@ -35,12 +35,12 @@ def clip_entries(
         if not is_measured(leaf):
             return leaf
         if jnp.iscomplexobj(leaf):
-            return rescaled(leaf, to_bound(norm_of(leaf, (), 2.0), high))  # each entry a unit of its own
+            return rescaled(leaf, to_bound(norm_of(leaf, (), 2.0), high))  # each entry is a unit
         inside = jnp.clip(widened(strong(leaf)), *map(widened, limits_of(leaf.dtype)))
         return weakly_typed_as(leaf, exactly(inside, leaf.dtype))
 
     clipped = jax.tree.map(clip, tree)
-    if floor.ndim or high.ndim:  # then no extreme tells which entry meets which limit
+    if floor.ndim or high.ndim:  # then the extremes do not determine which entries reach a limit
         return clipped, summary([_changes(tree, clipped, axis_name)])
     return clipped, summary(_by_extremes(tree, floor, high, axis_name, symmetric=low is None))
 
@@ -48,8 +48,8 @@ def clip_entries(
 def _by_extremes(
     tree: Any, low: jax.Array, high: jax.Array, axis_name: AxisName, *, symmetric: bool
 ) -> list[Report]:
-    """What became of the largest and of the smallest entry; of the largest size alone if symmetric."""
-    groups: dict[Names, list[jax.Array]] = {}  # one all-reduce for all leaves that are spread alike
+    """Report on the largest and the smallest entry; if symmetric, on the largest absolute entry."""
+    groups: dict[Names, list[jax.Array]] = {}  # one all-reduce for all leaves spread over the same mesh axes
     for leaf, names in zip(jax.tree.leaves(tree), names_of_leaves(tree, axis_name), strict=True):
         if is_measured(leaf) and leaf.size:
             groups.setdefault(names, []).append(lax.stop_gradient(strong(leaf)))
@@ -64,7 +64,7 @@ def _by_extremes(
 
 
 def _extremes(leaves: Sequence[jax.Array], names: Names, *, symmetric: bool) -> jax.Array:
-    """The largest entry and the largest negative one; if symmetric, twice the largest size."""
+    """Return the largest x and the largest -x over all entries; if symmetric, the largest |x| twice."""
     if symmetric:
         both = jnp.broadcast_to(largest_of(leaves), (2,))
     else:
@@ -83,12 +83,12 @@ def check_entries(tree: Any, low: jax.Array | None, high: jax.Array) -> None:
             if jnp.iscomplexobj(leaf):
                 raise TypeError(
                     f"low, high: {the_leaf(path)} is complex, of dtype {leaf.dtype}, and has no order; "
-                    "one bound alone, as in clip_by_value(1.0), is on |z|"
+                    "one bound, as in clip_by_value(1.0), limits |z|"
                 )
 
 
 def _changes(tree: Any, clipped: Any, axis_name: AxisName) -> Report:
-    """What became of the largest absolute entry, and whether any entry has changed."""
+    """Report on the largest absolute entry, and whether any entry has changed."""
     before, after = (lax.stop_gradient(tree_norm(t, math.inf, axis_name)) for t in (tree, clipped))
     moved = jnp.zeros((), bool)
     leaves = (jax.tree.leaves(tree), jax.tree.leaves(clipped), names_of_leaves(tree, axis_name))
@@ -100,5 +100,5 @@ def _changes(tree: Any, clipped: Any, axis_name: AxisName) -> Report:
 
 
 def _ratio(after: jax.Array, before: jax.Array) -> jax.Array:
-    """The scale by which something became smaller: 1 for what was 0."""
+    """Return after / before, or 1 where before is 0."""
     return jnp.where(before > 0, after / jnp.where(before > 0, before, 1.0), 1.0)

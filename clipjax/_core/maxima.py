@@ -1,4 +1,4 @@
-"""The largest and the smallest entry, on each platform, found so that a NaN shows."""
+"""The largest and the smallest entry, on each platform, which are NaN if any entry is."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from clipjax._core.xla_cpu import Reduction, is_large, on_single_device, paired,
 
 
 def larger(x: Any, y: Any) -> jax.Array:
-    """The larger of two numbers, or NaN if one is: `jnp.maximum`, where derivatives may pass.
+    """Return the larger of two numbers, or NaN if one is NaN: `jnp.maximum`, with a derivative that works.
 
-    Its own derivative holds constants, which JAX 0.12 makes in the mode of whoever asks for it, where there
-    may be no float64.
+    The derivative of `jnp.maximum` contains constants, which JAX 0.12 creates in the mode of the code that
+    differentiates, in which float64 may be disabled.
     """
     return jnp.where((x >= y) | (x != x), x, y)
 
 
 def smaller(x: Any, y: Any) -> jax.Array:
-    """The smaller of two numbers, or NaN if one is, as :func:`larger`."""
+    """Return the smaller of two numbers, or NaN if one is NaN, as :func:`larger`."""
     return jnp.where((x <= y) | (x != x), x, y)
 
 
@@ -36,21 +36,21 @@ def largest(
     of: Callable[[jax.Array], jax.Array] = jnp.abs,
     at_least: float = 0.0,
 ) -> list[jax.Array]:
-    """The largest of(x) of each array along its axes, in float64, the axes kept as 1; NaN if any entry is.
+    """Return the largest of(x) along axes, in float64, with axes kept with size 1; NaN if any entry is NaN.
 
     Args:
       xs: real or complex arrays.
-      axes: the reduced axes of each.
-      of: what is compared, entry by entry.
-      at_least: what the result is at least.
+      axes: the reduced axes of each array.
+      of: the elementwise function whose values are compared.
+      at_least: the smallest possible result.
     """
 
     def along(x: jax.Array, axes: Axes) -> jax.Array:
         return jnp.max(x, axis=axes, keepdims=True, initial=at_least)
 
     def along_on_cpu(x: jax.Array, axes: Axes) -> jax.Array:
-        # XLA (jaxlib 0.10.2) loses NaN in a maximum of 4,096 entries and more, but not in a sum. It is taken
-        # in the other width: what a sum and a maximum share would be stored as a whole.
+        # XLA (jaxlib 0.10.2) loses NaN in a maximum of 4,096 entries or more, but not in a sum. The sum is
+        # computed in another width, as XLA would store an intermediate that sum and maximum share.
         other = np.float32 if x.dtype == np.float64 else np.float64
         sizes = jnp.abs(lax.convert_element_type(x, other))  # without signs: inf - inf is NaN
         total = jnp.sum(sizes, axis=axes, keepdims=True)
@@ -64,7 +64,7 @@ def largest(
         return [wide(along_narrow(x, a) if x.dtype.itemsize < 4 else next(reduced)) for x, a in each]
 
     def along_narrow(x: jax.Array, axes: Axes) -> jax.Array:
-        # What 16-bit entries are converted to XLA would store where two operations share it.
+        # The barrier keeps XLA from storing converted 16-bit entries, which two operations would share.
         apart = jnp.abs(lax.convert_element_type(lax.optimization_barrier(x), np.float32))
         total = jnp.sum(apart, axis=axes, keepdims=True)
         return jnp.where(jnp.isnan(total), jnp.nan, along(of(wide(x)), axes))
@@ -79,7 +79,7 @@ def largest(
 def largest_of_all(
     xs: Arrays, of: Callable[[jax.Array], jax.Array] = jnp.abs, at_least: float = 0.0
 ) -> jax.Array:
-    """The largest of(x) of all entries of several arrays, as a float64 scalar; NaN if any entry is."""
+    """Return the largest of(x) in several arrays, as a float64 scalar; NaN if any entry is NaN."""
 
     def together(xs: Arrays, of: Callable[[jax.Array], jax.Array]) -> jax.Array:
         found = [value.reshape(()) for value in largest(xs, tuple(all_axes(x) for x in xs), of, at_least)]
@@ -97,24 +97,24 @@ def largest_of_all(
 
 
 def max_of(x: jax.Array, at_least: float = 0.0) -> jax.Array:
-    """The largest entry, in float64, and at least so much; NaN if any entry is."""
+    """Return the largest entry, in float64, or `at_least` if that is larger; NaN if any entry is NaN."""
     return largest([x], (all_axes(x),), jnp.positive, at_least)[0].reshape(())
 
 
 def min_of(x: jax.Array, at_most: float = jnp.inf) -> jax.Array:
-    """The smallest entry, in float64, and at most so much; NaN if any entry is."""
+    """Return the smallest entry, in float64, or `at_most` if that is smaller; NaN if any entry is NaN."""
     return -max_of(-x, at_least=-at_most)
 
 
 def largest_of_rows(xs: Arrays, names: Sequence[Sequence[str]]) -> jax.Array:
-    """The largest number of each row of arrays without NaN, each over its mesh axes, in float64."""
+    """Return the largest number of each row of arrays without NaN, over the mesh axes of each, in float64."""
 
     def over_all(xs: Arrays) -> jax.Array:
         found = [jnp.max(x, axis=range(1, x.ndim), initial=-jnp.inf) for x in xs]
         over_devices = [lax.pmax(x, tuple(over)) if over else x for x, over in zip(found, names, strict=True)]
         return jnp.max(jnp.stack([wide(x) for x in over_devices]), axis=0)
 
-    def in_float32(xs: Arrays) -> jax.Array:  # TPUs have no such reduction of float64
+    def in_float32(xs: Arrays) -> jax.Array:  # TPUs do not support this reduction in float64
         return wide(over_all([lax.convert_element_type(x, np.float32) for x in xs]))
 
     return lax.platform_dependent(tuple(xs), tpu=in_float32, default=over_all)

@@ -1,7 +1,7 @@
-"""What all transformations do around their own work: check what comes in, and keep statistics.
+"""What all transformations have in common: they check their inputs and keep statistics.
 
 A transformation is a function `act(updates, memory, params, step, **extra_args)`, which returns the updates,
-a report and the memory: what its state holds beside the statistics.
+a report and the new memory: everything in its state except the statistics.
 """
 
 from __future__ import annotations
@@ -37,17 +37,18 @@ def with_stats(
     needs_params: str = "",
     follows_past: bool = False,
 ) -> Clip:
-    """Make a transformation of `act`, with statistics.
+    """Make a transformation from `act`, with statistics.
 
-    Without a state (None or Optax' `EmptyState`, as of its own clips), it acts all the same, and keeps none.
+    Without a state (None, or the `EmptyState` of Optax's own clips) it acts in the same way, without
+    statistics.
 
     Args:
-      kind: the class of the state, made of a `Stats` and the memory.
-      act: gets arrays; `step` is None where there is no state.
+      kind: the class of the state, which consists of a `Stats` and the memory.
+      act: gets arrays; `step` is None if there is no state.
       first: makes the memory before the first step.
-      where: the leaves that `first` and `act` get; None stands for the others, which may be anything.
-      needs_params: for the error where there are none; then `act` gets those that have an update.
-      follows_past: whether `act` makes no sense without a state.
+      where: the leaves that `first` and `act` get, with None in place of the others, which may be anything.
+      needs_params: why params are needed, for the error without them; `act` gets those that have an update.
+      follows_past: whether `act` cannot work without a state.
     """
     name, where = name_of(kind), check_where(where)
 
@@ -73,7 +74,7 @@ def with_stats(
 
 
 def check_units(axes: Axes) -> Callable[[Any, Stats], Memory]:
-    """The `first` of a transformation of units that remembers nothing: raise what is wrong with `axes`."""
+    """Make the `first` of a transformation without memory: it raises an error for invalid `axes`."""
 
     def first(params: Any, stats: Stats) -> Memory:
         del stats
@@ -84,7 +85,7 @@ def check_units(axes: Axes) -> Callable[[Any, Stats], Memory]:
 
 
 def check_state(name: str, kind: Any, state: Any) -> None:
-    """Raise if `state` is not what the transformation `name` made."""
+    """Raise an error if `state` is not one that the transformation `name` made."""
     if not isinstance(state, kind):
         given = shown(state, 40) if isinstance(state, dict | list) else f"a {type(state).__name__}"
         hint = "\nTo restore a checkpoint in that form, give tx.init(params) as its target."
@@ -95,7 +96,7 @@ def check_state(name: str, kind: Any, state: Any) -> None:
 
 
 def matching(name: str, updates: Any, params: Any, why: str) -> Any:
-    """The parameters that have an update, as arrays; None stands for the others, which may be anything."""
+    """Return the parameters that have an update, as arrays, with None in place of the others."""
     if params is None:
         if not jax.tree.leaves(updates):
             return updates
@@ -108,7 +109,7 @@ def matching(name: str, updates: Any, params: Any, why: str) -> Any:
         ) from error
     params = as_arrays(params)
     structure: Any = jax.tree.structure(params)
-    if structure != jax.tree.structure(updates):  # jax.tree.map took a part of it for a leaf
+    if structure != jax.tree.structure(updates):  # jax.tree.map treated a subtree as a leaf
         raise ValueError(f"params: {name} needs the structure of the updates. {_unlike(updates, params)}")
     for (path, update), param in zip(leaves_with_paths(updates), jax.tree.leaves(params), strict=True):
         if jnp.shape(update) != jnp.shape(param):
@@ -124,7 +125,7 @@ def _is_none(node: Any) -> bool:
 
 
 def _unlike(updates: Any, params: Any) -> str:
-    """Which leaves two trees do not share."""
+    """Describe which leaves two trees do not share."""
     of_updates, of_params = ([the_leaf(p) for p, _ in leaves_with_paths(tree)] for tree in (updates, params))
     missing = [f"{name} has an update and no parameter" for name in of_updates if name not in of_params]
     added = [f"{name} is a parameter without an update" for name in of_params if name not in of_updates]

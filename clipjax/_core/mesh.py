@@ -1,4 +1,4 @@
-"""Over which mesh axes the entries of one norm are spread, inside `shard_map` and `pmap`."""
+"""The mesh axes over which the entries of one norm are spread, inside `shard_map` and `pmap`."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ AxisName: TypeAlias = OfALeaf | Mapping[str, OfALeaf]
 
 
 def varying(leaf: Any) -> Names:
-    """The mesh axes that `leaf` varies on, read off its type; none outside `shard_map`."""
+    """Return the mesh axes that `leaf` varies over, from its type; none outside `shard_map`."""
     if not isinstance(leaf, jax.core.Tracer):
         return ()
     type_ = jax.typeof(leaf)
-    vma = getattr(type_, "vma", None)  # where JAX keeps it has moved between versions
+    vma = getattr(type_, "vma", None)  # its place depends on the version of JAX
     if vma is None:
         vma = getattr(getattr(type_, "mat", None), "varying", None)
     return tuple(sorted(vma or ()))
 
 
 def split_by_type(leaf: Any) -> tuple[Any, ...]:
-    """By which explicit mesh axes each dimension of `leaf` is split, read off its type; () if by none."""
+    """Return the explicit mesh axes that split each dimension of `leaf`, from its type; () if none do."""
     sharding = getattr(jax.typeof(leaf), "sharding", None)
     spec = () if sharding is None else tuple(sharding.spec)
     return spec if any(spec) else ()
 
 
 def is_divided(leaf: Any) -> bool:
-    """Whether explicit mesh axes leave a device with less than all of `leaf`; an axis may have one device."""
+    """Whether explicit mesh axes split `leaf` over devices; an axis with one device does not."""
     return bool(split_by_type(leaf)) and jax.typeof(leaf).sharding.shard_shape(leaf.shape) != leaf.shape
 
 
@@ -49,7 +49,7 @@ def is_spread(leaf: Any) -> bool:
 
 
 def placed_as(like: Any, x: jax.Array) -> jax.Array:
-    """Split x by the same explicit mesh axes as `like`, of one shape, so that `jnp.where` takes both."""
+    """Split x by the explicit mesh axes of `like`, which has the same shape, so `jnp.where` accepts both."""
     if split_by_type(like) == split_by_type(x):
         return x
     mesh = jax.typeof(like if split_by_type(like) else x).sharding.mesh
@@ -57,9 +57,9 @@ def placed_as(like: Any, x: jax.Array) -> jax.Array:
 
 
 def on_auto_axes(function: Callable[..., Any], like: Any, *args: Any) -> Any:
-    """`function(*args)`, run on explicit mesh axes as on those that the compiler splits arrays by.
+    """Return `function(*args)`, with explicit mesh axes treated as automatic ones inside.
 
-    For what JAX has no rules of explicit axes for. The results are split by them as `like` is.
+    This is for operations for which JAX has no rules for explicit axes. The results are split like `like`.
     """
     if not any(split_by_type(x) for x in args):
         return function(*args)
@@ -69,7 +69,7 @@ def on_auto_axes(function: Callable[..., Any], like: Any, *args: Any) -> Any:
 
 
 def of_each_leaf(axis_name: AxisName, tree: Any) -> list[OfALeaf]:
-    """The `axis_name` of each leaf: of a mapping that of the first pattern that matches, or none."""
+    """Return the `axis_name` of each leaf; in a mapping the first match wins, and other leaves get ()."""
     if not isinstance(axis_name, Mapping):
         return [axis_name] * len(jax.tree.leaves(tree))
     found = first_matches("axis_name", list(axis_name), tree)
@@ -77,7 +77,7 @@ def of_each_leaf(axis_name: AxisName, tree: Any) -> list[OfALeaf]:
 
 
 def as_names(axis_name: OfALeaf, argument: str = "axis_name") -> Names:
-    """Write an `axis_name` argument, or an entry of a spec, as a tuple of names that exist here."""
+    """Return an `axis_name` argument, or an entry of a spec, as a tuple; raise an error for unknown names."""
     names = check_names(argument, axis_name)
     for name in names:
         if not _is_here(name):
@@ -89,7 +89,7 @@ def as_names(axis_name: OfALeaf, argument: str = "axis_name") -> Names:
 
 
 def _is_here(name: str) -> bool:
-    """Whether a mesh axis can be summed over where this is traced."""
+    """Whether a mesh axis of this name exists in the current trace."""
     try:
         lax.axis_size(name)
     except NameError:
@@ -98,7 +98,7 @@ def _is_here(name: str) -> bool:
 
 
 def is_inside(specs: Any, axis_name: AxisName) -> bool:
-    """Whether there is a mesh axis of these where this is traced, as there is none outside `shard_map`."""
+    """Whether one of these mesh axes exists in the current trace, as inside `shard_map` and `pmap`."""
     of_leaves = axis_name.values() if isinstance(axis_name, Mapping) else [axis_name]
     named = [name for names in of_leaves for name in check_names("axis_name", names)]
     for spec in jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec)):
@@ -109,7 +109,7 @@ def is_inside(specs: Any, axis_name: AxisName) -> bool:
 
 
 def names_of_leaves(tree: Any, axis_name: AxisName) -> list[Names]:
-    """The mesh axes that each whole leaf is spread over: the named ones, else those of its type."""
+    """Return the mesh axes that each whole leaf is spread over: those named, else those of its type."""
     each = zip(of_each_leaf(axis_name, tree), jax.tree.leaves(tree), strict=True)
     return [as_names(names) or varying(leaf) for names, leaf in each]
 
@@ -117,7 +117,7 @@ def names_of_leaves(tree: Any, axis_name: AxisName) -> list[Names]:
 def names_of_units(
     path: Path, leaf: Any, axes: Reduced, spec: PartitionSpec | None, axis_name: OfALeaf
 ) -> tuple[Names, Names]:
-    """The mesh axes that one unit of `leaf` is spread over, and those over which there are other units.
+    """Return the mesh axes that one unit of `leaf` is spread over, and those over which units differ.
 
     Raises:
       ValueError: the leaf varies over mesh axes, and neither `specs` nor `axis_name` says which
@@ -146,7 +146,7 @@ def names_of_units(
 
 
 def _manual(path: Path, leaf: Any, spec: PartitionSpec) -> list[Names]:
-    """The mesh axes of each entry of a spec, but for those by which the compiler splits arrays."""
+    """Return the mesh axes of each entry of a spec, without automatic axes."""
     if len(spec) > len(leaf.shape):
         raise ValueError(f"specs: {spec} has more entries than leaf {described(path, leaf)} has axes")
     mesh = jax.sharding.get_abstract_mesh()
@@ -156,10 +156,10 @@ def _manual(path: Path, leaf: Any, spec: PartitionSpec) -> list[Names]:
 
 
 def spec_leaves(specs: Any, tree: Any) -> list[PartitionSpec | None]:
-    """One spec for each leaf of `tree`, from a tree of specs or a prefix of one.
+    """Return one spec for each leaf of `tree`, from a tree of specs or a prefix of one.
 
     Raises:
-      TypeError, ValueError: `specs` has something else in it, or another structure.
+      TypeError, ValueError: `specs` contains something else, or has another structure.
     """
     if specs is None:
         return [None] * len(jax.tree.leaves(tree))
@@ -176,9 +176,9 @@ def spec_leaves(specs: Any, tree: Any) -> list[PartitionSpec | None]:
 
 
 def largest_of_devices(x: jax.Array, names: Names) -> jax.Array:
-    """The largest value on all devices; infinite if one is NaN, which `lax.pmax` may lose."""
+    """Return the largest value on all devices; infinity if one is NaN, which `lax.pmax` may lose."""
 
-    def in_float32(x: jax.Array) -> jax.Array:  # TPUs have no such reduction of float64
+    def in_float32(x: jax.Array) -> jax.Array:  # TPUs do not support this reduction in float64
         return lax.convert_element_type(lax.pmax(lax.convert_element_type(x, np.float32), names), x.dtype)
 
     known = jnp.where(jnp.isnan(x), jnp.inf, x)
@@ -186,10 +186,10 @@ def largest_of_devices(x: jax.Array, names: Names) -> jax.Array:
 
 
 def sum_of_devices(x: jax.Array, names: Names) -> jax.Array:
-    """The sum of float64 values in [0, 1] on all devices.
+    """Return the sum of float64 values in [0, 1] over all devices.
 
-    TPUs add float32. So they get each value in three parts: two of 12 bits, whose sums over 4,096 devices
-    a float32 holds, and the rest.
+    TPUs add in float32. So each value is split into three parts: two of 12 bits, whose sums over 4,096
+    devices a float32 represents exactly, and the rest.
     """
 
     def in_parts(x: jax.Array) -> jax.Array:

@@ -1,10 +1,10 @@
-"""Measuring: norms exact enough to decide by.
+"""Norms that are accurate enough to compare with bounds.
 
-Norms are float64 values inside this package, whatever `jax_enable_x64` says. A plain float32 sum of a
-million squares is off by more than the four ulp that a bounded unit may lose, and overflows at 1e19.
-How the entries are added is for :mod:`clipjax._core.platforms` to choose.
+Norms are float64 values inside this package, whatever `jax_enable_x64` is. A plain float32 sum of a million
+squares has an error larger than the four ulp that a bounded unit may lose, and overflows at 1e19.
+:mod:`clipjax._core.platforms` chooses how the entries are added.
 
-The price is that every function that touches such a norm runs under :func:`in_float64`.
+Therefore every function that uses such a norm has to run under :func:`in_float64`.
 """
 
 from __future__ import annotations
@@ -54,23 +54,23 @@ def in_float64(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def norm_dtype(leaves: Sequence[Any]) -> np.dtype:
-    """The dtype in which users see norms: float32, or float64 if a leaf is as wide and the mode allows it."""
+    """Return the dtype of norms for users: float64 if a leaf has 64 bits and JAX allows it, else float32."""
     dtype = np.dtype(np.float64 if any(is_wide(x.dtype) for x in leaves) else np.float32)
     return jax.dtypes.canonicalize_dtype(dtype)
 
 
 def is_wide(dtype: Any) -> bool:
-    """Whether a dtype is of 64 bits a number."""
+    """Whether a dtype is float64 or complex128."""
     return dtype in (np.float64, np.complex128)
 
 
 def as_arrays(tree: Any) -> Any:
-    """Make arrays of Python numbers and of NumPy's 64 bits, whose dtypes depend on the user's mode.
+    """Convert Python numbers and 64-bit NumPy arrays to JAX arrays, with the dtypes of the user's mode.
 
-    Under :func:`in_float64` they could not be told any more.
+    Under :func:`in_float64` these dtypes would not be known any more.
 
     Raises:
-      TypeError: a leaf is no array, as the functions in an Equinox module.
+      TypeError: a leaf is not an array, such as the functions in an Equinox module.
     """
 
     def as_array(leaf: Any) -> Any:
@@ -83,20 +83,20 @@ def as_arrays(tree: Any) -> Any:
         path = next(path for path, other in leaves_with_paths(tree) if other is leaf)
         what = f"the leaf {path_name(path)!r}" if path else "the tree"
         raise TypeError(
-            f"{what} is no array but of type {type(leaf).__name__}: give the arrays "
-            "alone, for an Equinox module eqx.filter(model, eqx.is_inexact_array)"
+            f"{what} is not an array but of type {type(leaf).__name__}: pass only the arrays, "
+            "for an Equinox module eqx.filter(model, eqx.is_inexact_array)"
         )
 
     return jax.tree.map(as_array, tree)
 
 
 def only_arrays(tree: Any) -> Any:
-    """Put None in the place of what is neither an array nor a number, as functions in Equinox modules."""
+    """Replace leaves that are neither arrays nor numbers by None, such as functions in Equinox modules."""
     return as_arrays(jax.tree.map(lambda leaf: leaf if is_number(leaf) else None, tree))
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether a leaf has the shape and the dtype of an array; a Flax layer has a dtype, too."""
+    """Whether a leaf has a shape and a dtype, like an array; Flax layers have a dtype, but no shape."""
     return hasattr(leaf, "dtype") and hasattr(leaf, "shape")
 
 
@@ -107,25 +107,25 @@ def is_number(leaf: Any) -> bool:
 
 
 def strong(x: Any) -> jax.Array:
-    """Take away a weak type: under :func:`in_float64` a weak float32 plus 1.0 is a float64."""
+    """Remove a weak type: under :func:`in_float64` a weak float32 plus 1.0 is a float64."""
     return jnp.asarray(x, x.dtype)
 
 
 def weakly_typed_as(like: Any, x: jax.Array) -> jax.Array:
-    """Give x the weak type of `like`, which arithmetic with a strong bound takes away."""
+    """Give x the weak type of `like`, which arithmetic with a strongly typed bound removes."""
     if not getattr(like, "weak_type", False) or x.weak_type:
         return x
     return lax.convert_element_type_p.bind(x, new_dtype=x.dtype, weak_type=True, sharding=None)
 
 
 def check_ord(ord: Any) -> Any:  # noqa: A002 - the name that NumPy, JAX and SciPy use
-    """Return `ord` as a Python float, or as it is while it is traced."""
+    """Return `ord` as a Python float, or unchanged if it is traced."""
     if isinstance(ord, jax.core.Tracer):
         return ord
     if isinstance(ord, bool) or not (
         isinstance(ord, int | float) or (np.ndim(ord) == 0 and hasattr(ord, "dtype"))
     ):
-        raise TypeError(f"ord must be a number, as 2 or jnp.inf, got {shown(ord)}")
+        raise TypeError(f"ord must be a number, such as 2 or jnp.inf, got {shown(ord)}")
     if not np.isreal(ord):
         raise TypeError(f"ord must be real, got {shown(ord)}")
     if not float(ord) >= 1:
@@ -140,13 +140,13 @@ def norms_of(
     ord: Any,  # noqa: A002
     names: Sequence[Names],
 ) -> list[jax.Array]:
-    """Measure the p-norms of each leaf along its axes, in float64, with the reduced axes kept as 1.
+    """Measure the p-norms of each leaf along its axes, in float64, with reduced axes kept with size 1.
 
     Args:
-      leaves: of each leaf the terms whose sum is measured: usually one, a real or complex array.
-      axes: the reduced axes of each; `None` reduces all and gives a scalar.
+      leaves: for each leaf, the terms whose sum is measured: usually one real or complex array.
+      axes: the reduced axes of each leaf; `None` reduces all and gives a scalar.
       ord: p >= 1 or inf; may be traced, which costs a power per entry.
-      names: of each leaf, the mesh axes over which a norm's entries are spread, too.
+      names: for each leaf, the mesh axes over which a norm's entries are spread.
     """
     leaves = [tuple(strong(term) for term in terms) for terms in leaves]
     if isinstance(ord, jax.core.Tracer):
@@ -171,9 +171,9 @@ def norm_of(x: Any, axes: Reduced, ord: Any, names: Names = ()) -> jax.Array:  #
 
 @in_float64
 def tree_norm(tree: Any, ord: Any, axis_name: AxisName = None) -> jax.Array:  # noqa: A002
-    """The norm of all leaves of `tree` together, on all devices.
+    """Return the norm of all leaves of `tree` together, on all devices.
 
-    Leaves that are spread alike are put together first: one all-reduce of a scalar for each kind.
+    Leaves that are spread over the same mesh axes are combined first, with one all-reduce of a scalar.
     """
     groups: dict[Names, list[jax.Array]] = {}
     for leaf, names in zip(jax.tree.leaves(tree), names_of_leaves(tree, axis_name), strict=True):
@@ -192,7 +192,7 @@ def tree_norm(tree: Any, ord: Any, axis_name: AxisName = None) -> jax.Array:  # 
 
 @in_float64
 def joint_norms(labels: Sequence[str], norms: Sequence[jax.Array], ord: Any) -> dict[str, jax.Array]:  # noqa: A002
-    """The norm of all that has one label, of the norms of its parts, which have one shape: entry by entry."""
+    """Return the norm for each label, elementwise from the norms of its parts, which have the same shape."""
 
     def alike(each: list[jax.Array]) -> list[jax.Array]:
         return [placed_as(each[0], norm) for norm in each]
@@ -207,15 +207,15 @@ def joint_norms(labels: Sequence[str], norms: Sequence[jax.Array], ord: Any) -> 
 
 
 def _over_devices(norm: jax.Array, ord: Any, names: Names, *, narrow: bool) -> jax.Array:  # noqa: A002
-    """The norm of what is spread over mesh axes, from each device's own norm, `narrow` if not of 64 bits."""
+    """Combine the norms of devices over mesh axes; `narrow` says that the entries have less than 64 bits."""
     known = None if isinstance(ord, jax.core.Tracer) else ord
     if known == math.inf:
         return largest_of_devices(norm, names)
-    in_range = narrow and known is not None and known <= 2  # no float64 power can overflow
+    in_range = narrow and known is not None and known <= 2  # then no power overflows float64
     return _root_of_sum(norm, lax.convert_element_type(ord, np.float64), known, names, in_range)
 
 
-# The norms of each leaf, the sum of its terms.
+# The norms of each leaf, where a leaf is the sum of its terms.
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 @in_float64
 def _norms(leaves: Sequence[Arrays], axes: tuple[Reduced, ...], p: float) -> list[jax.Array]:
@@ -249,7 +249,7 @@ def _is_narrow_and_real(x: jax.Array) -> bool:
 
 
 def _any_norm(xs: Arrays, axes: Reduced, p: float) -> jax.Array:
-    """A norm of any order and dtype, entry by entry in float64."""
+    """Return a norm of any order and dtype, computed entry by entry in float64."""
     if p == math.inf:
         return largest_of(xs, axes)
     if p == 1 and axes is not None:
@@ -297,10 +297,10 @@ def _derivative(norm: jax.Array, xs: Arrays, dxs: Arrays, axes: Reduced, p: floa
 
 
 def _size_and_slope(x: jax.Array, dx: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """|x| and its derivative along dx, 0 at 0."""
+    """Return |x| and its derivative along dx, which is 0 at 0."""
     if not jnp.iscomplexobj(x):
         return jnp.abs(wide(x)), jnp.sign(wide(x)) * wide(dx)
-    # Widened after they are taken apart: JAX transposes taking apart in the width of its own mode.
+    # Widen the parts, not x: JAX transposes `x.real` and `x.imag` in the width of the user's mode.
     re, im, dre, dim = (wide(part) for part in (x.real, x.imag, dx.real, dx.imag))
     size = jnp.sqrt(jnp.where((re == 0) & (im == 0), 1.0, re * re + im * im))
     return jnp.where((re == 0) & (im == 0), 0.0, size), (re * dre + im * dim) / size
@@ -308,7 +308,7 @@ def _size_and_slope(x: jax.Array, dx: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 @in_float64
 def _traced_norm(xs: Arrays, axes: Reduced, p: jax.Array) -> jax.Array:
-    """The norm for a p that only the running program knows: scaled, so that p = inf is right too."""
+    """Return the norm for a p that is only known at run time; scaling makes p = inf correct too."""
     p = lax.convert_element_type(p, np.float64)
     unit = lax.stop_gradient(_nonzero(largest_of(xs, axes)))
 
@@ -331,7 +331,7 @@ def _traced_norm(xs: Arrays, axes: Reduced, p: jax.Array) -> jax.Array:
 def _root_of_sum(
     norm: jax.Array, p: jax.Array, known: float | None, names: Names, in_range: bool
 ) -> jax.Array:
-    """The p-norm of what the devices have, from their norms; p is `known`, or traced."""
+    """Return the p-norm over devices from their norms; p is `known`, or traced if that is None."""
 
     def power(x: jax.Array) -> jax.Array:
         return x**p if known is None else _power(x, known)
@@ -346,7 +346,7 @@ def _root_of_sum(
         unit = _nonzero(largest_of_devices(norm, names))
         return unit * root(sum_of_devices(power(norm / unit), names))
 
-    # On a TPU float64 has the range of float32.
+    # On a TPU, float64 has only the range of float32.
     return lax.platform_dependent(norm, tpu=scaled, default=plain if in_range else scaled)
 
 
@@ -365,18 +365,18 @@ def _root_of_sum_jvp(
 def largest_of(
     xs: Arrays, axes: Reduced = None, of: Callable[[jax.Array], jax.Array] = jnp.abs, at_least: float = 0.0
 ) -> jax.Array:
-    """The largest of(x), in float64, and at least so much; of all arrays together where axes are None."""
+    """Return the largest of(x), in float64, or `at_least` if larger; of all arrays if `axes` is None."""
     return largest_of_all(xs, of, at_least) if axes is None else largest(xs, (axes,), of, at_least)[0]
 
 
 def _sum(xs: Arrays, axes: Reduced, of: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """Sum a function of the entries along `axes`, and over the arrays."""
+    """Sum a function of the entries along `axes` and over the arrays."""
     sums = [jnp.sum(of(x), axis=axes, keepdims=axes is not None) for x in xs]
     return jnp.sum(jnp.stack(sums), axis=0) if len(sums) > 1 else sums[0]
 
 
 def _nonzero(x: jax.Array) -> jax.Array:
-    """Replace by 1 what cannot divide: 0, NaN and infinity."""
+    """Replace 0, NaN and infinity by 1, so that the result can be a divisor."""
     return jnp.where((x > 0) & (x < jnp.inf), x, 1.0)
 
 

@@ -1,13 +1,14 @@
-"""Sums of squares in pairs of float32: nearly as exact as in float64, for what has no fast float64.
+"""Sums of squares in pairs of float32: nearly as accurate as float64, for devices without fast float64.
 
-A pair (sum, rest) stands for their sum. The square of a number is the pair of the square of its first 12
-bits, which a float32 holds, and the rest of it. Two pairs are added without losing what the sum of their
-first parts rounds off (Dekker, 1971; Knuth's two-sum, its branch taken by the smaller and the larger one).
+A pair (sum, rest) stands for the sum of both. The square of a number is a pair: the square of its first 12
+bits, which a float32 represents exactly, and the rest of the square. Two pairs are added without losing what
+the sum of their first parts rounds off (Dekker, 1971; Knuth's two-sum, with a minimum and a maximum instead
+of its branch).
 
-Error: of an exact sum of squares t, at most 2**-33 t after up to 2**16 additions in a row, and 2**-31 t
-after 2**20 of them. The rest of a square, less than 2**-11 of it, is rounded three times, which makes
-3 * 2**-35; each addition adds a little. What is flushed to 0 adds 2**-126 for each entry: less than
-2**-34 t where t is at least 2**-60, for up to 2**31 entries.
+Error: for an exact sum of squares t, at most 2**-33 t after up to 2**16 additions in a row, and 2**-31 t
+after 2**20 of them. The rest of a square, less than 2**-11 of the square, is rounded three times, which
+contributes 3 * 2**-35; each addition contributes a little. Flushing to 0 contributes 2**-126 for each entry:
+less than 2**-34 t if t is at least 2**-60, for up to 2**31 entries.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Pair: TypeAlias = tuple[jax.Array, jax.Array]
 
 
 def square(x: jax.Array) -> Pair:
-    """The square of each float32 entry, as a pair."""
+    """Return the square of each float32 entry, as a pair."""
     head = lax.reduce_precision(x, 8, 11)
     return head * head, (x - head) * (x + head)
 
@@ -39,7 +40,7 @@ def add(a: Pair, b: Pair) -> Pair:
 
 
 def product(a: jax.Array, b: jax.Array) -> Pair:
-    """The product of float32 entries, as a pair."""
+    """Return the product of float32 entries, as a pair."""
     head_a, head_b = lax.reduce_precision(a, 8, 11), lax.reduce_precision(b, 8, 11)
     return head_a * head_b, (a - head_a) * b + head_a * (b - head_b)
 
@@ -55,7 +56,7 @@ def add_signed(a: Pair, b: Pair) -> Pair:
 
 
 def sum_signed(x: Pair, axes: tuple[int, ...]) -> Pair:
-    """Add pairs of any signs along axes, which are kept as 1."""
+    """Add pairs of any signs along axes, which are kept with size 1."""
     nothing = np.zeros((), np.float32)
     found = lax.reduce(x, (nothing, nothing), lambda a, b: add_signed((a[0], a[1]), (b[0], b[1])), axes)
     high, low = (jnp.expand_dims(part, axes) for part in found)
@@ -65,9 +66,9 @@ def sum_signed(x: Pair, axes: tuple[int, ...]) -> Pair:
 def reduce_sum(
     pairs: Sequence[Pair], axes: tuple[int, ...], sizes: Sequence[jax.Array] = ()
 ) -> tuple[jax.Array, ...]:
-    """Add pairs along axes, which are taken away, and find the largest of `sizes`, all in one pass.
+    """Add pairs along axes, which are removed, and find the largest of `sizes`, all in one pass.
 
-    Returns the two parts of each sum, one after the other, and then the largest.
+    Returns the two parts of each sum in turn, and then the largest of each of `sizes`.
     """
     summed = 2 * len(pairs)
 

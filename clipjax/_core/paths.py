@@ -17,23 +17,23 @@ Path: TypeAlias = tuple[Any, ...]
 
 
 def path_name(path: Path) -> str:
-    """Write a key path as `"encoder/Dense_0/kernel"`."""
+    """Format a key path, for example as `"encoder/Dense_0/kernel"`."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def the_leaf(path: Path) -> str:
-    """Name a leaf, for an error."""
+    """Name a leaf in an error message."""
     return f"leaf {path_name(path)!r}" if path else "the array"
 
 
 def described(path: Path, leaf: Any) -> str:
-    """Name a leaf and its shape, for an error."""
+    """Name a leaf and its shape in an error message."""
     name = repr(path_name(path)) if path else "(the array itself)"
     return f"{name} of shape {tuple(leaf.shape)}"
 
 
 def a_few(lines: Sequence[str], most: int = 5) -> str:
-    """The first of `lines`, each cut to a length that can be read, and how many more there are."""
+    """Return the first of `lines`, each shortened if it is long, and the number of further lines."""
     shown = [line if len(line) <= 120 else f"{line[:117]}..." for line in lines[:most]]
     return "\n  ".join([*shown, f"and {len(lines) - most} more"] if len(lines) > most else shown)
 
@@ -42,7 +42,7 @@ def check_rule(argument: str, rule: Callable[..., Any]) -> None:
     """Raise an error if a function cannot be called with a path and a leaf."""
     try:
         signature = inspect.signature(rule)
-    except ValueError:  # some functions of C have none
+    except ValueError:  # some functions written in C have no signature
         return
     try:
         signature.bind((), None)
@@ -53,9 +53,9 @@ def check_rule(argument: str, rule: Callable[..., Any]) -> None:
 
 
 def leaves_with_paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[Path, Any]]:
-    """The leaves of `tree` and their paths, the same with and without Flax' boxes around them.
+    """Return the leaves of `tree` with their paths, which are the same with and without Flax's boxes.
 
-    To JAX an `nnx.Variable` or an `nn.Partitioned` is a node with its leaf at `value`: that key is left out.
+    For JAX an `nnx.Variable` or an `nn.Partitioned` is a node with its leaf at `value`: that key is left out.
     """
     boxes = _boxes()
 
@@ -73,21 +73,21 @@ def leaves_with_paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -
 
 
 def _boxes() -> tuple[type, ...]:
-    """The types of Flax' boxes; none where Flax is not loaded."""
+    """Return the types of Flax's boxes; none if Flax is not loaded."""
     names = (("flax.nnx", "Variable"), ("flax.nnx", "VariableState"), ("flax.core.meta", "AxisMetadata"))
     loaded = ((vars(sys.modules[module]), name) for module, name in names if module in sys.modules)
     return tuple(members[name] for members, name in loaded if name in members)
 
 
 def first_matches(argument: str, patterns: Sequence[str], tree: Any) -> list[str | None]:
-    """The first of `patterns` that matches the path of each leaf of `tree`, or None.
+    """Return the first of `patterns` that matches the path of each leaf of `tree`, or None.
 
     Raises:
-      ValueError: a pattern matches no leaf, and nothing that `optax.masked`, `optax.partition` or a None
-        keeps out of the tree.
+      ValueError: a pattern matches no leaf, nor anything that `optax.masked`, `optax.partition` or a None
+        removes from the tree.
     """
     names = [path_name(path) for path, _ in leaves_with_paths(tree)]
-    if not names:  # nothing to do, as for a group of which Optax' wrappers leave nothing
+    if not names:  # nothing to do: Optax's wrappers may leave a group without leaves
         return []
     found = [[p for p in patterns if _matches(p, name)] for name in names]
     unmatched = [p for p in patterns if not any(p in matching for matching in found)]
@@ -103,7 +103,7 @@ def first_matches(argument: str, patterns: Sequence[str], tree: Any) -> list[str
 
 
 def check_none_is_hidden(argument: str, patterns: Sequence[str], tree: Any) -> None:
-    """Raise an error if a wider pattern comes before one, and takes all of its leaves."""
+    """Raise an error if a pattern comes after a wider one that matches all of its leaves."""
     names = [path_name(path) for path, _ in leaves_with_paths(tree)]
     of = {p: {name for name in names if _matches(p, name)} for p in patterns}
     for i, narrow in enumerate(patterns):
@@ -118,7 +118,7 @@ def check_none_is_hidden(argument: str, patterns: Sequence[str], tree: Any) -> N
 def leaves_of_prefix(
     argument: str, what: str, prefix: Any, tree: Any, is_leaf: Callable[[Any], bool] | None = None
 ) -> list[Any]:
-    """What a tree or a prefix of one says of each leaf of `tree`.
+    """Return the value for each leaf of `tree`, from a tree of values or a prefix of one.
 
     Raises:
       ValueError: `prefix` has another structure.
@@ -133,7 +133,7 @@ def leaves_of_prefix(
             a_few([path_name(path) for path, _ in leaves_with_paths(x, is_leaf)]) for x in (prefix, tree)
         )
         raise ValueError(
-            f"{argument} must be one {what}, or have the structure of the tree:\n  {wanted}\nbut is of:\n"
+            f"{argument} must be one {what}, or have the structure of the tree:\n  {wanted}\nbut it has:\n"
             f"  {given}"
         ) from error
     return found
@@ -144,13 +144,13 @@ def _is_absent(node: Any) -> bool:
 
 
 def _may_reach(pattern: str, name: str) -> bool:
-    """Whether a pattern matches a path, or what may have been below it."""
+    """Whether a pattern matches a path, or may match a path below it."""
     parts = pattern.split("/")
     return not name or any(_matches("/".join(parts[: i + 1]), name) for i in range(len(parts)))
 
 
 def _matches(pattern: str, name: str) -> bool:
-    """Whether a glob matches a whole path, or the last components of it."""
+    """Whether a glob matches a whole path, or its last components."""
     return _compiled(pattern).match(name) is not None
 
 

@@ -1,11 +1,12 @@
-"""The one door to what platforms do differently: measuring, to float64 accuracy, at the speed of memory.
+"""What differs between platforms: measuring with float64 accuracy, at the speed of memory.
 
-Which way is taken is known when a program is lowered for what it is to run on, not while it is traced.
+The platform is known when a program is lowered, not while it is traced.
 
-A CPU adds in float64: it takes no longer than memory does. So does a GPU; but where it adds all of a large
-array, it adds pairs of float32, since many GPUs have a thirtieth of their speed in float64. A TPU, which has
-neither float64 nor a range beyond that of float32, adds pairs, too, and measures once more what was out of
-range. The largest entries are found in :mod:`clipjax._core.maxima`.
+A CPU adds in float64, which takes no longer than reading the memory. So does a GPU, except that it adds all
+entries of a large array in pairs of float32, since many GPUs have a thirtieth of their speed in float64. A
+TPU has neither float64 nor a range beyond that of float32. It adds pairs, too, and in the same pass the
+squares of scaled entries, for what is out of range. The largest entries are found in
+:mod:`clipjax._core.maxima`.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ import numpy as np
 from jax import lax
 
 from clipjax._core import pairs
-from clipjax._core.blocks import FAR, inner_products_of_blocks, kept, pair_sum, sums_of_blocks
-from clipjax._core.mesh import split_by_type, varying
-from clipjax._core.side_by_side import by_kind, side_by_side
+from clipjax._core.blocks import FAR, inner_products_of_blocks, kept, sums_of_blocks, sums_of_squares
+from clipjax._core.mesh import split_by_type
+from clipjax._core.side_by_side import side_by_side
 from clipjax._core.xla_cpu import (
     Reduction,
     Turn,
@@ -38,16 +39,16 @@ from clipjax._core.xla_cpu import (
 Arrays: TypeAlias = Sequence[jax.Array]
 Axes: TypeAlias = tuple[int, ...]
 
-# How far a measured norm may be from the norm, relatively.
+# The largest relative error of a measured norm.
 NORM_ERROR = 2.0**-32
-# Of sums of squares, the range in which pairs of float32 keep their accuracy.
+# The range of sums of squares in which pairs of float32 keep their accuracy.
 _LEAST, _MOST = 2.0**-60, 2.0**120
-# On a GPU: entries from each of these sizes on are multiplied by the number beside it before they are
-# squared, so that up to 2**31 of them keep their accuracy.
+# On a GPU, pairs (size, scale): entries of at least this size, and below the next, are multiplied by the
+# scale before they are squared, so that up to 2**31 of them keep their accuracy.
 _SCALES = ((0.0, 2.0**80), (2.0**-40, 1.0), (2.0**23, 2.0**-65))
-# How much the plain float32 norm may be off that stands on a TPU for what is out of the range of pairs.
+# The largest relative error of the plain float32 norm that a TPU uses outside the range of pairs.
 _PLAIN_ERROR = 2.0**-12
-# So many small arrays of one shape are added entry by entry before they are reduced.
+# The number of small arrays of one shape that are added entry by entry before they are reduced.
 _TOGETHER = 16
 
 
@@ -57,12 +58,12 @@ def wide(x: Any) -> jax.Array:
     return lax.convert_element_type(x, np.complex128 if jnp.iscomplexobj(x) else np.float64)
 
 
-@functools.partial(jax.jit, static_argnums=1)  # else compiled anew at every call without jit
+@functools.partial(jax.jit, static_argnums=1)  # otherwise compiled again at every call outside jit
 def euclidean_norms(leaves: Sequence[Arrays], axes: tuple[Axes, ...]) -> list[jax.Array]:
-    """The root of the sum of squares of each leaf along its axes, in float64, with the axes kept as 1.
+    """Return the root of the sum of squares of each leaf along axes, in float64, with axes kept with size 1.
 
     Args:
-      leaves: of each leaf the terms whose sum is measured, float arrays of at most 32 bits.
+      leaves: for each leaf, the terms whose sum is measured, float arrays of at most 32 bits.
       axes: the reduced axes of each leaf.
     """
 
@@ -70,17 +71,13 @@ def euclidean_norms(leaves: Sequence[Arrays], axes: tuple[Axes, ...]) -> list[ja
         return [jnp.sqrt(total) for total in reduce_in_slices(_SQUARES, leaves, axes)]
 
     def on_tpu(leaves: Sequence[Arrays]) -> list[jax.Array]:
-        def alone(xs: Arrays) -> list[jax.Array]:
-            def of_a_kind(_: Any, xs: Arrays, axes: Sequence[Axes]) -> list[jax.Array]:
-                sums = [pair_sum(x, along) for x, along in zip(xs, axes, strict=True)]
-                return _in_range(side_by_side(_widened_sum, *zip(*sums, strict=True)), xs, axes)
+        def roots(sums: Callable[[jax.Array, Axes], Arrays], xs: Arrays) -> list[jax.Array]:
+            columns = zip(*(sums(x, along) for x, along in zip(xs, axes, strict=True)), strict=True)
+            return side_by_side(lambda a, b, *far: _root(_widened_sum(a, b), *far), *columns)
 
-            return by_kind(of_a_kind, [varying(x) for x in xs], xs, axes)
-
-        def on_many(xs: Arrays) -> list[jax.Array]:
-            return [_root_of_many(*_sums_on_many(x, along)) for x, along in zip(xs, axes, strict=True)]
-
-        return lax.cond(on_single_device(), alone, on_many, [added(terms) for terms in leaves])
+        xs = [added(terms) for terms in leaves]
+        alone, on_many = (functools.partial(roots, sums) for sums in (sums_of_squares, sums_of_blocks))
+        return lax.cond(on_single_device(), alone, on_many, xs)
 
     def on_gpu(leaves: Sequence[Arrays]) -> list[jax.Array]:
         xs = [added(terms) for terms in leaves]
@@ -92,7 +89,7 @@ def euclidean_norms(leaves: Sequence[Arrays], axes: tuple[Axes, ...]) -> list[ja
 
 @jax.jit
 def euclidean_norm(xs: Arrays) -> jax.Array:
-    """The root of the sum of squares of all entries of several arrays, as a float64 scalar."""
+    """Return the root of the sum of squares of all entries of several arrays, as a float64 scalar."""
 
     def on_cpu(xs: Arrays) -> list[jax.Array]:
         return reduce_in_slices(_SQUARES, [(x,) for x in xs], [all_axes(x) for x in xs]) if xs else []
@@ -111,14 +108,11 @@ def euclidean_norm(xs: Arrays) -> jax.Array:
         )
 
     def on_tpu(xs: Arrays) -> jax.Array:
-        def alone(xs: Arrays) -> jax.Array:
-            sums = side_by_side(_widened_sum, *zip(*(pair_sum(x, all_axes(x)) for x in xs), strict=True))
-            return _in_range([_sum(sums)], xs)[0].reshape(())
+        def root(sums: Callable[[jax.Array, Axes], Arrays], xs: Arrays) -> jax.Array:
+            a, b, *far = zip(*(sums(x, all_axes(x)) for x in xs), strict=True)
+            return _root(_sum(side_by_side(_widened_sum, a, b)), *map(_sum, far))
 
-        def on_many(xs: Arrays) -> jax.Array:
-            sums = zip(*(_sums_on_many(x, all_axes(x)) for x in xs), strict=True)
-            return _root_of_many(*map(_sum, sums))
-
+        alone, on_many = (functools.partial(root, sums) for sums in (sums_of_squares, sums_of_blocks))
         return lax.cond(on_single_device(), alone, on_many, xs)
 
     return lax.platform_dependent(
@@ -132,9 +126,9 @@ def euclidean_norm(xs: Arrays) -> jax.Array:
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 @functools.partial(jax.jit, static_argnums=2)
 def inner_product(a: jax.Array, b: jax.Array, axes: Axes) -> jax.Array:
-    """The sum of products along axes, in float64, with the axes kept as 1; of real arrays of one dtype.
+    """Return the sum of products of two real arrays of one dtype along axes, which are kept with size 1.
 
-    For a TPU the arrays have to be scaled, to norms of at most 2.
+    The result is float64. For a TPU, the arrays have to be scaled to norms of at most 2.
     """
 
     def in_float64(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -156,14 +150,14 @@ def inner_product(a: jax.Array, b: jax.Array, axes: Axes) -> jax.Array:
 @inner_product.defjvp
 def _inner_product_jvp(axes: Axes, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     (a, b), (da, db) = primals, tangents
-    with jax.enable_x64(True):  # JAX may ask for it later, in its own mode
+    with jax.enable_x64(True):  # JAX may run this later, in the user's mode
         slopes = wide(da) * wide(b) + wide(a) * wide(db)
         return inner_product(a, b, axes), jnp.sum(slopes, axis=axes, keepdims=True)
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def sum_of_sizes(x: jax.Array, axes: Axes) -> jax.Array:
-    """The sum of absolute values along axes, in float64, with the axes kept as 1."""
+    """Return the sum of absolute values along axes, in float64, with the axes kept with size 1."""
 
     def in_pairs(x: jax.Array) -> jax.Array:
         size = lax.convert_element_type(jnp.abs(x), np.float32)
@@ -181,7 +175,7 @@ def _sum(values: Arrays) -> jax.Array:
 
 
 def all_axes(x: jax.Array) -> Axes:
-    """The axes of a whole leaf."""
+    """Return all axes of an array."""
     return tuple(range(x.ndim))
 
 
@@ -193,7 +187,7 @@ _SQUARES = Reduction(_square, jnp.add, lambda x, axes: jnp.sum(x, axis=axes, kee
 
 
 def alike(xs: Arrays) -> list[list[jax.Array]]:
-    """Put arrays of one shape together: hundreds of them compile to a few operations."""
+    """Group arrays of the same shape, so that hundreds of them compile to a few operations."""
     groups: dict[Any, list[jax.Array]] = {}
     for x in xs:
         groups.setdefault((x.shape, x.dtype, split_by_type(x)), []).append(x)
@@ -201,13 +195,13 @@ def alike(xs: Arrays) -> list[list[jax.Array]]:
 
 
 def _plain(xs: Arrays, axes: Sequence[Axes]) -> list[jax.Array]:
-    """The sums of squares in float64, which several devices add in one all-reduce."""
+    """Return the sums of squares in float64, which several devices add in one all-reduce."""
     return [_SQUARES.along(_square(x), along) for x, along in zip(xs, axes, strict=True)]
 
 
 def _on_gpu(xs: Arrays, axes: Sequence[Axes]) -> list[jax.Array]:
-    """The sums of squares, on one GPU."""
-    # Of units XLA would store the pairs before it adds them.
+    """Return the sums of squares, on one GPU."""
+    # For units, XLA would store the pairs before it adds them.
     in_pairs = [is_large(x) and len(along) == x.ndim for x, along in zip(xs, axes, strict=True)]
     each = list(zip(xs, axes, in_pairs, strict=True))
     columns = list(zip(*(_scaled_pair_sums(x, along) for x, along, yes in each if yes), strict=True))
@@ -216,14 +210,14 @@ def _on_gpu(xs: Arrays, axes: Sequence[Axes]) -> list[jax.Array]:
 
 
 def _scaled_pair_sums(x: jax.Array, axes: Axes) -> list[jax.Array]:
-    """Sums of squares of small, of usual and of large entries: no scale is right for all of them."""
+    """Return sums of squares of small, medium and large entries, as no single scale fits all of them."""
     x = lax.convert_element_type(x, np.float32)
     size, nothing = jnp.abs(x), jnp.zeros_like(x)
     squares = []
     for (least, scale), (most, _) in zip(_SCALES, (*_SCALES[1:], (jnp.inf, 1)), strict=True):
         chosen = (size >= np.float32(least)) & ((size < np.float32(most)) | (most == jnp.inf))
         squares.append(pairs.square(jnp.where(chosen, x * np.float32(scale), nothing)))
-    # The largest size, too, as no pair can be infinite; and NaN is in none of the sums.
+    # The largest size is needed too, as pairs cannot be infinite, and no sum contains NaN.
     return [part.reshape(kept(x, axes)) for part in pairs.reduce_sum(squares, axes, [size])]
 
 
@@ -239,60 +233,20 @@ def _widened_sum(a: jax.Array, b: jax.Array) -> jax.Array:
     return wide(a) + wide(b)
 
 
-def _in_range(totals: Arrays, xs: Arrays, axes: Sequence[Axes] | None = None) -> list[jax.Array]:
-    """The roots of sums of squares; where these have left the range of pairs, measured again, less exactly.
-
-    Without `axes` there is one total, of all arrays together.
-    """
-
-    def plain(x: jax.Array, scale: jax.Array, along: Axes | None) -> jax.Array:
-        entries = lax.convert_element_type(x, np.float32) * scale
-        return jnp.sum(jnp.square(entries), axis=along, keepdims=along is not None)
-
-    def again(totals: Arrays, xs: Arrays) -> list[jax.Array]:
-        scales = [jnp.where(total < 1, *FAR) for total in totals]
-        if axes is None:
-            sums = [jnp.sum(jnp.stack([plain(x, scales[0], None) for x in xs]))]
-        else:
-            sums = [plain(*each) for each in zip(xs, scales, axes, strict=True)]
-        return [jnp.sqrt(s) / k for s, k in zip(sums, scales, strict=True)]
-
-    def not_needed(totals: Arrays, xs: Arrays) -> list[jax.Array]:
-        del xs
-        return [lax.convert_element_type(total, np.float32) for total in totals]
-
-    all_fit = functools.reduce(jnp.logical_and, [jnp.all(_fits(total)) for total in totals])
-    return side_by_side(_root, totals, lax.cond(all_fit, not_needed, again, list(totals), list(xs)))
-
-
-def _sums_on_many(x: jax.Array, axes: Axes) -> tuple[jax.Array, ...]:
-    """On one of several TPUs: the sum of squares, and that of entries far below and far above its range."""
-    a, b, small, large = sums_of_blocks(x, axes)
-    return _widened_sum(a, b), small, large
-
-
-def _root_of_many(total: jax.Array, small: jax.Array, large: jax.Array) -> jax.Array:
-    """The norm from these sums. A branch, as on one TPU, would add over the devices once more."""
-    below, above = (jnp.sqrt(s) / k for s, k in zip((small, large), FAR, strict=True))
-    return _root(total, jnp.where(small < jnp.inf, below, above))
-
-
-def _fits(total: jax.Array) -> jax.Array:
-    return (total >= _LEAST) & (total < _MOST)
-
-
-def _root(total: jax.Array, instead: jax.Array) -> jax.Array:
-    """The root of a sum in the range of pairs, else a norm in float32, made larger by its error."""
+def _root(total: jax.Array, small: jax.Array, large: jax.Array) -> jax.Array:
+    """Return the root of a sum in the range of pairs, else that of scaled squares, increased by its error."""
+    below, above = (jnp.sqrt(s) / scale for s, scale in zip((small, large), FAR, strict=True))
+    instead = jnp.where(small < jnp.inf, below, above)
     most = float(np.finfo(np.float32).max)
     larger = jnp.where(instead < most, jnp.minimum(wide(instead) * (1 + _PLAIN_ERROR), most), wide(instead))
-    return jnp.where(_fits(total), jnp.sqrt(total), larger)
+    return jnp.where((total >= _LEAST) & (total < _MOST), jnp.sqrt(total), larger)
 
 
 @jax.jit
 def stored(x: jax.Array, turn: Turn) -> jax.Array:
-    """The values of a large array that is read more than once, stored: on a CPU when its turn has come.
+    """Return a large array that is read more than once, stored in memory; on a CPU, once its turn has come.
 
-    Elsewhere XLA would compute it for each of its readers, from what a donated buffer no longer holds.
+    On other platforms, XLA would recompute it for each reader, from a donated buffer that is already reused.
     """
     if not is_large(x):
         return x
@@ -301,5 +255,5 @@ def stored(x: jax.Array, turn: Turn) -> jax.Array:
 
 
 def once(x: jax.Array) -> jax.Array:
-    """The values, which many entries read, computed once."""
+    """Return values that many entries read, computed only once."""
     return lax.platform_dependent(x, cpu=computed_once, default=lambda x: x)

@@ -1,4 +1,4 @@
-"""Rounding to the dtypes of leaves: to the nearest, towards zero, inwards; and the next number."""
+"""Rounding to the dtypes of leaves: to nearest, toward zero, or inward; and the neighbor of a number."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from clipjax._core.norms import in_float64, wide
 
 
 def widened(x: jax.Array) -> jax.Array:
-    """Widen to the dtype to compute in: float32 for narrower ones."""
+    """Widen to the dtype to compute in: float32 for narrower dtypes."""
     return lax.convert_element_type(x, x.dtype if x.dtype == np.float64 else np.float32)
 
 
 def exactly(x: jax.Array, dtype: Any) -> jax.Array:
-    """Convert to a dtype that holds every entry, after :func:`rounded`.
+    """Convert to a dtype that represents every entry exactly, after :func:`rounded`.
 
-    To bfloat16 by the bits: a conversion XLA on a CPU would not repeat for each operation that reads its
-    result, but store it.
+    For bfloat16 this takes the upper bits. XLA on a CPU would store the result of a conversion, instead of
+    recomputing it for each operation that reads it.
     """
     by_bits = dtype == jnp.bfloat16 and x.dtype == np.float32
     return _upper_half(x) if by_bits else lax.convert_element_type(x, dtype)
@@ -40,10 +40,10 @@ def _upper_half_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def rounded(x: jax.Array, dtype: Any, toward_zero: bool = False) -> jax.Array:
-    """Round x to the values of a narrower dtype, in x's own: to the nearest, or never growing.
+    """Round x to values of a narrower dtype, but keep x's dtype: to nearest, or toward zero.
 
-    A pair of conversions will not do where the result is looked at again: XLA takes out a pair of
-    conversions to 16 bits and back (`xla_allow_excess_precision`), and the rounding with it.
+    Converting to 16 bits and back would not do: XLA removes such a pair of conversions
+    (`xla_allow_excess_precision`), and with it the rounding.
     """
     return _rounded(x, dtype, toward_zero) if jnp.finfo(dtype).nmant < jnp.finfo(x.dtype).nmant else x
 
@@ -71,9 +71,9 @@ def _rounded_jvp(dtype: Any, toward_zero: bool, primals: Any, tangents: Any) -> 
 
 @jax.custom_jvp
 def neighbour(x: jax.Array, outward: jax.Array) -> jax.Array:
-    """The next value of x's dtype away from 0 where `outward`, else towards it.
+    """Return the next value of x's dtype, away from 0 where `outward`, else toward 0.
 
-    x must be neither 0 nor NaN: what `lax.nextafter` does beyond this costs more than a pass.
+    x must be neither 0 nor NaN: the cases that `lax.nextafter` handles in addition cost more than a pass.
     """
     bits = lax.bitcast_convert_type(x, np.dtype(f"int{8 * x.dtype.itemsize}"))
     one = np.ones((), bits.dtype)
@@ -87,7 +87,7 @@ def _neighbour_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
 
 @in_float64
 def limits_in(low: jax.Array, high: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """Float64 limits in a leaf's dtype, rounded inwards, so that clipped entries obey them."""
+    """Convert float64 limits to a leaf's dtype, rounded inward, so that clipped entries are within them."""
     return _inward(low, dtype, jnp.inf), _inward(high, dtype, -jnp.inf)
 
 
@@ -107,6 +107,6 @@ def _inward_jvp(dtype: Any, direction: float, primals: Any, tangents: Any) -> tu
 
 
 def smallest(dtype: Any) -> float:
-    """The smallest positive number that XLA does not flush to 0; float16 is computed in float32."""
+    """Return the smallest positive number that XLA does not flush to 0; float16 is computed in float32."""
     info = jnp.finfo(dtype)
     return float(info.smallest_subnormal if dtype == np.float16 else info.tiny)

@@ -1,4 +1,4 @@
-"""Computing for many leaves what takes a program no longer than for one."""
+"""Computations for many leaves that compile and run about as fast as for one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from clipjax._core.xla_cpu import on_single_device
 def by_kind(
     function: Callable[..., Sequence[Any]], kinds: Sequence[Any], *columns: Sequence[Any]
 ) -> list[Any]:
-    """Apply `function(kind, *columns)` to the leaves of each kind; the results are in the order of leaves."""
+    """Apply `function(kind, *columns)` to the leaves of each kind, and return the results in leaf order."""
     found: list[Any] = [None] * len(kinds)
     for kind in dict.fromkeys(kinds):
         places = [i for i, other in enumerate(kinds) if other == kind]
@@ -29,14 +29,14 @@ def by_kind(
 
 
 def side_by_side(function: Callable[..., Any], *columns: Sequence[jax.Array]) -> list[Any]:
-    """Apply an elementwise function to small arrays of many leaves: on one accelerator to all at once.
+    """Apply an elementwise function to small arrays of many leaves; on one accelerator, to all at once.
 
-    Hundreds of small computations take long to compile for a TPU, where each operation on float64 becomes
-    dozens, and are as many kernels on a GPU. For a CPU it takes longer to compile hundreds of slices.
+    Hundreds of small computations are slow to compile for a TPU, where each float64 operation becomes dozens,
+    and become as many kernels on a GPU. For a CPU, compiling hundreds of slices would take longer.
 
     Args:
-      function: of one array from each column, which have one shape, to a tree of such arrays.
-      *columns: an array for each leaf.
+      function: maps one array from each column, all of the same shape, to a tree of arrays of that shape.
+      *columns: each has an array for each leaf.
     """
 
     def apart(*columns: Sequence[jax.Array]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The statistics in the state of a transformation: scalars that are updated once a step."""
+"""The statistics in the state of a transformation: scalars that are updated at each step."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from clipjax._core.trees import Report
 
 
 class Stats(NamedTuple):
-    """What a transformation has measured and done: scalars, each with a buffer of its own, to be donated.
+    """What a transformation has measured and done: scalars, each in its own buffer, so they can be donated.
 
-    No field has the name of one of Optax' states, so that `optax.tree.get` finds theirs.
+    No field has the name of a field in Optax's states, so `optax.tree.get` still finds those.
     """
 
-    norm: jax.Array  # float: the norm at the last step before clipping (the largest, of several)
-    after: jax.Array  # float: the same after it
-    factor: jax.Array  # float: the factor applied at the last step (the smallest, of several)
+    norm: jax.Array  # float: the norm before clipping at the last step (the largest, if several)
+    after: jax.Array  # float: the norm after clipping at the last step (the largest, if several)
+    factor: jax.Array  # float: the factor applied at the last step (the smallest, if several)
     steps: jax.Array  # int32: steps so far
     clipped: jax.Array  # int32: steps at which anything was clipped
     nonfinite: jax.Array  # int32: steps at which a norm was not finite
 
 
 def start(params: Any) -> Stats:
-    """Return the state before the first step; norms are as wide as the widest leaf of `params`."""
+    """Return the statistics before the first step; norms are float64 if a leaf is, else float32."""
     floats = norm_dtype(jax.tree.leaves(as_arrays(params)))
     return Stats(
         norm=jnp.zeros((), floats),
@@ -43,7 +43,7 @@ def start(params: Any) -> Stats:
 
 @in_float64
 def observe(stats: Stats, report: Report) -> Stats:
-    """Take one step into account."""
+    """Update the statistics with the report of one step."""
     finite = jnp.isfinite(report.norm)
     return Stats(
         norm=lax.convert_element_type(report.norm, stats.norm.dtype),
@@ -56,11 +56,11 @@ def observe(stats: Stats, report: Report) -> Stats:
 
 
 def count(counter: jax.Array, event: jax.Array) -> jax.Array:
-    """Add a bool or an int32 number of events to an int32 counter that stops at its largest value."""
+    """Add a bool or an int32 number of events to an int32 counter, which saturates."""
     room = np.int32(np.iinfo(np.int32).max) - counter
     return counter + jnp.minimum(lax.convert_element_type(event, np.int32), room)
 
 
 def name_of(state: type) -> str:
-    """The transformation that a state belongs to: `clip_by_norm` for `ClipByNormState`."""
+    """Return the name of the transformation of a state: `clip_by_norm` for `ClipByNormState`."""
     return re.sub(r"(?<!^)(?=[A-Z])", "_", state.__name__.removesuffix("State")).lower()

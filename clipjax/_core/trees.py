@@ -1,4 +1,4 @@
-"""Bounding whole trees: what the functions on trees, the transformations and the projections share.
+"""Bounds on whole trees, for the functions on trees, the transformations and the projections.
 
 Each function returns the bounded tree and a :class:`Report` of what it did.
 """
@@ -54,17 +54,17 @@ class Unit(NamedTuple):
     leaf: Any
     reduced: Reduced
     names: Names  # the mesh axes that split a unit
-    over: Names  # and those over which devices have other units
+    over: Names  # the mesh axes over which devices have different units
 
 
-# What brings units, whose norms are measured, to their bounds: an elementwise function of their norms and of
-# the columns that come with it, which have an array for each leaf.
+# How to bring units to their bounds: an elementwise function of their norms and of further columns, and these
+# columns, which have an array for each leaf.
 Decision: TypeAlias = tuple[Callable[..., Scale], list[list[jax.Array]]]
 Rule: TypeAlias = Callable[[Sequence[Unit], Sequence[jax.Array]], Decision]
 
 
 def on_arrays(function: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenate[Any, _P], _R]:
-    """Run `function(tree, …)` under :func:`in_float64`, on a tree whose leaves have their dtypes already."""
+    """Run `function(tree, …)` under :func:`in_float64`, on arrays with the dtypes of the user's mode."""
     inside = in_float64(function)
 
     @functools.wraps(function)
@@ -76,7 +76,7 @@ def on_arrays(function: Callable[Concatenate[Any, _P], _R]) -> Callable[Concaten
 
 @on_arrays
 def measure_tree(tree: Any, ord: Any, axis_name: AxisName = None) -> jax.Array:  # noqa: A002
-    """The norm of all leaves together, on all devices, in float64: what :func:`clip_tree` compares."""
+    """Return the norm of all leaves together, on all devices, in float64, as :func:`clip_tree` uses it."""
     return tree_norm(tree, ord, axis_name)
 
 
@@ -107,7 +107,7 @@ def clip_tree(
 
 
 def of_norms(norm: jax.Array, scale: Scale) -> Report:
-    """What a scale did to a norm, or to each of several."""
+    """Report what a scale does to a norm, or to each of several norms."""
     factor = factor_of(scale)
     return Report(norm, factor, is_changed(scale), norm * factor)
 
@@ -122,12 +122,12 @@ def clip_units(
     axis_name: AxisName = None,
     name: str = "max_norm",
 ) -> tuple[Any, Report]:
-    """Bound the norm of each unit along `axes` (of each leaf where they are None) on its own."""
+    """Bound the norm of each unit along `axes` separately (of each leaf if `axes` is None)."""
     return rescale_units(tree, within(name, bound_of), axes, ord, specs, axis_name)
 
 
 def within(name: str, bound_of: Callable[[Unit], jax.Array]) -> Rule:
-    """The rule that keeps norms at or below a bound, which users call `name`."""
+    """Make the rule that keeps norms at or below a bound; `name` is the bound's argument name in errors."""
 
     def rule(units: Sequence[Unit], norms: Sequence[jax.Array]) -> Decision:
         return to_bound, [
@@ -138,13 +138,13 @@ def within(name: str, bound_of: Callable[[Unit], jax.Array]) -> Rule:
 
 
 def for_units(name: str, bound: jax.Array, unit: Unit, norm: jax.Array) -> jax.Array:
-    """A bound for each unit of a leaf."""
+    """Return a bound for each unit of a leaf."""
     of = f"the norms of {unit.path!r}" if unit.path else "the norms of the array"
     return for_each(norm, check_fits(name, bound, norm.shape, of))
 
 
 def for_each(norm: jax.Array, value: Any) -> jax.Array:
-    """A value for each of the norms of a leaf, split over devices as they are."""
+    """Broadcast a value to the norms of a leaf, split over devices like these."""
     return placed_as(norm, jnp.broadcast_to(value, norm.shape))
 
 
@@ -170,7 +170,7 @@ def rescale_units(
 
 @in_float64
 def decide(rule: Rule, units: Sequence[Unit], norms: Sequence[jax.Array]) -> tuple[list[Scale], list[Scale]]:
-    """The scales of units, and the same rounded down for their dtypes."""
+    """Return the scales of units, and the same scales rounded down for their dtypes."""
     if not units:
         return [], []
     scale_of, columns = rule(units, norms)
@@ -191,7 +191,7 @@ def _scales(
 
 
 def measure_units(units: Sequence[Unit], ord: Any = 2.0) -> list[jax.Array]:  # noqa: A002
-    """The norms of all units, in float64."""
+    """Return the norms of all units, in float64."""
     leaves, axes, names = [(u.leaf,) for u in units], [u.reduced for u in units], [u.names for u in units]
     return norms_of(leaves, axes, ord, names)
 
@@ -212,14 +212,14 @@ def units_of(
 
 @in_float64
 def size_of(unit: Unit) -> Any:
-    """How many entries share a norm, on all devices; an int, unless `jax.export` leaves it open."""
+    """Return how many entries share a norm, on all devices: an int, unless `jax.export` makes it symbolic."""
     shape = jnp.shape(unit.leaf)
     local = math.prod(shape if unit.reduced is None else (shape[a] for a in unit.reduced))
     return local * math.prod(lax.axis_size(name) for name in unit.names)
 
 
 def report_of(norms: Sequence[jax.Array], scales: Sequence[Scale], units: Sequence[Unit]) -> Report:
-    """One report of all units, and of all devices."""
+    """Make one report for all units on all devices."""
     return _report(list(norms), list(scales), tuple(unit.over for unit in units))
 
 
@@ -241,9 +241,9 @@ def _report(norms: list[jax.Array], scales: list[Scale], over: tuple[Names, ...]
 
 
 def joined(values: Sequence[jax.Array]) -> jax.Array:
-    """All numbers side by side: hundreds of small reductions take long to compile.
+    """Concatenate all numbers, as hundreds of small reductions are slow to compile.
 
-    The barrier keeps XLA from making as many of one again.
+    The barrier keeps XLA from splitting the one reduction into many again.
     """
     return lax.optimization_barrier(jnp.concatenate([value.ravel() for value in values]))
 
@@ -251,7 +251,7 @@ def joined(values: Sequence[jax.Array]) -> jax.Array:
 @in_float64
 @functools.partial(jax.jit, static_argnums=1)
 def least_of(values: Sequence[jax.Array], over: tuple[Names, ...]) -> jax.Array:
-    """The smallest number of units in many leaves, on all devices; infinite if there are none."""
+    """Return the smallest number in arrays of many leaves, on all devices; infinity if there are none."""
     if not values:
         return jnp.full((), jnp.inf)
 
@@ -268,11 +268,11 @@ def least_of(values: Sequence[jax.Array], over: tuple[Names, ...]) -> jax.Array:
 
 @in_float64
 def summary(reports: list[Report], over: Sequence[Names] | None = None) -> Report:
-    """One report of all leaves, with an entry for each or for each of its units, and of all devices.
+    """Make one report for all leaves on all devices.
 
     Args:
-      reports: of each leaf.
-      over: the mesh axes over which they differ, where types do not tell.
+      reports: one for each leaf, of scalars, or of arrays with a number for each unit.
+      over: the mesh axes over which each report differs, if types do not show them.
     """
     if not reports:
         return Report(jnp.zeros(()), jnp.ones(()), jnp.zeros((), bool), jnp.zeros(()))
@@ -282,11 +282,11 @@ def summary(reports: list[Report], over: Sequence[Names] | None = None) -> Repor
 
 
 def most_of(*columns: Sequence[jax.Array], over: Sequence[Names] | None = None) -> list[jax.Array]:
-    """The largest number of each column, on all devices; NaN if one is, and -inf if there are none.
+    """Return the largest number of each column, on all devices; NaN if one is NaN, -inf if there are none.
 
-    A maximum over devices may lose NaN, so whether there is one is asked for by another maximum. All that is
-    asked of a leaf is one array, and so XLA makes one all-reduce of all leaves. Numbers stay in their dtype,
-    as there may be one for each entry of a leaf.
+    A maximum over devices may lose NaN, so another maximum finds whether there is one. Each leaf sends both
+    in one array, so XLA makes one all-reduce for all leaves. Numbers keep their dtype, as there may be one
+    for each entry of a leaf.
     """
 
     def asked(*numbers: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Which leaves: the forms of `where`."""
+"""The forms of `where`, which chooses leaves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Where: TypeAlias = str | Sequence[str] | Callable[[Path, Any], bool] | bool | Ma
 
 
 def check_where(where: Where) -> Where:
-    """Return `where` with a lone pattern as a tuple, or raise what is wrong with it whatever the tree."""
+    """Return `where`, with patterns as a tuple, or raise an error if it is invalid for any tree."""
     if where is None or _is_of_bools(where):
         return where
     if callable(where):
@@ -40,10 +40,10 @@ def _is_of_bools(where: Any) -> bool:
 
 
 def resolve_where(where: Where, tree: Any) -> list[bool]:
-    """Whether each leaf of `tree` is chosen, in the order of its leaves; only float and complex ones are.
+    """Return whether each leaf of `tree` is chosen, in leaf order; only float and complex leaves can be.
 
     Raises:
-      TypeError: a rule returns no bool.
+      TypeError: a rule does not return a bool.
       ValueError: a path pattern matches no leaf, or no leaf that can be bounded is chosen.
     """
     leaves = leaves_with_paths(tree)
@@ -57,28 +57,28 @@ def resolve_where(where: Where, tree: Any) -> list[bool]:
             if not isinstance(yes, bool | np.bool_):
                 raise TypeError(f"where: a rule must return a bool, got {yes!r} for {the_leaf(path)}")
     else:
-        patterns = cast(tuple[str, ...], where)  # of which `check_where` has made sure
+        patterns = cast(tuple[str, ...], where)  # as `check_where` has verified
         chosen = [pattern is not None for pattern in first_matches("where", patterns, tree)]
     found = [bool(yes) and is_measured(leaf) for yes, (_, leaf) in zip(chosen, leaves, strict=True)]
     why = "the rule does not choose it" if callable(where) else "no pattern of where matches it"
     left_alone = Skip("where is False for it" if _is_of_bools(where) else why)
-    advice = "where=None bounds all leaves that are float."
+    advice = "where=None bounds all float and complex leaves."
     check_some("where", leaves, [yes or left_alone for yes in found], advice)
     return found
 
 
 def inside(where: Where, tree: Any) -> Any:
-    """The leaves of `tree` that `where` names, with None in the place of the others."""
+    """Return `tree`, with None in place of the leaves that `where` does not choose."""
     return tree if where is None else only(resolve_where(where, tree), tree)
 
 
 def only(chosen: Sequence[bool], tree: Any) -> Any:
-    """The chosen leaves of `tree`, by their order, with None in the place of the others."""
+    """Return `tree`, with None in place of the leaves that are not chosen, in leaf order."""
     treedef: Any
     leaves, treedef = jax.tree.flatten(tree)
     return treedef.unflatten([leaf if yes else None for leaf, yes in zip(leaves, chosen, strict=True)])
 
 
 def merged(tree: Any, part: Any) -> Any:
-    """`tree`, with the leaves that `part` has instead of None."""
+    """Return `tree`, with its leaves replaced by those of `part` that are not None."""
     return jax.tree.map(lambda new, old: old if new is None else new, part, tree, is_leaf=lambda x: x is None)

@@ -1,7 +1,7 @@
-"""What XLA's compiler for CPUs needs to run at the speed of memory. Values change by none of it.
+"""Workarounds that make XLA's code for CPUs run at the speed of memory. None of them changes a value.
 
-Each function stands for one habit of that compiler; beside it what it gains, measured on two matrices of
-2048 x 2048 as the time of a step to that of Adam alone.
+Each function works around one behavior of the compiler. Gains are measured on two matrices of 2048 x 2048, as
+the ratio of the time of a step to that of Adam alone.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from clipjax._core.mesh import is_divided
 
 Turn: TypeAlias = jax.Array | None
 
-# What is smaller fits the cache.
+# Smaller arrays fit into the cache.
 LARGE = 2**17
-# A large leaf is reduced in up to so many rounds, of so many slices each.
+# The largest number of rounds in which a large leaf is reduced, and the number of slices in each.
 _ROUNDS, _SLICES = 4, 8
 
 
 def is_large(x: Any) -> bool:
-    """Whether an array is as large as that; not if `jax.export` leaves its size open."""
+    """Whether an array has at least `LARGE` entries; False if its size is symbolic, in `jax.export`."""
     return isinstance(x.size, int) and x.size >= LARGE
 
 
 def _lower_single_device(context: mlir.LoweringRuleContext) -> Any:
     axes = context.module_context.axis_context
-    # Inside shard_map over all axes of a mesh each device works by itself on what it has.
+    # Inside shard_map over all axes of a mesh, each device works on its own data alone.
     manual, mesh = getattr(axes, "manual_axes", ()), getattr(axes, "mesh", None)
     alone = set(manual) == set(mesh.axis_names) if manual and mesh else False
     single = alone or getattr(axes, "num_devices", None) == 1
@@ -52,12 +52,12 @@ mlir.register_lowering(_single_device_p, _lower_single_device)
 
 
 def on_single_device() -> jax.Array:
-    """Whether what follows is compiled for one device: a constant, known when the program is lowered."""
+    """Return whether the program is compiled for one device: a constant, known at lowering."""
     return _single_device_p.bind()
 
 
 class Reduction(NamedTuple):
-    """What is reduced, and how."""
+    """What is reduced, and how: `along(of(x), axes)`, of which `pair` combines parts."""
 
     of: Callable[[jax.Array], jax.Array]  # of an array, entry by entry
     pair: Callable[[jax.Array, jax.Array], jax.Array]  # two arrays to one, entry by entry
@@ -67,12 +67,12 @@ class Reduction(NamedTuple):
 def reduce_in_slices(
     how: Reduction, leaves: Sequence[Sequence[jax.Array]], axes: Sequence[tuple[int, ...]]
 ) -> list[jax.Array]:
-    """Reduce each leaf, the sum of its terms, along axes, which are kept as 1.
+    """Reduce each leaf, which is the sum of its terms, along axes, which are kept with size 1.
 
-    XLA reduces float64, and any maximum, at a third of the speed of memory. An elementwise operation on
-    slices runs at the speed of memory, and leaves little to the reduction; so does the sum of the terms.
-    Gain: called max-norm 1.74 to 1.24, as a link 7.8 to 1.8. What is left takes turns in the same memory, of
-    which the rounds spare three quarters. Gain: global norm 1.78 to 1.19.
+    XLA computes float64 reductions, and any maximum, at a third of the speed of memory. Combining slices
+    elementwise runs at the speed of memory, together with the sum of the terms, and leaves little to reduce.
+    Gain: max-norm when called 1.74 to 1.24, as a link 7.8 to 1.8. Rounds use the same memory in turn, which
+    saves three quarters of it. Gain: global norm 1.78 to 1.19.
     """
 
     def whole(leaves: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
@@ -95,7 +95,7 @@ def reduce_in_slices(
                 starts = [start + i * width for i in range(_SLICES)]
                 values = [how.of(added(_part(terms, axis, i, i + width))) for i in starts]
                 partial = _divided(paired(values, how.pair), cast(jax.Array, turn))
-                # A rounding that rounds nothing keeps XLA from taking the slices back into the reduction.
+                # A rounding without effect keeps XLA from fusing the slices back into the reduction.
                 bits = jnp.finfo(partial.dtype)
                 reduced = how.along(lax.reduce_precision(partial, bits.nexp, bits.nmant), of)
                 turn = turn_after(turn, terms[0], reduced)
@@ -109,12 +109,12 @@ def reduce_in_slices(
 
 
 def added(terms: Sequence[jax.Array]) -> jax.Array:
-    """The sum of a leaf's terms."""
+    """Return the sum of a leaf's terms."""
     return functools.reduce(jnp.add, terms)
 
 
 def paired(values: Sequence[jax.Array], pair: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
-    """Bring arrays to one, two by two."""
+    """Combine arrays pairwise into one."""
     while len(values) > 1:
         odd = values[len(values) // 2 * 2 :]
         values = [*(pair(a, b) for a, b in zip(values[::2], values[1::2], strict=False)), *odd]
@@ -126,14 +126,15 @@ def _part(terms: Sequence[jax.Array], axis: int, start: int, stop: int | None) -
 
 
 def _long_axis(x: jax.Array, axes: tuple[int, ...]) -> int | None:
-    """The axis to slice along; None if the array is small, or would be widened before it is sliced."""
+    """Return the axis to slice along; None if the array is small, or would be widened before slicing."""
     if not is_large(x) or is_divided(x) or x.dtype.itemsize < 4:
         return None
-    return min((a for a in axes if x.shape[a] >= 2 * _SLICES), default=None)  # that of the longest pieces
+    # Slices along the first such axis have the longest contiguous pieces.
+    return min((a for a in axes if x.shape[a] >= 2 * _SLICES), default=None)
 
 
 def computed_once(x: jax.Array) -> jax.Array:
-    """The values, none of which is -inf; to XLA a division, which it computes once and not for each reader.
+    """Return the values, none of which is -inf, as a division, which XLA does not recompute for each reader.
 
     Gain: a fifth to a third of a step.
     """
@@ -141,33 +142,33 @@ def computed_once(x: jax.Array) -> jax.Array:
 
 
 def in_turn(x: jax.Array, turn: jax.Array) -> jax.Array:
-    """The values of a large array, stored when the turn has come.
+    """Return a large array, computed once its turn has come.
 
-    XLA's scheduler starts on every leaf as early as it can. What each needs for a while is then in memory
-    for all of them together, in fresh pages at every step, which cost more than the arithmetic. A turn is a
-    scalar that is 1, and is there when the leaf before is done; XLA cannot know that dividing by it
-    changes nothing. Gain: as a link 7.3 to 1.8.
+    XLA's scheduler starts on every leaf as early as it can. Then the temporary arrays of all leaves are in
+    memory at the same time, in new pages at every step, which cost more than the arithmetic. A turn is a
+    scalar 1 that is available once the previous leaf is done; XLA cannot know that dividing by it has no
+    effect. Gain: as a link 7.3 to 1.8.
     """
     return lax.cond(on_single_device(), _divided, lambda x, _: x, x, turn)
 
 
 def _divided(x: jax.Array, turn: jax.Array) -> jax.Array:
-    if jnp.iscomplexobj(x):  # whose division by 1 would lose the sign of a zero
+    if jnp.iscomplexobj(x):  # dividing it by 1 would lose the sign of a zero
         return lax.complex(_divided(x.real, turn), _divided(x.imag, turn))
     return x / lax.convert_element_type(turn, x.dtype)
 
 
 def turn_after(turn: Turn, leaf: jax.Array, done: jax.Array) -> Turn:
-    """The turn of what comes after a large leaf, for which `done` is computed last."""
+    """Return the turn of the next leaf; `done` is the last array that is computed for this leaf."""
     if not is_large(leaf) or is_divided(leaf):
         return turn
     before = np.float32(1) if turn is None else turn
 
     def after(done: jax.Array, before: jax.Array) -> jax.Array:
         first = lax.slice(done, (0,) * done.ndim, (1,) * done.ndim).reshape(())
-        # Behind a barrier, since XLA knows that no -|x| is above 0.
+        # The barrier is needed, as XLA knows that no -|x| is above 0.
         at_most_0 = lax.optimization_barrier(lax.stop_gradient(-jnp.abs(first)).astype(np.float32))
         return jnp.where(at_most_0 > 0, at_most_0, before)
 
-    # Several devices would have to tell each other what the first entry is.
+    # Several devices would have to communicate the first entry.
     return lax.cond(on_single_device(), after, lambda _, before: before, done, before)

@@ -1,1 +1,1 @@
-"""Matrices: which leaves are some, how their singular values are bounded, and how that is proven."""
+"""Matrices: which leaves are matrices, and how bounds on their singular values are enforced and proven."""

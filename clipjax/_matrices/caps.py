@@ -1,4 +1,4 @@
-"""Ways to bound singular values, up to rounding, in the width of the matrix that is given."""
+"""Methods that bound singular values, up to rounding, in the precision of the given matrix."""
 
 from __future__ import annotations
 
@@ -12,33 +12,34 @@ from jax import lax
 
 from clipjax._matrices.proof import gram, identity, matmul
 
-# (Gram matrix G, a bound of its eigenvalues) -> P^(-1/2), where P is max(G, I), or I + G for a soft bound
+# (Gram matrix G, an upper bound of its eigenvalues) -> P^(-1/2), where P is max(G, I), or I + G for soft caps
 Scaling = Callable[[jax.Array, jax.Array], jax.Array]
 
-# How far below the bound Newton-Schulz aims, so that what it leaves above its aim is inside; and where it
-# stands in for the SVD.
+# How far below the bound Newton-Schulz aims, so that a value slightly above the aim is still inside; and the
+# same where it replaces the SVD.
 AIM, _FINE_AIM = 2.0**-11, 2.0**-14
 
-# How far outside is near for a soft bound in float64: it has no value to aim below.
+# For a soft bound in float64, a norm up to this multiple of the bound needs no further stage. Soft bounds
+# have no aim below the bound.
 _SOFTLY_FAR = 300.0
 
 
 def frobenius_norm(x: jax.Array) -> jax.Array:
-    """The Frobenius norm."""
+    """Return the Frobenius norm."""
     return jnp.sqrt(jnp.sum(jnp.square(x.real) + (jnp.square(x.imag) if jnp.iscomplexobj(x) else 0)))
 
 
 def largest_entry(w: jax.Array) -> jax.Array:
-    """The largest |entry|, and 1 for what cannot divide: 0, NaN and infinity."""
+    """Return the largest |entry|, or 1 if that is 0, NaN or infinity, so that it can be a divisor."""
     largest = jnp.max(jnp.abs(w))
     return jnp.where((largest > 0) & (largest < jnp.inf), largest, 1.0)
 
 
 def by_svd(w: jax.Array, bound: jax.Array) -> jax.Array:
-    """Cap by U min(S, bound) Vᴴ, with the eigenvectors and eigenvalues of W Wᴴ, which are U and S².
+    """Cap by U min(S, bound) Vᴴ, from the eigenvectors U and eigenvalues S² of W Wᴴ.
 
-    In float32 by products: XLA takes minutes to compile a decomposition for a TPU. And JAX cannot export an
-    SVD in float64 for platforms of which a TPU is one, not even where the TPU does without it.
+    In float32 it uses products: XLA takes minutes to compile a decomposition for a TPU. Also, JAX cannot
+    export a float64 SVD for a set of platforms with a TPU, even if the TPU does not use it.
     """
     if bound.dtype == np.float32:
         return by_newton_schulz(w, bound, _FINE_AIM)
@@ -53,11 +54,11 @@ def by_svd(w: jax.Array, bound: jax.Array) -> jax.Array:
 def by_newton_schulz(w: jax.Array, bound: jax.Array, below: float = AIM) -> jax.Array:
     """Cap by matrix products, at `bound` times 1 - `below`.
 
-    P = max(G, I) = I + (G - I)(I + S) / 2, where S is the sign of G - I: two Newton-Schulz iterations. Where
-    an eigenvalue of G - I is so small that its sign has not converged, P is too small by an eighth of what is
-    left open: by less than `below`.
+    P = max(G, I) = I + (G - I)(I + S) / 2, where S is the sign of G - I. The sign and the inverse root of P
+    take a Newton-Schulz iteration each. If an eigenvalue of G - I is so small that its sign has not
+    converged, P is too small by an eighth of the tolerance of the sign, which is less than `below`.
     """
-    # How far outside is near, and when an iteration has converged.
+    # The multiple of the bound up to which one stage suffices, and when an iteration has converged.
     far, close = (1e4, 1e-9) if bound.dtype == np.float64 else (8.0, 1e-5)
 
     def scaling(g: jax.Array, top: jax.Array) -> jax.Array:
@@ -93,19 +94,19 @@ def softly_by_newton_schulz(w: jax.Array, bound: jax.Array) -> jax.Array:
 
 
 def _same(aim: jax.Array, level: jax.Array) -> jax.Array:
-    """What is left to cap at, of `aim`, after a cap at `level`."""
+    """Return the bound that remains of `aim` after a cap at `level`."""
     del level
     return aim
 
 
 def _rest(aim: jax.Array, level: jax.Array) -> jax.Array:
-    """The same where values come down softly, for which 1 / aim² is the sum over all stages."""
+    """Do the same for soft bounds, for which 1 / aim² is the sum of 1 / level² over all stages."""
     eps = float(jnp.finfo(aim.dtype).eps)
     return aim * lax.rsqrt(jnp.maximum(1 - jnp.square(aim / level), eps))
 
 
 def _function_of(g: jax.Array, function: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """A function of a Hermitian matrix, by its eigenvalues."""
+    """Apply a function to the eigenvalues of a Hermitian matrix."""
     u, values = lax.linalg.eigh(g, symmetrize_input=False)
     return matmul(u * function(values)[None, :], jnp.conj(u.T))
 
@@ -120,9 +121,9 @@ def _in_stages(
 ) -> jax.Array:
     """Bound by P^(-1/2) W, where X = W / aim, G = X Xᴴ, and P^(-1/2) is the scaling of G.
 
-    G loses the square of |X| in digits, so a matrix more than `far` outside is first bounded at a part of its
-    own norm, as often as needed; `rest` says what is left to do. `sharp` bounds that norm to some percent, at
-    the cost of two products.
+    G loses accuracy by a factor |X|². So a matrix whose norm is more than `far` times the bound is first
+    bounded at a fraction of its own norm, as often as needed; `rest` returns the remaining bound. `sharp`
+    estimates that norm to some percent, at the cost of two products.
     """
 
     def stage(state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -139,16 +140,16 @@ def _in_stages(
         x = matmul(scale, x) if x.shape[0] <= x.shape[1] else matmul(x, scale)
         return again, x * unit, rest(state[2], level * unit)
 
-    # Not for a bound of 0 or infinity.
+    # Bounds of 0 and infinity need no stage.
     start = jnp.all(jnp.isfinite(w)) & (aim > 0) & (aim < jnp.inf)
-    aim = jnp.where(start, aim, 0.0)  # in `shard_map` it varies with w
+    aim = jnp.where(start, aim, 0.0)  # so that in `shard_map` it varies over the same mesh axes as w
     return lax.while_loop(lambda state: state[0], stage, (start, w, aim))[1]
 
 
 def _newton_schulz(low: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """One step x -> x (a - b x²) on [low, 1], which it maps onto [new low, 1]: a, b and the new low.
+    """Return a, b and the new low of a step x -> x (a - b x²), which maps [low, 1] onto [new low, 1].
 
-    The scaled Newton-Schulz step of Chen and Chow, 2014: it never leaves [0, 1], and no sign flips.
+    This is the scaled Newton-Schulz step of Chen and Chow, 2014: it never leaves [0, 1] and flips no sign.
     """
     square = 3 / (1 + low + low * low)
     a = 1.5 * jnp.sqrt(square)
@@ -157,7 +158,7 @@ def _newton_schulz(low: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def _sign(y: jax.Array, low: jax.Array, close: float) -> jax.Array:
-    """The sign of a Hermitian matrix whose eigenvalues are in [-1, 1], converged for those beyond `low`."""
+    """Return the sign of a Hermitian matrix with eigenvalues in [-1, 1], converged for |eigenvalue| > low."""
 
     def step(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         y, low = state
@@ -168,7 +169,7 @@ def _sign(y: jax.Array, low: jax.Array, close: float) -> jax.Array:
 
 
 def _inverse_root(p: jax.Array, largest: jax.Array, close: float) -> jax.Array:
-    """The inverse square root of a Hermitian matrix whose eigenvalues are in [1, largest]."""
+    """Return the inverse square root of a Hermitian matrix with eigenvalues in [1, largest]."""
     eye = identity(len(p), p.dtype)
     p, low = p / largest, 0.999 * lax.rsqrt(largest)
 
@@ -178,5 +179,5 @@ def _inverse_root(p: jax.Array, largest: jax.Array, close: float) -> jax.Array:
         t = a * eye - b * matmul(z, y)
         return matmul(y, t), matmul(t, z), low
 
-    start = jnp.where(low > 0, eye, 0)  # the identity, but in `shard_map` it varies with p
+    start = jnp.where(low > 0, eye, 0)  # the identity; in `shard_map` it varies over the same mesh axes as p
     return lax.while_loop(lambda state: 1 - state[2] > close, step, (p, start, low))[1] * lax.rsqrt(largest)

@@ -1,4 +1,4 @@
-"""Which leaves are matrices, or stacks of matrices, and how kernels of higher rank are flattened to them."""
+"""The leaves that are matrices or stacks of matrices, and how kernels of higher rank are flattened."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ Resolved: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]] | Skip
 
 
 class Matrices(NamedTuple):
-    """A leaf that is a stack of matrices: its place in the tree, and which axes are what."""
+    """A leaf that is a stack of matrices: its place in the tree, and the roles of its axes."""
 
     position: int
     path: str
     leaf: Any
-    order: tuple[int, ...]  # the axes of the stack, of rows and of columns
+    order: tuple[int, ...]  # the axes of the stack, then those of rows, then those of columns
     batch: tuple[int, ...]  # the shape of the stack: () for one matrix
     shape: tuple[int, int]  # of each matrix
 
     def stacked(self, leaf: jax.Array) -> jax.Array:
-        """The leaf, or one like it, as an array `(*batch, rows, columns)`."""
+        """Return the leaf, or an array of the same shape, as an array `(*batch, rows, columns)`."""
         return jnp.transpose(leaf, self.order).reshape(*self.batch, *self.shape)
 
     def restored(self, matrices: jax.Array) -> jax.Array:
-        """What :meth:`stacked` was given."""
+        """Undo :meth:`stacked`."""
         permuted = matrices.reshape([self.leaf.shape[axis] for axis in self.order])
         return jnp.transpose(permuted, [self.order.index(axis) for axis in range(len(self.order))])
 
 
 def check_flatten(flatten: Flatten) -> Flatten:
-    """Return `flatten`, or raise what is wrong with it that no tree is needed to see."""
+    """Return `flatten`, or raise an error if it is invalid for any tree."""
     if not isinstance(flatten, Mapping):
         if not (flatten is None or flatten is SKIP or callable(flatten)):
             _sides(flatten)
@@ -55,10 +55,10 @@ def check_flatten(flatten: Flatten) -> Flatten:
 
 
 def matrices_of(name: str, tree: Any, sides: Sequence[Resolved], specs: Any) -> list[Matrices]:
-    """Find the matrices of every leaf that has any, by what :func:`sides_of` says of each.
+    """Find the matrices of every leaf that has any, from the sides that :func:`sides_of` returns.
 
     Raises:
-      ValueError: in the `name` of a transformation: a matrix is split over devices, or of unknown size.
+      ValueError: a matrix is split over devices, or has an unknown size; `name` is the transformation's name.
     """
     found = []
     each = zip(leaves_with_paths(tree), sides, spec_leaves(specs, tree), strict=True)
@@ -84,10 +84,10 @@ def matrices_of(name: str, tree: Any, sides: Sequence[Resolved], specs: Any) -> 
 
 
 def sides_of(tree: Any, flatten: Flatten) -> list[Resolved]:
-    """The axes of rows and of columns of every leaf, in the order of the leaves.
+    """Return the axes of rows and of columns of every leaf, in leaf order.
 
     Raises:
-      ValueError: nothing says how to flatten a leaf of rank > 2; an axis is out of range or named twice;
+      ValueError: it is not known how to flatten a leaf of rank > 2; an axis is out of range or named twice;
         a path pattern matches no leaf; no leaf is bounded.
     """
     leaves = leaves_with_paths(tree)
@@ -95,7 +95,7 @@ def sides_of(tree: Any, flatten: Flatten) -> list[Resolved]:
         patterns = first_matches("flatten", list(flatten), tree)
         how = [None if pattern is None else flatten[pattern] for pattern in patterns]
     else:
-        # One value for all is for those that need it: a Dense kernel stays the matrix it is.
+        # One pair for all leaves applies only to ranks above 2: a Dense kernel is already a matrix.
         for_all = callable(flatten) or flatten is SKIP
         how = [flatten if for_all or len(leaf.shape) > 2 else None for _, leaf in leaves]
     sides = [_resolve(way, *leaf) for way, leaf in zip(how, leaves, strict=True)]
@@ -104,13 +104,13 @@ def sides_of(tree: Any, flatten: Flatten) -> list[Resolved]:
 
 
 def _resolve(way: Any, path: Path, leaf: Any) -> Resolved:
-    """The axes of rows and of columns, or :data:`SKIP`."""
+    """Return the axes of rows and of columns, or a :class:`Skip`."""
     if not is_measured(leaf):
         return SKIP
     rank = len(leaf.shape)
     way = way(path, leaf) if callable(way) else way
     if way is None and rank <= 2:
-        return ((0,), (1,)) if rank == 2 else Skip("it is no matrix")
+        return ((0,), (1,)) if rank == 2 else Skip("it is not a matrix")
     if isinstance(way, Skip):
         return way
     if way is None:
@@ -118,9 +118,9 @@ def _resolve(way: Any, path: Path, leaf: Any) -> Resolved:
             "flatten",
             path,
             leaf,
-            f"Pass flatten={{{path_name(path)!r}: (rows, columns)}} with the axes of its rows and of its "
-            "columns, as ((0, 1, 2), 3) for a convolution (*window, in, out); other axes count matrices, as "
-            "of stacked layers. clipjax.SKIP instead of the pair leaves the leaf alone",
+            f"Pass flatten={{{path_name(path)!r}: (rows, columns)}} with the axes of its rows and "
+            "columns, such as ((0, 1, 2), 3) for a convolution (*window, in, out); other axes stack "
+            "matrices, as for stacked layers. clipjax.SKIP instead of the pair leaves the leaf alone",
         )
     where = f"leaf {described(path, leaf)}"
     rows, columns = _sides(way)

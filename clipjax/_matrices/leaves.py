@@ -1,4 +1,4 @@
-"""Bounding the singular values of all matrices of a tree, each matrix with a bound of its own."""
+"""Bounds on the singular values of all matrices of a tree, one for each matrix."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _SOFT_CAPS = {"svd": softly_by_svd, "newton_schulz": softly_by_newton_schulz}
 
 
 class Way(NamedTuple):
-    """How a stack of matrices is bounded, and what that does to the largest singular value of each."""
+    """A way to bound a stack of matrices, and its effect on the largest singular value of each."""
 
     bound: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]  # (stack, limits) -> (stack, norms)
     factor: Callable[[jax.Array, jax.Array], jax.Array]  # (norms, limits) -> factors
 
 
 def way(method: Method, *, soft: bool = False) -> Way:
-    """Make a way of a `method`, or raise an error if there is none of that name."""
+    """Return the way for a `method`, or raise an error if the method is unknown."""
     if method not in get_args(Method):
         names = ", ".join(map(repr, get_args(Method)))
         raise ValueError(f"method must be one of {names}, got {shown(method)}")
@@ -54,7 +54,7 @@ def way(method: Method, *, soft: bool = False) -> Way:
 
 
 def limits_for(matrices: Sequence[Matrices], bound: jax.Array) -> Limited:
-    """The limits of the matrices of each leaf."""
+    """Return the limits for the matrices of each leaf."""
 
     def limits(m: Matrices) -> jax.Array:
         return jnp.broadcast_to(check_fits("bound", bound, m.batch, f"the matrices of {m.path!r}"), m.batch)
@@ -84,7 +84,7 @@ def bound_matrices(tree: Any, limited: Limited, way: Way) -> tuple[Any, Report]:
 def each(
     function: Callable[..., jax.Array], *stacks: jax.Array, batch: tuple[int, ...] | None = None
 ) -> jax.Array:
-    """Apply a function of matrices, and of what there is one of for each, to a stack.
+    """Apply a function of one matrix to stacks, each with a matrix or a number for each matrix.
 
     `batch` is the shape of the stack, by default that of the last argument.
     """

@@ -1,25 +1,24 @@
-"""Proving a bound on the largest singular value of a matrix, and making a matrix smaller until it is inside.
+"""Prove bounds on the largest singular value of a matrix, and shrink a matrix until it is inside.
 
-Everything takes one matrix; stacks go through `jax.vmap`. Loops stand where branches are meant: under `vmap`
-both sides of a `lax.cond` run, but a loop that no matrix needs takes no turn.
+All functions take one matrix; stacks go through `jax.vmap`. Loops are used instead of branches: under `vmap`
+both sides of a `lax.cond` run, but a loop that no matrix needs makes no iteration.
 
 Let X = W / bound, k its shorter and l its longer side, G = X Xᴴ (k, k), and d the `allowance`.
 
-In float64: a Cholesky factorisation of A = (1 - d) I - G that runs to its end proves that no eigenvalue of
-A is below -g tr(A), where g = (k + 1) u / (1 - 2 (k + 1) u) with u = 2**-53, in any order of summation
-(Rump, 2006). As the diagonal of A is positive, tr(A) <= k and |X|_F² <= k (1 + 2 l u); so the computed G
-differs from the exact one by less than (l + 2) u k, and |X|² < 1 - d + (k + l + 4) u k; rounding X adds 2 u
-k. With d twice this sum, |W| < bound, with room for complex arithmetic, and for whoever measures |W| by an
-SVD.
+In float64: a Cholesky factorization of A = (1 - d) I - G that completes proves that no eigenvalue of A is
+below -g tr(A), where g = (k + 1) u / (1 - 2 (k + 1) u) with u = 2**-53, in any order of summation (Rump,
+2006). As the diagonal of A is positive, tr(A) <= k and |X|_F² <= k (1 + 2 l u); so the computed G differs
+from the exact G by less than (l + 2) u k, and |X|² < 1 - d + (k + l + 4) u k; rounding X adds 2 u k. With d
+twice this sum, |W| < bound, with room for complex arithmetic, and for the error of an SVD that measures |W|.
 
-On a TPU: float64 is emulated there, but in long products digits are added in float32, so that 2**-53 holds
-no more. The proof is in integers instead. Whatever L is, |X|² <= |X Xᵀ + L Lᵀ| <= 1 - d + |R| with R = (1 -
-d) I - X Xᵀ - L Lᵀ. The float32 Cholesky factor of A makes R small. X and L are rounded to multiples of
-2**-30, and R is exact from there: products of 8 bits, sums of 32 and of 64 bits. |R| is at most its largest
-row sum; where that is below d/2, |X| < 1 - d/4. The division W / bound is off by at most four units of
-float32's last place, and rounding by 2**-31: together 2**-21 sqrt(k) + 2**-31 sqrt(k l), which is below d/4
-= 2**-20 sqrt(k) up to l = 2**19. An inaccurate factorisation can only prevent a proof; up to k = 1024 the
-row sums were below d/16.
+On a TPU: float64 is emulated, but in long products the digits are added in float32, so u = 2**-53 does not
+hold. The proof uses integers instead. For any L, |X|² <= |X Xᵀ + L Lᵀ| <= 1 - d + |R| with
+R = (1 - d) I - X Xᵀ - L Lᵀ. The float32 Cholesky factor of A makes R small. X and L are rounded to multiples
+of 2**-30, and from there R is exact: products of 8 bits, sums of 32 and of 64 bits. |R| is at most its
+largest row sum; if that is below d/2, |X| < 1 - d/4. The error of the division W / bound is at most four
+units in the last place of float32, that of the rounding 2**-31: together 2**-21 sqrt(k) + 2**-31 sqrt(k l),
+which is below d/4 = 2**-20 sqrt(k) up to l = 2**19. An inaccurate factorization can only prevent a proof; up
+to k = 1024 the row sums were below d/16.
 """
 
 from __future__ import annotations
@@ -36,16 +35,16 @@ from jax import lax
 
 from clipjax._core.norms import in_float64, wide
 
-# Below this bound, float32's underflow could hide entries that count: on a TPU, it is as 0.
+# On a TPU, a bound below this is treated as 0, because float32 underflow could hide relevant entries.
 _SMALLEST_IN_FLOAT32 = 2.0**-80
-_UNIT = 2**30  # of the integers: multiples of its inverse
-_COLUMNS = 2**16  # so many products of two 8-bit integers add up to less than 2**31
+_UNIT = 2**30  # the integers count multiples of 1 / _UNIT
+_COLUMNS = 2**16  # the sum of this many products of two 8-bit integers is below 2**31
 
 
 def by_platform(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Give `function(*static, real, …)` the dtype to compute in: float64, but on a TPU float32.
+    """Give `function(*static, real, …)` the dtype to compute in: float32 on a TPU, else float64.
 
-    Which one is chosen when the program is lowered. A TPU has no SVD in float64, and no products to trust.
+    The choice is made when the program is lowered. A TPU has neither an SVD nor reliable products in float64.
     """
 
     @in_float64
@@ -58,36 +57,36 @@ def by_platform(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def matmul(a: jax.Array, b: jax.Array) -> jax.Array:
-    """The product, in the full precision of its dtype."""
+    """Return the product, in the full precision of its dtype."""
     return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
 
 
 def gram(x: jax.Array) -> jax.Array:
-    """The product of a matrix with its adjoint, on the shorter side."""
+    """Return the product of a matrix with its adjoint, of the size of the shorter side."""
     adjoint = jnp.conj(x.T)
     return matmul(x, adjoint) if x.shape[0] <= x.shape[1] else matmul(adjoint, x)
 
 
 def identity(size: int, dtype: Any) -> jax.Array:
-    """The identity matrix; as bool, where it is 1."""
-    # In int32: JAX lowers loops and jitted functions in its own mode, where int64 is not to be had.
+    """Return the identity matrix; with dtype bool, a mask of its diagonal."""
+    # In int32, as JAX lowers loops and jitted functions in the user's mode, where int64 may be disabled.
     rows, columns = (lax.broadcasted_iota(np.int32, (size, size), axis) for axis in (0, 1))
     return lax.convert_element_type(rows == columns, dtype)
 
 
 def to_width(x: jax.Array, real: Any) -> jax.Array:
-    """Convert to a real dtype, or to the complex one of its width."""
+    """Convert to a real dtype, or for complex x to the complex dtype of the same precision."""
     return lax.convert_element_type(x, np.result_type(real, np.complex64) if jnp.iscomplexobj(x) else real)
 
 
 def limit_in(real: Any, bound: jax.Array) -> jax.Array:
-    """A bound in the width to compute in."""
+    """Convert a bound to the dtype to compute in."""
     limit = lax.convert_element_type(bound, real)
     return limit if real == np.float64 else jnp.where(limit < _SMALLEST_IN_FLOAT32, 0.0, limit)
 
 
 def allowance(shape: tuple[int, ...], real: Any) -> float:
-    """By how much less than 1 the square of a norm has to be, to be proven less than 1."""
+    """Return by how much the square of a norm must be below 1 for a proof that the norm is below 1."""
     short, long = min(shape), max(shape)
     if real == np.float64:
         return 2 * (short + long + 8) * short * 2.0**-53
@@ -95,13 +94,13 @@ def allowance(shape: tuple[int, ...], real: Any) -> float:
 
 
 def is_proven(real: Any, w: jax.Array, bound: jax.Array, spare: int = 1) -> jax.Array:
-    """Whether |w| <= bound is proven; with room for `spare` times the errors of the proof."""
+    """Return whether |w| <= bound is proven, with room for `spare` times the errors of the proof."""
     x = to_width(w, real) / limit_in(real, bound)
     if real == np.float64:
         proven = jnp.all(jnp.isfinite(_factor(x, spare * allowance(x.shape, real))))
     else:
         proven = _is_proven_in_integers(_as_real(x), spare)
-    # One entry in each row and column, as of the identity: they are the singular values, without rounding.
+    # With at most one nonzero entry in each row and column, the entries are the singular values, exactly.
     entries = w != 0
     alone = jnp.all(_count(entries, 0) <= 1) & jnp.all(_count(entries, 1) <= 1)
     sizes = wide(jnp.abs(w)) * (1 + 8 * float(jnp.finfo(w.dtype).eps) if jnp.iscomplexobj(w) else 1)
@@ -112,7 +111,7 @@ is_inside: Callable[..., jax.Array] = by_platform(is_proven)
 
 
 def _factor(x: jax.Array, room: float) -> jax.Array:
-    """The Cholesky factor of (1 - room) I - X Xᴴ, NaN if it has none."""
+    """Return the Cholesky factor of (1 - room) I - X Xᴴ, NaN if there is none."""
     g = gram(x)
     return lax.linalg.cholesky(identity(len(g), g.dtype) * (1 - room) - g, symmetrize_input=False)
 
@@ -121,7 +120,7 @@ def _is_proven_in_integers(x: jax.Array, spare: int) -> jax.Array:
     x = x if x.shape[0] <= x.shape[1] else x.T
     room = spare * allowance(x.shape, np.float32)
     rows = jnp.concatenate([x, _factor(x, room)], axis=1)
-    fits = jnp.max(jnp.sum(rows * rows, axis=1)) < 2  # not if anything is NaN; then no sum leaves 64 bits
+    fits = jnp.max(jnp.sum(rows * rows, axis=1)) < 2  # False for NaN; if True, sums fit into 64 bits
     whole = lax.convert_element_type(jnp.round(jnp.where(fits, rows, 0.0) * _UNIT), np.int32)
     one = np.int64(round((1 - room) * _UNIT**2))
     rest = jnp.where(identity(len(x), bool) & fits, one, np.int64(0))
@@ -132,7 +131,7 @@ def _is_proven_in_integers(x: jax.Array, spare: int) -> jax.Array:
 
 
 def _without_gram(rest: jax.Array, whole: jax.Array) -> jax.Array:
-    """Subtract the product of a matrix of integers with its transpose, exactly: by digits to the base 256."""
+    """Subtract the product of an integer matrix with its transpose exactly, using digits in base 256."""
     digits = []
     for _ in range(3):
         digit = ((whole + 128) & 255) - 128
@@ -140,7 +139,7 @@ def _without_gram(rest: jax.Array, whole: jax.Array) -> jax.Array:
         whole = (whole - digit) >> 8
     stack = lax.convert_element_type(jnp.stack([*digits, whole]), np.int8)
 
-    def subtract(i: jax.Array, rest: jax.Array) -> jax.Array:  # one product in a loop: the least to compile
+    def subtract(i: jax.Array, rest: jax.Array) -> jax.Array:  # one product in a loop compiles fastest
         a, b = (lax.dynamic_index_in_dim(stack, place, keepdims=False) for place in (i // 4, i % 4))
         product = lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=np.int32)
         shift = lax.convert_element_type(8 * (i // 4 + i % 4), np.int64)
@@ -150,7 +149,7 @@ def _without_gram(rest: jax.Array, whole: jax.Array) -> jax.Array:
 
 
 def _as_real(x: jax.Array) -> jax.Array:
-    """A real matrix with the singular values of x, each twice if x is complex."""
+    """Return a real matrix with the singular values of x, each twice if x is complex."""
     return jnp.block([[x.real, -x.imag], [x.imag, x.real]]) if jnp.iscomplexobj(x) else x
 
 
@@ -166,10 +165,10 @@ def first_inside(
     otherwise: jax.Array,
     bound: jax.Array,
 ) -> jax.Array:
-    """`make(s)` for the least s of 0, f, 2f, 4f, …, 1 for which the matrix `end(make(s))` is proven inside.
+    """Return `make(s)` for the least s of 0, f, 2f, 4f, …, 1 for which `end(make(s))` is proven to be inside.
 
-    That matrix has to be smaller for a larger s. f is a quarter of the eps of its dtype, or the allowance if
-    that is larger. What is not finite is returned as it is, and `otherwise` where there is no `need`.
+    `end(make(s))` must get smaller as s grows. f is a quarter of the eps of its dtype, or the allowance if
+    that is larger. The loop stops at a matrix that is not finite. Without `need`, returns `otherwise`.
     """
     like = jax.eval_shape(end, otherwise)
     first = max(float(jnp.finfo(like.dtype).eps) / 4, allowance(like.shape, real))

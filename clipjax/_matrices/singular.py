@@ -1,4 +1,4 @@
-"""Bringing the singular values of one matrix below a bound, the derivatives, and the largest of them."""
+"""Bounds on the singular values of one matrix, with derivatives, and the largest singular value."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from clipjax._core.rounding import rounded
 from clipjax._matrices.caps import frobenius_norm, largest_entry
 from clipjax._matrices.proof import by_platform, first_inside, gram, identity, limit_in, matmul, to_width
 
-# (matrix, bound) -> about the capped matrix, in the width of both
+# (matrix, bound) -> approximately the capped matrix, in the precision of both
 Cap = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 def factors(w: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The thin singular value decomposition, of a matrix of any scale."""
+    """Return the thin singular value decomposition of a matrix of any scale."""
     unit = largest_entry(w)
     u, s, vh = jnp.linalg.svd(w / unit, full_matrices=False)
     return u, s * unit, vh
 
 
 def narrowed(x: jax.Array, dtype: Any) -> jax.Array:
-    """Round a matrix to a leaf's dtype, once and to the nearest."""
+    """Round a matrix to a leaf's dtype, once, to nearest."""
     if jnp.iscomplexobj(x):
         return lax.complex(*(narrowed(part, np.finfo(dtype).dtype) for part in (x.real, x.imag)))
     return lax.convert_element_type(rounded(x, dtype), dtype)
@@ -36,9 +36,9 @@ def narrowed(x: jax.Array, dtype: Any) -> jax.Array:
 
 @functools.partial(jax.custom_jvp[jax.Array], nondiff_argnums=(3,))
 def capped(w: jax.Array, bound: jax.Array, proven: jax.Array, cap: Cap) -> jax.Array:
-    """Bring a matrix inside `bound`; one that is proven to be inside comes back bit for bit.
+    """Bring a matrix inside `bound`; one that is proven to be inside is unchanged, bit for bit.
 
-    NaN if anything in it is not finite.
+    The result is NaN if any entry is not finite.
     """
     return _inside_by_platform(w, bound, ~proven, static=(cap,))
 
@@ -47,7 +47,8 @@ def capped(w: jax.Array, bound: jax.Array, proven: jax.Array, cap: Cap) -> jax.A
 def softened(w: jax.Array, bound: jax.Array, cap: Cap) -> jax.Array:
     """Bring each singular value s of a matrix to s / sqrt(1 + s² / bound²), and the matrix inside `bound`.
 
-    NaN if anything in it is not finite. With a bound of infinity it comes back bit for bit.
+    The result is NaN if any entry is not finite. With an infinite bound, the matrix is unchanged, bit for
+    bit.
     """
     return _inside_by_platform(w, bound, bound < jnp.inf, static=(cap,))
 
@@ -72,7 +73,7 @@ _inside_by_platform = by_platform(_inside)
 
 
 class _Differences(NamedTuple):
-    """Of a function f of singular values s: divided differences, odd and even, f / s, and df / dbound."""
+    """For a function f of singular values s: odd and even divided differences, f / s, and df / dbound."""
 
     odd: jax.Array  # (f(s) - f(t)) / (s - t)
     even: jax.Array  # (f(s) + f(t)) / (s + t)
@@ -81,7 +82,7 @@ class _Differences(NamedTuple):
 
 
 def _of_cap(s: jax.Array, limit: jax.Array) -> _Differences:
-    """Those of min(s, limit); a tie has the derivative of its side."""
+    """Return the differences of min(s, limit); if s equals the limit, with the derivative from below."""
     outside = s > limit
     new = jnp.where(outside, limit, s)
     same = outside[:, None] == outside[None, :]
@@ -93,7 +94,7 @@ def _of_cap(s: jax.Array, limit: jax.Array) -> _Differences:
 
 
 def _of_soft_cap(s: jax.Array, limit: jax.Array) -> _Differences:
-    """Those of f = s / sqrt(1 + s² / limit²), of which f(s)² - f(t)² = (f / s)² (f / t)² (s² - t²)."""
+    """Return those of f = s / sqrt(1 + s² / limit²), where f(s)² - f(t)² = (f / s)² (f / t)² (s² - t²)."""
     x = jnp.where(limit > 0, s / jnp.where(limit > 0, limit, 1), jnp.inf)
     inverse = 1 / jnp.maximum(x, 1)
     ratio = inverse * lax.rsqrt(1 + jnp.square(jnp.minimum(x, inverse)))
@@ -115,8 +116,8 @@ def _derivative(
     dw: jax.Array,
     dbound: jax.Array,
 ) -> jax.Array:
-    """The derivative of U f(S) Vᴴ, where f depends on the bound."""
-    # In the leaf's own width, as JAX transposes in the width of its own mode.
+    """Return the derivative of U f(S) Vᴴ, where f depends on the bound."""
+    # In the leaf's own precision, as JAX transposes in the precision of the user's mode.
     dtype = w.dtype if w.dtype.itemsize >= 4 else np.dtype(np.float32)
     limit = lax.convert_element_type(bound, np.finfo(dtype).dtype)
     finite = jnp.all(jnp.isfinite(w))
@@ -128,13 +129,13 @@ def _derivative(
     inner = matmul(matmul(uh, dw), v)
     mirrored = jnp.conj(inner.T)
     result = matmul(matmul(u, odd * (inner + mirrored) + even * (inner - mirrored)), vh) / 2
-    # What leads out of the columns' span is scaled as the rows are, and vice versa.
+    # The part outside the span of the columns is scaled like the rows, and vice versa.
     if w.shape[0] > w.shape[1]:
         result += matmul(matmul(dw - matmul(u, matmul(uh, dw)), v) * ratio, vh)
     elif w.shape[0] < w.shape[1]:
         result += matmul(u * ratio, matmul(uh, dw - matmul(matmul(dw, v), vh)))
     result += matmul(u * by_bound, vh) * dbound
-    # NaN comes from what is not finite, and is no constant, which `jax.debug_nans` would see.
+    # NaN is computed only if an entry is not finite; `jax.debug_nans` would report a NaN constant.
     result *= jnp.sqrt(jnp.where(finite, 1.0, -1.0))
     return lax.convert_element_type(result, w.dtype)
 
@@ -152,7 +153,7 @@ def _softened_jvp(cap: Cap, primals: Any, tangents: Any) -> tuple[jax.Array, jax
 
 @by_platform
 def largest_singular_value(real: Any, w: jax.Array, bound: jax.Array, proven: jax.Array) -> jax.Array:
-    """An estimate from below, by 32 power iterations, on the side of `bound` that is proven."""
+    """Estimate it from below by 32 power iterations; at most `bound` if proven inside, else above it."""
     estimate = _largest(real, w)
     above = jnp.maximum(estimate, bound * (1 + 2.0**-24))
     inside = jnp.where(proven, jnp.minimum(estimate, bound), above)
@@ -161,7 +162,7 @@ def largest_singular_value(real: Any, w: jax.Array, bound: jax.Array, proven: ja
 
 @by_platform
 def about_largest_singular_value(real: Any, w: jax.Array) -> jax.Array:
-    """An estimate from below, by 32 power iterations."""
+    """Estimate the largest singular value from below, by 32 power iterations."""
     return _largest(real, w)
 
 

@@ -1,7 +1,7 @@
-"""Layers that change the gradient in the backward pass: the identity in the forward pass, on any pytree.
+"""Layers that are the identity in the forward pass and change the gradient in the backward pass.
 
-Those that clip have reverse mode only, the others forward mode too. Higher derivatives are those of the
-changed gradient: a layer does not change them a second time.
+They take any pytree. Layers that clip support only reverse mode; the others support forward mode too. Higher
+derivatives are those of the changed gradient: a layer does not change them a second time.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def clip_gradient_by_value(
 
     Args:
       x: a pytree of arrays of any shapes and dtypes.
-      low: the lower limit; without `high`, the bound on absolute values, also of complex entries. A
+      low: the lower limit; without `high`, the bound on absolute values, also for complex entries. A
         number or an array that broadcasts to every leaf, traced or not. Its own gradient is 0.
-      high: the upper limit, likewise.
+      high: the upper limit, in the same forms.
       axis_name: in `pmap` and unchecked `shard_map`, the mesh axes that `probe` covers.
       probe: as in :func:`clip_gradient_by_norm`, for the largest absolute entry of the gradient.
 
@@ -49,12 +49,12 @@ def clip_gradient_by_value(
       `x`, bit for bit.
 
     Raises:
-      TypeError, ValueError: a limit is no number, a schedule or NaN, does not fit a leaf, or is above
-        the other; a lone limit is negative; there are two limits and a leaf is complex; `probe` is no
-        float scalar; forward mode, as in `jax.jvp`.
+      TypeError, ValueError: a limit is not a number, is a schedule or NaN, or does not fit a leaf;
+        `low` is above `high`; a single limit is negative; there are two limits and a leaf is complex; `probe`
+        is not a float scalar; forward mode is used, as in `jax.jvp`.
 
     Guarantees: those of `clip_by_value`, for the gradient. Measured in float64, no entry is outside;
-    entries inside come back bit for bit; NaN stays NaN. Equals `x.register_hook(lambda g: g.clamp(low,
+    entries inside are unchanged, bit for bit; NaN stays NaN. Equals `x.register_hook(lambda g: g.clamp(low,
     high))` in PyTorch.
 
     Example:
@@ -89,9 +89,9 @@ def clip_gradient_by_norm(
     """Return `x`, and clip the norm of its gradient: of each leaf, or of each unit along `axes`.
 
     Use it as a layer of a model, `x = clip_gradient_by_norm(x, 1.0)`; on the carry of a recurrent cell it
-    bounds the gradient at every step. Under `vmap` each example is clipped by itself; an `x` that is not
-    mapped has one gradient, the sum over the examples. Where the batch is an axis of `x`, reduce the
-    others to clip each example.
+    bounds the gradient at every step. Under `vmap` each example is clipped separately; an `x` that is not
+    mapped has one gradient, the sum over the examples. If the batch is an axis of `x`, reduce the other
+    axes to clip each example.
 
     Args:
       x: a pytree of arrays of any shapes and dtypes.
@@ -101,22 +101,22 @@ def clip_gradient_by_norm(
         a rule such as `clipjax.fan_in`, or a mapping from path patterns to these.
       specs: inside `shard_map`, the PartitionSpec tree of `x`, for norms of units.
       axis_name: in `pmap` and unchecked `shard_map`, the mesh axes that a norm is spread over.
-      probe: a float scalar that changes nothing; its gradient is the largest norm before clipping. Use
-        each probe once, as gradients add up. Under `scan` or `vmap`, an array of zeros along the mapped
+      probe: a float scalar whose value is not used; its gradient is the largest norm before clipping. Use
+        each probe only once, as gradients add up. Under `scan` or `vmap`, an array of zeros along the mapped
         axis gives a norm for each step or example.
 
     Returns:
       `x`, bit for bit.
 
     Raises:
-      TypeError, ValueError: `max_norm` is no number, a schedule, negative or NaN, or does not fit the
-        norms; `axes` do not fit a leaf, a pattern matches none, or no leaf is clipped; `probe` is no float
-        scalar; forward mode, as in `jax.jvp`.
+      TypeError, ValueError: `max_norm` is not a number, is a schedule, negative or NaN, or does not fit
+        the norms; `axes` do not fit a leaf, a pattern matches no leaf, or no leaf is clipped; `probe` is
+        not a float scalar; forward mode is used, as in `jax.jvp`.
 
     Guarantees: those of `clip_by_norm`, for the gradient. Measured in float64, no norm is above
-    `max_norm`; what is inside comes back bit for bit; a non-finite entry makes every entry that shares
-    its norm NaN. Gradients of gradients are right, also by `jax.hessian` (forward over reverse). Equals a
-    `tf.custom_gradient` that is the identity, with `tf.clip_by_norm` of the gradient.
+    `max_norm`; a gradient inside is unchanged, bit for bit; a non-finite entry makes every entry that shares
+    its norm NaN. Gradients of gradients are correct, also with `jax.hessian` (forward over reverse). Equals a
+    `tf.custom_gradient` that returns its input and applies `tf.clip_by_norm` to the gradient.
 
     Example:
       >>> import clipjax, jax, jax.numpy as jnp
@@ -145,10 +145,10 @@ def clip_gradient_by_norm(
 def clip_gradient_by_global_norm(
     tree: _T, max_norm: Bound, *, axis_name: AxisName = None, probe: jax.Array | None = None
 ) -> _T:
-    """Return `tree`, and clip the norm of its gradient, of all leaves together.
+    """Return `tree`, and clip the global norm of its gradient: that of all leaves together.
 
-    Every leaf counts towards the norm, also one that nobody differentiates with respect to. Under
-    `vmap`, as :func:`clip_gradient_by_norm`.
+    Every leaf counts toward the norm, even if no gradient with respect to it is requested. `vmap` acts as in
+    :func:`clip_gradient_by_norm`.
 
     Args:
       tree: a pytree of arrays of any shapes and dtypes.
@@ -160,8 +160,8 @@ def clip_gradient_by_global_norm(
       `tree`, bit for bit.
 
     Raises:
-      TypeError, ValueError: `max_norm` is no number, a schedule, negative, NaN or not a scalar; `probe`
-        is no float scalar; forward mode, as in `jax.jvp`.
+      TypeError, ValueError: `max_norm` is not a number, is a schedule, negative, NaN or not a scalar;
+        `probe` is not a float scalar; forward mode is used, as in `jax.jvp`.
 
     Guarantees: those of `clip_by_global_norm`, for the gradient.
 
@@ -197,7 +197,8 @@ def scale_gradient(x: _T, factor: float | jax.Array | np.ndarray) -> _T:
       `x`, bit for bit. Forward mode multiplies the tangents by the factor.
 
     Raises:
-      TypeError, ValueError: `factor` is no number, a schedule, NaN or infinite, or does not fit a leaf.
+      TypeError, ValueError: `factor` is not a number, is a schedule, NaN or infinite, or does not fit
+        a leaf.
 
     References:
       Ganin et al., Domain-adversarial training of neural networks, 2016 (arXiv 1505.07818)
@@ -218,8 +219,8 @@ def replace_gradient(forward: Callable[..., Any], backward: Callable[..., Any]) 
     """Make a function with the value of `forward` and the gradient of `backward`.
 
     The value is exactly that of `forward`, which need not be differentiable: no gradient flows through
-    it. Gradients flow to all that `backward` depends on, also to values that it closes over. Derivatives
-    of all orders are those of `backward`, in forward and reverse mode.
+    it. Gradients flow to everything that `backward` depends on, including values that it closes over.
+    Derivatives of all orders are those of `backward`, in forward and reverse mode.
 
     Args:
       forward: a function of pytrees.
@@ -230,7 +231,7 @@ def replace_gradient(forward: Callable[..., Any], backward: Callable[..., Any]) 
       A function of the same arguments.
 
     Raises:
-      TypeError, ValueError: one of the two is no function. In a call: the results differ in
+      TypeError, ValueError: `forward` or `backward` is not a function. In a call: their results differ in
         structure, shape or dtype.
 
     References:
@@ -277,7 +278,7 @@ def _check_alike(value: Any, substitute: Any) -> None:
     structure, other = jax.tree.structure(value), jax.tree.structure(substitute)
     if structure != other:
         raise ValueError(
-            f"forward and backward must return one structure: forward returns {structure}, but backward "
+            f"forward and backward must return the same structure: forward returns {structure}, but backward "
             f"returns {other}"
         )
     leaves = jax.tree_util.tree_leaves_with_path(value)

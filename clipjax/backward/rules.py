@@ -1,8 +1,8 @@
-"""Identities with derivatives of their own, which the layers are made of.
+"""Identities with custom derivatives, from which the layers are built.
 
 A clip is not linear in the gradient, so it has no forward mode. An error must say so and name the layer,
-also under `jit`, where JAX differentiates before it computes. So an identity comes before it whose
-tangents JAX can transpose, as reverse mode does, but not compute.
+also under `jit`, where JAX differentiates before it computes. So the clip is preceded by an identity whose
+tangents JAX can transpose, as reverse mode does, but cannot compute.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from clipjax._core.trees import Report
 
 
 def floats_of(tree: Any) -> tuple[list[Any], Callable[[Any], Any]]:
-    """The leaves that have a gradient, and a function that puts such leaves back beside the others."""
+    """Return the leaves that have a gradient, and a function that puts such leaves back into the tree."""
     treedef: Any
     leaves, treedef = jax.tree.flatten(as_arrays(tree))
     others = [None if is_measured(x) else x for x in leaves]
@@ -71,9 +71,9 @@ def _replaced_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
 def change_cotangents(
     name: str, change: Callable[..., tuple[Any, Report]], tree: Any, bounds: tuple[Any, ...], probe: Any
 ) -> Any:
-    """Return `tree`, whose cotangents become those of `change(cotangents, *bounds) -> (cotangents, report)`.
+    """Return `tree`, with cotangents changed by `change(cotangents, *bounds) -> (cotangents, report)`.
 
-    The gradient of `probe` is the norm in the report, that of the bounds is 0. `name` is the layer's.
+    The gradient of `probe` is the norm in the report; that of the bounds is 0. `name` is the layer's name.
     """
     if probe is not None:
         probe = as_arrays(probe)
@@ -97,7 +97,7 @@ def change_cotangents(
     try:
         return rebuild(identity(*_without_forward_mode((leaves, probe), name), bounds))
     except TypeError as error:
-        if "forward-mode" in str(error):  # JAX may find out first, with an error that does not name the layer
+        if "forward-mode" in str(error):  # JAX may raise first, without the name of the layer
             _raise(name=name)
         raise
 
@@ -111,7 +111,7 @@ def _jvp(name: str, primals: Any, tangents: Any) -> tuple[Any, Any]:
     treedef: Any
     leaves, treedef = jax.tree.flatten(tangents[0])
     nonzero = [i for i, tangent in enumerate(leaves) if not isinstance(tangent, SymbolicZero)]
-    # One operation for all: else JAX would compute those tangents that it knows already, as zeros may be.
+    # One operation for all: otherwise JAX would compute the tangents that it already knows, such as zeros.
     kept = _transposable().bind(*(leaves[i] for i in nonzero), name=name)
     for i, tangent in zip(nonzero, kept, strict=True):
         leaves[i] = tangent
@@ -123,12 +123,12 @@ _without_forward_mode.defjvp(_jvp, symbolic_zeros=True)
 
 @functools.cache
 def _transposable() -> Any:
-    """The identity of tangents as a primitive that can be transposed and mapped, but not computed."""
+    """Make the identity on tangents, as a primitive that can be transposed and mapped but not computed."""
 
     def transpose(cotangents: Any, *tangents: Any, **_: Any) -> list[Any]:
         return [c if ad.is_undefined_primal(t) else None for c, t in zip(cotangents, tangents, strict=True)]
 
-    # The class of every primitive; to import it from `jax.extend` takes long, as that loads Pallas.
+    # The class of all primitives. Importing it from `jax.extend` is slow, as that loads Pallas.
     primitive = type(lax.add_p)("clipjax_transposable")
     primitive.multiple_results = True
     primitive.def_abstract_eval(lambda *tangents, **_: tangents)

@@ -1,4 +1,4 @@
-"""Bounds on each leaf, or on each unit, that follow the norms of its own past."""
+"""Bounds on each leaf or unit that follow the past norms of that leaf or unit."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class AdagcState(NamedTuple):
     """State of :func:`adagc`."""
 
     adagc: Stats
-    threshold: jax.Array  # float: the least bound used at the last step
-    # The norm that each leaf is used to, float (leaves,), infinite while unknown. With `axes` a tuple of an
-    # array for each leaf that has units, of its shape with the reduced axes as 1.
+    threshold: jax.Array  # float: the smallest bound of the last step
+    # The gamma of each leaf, float (leaves,), infinite while unknown. With `axes`, a tuple with an array for
+    # each leaf that has units, with the leaf's shape but length 1 along the reduced axes.
     gammas: Any
-    taken: jax.Array  # int32: steps taken in so far
+    taken: jax.Array  # int32: steps that the statistics include
 
 
 @explained
@@ -65,51 +65,52 @@ def adagc(
 ) -> optax.GradientTransformationExtraArgs:
     """Clip the norm of each leaf to a little more than the moving average of its own clipped norms.
 
-    In the warm-up, the norm of the whole tree is clipped to `max_norm`, and gamma of a leaf is the least
-    norm that it had. From then on each leaf is clipped to relative_bound * gamma, and then
-    gamma <- decay * gamma + (1 - decay) * its norm after clipping. With `axes`, each unit is what a leaf is
-    without: layers that `nn.scan` stacks in leaves (layers, in, out) follow their own past with
-    `axes={"*kernel": (1, 2), "*bias": 1}`.
+    During the warm-up, the norm of the whole tree is clipped to `max_norm`, and the gamma of a leaf is the
+    smallest norm that it has had. After that, each leaf is clipped to relative_bound * gamma, and then gamma
+    <- decay * gamma + (1 - decay) * n, where n is its norm after clipping. With `axes`, the same applies to
+    each unit instead of each leaf: layers that `nn.scan` stacks in leaves (layers, in, out) follow their own
+    past with `axes={"*kernel": (1, 2), "*bias": 1}`.
 
     Args:
       relative_bound: how many times gamma a norm may be: a number, a scalar array or a schedule.
-      decay: of the moving average, in [0, 1).
-      warmup_steps: at least 0. Without a warm-up the first norm of a leaf is its first gamma.
-      max_norm: the bound in the warm-up: a number, a scalar array or a schedule.
-      warmup_norms: whether gamma takes the least of the norms "before" or "after" the clip of the
-        warm-up.
-      axes: the axes that are reduced, as in :func:`clip_by_norm`: those whose entries share a norm, and a
-        gamma. None: the whole leaf. Leaves that are left alone, by `clipjax.SKIP` or as no pattern matches
-        them, are so in the warm-up as well, and do not count in its norm.
-      specs: inside `shard_map`, the `PartitionSpec` tree of the updates, needed for units of leaves that
-        are split. `gammas` of a leaf is split as the leaf is, but for its reduced axes: of a leaf of
-        `P("pipe", None, "model")` with axes (1, 2) it has `P("pipe", None, None)`.
-      where: which leaves are clipped, and count: path patterns, a rule or a tree of bools, as in
-        :func:`clipjax.box`; the others may hold anything, and pass as they are. None: all.
-      axis_name: the mesh axes that split the leaves, in `pmap` and unchecked `shard_map`. Inside a
-        checked `shard_map` each leaf's type tells.
+      decay: the decay of the moving average, in [0, 1).
+      warmup_steps: the length of the warm-up, at least 0. Without a warm-up, the first norm of a leaf is its
+        first gamma.
+      max_norm: the bound during the warm-up: a number, a scalar array or a schedule.
+      warmup_norms: whether gamma is the smallest of the norms "before" or "after" the clip of the warm-up.
+      axes: the axes that are reduced, as in :func:`clip_by_norm`: entries along them share a norm and a
+        gamma. None is the whole leaf. Leaves that are left alone, because of `clipjax.SKIP` or because no
+        pattern matches them, are not clipped in the warm-up either, and do not count toward its norm.
+      specs: inside `shard_map`, the `PartitionSpec` tree of the updates, needed for units of leaves that are
+        split. The `gammas` of a leaf are split like the leaf, except along its reduced axes: for a leaf with
+        `P("pipe", None, "model")` and axes (1, 2), the spec is `P("pipe", None, None)`.
+      where: the leaves to clip, as path patterns, a rule or a tree of bools (see :func:`clipjax.box`). None
+        selects all. Other leaves are returned unchanged, are not measured and may hold anything.
+      axis_name: the mesh axes that split the leaves, in `pmap` and unchecked `shard_map`. In a checked
+        `shard_map`, the types of the leaves contain the axes.
 
     Returns:
-      A transformation. `norm` is that of the whole tree; `threshold` is `max_norm` in the warm-up, then
-      the least of the leaves' or units' bounds. `gammas` in its state has one entry for each float or complex
-      leaf of the parameters, in their order; with `axes` an array for each leaf that has units, of the leaf's
-      shape with the reduced axes as 1 (of shape () where they are None).
+      A transformation. `norm` is the norm of the whole tree; `threshold` is `max_norm` during the warm-up,
+      then the smallest bound of a leaf or unit. In its state, `gammas` has one entry for each float or
+      complex leaf of the parameters, in their order. With `axes`, it has an array for each leaf that has
+      units, with the leaf's shape but length 1 along the reduced axes (shape () if the whole leaf is
+      reduced).
 
     Raises:
-      TypeError, ValueError: an argument is no number, or out of range; `axes` are no axes. In `init`: an axis
-        that a leaf does not have, a pattern that matches no leaf. In `update`: the gradients have
-        more or fewer leaves or units than the parameters had; inside `shard_map` also where `gammas` is
-        not split as the leaf is.
+      TypeError, ValueError: an argument is not a number, or is out of range; `axes` has an invalid form. In
+        `init`: a leaf does not have an axis; a pattern matches no leaf. In `update`: the gradients have more
+        or fewer leaves or units than the parameters had; inside `shard_map`, also if `gammas` is not split
+        like the leaf.
 
-    Guarantees: measured in float64, no clipped norm is above its bound; what is inside comes back bit
-    for bit. A non-finite entry makes its leaf or unit NaN, in the warm-up the whole tree; it leaves all
-    statistics as they are, and is no step of the warm-up. In derivatives, the norms of other steps are
-    constants.
+    Guarantees: measured in float64, no clipped norm is above its bound; leaves or units within their bound
+    are unchanged, bit for bit. A non-finite entry makes its leaf or unit NaN, or the whole tree during the
+    warm-up; such a step leaves all statistics unchanged and does not count toward the warm-up. Derivatives
+    treat the norms of other steps as constants.
 
-    Equals the authors' code: for PaddlePaddle with "before", which has one step of warm-up more, for
-    Megatron with "after"; and `pytorch_optimizer.AdaGC` with "after", which has one less. There a leaf
-    whose gradient is 0 once in the warm-up, or for long later on, stays 0 for ever, because its gamma
-    is 0; here a norm of 0 is not taken into gamma.
+    Equals the authors' code: for PaddlePaddle with "before", except that it has one more step of warm-up, and
+    for Megatron with "after". Equals `pytorch_optimizer.AdaGC` with "after", except that it has one step
+    less. There, a leaf whose gradient is 0 once in the warm-up, or for a long time later, stays 0 forever,
+    because its gamma is 0. Here, a norm of 0 does not change gamma.
 
     References:
       Wang et al., 2025, AdaGC: enhancing LLM pretraining stability via adaptive gradient clipping,
@@ -156,7 +157,7 @@ def adagc(
         for unit, scale in zip(units, scales, strict=True):
             leaves[unit.position] = rescale(unit.leaf, scale)
 
-        if rule is None:  # all leaves side by side: hundreds of scalars take long to compile one by one
+        if rule is None:  # stacked, because hundreds of separate scalars take long to compile
             norms, each, units = [jnp.stack(norms) if norms else jnp.zeros(0)], [gammas], units[:1]
         seen = warmup_norms == "after"
         now = lax.stop_gradient((norms, each, ratio, warming, together, wide(decay)))
@@ -181,7 +182,7 @@ def adagc(
 def _scale_of(
     norm: jax.Array, gamma: jax.Array, ratio: jax.Array, warming: jax.Array, *together: jax.Array
 ) -> Scale:
-    """What brings a norm to its own bound, or in the warm-up all norms to theirs."""
+    """Return the scale that brings a norm to its own bound or, in the warm-up, that of the tree."""
     alone = to_bound(norm, ratio * jnp.where(gamma < jnp.inf, gamma, norm))
     return Scale(*(jnp.where(warming, a, b) for a, b in zip(together, alone, strict=True)))
 
@@ -198,7 +199,10 @@ def _follow(
     together: Scale,
     decay: jax.Array,
 ) -> list[tuple[jax.Array, jax.Array, Scale]]:
-    """The next gammas, in the warm-up of norms that are `clipped` or not; the bounds after it; and scales."""
+    """Return the next gamma, the bound and the scale of each norm.
+
+    In the warm-up, gamma follows the norms after clipping if `clipped`, else those before.
+    """
 
     def follow(norm: jax.Array, gamma: jax.Array) -> tuple[jax.Array, jax.Array, Scale]:
         measured = wide(round_up(norm, dtype))
@@ -213,7 +217,7 @@ def _follow(
 
 
 def _together(norms: Sequence[jax.Array], units: Sequence[Unit]) -> jax.Array:
-    """The norm of all units of all leaves, on all devices."""
+    """Return the norm of all units of all leaves, on all devices."""
     if any(unit.over or is_spread(norm) for unit, norm in zip(units, norms, strict=True)):
         over = [unit.over for unit in units]
         norms = norms_of([(norm,) for norm in norms], [None] * len(units), 2.0, over)
@@ -221,7 +225,7 @@ def _together(norms: Sequence[jax.Array], units: Sequence[Unit]) -> jax.Array:
 
 
 def _with_units(params: Any, rule: Axes, specs: Any) -> Iterator[tuple[Path, Any, Reduced, Any]]:
-    """The path of each leaf that has units, the leaf, its reduced axes and its spec."""
+    """Yield the path of each leaf that has units, the leaf, its reduced axes and its spec."""
     tree = as_arrays(params)
     for (path, leaf), reduced, spec in zip(
         leaves_with_paths(tree), resolve_axes(rule, tree), spec_leaves(specs, tree), strict=True
@@ -231,7 +235,7 @@ def _with_units(params: Any, rule: Axes, specs: Any) -> Iterator[tuple[Path, Any
 
 
 def _unknown(path: Path, leaf: Any, reduced: Reduced, spec: Any, dtype: Any) -> jax.Array:
-    """The gammas of a leaf before the first step; inside `shard_map` of the type that they will be of."""
+    """Return the gammas of a leaf before the first step; in `shard_map`, with the type of the later ones."""
     kept = () if reduced is None else tuple(1 if i in reduced else n for i, n in enumerate(leaf.shape))
     over = names_of_units(path, leaf, reduced, spec, None)[1] if varying(leaf) else ()
     unknown = jnp.full(kept, jnp.inf, dtype)
@@ -239,11 +243,11 @@ def _unknown(path: Path, leaf: Any, reduced: Reduced, spec: Any, dtype: Any) -> 
 
 
 def _check_units(units: Sequence[Unit], norms: Sequence[jax.Array], gammas: Sequence[jax.Array]) -> None:
-    """Raise if a state is of other units than the updates."""
+    """Raise an error if the state was made for units of other shapes than those of the updates."""
     for unit, norm, gamma in zip(units, norms, gammas, strict=True):
         if norm.shape != gamma.shape:
             raise ValueError(
-                f"adagc: units of leaf {unit.path!r} have the shape {norm.shape}, and their gammas in the "
-                f"state {gamma.shape}: start anew from tx.init(params). Inside shard_map, give gammas the "
-                "PartitionSpec of the leaf, with None for the reduced axes"
+                f"adagc: the units of leaf {unit.path!r} have shape {norm.shape}, but their gammas in the "
+                f"state have {gamma.shape}: start again with tx.init(params). Inside shard_map, give gammas "
+                "the PartitionSpec of the leaf, with None for the reduced axes"
             )

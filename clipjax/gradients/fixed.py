@@ -1,4 +1,4 @@
-"""The gradient transformations: each is a bound and the function on trees that keeps it."""
+"""Gradient transformations that clip to bounds which do not depend on weights or past steps."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ClipByRmsState(NamedTuple):
 def _clipping(
     state: type[Any], clip: _Rule, where: Where, axes: Axes = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Make a transformation of `clip(updates, step) -> (updates, report)`."""
+    """Make a transformation from `clip(updates, step) -> (updates, report)`."""
 
     def act(
         updates: Any, memory: Memory, params: Any, step: Any, **extra_args: Any
@@ -90,26 +90,27 @@ def clip_by_value(
     """Clip each entry to `[-bound, bound]`, or to `[low, high]`.
 
     Args:
-      bound: the bound, if it is alone, also by Optax' name `max_delta`; before `high` it is `low`.
+      bound: the bound on absolute values. If `high` is given, the first positional argument is `low` instead.
       high: the upper limit.
-      low: the lower limit. Each is a number, an array that broadcasts to every leaf, or a schedule
-        `step -> limit`; infinity stands for no limit.
-      where: which leaves are clipped, and count: path patterns, a rule or a tree of bools, as in
-        :func:`clipjax.box`; the others may hold anything, and pass as they are. None: all.
+      low: the lower limit. Each limit is a number, an array that broadcasts to every leaf, or a schedule
+        `step -> limit`; infinity means no limit.
+      max_delta: Optax's name for `bound`.
+      where: the leaves to clip, as path patterns, a rule or a tree of bools (see :func:`clipjax.box`). None
+        selects all. Other leaves are returned unchanged, are not measured and may hold anything.
       axis_name: the mesh axes over which the metrics are taken, in `pmap` and unchecked `shard_map`.
 
     Returns:
       A transformation whose state holds scalars; `norm` is the largest absolute entry.
 
     Raises:
-      TypeError, ValueError: a limit is no number, is NaN, is negative as the only one, or `low` is
-        above `high`, or one of the two is missing. In `update`: a leaf is complex, and there are two limits.
+      TypeError, ValueError: a limit is NaN or not a number; a single bound is negative; `low` is above
+        `high`; one of the two is missing. In `update`: there are two limits, and a leaf is complex.
 
-    Guarantees: no entry is outside its limits, measured in float64 (a limit that the leaf's dtype
-    does not hold is rounded inwards); entries inside come back bit for bit. NaN stays NaN, and is
+    Guarantees: no entry is outside its limits, measured in float64 (a limit that the leaf's dtype cannot
+    represent is rounded inward); entries within the limits are unchanged, bit for bit. NaN stays NaN, and is
     counted; an infinite entry becomes the limit, as in TensorFlow and Optax.
 
-    Equals `tf.clip_by_value`, `optax.clip`, Keras' `clipvalue` and torch's `clip_grad_value_`.
+    Equals `tf.clip_by_value`, `optax.clip`, Keras's `clipvalue` and torch's `clip_grad_value_`.
 
     Example:
       >>> import clipjax, jax.numpy as jnp
@@ -138,8 +139,8 @@ def clip_by_value(
         case _:
             listed = ", ".join(f"{name}={shown(value)}" for name, value in given.items()) or "nothing"
             raise TypeError(
-                f"clip_by_value takes one bound, as in clip_by_value(1.0), or both low and high, of which "
-                f"infinity is no limit; got {listed}"
+                f"clip_by_value takes one bound, as in clip_by_value(1.0), or both low and high, where "
+                f"infinity means no limit; got {listed}"
             )
 
     return _clipping(ClipByValueState, clip, where)
@@ -159,31 +160,33 @@ def clip_by_norm(
 
     Args:
       max_norm: the bound: a number, an array that broadcasts to the norms, or a schedule.
-      axes: the axes that are reduced: those whose entries share a norm. None is the whole leaf; an
+      axes: the axes that are reduced: entries along them share a norm. None is the whole leaf. Otherwise an
         int or a tuple; a rule `(path, leaf) -> axes` such as `clipjax.fan_in`; or a mapping from path
-        patterns (globs of `"encoder/Dense_0/kernel"` or of its last components) to any of these,
-        of which the first match wins and leaves that none matches are left alone.
+        patterns (globs for the whole path, such as `"encoder/Dense_0/kernel"`, or for its last components) to
+        any of these. The first pattern that matches a leaf applies; leaves that no pattern matches are left
+        alone.
       ord: 1, 2, any p >= 1, or `jax.numpy.inf`.
-      specs: inside `shard_map`, the tree of `PartitionSpec` or `NamedSharding` of the updates: needed for
-        units of leaves that are split. In a `shard_map` over some axes of a mesh, the others may be in it.
-      where: which leaves are clipped, and count: path patterns, a rule or a tree of bools, as in
-        :func:`clipjax.box`; the others may hold anything, and pass as they are. None: all.
-      axis_name: the mesh axes that split the norms, in `pmap` and unchecked `shard_map`; names, or a
-        mapping from path patterns to them, as in :func:`clip_by_global_norm`.
+      specs: inside `shard_map`, the tree of `PartitionSpec` or `NamedSharding` of the updates, needed for
+        units of leaves that are split. In a `shard_map` over only some axes of a mesh, it may contain the
+        other axes.
+      where: the leaves to clip, as path patterns, a rule or a tree of bools (see :func:`clipjax.box`). None
+        selects all. Other leaves are returned unchanged, are not measured and may hold anything.
+      axis_name: the mesh axes that split the norms, in `pmap` and unchecked `shard_map`: names, or a mapping
+        from path patterns to names, as in :func:`clip_by_global_norm`.
 
     Returns:
       A transformation whose state holds scalars; `norm` is the largest of the norms.
 
     Raises:
-      TypeError, ValueError: a bound is no number, negative or NaN; `ord` is below 1; `axes` are no
-        axes. In `init`: an axis that a leaf does not have, a pattern that matches no leaf, no leaf that is
-        bounded where not `clipjax.SKIP` asks for that.
+      TypeError, ValueError: a bound is negative, NaN or not a number; `ord` is below 1; `axes` has an invalid
+        form. In `init`: a leaf does not have an axis; a pattern matches no leaf; no leaf is bounded, unless
+        `clipjax.SKIP` asks for that.
 
-    Guarantees: measured in float64, no clipped norm is above `max_norm`, in any dtype, and none is
-    more than 4 ulp below it; what is inside comes back bit for bit; a non-finite entry makes every
-    entry that shares its norm NaN; gradients through it are right, and finite at 0.
+    Guarantees: measured in float64, no clipped norm is above `max_norm`, in any dtype, and none is more than
+    4 ulp below it; leaves or units within the bound are unchanged, bit for bit; a non-finite entry makes
+    every entry that shares its norm NaN; derivatives are correct, and finite at 0.
 
-    Equals `tf.clip_by_norm` with its `axes`, and Keras' `clipnorm`.
+    Equals `tf.clip_by_norm` with its `axes`, and Keras's `clipnorm`.
 
     Example:
       >>> import clipjax, jax.numpy as jnp
@@ -210,30 +213,29 @@ def clip_by_global_norm(
     where: Where = None,
     axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Clip the norm of all leaves together to `max_norm`; every leaf gets the same factor.
+    """Clip the norm of all leaves together to `max_norm`, with the same factor for every leaf.
 
     Args:
       max_norm: the bound: a number, a scalar array or a schedule `step -> bound`.
       ord: 1, 2, any p >= 1, or `jax.numpy.inf`.
-      where: which leaves are clipped, and count: path patterns, a rule or a tree of bools, as in
-        :func:`clipjax.box`; the others may hold anything, and pass as they are. None: all.
-      axis_name: the mesh axes that split the tree, in `pmap` and unchecked `shard_map`. One name or
-        several are for every leaf; where all devices have some leaves alike, as beside experts, a mapping
-        from path patterns to names: `{"experts/*": "expert"}`. Leaves that none matches count once. Inside
-        a checked `shard_map` each leaf's type tells.
+      where: the leaves to clip, as path patterns, a rule or a tree of bools (see :func:`clipjax.box`). None
+        selects all. Other leaves are returned unchanged, are not measured and may hold anything.
+      axis_name: the mesh axes that split the tree, in `pmap` and unchecked `shard_map` (`check_vma=False`).
+        One or more names apply to every leaf. If some leaves are the same on all devices and others are not,
+        such as experts, give a mapping from path patterns to names: `{"experts/*": "expert"}`. Leaves that no
+        pattern matches count once. In a checked `shard_map`, the types of the leaves contain the axes.
 
     Returns:
       A transformation whose state holds the norm, the scale and counts, as scalars.
 
     Raises:
-      TypeError, ValueError: `max_norm` is no number, negative or NaN; `ord` is below 1.
+      TypeError, ValueError: `max_norm` is negative, NaN or not a number; `ord` is below 1.
 
-    Guarantees: measured in float64, the clipped norm is not above `max_norm`, whatever the dtypes and
-    their mixture; a tree inside comes back bit for bit; norms neither overflow nor underflow; a
-    non-finite entry makes every entry NaN, never silently 0; gradients through it are right, and
-    finite at 0.
+    Guarantees: measured in float64, the clipped norm is not above `max_norm`, for any dtypes and any mix of
+    them; a tree within the bound is unchanged, bit for bit; norms neither overflow nor underflow; a
+    non-finite entry makes every entry NaN, never silently 0; derivatives are correct, and finite at 0.
 
-    Equals `tf.clip_by_global_norm`, `optax.clip_by_global_norm`, Keras' `global_clipnorm` and torch's
+    Equals `tf.clip_by_global_norm`, `optax.clip_by_global_norm`, Keras's `global_clipnorm` and torch's
     `clip_grad_norm_` with its `norm_type`.
 
     References:
@@ -270,15 +272,15 @@ def clip_by_rms(
       threshold: the bound on the RMS: a number, an array that broadcasts to the units, or a schedule.
       axes: the axes that are reduced, as in :func:`clip_by_norm`; None is the whole leaf.
       specs: inside `shard_map`, the `PartitionSpec` tree of the updates.
-      where: which leaves are clipped, and count: path patterns, a rule or a tree of bools, as in
-        :func:`clipjax.box`; the others may hold anything, and pass as they are. None: all.
+      where: the leaves to clip, as path patterns, a rule or a tree of bools (see :func:`clipjax.box`). None
+        selects all. Other leaves are returned unchanged, are not measured and may hold anything.
       axis_name: the mesh axes that split the units, in `pmap` and unchecked `shard_map`.
 
     Returns:
       A transformation whose state holds scalars; `norm` is the largest norm (not RMS).
 
     Raises:
-      TypeError, ValueError: as :func:`clip_by_norm`.
+      TypeError, ValueError: as for :func:`clip_by_norm`.
 
     Guarantees: those of :func:`clip_by_norm`, with the bound `threshold * sqrt(entries)`.
 

@@ -37,10 +37,10 @@ Stack: TypeAlias = Mapping[str, int]
 class OfGroup(NamedTuple):
     """What was done to a group: scalars, or an entry for each layer of a stack."""
 
-    group_norm: jax.Array  # float: the norm at the last step before clipping
-    group_after: jax.Array  # float: the same after it
+    group_norm: jax.Array  # float: the norm at the last step, before clipping
+    group_after: jax.Array  # float: the norm at the last step, after clipping
     group_factor: jax.Array  # float: the factor applied at the last step
-    group_clipped: jax.Array  # int32: steps at which it was clipped
+    group_clipped: jax.Array  # int32: steps at which the group was clipped
 
 
 class ClipByGroupNormState(NamedTuple):
@@ -62,35 +62,36 @@ def clip_by_group_norm(
 ) -> optax.GradientTransformationExtraArgs:
     """Clip the joint norm of each group of leaves to a bound of its own.
 
-    So a tensor that explodes does not scale down the rest of the model, as one norm of the whole tree does.
+    A tensor that explodes then does not scale down the rest of the model, as it does with one norm of the
+    whole tree.
 
     Args:
-      max_norms: a mapping from path patterns (globs of `"encoder/Dense_0/kernel"` or of its last components)
-        to bounds: each a number, a scalar array or a schedule. A leaf belongs to the first pattern that
-        matches it; leaves that none matches are left alone.
+      max_norms: a mapping from path patterns (globs for the whole path, such as `"encoder/Dense_0/kernel"`,
+        or for its last components) to bounds: each a number, a scalar array or a schedule. A leaf belongs to
+        the first pattern that matches it; leaves that no pattern matches are left alone.
       ord: 1, 2, any p >= 1, or `jax.numpy.inf`.
-      stack: which groups are stacks of layers, as `nn.scan` makes them: a mapping from patterns of
-        `max_norms` to the axis that counts the layers. Each layer is then a group of its own, over all leaves
-        of the pattern, and the bound may be an array `(layers,)`.
-      specs: inside `shard_map`, the tree of `PartitionSpec` or `NamedSharding` of the updates: needed for
+      stack: the groups that are stacks of layers, such as `nn.scan` makes: a mapping from patterns of
+        `max_norms` to the axis along which the layers are stacked. Each layer is then a group of its own,
+        over all leaves of the pattern, and the bound may be an array `(layers,)`.
+      specs: inside `shard_map`, the tree of `PartitionSpec` or `NamedSharding` of the updates, needed for
         stacks that are split. If their layers are split, the entries of the state are, too.
-      where: which leaves are clipped, and count: path patterns, a rule or a tree of bools, as in
-        :func:`clipjax.box`; the others may hold anything, and pass as they are. None: all.
-      axis_name: the mesh axes that split the leaves, in `pmap` and unchecked `shard_map`; names, or a
-        mapping from path patterns to them, as in :func:`clip_by_global_norm`.
+      where: the leaves to clip, as path patterns, a rule or a tree of bools (see :func:`clipjax.box`). None
+        selects all. Other leaves are returned unchanged, are not measured and may hold anything.
+      axis_name: the mesh axes that split the leaves, in `pmap` and unchecked `shard_map`: names, or a mapping
+        from path patterns to names, as in :func:`clip_by_global_norm`.
 
     Returns:
       A transformation with the metrics `norm/<pattern>`, `norm_after/<pattern>`, `scale/<pattern>` and
-      `clipped_fraction/<pattern>`, for each layer of a stack `norm/<pattern>/<layer>` and so on; the plain
-      `norm` and `scale` are those of the group with the largest norm, and of the one with the smallest scale.
+      `clipped_fraction/<pattern>`; for each layer of a stack, `norm/<pattern>/<layer>` and so on. Without a
+      pattern, `norm` is the largest norm of all groups, and `scale` the smallest scale.
 
     Raises:
-      TypeError, ValueError: `max_norms` is no mapping, or empty; a bound is no number, negative or NaN;
-        `ord` is below 1; `stack` names no group. In `init`: a pattern matches no leaf; the leaves of a stack
-        differ in their number of layers.
+      TypeError, ValueError: `max_norms` is empty or not a mapping; a bound is negative, NaN or not a number;
+        `ord` is below 1; `stack` has a key that is not in `max_norms`. In `init`: a pattern matches no leaf;
+        the leaves of a stack differ in their number of layers.
 
-    Guarantees: for each group those of :func:`clip_by_global_norm`; a group that is not finite becomes NaN,
-    and the others do not notice.
+    Guarantees: those of :func:`clip_by_global_norm`, for each group. A group with a non-finite entry becomes
+    NaN, and the other groups are not affected.
 
     Equals `torch.nn.utils.clip_grad_norm_` called for one parameter group after the other.
 
@@ -110,7 +111,7 @@ def clip_by_group_norm(
     order = check_ord(ord)
 
     def groups_of(tree: Any) -> list[str | None]:
-        """The group of each leaf."""
+        """Return the group of each leaf."""
         return first_matches("max_norms", list(max_norms), tree)
 
     def first(params: Any, stats: Stats) -> Memory:
@@ -147,7 +148,7 @@ def clip_by_group_norm(
         _, down = decide(lambda *_: (_by_group, columns), units, norms)
         for unit, scale in zip(units, down, strict=True):
             leaves[unit.position] = rescale(unit.leaf, scale)
-        joint, at_step = lax.stop_gradient((joint, at_step))  # what is reported is no function
+        joint, at_step = lax.stop_gradient((joint, at_step))  # reports are not differentiated
         reports = {p: of_norms(norm, to_bound(norm, at_step[p])) for p, norm in joint.items()}
         over = {label: unit.over for label, unit in zip(labels, units, strict=True)}
         kept = {p: _taken_in(p, old, reports.get(p)) for p, old in memory[0].items()}
@@ -164,27 +165,27 @@ def _by_group(norm: jax.Array, joint: jax.Array, bound: jax.Array) -> Scale:
 def _checked(max_norms: Any, stack: Any) -> Stack:
     if not isinstance(max_norms, Mapping) or not all(isinstance(p, str) for p in max_norms):
         raise TypeError(
-            f"max_norms must be a mapping from path patterns to bounds, as {{'experts/*': 1.0, '*': 0.5}}; "
-            f"got {shown(max_norms)}"
+            f"max_norms must be a mapping from path patterns to bounds, such as "
+            f"{{'experts/*': 1.0, '*': 0.5}}; got {shown(max_norms)}"
         )
     if not max_norms:
         raise ValueError("max_norms must name at least one group, got {}")
     stack = {} if stack is None else stack
     if not isinstance(stack, Mapping):
         raise TypeError(
-            f"stack must be a mapping from patterns of max_norms to an axis, as in {{'layers/*': 0}}, got "
+            f"stack must be a mapping from patterns of max_norms to an axis, such as {{'layers/*': 0}}, got "
             f"{shown(stack)}"
         )
     for pattern, axis in stack.items():
         if pattern not in max_norms:
-            raise ValueError(f"stack: {pattern!r} is no pattern of max_norms, {shown(list(max_norms))}")
+            raise ValueError(f"stack: {pattern!r} is not a pattern of max_norms, {shown(list(max_norms))}")
         if isinstance(axis, bool) or not isinstance(axis, int):
             raise TypeError(f"stack[{pattern!r}] must be an axis, got {shown(axis)}")
     return stack
 
 
 def _all_but(axis: int) -> AxesRule:
-    """The rule that reduces all axes but one."""
+    """Make the rule that reduces all axes but one."""
 
     def rule(path: Path, leaf: Any) -> tuple[int, ...]:
         rank = len(leaf.shape)
@@ -196,7 +197,7 @@ def _all_but(axis: int) -> AxesRule:
 
 
 def _layers(pattern: str, stack: Stack, leaves: list[tuple[Path, Any]]) -> tuple[int, ...]:
-    """The shape of what there is one of for each layer: () for a group that is no stack."""
+    """Return the shape of an array with one entry for each layer: () for a group that is not a stack."""
     if pattern not in stack:
         return ()
     sizes = {path_name(path): x.shape[stack[pattern]] for path, x in leaves if is_measured(x)}
@@ -207,32 +208,32 @@ def _layers(pattern: str, stack: Stack, leaves: list[tuple[Path, Any]]) -> tuple
 
 
 def _check_alike(labels: Sequence[str], units: Sequence[Unit], norms: Sequence[jax.Array]) -> None:
-    """Raise an error if devices have different layers of the leaves of one stack."""
+    """Raise an error if a device has different layers of the leaves of one stack."""
     first: dict[str, tuple[str, int]] = {}
     for label, unit, norm in zip(labels, units, norms, strict=True):
         path, size = first.setdefault(label, (unit.path, norm.size))
         if norm.size != size:
             raise ValueError(
                 f"stack[{label!r}]: {path!r} has {size} layers here, and {unit.path!r} {norm.size}: inside "
-                f"shard_map the layers of a stack are split alike, or not at all"
+                f"shard_map, all leaves of a stack must be split over their layers, or none"
             )
 
 
 def _fitting(pattern: str, bound: jax.Array, norm: jax.Array) -> jax.Array:
-    """A bound for each of the norms of a group."""
+    """Return a bound for each of the norms of a group."""
     fits = check_fits(f"max_norms[{pattern!r}]", bound, norm.shape, "the layers of the stack")
     return jnp.broadcast_to(fits, norm.shape)
 
 
 def _taken_in(pattern: str, old: OfGroup, report: Report | None) -> OfGroup:
-    """One step more of a group, of which nothing came if there is no report."""
+    """Update the state of a group by one step; without a report, the group had no updates."""
     if report is None:
         return old
     shape = old.group_norm.shape
     if old.group_norm.size != report.norm.size:
         raise ValueError(
-            f"state: it has {old.group_norm.size} layers of {pattern!r}, and the updates have "
-            f"{report.norm.size}: inside shard_map the entries of a stack are split as its layers are"
+            f"state: it has {old.group_norm.size} layers of {pattern!r}, but the updates have "
+            f"{report.norm.size}: inside shard_map, the entries of a stack must be split like its layers"
         )
 
     def stored(new: jax.Array, was: jax.Array) -> jax.Array:

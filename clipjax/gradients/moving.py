@@ -1,4 +1,4 @@
-"""Two halves of Stable-SPAM: bounds on entries, and norms, that follow moving averages of each leaf."""
+"""Two parts of Stable-SPAM that follow moving averages of each leaf: a clip and a normalization."""
 
 from __future__ import annotations
 
@@ -47,18 +47,18 @@ class ClipByMovingMaxState(NamedTuple):
     """State of :func:`clip_by_moving_max`; `norm` is the largest absolute entry."""
 
     clip_by_moving_max: Stats
-    threshold: jax.Array  # float: the least bound used at the last step
-    maxima: jax.Array  # float (leaves,): the moving averages, corrected; 0 before the first
-    taken: jax.Array  # int32 (leaves,): maxima taken in so far
+    threshold: jax.Array  # float: the smallest bound of the last step
+    maxima: jax.Array  # float (leaves,): the bias-corrected moving averages; 0 before the first maximum
+    taken: jax.Array  # int32 (leaves,): maxima that the averages include
 
 
 class NormalizeByMovingNormState(NamedTuple):
     """State of :func:`normalize_by_moving_norm`; `norm` is the largest norm of a leaf."""
 
     normalize_by_moving_norm: Stats
-    means: jax.Array  # float (leaves,): the moving averages of the norms, corrected; 0 before the first
-    roots: jax.Array  # float (leaves,): the roots of those of their squares
-    taken: jax.Array  # int32 (leaves,): norms taken in so far
+    means: jax.Array  # float (leaves,): bias-corrected moving averages of the norms; 0 before the first norm
+    roots: jax.Array  # float (leaves,): roots of the bias-corrected moving averages of their squares
+    taken: jax.Array  # int32 (leaves,): norms that the averages include
 
 
 @explained
@@ -67,35 +67,36 @@ def clip_by_moving_max(
 ) -> optax.GradientTransformationExtraArgs:
     """Scale down entries above the moving average of the largest absolute entry of their leaf.
 
-    AdaClip of Stable-SPAM. With M the largest absolute entry of a leaf, T <- decay * T + (1 - decay) * M
-    takes it in first. The threshold is T / (1 - decay^t), and each entry g above it becomes
-    g / M * threshold: the largest becomes the threshold, and others above it less, in proportion.
+    This is AdaClip of Stable-SPAM. With M the largest absolute entry of a leaf, the average is updated first:
+    T <- decay * T + (1 - decay) * M. The threshold is T / (1 - decay^t), and each entry g above it becomes g
+    / M * threshold: the largest entry becomes the threshold, and smaller ones above it are scaled in
+    proportion.
 
     Args:
-      decay: of the moving average, in [0, 1). With 0 nothing is ever clipped.
-      where: which leaves are clipped, and count: path patterns, a rule or a tree of bools, as in
-        :func:`clipjax.box`; the others may hold anything, and pass as they are. None: all.
-      axis_name: the mesh axes that split the leaves, in `pmap` and unchecked `shard_map`. Inside a
-        checked `shard_map` each leaf's type tells.
+      decay: the decay of the moving average, in [0, 1). With 0 nothing is ever clipped.
+      where: the leaves to clip, as path patterns, a rule or a tree of bools (see :func:`clipjax.box`). None
+        selects all. Other leaves are returned unchanged, are not measured and may hold anything.
+      axis_name: the mesh axes that split the leaves, in `pmap` and unchecked `shard_map`. In a checked
+        `shard_map`, the types of the leaves contain the axes.
 
     Returns:
-      A transformation. `norm` is the largest absolute entry of all leaves, `threshold` the least of their
-      thresholds, `scale` the least of threshold / M. `maxima` and `taken` in its state have one entry for
+      A transformation. `norm` is the largest absolute entry of all leaves, `threshold` the smallest of their
+      thresholds, `scale` the smallest threshold / M. In its state, `maxima` and `taken` have one entry for
       each float or complex leaf of the parameters, in their order.
 
     Raises:
-      TypeError, ValueError: `decay` is no number, or out of range. In `update`: the gradients have more or
-        fewer leaves than the parameters had.
+      TypeError, ValueError: `decay` is not a number, or is out of range. In `update`: the gradients have more
+        or fewer leaves than the parameters had.
 
-    Guarantees: measured in float64, no entry is above the threshold of its leaf; entries at or below it come
-    back bit for bit, so that nothing changes at the first step, nor while the largest entry stays the same.
-    A non-finite entry makes its leaf NaN, and leaves the statistics of all leaves as they are. In
-    derivatives, the maxima of other steps are constants.
+    Guarantees: measured in float64, no entry is above the threshold of its leaf; entries at or below it are
+    unchanged, bit for bit, so nothing changes at the first step, nor while the largest entry stays the same.
+    A non-finite entry makes its leaf NaN, and leaves the statistics of all leaves unchanged. Derivatives
+    treat the maxima of other steps as constants.
 
-    Equals the clip in the authors' `StableSPAM`, but for two things. A leaf whose gradient is 0 does not take
-    that in: a layer that begins to learn late would be held near 0 for long. And there the reset of Adam's
-    moments sets t back to 1 for the threshold, too, but not T, which makes it hundreds of times as large at
-    first; here t counts all that was taken in.
+    Equals the clip in the authors' `StableSPAM`, with two differences. Here, a leaf whose gradient is 0 does
+    not update its average: otherwise a layer that begins to learn late would be held near 0 for a long time.
+    And in `StableSPAM`, the reset of Adam's moments also sets t of the threshold back to 1, but not T, which
+    makes the threshold hundreds of times as large at first; here, t counts all updates of the average.
 
     References:
       Huang et al., 2025, Stable-SPAM: how to train in 4-bit more stably than 16-bit Adam, arXiv:2502.17055.
@@ -144,7 +145,7 @@ def clip_by_moving_max(
 
 
 def _clip_complex(leaf: Any, threshold: jax.Array, scale: Scale) -> Any:
-    """Scale the entries above the threshold; their sizes are no numbers of the leaf's dtype."""
+    """Scale the entries above the threshold, whose dtype may not represent their absolute values."""
     size = norm_of(leaf, (), 2.0)
     above = jnp.minimum(threshold, size * factor_of(scale))
     return rescaled(leaf, to_bound(size, jnp.where(size <= threshold, jnp.inf, above)))
@@ -154,45 +155,46 @@ def _clip_complex(leaf: Any, threshold: jax.Array, scale: Scale) -> Any:
 def normalize_by_moving_norm(
     b1: float = 0.7, b2: float = 0.9, *, eps: float = 1e-8, where: Where = None, axis_name: AxisName = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Normalize each leaf to the moving average of its norms, over the root of that of their squares.
+    """Normalize each leaf to the moving average of its norms, divided by the root of that of their squares.
 
-    AdaGN of Stable-SPAM. With n the norm of a leaf, m <- b1 * m + (1 - b1) * n and
-    v <- b2 * v + (1 - b2) * n^2 take it in first, and are divided by 1 - b1^t and 1 - b2^t. Then the leaf g
+    This is AdaGN of Stable-SPAM. With n the norm of a leaf, the averages are updated first: m <- b1 * m + (1
+    - b1) * n and v <- b2 * v + (1 - b2) * n^2. They are divided by 1 - b1^t and 1 - b2^t. Then the leaf g
     becomes g / n * m / (sqrt(v) + eps).
 
-    This is no clip: every gradient changes, and small ones grow. Gradients of a steady norm get the norm 1,
-    whatever it was, and the learning rate has to suit that (Adam's does not depend on it). With these decays
-    no norms of the past make it more than 1.41; a spike far above all of them gets (1 - b1) / sqrt(1 - b2),
-    0.95, and what follows it less for a while.
+    This is not a clip: every gradient changes, and small ones grow. Gradients of a steady norm get the norm
+    1, whatever it was, and the learning rate must suit that (that of Adam does not depend on it). With the
+    default decays, the new norm is at most 1.41 for any past norms; a spike far above all of them gets (1 -
+    b1) / sqrt(1 - b2), 0.95, and the gradients after it get less for a while.
 
     Args:
-      b1: the decay of the average of norms, in [0, 1).
+      b1: the decay of the average of the norms, in [0, 1).
       b2: the decay of the average of their squares, in [0, 1).
-      eps: at least 0; norms far below it become small. With 0 the result does not depend on the scale of the
+      eps: at least 0; norms far below it become small. With 0, the result does not depend on the scale of the
         loss.
-      where: which leaves are normalized, and count: path patterns, a rule or a tree of bools, as in
-        :func:`clipjax.box`; the others may hold anything, and pass as they are. None: all.
-      axis_name: the mesh axes that split the leaves, in `pmap` and unchecked `shard_map`. Inside a
-        checked `shard_map` each leaf's type tells.
+      where: the leaves to clip, as path patterns, a rule or a tree of bools (see :func:`clipjax.box`). None
+        selects all. Other leaves are returned unchanged, are not measured and may hold anything.
+      axis_name: the mesh axes that split the leaves, in `pmap` and unchecked `shard_map`. In a checked
+        `shard_map`, the types of the leaves contain the axes.
 
     Returns:
-      A transformation. `norm` is the largest norm of a leaf before, `scale` the least factor, at most 1;
-      steps at which any leaf changed count as clipped. `means`, `roots` and `taken` in its state have one
-      entry for each float or complex leaf of the parameters, in their order. Means and roots are kept as they
-      are after the division, and the root rather than v, whose squares would leave the range of a float32.
+      A transformation. `norm` is the largest norm of a leaf before normalization, `scale` the smallest
+      factor, at most 1; steps at which any leaf changed count as clipped. In its state, `means`, `roots` and
+      `taken` have one entry for each float or complex leaf of the parameters, in their order. `means` is m
+      after its division, and `roots` the root of v after its division: v itself could leave the range of
+      float32.
 
     Raises:
-      TypeError, ValueError: an argument is no number, or out of range. In `update`: the gradients have more
-        or fewer leaves than the parameters had.
+      TypeError, ValueError: an argument is not a number, or is out of range. In `update`: the gradients have
+        more or fewer leaves than the parameters had.
 
     Guarantees: measured in float64, no norm is above its m / (sqrt(v) + eps), and none more than 4 ulp below
-    it; directions stay. A leaf of zeros stays so, and takes nothing in. A non-finite entry makes its leaf
-    NaN, and leaves the statistics of all leaves as they are. In derivatives, the norms of other steps are
-    constants.
+    it; directions do not change. A leaf of zeros stays zero and does not update its averages. A non-finite
+    entry makes its leaf NaN, and leaves the statistics of all leaves unchanged. Derivatives treat the norms
+    of other steps as constants.
 
-    Equals the normalization in the authors' `StableSPAM` without its `total_T`, which lets b1 fall by a
-    cosine. There a gradient of 0 is taken in, and the reset of Adam's moments sets t back to 1 for these
-    averages, too.
+    Equals the normalization in the authors' `StableSPAM` without its `total_T`, which lowers b1 along a
+    cosine. In `StableSPAM`, a gradient of 0 does update the averages, and the reset of Adam's moments also
+    sets t of these averages back to 1.
 
     References:
       Huang et al., 2025, Stable-SPAM: how to train in 4-bit more stably than 16-bit Adam, arXiv:2502.17055.
@@ -241,7 +243,7 @@ def _measured(
     axis_name: AxisName,
     remembered: int,
 ) -> tuple[list[Unit], jax.Array]:
-    """The leaves that have a norm, and the norms of all side by side."""
+    """Return the leaves that have a norm, and an array of their norms."""
     units = units_of(updates, None, None, axis_name)
     check_leaves(name, len(units), remembered)
     norms = measure_units(units, ord)
@@ -249,15 +251,16 @@ def _measured(
 
 
 def _taken_in(norms: jax.Array, taken: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Which norms enter the averages, and how many have by then."""
+    """Return which norms enter the averages, and how many have entered with this step."""
     seen = (norms > 0) & (norms < jnp.inf)
     return seen, count(taken, seen)
 
 
 def _average(past: jax.Array, new: jax.Array, seen: jax.Array, decay: Any, taken: jax.Array) -> jax.Array:
-    """The corrected moving average, of which the last of t numbers has the share (1 - decay) / (1 - decay^t).
+    """Update the bias-corrected moving average; the last of t numbers has weight (1 - decay) / (1 - decay^t).
 
-    Kept corrected, it is between the numbers, so it has their range, and equal ones are it, bit for bit.
+    The corrected average lies between the numbers, so it stays in their range; the average of equal numbers
+    is that number, bit for bit.
     """
     decay, times = wide(decay), wide(jnp.maximum(taken, 1))
     share = jnp.where(taken <= 1, 1.0, (1 - decay) / (1 - decay**times))
@@ -267,7 +270,7 @@ def _average(past: jax.Array, new: jax.Array, seen: jax.Array, decay: Any, taken
 def _root_mean_square(
     past: jax.Array, new: jax.Array, seen: jax.Array, decay: Any, taken: jax.Array
 ) -> jax.Array:
-    """The root of the average of squares, from the root before; the squares are of numbers up to 1."""
+    """Update the root of the average of squares; only numbers up to 1 are squared."""
     largest = jnp.maximum(lax.stop_gradient(past), lax.stop_gradient(new))
     largest = jnp.where((largest > 0) & (largest < jnp.inf), largest, 1.0)
     square = _average((past / largest) ** 2, (new / largest) ** 2, seen, decay, taken)
@@ -275,12 +278,15 @@ def _root_mean_square(
 
 
 def _slack(units: Sequence[Unit]) -> np.ndarray:
-    """By how much the scale of each leaf is rounded down."""
+    """Return how much the scale of each leaf is rounded down."""
     return np.array([precision_of(unit.leaf.dtype).slack for unit in units], np.float64)
 
 
 def _brought_to(norms: jax.Array, targets: jax.Array, units: Sequence[Unit]) -> Scale:
-    """The scales of leaves, which grow or shrink; none is left alone for what 16 bits might have lost."""
+    """Return the scales of leaves, which may grow or shrink.
+
+    Unlike in a clip, no leaf keeps its norm because 16 bits are too coarse to tell it from the target.
+    """
     each = [precision_of(unit.leaf.dtype) for unit in units]
     smallest, largest = (
         np.array([getattr(precision, name) for precision in each], np.float64)
@@ -291,7 +297,7 @@ def _brought_to(norms: jax.Array, targets: jax.Array, units: Sequence[Unit]) -> 
 
 
 def _at(scales: Scale, i: int) -> Scale:
-    """The scale of one leaf."""
+    """Return the scale of one leaf."""
     return Scale(*(column[i] for column in scales))
 
 

@@ -1,4 +1,4 @@
-"""Gradients that are not finite: entries that are zeroed, steps that are skipped."""
+"""Transformations for gradients that are not finite: zero their entries, or skip their steps."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ class ZeroNonfiniteState(NamedTuple):
 
     steps: jax.Array  # int32: steps so far
     nonfinite_count: jax.Array  # int32: entries zeroed so far
-    nonfinite_steps: jax.Array  # int32: steps at which there were any
+    nonfinite_steps: jax.Array  # int32: steps at which entries were zeroed
 
 
 class SkipNonfiniteState(NamedTuple):
     """State of :func:`skip_nonfinite`."""
 
     steps: jax.Array  # int32: steps so far
-    skipped: jax.Array  # int32: steps skipped so far, for whichever reason
+    skipped: jax.Array  # int32: steps skipped so far, for any reason
     skipped_last: jax.Array  # int32: 1 if the last step was skipped, else 0
     skipped_in_a_row: jax.Array  # int32: steps skipped since the last good one
     nonfinite_count: jax.Array  # int32: steps whose gradients were not finite
     nonfinite_loss_count: jax.Array  # int32: steps whose loss was not finite
-    inner: Any
+    inner: Any  # the state of the inner transformation
 
 
 @explained
 def zero_nonfinite(*, axis_name: AxisName = None) -> optax.GradientTransformationExtraArgs:
     """Replace NaN and infinite entries by 0, and count them.
 
-    In front of a clip it keeps one bad entry from making the rest NaN. To leave out the whole step
-    instead, see `clipjax.skip_nonfinite`.
+    Before a clip, this keeps one bad entry from making the rest NaN. To skip the whole step instead, see
+    `clipjax.skip_nonfinite`.
 
     Args:
       axis_name: the mesh axes to count over, in `pmap` and unchecked `shard_map`.
@@ -55,7 +55,7 @@ def zero_nonfinite(*, axis_name: AxisName = None) -> optax.GradientTransformatio
       A transformation whose state counts `steps`, `nonfinite_count` (entries zeroed so far) and
       `nonfinite_steps`, as int32 scalars that stop at their largest value.
 
-    Equals `optax.zero_nans`, with infinities too.
+    Equals `optax.zero_nans`, but also replaces infinities.
 
     Example:
       >>> import clipjax, jax.numpy as jnp
@@ -105,39 +105,41 @@ def skip_nonfinite(
 ) -> optax.GradientTransformationExtraArgs:
     """Skip every step whose gradients, or whose loss, are NaN or infinite.
 
-    Such a step returns zero updates and leaves the inner state as it was: moments, schedules and
-    statistics do not see it.
+    Such a step returns zero updates and leaves the inner state as it was: moments, schedules and statistics
+    are not affected.
 
     Args:
-      optimizer: a gradient transformation, as a whole chain.
-      max_consecutive: after so many skipped steps in a row it lets go: the steps that follow are taken
-        whatever they hold, until one is finite. A NaN is then in the weights, and stays there. None:
-        every one is skipped, and :func:`clipjax.raise_if_skipping` can end the run instead.
+      optimizer: a gradient transformation, usually a whole chain.
+      max_consecutive: after this many skipped steps in a row, the next steps are taken whatever they contain,
+        until one is finite. A NaN is then in the weights, and stays there. With None every such step is
+        skipped, and :func:`clipjax.raise_if_skipping` can end the run instead.
       axis_name: the mesh axes whose devices skip together, in `pmap` and unchecked `shard_map`.
 
     Returns:
-      A transformation whose state counts `steps`, `skipped`, `skipped_in_a_row` (since the last good
-      step) and, by reason, `nonfinite_count` of gradients and `nonfinite_loss_count`, as int32 scalars;
-      `skipped_last` is 1 if the last step was skipped, else 0. Its `update(grads, state, params,
-      loss=loss)` judges the loss, too, if there is one: a real scalar, which `optimizer` gets as well.
-      Over devices its mean decides: over the mesh axes that it varies on, and those of `axis_name`.
+      A transformation whose state counts `steps`, `skipped`, `skipped_in_a_row` (since the last good step)
+      and, by reason, `nonfinite_count` for gradients and `nonfinite_loss_count`, as int32 scalars;
+      `skipped_last` is 1 if the last step was skipped, else 0. Call `update(grads, state, params, loss=loss)`
+      to check a loss as well: a real scalar, which is also passed on to `optimizer`. On several devices, the
+      mean of the losses decides, over the mesh axes that the loss varies on and those of `axis_name`.
 
     Raises:
-      TypeError, ValueError: `optimizer` is no gradient transformation; `max_consecutive` is below 1;
-        in `update`, `loss` is no real scalar.
+      TypeError, ValueError: `optimizer` is not a gradient transformation; `max_consecutive` is below 1; in
+        `update`, `loss` is not a real scalar.
 
-    Flax: `nnx.Optimizer.update(model, grads, loss=loss)` passes a loss on. `TrainState.apply_gradients`
-    takes it for a field of its own: write `updates, opt_state = state.tx.update(grads, state.opt_state,
-    state.params, loss=loss)`, and `state.replace` the rest. `optax.MultiSteps` around this passes the
-    loss of each micro batch, of which the last of a round counts: give it their mean. In an `optax.chain`
-    its `gradient_transformation()` drops all extra arguments; inside of this it needs none.
+    Flax: `nnx.Optimizer.update(model, grads, loss=loss)` passes on a loss. `TrainState.apply_gradients` would
+    take it for one of its own fields: write `updates, opt_state = state.tx.update(grads, state.opt_state,
+    state.params, loss=loss)`, and set the rest with `state.replace`. `optax.MultiSteps` around this
+    transformation passes on the loss of each micro batch, and only the last one of a round counts: give it
+    their mean. In an `optax.chain`, the `gradient_transformation()` of a `MultiSteps` drops all extra
+    arguments; inside this transformation it needs none.
 
-    Checkpoints: the state of a run without skipping goes on in one with it as
-    `tx.init(params)._replace(inner=restored)`, and back as `state.inner`. Where no step is skipped the
-    numbers are those of the run without, bit for bit, but for how XLA rounds another program.
+    Checkpoints: the state of a run without skipping continues in a run with skipping as
+    `tx.init(params)._replace(inner=restored)`, and in the other direction as `state.inner`. If no step is
+    skipped, the numbers are those of the run without skipping, bit for bit, apart from how XLA rounds a
+    different program.
 
-    Equals, with `max_consecutive`, `optax.apply_if_finite`, which judges no loss; and differs in running
-    without a branch on accelerators, which would wait for it.
+    With `max_consecutive` it equals `optax.apply_if_finite`, except that `apply_if_finite` does not check the
+    loss and has a branch, for which accelerators wait.
 
     Example:
       >>> import clipjax, optax, jax.numpy as jnp
@@ -156,7 +158,7 @@ def skip_nonfinite(
 
     def init(params: Any) -> SkipNonfiniteState:
         counters = [field for field in SkipNonfiniteState._fields if field != "inner"]
-        zeros = {field: jnp.zeros((), jnp.int32) for field in counters}  # a buffer each, to be donated
+        zeros = {field: jnp.zeros((), jnp.int32) for field in counters}  # separate buffers, to be donated
         return SkipNonfiniteState(**zeros, inner=inner.init(params))
 
     def update(
@@ -186,5 +188,5 @@ def skip_nonfinite(
 
 @in_float64
 def _all_finite(tree: Any, axis_name: AxisName) -> jax.Array:
-    # The norm that most clips measure, too: XLA computes it once for both.
+    # Most clips measure the same norm, so XLA computes it once for both.
     return jnp.isfinite(tree_norm(as_arrays(tree), 2.0, axis_name))

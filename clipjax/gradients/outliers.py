@@ -1,4 +1,4 @@
-"""Bounds on outliers: norms that are many standard deviations above the moving mean of the past."""
+"""Bounds on outliers: norms many standard deviations above the moving mean of past norms."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ class ZclipState(NamedTuple):
     """State of :func:`zclip`."""
 
     zclip: Stats
-    threshold: jax.Array  # float: the bound used at the last step
-    mean: jax.Array  # float: of the norms
-    std: jax.Array  # float: of the norms
-    taken: jax.Array  # int32: norms taken in so far
+    threshold: jax.Array  # float: the bound of the last step
+    mean: jax.Array  # float: the moving mean of the norms
+    std: jax.Array  # float: the moving standard deviation of the norms
+    taken: jax.Array  # int32: norms that the statistics include
 
 
 class ClipByLognormalState(NamedTuple):
     """State of :func:`clip_by_lognormal`."""
 
     clip_by_lognormal: Stats
-    threshold: jax.Array  # float: the bound used at the last step
-    mean: jax.Array  # float: of the logarithms of the norms
-    std: jax.Array  # float: of the same
-    taken: jax.Array  # int32: norms taken in so far
+    threshold: jax.Array  # float: the bound of the last step
+    mean: jax.Array  # float: the moving mean of the logarithms of the norms
+    std: jax.Array  # float: the moving standard deviation of the logarithms
+    taken: jax.Array  # int32: norms that the statistics include
 
 
 def _no_moments(params: Any, dtype: Any) -> Memory:
-    """Mean and standard deviation before the first norm."""
+    """Return the mean, the standard deviation and the count before the first norm."""
     del params
     return jnp.zeros((), dtype), jnp.zeros((), dtype), no_norms()
 
@@ -61,45 +61,46 @@ def zclip(
     where: Where = None,
     axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Clip the norm of the whole tree where its z-score, against moving statistics, is a spike.
+    """Clip the norm of the whole tree if its z-score, relative to moving statistics, makes it a spike.
 
-    With m and s the moving mean and standard deviation of the norms before this step, a norm n is a
-    spike if z = (n - m) / (s + eps) is above `z_threshold`; in mode "percentile" if n is above
-    m + z_threshold * s. The statistics then take in the norm, of a spike the one it was clipped to,
-    before `max_norm`.
+    With m and s the moving mean and standard deviation of the norms before this step, a norm n is a spike if
+    z = (n - m) / (s + eps) is above `z_threshold`; in mode "percentile", if n is above m + z_threshold * s.
+    The statistics are then updated with n. For a spike they are updated with the norm that it was clipped to,
+    before `max_norm` applies.
 
     Args:
       z_threshold: at least 0.
-      decay: of the moving averages, in [0, 1).
-      warmup_steps: that many norms, and at least one, give the first mean and variance, and are not
-        clipped but to `max_norm`.
-      max_norm: a bound on the norm besides, in the warm-up too: a number, an array or a schedule;
-        None for none.
-      mode: what a spike is clipped to. "adaptive": (m + z_threshold * s * z_threshold / z) *
-        clip_factor, the further away the lower; "mean": m; "percentile": m + z_threshold * s.
-      clip_factor: as above, at least 0; other modes do not use it.
+      decay: the decay of the moving averages, in [0, 1).
+      warmup_steps: how many norms, at least one, give the first mean and variance. They are clipped only to
+        `max_norm`.
+      max_norm: an additional bound on the norm, also during the warm-up: a number, an array or a schedule.
+        None sets no such bound.
+      mode: what a spike is clipped to. "adaptive": (m + z_threshold * s * z_threshold / z) * clip_factor,
+        which is lower for larger spikes; "mean": m; "percentile": m + z_threshold * s.
+      clip_factor: the factor in mode "adaptive", at least 0. The other modes do not use it.
       eps: added to the standard deviation, at least 0.
-      update_on_spike: whether the statistics take in anything at a spike.
-      where: which leaves are clipped, and count: path patterns, a rule or a tree of bools, as in
-        :func:`clipjax.box`; the others may hold anything, and pass as they are. None: all.
+      update_on_spike: whether a spike updates the statistics.
+      where: the leaves to clip, as path patterns, a rule or a tree of bools (see :func:`clipjax.box`). None
+        selects all. Other leaves are returned unchanged, are not measured and may hold anything.
       axis_name: the mesh axes that split the tree, in `pmap` and unchecked `shard_map`.
 
     Returns:
-      A transformation; `threshold` is what a spike was clipped to, or the least norm that would have
-      been a spike, and at most `max_norm`; it is infinite in a warm-up without one.
+      A transformation; `threshold` is the norm that a spike was clipped to or, if there was no spike, the
+      norm above which there would have been one. It is at most `max_norm`, and infinite during a warm-up
+      without `max_norm`.
 
     Raises:
-      TypeError, ValueError: an argument is no number, or out of range; `mode` is none of the three.
+      TypeError, ValueError: an argument is not a number, or is out of range; `mode` is not one of the three.
 
-    Guarantees: those of `clipjax.clip_by_global_norm`, with the threshold as bound. A step whose norm
-    is not finite leaves the statistics as they are, and is no step of the warm-up. In derivatives, the
-    norms of other steps are constants.
+    Guarantees: those of `clipjax.clip_by_global_norm`, with the threshold as bound. A step whose norm is not
+    finite leaves the statistics unchanged and does not count toward the warm-up. Derivatives treat the norms
+    of other steps as constants.
 
-    Equals the authors' `ZClip`: `mode="adaptive"` and `"mean"` are its `clip_option` in mode "zscore",
-    whose `max_grad_norm` is 1 by default. Where that contradicts itself: `clip_factor` multiplies the
-    whole bound, as its code does, not only z_threshold * s, as its docstring says. And a NaN there
-    ends the adapting for ever. As there, norms that are all equal in the warm-up leave s = 0, so that
-    any larger one is clipped to them.
+    Equals the authors' `ZClip`: `mode="adaptive"` and `"mean"` are its `clip_option` in mode "zscore", and
+    its `max_grad_norm` is 1 by default. Its code and its docstring disagree on `clip_factor`: here, as in its
+    code, it multiplies the whole bound, and not only z_threshold * s. In `ZClip`, one NaN stops the
+    statistics from adapting for the rest of the run. As in `ZClip`, norms that are all equal in the warm-up
+    give s = 0, so that any larger norm is clipped to them.
 
     References:
       Kumar et al., 2025, ZClip: adaptive spike mitigation for LLM pre-training, arXiv:2504.02507.
@@ -137,11 +138,11 @@ def zclip(
             spike_bound = mean if mode == "mean" else limit
         bound = jnp.where(warming, jnp.inf, jnp.where(spike, spike_bound, limit))
 
-        number = wide(one_more(taken))  # of the warm-up: plain averages, by Welford's update
+        number = wide(one_more(taken))  # plain averages in the warm-up, by Welford's update
         rate = jnp.where(warming, 1 / number, 1 - wide(decay))
         away = jnp.where(spike, spike_bound, norm) - mean
         new_mean = mean + rate * away
-        # The authors' moving variance measures from the new mean, (1 - rate) * away off.
+        # The authors' moving variance uses the distance from the new mean, (1 - rate) * away.
         spread = jnp.where(warming, rate * (1 - rate), rate * (1 - rate) ** 2) * away**2
         new_std = jnp.sqrt((1 - rate) * std**2 + spread)
         if not update_on_spike:
@@ -161,35 +162,35 @@ def clip_by_lognormal(
     where: Where = None,
     axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Clip the norm of the whole tree to its geometric mean, where it is far above: a log-normal outlier.
+    """Clip the norm of the whole tree to its geometric mean if it is an outlier of a log-normal distribution.
 
-    With m and s the moving mean and standard deviation of log(norm + eps), this step included: a norm
-    of exp(m + std_factor * s) or more is brought down to exp(m).
+    With m and s the moving mean and standard deviation of log(norm + eps), this step included, a norm of
+    exp(m + std_factor * s) or more is clipped to exp(m).
 
     Args:
       std_factor: at least 0.
-      decay: of the moving averages, in [0, 1). At step t it is at most t / (t + 1), so that the
-        averages of the first steps are plain ones.
-      max_norm: a bound on the norm besides: a number, an array or a schedule; None for none.
-      eps: keeps the logarithm finite, and is the least variance; above 0.
-      where: which leaves are clipped, and count: path patterns, a rule or a tree of bools, as in
-        :func:`clipjax.box`; the others may hold anything, and pass as they are. None: all.
+      decay: the decay of the moving averages, in [0, 1). After t norms it is at most t / (t + 1), so that the
+        first averages are plain means.
+      max_norm: an additional bound on the norm: a number, an array or a schedule. None sets no such bound.
+      eps: keeps the logarithm finite, and is the smallest variance; above 0.
+      where: the leaves to clip, as path patterns, a rule or a tree of bools (see :func:`clipjax.box`). None
+        selects all. Other leaves are returned unchanged, are not measured and may hold anything.
       axis_name: the mesh axes that split the tree, in `pmap` and unchecked `shard_map`.
 
     Returns:
-      A transformation; `threshold` is exp(m + std_factor * s) if the norm was below it, else exp(m),
-      and at most `max_norm`. `mean` and `std` are those of the logarithms.
+      A transformation; `threshold` is exp(m + std_factor * s) if the norm was below it, else exp(m), and at
+      most `max_norm`. `mean` and `std` are those of the logarithms.
 
     Raises:
-      TypeError, ValueError: an argument is no number, or out of range.
+      TypeError, ValueError: an argument is not a number, or is out of range.
 
-    Guarantees: those of `clipjax.clip_by_global_norm`, with the threshold as bound. A step whose norm
-    is not finite leaves the averages as they are, and does not count as one of the t steps. In
-    derivatives, the norms of other steps are constants.
+    Guarantees: those of `clipjax.clip_by_global_norm`, with the threshold as bound. A step whose norm is not
+    finite leaves the averages unchanged and does not count toward t. Derivatives treat the norms of other
+    steps as constants.
 
-    Equals `tf.contrib.layers.adaptive_clipping_fn` of TensorFlow 1 with its `global_step`. It keeps the
-    mean of the squares, whose difference to the squared mean cancels in float32; here the variance
-    itself is kept, which is the same number.
+    Equals `tf.contrib.layers.adaptive_clipping_fn` of TensorFlow 1 with its `global_step`. That function
+    keeps the mean of the squares and subtracts the squared mean, which loses precision in float32 by
+    cancellation; here the variance itself is kept, which is mathematically the same number.
 
     References:
       Chorowski et al., 2014, End-to-end continuous speech recognition using attention-based recurrent

@@ -1,8 +1,8 @@
-"""Bounds that follow the norms of past steps: the one place that remembers.
+"""Bounds that follow the norms of past steps: the common code that keeps their statistics.
 
-A method for the whole tree is a function `bound_of(norm, memory, step) -> (bound, memory)` and what its
-memory starts as; :func:`clip_by_past` measures the norm once, asks for the bound, rescales, and remembers.
-What follows leaves does all of that itself, but for :func:`remembering`.
+A method for the whole tree is a function `bound_of(norm, memory, step) -> (bound, memory)` and a function
+that makes its first memory; :func:`clip_by_past` measures the norm once, asks for the bound, rescales, and
+stores the memory. Methods for single leaves do these steps themselves, with :func:`remembering`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BoundOf: TypeAlias = Callable[[jax.Array, Memory, jax.Array], tuple[jax.Array, M
 
 
 class Clipped(NamedTuple):
-    """What a clip that remembers did at one step."""
+    """What a clip with a memory did at one step."""
 
     updates: Any
     report: Report
@@ -46,13 +46,13 @@ def remembering(
     clip: Callable[[Any, Memory, jax.Array, Any], Clipped],
     where: Where,
 ) -> optax.GradientTransformationExtraArgs:
-    """Make a transformation of `clip(updates, memory, step, dtype)`, whose statistics no bad step reaches.
+    """Make a transformation from `clip(updates, memory, step, dtype)`; bad steps do not change its memory.
 
     Args:
-      state: the class of the state, made of a `Stats` and the arrays of the memory, or trees of them.
-      first: makes the memory before the first step, of the parameters and the float dtype of the state.
-      clip: gets the floats of the memory in float64, and returns them so; `dtype` is what they are
-        stored in.
+      state: the class of the state, which has a `Stats` and then the arrays of the memory, or trees of them.
+      first: makes the memory before the first step, from the parameters and the float dtype of the state.
+      clip: gets and returns the floats of the memory in float64; `dtype` is the dtype in which they are
+        stored.
       where: the leaves that `first` and `clip` get.
     """
 
@@ -63,7 +63,7 @@ def remembering(
     def act(updates: Any, memory: Memory, params: Any, step: Any, **extra_args: Any) -> Acted:
         del params, extra_args
         dtype = next(x.dtype for x in jax.tree.leaves(memory) if _is_float(x))
-        # Only the step's own norm is differentiated through; the past is data.
+        # Derivatives are taken only through this step's norm; past norms are constants.
         past = lax.stop_gradient(jax.tree.map(lambda x: wide(x) if _is_float(x) else x, memory))
         clipped = clip(updates, past, step, dtype)
         good = jnp.isfinite(round_up(clipped.report.norm, dtype))
@@ -80,9 +80,9 @@ def remembering(
 def clip_by_past(
     state: type[Any], first: Start, bound_of: BoundOf, where: Where, axis_name: AxisName
 ) -> optax.GradientTransformationExtraArgs:
-    """Clip the norm of the whole tree to what `bound_of(norm, memory, step)` makes of it and of the past.
+    """Clip the norm of the whole tree to the bound that `bound_of(norm, memory, step)` returns.
 
-    The state has the bound that was used, `threshold`, before the memory.
+    The state has the bound of the last step, `threshold`, before the memory.
     """
 
     def start(params: Any, dtype: Any) -> Memory:
@@ -98,30 +98,30 @@ def clip_by_past(
 
 
 def leaves_of(params: Any) -> int:
-    """How many leaves have a norm."""
+    """Count the leaves that have a norm."""
     return sum(is_measured(leaf) for leaf in jax.tree.leaves(as_arrays(params)))
 
 
 def check_leaves(name: str, found: int, remembered: int) -> None:
-    """Raise if a state is of another number of leaves than the updates."""
+    """Raise an error if the state was made for another number of leaves than the updates have."""
     if found != remembered:
         raise ValueError(
-            f"{name}: the updates have {found} float leaves, and the parameters given to init had "
+            f"{name}: the updates have {found} float leaves, but the parameters given to init had "
             f"{remembered}"
         )
 
 
 def no_threshold(dtype: Any) -> jax.Array:
-    """Return the bound that a state shows before the first step."""
+    """Return the threshold in a state before the first step."""
     return jnp.full((), jnp.inf, dtype)
 
 
 @in_float64
 def round_up(x: jax.Array, dtype: Any) -> jax.Array:
-    """Round to the float dtype of a state, upwards.
+    """Round up to the float dtype of a state.
 
-    So a norm that is as large as all those before is not above them, and is not clipped; and a
-    threshold that is shown was kept.
+    A norm as large as all past norms is then not above them, and is not clipped; and no clipped norm was
+    above the threshold in the state.
     """
     return limits_in(x, x, dtype)[0]
 
@@ -139,33 +139,33 @@ def no_ring(window: Any, dtype: Any) -> jax.Array:
     """Return the ring of the last `window` norms before the first step."""
     if isinstance(window, jax.core.Tracer):
         raise TypeError(
-            "window must be known when tracing, for it is a shape: pass it to optax.inject_hyperparams "
-            "as one of static_args"
+            "window must be known when tracing, because it sets a shape: name it in static_args of "
+            "optax.inject_hyperparams"
         )
     return jnp.zeros(int(window), dtype)
 
 
 def length_of(ring: jax.Array, name: str, window: Any) -> int:
-    """The length of the ring in a state, which must have been made with the same window."""
+    """Return the length of the ring in a state, which must have been made with the same window."""
     if not isinstance(window, jax.core.Tracer) and ring.shape != (int(window),):
         raise ValueError(
             f"state: it was made with window={ring.size}, but this {name} has window={int(window)}: start "
-            f"anew from tx.init(params)"
+            f"again with tx.init(params)"
         )
     return ring.shape[0]
 
 
 def one_more(taken: jax.Array) -> jax.Array:
-    """Count a norm that is taken in; whether it was finite is for :func:`remembering` to see."""
+    """Count one more norm; :func:`remembering` undoes this if the norm was not finite."""
     return count(taken, jnp.ones((), bool))
 
 
 def check_number(
     name: str, value: Any, low: float, high: float = np.inf, *, inside: bool = False, below: bool = False
 ) -> Any:
-    """Return a number in `[low, high]`, in `[low, high)` if `below`, in `(low, high)` if `inside`.
+    """Return a number in `[low, high]`; in `[low, high)` if `below`; in `(low, high)` if `inside`.
 
-    A traced number, as of `optax.inject_hyperparams`, is not known yet, and taken as it is.
+    A traced number, as from `optax.inject_hyperparams`, has no known value and is not checked.
     """
     if callable(value):
         raise TypeError(f"{name} must be a number, got {shown(value)}")
@@ -181,7 +181,7 @@ def check_number(
 
 
 def check_count(name: str, value: Any, minimum: int) -> Any:
-    """Return a whole number of at least `minimum`; a traced one is taken as it is."""
+    """Return a whole number of at least `minimum`; a traced one is not checked."""
     if isinstance(value, jax.core.Tracer):
         return value
     if isinstance(value, bool):
@@ -196,5 +196,5 @@ def check_count(name: str, value: Any, minimum: int) -> Any:
 
 
 def capped(bound: jax.Array, max_norm: Callable[[Any], jax.Array] | None, step: jax.Array) -> jax.Array:
-    """The bound, and never more than `max_norm` if there is one."""
+    """Return the bound, or `max_norm` if there is one and it is lower."""
     return bound if max_norm is None else jnp.minimum(bound, max_norm(step))

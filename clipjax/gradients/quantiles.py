@@ -31,16 +31,16 @@ class AutoclipState(NamedTuple):
     """State of :func:`autoclip`."""
 
     autoclip: Stats
-    threshold: jax.Array  # float: the bound used at the last step
-    history: jax.Array  # float (window,): the last norms, a ring
-    taken: jax.Array  # int32: norms taken in so far
+    threshold: jax.Array  # float: the bound of the last step
+    history: jax.Array  # float (window,): the last norms, as a ring buffer
+    taken: jax.Array  # int32: norms that have entered the history
 
 
 class ClipByQuantileState(NamedTuple):
     """State of :func:`clip_by_quantile`."""
 
     clip_by_quantile: Stats
-    threshold: jax.Array  # float: the bound used at the last step
+    threshold: jax.Array  # float: the bound of the last step
     max_norm: jax.Array  # float: the bound of the next step
 
 
@@ -51,26 +51,26 @@ def autoclip(
     """Clip the norm of the whole tree to a percentile of its own history, this step included.
 
     Args:
-      percentile: 0, or from 1 to 100: in percent. It is interpolated linearly as `numpy.percentile` does.
-      window: how many of the last norms to remember. The state holds as many floats (4 kB for 1000),
-        and a step sorts them: tens of microseconds for 1000 on a CPU.
-      where: which leaves are clipped, and count: path patterns, a rule or a tree of bools, as in
-        :func:`clipjax.box`; the others may hold anything, and pass as they are. None: all.
+      percentile: 0, or from 1 to 100, in percent. Interpolated linearly, as by `numpy.percentile`.
+      window: how many of the last norms to keep. The state holds that many floats (4 kB for 1000), and each
+        step sorts them: tens of microseconds for 1000 on a CPU.
+      where: the leaves to clip, as path patterns, a rule or a tree of bools (see :func:`clipjax.box`). None
+        selects all. Other leaves are returned unchanged, are not measured and may hold anything.
       axis_name: the mesh axes that split the tree, in `pmap` and unchecked `shard_map`.
 
     Returns:
-      A transformation; `threshold` is the percentile, to which this step was clipped.
+      A transformation; `threshold` is the percentile that this step was clipped to.
 
     Raises:
-      TypeError, ValueError: `percentile` or `window` is no number or out of range. When built by
-        `optax.inject_hyperparams` and initialised under `jit`: `window`, which is a shape, is traced.
+      TypeError, ValueError: `percentile` or `window` is not a number, or is out of range. When built by
+        `optax.inject_hyperparams` and initialized under `jit`: `window`, which sets a shape, is traced.
 
-    Guarantees: those of `clipjax.clip_by_global_norm`, with the threshold as bound. A step whose norm
-    is not finite leaves the history as it is. The first step is never clipped. In derivatives, the
-    norms of other steps are constants.
+    Guarantees: those of `clipjax.clip_by_global_norm`, with the threshold as bound. A step whose norm is not
+    finite leaves the history unchanged. The first step is never clipped. Derivatives treat the norms of other
+    steps as constants.
 
-    Equals the authors' `autoclip`, whose history grows without end, while there are at most `window`
-    steps; from there on it is the percentile of the last `window` norms.
+    Equals the authors' `autoclip` for the first `window` steps. Later, the percentile here is that of the
+    last `window` norms, while the authors' history grows without end.
 
     References:
       Seetharaman et al., 2020, AutoClip: adaptive gradient clipping for source separation networks,
@@ -88,8 +88,8 @@ def autoclip(
     check_number("percentile", percentile, 0, 100)
     if not isinstance(percentile, jax.core.Tracer) and 0 < percentile < 1:
         raise ValueError(
-            f"percentile is in percent, as 10.0 for the tenth, got {percentile}; "
-            f"clip_by_quantile takes shares"
+            f"percentile is in percent, such as 10.0 for the tenth percentile, got {percentile}; "
+            f"clip_by_quantile takes a share"
         )
     check_count("window", window, 1)
 
@@ -111,7 +111,7 @@ def autoclip(
         high = jnp.minimum(low + 1, filled - 1)
         share = rank - jnp.floor(rank)
         bound = ascending[low] + (ascending[high] - ascending[low]) * share
-        # The derivative of the above by this step's norm, which JAX cannot take through a float64 sort.
+        # The derivative of the bound by this step's norm, because JAX cannot differentiate a float64 sort.
         own = lax.stop_gradient(norm)
         slope = jnp.where(ascending[low] == own, 1 - share, 0) + jnp.where(ascending[high] == own, share, 0)
         return bound + slope * (norm - own), (history, taken)
@@ -121,14 +121,14 @@ def autoclip(
 
 @jax.jit
 def _sorted(norms: jax.Array) -> jax.Array:
-    """In ascending order."""
+    """Sort in ascending order."""
 
     def by_bits(norms: jax.Array) -> jax.Array:
-        # The bits of numbers above 0 are integers in the same order, which XLA sorts four times as fast.
+        # Read as integers, positive floats keep their order, and XLA sorts integers four times as fast.
         ascending = lax.sort(lax.bitcast_convert_type(norms, np.int64), is_stable=False)
         return lax.bitcast_convert_type(ascending, np.float64)
 
-    def in_float32(norms: jax.Array) -> jax.Array:  # in which they are kept; TPUs do not sort float64
+    def in_float32(norms: jax.Array) -> jax.Array:  # the dtype of the history; TPUs do not sort float64
         return wide(jnp.sort(lax.convert_element_type(norms, np.float32)))
 
     return lax.platform_dependent(norms, cpu=by_bits, tpu=in_float32, default=jnp.sort)
@@ -145,30 +145,30 @@ def clip_by_quantile(
 ) -> optax.GradientTransformationExtraArgs:
     """Clip the norm of the whole tree to a bound that tracks a quantile of the norms.
 
-    After each step c <- c * exp(-learning_rate * (b - quantile)), where b is 1 if the norm was at most
-    c, else 0: c stops moving where the norms are below it as often as the quantile says. No history
-    is needed.
+    After each step c <- c * exp(-learning_rate * (b - quantile)), where b is 1 if the norm was at most c,
+    else 0. The bound c settles where the share of norms that are at most c is `quantile`. No history is
+    needed.
 
     Args:
-      quantile: in (0, 1), the share of steps to leave unclipped.
-      learning_rate: the largest change of log c at a step, above 0.
+      quantile: the share of steps to leave unclipped, in (0, 1).
+      learning_rate: the largest change of log c in one step, above 0.
       initial_max_norm: the bound c of the first step, above 0.
-      where: which leaves are clipped, and count: path patterns, a rule or a tree of bools, as in
-        :func:`clipjax.box`; the others may hold anything, and pass as they are. None: all.
+      where: the leaves to clip, as path patterns, a rule or a tree of bools (see :func:`clipjax.box`). None
+        selects all. Other leaves are returned unchanged, are not measured and may hold anything.
       axis_name: the mesh axes that split the tree, in `pmap` and unchecked `shard_map`.
 
     Returns:
-      A transformation; `threshold` is the bound that clipped this step, `max_norm` the next one's.
+      A transformation; `threshold` is the bound of this step, `max_norm` that of the next step.
 
     Raises:
-      TypeError, ValueError: an argument is no number, or out of range.
+      TypeError, ValueError: an argument is not a number, or is out of range.
 
-    Guarantees: those of `clipjax.clip_by_global_norm`, with the threshold as bound. A step is clipped
-    to c as it was before the step, as in the paper. A step whose norm is not finite leaves c as it is.
-    c stays a normal number above 0, from which it can recover.
+    Guarantees: those of `clipjax.clip_by_global_norm`, with the threshold as bound. A step is clipped to c
+    from before the step, as in the paper. A step whose norm is not finite leaves c unchanged. c stays a
+    normal floating-point number above 0, from which it can recover.
 
-    Equals the geometric update of the paper with one norm a step, and without its noise: for
-    differential privacy, norms must be those of single examples, and b must be noised.
+    Equals the geometric update of the paper with one norm per step and without its noise. Differential
+    privacy would need norms of single examples, and noise added to b.
 
     References:
       Andrew et al., 2021, Differentially private learning with adaptive clipping, arXiv:1905.03871.
@@ -193,7 +193,7 @@ def clip_by_quantile(
         (bound,) = memory
         inside = wide(norm <= bound)
         after = bound * jnp.exp(-wide(learning_rate) * (inside - wide(quantile)))
-        limits = jnp.finfo(np.float32)  # of the narrowest state
+        limits = jnp.finfo(np.float32)  # the narrowest dtype of a state
         return bound, (jnp.clip(after, float(limits.tiny), float(limits.max)),)
 
     return clip_by_past(ClipByQuantileState, first, bound_of, where, axis_name)

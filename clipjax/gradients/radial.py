@@ -1,4 +1,4 @@
-"""Taking the part of a gradient that points along its weights out of it: what the tangent clips share."""
+"""Removing the part of a gradient that points along its weights: the common code of the tangent clips."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from clipjax._core.trees import Report, Unit, measure_units, summary, units_of
 
 
 class Choice(NamedTuple):
-    """What becomes of the units of a leaf: where none of these holds, their gradient stays as it is."""
+    """What happens to the units of a leaf; a unit for which no field is true keeps its gradient."""
 
-    tangential: Any  # bool: it loses its radial part
-    nothing: Any  # bool: it loses everything
-    unknown: Any  # bool: it becomes NaN
+    tangential: Any  # bool: only the tangential part is kept
+    nothing: Any  # bool: the gradient becomes 0
+    unknown: Any  # bool: the gradient becomes NaN
 
 
-# (units of the gradient, their weights, the norms of these, the radial parts of the gradient) -> the choice
+# (units of the gradient, their weights, the norms of the weights, the gradient's radial parts) -> the choice
 Choose: TypeAlias = Callable[[Unit, jax.Array, jax.Array, jax.Array], Choice]
 
 
@@ -43,7 +43,7 @@ def take_out_radial(
     *,
     keep_norm: bool = False,
 ) -> tuple[Any, Report]:
-    """The gradients without the radial parts of the units that `choose` names, and a report.
+    """Return the gradients without the radial parts of the units that `choose` selects, and a report.
 
     The report has the largest part taken out, and the smallest share of a norm that is tangential.
     """
@@ -67,19 +67,19 @@ def take_out_radial(
 def _of_leaf(
     unit: Unit, weight: Any, norm: jax.Array, size: jax.Array, choose: Choose, *, keep_norm: bool
 ) -> tuple[jax.Array, Report]:
-    """The gradient of a leaf without the radial parts of the units that are chosen.
+    """Return the gradient of a leaf without the radial parts of the selected units, and a report.
 
     Args:
       unit: where the units of the gradient are.
       weight: the leaf of the weights.
       norm: the norms of the weights' units.
       size: the norms of the gradient's units.
-      choose: what becomes of each unit.
-      keep_norm: whether what is left gets the norm that the gradient had.
+      choose: decides what happens to each unit.
+      keep_norm: whether the remaining gradient is rescaled to the norm of the original one.
     """
     grad = strong(unit.leaf)
     weight = placed_as(grad, strong(weight))
-    # In units of powers of two near the norms: no product leaves the range of a float32.
+    # Divided by powers of two near the norms, so that no product leaves the range of float32.
     of_weight, of_grad = (_power_of_two(x, grad.dtype) for x in (norm, size))
     relative = jnp.where(norm > 0, norm / of_weight, 1.0)
     axes = tuple(range(grad.ndim)) if unit.reduced is None else unit.reduced
@@ -95,12 +95,12 @@ def _of_leaf(
 
     chosen = choose(unit, weight, norm, radial)
     eps = float(jnp.finfo(grad.dtype).eps)
-    # What is measured is computed for that alone: with two readers it would be stored.
+    # The remaining gradient is computed separately for its norm: shared with the result, XLA would store it.
     both = (grad, weight) if keep_norm else lax.stop_gradient((grad, weight))
     size_left = (
         norm_of(_complex(left(*lax.optimization_barrier(both))), unit.reduced, 2.0, unit.names) * of_grad
     )
-    # Below the gradient's own rounding nothing is left but noise, which Adam would take for a direction.
+    # A remainder below the gradient's own rounding is noise, which Adam would take for a direction.
     nothing = (size_left <= eps * size) | chosen.nothing
     bad = ~(jnp.isfinite(radial) & jnp.isfinite(norm)) | chosen.unknown
     changed = chosen.tangential | chosen.nothing | bad
@@ -110,13 +110,13 @@ def _of_leaf(
 
     def rescaled(part: jax.Array) -> jax.Array:
         own = (lax.convert_element_type(x, part.dtype) for x in (factor, of_grad))
-        return functools.reduce(jnp.multiply, own, part)  # together they may leave the range of a float32
+        return functools.reduce(jnp.multiply, own, part)  # the product of `own` may leave the float32 range
 
     new = _complex([rescaled(part) for part in left(grad, weight)])
-    # Not rounded again: what is inside keeps its bits.
+    # Units that do not change are not rounded again, so they keep their bits.
     result = jnp.where(changed, lax.convert_element_type(new, grad.dtype), grad)
 
-    radial, size, share = lax.stop_gradient((radial, size, share))  # the report is no function
+    radial, size, share = lax.stop_gradient((radial, size, share))  # reports are not differentiated
     removed = jnp.where(chosen.nothing, size, jnp.abs(radial))
     removed = jnp.where(changed, jnp.where(bad, jnp.nan, removed), 0.0)
     share = jnp.where(changed & (size > 0), share, 1.0)
@@ -125,7 +125,7 @@ def _of_leaf(
 
 
 def _power_of_two(norm: jax.Array, dtype: Any) -> jax.Array:
-    """A power of two near a norm, in float64: 1 for 0 and what is not finite."""
+    """Return a power of two near a norm, in float64; 1 if the norm is 0 or not finite."""
     norm = lax.stop_gradient(jnp.where((norm > 0) & (norm < jnp.inf), norm, 1.0))
     if is_wide(dtype):
         return lax.reduce_precision(jnp.clip(norm, 2.0**-1000, 2.0**1000), 11, 0)
@@ -134,7 +134,7 @@ def _power_of_two(norm: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _real_parts(x: jax.Array, unit: jax.Array) -> list[jax.Array]:
-    """The real parts of an array, in units of a power of two, in the dtype to compute in."""
+    """Return the real parts of an array, divided by a power of two, in the dtype to compute in."""
     parts = [widened(part) for part in ((x.real, x.imag) if jnp.iscomplexobj(x) else (x,))]
     return [part * lax.convert_element_type(1 / unit, part.dtype) for part in parts]
 
@@ -144,12 +144,12 @@ def _complex(parts: list[jax.Array]) -> jax.Array:
 
 
 def _without(grad: jax.Array, weight: jax.Array, coefficient: jax.Array) -> jax.Array:
-    """Grad - weight * coefficient, rounded twice: the product is exact, as a pair."""
+    """Return grad - weight * coefficient with two roundings: the product is exact, as a pair."""
     if grad.dtype == np.float64:
         return grad - weight * coefficient
     high = lax.convert_element_type(coefficient, np.float32)
     low = lax.convert_element_type(coefficient - wide(high), np.float32)
     product, rest = pairs.product(weight, high)
     left = (grad - product) - (rest + weight * low)
-    # Where 40 bits cancel, what is left is the rounding of the coefficient.
+    # Where 40 bits cancel, only the rounding error of the coefficient is left.
     return jnp.where(jnp.abs(left) <= 2.0**-40 * jnp.abs(grad), jnp.zeros_like(left), left)

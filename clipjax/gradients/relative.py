@@ -29,16 +29,16 @@ class AdaptiveGradClipState(NamedTuple):
     """State of :func:`adaptive_grad_clip`."""
 
     adaptive_grad_clip: Stats
-    threshold: jax.Array  # float: the least bound used at the last step
+    threshold: jax.Array  # float: the smallest bound of the last step
 
 
 def fan_in_or_whole(path: Path, leaf: Any) -> tuple[int, ...] | None:
     """Reduce over the incoming weights of each unit, and over all of a bias or a scale.
 
-    `clipjax.fan_in`, except that a leaf of rank 0 or 1 is one unit, and not left alone.
+    Like `clipjax.fan_in`, except that a leaf of rank 0 or 1 is one unit instead of being left alone.
 
     Args:
-      path: the leaf's key path, which this rule does not look at.
+      path: the leaf's key path, which this rule does not use.
       leaf: anything with a `shape`.
 
     Returns:
@@ -68,39 +68,42 @@ def adaptive_grad_clip(
     axis_name: AxisName = None,
     axis: int | Sequence[int] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Clip the gradient of each unit to `clipping` times the norm of its weights: AGC.
+    """Clip the gradient of each unit to `clipping` times the norm of its weights (AGC).
 
-    The bound of a unit is clipping * max(|w|, eps). The paper leaves out the classifier's head, which is
+    The bound of a unit is clipping * max(|w|, eps). The paper does not clip the classifier's head: use
     `axes={"head/*": clipjax.SKIP, "*": clipjax.fan_in_or_whole}`.
 
     Args:
       clipping: a number, an array that broadcasts to the norms, or a schedule.
-      eps: the least norm of a unit's weights to count with, so that weights of 0 can move: a number,
-        an array or a schedule.
-      axes: the axes that are reduced, as in :func:`clip_by_norm`. By default
-        `clipjax.fan_in_or_whole`: the incoming weights of each unit of a Dense or Conv kernel, and all
-        of a bias or a scale. It takes any rank, as the published rule does: on attention heads, stacked
-        layers or the layers of Equinox, whose units lie along other axes, it is how much is clipped that
-        changes, and no promise of a bound on the weights.
+      eps: the smallest weight norm used in a bound, so that weights of 0 can move: a number, an array or a
+        schedule.
+      axes: the axes that are reduced, as in :func:`clip_by_norm`. The default is `clipjax.fan_in_or_whole`:
+        the incoming weights of each unit of a Dense or Conv kernel, and all of a bias or a scale. It accepts
+        leaves of any rank, as the published rule does. In attention heads, stacked layers and the layers of
+        Equinox, units lie along other axes; the default then changes how much is clipped, but breaks no
+        guarantee, because this clip promises no bound on the weights.
       specs: inside `shard_map`, the `PartitionSpec` tree of the updates.
-      where: which leaves are clipped, and count: path patterns, a rule or a tree of bools, as in
-        :func:`clipjax.box`; the others may hold anything, and pass as they are. None: all.
+      where: the leaves to clip, as path patterns, a rule or a tree of bools (see :func:`clipjax.box`). None
+        selects all. Other leaves are returned unchanged, are not measured and may hold anything.
       axis_name: the mesh axes that split the units, in `pmap` and unchecked `shard_map`.
-      axis: Optax' name for `axes`.
+      axis: Optax's name for `axes`.
 
     Returns:
-      A transformation that needs `params` in `update`. `norm` is the largest of the gradient's norms,
-      `threshold` the least of the bounds.
+      A transformation that needs `params` in `update`. `norm` is the largest norm of the gradient's units,
+      `threshold` the smallest bound.
 
     Raises:
-      TypeError, ValueError: as :func:`clip_by_norm`. In `update`: no `params`, or others than the updates.
+      TypeError, ValueError: as for :func:`clip_by_norm`. In `update`: `params` are missing, or do not match
+        the updates.
 
-    Guarantees: measured in float64, no unit's clipped norm is above its bound; a unit inside comes back
-    bit for bit; a non-finite entry, of the gradient or the weights, makes its unit NaN (infinite weights
-    bound nothing). After SGD with rate r, no unit has moved by more than r * clipping * max(|w|, eps).
+    Guarantees: measured in float64, no unit's clipped norm is above its bound; a unit within its bound is
+    unchanged, bit for bit; a non-finite entry of the gradient, or a NaN in the weights, makes its unit NaN;
+    infinite weights give an infinite bound. After SGD with learning rate r, no unit has moved by more than r
+    * clipping * max(|w|, eps).
 
-    Equals the paper's, timm's and `optax.adaptive_grad_clip`, but for their 1e-6 under the division;
-    Optax takes axis 0 of a leaf of rank 3, and all of a kernel whose axes but one have length 1.
+    Equals the rule of the paper, of timm and of `optax.adaptive_grad_clip`, except for the 1e-6 that they use
+    as the smallest divisor. Optax also reduces axis 0 of a leaf of rank 3, and all of a kernel whose axes but
+    one have length 1.
 
     References:
       Brock et al., 2021, High-performance large-scale image recognition without normalization,
@@ -153,7 +156,7 @@ def adaptive_grad_clip(
 
 @jax.jit
 def _bounds(norms: list[jax.Array], ratios: list[jax.Array], least: list[jax.Array]) -> list[jax.Array]:
-    """The bounds of all units, by the norms of their weights."""
+    """Return the bounds of all units from the norms of their weights."""
 
     def bound_of(norm: jax.Array, ratio: jax.Array, least: jax.Array) -> jax.Array:
         return jnp.where(ratio < jnp.inf, ratio * larger(norm, least), ratio)

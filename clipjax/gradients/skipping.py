@@ -1,6 +1,6 @@
-"""Leaving out a step: what :func:`skip_nonfinite` and :func:`skip_spikes` share.
+"""Skipping a step: the common code of :func:`skip_nonfinite` and :func:`skip_spikes`.
 
-The loss they are given, whether a step is taken after all, their counters, and the step itself.
+It handles the loss that they are given, the decision to take a step, their counters, and the step itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from clipjax._core.xla_cpu import on_single_device
 
 
 def loss_of_devices(loss: Any, axis_name: AxisName) -> jax.Array:
-    """The mean over devices of a loss, in float32 or float64; raise if it is no real scalar."""
+    """Return the mean of a loss over devices, in float32 or float64, or raise if it is not a real scalar."""
     wanted = "loss must be a real number, or a scalar array of one"
     if isinstance(loss, bool) or not is_number(loss):
         raise TypeError(f"{wanted}, got {shown(loss)}")
@@ -34,18 +34,21 @@ def loss_of_devices(loss: Any, axis_name: AxisName) -> jax.Array:
     value = lax.convert_element_type(value, value.dtype if is_wide(value.dtype) else np.float32)
     each = axis_name.values() if isinstance(axis_name, Mapping) else [axis_name]
     names = {name for names in each for name in as_names(names)} | set(varying(value))
-    # To decide whether a step is taken is no function to be differentiated.
+    # The decision to take a step is not differentiated.
     value = lax.stop_gradient(value)
     return lax.pmean(value, tuple(sorted(names))) if names else value
 
 
 def with_loss(extra_args: dict[str, Any], loss: Any) -> dict[str, Any]:
-    """The extra arguments of what is inside, which may skip by the loss, too."""
+    """Return the extra arguments for the inner transformation, which may use the loss, too."""
     return extra_args if loss is None else {**extra_args, "loss": loss}
 
 
 def decided(state: Any, fine: jax.Array, max_consecutive: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Whether a step is taken, and the counters after it; it is if it is fine, or too many were not."""
+    """Return whether a step is taken, and the counters after it.
+
+    A step is taken if it is fine, or after `max_consecutive` skipped steps in a row.
+    """
     good = fine
     if max_consecutive is not None:
         good = fine | (state.skipped_in_a_row >= lax.convert_element_type(max_consecutive, np.int32))
@@ -53,7 +56,7 @@ def decided(state: Any, fine: jax.Array, max_consecutive: Any) -> tuple[jax.Arra
         "steps": count(state.steps, jnp.ones((), bool)),
         "skipped": count(state.skipped, ~good),
         "skipped_last": lax.convert_element_type(~good, np.int32),
-        # Stays where it is while steps are let through, so that all are until one is fine.
+        # Stays unchanged while bad steps are taken, so that all are taken until one is fine.
         "skipped_in_a_row": jnp.where(fine, 0, count(state.skipped_in_a_row, ~good)),
     }
 
@@ -63,12 +66,12 @@ def step_if(
 ) -> tuple[Any, Any]:
     """Return what `step(updates, old)` returns if `good`, else zero updates and the old state.
 
-    The parameters are in the closure of `step`: there may be functions among them, which no branch takes.
+    The parameters are in the closure of `step`, because they may contain functions, which `lax.cond` rejects.
     """
 
     def selected(updates: Any, old: Any) -> tuple[Any, Any]:
         new_updates, new = as_arrays(step(updates, old))
-        return (  # 0 * NaN would be NaN
+        return (  # not multiplied by 0, because 0 * NaN is NaN
             jax.tree.map(lambda u: jnp.where(good, u, jnp.zeros_like(u)), new_updates),
             jax.tree.map(lambda n, o: jnp.where(good, n, _typed_as(n, o)), new, old),
         )
@@ -82,14 +85,14 @@ def step_if(
         return zeros, jax.tree.map(_typed_as, state, old)
 
     updates = as_arrays(updates)
-    if not isinstance(good, jax.core.Tracer):  # without jit a branch would be compiled anew at every step
+    if not isinstance(good, jax.core.Tracer):  # without jit, every step would compile the branch again
         return step(updates, old) if good else skip(updates, old)
-    if jax.sharding.get_abstract_mesh().manual_axes:  # in shard_map branches would differ in type
+    if jax.sharding.get_abstract_mesh().manual_axes:  # in shard_map the branches would differ in type
         return selected(updates, old)
 
-    # On a CPU selecting keeps the old state beside the new one, and takes half as long again as a branch.
-    # An accelerator would wait for the host to choose one.
-    # So would several devices: what a branch measures XLA cannot share with what chose it.
+    # On a CPU, selecting keeps the old state beside the new one, and takes 1.5 times as long as a branch.
+    # An accelerator would wait for the host to choose the branch.
+    # On several devices a branch is slower, too: XLA cannot share the norms inside it with the decision.
     def on_cpu(updates: Any, old: Any) -> tuple[Any, Any]:
         return lax.cond(on_single_device(), branched, selected, updates, old)
 
@@ -100,8 +103,8 @@ def step_if(
 def _typed_as(like: Any, x: Any) -> jax.Array:
     """Give x the dtype, the weak type and the sharding of `like`.
 
-    What a step returns can differ from what it got: in another mode of `jax_enable_x64` than the state was
-    made in, with an optimizer that changes a dtype, on explicit mesh axes.
+    What a step returns can differ in these from what it got: if the state was made in another mode of
+    `jax_enable_x64`, if the optimizer changes a dtype, or on explicit mesh axes.
     """
     x = jnp.asarray(x)
     x = x if x.dtype == like.dtype else lax.convert_element_type(x, like.dtype)

@@ -34,51 +34,51 @@ def clip_by_spectral_norm(
 ) -> optax.GradientTransformationExtraArgs:
     """Clip the singular values of each matrix: sigma to min(sigma, bound), or softly to less than `bound`.
 
-    The singular vectors stay, so that a few large directions come down and the others are left: clipping
-    by a norm scales all of them. First in a chain it clips gradients; behind an optimizer and before the
-    learning rate, updates.
+    The singular vectors stay, so only the few large directions shrink, whereas clipping by a norm scales all
+    directions. First in a chain it clips gradients; after an optimizer and before the learning rate, updates.
 
     Args:
       bound: a number, an array that broadcasts to the stack of matrices of each leaf, or a schedule
         `step -> bound`.
-      soft: whether sigma becomes sigma / sqrt(1 + sigma² / bound²). That is smooth: every singular value
-        comes down, one far below the bound by a share of sigma² / (2 bound²), and none reaches it.
-      method: "newton_schulz" makes do with matrix products, which accelerators are made for; "svd" takes
-        eigenvectors, which is more exact where not soft. Which is faster depends on the machine and the
-        shape: see docs/spectral.md.
-      flatten: how leaves are matrices, as in :func:`clipjax.spectral_cap`. Those of rank 2 are, as they are.
-        Those of lower rank are no matrices and pass as they are: another clip, with its `where`, is for
-        biases and scales. A higher rank needs to be told.
-      specs: inside `shard_map`, the `PartitionSpec` tree of the updates. Matrices must not be split, stacks
-        of them may be.
-      where: which leaves are clipped, and count: path patterns, a rule or a tree of bools, as in
-        :func:`clipjax.box`; the others may hold anything, and pass as they are. None: all.
+      soft: whether sigma becomes sigma / sqrt(1 + sigma² / bound²). This is smooth: every singular value
+        shrinks, one far below the bound by a share of sigma² / (2 bound²), and none reaches the bound.
+      method: "newton_schulz" uses only matrix products, which accelerators are made for; "svd" uses
+        eigenvectors, which is more exact if not `soft`. Which is faster depends on the machine and the shape:
+        see docs/spectral.md.
+      flatten: how leaves become matrices, as in :func:`clipjax.spectral_cap`. Leaves of rank 2 are matrices
+        already. Leaves of lower rank are not matrices and pass unchanged: use another clip, with its `where`,
+        for biases and scales. Leaves of higher rank need this argument.
+      specs: inside `shard_map`, the `PartitionSpec` tree of the updates. Matrices must not be split, but
+        stacks of them may be.
+      where: the leaves to clip, as path patterns, a rule or a tree of bools (see :func:`clipjax.box`). None
+        selects all. Other leaves are returned unchanged, are not measured and may hold anything.
 
     Returns:
-      A transformation whose state holds scalars. `norm` is an estimate from below of the largest singular
-      value (power iteration), `scale` what became of it as a share, at the least of all matrices, and
-      `clipped_fraction` counts steps at which one was above the bound (where not soft: was not proven to be
-      inside).
+      A transformation whose state holds scalars. `norm` is an estimate from below (by power iteration) of the
+      largest singular value, `scale` the share of it that is left, the smallest of all matrices, and
+      `clipped_fraction` is the share of steps at which a matrix was above the bound (if not `soft`: was not
+      proven to be within it).
 
     Raises:
-      TypeError, ValueError: `bound` is no number, negative or NaN; `soft` is no bool; `method` is neither;
-      `flatten` is no pair of axes. In `init` and `update`: nothing says how to flatten a leaf of rank > 2, or
-      no leaf is a matrix where not `clipjax.SKIP` asks for that.
+      TypeError, ValueError: `bound` is negative, NaN or not a number; `soft` is not a bool; `method` is
+        neither of the two; `flatten` is not a pair of axes. In `init` and `update`: nothing says how to
+        flatten a leaf of rank > 2; no leaf is a matrix, unless `clipjax.SKIP` asks for that.
 
     Guarantees: no singular value of the result, computed by an SVD in float64, is above `bound`, in any dtype
-    and for any gradients: the rounded result is proven to be inside, and made smaller until it is. Where not
-    soft, what is proven to be inside stays bit for bit; how close to the bound that is, and how little the
-    others end below it, is as of :func:`clipjax.spectral_cap`. Softly, all values are right to the rounding
-    of a matrix to its dtype, however far above the bound the largest is (on a TPU to 2e-5 of the bound for
-    values up to some hundred times the bound, to some hundredths at 10⁶ times; from 10¹⁰ times on, those far
-    below the largest are lost). A bound of 0 makes zeros, and one of infinity changes no bit. Entries that
-    are not finite make their matrix NaN. Gradients through it are right, finite at 0, and one side's where a
-    singular value ties with the bound; they take an SVD.
+    and for any gradients: the rounded result is made smaller until it is proven to be within the bound. If
+    not `soft`, a matrix that is proven to be within the bound is unchanged, bit for bit; how close to the
+    bound a proof succeeds, and how little the other results end below it, is as for
+    :func:`clipjax.spectral_cap`. If `soft`, all singular values are accurate to the rounding of a matrix to
+    its dtype, however far the largest is above the bound (on a TPU to 2e-5 of the bound for values up to some
+    hundred times the bound, and to a few hundredths at 10⁶ times; from 10¹⁰ times on, values far below the
+    largest are lost). A bound of 0 gives zeros, and an infinite one changes no bit. Entries that are not
+    finite make their matrix NaN. Derivatives are correct, finite at 0, and one-sided where a singular value
+    equals the bound; they need an SVD.
 
-    The hard clip is published for gradients, by an SVD. The soft one is published for updates, between the
-    optimizer and its learning rate, and optionally for gradients too; its authors run 10 Newton-Schulz steps
-    in bfloat16 or float32, which do not converge far above the bound, and bound vectors by their norms. Here
-    the iterations run until they have converged.
+    The hard clip was published for gradients, computed by an SVD. The soft clip was published for updates,
+    between the optimizer and its learning rate, and optionally also for gradients. Its authors run 10
+    Newton-Schulz steps in bfloat16 or float32, which do not converge far above the bound, and clip vectors by
+    their norms. Here the iterations run until they have converged.
 
     References:
       Yukhimchuk et al., 2026, Gradient clipping beyond vector norms: a spectral approach for matrix-valued

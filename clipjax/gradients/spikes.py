@@ -1,4 +1,4 @@
-"""Leaving out whole steps whose gradients are out of the ordinary."""
+"""Skipping whole steps whose gradients or loss are far larger than usual."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from clipjax._core.trees import measure_tree
 from clipjax.gradients.past import check_count, length_of, no_ring
 from clipjax.gradients.skipping import decided, loss_of_devices, step_if, with_loss
 
-# The median of |x - median| of normal numbers, times this, is their standard deviation.
+# For normally distributed numbers, the median of |x - median| times this is the standard deviation.
 _STD_PER_MAD = 1.4826
 
-# The least standard deviation of the logarithms: what is within 5% of the usual norm is never an outlier,
-# however alike the norms of the window are.
+# The smallest standard deviation of the logarithms, used even if the norms in the window hardly differ:
+# a norm within 5% of the usual one is then never an outlier.
 _LEAST_STD = 0.05
 
-# The same for losses, whose spikes are smaller: 1%, since bfloat16 rounds a loss to steps of up to 0.8%.
+# The same for losses, whose spikes are smaller: 1%, because bfloat16 rounds a loss in steps of up to 0.8%.
 _LEAST_STD_OF_LOSSES = 0.01
 
 
@@ -37,7 +37,7 @@ class SkipSpikesState(NamedTuple):
     """State of :func:`skip_spikes`."""
 
     steps: jax.Array  # int32: steps so far
-    skipped: jax.Array  # int32: steps skipped so far, for whichever reason
+    skipped: jax.Array  # int32: steps skipped so far, for any reason
     skipped_last: jax.Array  # int32: 1 if the last step was skipped, else 0
     skipped_in_a_row: jax.Array  # int32: steps skipped since the last good one
     nonfinite_count: jax.Array  # int32: steps whose norm was not finite
@@ -45,20 +45,20 @@ class SkipSpikesState(NamedTuple):
     norm_spike_count: jax.Array  # int32: steps whose norm was finite, and a spike
     loss_spike_count: jax.Array  # int32: steps whose loss was finite, and a spike
     norm: jax.Array  # float: the norm at the last step
-    z_score: jax.Array  # float: how many standard deviations it was above the median; 0 until it is judged
-    threshold: jax.Array  # float: the largest norm that the last step could have had; infinite until then
-    norms: jax.Array  # float (window,): the last norms, a ring
-    taken: jax.Array  # int32: norms taken in so far
-    loss: jax.Array  # float: the loss at the last step that had one, and the same of losses
-    loss_z_score: jax.Array  # float
-    loss_threshold: jax.Array  # float
-    losses: jax.Array  # float (window,)
-    losses_taken: jax.Array  # int32
-    inner: Any
+    z_score: jax.Array  # float: standard deviations above the median; 0 until norms are judged
+    threshold: jax.Array  # float: the largest norm that would not have been a spike; infinite until then
+    norms: jax.Array  # float (window,): the last norms, as a ring buffer
+    taken: jax.Array  # int32: norms that have entered the ring
+    loss: jax.Array  # float: the loss at the last step that had one
+    loss_z_score: jax.Array  # float: as `z_score`, of the loss
+    loss_threshold: jax.Array  # float: as `threshold`, of the loss
+    losses: jax.Array  # float (window,): the last losses, as a ring buffer
+    losses_taken: jax.Array  # int32: losses that have entered the ring
+    inner: Any  # the state of the inner transformation
 
 
 class _Judged(NamedTuple):
-    """What a window says of a value: two bools, and scalars of the dtype of the state."""
+    """How a value compares with a window: two bools, and scalars of the dtype of the state."""
 
     finite: jax.Array
     spike: jax.Array
@@ -80,61 +80,61 @@ def skip_spikes(
 ) -> optax.GradientTransformationExtraArgs:
     """Skip every step whose gradients, or whose loss, are far larger than usual, or not finite.
 
-    Such a step returns zero updates and leaves the inner state as it was. The usual is what the last
-    `window` norms of the whole gradient say, by the median m and the median absolute deviation d of
-    their logarithms: with z = (log(norm) - m) / (1.4826 d), a step of z > z_threshold is skipped. The
-    same of losses, of themselves and not of their logarithms where one in the window is negative.
+    Such a step returns zero updates and leaves the inner state as it was. What is usual is measured on the
+    last `window` norms of the whole gradient, by the median m and the median absolute deviation d of their
+    logarithms: with z = (log(norm) - m) / (1.4826 d), a step with z > z_threshold is skipped. Losses are
+    judged in the same way, but without logarithms if a loss in the window is negative.
 
     Args:
-      optimizer: a gradient transformation, as a whole chain.
-      z_threshold: how many standard deviations a norm or a loss may be above the median: a number, a
-        scalar array or a schedule `step -> number`. 6 lets pass 1.8 times the median where the norms
-        vary by 10%, and 20 times where they vary by a factor of 1.65.
-      max_norm: a norm above it is a spike whatever the window says, and before the window judges: a number,
-        a scalar array or a schedule. None: no such limit. With an infinite `z_threshold` it alone decides.
-      window: how many of the last norms and losses to remember. The state holds as many floats of each,
-        1024 bytes for 128, and a step sorts them.
-      warmup_steps: how many norms, or losses, must be in the window before it judges them, at most
-        `window`; until then every finite step is taken. None is half of the window.
-      max_consecutive: after so many skipped steps in a row it lets go: the steps that follow are taken
-        whatever they hold, until one is no spike and finite. A NaN is then in the weights, and stays
-        there. None: every one is skipped, and :func:`clipjax.raise_if_skipping` can end the run instead.
+      optimizer: a gradient transformation, usually a whole chain.
+      z_threshold: how many standard deviations a norm or a loss may be above the median: a number, a scalar
+        array or a schedule `step -> number`. 6 allows 1.8 times the median if the norms vary by 10%, and 20
+        times if they vary by a factor of 1.65.
+      max_norm: a norm above this is always a spike, even before the window judges: a number, a scalar array
+        or a schedule. None sets no such limit. With an infinite `z_threshold` this limit alone decides.
+      window: how many of the last norms and losses to keep. The state holds that many floats of each, 1024
+        bytes for 128, and each step sorts them.
+      warmup_steps: how many norms, or losses, must be in the window before it judges them, at most `window`;
+        until then every finite step is taken. None is half of the window.
+      max_consecutive: after this many skipped steps in a row, the next steps are taken whatever they contain,
+        until one is finite and no spike. A NaN is then in the weights, and stays there. With None every such
+        step is skipped, and :func:`clipjax.raise_if_skipping` can end the run instead.
       axis_name: the mesh axes whose devices skip together, in `pmap` and unchecked `shard_map`.
 
     Returns:
-      A transformation whose state counts `steps`, `skipped`, `skipped_in_a_row` (since the last good
-      step) and, by reason, `nonfinite_count` (of the norm), `nonfinite_loss_count`, `norm_spike_count`
-      and `loss_spike_count`; `skipped_last` is 1 if the last step was skipped, else 0. It holds the last
-      step's `norm`, `z_score` and `threshold`, the largest norm that would have been taken (0 and
-      infinite while it does not judge yet); and `loss`, `loss_z_score`, `loss_threshold`. Its
-      `update(grads, state, params, loss=loss)` judges the loss, if there is one, as
-      :func:`skip_nonfinite` takes it; without, only the norm.
+      A transformation whose state counts `steps`, `skipped`, `skipped_in_a_row` (since the last good step)
+      and, by reason, `nonfinite_count` (of the norm), `nonfinite_loss_count`, `norm_spike_count` and
+      `loss_spike_count`; `skipped_last` is 1 if the last step was skipped, else 0. It also holds the `norm`
+      of the last step, its `z_score` and the `threshold`, the largest norm that would have been taken (0 and
+      infinite until the window judges); and `loss`, `loss_z_score` and `loss_threshold`. Call
+      `update(grads, state, params, loss=loss)` to judge a loss as well, of the form that
+      :func:`skip_nonfinite` takes; without a loss, only the norm is judged.
 
     Raises:
-      TypeError, ValueError: `optimizer` is no gradient transformation; a number is none, negative or
-        out of range; in `update`, `loss` is no real scalar. When built by `optax.inject_hyperparams` and
-        initialised under `jit`: `window`, which is a shape, is traced.
+      TypeError, ValueError: `optimizer` is not a gradient transformation; a number has a wrong type, is
+        negative or is out of range; in `update`, `loss` is not a real scalar. When built by
+        `optax.inject_hyperparams` and initialized under `jit`: `window`, which sets a shape, is traced.
 
-    Guarantees: a norm or a loss that is NaN or infinite always skips, and nothing of that step enters
-    the windows: however many there are in a row, the statistics and the inner state afterwards are, bit
-    for bit, those of a run without these steps (`max_consecutive` apart). Nor does a norm or a loss of 0
-    enter, which says nothing of the usual size; such a norm is always taken. What is skipped for
-    its size does enter: a few cannot move a median, so that one spike never hides the next; and where
-    norms or losses have moved to a new level for good, they are the new majority after at most half a
-    window, and steps are taken again. Small ones are never spikes. z does not change when all gradients,
-    or all losses, are scaled. It is at least as if norms varied by 5% and losses by 1%, so that a loss
-    that has settled is not judged by its rounding. There is no branch that waits for the host.
+    Guarantees: a step whose norm or loss is NaN or infinite is always skipped, and none of its values enter
+    the windows: after any number of such steps in a row, the statistics and the inner state are, bit for bit,
+    those of a run without these steps (`max_consecutive` apart). A norm or a loss of 0 does not enter either,
+    because it says nothing about the usual size; such a norm is always taken. Steps skipped for their size do
+    enter: a few of them cannot move a median, so one spike never hides the next. If norms or losses have
+    moved to a new level for good, they are the new majority after at most half a window, and steps are taken
+    again. Small values are never spikes. z does not change when all gradients, or all losses, are scaled. The
+    standard deviation counts as at least 5% for norms and 1% for losses, so a loss that has settled is not
+    judged by its rounding. No branch waits for the host.
 
-    Differs from the step skipping of Levanter, OLMo and MaxText, whose defaults are the same 6 and
-    128: they compare with mean + 6 standard deviations of the norms and of the losses, which one
-    spike can raise far enough to let the next one pass, and which a single NaN turns into NaN, so that
-    every step is skipped until it leaves the window. Before half a window they take NaN, too. (OLMo
-    also skips what is as far below the mean. Without a loss Levanter raises an error, and MaxText judges
-    nothing.) Logarithms, because norms and losses vary by factors: training a small network on batches
-    of 8 without any spike, median and deviation of the norms themselves would skip 6% of the steps, and of
-    the losses 8%; mean and standard deviation 0.3% and 0.8%; and this none.
+    Differs from the step skipping of Levanter, OLMo and MaxText, whose defaults are also 6 and 128: they
+    compare with mean + 6 standard deviations of the norms and of the losses. One spike can raise these far
+    enough to let the next one pass, and a single NaN turns them into NaN, so that every step is skipped until
+    it leaves the window. Before half a window they also take steps with NaN. (OLMo also skips what is as far
+    below the mean. Without a loss Levanter raises an error, and MaxText judges nothing.) Logarithms are used
+    because norms and losses vary by factors: when a small network is trained on batches of 8 without any
+    spike, median and deviation of the norms themselves would skip 6% of the steps, and those of the losses
+    8%; mean and standard deviation 0.3% and 0.8%; and this transformation none.
 
-    Flax, `optax.MultiSteps` and checkpoints of a run without skipping: as :func:`skip_nonfinite`.
+    For Flax, `optax.MultiSteps` and the checkpoints of a run without skipping, see :func:`skip_nonfinite`.
 
     References:
       Leys et al., 2013, Detecting outliers: do not use standard deviation around the mean, use absolute
@@ -165,7 +165,7 @@ def skip_spikes(
 
     def init(params: Any) -> SkipSpikesState:
         dtype = norm_dtype(jax.tree.leaves(as_arrays(params)))
-        number = functools.partial(jnp.zeros, (), dtype)  # a buffer each, to be donated
+        number = functools.partial(jnp.zeros, (), dtype)  # separate buffers, to be donated
         counter = functools.partial(jnp.zeros, (), jnp.int32)
         infinity = functools.partial(jnp.full, (), jnp.inf, dtype)
         return SkipSpikesState(
@@ -199,7 +199,7 @@ def skip_spikes(
         enough = filled >= (max(1, length // 2) if warmup_steps is None else warmup_steps)
         held = jnp.arange(length, dtype=np.int32) < filled
         past = jnp.where(held, wide(ring), 1.0)
-        positive = jnp.all(past > 0)  # as norms are, and most losses
+        positive = jnp.all(past > 0)  # always true for norms, and for most losses
         past = jnp.where(positive, jnp.log(jnp.where(positive, past, 1.0)), past)
         median = _median(past, held)
         least = least_std * jnp.where(positive, 1.0, jnp.abs(median))
@@ -219,8 +219,8 @@ def skip_spikes(
     def judged(
         updates: Any, loss: jax.Array | None, state: SkipSpikesState
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Whether a step is fine, and the fields of the state that say why, with the windows after it."""
-        # What a step is worth is no function to be differentiated.
+        """Return whether a step is fine, and the state fields that say why, with the updated windows."""
+        # The judgment of a step is not differentiated.
         norm = lax.stop_gradient(measure_tree(updates, 2.0, axis_name))
         at_most = lax.stop_gradient(highest(state.steps))
         of_norm = judge(norm, state.norms, state.taken, at_most, _LEAST_STD)
@@ -262,7 +262,7 @@ def skip_spikes(
 
 
 def _capped(judged: _Judged, cap: jax.Array) -> _Judged:
-    """The same of a norm that is a spike above `cap`, too."""
+    """Make a norm above `cap` a spike, too."""
     lower = jnp.minimum(wide(judged.threshold), cap)
     return judged._replace(
         spike=judged.spike | (judged.finite & (wide(judged.value) > cap)),
@@ -280,13 +280,13 @@ def _counts(state: SkipSpikesState, judged: _Judged, nonfinite: str, spikes: str
 def _remembered(
     ring: jax.Array, entered: jax.Array, value: jax.Array, enters: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The ring, with a value that enters in the place of the oldest; and how many have."""
+    """Return the ring, with a value that enters in place of the oldest, and how many have entered."""
     position = entered % ring.shape[0]
     return ring.at[position].set(jnp.where(enters, value, ring[position])), count(entered, enters)
 
 
 def _median(values: jax.Array, held: jax.Array) -> jax.Array:
-    """The median of the values that are held; something finite if none is."""
+    """Return the median of the values where `held` is true; 0 if there are none."""
     ascending = jnp.sort(jnp.where(held, values, jnp.inf))
     last = jnp.maximum(jnp.sum(held, dtype=np.int32), 1) - 1
     middle = (ascending[last // 2] + ascending[(last + 1) // 2]) / 2

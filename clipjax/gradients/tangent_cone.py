@@ -1,4 +1,4 @@
-"""The gradient without what would push saturated weights further out."""
+"""The gradient without the part that would push saturated weights further out."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def tangent_cone(
 ) -> optax.GradientTransformationExtraArgs:
     """Take out what would push a saturated unit further out: g - w <g, w> / |w|².
 
-    For the place **before** an optimizer with moments, beside the projection at its end: a unit on the
-    sphere of `radius` cannot follow the radial part of its gradient, which :func:`max_norm` undoes
-    at each step, but Adam's moments would fill up with it. The three belong together::
+    Use this **before** an optimizer with moments, together with the projection at its end. A unit on the
+    sphere of `radius` cannot follow the radial part of its gradient, because :func:`max_norm` undoes it at
+    each step, but this part would accumulate in Adam's moments. Use the three together::
 
         clipjax.chain(clipjax.tangent_cone(3.0), optax.adam(1e-3), clipjax.max_norm(3.0))
         clipjax.bounded(optax.adam(1e-3), clip=clipjax.tangent_cone(3.0), project=clipjax.max_norm(3.0))
 
-    with the same radius and axes, and with a clip of the norm, if there is one, after `tangent_cone`:
+    with the same radius and axes. A clip of the norm, if there is one, goes after `tangent_cone`:
     `clip=optax.chain(clipjax.tangent_cone(3.0), clipjax.clip_by_global_norm(1.0))`.
 
     Args:
@@ -55,17 +55,17 @@ def tangent_cone(
       taken out, `scale` the smallest share of a gradient's norm that was left.
 
     Raises:
-      TypeError, ValueError: `radius` is no number, negative or NaN; `axes` are no axes. In `init`: nothing
-      is looked at, or the default does not tell the axes. In `update`: no `params`.
+      TypeError, ValueError: `radius` is negative, NaN or not a number; `axes` has an invalid form. In `init`:
+        all leaves are left alone, or the default cannot choose the axes. In `update`: `params` are missing.
 
-    Guarantees: a unit changes if its weights' norm |w| is at least `radius` * (1 - 8 eps), eps that of the
-    leaf's dtype (what `max_norm` saturated counts), and the descent step -g points outward,
-    <g, w> < 0; all others keep their gradient bit for bit, units of zero weights too, which have no
-    direction. With `radius` 0 nothing can move, and every unit's gradient becomes 0. What is left of g has
-    |<g', w>| <= eps |g| |w|, and is 0 where it is no more than eps |g|, rounding that Adam would take for
-    a direction. At a minimum under the constraint |w| <= radius that is all of it, so the norm of what is
-    left tells how far training has come. A unit with an entry, of the gradient or the weights, that is
-    not finite becomes NaN.
+    Guarantees: a unit changes if two conditions hold. The norm of its weights, |w|, is at least `radius` * (1
+    - 8 eps), where eps is that of the leaf's dtype (what `max_norm` saturated counts). And the descent step
+    -g points outward: <g, w> < 0. All other units keep their gradient bit for bit, also units of zero
+    weights, which have no direction. With `radius` 0 nothing can move, and the gradient of every unit becomes
+    0. What is left of g has |<g', w>| <= eps |g| |w|, and is set to 0 where it is at most eps |g|, rounding
+    that Adam would take for a direction. At a minimum under the constraint |w| <= radius nothing is left, so
+    the norm of what is left measures the progress of training. A unit with a non-finite entry in its gradient
+    or its weights becomes NaN.
 
     References:
       Calamai and Moré, 1987, Projected gradient methods for linearly constrained problems (the projected
@@ -94,4 +94,4 @@ def tangent_cone(
 
         return *take_out_radial(updates, params, axes, specs, axis_name, choose), memory
 
-    return with_stats(TangentConeState, act, check_units(axes), needs_params="looks at the weights")
+    return with_stats(TangentConeState, act, check_units(axes), needs_params="uses the weights")

@@ -1,4 +1,4 @@
-"""The gradient without what would only make the weights longer or shorter."""
+"""The gradient without the part that would only make the weights longer or shorter."""
 
 from __future__ import annotations
 
@@ -26,38 +26,41 @@ class TangentSpaceState(NamedTuple):
 def tangent_space(
     *, axes: Axes = None, keep_norm: bool = True, specs: Any = None, axis_name: AxisName = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Take out the part of the gradient along the weights, always: g - w <g, w> / |w|².
+    """Take out the part of the gradient along the weights, for all weights: g - w <g, w> / |w|².
 
-    For the place **before** an optimizer. Once a classifier fits its training data, its loss still falls
-    as the logits grow, and the gradient comes to point along the weights: they only get longer, until the
-    softmax rounds to 0 and 1. Without that part of the gradient the model has to change what it predicts.
-    Where weights may be up to a radius long, :func:`tangent_cone` takes it out of those alone that are.
+    Use this **before** an optimizer. Once a classifier fits its training data, its loss still falls as the
+    logits grow, and the gradient turns toward the weights, which then only get longer, until the softmax
+    rounds to 0 and 1. Without that part of the gradient the model has to change its predictions. If the
+    weights have a largest radius, :func:`tangent_cone` takes out that part only for the weights that have
+    reached it.
 
     Args:
-      axes: the axes that are reduced, as in :func:`clipjax.clip_by_norm`. None: each leaf is one vector.
-      keep_norm: whether what is left is made as long as the gradient was.
+      axes: the axes that are reduced, as in :func:`clipjax.clip_by_norm`. With None each leaf is one vector.
+      keep_norm: whether what is left is rescaled to the norm of the original gradient.
       specs: inside `shard_map`, the `PartitionSpec` tree of the updates.
       axis_name: the mesh axes that split the units, in `pmap` and unchecked `shard_map`.
 
     Returns:
       A transformation that needs `params` in `update`. Its metric `norm` is the largest radial part that was
-      taken out, `scale` the smallest share of a gradient's norm that was tangential: near 0, the loss falls
-      by longer weights alone.
+      taken out, `scale` the smallest share of a gradient's norm that was tangential: if it is near 0, the
+      loss falls only because the weights get longer.
 
     Raises:
-      TypeError, ValueError: `axes` are no axes; `keep_norm` is no bool. In `init`: nothing is looked at. In
-      `update`: no `params`.
+      TypeError, ValueError: `axes` has an invalid form; `keep_norm` is not a bool. In `init`: all leaves are
+        left alone. In `update`: `params` are missing.
 
-    Guarantees: what is left has |<g', w>| <= eps |g| |w|, eps that of the leaf's dtype. With `keep_norm`,
-    |g'| is |g| to two eps, and a tangential part t that is small beside g brings what was rounded with it:
-    |<g', w>| <= (eps + 2⁻³⁰ |g| / |t|) |g| |w|. Where |t| <= eps |g|, no more than the rounding of g, nothing
-    is left: 0, and no noise that is as long as the gradient was. So the gradient of a unit of one entry, as
-    of a scalar, becomes 0: leave scalars out, as in `axes={"*kernel": None}`. Units of zero weights, which
-    have no direction, and gradients at right angles to the weights come back bit for bit. A unit with an
-    entry, of the gradient or the weights, that is not finite becomes NaN.
+    Guarantees: what is left has |<g', w>| <= eps |g| |w|, where eps is that of the leaf's dtype. With
+    `keep_norm`, |g'| equals |g| up to two eps, and if the tangential part t is small compared with g, its
+    rounding error is scaled up with it: |<g', w>| <= (eps + 2⁻³⁰ |g| / |t|) |g| |w|. Where |t| <= eps |g|,
+    which is only the rounding of g, the result is 0, not noise as long as the gradient was. So the gradient
+    of a unit with a single entry, such as a scalar, becomes 0: leave scalars out, as in
+    `axes={"*kernel": None}`. Units of zero weights, which have no direction, and gradients at right angles to
+    the weights are unchanged, bit for bit. A unit with a non-finite entry in its gradient or its weights
+    becomes NaN.
 
-    Equals the authors' `OrthoGrad` on each parameter, where both denominators are far above the 1e-30 that it
-    adds, and but for gradients along the weights: of these it keeps the rounding, as long as they were.
+    Equals the authors' `OrthoGrad` on each parameter if both denominators are far above the 1e-30 that it
+    adds, except for gradients along the weights: `OrthoGrad` keeps their rounding, rescaled to the length of
+    the gradient.
 
     References:
       Prieto et al., 2025, Grokking at the edge of numerical stability, arXiv:2501.04697.
@@ -83,4 +86,4 @@ def tangent_space(
         done = take_out_radial(updates, params, axes, specs, axis_name, choose, keep_norm=keep_norm)
         return *done, memory
 
-    return with_stats(TangentSpaceState, act, check_units(axes), needs_params="looks at the weights")
+    return with_stats(TangentSpaceState, act, check_units(axes), needs_params="uses the weights")

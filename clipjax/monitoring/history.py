@@ -1,4 +1,4 @@
-"""Histories of metrics, as a training loop, a scan or a log has them, as arrays over the steps."""
+"""Histories of metrics from a training loop, a scan or a log, as arrays over the steps."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ History: TypeAlias = Sequence[Mapping[str, Any]] | Mapping[str, Any]
 class Norms(NamedTuple):
     """Norms over the steps."""
 
-    what: str  # they are of
-    steps: np.ndarray
-    values: np.ndarray
-    beside: dict[str, np.ndarray]  # the metrics of the same norm: norm_after, threshold, skipped
+    what: str  # what was measured: "norm of the gradient" or "norm of the weights"
+    steps: np.ndarray  # the number of each step
+    values: np.ndarray  # the norm at each step
+    beside: dict[str, np.ndarray]  # other metrics of the same norm: norm_after, threshold, skipped
 
 
 def norms_over_steps(history: Any, name: str | None) -> Norms:
-    """Read the norms of that name, or the only ones."""
+    """Read the norms of the given name, or the only ones."""
     of_gradient = "norm of the gradient"
     if isinstance(history, NormLog):
         values = history.norms
@@ -54,7 +54,7 @@ def norms_over_steps(history: Any, name: str | None) -> Norms:
 
 
 def norms_of_groups(metrics: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The norms that were recorded, or else all that there are, by their groups; or the mapping itself."""
+    """Return norms by group: the recorded ones, else all norms in the metrics, else the mapping itself."""
     for pattern in ("record_norms/updates/(.+)", ".+/norm/(.+)", "(.+)/norm"):
         matches = {key: re.fullmatch(pattern, key) for key in metrics}
         if found := {match[1]: metrics[key] for key, match in matches.items() if match}:
@@ -63,11 +63,11 @@ def norms_of_groups(metrics: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def columns(history: History) -> dict[str, np.ndarray]:
-    """The values over the steps of each metric, in float64."""
+    """Return the values of each metric over the steps, in float64."""
     if not isinstance(history, Mapping):
         if not history:
-            raise ValueError("history: there is no step in it")
-        names = list(history[0])  # in their own order, which JAX sorts
+            raise ValueError("history: it contains no steps")
+        names = list(history[0])  # in their original order; JAX would sort them
         rows = jax.device_get(list(history))
         return {name: np.asarray([row[name] for row in rows], np.float64) for name in names}
     fetched = jax.device_get(list(history.values()))
@@ -75,7 +75,7 @@ def columns(history: History) -> dict[str, np.ndarray]:
 
 
 def fitting(name: str, values: Any, like: np.ndarray) -> np.ndarray:
-    """An argument that has an entry for each step."""
+    """Return an argument as an array that has one entry for each step."""
     array = np.asarray(jax.device_get(values))
     if array.shape != like.shape:
         raise ValueError(f"{name} must have the shape of the norms, {like.shape}, got {array.shape}")

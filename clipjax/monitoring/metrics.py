@@ -1,4 +1,4 @@
-"""Metrics: what the transformations measured and did, read from their states wherever these are nested."""
+"""Metrics: what the transformations measured and did, read from their states at any depth of nesting."""
 
 from __future__ import annotations
 
@@ -22,25 +22,26 @@ from clipjax.monitoring.records import Recorded
 
 @explained
 def metrics(opt_state: Any) -> dict[str, jax.Array]:
-    """Read what clipjax' transformations did, wherever their states are nested.
+    """Read what clipjax's transformations did, however deeply their states are nested.
 
     Args:
-      opt_state: the state of a chain, of a wrapper around one (`masked`, `partition`, `MultiSteps`,
-        `inject_hyperparams`, …); a tree with such states in it, as a Flax `TrainState`, an `nnx.Optimizer` or
-        its `nnx.State`; or the plain dicts and lists that Orbax and `flax.serialization` restore.
+      opt_state: the state of a chain or of a wrapper around one (`masked`, `partition`, `MultiSteps`,
+        `inject_hyperparams`, …); a tree that contains such states, such as a Flax `TrainState`, an
+        `nnx.Optimizer` or its `nnx.State`; or the plain dicts and lists that Orbax and `flax.serialization`
+        restore.
 
     Returns:
-      A flat dict of scalar arrays named `<transformation>/<metric>`, as in
-      `clip_by_global_norm/norm`; a name that occurs again gets `_1`, `_2`. The metrics of norms:
-      `norm` before clipping, `norm_after` it, and `scale` applied at the last step (of several norms the
-      largest ones and the smallest scale), `steps`, `clipped_fraction` (the share of steps that clipped
-      anything) and `nonfinite_count` (the steps whose norm was not finite). What skips steps has
-      `skipped_last` (1 if the last step was, else 0), `skipped`, `skipped_in_a_row` and a count for each
-      reason. For a logger that takes floats, and for JSON:
-      `{name: float(x) for name, x in jax.device_get(metrics(state)).items()}`.
+      A flat dict of scalar arrays named `<transformation>/<metric>`, as in `clip_by_global_norm/norm`; a
+      transformation that occurs again gets `_1`, `_2` and so on. A clip has the metrics `norm` before
+      clipping, `norm_after` and `scale` at the last step (with several norms, the largest norms and the
+      smallest scale), `steps`, `clipped_fraction` (the share of steps that clipped anything) and
+      `nonfinite_count` (the steps whose norm was not finite). A transformation that skips steps has
+      `skipped_last` (1 if the last step was skipped, else 0), `skipped`, `skipped_in_a_row` and a count for
+      each reason. For a logger that takes floats, and for JSON: `{name: float(x) for name, x in
+      jax.device_get(metrics(state)).items()}`.
 
     Raises:
-      ValueError: there is no state of clipjax in it.
+      ValueError: `opt_state` contains no state of clipjax.
 
     Example:
       >>> import clipjax, jax.numpy as jnp
@@ -62,14 +63,14 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
             found |= {f"{label}/{key}/{group}{layer}": metric for key, layer, metric in of_group}
     if not repeats:
         raise ValueError(
-            f"opt_state: there is no state of a clipjax transformation in {shown(opt_state)}; it is what "
-            f"tx.init and tx.update return"
+            f"opt_state: there is no state of a clipjax transformation in {shown(opt_state)}; pass the state "
+            f"that tx.init and tx.update return"
         )
     return found
 
 
 def states_in(tree: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The names and fields of the states of clipjax' transformations, each before those nested in it."""
+    """Yield the names and fields of the states of clipjax's transformations, outer states first."""
     for node in jax.tree.leaves(tree, is_leaf=lambda node: _is_state(node) or isinstance(node, Mapping)):
         if _is_state(node):
             yield name_of(type(node)), node._asdict()
@@ -77,12 +78,12 @@ def states_in(tree: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
         elif isinstance(node, Mapping):
             if name := _name_of_fields(node):
                 yield name, node
-            for key in sorted(node, key=_rank):  # not in their own order, which JAX changes
+            for key in sorted(node, key=_rank):  # JAX does not keep the original order
                 yield from states_in(node[key])
 
 
 def _rank(key: Any) -> tuple[int, str]:
-    """What orders the keys of a dict: as text, but the places in a restored tuple as numbers."""
+    """Return a sort key for the keys of a dict: text, but numbers for the positions in a restored tuple."""
     return (int(key) if str(key).isdigit() else -1, str(key))
 
 
@@ -93,27 +94,27 @@ def _is_state(node: Any) -> bool:
 
 
 def _name_of_fields(fields: Mapping[Any, Any]) -> str:
-    """The transformation whose state has become a dict; nothing if it is another one."""
+    """Return the transformation whose state has become this dict, or "" if it is not one of clipjax."""
     for kind in (ZeroNonfiniteState, SkipNonfiniteState, SkipSpikesState):
-        if set(fields) ^ set(kind._fields) <= {"inner"}:  # left out by Flax and Orbax where it is empty
+        if set(fields) ^ set(kind._fields) <= {"inner"}:  # Flax and Orbax leave it out if it is empty
             return name_of(kind)
     return next((key for key, value in fields.items() if _is(Stats, value) or _is(Recorded, value)), "")
 
 
 def _is(kind: type[Any], value: Any) -> bool:
-    """Whether a value is of a kind of named tuple, or a mapping that has become of one."""
+    """Return whether a value is a named tuple of this class, or a mapping made from one."""
     return isinstance(value, kind) or (isinstance(value, Mapping) and set(value) == set(kind._fields))
 
 
 def _ordered(kind: type[Any], value: Any) -> list[Any]:
-    """The fields of a named tuple, or of the mapping that has become of it, in their order."""
+    """Return the fields of a named tuple, or of the mapping made from it, in the order of its class."""
     return [value[name] for name in kind._fields] if isinstance(value, Mapping) else list(value)
 
 
 def _metrics_of(field: str, value: Any) -> dict[str, jax.Array]:
-    """The metrics in one field of a state: statistics or a scalar; anything else has none."""
+    """Return the metrics in one field of a state: statistics or a scalar; other fields have none."""
     if _is(Stats, value):
-        # Flax NNX wraps arrays in variables, which this takes off.
+        # Flax NNX wraps arrays in variables; `jax.tree.leaves` unwraps them.
         stats = Stats(*jax.tree.leaves(_ordered(Stats, value)))
         return {
             "norm": stats.norm,
@@ -133,11 +134,11 @@ def _metrics_of(field: str, value: Any) -> dict[str, jax.Array]:
 
 
 def _metrics_of_group(value: Any, steps: jax.Array) -> Iterator[tuple[str, str, jax.Array]]:
-    """The name, the layer and the value of each metric of a group; a group that is no stack has no layers."""
+    """Yield the name, the layer and the value of each metric of a group; layers only if it is a stack."""
     norm, after, factor, clipped = jax.tree.leaves(_ordered(OfGroup, value))
     metrics = {"norm": norm, "norm_after": after, "scale": factor, "clipped_fraction": _share(clipped, steps)}
     for key, metric in metrics.items():
-        if jnp.ndim(metric) > jnp.ndim(steps):  # which may have axes of its own, under `jax.vmap`
+        if jnp.ndim(metric) > jnp.ndim(steps):  # `steps` has axes of its own under `jax.vmap`
             whole = placed_as(np.zeros(metric.shape), metric)
             yield from ((key, f"/{layer}", whole[..., layer]) for layer in range(whole.shape[-1]))
         else:

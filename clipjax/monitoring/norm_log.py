@@ -1,4 +1,4 @@
-"""A record of a run's gradient norms, to choose a threshold by."""
+"""A record of a run's gradient norms, for choosing a threshold."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from clipjax.gradients.past import check_count
 from clipjax.monitoring import norm_report
 from clipjax.monitoring.replay import Replay, Rules, Suggestion, default_rules, replayed, suggestion
 
-# Norms are fetched so many at a time, once as many newer ones are waiting: by then they are computed.
+# Norms are fetched this many at a time, once as many newer ones are waiting: by then they are computed.
 _BATCH = 256
 
 
 class NormLog:
     """Record the gradient norms of a run, and tell what a threshold would have done.
 
-    Appending waits for nothing: norms stay on the device until they have long been computed, and are then
+    Appending does not wait for the device: norms stay there until they have long been computed, and are then
     fetched 256 at a time. The log keeps copies, so the state may be donated.
 
     Args:
-      name: which norm to pick from `clipjax.metrics`, as `"clip_by_global_norm"`. Needed where there are
-        several; those of weights do not count.
+      name: which norm to take from `clipjax.metrics`, such as `"clip_by_global_norm"`. Needed if there are
+        several; norms of weights do not count.
       capacity: how many of the last norms to keep, 8 bytes each, a whole number above 0; None keeps all.
 
     Attributes:
@@ -58,10 +58,11 @@ class NormLog:
         self._chunks: list[np.ndarray] = []
 
     def append(self, norm: Any) -> None:
-        """Take in the norm of one step: a number, a scalar array, or what `clipjax.metrics` returns.
+        """Add the norm of one step: a number, a scalar array, or what `clipjax.metrics` returns.
 
         Raises:
-          TypeError, ValueError: it is no norm, has no norm or, without a `name`, several.
+          TypeError, ValueError: the argument is not a norm, contains no norm or, without a `name`, contains
+            several.
         """
         norm = self._picked(norm)
         if np.ndim(norm):
@@ -69,7 +70,7 @@ class NormLog:
         self._take(norm)
 
     def extend(self, norms: Any) -> None:
-        """Take in the norms of many steps: an array of shape `(steps,)`, or metrics as a `scan` stacks them.
+        """Add the norms of many steps: an array of shape `(steps,)`, or metrics stacked by a `scan`.
 
         Raises:
           TypeError, ValueError: as for :meth:`append`.
@@ -80,9 +81,9 @@ class NormLog:
         self._take(norms)
 
     def _picked(self, metrics: Any) -> Any:
-        """The norm among metrics; anything else as it is."""
+        """Return the norm among metrics; anything else is returned as it is."""
         if hasattr(metrics, "_fields"):
-            raise TypeError(f"norm: a {type(metrics).__name__} is a state; append clipjax.metrics of it")
+            raise TypeError(f"norm: a {type(metrics).__name__} is a state: append clipjax.metrics(state)")
         if not isinstance(metrics, Mapping):
             return metrics
         return metrics[key_of_norm(metrics, self.name)]
@@ -101,7 +102,7 @@ class NormLog:
             self._fetch(_BATCH)
 
     def _fetch(self, count: int) -> None:
-        """Bring the first of the waiting norms to the host, and drop what is beyond the capacity."""
+        """Fetch the first `count` waiting norms to the host, and drop the oldest beyond the capacity."""
         batch, self._waiting = self._waiting[:count], self._waiting[count:]
         if batch:
             arrays = [np.ravel(x) for x in jax.device_get(batch)]
@@ -113,7 +114,7 @@ class NormLog:
 
     @property
     def norms(self) -> np.ndarray:
-        """The norms kept, float64 of shape `(len(log),)`, non-finite ones among them."""
+        """The norms kept, float64 of shape `(len(log),)`, including non-finite ones."""
         self._fetch(len(self._waiting))
         self._chunks = [np.concatenate([np.zeros(0), *self._chunks])]
         return self._chunks[0].copy()
@@ -124,7 +125,7 @@ class NormLog:
         return int(np.sum(~np.isfinite(self.norms)))
 
     def __len__(self) -> int:
-        """How many norms are kept."""
+        """Return how many norms are kept."""
         return len(self.norms)
 
     def _finite(self) -> np.ndarray:
@@ -135,52 +136,56 @@ class NormLog:
         return finite
 
     def quantiles(self, q: float | Sequence[float] = (0.01, 0.1, 0.5, 0.9, 0.95, 0.99)) -> np.ndarray:
-        """Quantiles of the finite norms, interpolated linearly, in the shape of `q`."""
+        """Return quantiles of the finite norms, interpolated linearly, in the shape of `q`."""
         if not all(0 <= each <= 1 for each in np.ravel(q)):
             raise ValueError(f"q must be between 0 and 1, got {q!r}")
         return np.asarray(np.quantile(self._finite(), q))
 
     def clip_rate(self, thresholds: float | Sequence[float] | np.ndarray) -> np.ndarray:
-        """The share of the finite norms that are above each of these, in the shape of `thresholds`."""
+        """Return the share of the finite norms above each threshold, in the shape of `thresholds`."""
         ascending, limits = np.sort(self._finite()), np.asarray(thresholds, np.float64)
         if np.isnan(limits).any():
             raise ValueError(f"thresholds must not be NaN, got {shown(thresholds)}")
         return np.asarray(1 - np.searchsorted(ascending, limits, side="right") / len(ascending))
 
     def replay(self, transformation: optax.GradientTransformation) -> Replay:
-        """Run a transformation, as `clipjax.autoclip(25.0)`, over gradients of these norms.
+        """Run a transformation, such as `clipjax.autoclip(25.0)`, over gradients with these norms.
 
-        The norms stay as they were, although other clipping would have led to other weights.
+        The norms are used as recorded, although a different clip would have led to other weights and norms.
 
         Raises:
-          TypeError, ValueError: it is no transformation, or its metrics show no threshold, or several.
+          TypeError, ValueError: the argument is not a transformation, or its metrics have no threshold or
+            several.
         """
         return replayed(transformation, self.norms)
 
     def suggest(self, rules: Rules | None = None) -> dict[str, Suggestion]:
-        """Tell the threshold that each rule has settled at, and how often it would have clipped.
+        """Return the threshold that each rule has settled at, and how often it would have clipped.
 
-        The threshold can be a bound for `clipjax.clip_by_global_norm`; :meth:`clip_rate` tells how often
-        that constant would clip. `rules` are transformations to :meth:`replay`, or what it returned, by
-        name; None is every rule that follows the norm.
+        The threshold can serve as the bound of `clipjax.clip_by_global_norm`; :meth:`clip_rate` returns how
+        often that constant would clip.
+
+        Args:
+          rules: a mapping from names to transformations to :meth:`replay`, or to the results of
+            :meth:`replay`. None is every rule that follows the norm.
         """
         self._finite()
         return {name: suggestion(replay, self.norms) for name, replay in replays_of(self, rules).items()}
 
     def summary(self, rules: Rules | None = None) -> str:
-        """The quantiles and the suggestions, as a table for the terminal."""
+        """Return the quantiles and the suggestions, as a table for the terminal."""
         return norm_report.table(self, self.suggest(rules))
 
     def __str__(self) -> str:
-        """The summary with the default rules."""
+        """Return the summary with the default rules."""
         return self.summary()
 
     def plot(self, target: Any, rules: Rules | None = None) -> None:
         """Draw the norms over the steps, and the thresholds of each rule; needs Matplotlib.
 
         Args:
-          target: the path of a figure to write, :func:`clipjax.plots.thresholds` beside
-            :func:`clipjax.plots.threshold_rates`; or Matplotlib axes to draw the first of them on.
+          target: the path of a figure to write, with :func:`clipjax.plots.thresholds` beside
+            :func:`clipjax.plots.threshold_rates`; or Matplotlib axes, on which only the former is drawn.
           rules: as in :meth:`suggest`.
 
         Raises:
@@ -195,18 +200,18 @@ class NormLog:
             plots.thresholds(self, rules, ax=target)
 
     def save(self, path: str | Path) -> None:
-        """Write the log to a file in NumPy's `.npz` format, at just this path."""
+        """Write the log to a file in NumPy's `.npz` format, at exactly this path."""
         norms, name, capacity = self.norms, self.name or "", self.capacity or 0
         with Path(path).open("wb") as file:
             np.savez_compressed(file, norms=norms, name=name, dropped=self.dropped, capacity=capacity)
 
     @classmethod
     def load(cls, path: str | Path) -> NormLog:
-        """Read what :meth:`save` wrote; what is appended then goes on from there.
+        """Read a log that :meth:`save` wrote; it can be appended to.
 
         Raises:
           OSError: the file cannot be read.
-          ValueError: it is no such file.
+          ValueError: the file was not written by :meth:`save`.
         """
         try:
             with Path(path).open("rb") as opened, np.load(opened, allow_pickle=False) as file:
@@ -221,13 +226,13 @@ class NormLog:
 
 
 def key_of_norm(metrics: Mapping[str, Any], name: str | None) -> str:
-    """Which of the metrics is the norm of that name, or the only norm of a gradient."""
+    """Return the metric that is the norm of the given name, or the only norm of a gradient."""
     if name is None:
         keys = [key for key in metrics if key.endswith("/norm")]
         # Only projections measure a violation; their norms are those of weights.
         keys = [key for key in keys if f"{key.removesuffix('norm')}violation" not in metrics]
         if len(keys) != 1:
-            raise ValueError(f"name: the metrics must hold one norm, or a name must say which; got {keys}")
+            raise ValueError(f"name: the metrics must hold one norm, or name must say which; got {keys}")
         return keys[0]
     for key in (name, f"{name}/norm"):
         if key in metrics:
@@ -236,7 +241,7 @@ def key_of_norm(metrics: Mapping[str, Any], name: str | None) -> str:
 
 
 def replays_of(log: NormLog, rules: Rules | None) -> dict[str, Replay]:
-    """What each of these rules would have done."""
+    """Return what each of these rules would have done."""
     rules = default_rules() if rules is None else rules
     if not isinstance(rules, Mapping):
         raise TypeError(

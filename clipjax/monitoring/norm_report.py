@@ -1,4 +1,4 @@
-"""A log of norms as a table for the terminal."""
+"""A table of a log of norms, for the terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _QUANTILES = (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
 
 
 def table(log: NormLog, suggestions: Mapping[str, Suggestion]) -> str:
-    """The quantiles, and what each rule would have done."""
+    """Return the quantiles, and what each rule would have done."""
     counts = f"{len(log)} gradient norms" + (f", {log.name}" if log.name else "")
     counts += f", {log.nonfinite_count} of them not finite" if log.nonfinite_count else ", all finite"
     counts += f"; {log.dropped} before them are not kept" if log.dropped else ""
@@ -39,7 +39,7 @@ def table(log: NormLog, suggestions: Mapping[str, Suggestion]) -> str:
 
 
 def _columns(*rows: list[str]) -> list[str]:
-    """Align the first column left, the others right."""
+    """Align the first column left and the others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join([first.ljust(widths[0]), *map(str.rjust, rest, widths[1:])]).rstrip()

@@ -1,4 +1,4 @@
-"""Norms in the state of a chain, for a logger, where nothing is clipped."""
+"""Norms in the state of a chain, for a logger, without clipping."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from clipjax.gradients.past import check_count
 
 Of = Literal["updates", "params", "ratio"]
 Groups: TypeAlias = Literal["leaf"] | int | Sequence[str] | None
-Norms: TypeAlias = dict[str, jax.Array]  # by group; that of the whole tree is ""
+Norms: TypeAlias = dict[str, jax.Array]  # by group; the whole tree has the key ""
 
 
 class Recorded(NamedTuple):
-    """What :func:`record_norms` has seen."""
+    """What :func:`record_norms` has measured."""
 
     steps: jax.Array  # int32: steps so far
     nonfinite: jax.Array  # int32: measured steps at which a norm was not finite
-    norms: dict[str, Norms]  # by what was measured, then by group
+    norms: dict[str, Norms]  # by what was measured ("updates", "params", "ratio"), then by group
 
 
 class RecordNormsState(NamedTuple):
@@ -56,36 +56,38 @@ def record_norms(
     every: int = 1,
     axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Record norms, for a logger, and change nothing.
+    """Record norms for a logger, and change nothing.
 
-    At the front of a chain it records the gradients, at the end the updates that reach the parameters. In a
-    compiled step XLA measures a leaf once for this and for a clip beside it.
+    At the start of a chain it records the gradients, at the end the updates that reach the parameters. In a
+    compiled step, XLA measures each leaf only once for this and for a clip beside it.
 
     Args:
-      groups: what has one norm. None: the whole tree. `"leaf"`: each leaf. An int n: all leaves whose paths
-        have the same first n components, as 1 for the top-level modules. Path patterns, as in
-        :func:`clip_by_group_norm`: all leaves that a pattern is the first to match; others are left out.
-      of: what is measured: `"updates"`, `"params"`, or `"ratio"`, the norm of a group's updates over that of
-        its parameters; one of these or several.
-      every: measure at every so many steps, the first included, and show the last norms in between.
-      axis_name: the mesh axes that split the leaves, in `pmap` and unchecked `shard_map`; names, or a
-        mapping from path patterns to them, as in :func:`clip_by_global_norm`.
+      groups: which leaves share a norm. None: the whole tree. `"leaf"`: each leaf has its own. An int n:
+        leaves whose paths have the same first n components, so that 1 gives a norm for each top-level module.
+        Path patterns, as in :func:`clip_by_group_norm`: leaves belong to the first pattern that matches them,
+        and leaves that no pattern matches are left out.
+      of: what is measured: `"updates"`, `"params"`, or `"ratio"`, the norm of a group's updates divided by
+        that of its parameters; one of these or several.
+      every: measure only at every `every`-th step, beginning with the first, and keep the last norms in
+        between.
+      axis_name: the mesh axes that split the leaves, in `pmap` and unchecked `shard_map`: names, or a mapping
+        from path patterns to names, as in :func:`clip_by_global_norm`.
 
     Returns:
-      A transformation with the metrics `record_norms/<of>/<group>`, float scalars, 0 before the first step;
-      of the whole tree `record_norms/<of>`; and `nonfinite_count`, the measured steps at which a norm was not
-      finite. With `"params"` or `"ratio"` it needs `params` in `update`. A
-      ratio is infinite where only the parameters are 0, and 0 where both are.
+      A transformation with the metrics `record_norms/<of>/<group>`, or `record_norms/<of>` for the whole
+      tree: float scalars, 0 before the first step. The metric `nonfinite_count` counts the measured steps at
+      which a norm was not finite. With `"params"` or `"ratio"` it needs `params` in `update`. A ratio is
+      infinite where only the parameters are 0, and 0 where both are.
 
     Raises:
-      TypeError, ValueError: an argument is of no such form. In `init`: a pattern matches no leaf. In
-        `update`: the norms of parameters are asked for, and there are none.
+      TypeError, ValueError: an argument has none of these forms. In `init`: a pattern matches no leaf. In
+        `update`: norms of parameters are asked for, but `params` are missing.
 
-    Guarantees: the updates come back as they are, bit for bit; norms neither overflow nor underflow, and
-    are not finite exactly if an entry is not (or the norm is beyond float32).
+    Guarantees: the updates come back unchanged, bit for bit; norms neither overflow nor underflow, and a norm
+    is not finite exactly if an entry is not (or if the norm is beyond float32).
 
-    With `every` above 1 a step measures in a branch: on an accelerator that costs more than it saves where
-    a clip beside it measures the same leaves anyway.
+    With `every` above 1, a step branches on whether to measure. On an accelerator, the branch costs more than
+    it saves if a clip beside it measures the same leaves anyway.
 
     Example:
       >>> import clipjax, optax, jax.numpy as jnp
@@ -112,7 +114,7 @@ def record_norms(
         params = only_arrays(params)
         dtype, names = norm_dtype(jax.tree.leaves(params)), group_of(params)
         found = sorted({name for name in names if name is not None}) if names is not None else [""]
-        counter = functools.partial(jnp.zeros, (), jnp.int32)  # a buffer each, to be donated
+        counter = functools.partial(jnp.zeros, (), jnp.int32)  # separate buffers, to be donated
         zeros = {str(what): {name: jnp.zeros((), dtype) for name in found} for what in sorted(measured)}
         return RecordNormsState(Recorded(counter(), counter(), zeros))
 
@@ -132,7 +134,7 @@ def record_norms(
         sides = {"updates": updates, "params": params}
         found = {side: norms(sides[side]) for side in sides if {side, "ratio"} & set(measured)}
         if "ratio" in measured:
-            params_of = found["params"]  # which has no leaf of integers, whatever its update is
+            params_of = found["params"]  # integer parameters have no norm, even if their updates have one
             pairs = {name: (x, params_of[name]) for name, x in found["updates"].items() if name in params_of}
             found["ratio"] = {name: _ratio(*pair) for name, pair in pairs.items()}
         bad = [~jnp.isfinite(x) for what in measured if what != "ratio" for x in found[what].values()]
@@ -160,7 +162,7 @@ def record_norms(
             new = measure(updates, params, old)
         elif isinstance(due, jax.core.Tracer):
             new = lax.cond(due, measure, lambda *args: args[-1], updates, params, old)
-        else:  # without jit a branch would be compiled anew at every step
+        else:  # without jit, every step would compile the branch again
             new = measure(updates, params, old) if due else old
         return updates, RecordNormsState(new._replace(steps=count(old.steps, jnp.ones((), bool))))
 
@@ -168,7 +170,7 @@ def record_norms(
 
 
 def _check_groups(groups: Any) -> Callable[[Any], list[str | None] | None]:
-    """The function that names the group of each leaf of a tree; None for one group of all."""
+    """Return the function that names the group of each leaf of a tree; it returns None for a single group."""
     if groups is None:
         return lambda _: None
     if isinstance(groups, int) and not isinstance(groups, bool):
@@ -185,7 +187,7 @@ def _check_groups(groups: Any) -> Callable[[Any], list[str | None] | None]:
 
 
 def _names(tree: Any, depth: int | None = None) -> list[str | None]:
-    """The path of each leaf that has a norm, or its first components."""
+    """Return for each leaf that has a norm its path, or the first components of it."""
     return [path_name(path[:depth]) if is_measured(leaf) else None for path, leaf in leaves_with_paths(tree)]
 
 

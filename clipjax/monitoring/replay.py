@@ -18,31 +18,42 @@ from clipjax.gradients.quantiles import autoclip, clip_by_quantile
 from clipjax.gradients.spikes import skip_spikes
 from clipjax.monitoring.metrics import metrics
 
-# How many steps at the end of a run show the threshold that a rule has settled at.
+# The number of steps at the end of a run from which the settled threshold of a rule is taken.
 _SETTLED = 100
 
 
 class Replay(NamedTuple):
-    """What a transformation would have done at each of the steps of a log."""
+    """What a transformation would have done at each of the steps of a log.
 
-    thresholds: np.ndarray  # float64 (steps,): the norm above which it would have acted
-    clipped: np.ndarray  # bool (steps,): whether it did; never where the norm was not finite
+    Attributes:
+      thresholds: the norm above which it would have acted at each step, float64 of shape (steps,).
+      clipped: whether it would have acted at each step, bool of shape (steps,); never at a norm that is not
+        finite.
+    """
+
+    thresholds: np.ndarray
+    clipped: np.ndarray
 
 
-# By name.
+# The keys are the names of the rules.
 Rules: TypeAlias = Mapping[str, optax.GradientTransformation | Replay]
 
 
 class Suggestion(NamedTuple):
-    """What a rule makes of a log."""
+    """The threshold that a rule suggests for a log.
 
-    threshold: float  # the median of its thresholds in the last 100 steps
-    clip_rate: float  # the share of the finite steps that the rule would have clipped
+    Attributes:
+      threshold: the median of the rule's thresholds in the last 100 steps.
+      clip_rate: the share of the steps with a finite norm that the rule would have clipped.
+    """
+
+    threshold: float
+    clip_rate: float
 
 
-@functools.cache  # the same objects each time, so that each is compiled once
+@functools.cache  # returns the same objects each time, so that each rule is compiled once
 def default_rules() -> Rules:
-    """Every rule that follows the norm, with its default arguments; `adagc` as for one leaf."""
+    """Return every rule that follows the norm, with its default arguments; `adagc` sees a single leaf."""
     return {
         "autoclip": autoclip(),
         "clip_by_quantile": clip_by_quantile(),
@@ -54,12 +65,12 @@ def default_rules() -> Rules:
 
 
 def replayed(tx: optax.GradientTransformation, norms: np.ndarray) -> Replay:
-    """Run a transformation over gradients of these norms."""
+    """Run a transformation over gradients with these norms."""
     check_transformation("transformation", tx)
     state = tx.init(jnp.zeros(()))
     try:
         keys = [key for key in metrics(state) if key.endswith("/threshold")]
-    except ValueError:  # no state of ours
+    except ValueError:  # not a state of clipjax
         keys = []
     if len(keys) != 1:
         raise ValueError(f"transformation must show one threshold in its metrics, got {keys}")
@@ -77,7 +88,7 @@ def _run(tx: optax.GradientTransformation, key: str, norms: jax.Array, state: An
 
 
 def suggestion(replay: Replay, norms: np.ndarray) -> Suggestion:
-    """The threshold that a rule has settled at, and how often it clipped."""
+    """Return the threshold that a rule has settled at, and how often it clipped."""
     return Suggestion(
         threshold=float(np.median(replay.thresholds[-_SETTLED:])),
         clip_rate=float(np.mean(replay.clipped[np.isfinite(norms)])),

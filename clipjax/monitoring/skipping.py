@@ -17,26 +17,28 @@ _REASONS = ("nonfinite_count", "nonfinite_loss_count", "norm_spike_count", "loss
 
 @explained
 def raise_if_skipping(opt_state: Any, max_consecutive: int) -> None:
-    """Raise an error if so many steps in a row have been skipped.
+    """Raise an error if too many steps in a row have been skipped.
 
-    For the training loop, outside of `jit`, every so many steps: it waits for the step that made the state.
+    Call it in the training loop, outside `jit`, and not at every step: it waits for the step that made the
+    state.
 
     Args:
-      opt_state: the state with that of :func:`clipjax.skip_nonfinite` or :func:`clipjax.skip_spikes` in it,
-        wherever it is nested, as for :func:`clipjax.metrics`.
-      max_consecutive: how many skipped steps in a row are too many.
+      opt_state: a state that contains that of :func:`clipjax.skip_nonfinite` or :func:`clipjax.skip_spikes`,
+        however deeply nested, as for :func:`clipjax.metrics`.
+      max_consecutive: the number of skipped steps in a row that raises the error.
 
     Raises:
-      RuntimeError: so many or more have been skipped since the last good step. The message names the
-        transformation, how many, and the counts by reason. Nothing is lost: the state, and the weights
-        of the last good step, can still be saved.
-      ValueError: there is no state in it of what skips; `max_consecutive` is below 1.
-      TypeError: it is called under `jit`, where the state is not known.
+      RuntimeError: at least `max_consecutive` steps have been skipped since the last good step. The message
+        has the name of the transformation, the number of steps, and the counts by reason. Nothing is lost:
+        the state, and the weights of the last good step, can still be saved.
+      ValueError: `opt_state` contains no state of a transformation that skips; `max_consecutive` is below 1.
+      TypeError: it is called under `jit`, where the values of the state are not known.
 
-    It is no callback inside the step, as `jax.debug.callback` would be: an error raised there leaves
-    neither the buffers that were donated to the step, the weights among them, nor what it would have
-    returned; and every step would call the host. To go on instead, give `max_consecutive` to what skips.
-    Where several processes train together, all have the same state, so all of them raise.
+    This is not a callback inside the step, such as `jax.debug.callback`. An error raised in a callback would
+    lose both the buffers that were donated to the step, including the weights, and the results of the step;
+    and every step would call the host. To continue training instead, set `max_consecutive` of the
+    transformation that skips. If several processes train together, all have the same state, so all of them
+    raise.
 
     Example:
       >>> import clipjax, optax, jax.numpy as jnp
@@ -49,7 +51,7 @@ def raise_if_skipping(opt_state: Any, max_consecutive: int) -> None:
       >>> clipjax.raise_if_skipping(state, 3)
       Traceback (most recent call last):
       ...
-      RuntimeError: skip_nonfinite: 3 steps in a row were skipped, of 3 steps 3 in all; nonfinite_count: 3, \
+      RuntimeError: skip_nonfinite: 3 steps in a row were skipped, 3 of 3 in all; nonfinite_count: 3, \
 nonfinite_loss_count: 0
     """
     check_count("max_consecutive", max_consecutive, 1)
@@ -59,7 +61,7 @@ nonfinite_loss_count: 0
     if not found:
         raise ValueError(
             f"opt_state: there is no state of clipjax.skip_nonfinite or skip_spikes in {shown(opt_state)}; "
-            f"it is what tx.init and tx.update return"
+            f"pass the state that tx.init and tx.update return"
         )
     stuck = [_described(name, of) for name, of in found if _number(of, "skipped_in_a_row") >= max_consecutive]
     if stuck:
@@ -69,9 +71,9 @@ nonfinite_loss_count: 0
 def _described(name: str, fields: Mapping[str, Any]) -> str:
     in_a_row, steps, skipped = (_number(fields, key) for key in ("skipped_in_a_row", "steps", "skipped"))
     reasons = ", ".join(f"{key}: {_number(fields, key)}" for key in _REASONS if key in fields)
-    return f"{name}: {in_a_row} steps in a row were skipped, of {steps} steps {skipped} in all; {reasons}"
+    return f"{name}: {in_a_row} steps in a row were skipped, {skipped} of {steps} in all; {reasons}"
 
 
 def _number(fields: Mapping[str, Any], key: str) -> int:
-    """A counter; the largest, where `vmap` or `pmap` has stacked several states."""
+    """Return a counter; the largest one if `vmap` or `pmap` has stacked several states."""
     return int(np.max(jax.device_get(jax.tree.leaves(fields[key])[0])))

@@ -1,4 +1,4 @@
-"""What no projection may change: the statistics in a tree that holds all variables of a Flax model."""
+"""Checks that no projection changes the statistics in a tree with all variables of a Flax model."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import jax
 from clipjax._core.axes import is_measured
 from clipjax._core.paths import described, leaves_with_paths, path_name
 
-# Other collections and types may hold weights.
+# The collections and variable types that hold no weights; any others may hold some.
 _COLLECTIONS = ("batch_stats", "cache", "intermediates", "perturbations")
 _VARIABLES = ("BatchStat", "Cache", "Intermediate", "Perturbation")
 
 
 def check_are_weights(tree: Any, positions: Container[int]) -> None:
-    """Raise an error if one of the leaves at these positions is told to be no weight."""
+    """Raise an error if a leaf at one of these positions is known not to be a weight."""
     kinds = _kinds_of_nnx(tree)
     whole = isinstance(tree, Mapping) and "params" in tree
     for i, (path, leaf) in enumerate(leaves_with_paths(tree)):
@@ -31,13 +31,13 @@ def check_are_weights(tree: Any, positions: Container[int]) -> None:
 
 def _no_weight(leaf: str, kind: str, weights: str) -> ValueError:
     return ValueError(
-        f"params: the leaf {leaf}, {kind}, is no weight, but would be changed: give the weights alone, "
+        f"params: the leaf {leaf}, {kind}, is not a weight, but would be changed: pass only the weights, "
         f"as in {weights}"
     )
 
 
 def _kinds_of_nnx(tree: Any) -> list[str]:
-    """For each leaf, which of NNX' types that hold no weights it is in, if any."""
+    """For each leaf, return the name of the NNX type in `_VARIABLES` that it is in, or an empty string."""
     nnx = sys.modules.get("flax.nnx")
     types = tuple(getattr(nnx, name) for name in _VARIABLES if hasattr(nnx, name))
     kinds: list[str] = []

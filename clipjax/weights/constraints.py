@@ -1,4 +1,4 @@
-"""Constraints on the norms of units: the projections of weights."""
+"""Projections that constrain the norms of units of weights."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ class MaxNormState(NamedTuple):
     """State of :func:`max_norm` as a link."""
 
     max_norm: Stats
-    violation: jax.Array  # float: by how much the weights that came in were out of bounds
+    violation: jax.Array  # float: by how much the incoming weights were out of bounds
 
 
 class MinMaxNormState(NamedTuple):
     """State of :func:`min_max_norm` as a link."""
 
     min_max_norm: Stats
-    violation: jax.Array  # float: by how much the weights that came in were out of bounds
+    violation: jax.Array  # float: by how much the incoming weights were out of bounds
 
 
 class UnitNormState(NamedTuple):
     """State of :func:`unit_norm` as a link."""
 
     unit_norm: Stats
-    violation: jax.Array  # float: by how much the weights that came in were out of bounds
+    violation: jax.Array  # float: by how much the incoming weights were out of bounds
 
 
 @explained
@@ -63,27 +63,29 @@ def max_norm(
       radius: a number, an array that broadcasts to the units, or a schedule `step -> radius`.
       axes: the axes that are reduced, as in `clipjax.clip_by_norm`. By default `clipjax.fan_in` for
         leaves of rank 2, which are Dense kernels (in, out), and an error for higher ranks and for Equinox
-        modules, whose layers have other axes: `clipjax.fan_in` itself is right for convolutions,
+        modules, whose layers have other axes. Pass `clipjax.fan_in` itself for convolutions,
         `clipjax.flax.unit_axes(model)` for any Flax model, `clipjax.equinox.unit_axes(model)` for Equinox.
         Biases are left alone.
       specs: inside `shard_map`, the `PartitionSpec` tree of the parameters.
       axis_name: the mesh axes that split the units, in `pmap` and unchecked `shard_map`.
 
     Returns:
-      A :class:`Projection`: a function `params -> params`, and a link for the end of a chain, which
-      needs `params` in `update`. A link that is not last bounds nothing: `clipjax.chain` raises an
+      A :class:`Projection`: a function `params -> params` that can also be the last link of a chain,
+      where `update` needs `params`. A link that is not last bounds nothing: `clipjax.chain` raises an
       error, and in `optax.chain` its metric `violation` is above 0.
 
     Raises:
-      TypeError, ValueError: `radius` is no number, negative or NaN; `axes` are no axes. When called, or
-      in `init`: no leaf is bounded, or one that is no weight would be. As a link: no `params` in `update`.
+      TypeError, ValueError: `radius` is not a number, is negative or is NaN; `axes` is invalid. When called,
+      or in `init`: no leaf is bounded, or a leaf that is not a weight would be changed. As a link: `update`
+      gets no `params`.
 
-    Guarantees: measured in float64, no projected unit's norm is above `radius`, by the call and after
-    `optax.apply_updates`, in any dtype; a unit outside ends at most 4 ulp below it (for a link, ulp of
-    the larger of its norm before and the radius); a unit inside stays bit for bit, so that projecting
-    twice is projecting once; NaN shows. As a link, 16-bit leaves get a float32 update, which
-    `optax.apply_updates` rounds once; inside `optax.apply_if_finite`, which does not allow that, the
-    update keeps its dtype, and the 4 ulp are those of a 16-bit sum.
+    Guarantees: measured in float64, no projected unit's norm is above `radius`, both after a call and after
+    `optax.apply_updates`, in any dtype. A unit that was outside ends at most 4 ulp below `radius` (as a
+    link, ulp of the larger of its norm before and the radius). A unit that was inside is unchanged, bit for
+    bit, so projecting twice is the same as projecting once. A unit whose norm is not finite becomes NaN. As
+    a link, 16-bit leaves get a float32 update, which `optax.apply_updates` rounds once; inside
+    `optax.apply_if_finite`, which does not allow that, the update keeps its dtype, and the 4 ulp are those
+    of a 16-bit sum.
 
     Equals `keras.constraints.MaxNorm` (whose `axis` is `axes`) and TensorFlow 1's assign operations
     after the step.
@@ -126,28 +128,30 @@ def min_max_norm(
 
     Args:
       low: the smallest norm: a number, an array that broadcasts to the units, or a schedule
-        `step -> norm`. Finite; the largest number of a leaf's dtype stands for what is above it.
-      high: the largest norm, alike. Where a traced `low` is above it, `high` holds.
-      rate: how far a unit outside goes at each call, from 0 to 1; alike. 1 projects; less approaches.
+        `step -> norm`. Must be finite; above the largest number of a leaf's dtype, that number is used.
+      high: the largest norm, in the same forms. Where a traced `low` is above `high`, `high` is used.
+      rate: the share of the distance to the limit that a unit outside moves at each call, from 0 to 1, in
+        the same forms. 1 projects; less moves the norm gradually.
       axes: the axes that are reduced, as in :func:`max_norm`.
       specs: inside `shard_map`, the `PartitionSpec` tree of the parameters.
       axis_name: the mesh axes that split the units, in `pmap` and unchecked `shard_map`.
 
     Returns:
-      A :class:`Projection`. Its metric `norm` is the largest norm before, and `scale` the smallest
-      factor: 1 where units only grew.
+      A :class:`Projection`. Its metric `norm` is the largest norm before the projection, and `scale` the
+      smallest factor, which is 1 if units only grew.
 
     Raises:
-      TypeError, ValueError: a limit is no number, negative or NaN, `low` is infinite or above `high`,
-      `rate` is not in [0, 1]; as :func:`max_norm`, for `axes` and weights.
+      TypeError, ValueError: a limit is not a number, is negative or is NaN; `low` is infinite or above
+      `high`; `rate` is not in [0, 1]; as :func:`max_norm`, for `axes` and weights.
 
-    Guarantees: with `rate=1`, measured in float64, no unit's norm is above `high`, by the call and
-    after `optax.apply_updates`, in any dtype, and none is more than 4 ulp below `low` (for a link, ulp of
-    the larger of its norm before and the limit). A unit inside, or as little below `low` as rounding may
-    leave it (3e-7 of `low` in float32, an ulp of each entry in 16 bits), stays bit for bit, so that
-    projecting twice is projecting once. A unit of norm 0 stays 0, having no direction to grow in; so
-    does one whose norm is below the smallest normal float32. NaN shows. With `rate < 1` the formula holds
-    to those roundings, and 16-bit entries that it moves by less than an ulp may stay or lose one.
+    Guarantees: with `rate=1`, measured in float64, no unit's norm is above `high`, both after a call and
+    after `optax.apply_updates`, in any dtype, and none is more than 4 ulp below `low` (as a link, ulp of
+    the larger of its norm before and the limit). A unit that is inside, or below `low` by no more than
+    rounding may cause (3e-7 of `low` in float32, an ulp of each entry in 16 bits), is unchanged, bit for
+    bit, so projecting twice is the same as projecting once. A unit of norm 0 stays 0, as it has no direction
+    to grow in; a unit whose norm is below the smallest normal float32 (float64 for float64 leaves) does not
+    grow either. A unit whose norm is not finite becomes NaN. With `rate < 1` the formula holds up to the same
+    rounding, and 16-bit entries that it moves by less than an ulp may stay or shrink by one ulp.
 
     Equals `keras.constraints.MinMaxNorm` (whose `axis` is `axes`), which divides by the norm plus 1e-7.
 
@@ -184,7 +188,7 @@ def unit_norm(
       TypeError, ValueError: as :func:`max_norm`, for `axes` and weights.
 
     Guarantees: those of :func:`min_max_norm` with both limits 1. A norm is never above 1 and at most 4 ulp
-    below it; a unit of norm 0 stays 0; projecting twice is projecting once, bit for bit.
+    below it; a unit of norm 0 stays 0; projecting twice is the same as projecting once, bit for bit.
 
     Equals `keras.constraints.UnitNorm` (whose `axis` is `axes`), which divides by the norm plus 1e-7.
 
@@ -200,7 +204,7 @@ def unit_norm(
 
 
 def scale_between(norm: jax.Array, low: Any, high: Any, rate: Any, *precision: jax.Array) -> Scale:
-    """What brings a norm between two limits, or a part of the way."""
+    """Return the scale that moves a norm between two limits, or `rate` of the way there."""
     return between(norm, low, high, rate, Precision(*precision))
 
 
@@ -208,7 +212,7 @@ def scale_between(norm: jax.Array, low: Any, high: Any, rate: Any, *precision: j
 def with_precision(
     units: Sequence[Unit], norms: Sequence[jax.Array], columns: Sequence[list[jax.Array]]
 ) -> list[list[jax.Array]]:
-    """Columns that have an array for each leaf, and after them those of what rounding does to its units."""
+    """Append to the columns (one array per leaf in each) those of :class:`Precision`, one per field."""
     each = [precision_of(unit.leaf.dtype, size_of(unit)) for unit in units]
     of_rounding = ([for_each(n, x) for n, x in zip(norms, c, strict=True)] for c in zip(*each, strict=True))
     return [*columns, *of_rounding]
@@ -251,7 +255,7 @@ def _check_at_most(name: str, value: Any, largest: float, what: str) -> None:
 
 @in_float64
 def measured_norms(params: Any, low: jax.Array | None, high: jax.Array, how: OfUnits) -> list[Measured]:
-    """Measure each unit's norm, beside its limits: `low` less what rounding may lose of it."""
+    """Measure each unit's norm, with its limits; `low` is reduced by what rounding may lose."""
     measured = []
     params = as_arrays(params)
     how.check(params)

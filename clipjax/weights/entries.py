@@ -1,4 +1,4 @@
-"""Constraints on single entries: the projections of weights onto boxes and the orthant."""
+"""Projections that constrain single entries of weights: onto boxes and the non-negative orthant."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class NonNegativeState(NamedTuple):
     """State of :func:`non_negative` as a link."""
 
     non_negative: Stats
-    violation: jax.Array  # float: by how much the weights that came in were out of bounds
+    violation: jax.Array  # float: by how much the incoming weights were out of bounds
 
 
 class BoxState(NamedTuple):
     """State of :func:`box` as a link."""
 
     box: Stats
-    violation: jax.Array  # float: by how much the weights that came in were out of bounds
+    violation: jax.Array  # float: by how much the incoming weights were out of bounds
 
 
 @explained
@@ -39,13 +39,13 @@ def box(low: Limits, high: Limits, *, where: Where = None, axis_name: AxisName =
     """Project each entry onto `[low, high]`.
 
     Args:
-      low: a number of any sign, an array that broadcasts to every leaf, or a schedule `step -> limit`. For
-        limits that differ from leaf to leaf, a rule `(path, leaf) -> limit`, told from a schedule by its
-        two arguments; or a mapping from path patterns, as those of `where`, to any of these, of which the
-        first that matches holds. A leaf that no pattern matches, or that gets :data:`clipjax.SKIP`, has no
-        lower limit.
-      high: the upper limit, alike. Where a traced `low` is above it, `high` holds. A leaf that has neither
-        limit is left alone.
+      low: the lower limit: a number of any sign, an array that broadcasts to every leaf, or a schedule
+        `step -> limit`. For limits that differ from leaf to leaf: a rule `(path, leaf) -> limit`, which is
+        distinguished from a schedule by its two arguments; or a mapping from path patterns (see `where`) to
+        any of these, where the first match wins. A leaf that no pattern matches, or that gets
+        :data:`clipjax.SKIP`, has no lower limit.
+      high: the upper limit, in the same forms. Where a traced `low` is above `high`, `high` is used. A leaf
+        that has neither limit is left alone.
       where: which leaves. None: all. A path pattern or several, as in the `axes` of
         :func:`clipjax.clip_by_norm`: globs of `"encoder/Dense_0/kernel"` or of its last components. Or a
         rule `(path, leaf) -> bool`. Or a tree of bools, or a prefix of one. Leaves that are neither float
@@ -53,23 +53,25 @@ def box(low: Limits, high: Limits, *, where: Where = None, axis_name: AxisName =
       axis_name: the mesh axes over which the metrics are taken, in `pmap` and unchecked `shard_map`.
 
     Returns:
-      A :class:`Projection`. Its metric `norm` is the largest absolute entry before, over the leaves
-      that have limits, and `scale` what became of it (with limits by leaf, the smallest of these).
+      A :class:`Projection`. Its metric `norm` is the largest absolute entry before the projection, over the
+      leaves that have limits, and `scale` the factor by which the projection reduced it (with limits that
+      differ from leaf to leaf, the smallest such factor).
 
     Raises:
-      TypeError, ValueError: a limit is no number or NaN, or `low` is above `high`, for a pattern or a leaf;
-      a function could be a schedule as well as a rule; `where` is none of its forms. When called, or in
-      `init`: a pattern matches no leaf, a rule returns no bool or no limit, no leaf is bounded, or one that
-      is no weight would be. When called: a leaf is complex. As a link: no `params` in `update`.
+      TypeError, ValueError: a limit is not a number or is NaN; `low` is above `high`, for a pattern or a
+      leaf; a function could be either a schedule or a rule; `where` is invalid. When called, or in
+      `init`: a pattern matches no leaf, a rule does not return a bool or a limit, no leaf is bounded, or a
+      leaf that is not a weight would be changed. When called: a leaf is complex. As a link: `update` gets no
+      `params`.
 
-    Guarantees: measured in float64, no entry is outside its limits, by the call and after
-    `optax.apply_updates`: a limit that the leaf's dtype does not hold is rounded inwards. (As a link from
-    outside the box, an update can reach it only where it is at least an ulp of the weight wide.) Entries
-    inside stay bit for bit; projecting twice is projecting once. NaN shows; an infinite entry becomes
-    the limit.
+    Guarantees: measured in float64, no entry is outside its limits, both after a call and after
+    `optax.apply_updates`: a limit that the leaf's dtype cannot represent is rounded inward. (As a link, an
+    update can bring a weight into the box from outside only if the box is at least an ulp of the weight
+    wide.) Entries inside are unchanged, bit for bit; projecting twice is the same as projecting once. NaN
+    stays NaN; an infinite entry becomes the limit.
 
     Equals `optax.projections.projection_box`, for the leaves that `where` names. With a rule it is weight
-    clipping, which keeps each layer within some times the range that it was drawn from: see the example.
+    clipping, which keeps each layer within a multiple of its initialization range: see the example.
 
     References:
       Elsayed et al., 2024, Weight clipping for deep continual and reinforcement learning, arXiv:2407.01704.
@@ -107,13 +109,13 @@ def non_negative(*, where: Where = None, axis_name: AxisName = None) -> Projecti
     Raises:
       TypeError, ValueError: as :func:`box`, for `where`.
 
-    Guarantees: no entry is below 0, by the call and after `optax.apply_updates`; positive entries stay bit
-    for bit, and -0.0 becomes 0.0 (as a link, it may stay); NaN shows, and so does +inf.
+    Guarantees: no entry is below 0, both after a call and after `optax.apply_updates`; positive entries are
+    unchanged, bit for bit, and -0.0 becomes 0.0 (as a link, it may stay). NaN stays NaN, and +inf stays +inf.
 
     Equals `keras.constraints.NonNeg` and `optax.projections.projection_non_negative`.
 
-    Followed by :func:`clipjax.max_norm` it projects onto what both allow: the non-negative part of the
-    ball. The other order ends inside it, too, but not at its nearest point.
+    Followed by :func:`clipjax.max_norm` it projects onto the non-negative part of the ball. In the other
+    order the result is also in that set, but it is not the nearest point of it.
 
     Example:
       >>> import clipjax, jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Steps on a sphere: each weight matrix keeps the norm that it was initialized with."""
+"""Steps on a sphere, on which each weight matrix keeps its initial norm."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from clipjax.weights.projections import OfUnits, steps_of_units
 
 
 class HyperballState(NamedTuple):
-    """State of :func:`hyperball`; `norm` is the largest after the step, before it is brought back."""
+    """State of :func:`hyperball`; `norm` is the largest after the step, before weights are rescaled to R."""
 
     hyperball: Stats
-    radii: tuple[jax.Array, ...]  # float: for each leaf on a sphere, the norms that its units keep
+    radii: tuple[jax.Array, ...]  # float: for each leaf on a sphere, the norms of its units, which they keep
 
 
 @explained
@@ -42,49 +42,52 @@ def hyperball(
 ) -> optax.GradientTransformationExtraArgs:
     """Step on the sphere of the initial norm R: w <- R N(w - learning_rate R N(u)), where N(x) = x / |x|.
 
-    Weight decay holds the norm of a weight in a balance with its updates, and so sets by which angle it
-    turns at a step. Here the norm stays what it was, and the learning rate sets the angle, in radians for
-    updates at right angles to the weights.
+    With weight decay, the norm of a weight settles where decay and updates balance, and that norm determines
+    the angle by which a step rotates the weight. Here the norm is fixed, and the learning rate sets the
+    angle, in radians for updates orthogonal to the weights.
 
-    It goes **last**, in the place of the learning rate, after what scales updates and does not turn their
-    sign, and without weight decay::
+    Put it **last** in a chain, in place of the learning rate and without weight decay, after transformations
+    that scale the gradients without negating them::
 
         clipjax.chain(optax.scale_by_adam(), clipjax.hyperball(1e-2))
 
-    After an optimizer with a learning rate of its own, as `optax.adam(1e-3)`, whose updates are descents
-    already, it would climb.
+    After an optimizer with its own learning rate, such as `optax.adam(1e-3)`, whose updates are already
+    negated, it would increase the loss.
 
     Args:
       learning_rate: the length of a step as a share of R: a number, a traced scalar or a schedule
-        `step -> rate`. Below 1, or a step may lead to the center.
-      axes: the axes that are reduced: which entries share one norm, as in :func:`clipjax.clip_by_norm`. None:
-        each whole leaf; of layers stacked along their first axis `{"layers/*": (1, 2)}`. What it leaves alone
-        takes plain steps, -learning_rate * u. The paper keeps matrices on spheres, and gives embeddings,
-        biases and scales to Adam: `axes={"*embedding": clipjax.SKIP, "*kernel": None}`.
+        `step -> rate`. It should be below 1; with 1 or more a step may lead to the center of the sphere.
+      axes: the axes that are reduced, so that their entries share one norm, as in
+        :func:`clipjax.clip_by_norm`. None reduces each whole leaf; for layers stacked along their first axis,
+        pass `{"layers/*": (1, 2)}`. Leaves that are left alone take plain steps, -learning_rate * u. The
+        paper keeps matrices on spheres, and trains embeddings, biases and scales with Adam:
+        `axes={"*embedding": clipjax.SKIP, "*kernel": None}`.
       specs: inside `shard_map`, the `PartitionSpec` tree of the parameters.
       axis_name: the mesh axes that split the units, in `pmap` and unchecked `shard_map`.
 
     Returns:
       A transformation that needs `params` in `init` and `update`. Its metric `norm` is the largest norm
-      after the step, before weights are brought back to their spheres, and `scale` the smallest factor by
-      which they are. `radii` in its state has R, a number for each leaf or unit, rounded up to float32
-      (float64 for float64 leaves). A run that goes on from a checkpoint keeps it; `init` anew takes the
-      norms of the weights that it gets.
+      after the step, before weights are rescaled to norm R, and `scale` the smallest factor of that
+      rescaling. `radii` in its state holds R for each leaf or unit, rounded up to float32 (float64 for
+      float64 leaves). A run resumed from a checkpoint keeps these radii; a new `init` takes the norms of the
+      weights that it gets.
 
     Raises:
-      TypeError, ValueError: `learning_rate` is no number, negative, infinite or NaN; `axes` are no axes. In
-      `init`: no leaf is on a sphere, or one that is no weight would be. In `update`: no `params`, or no
-      state; the weights have more or fewer leaves than `init` got.
+      TypeError, ValueError: `learning_rate` is not a number, is negative, infinite or NaN; `axes` is
+      invalid. In `init`: no leaf is on a sphere, or a leaf that is not a weight would be changed. In
+      `update`: no `params`, or no state; the weights have more or fewer leaves than `init` got.
 
     Guarantees: measured in float64, after `optax.apply_updates` no unit's norm is above R, in any dtype, and
-    none is more than 4 ulp below (in 16 bits, an ulp of each entry). Where u or the learning rate is 0,
-    nothing moves, bit for bit. A unit whose initial weights are all 0, as biases often are, has no sphere,
-    and one of a single entry nowhere to turn: they take plain steps, as what is left alone does. A unit of an
-    update that is not finite becomes NaN. 16-bit leaves get a float32 update, which `optax.apply_updates`
-    rounds once; an entry stays where its step is less than half its ulp, as in any training in 16 bits.
+    none is more than 4 ulp below R (in 16 bits, an ulp of each entry). Where u or the learning rate is 0,
+    the weights are unchanged, bit for bit. A unit whose initial weights are all 0, as biases often are, has
+    no sphere, and a unit with a single entry cannot rotate: both take plain steps, like leaves that are left
+    alone. A unit whose update is not finite becomes NaN. 16-bit leaves get a float32 update, which
+    `optax.apply_updates` rounds once; an entry does not change if its step is less than half its ulp, as in
+    any training in 16 bits.
 
-    Equals the authors' AdamH and MuonH after `optax.scale_by_adam` and Muon's. They divide by norms of at
-    least 1e-10, so that an update below takes a shorter step; here it is as long as any that is not 0.
+    Equals the authors' AdamH and MuonH, after `optax.scale_by_adam` and Muon's scaling respectively. These
+    divide by norms of at least 1e-10, so an update with a smaller norm takes a shorter step; here every
+    update that is not 0 takes a step of the same length.
 
     References:
       Wen et al., 2026, Fantastic pretraining optimizers and where to find them II: hyperball optimization,
@@ -122,11 +125,11 @@ def hyperball(
         units = units_of(params, axes, specs, axis_name)
         if len(units) != len(radii):
             raise ValueError(
-                f"params: hyperball has the radii of {len(radii)} leaves, which init got, and is to place "
-                f"{len(units)}"
+                f"params: hyperball has the radii of {len(radii)} leaves from init, but got {len(units)} "
+                f"leaves to place"
             )
         radius_of = {u.position: wide(radius) for u, radius in zip(units, radii, strict=True)}
-        still: dict[int, jax.Array] = {}  # the units that do not move
+        still: dict[int, jax.Array] = {}  # which units do not move
 
         def moved_by(units: Sequence[Unit], updates: list[Any]) -> list[Any]:
             each = zip(units, updates, strict=True)
@@ -176,13 +179,13 @@ def _check_rate(rate: Any) -> None:
 
 
 def _here(specs: Any, axis_name: AxisName) -> tuple[Any, AxisName]:
-    """The same, but for `init` outside of `shard_map` and `pmap`, where leaves are whole."""
+    """Return both arguments, or None for both if `init` runs outside `shard_map` and `pmap`."""
     return (specs, axis_name) if is_inside(specs, axis_name) else (None, None)
 
 
 @in_float64
 def _scale_of_step(size: jax.Array, rate: jax.Array, radius: jax.Array, *precision: jax.Array) -> Scale:
-    """What makes an update a step of rate * radius; where there is no sphere, a plain step."""
+    """Return the scale for a step of length rate * radius, or for a plain step if there is no sphere."""
     length = rate * radius
     scale = between(size, length, length, jnp.ones_like(size), Precision(*precision))
     plain = radius == 0
@@ -190,7 +193,7 @@ def _scale_of_step(size: jax.Array, rate: jax.Array, radius: jax.Array, *precisi
 
 
 def _step(before: jax.Array, update: jax.Array, scale: Scale, given: tuple[Any, ...]) -> jax.Array:
-    """The step down along an update; of 16 bits, in float32, but where a branch has to keep the dtype."""
+    """Return the step -scale * update: for 16 bits in float32, unless a branch requires the same dtype."""
     if jnp.iscomplexobj(update):
         return rescale(-update, scale)
     dtype = step_dtype(before, update)
@@ -200,7 +203,7 @@ def _step(before: jax.Array, update: jax.Array, scale: Scale, given: tuple[Any, 
 
 
 def _plain_step(update: Any, rate: jax.Array) -> Any:
-    """The step of a leaf that is left alone, -rate * update, rounded once."""
+    """Return the step of a leaf that is left alone, -rate * update, rounded once."""
     if not is_measured(update):
         return update
 

@@ -1,4 +1,4 @@
-"""Limits of entries that may differ from leaf to leaf: by path patterns, or by a rule."""
+"""Limits on entries, which may differ from leaf to leaf: by path patterns, or by a rule."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Group(NamedTuple):
 
 
 def check_limits(low: Limits, high: Limits) -> None:
-    """Raise what is wrong with limits whatever the tree."""
+    """Raise an error if the limits are invalid for any tree."""
     for name, limits in (("low", low), ("high", high)):
         for pattern, value in limits.items() if isinstance(limits, Mapping) else ():
             if not isinstance(pattern, str):
@@ -52,12 +52,12 @@ def check_limits(low: Limits, high: Limits) -> None:
 
 
 def groups_of(low: Limits, high: Limits, where: Sequence[bool], tree: Any) -> list[Group]:
-    """The leaves of `tree` that `where` chooses and that have limits, those of the same limits together.
+    """Group the leaves of `tree` that `where` chooses and that have limits: one group for equal limits.
 
     Raises:
-      TypeError: a rule returns no limit.
-      ValueError: a path pattern matches no leaf; no leaf has a limit, and nobody asked for that; `low` is
-        above `high`.
+      TypeError: a rule does not return a limit.
+      ValueError: a path pattern matches no leaf; no leaf has a limit, and :data:`clipjax.SKIP` did not ask
+        for that; `low` is above `high`.
     """
     leaves = leaves_with_paths(tree)
     lows, highs = (_of_each(*limits, where, tree) for limits in (("low", low), ("high", high)))
@@ -97,12 +97,12 @@ def _is_rule(name: str, function: Callable[..., Any]) -> bool:
     """Whether a function is a rule (path, leaf) -> limit, and not a schedule step -> limit."""
     try:
         signature = inspect.signature(function)
-    except ValueError:  # some functions of C have none
+    except ValueError:  # some functions written in C have no signature
         return False
     schedule, rule = (_takes(signature, count) for count in (1, 2))
     if schedule != rule:
         return rule
-    what = "and could be either" if rule else "and it is neither"
+    what = "which fits both" if rule else "which fits neither"
     raise TypeError(
         f"{name}: a schedule takes (step), a rule takes (path, leaf); the arguments of this function are "
         f"{signature}, {what}: give it one argument, or two"
@@ -118,7 +118,7 @@ def _takes(signature: inspect.Signature, count: int) -> bool:
 
 
 def _of_each(name: str, limits: Limits, where: Sequence[bool], tree: Any) -> list[Any]:
-    """The limit of each leaf, or a `Skip` where it has none."""
+    """Return the limit of each leaf, or a `Skip` if it has none."""
     leaves = leaves_with_paths(tree)
     each: list[Any] = [limits] * len(leaves)
     if isinstance(limits, Mapping):
@@ -145,5 +145,5 @@ def _without(limit: Any, none: float) -> Any:
 
 
 def _identity(limit: Any) -> Any:
-    """What equal limits have in common, if they are numbers; other limits are equal to themselves alone."""
+    """Return a key under which limits are grouped: numbers by value, other limits by identity."""
     return float(limit) if isinstance(limit, int | float | np.number) else id(limit)

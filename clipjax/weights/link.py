@@ -1,4 +1,4 @@
-"""A projection as a link: the update that ends where the projection wants the weights to be."""
+"""A projection as a link of a chain: the update that takes the weights to their projection."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from clipjax._core.mesh import placed_as
 from clipjax._core.norms import weakly_typed_as
 from clipjax._core.rounding import exactly, neighbour, rounded, smallest, widened
 
-# Whether an entry at `end` is on the wrong side of `wanted`, coming from `after`.
+# Called as outside(end, wanted, after): whether an entry that ends at `end` is on the wrong side of `wanted`,
+# where `after` is the value that is projected.
 Outside: TypeAlias = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def applied(before: Any, update: Any) -> Any:
-    """What `optax.apply_updates` makes of a parameter, to the last bit."""
+    """Return what `optax.apply_updates` makes of a parameter, to the last bit."""
     if not is_measured(before):
         return before
     if jnp.iscomplexobj(before) or before.dtype in (np.float32, np.float64):
@@ -30,12 +31,12 @@ def applied(before: Any, update: Any) -> Any:
 
 
 def short_of(end: jax.Array, wanted: jax.Array, after: jax.Array) -> jax.Array:
-    """Whether an entry ends on this side of `wanted`, seen from `after`."""
+    """Whether an entry ends on the same side of `wanted` as `after`, and so short of `wanted`."""
     return jnp.where(after > wanted, end > wanted, end < wanted)
 
 
 def larger_than(end: jax.Array, wanted: jax.Array, after: jax.Array) -> jax.Array:
-    """Whether an entry ends farther from 0 than `wanted`: too far for what bounds a norm that may grow."""
+    """Whether an entry ends farther from 0 than `wanted`; for bounds on norms, where units may also grow."""
     del after
     return jnp.abs(end) > jnp.abs(wanted)
 
@@ -43,7 +44,7 @@ def larger_than(end: jax.Array, wanted: jax.Array, after: jax.Array) -> jax.Arra
 def step_to(
     before: Any, update: Any, after: jax.Array, wanted: Any, outside: Outside, *, same_dtype: bool
 ) -> jax.Array:
-    """The update that takes `before` to `wanted`, where it is not where `update` ends anyway."""
+    """Return the update that takes `before` to `wanted`; entries where `wanted` is `after` keep `update`."""
     before, update = (placed_as(after, jnp.asarray(x)) for x in (before, update))
     wanted = placed_as(after, jnp.asarray(wanted))
     real = functools.partial(_real_step_to, outside=outside)
@@ -58,10 +59,10 @@ def step_to(
 def _real_step_to(
     before: jax.Array, update: jax.Array, after: jax.Array, wanted: jax.Array, *, dtype: Any, outside: Outside
 ) -> jax.Array:
-    """For real leaves. The sum `before + step` is rounded, once in the step and once in the sum.
+    """Do the same for real leaves. Rounding happens twice: in the step, and in the sum `before + step`.
 
-    An entry that would end on the wrong side of `wanted` is moved on by one unit of its step's last
-    place: beyond the bound, never short of it.
+    If an entry would end on the wrong side of `wanted`, its step is changed by one unit in the last place, so
+    that it ends at or beyond the bound, never short of it.
     """
     step = exactly(rounded(widened(wanted) - widened(before), dtype), dtype)
     end = widened(applied(before, step))
@@ -72,27 +73,27 @@ def _real_step_to(
 
 
 def _one_further(step: jax.Array, down: jax.Array) -> jax.Array:
-    """The next smaller step where `down`, else the next larger one."""
+    """Return the next smaller step where `down`, else the next larger one."""
     least = jnp.full_like(step, smallest(step.dtype))
     from_zero = jnp.where(down, -least, least)
     return jnp.where(step == 0, from_zero, neighbour(step, (step < 0) == down))
 
 
 def step_dtype(before: jax.Array, update: jax.Array) -> Any:
-    """The dtype of an update that moves a parameter exactly enough: at least float32.
+    """Return a dtype for the update that is precise enough: at least float32.
 
-    From a weight of 16000 no bfloat16 update leads to 1: it ends at 0.
+    No bfloat16 update takes a weight of 16000 to 1, for example: it ends at 0.
     """
     wide = np.float64 in (before.dtype, update.dtype)
     return np.dtype(np.float64 if wide else np.float32)
 
 
 def is_branch(given: tuple[Any, ...], result: Any) -> bool:
-    """Whether `result` is computed in a function that closes over state and weights, and does not get them.
+    """Whether `result` is computed in a branch of `jax.lax.cond` that closes over state and weights.
 
-    So it is in a branch: `optax.apply_if_finite` and others choose between our updates and zeros by
-    `jax.lax.cond`. There updates have to keep their dtype, for the other branch does. A branch that takes
-    arguments cannot be told from other functions.
+    `optax.apply_if_finite` and others choose between our updates and zeros by such a branch. There, updates
+    have to keep their dtype, as both branches must have the same. A branch that gets state and weights as
+    arguments cannot be distinguished from other functions.
     """
     return isinstance(result, jax.core.Tracer) and all(
         getattr(x, "_trace", None) is not result._trace for x in given

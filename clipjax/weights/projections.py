@@ -1,4 +1,4 @@
-"""What a projection of weights is: a function of the weights, and a link for the end of a chain."""
+"""Projections of weights: each is a function of the weights, and can be the last link of a chain."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ else:
 
 
 class Measured(NamedTuple):
-    """What a projection bounds in one leaf: a value for each unit, and limits that broadcast to them."""
+    """What a projection bounds in one leaf: a value for each unit, and limits that broadcast to these."""
 
     path: str
     value: jax.Array
     low: jax.Array
     high: jax.Array
-    over: Names = ()  # the mesh axes over which devices have other values, where types do not tell
+    over: Names = ()  # the mesh axes over which values differ, if types do not show them
 
 
 Constrain = Callable[..., tuple[Any, Report]]  # (params, step, …)
@@ -49,15 +49,15 @@ Settle = Callable[[Any, Any, Any, Any, Any], Any]
 
 
 class OfUnits(NamedTuple):
-    """A projection as a rule for one leaf, whose units are measured and rescaled."""
+    """A projection that measures and rescales the units of each leaf by a rule."""
 
-    rule_at: Callable[[Any], Rule]  # of a step
+    rule_at: Callable[[Any], Rule]  # from the step to the rule
     axes: Axes
     specs: Any
     axis_name: AxisName
 
     def check(self, params: Any) -> None:
-        """Raise what is wrong with the weights, or with the axes for them."""
+        """Raise an error if the weights, or the axes for them, are invalid."""
         resolved = resolve_axes(self.axes, params)
         check_are_weights(params, [i for i, axes in enumerate(resolved) if not isinstance(axes, Skip)])
 
@@ -69,44 +69,45 @@ class OfUnits(NamedTuple):
 
 
 class How(NamedTuple):
-    """How a projection works as a link, where it differs from others."""
+    """The options of a projection as a link."""
 
-    # Of two weights next to where `constrain` wants one, the link takes that which is not `outside`.
+    # Of the two representable weights next to the projected one, the link takes the one that is not
+    # `outside`.
     outside: Outside = short_of
-    # The rule, if it is one for each leaf: then the link treats one leaf after the other.
+    # The rule, if it applies to each leaf separately: then the link handles the leaves one after the other.
     of_units: OfUnits | None = None
-    # Where no choice entry by entry keeps the bound: `settle(before, after, wanted, updates, step)` has the
-    # last word on the updates.
+    # For bounds that no choice entry by entry can keep: `settle(before, after, wanted, updates, step)`
+    # returns the final updates.
     settle: Settle | None = None
-    # The names of arguments of `update` that `constrain` takes, too.
+    # The names of extra arguments of `update` that `constrain` also takes.
     extra: tuple[str, ...] = ()
-    # Raises what is wrong with the weights, before the first step.
+    # Called in `init`: raises an error if the weights are invalid.
     check: Callable[[Any], object] = lambda _: None
 
 
 class ProjectState(NamedTuple):
-    """State of :func:`project` as a link; `norm` is the distance moved."""
+    """State of :func:`project` as a link; `norm` is the distance by which it moved the weights."""
 
     project: Stats
-    violation: jax.Array  # float: by how much the weights that came in were out of bounds
+    violation: jax.Array  # float: by how much the incoming weights were out of bounds
 
 
 class Projection(_Base):
-    """A projection of weights, with two uses.
+    """A projection of weights, which can be used in two ways.
 
-    Called, it projects: `params = max_norm(3.0)(params)`. As the **last** link of a chain it changes
-    the update so that the parameters end up projected: `clipjax.chain(…, max_norm(3.0))`. To Optax it
-    is a gradient transformation, to JAX a function: `jax.jit` and `jax.lax.cond` take it.
+    When called, it projects the weights: `params = max_norm(3.0)(params)`. As the **last** link of a chain,
+    it changes the update so that the parameters end up projected: `clipjax.chain(…, max_norm(3.0))`. It is
+    a gradient transformation for Optax and a function for JAX: `jax.jit` and `jax.lax.cond` accept it.
 
-    A link that is not last bounds nothing. `clipjax.chain` and `clipjax.bounded` raise an error then.
-    In `optax.chain`, which cannot, the link measures the weights that come in, at the cost of a pass
-    over them: its metric `violation` says by how much they were out of bounds. Where the link is last
-    that is 0 from the second step on.
+    A link that is not last bounds nothing. `clipjax.chain` and `clipjax.bounded` raise an error in that
+    case. `optax.chain` cannot do so; there the link measures the incoming weights, at the cost of a pass
+    over them, and its metric `violation` says by how much they were out of bounds. If the link is last,
+    `violation` is 0 from the second step on.
     """
 
     init: optax.TransformInitFn
     update: optax.TransformUpdateExtraArgsFn
-    last: optax.GradientTransformationExtraArgs  # the link where its place has been checked already
+    last: optax.GradientTransformationExtraArgs  # the link, if it is already known to be last
     constrain: Constrain
     measure: Measure
     name: str
@@ -114,15 +115,15 @@ class Projection(_Base):
     def __init__(
         self, name: str, state: type[Any], constrain: Constrain, measure: Measure, how: How | None = None
     ) -> None:
-        """Make a projection of `constrain(params, step)`, and `measure(params, step)` that judges weights."""
+        """Make a projection from `constrain(params, step)`; `measure(params, step)` is for `verify`."""
         how = how or How()
         init, update = _link(state, constrain, measure, how)
         last = _link(state, constrain, None, how)
         self.__dict__ |= {"init": init, "update": update, "last": last}
         self.__dict__ |= {"constrain": constrain, "measure": measure, "name": name}
 
-    # No tuple, because JAX refers weakly to the functions that it transforms, and nothing refers weakly to a
-    # tuple. To `isinstance` it is one all the same, that of Optax.
+    # This is not a tuple, because JAX keeps weak references to the functions that it transforms, which tuples
+    # do not support. For `isinstance` it is nevertheless Optax's named tuple.
     __class__ = property(lambda _: optax.GradientTransformationExtraArgs)
 
     def __iter__(self) -> Iterator[Any]:
@@ -150,7 +151,7 @@ class Projection(_Base):
         return _rebuilt(self.__dict__ | fields)
 
     def __call__(self, params: T, step: Any = None, **extra_args: Any) -> T:
-        """Project `params`; `step` is for a bound that is a schedule."""
+        """Project `params`; `step` is needed if a bound is a schedule."""
         return self.constrain(params, step, **extra_args)[0]
 
 
@@ -172,7 +173,7 @@ def _link(
         treedef: Any
         leaves, treedef = jax.tree.flatten(updates)
         before = jax.tree.leaves(params)
-        # Where the link is last, the weights that come in are those it let through a step ago.
+        # If the link is last, the incoming weights are those that it projected one step ago.
         if measure is not None:
             incoming = [lax.stop_gradient(p) if is_measured(p) else p for p in before]
             past = None if step is None else jnp.maximum(step - 1, 0)
@@ -180,13 +181,13 @@ def _link(
             violation = lax.convert_element_type(worst, violation.dtype)
 
         def step_of(before: Any, update: Any, after: Any, wanted: Any) -> Any:
-            """The update of a leaf."""
+            """Return the update of a leaf."""
             if not is_measured(before):
                 return update
             same_dtype = is_branch((before,) if step is None else (step, before), after)
             new = step_to(before, update, after, wanted, how.outside, same_dtype=same_dtype)
-            # Never true; but a step that depends on the measure comes after it, so that XLA need not copy
-            # the old weights in order to measure them when the new ones are in their place.
+            # The condition is never true, but it makes the step depend on the measurement. So XLA measures
+            # first, and need not copy the old weights before the new ones overwrite them.
             return new if measure is None else jnp.where(violation < 0, jnp.zeros_like(new), new)
 
         if how.of_units is not None:
@@ -212,13 +213,13 @@ def steps_of_units(
     updates: list[Any],
     treedef: Any,
     at_step: Any,
-    ready: jax.Array,  # a number of the state
+    ready: jax.Array,  # any number from the state
     step_of: Callable[..., Any],
     moved_by: Callable[[Sequence[Unit], list[Any]], list[Any]] = lambda _, updates: updates,
 ) -> tuple[list[Any], Report]:
-    """The updates of all leaves, and the report of their units: of large leaves one after the other.
+    """Return the updates of all leaves, and a report of their units; large leaves are computed in turn.
 
-    `moved_by(units, updates)` may turn the updates of some leaves into others first.
+    `moved_by(units, updates)` may first replace the updates of some leaves.
     """
     rule, leaves = how.rule_at(at_step), list(updates)
     norms: list[jax.Array] = []
@@ -249,8 +250,8 @@ def steps_of_units(
     turn: Turn = None
     for unit in (unit for unit in units if is_large(unit.leaf)):
         step([unit], turn_after(None, unit.leaf, ready) if turn is None else turn)
-        # The next leaf waits for the new weights: XLA's memory-minimising scheduler would else take all
-        # norms first, for the metrics, and keep all updates meanwhile.
+        # The next leaf waits for the new weights: otherwise XLA's memory-minimizing scheduler would compute
+        # all norms first, for the metrics, and keep all updates in memory until then.
         new = (unit.leaf + leaves[unit.position]).astype(unit.leaf.dtype)  # as Optax adds them
         turn = turn_after(turn, unit.leaf, new)
     report = report_of(norms, scales, done)
@@ -261,7 +262,7 @@ def steps_of_units(
 
 @in_float64
 def _worst(measured: list[Measured]) -> jax.Array:
-    """By how much the worst unit is out of bounds."""
+    """Return by how much the worst unit is out of bounds."""
     return (
         most_of([_excess(m) for m in measured], over=[m.over for m in measured])[0] if measured else wide(0.0)
     )
@@ -278,16 +279,16 @@ def _excess(m: Measured) -> jax.Array:
 
 @explained
 def project(function: Callable[[Any], Any]) -> Projection:
-    """Make a projection of any function of the weights; a projection is returned as it is.
+    """Make a projection from any function of the weights; a projection is returned unchanged.
 
     Args:
-      function: `params -> params`, keeping structure, shapes and dtypes, as those of
+      function: `params -> params`, which keeps structure, shapes and dtypes, such as the functions in
         `optax.projections`.
 
     Returns:
-      A :class:`Projection`. As a link its metric `norm` is the distance by which it moved the
-      weights at the last step. After `optax.apply_updates` every entry is what `function` returned,
-      to the rounding of that sum, and on the inner side of it.
+      A :class:`Projection`. As a link, its metric `norm` is the distance by which it moved the weights at the
+      last step. After `optax.apply_updates` every entry is what `function` returned, up to the rounding of
+      that sum, which goes inward: away from the unprojected entry.
 
     Raises:
       TypeError: `function` cannot be called, or does not keep structure, shapes and dtypes.

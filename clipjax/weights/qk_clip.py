@@ -1,4 +1,4 @@
-"""Bounding attention logits by the weights that make them."""
+"""Bounds on attention logits, by scaling the query and key weights."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from clipjax.weights.qk_layout import Layer, Part, check_layout, clipped, layers
 
 
 class QkClipState(NamedTuple):
-    """State of :func:`qk_clip` as a link; `norm` is the largest logit, `factor` its factor."""
+    """State of :func:`qk_clip` as a link; `norm` is the largest logit, `factor` the smallest factor."""
 
     qk_clip: Stats
-    violation: jax.Array  # float: 0, as the weights alone do not tell
+    violation: jax.Array  # float: always 0, as weights alone do not determine logits
 
 
 @explained
@@ -43,65 +43,67 @@ def qk_clip(
 ) -> Projection:
     """Scale down the query and key weights of each attention head whose largest logit is above `threshold`.
 
-    A head with largest logit S gets its query and its key weights times sqrt(min(1, threshold / S)), the
-    biases too: a logit is linear in each, so that S becomes `threshold`. Where query heads share a key
-    head (each key head serves as many query heads in a row), the largest of their logits scales the key,
-    and each query takes what is still missing of its own factor. Where a part of each query meets a key that
-    all heads share, as the rotary one of multi-head latent attention (MLA), that part takes the whole factor,
-    and the shared key stays.
+    For a head with largest logit S, the query and key weights and biases are multiplied by
+    sqrt(min(1, threshold / S)). A logit is linear in each of the two, so S becomes `threshold`. If query
+    heads share a key head (each key head serves the same number of consecutive query heads), the key is
+    scaled for the largest of their logits, and each query head by the rest of its own factor. If a part of
+    each query is multiplied with a key that all heads share, such as the rotary part in multi-head latent
+    attention (MLA), that part is multiplied by the whole factor, and the shared key is unchanged.
 
     Args:
-      threshold: the largest logit: a number, an array that broadcasts to the logits, or a schedule
+      threshold: the largest logit allowed: a number, an array that broadcasts to the logits, or a schedule
         `step -> threshold`.
-      query: the component of a path that says "query", as in `"encoder/attention/query/kernel"`.
-      key: the one that says "key". The path before it names the layer.
-      axis: the axis of the heads, in kernels and biases alike. By default that of Flax, -2: kernels are
+      query: the path component that identifies queries, as in `"encoder/attention/query/kernel"`.
+      key: the path component that identifies keys. The path before it names the layer.
+      axis: the axis of the heads, in kernels and in biases. By default -2, as in Flax: kernels are
         `(in, heads, head_dim)` and biases `(heads, head_dim)`. A key kernel with one axis less than the
-        query's has one head.
-      head_dim: the size of a head, for kernels in which the entries of all heads follow each other. These are
-        `(in, heads * head_dim)` by default, with `axis` -1; those of Equinox, `(heads * head_dim, in)`, have
-        `axis=0`. Several axes, as `axis=(-2, -1)`, are read as one.
-      parts: what kernels hold that are not of queries alone or of keys alone: a mapping from the component of
-        a path that says which to pairs (role, size), in the order in which these follow each other along
-        `axis`, from its start to its end and as often as they fit. It needs `head_dim`. The roles are
-        "query" and "key", of one head or several, with a size of `head_dim` each; "query_rope", the part of
-        the same queries that meets a key that all heads share; and "value", whatever stays: values, gates,
-        that key. MLA in DeepSeek's names, and queries, keys and values in one kernel:
+        query kernel has one head.
+      head_dim: the size of a head, for kernels in which the entries of all heads lie along one axis. These
+        are `(in, heads * head_dim)` by default, with `axis` -1; those of Equinox, `(heads * head_dim, in)`,
+        need `axis=0`. Several axes, as in `axis=(-2, -1)`, are treated as one.
+      parts: the layout of kernels that do not hold only queries or only keys: a mapping from the path
+        component that identifies the kernel to pairs (role, size). The pairs are in their order along `axis`,
+        and repeat as often as they fit. It needs `head_dim`. The roles are "query" and "key", for one head or
+        several, of size `head_dim` each; "query_rope", the part of the same queries that is multiplied with a
+        key that all heads share; and "value", everything that stays unchanged: values, gates, the shared
+        key. For example, MLA with DeepSeek's names, and queries, keys and values in one kernel:
 
             qk_clip(head_dim=128, parts={"q_b_proj": [("query", 128), ("query_rope", 64)],
                                          "kv_b_proj": [("key", 128), ("value", 128)]})
             qk_clip(head_dim=64, parts={"c_attn": [("query", 768), ("key", 768), ("value", 768)]})
 
-        docs/constraints.md has more. What lies under no such component, as MLA's `kv_a_proj_with_mqa`, stays.
+        docs/constraints.md has more examples. Parameters under none of these components, such as MLA's
+        `kv_a_proj_with_mqa`, are unchanged.
 
     Returns:
-      A :class:`Projection`, to be called or put last in a chain. Both need one more argument: the
+      A :class:`Projection`, to be called or put last in a chain. Both uses need one more argument: the
       largest logits of the step's forward pass, after the scale `1 / sqrt(head_dim)` and before the
       softmax, over all tokens, examples and devices (`lax.pmax`):
 
           params = qk_clip()(params, max_logits=max_logits)
           updates, state = tx.update(grads, state, params, max_logits=max_logits)
 
-      `max_logits` is an array `(heads,)`, the heads being those of the queries, or `(layers, heads)`
-      for layers stacked along their first axis; for several attention layers a mapping from their paths,
-      or the last components of these, to such arrays, as `{"encoder/attention": …}`, or nested, as what a
-      Flax model sows. Layers that it does not name are left alone. The metric `norm` is the largest
-      logit, and `scale` the smallest factor for one. The weights alone do not tell a logit:
-      `clipjax.verify` has nothing to say of it, and `violation` is 0.
+      `max_logits` is an array `(heads,)`, for the heads of the queries, or `(layers, heads)` for layers
+      stacked along their first axis. For several attention layers, it is a mapping from their paths, or the
+      last components of these, to such arrays, as in `{"encoder/attention": …}`; it may be nested, like what
+      a Flax model sows. Layers that it does not name are left alone. The metric `norm` is the largest
+      logit, and `scale` the smallest factor of a logit. The weights alone do not determine the logits, so
+      `clipjax.verify` reports nothing for them, and `violation` is 0.
 
     Raises:
-      TypeError, ValueError: `threshold` is no number, negative or NaN; `query`, `key`, `axis`, `head_dim` or
-        `parts` is of no use. In `init`: there is no attention layer. When called: `max_logits` is missing,
-        names no attention layer, or does not fit one with its heads and parts; query heads share a key head
-        where there is a "query_rope". As a link: no `params` in `update`.
+      TypeError, ValueError: `threshold` is not a number, is negative or is NaN; `query`, `key`, `axis`,
+        `head_dim` or `parts` is invalid. In `init`: there is no attention layer. When called: `max_logits` is
+        missing, names no attention layer, or does not fit the heads and parts of one; query heads share a
+        key head in a layer with a "query_rope" part. As a link: `update` gets no `params`.
 
-    Guarantees: with the weights that `max_logits` came from, every head's logits end at or below
-    `threshold`, to the rounding of the weights. No weight grows. A head inside stays bit for bit, and so does
-    its key unless another head shares it. A logit that is 0 or negative clips nothing; one that is not
-    finite clips nothing and counts in `nonfinite_count`.
+    Guarantees: with the weights that produced `max_logits`, every head's logits end at or below
+    `threshold`, up to the rounding of the weights. No weight grows. The query weights of a head at or below
+    `threshold` are unchanged, bit for bit, and so are its key weights unless another head shares them. A
+    logit that is 0 or negative clips nothing; one that is not finite clips nothing and counts in
+    `nonfinite_count`.
 
-    Logits that pass a normalisation of queries and keys do not depend on these weights' size: there is
-    nothing to clip then.
+    If queries and keys are normalized before their product, the logits do not depend on the size of these
+    weights, and there is nothing to clip.
 
     References:
       Kimi Team, 2025, Kimi K2: Open agentic intelligence (arXiv 2507.20534), algorithm 1.
@@ -149,12 +151,12 @@ def qk_clip(
 
 
 def _assigned(max_logits: Any, layers: list[Layer]) -> list[tuple[Layer, jax.Array]]:
-    """Find the layer of each array of logits; of several for one layer the largest count."""
+    """Find the layer of each array of logits; several arrays for one layer are reduced to their maximum."""
     found: dict[str, jax.Array] = {}
     for path, value in leaves_with_paths(max_logits):
         layer = _layer_of(path_name(path), layers)
         logits = wide(lax.stop_gradient(jnp.asarray(value)))
-        logits = placed_as(np.zeros(logits.shape), logits)  # all of them on each device
+        logits = placed_as(np.zeros(logits.shape), logits)  # replicated on all devices
         if jnp.iscomplexobj(logits):
             raise TypeError(f"max_logits must be real, got dtype {value.dtype} for layer {layer.path!r}")
         if layer.path in found:
@@ -164,7 +166,7 @@ def _assigned(max_logits: Any, layers: list[Layer]) -> list[tuple[Layer, jax.Arr
 
 
 def _layer_of(name: str, layers: list[Layer]) -> Layer:
-    """The layer whose path, or the end of it, is `name` or the start of it."""
+    """Return the layer whose path, or the end of whose path, is `name` or the start of `name`."""
     if not name and len(layers) == 1:
         return layers[0]
     parts = name.split("/") if name else []
@@ -175,5 +177,5 @@ def _layer_of(name: str, layers: list[Layer]) -> Layer:
         if len(exact or ending) == 1:
             return (exact or ending)[0]
     listed = "\n  ".join(layer.path or "(the tree itself)" for layer in layers) or "(none)"
-    what = f"the path {name!r} names" if name else "an array names"
-    raise ValueError(f"max_logits: {what} no one attention layer. They are:\n  {listed}")
+    what = f"the path {name!r}" if name else "an array without a path"
+    raise ValueError(f"max_logits: {what} does not name exactly one attention layer. They are:\n  {listed}")

@@ -1,4 +1,4 @@
-"""Where the heads of queries and keys lie in the parameters of attention layers, and how each is scaled."""
+"""The layout of query and key heads in the parameters of attention layers, and their scaling."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from clipjax._core.axes import Skip, check_some, is_measured, leaves_with_paths,
 from clipjax._core.rescale import rescaled, scale_by
 
 Role = Literal["query", "query_rope", "key", "value"]
-Part: TypeAlias = tuple[Role, int]  # what it is, and along how many entries
+Part: TypeAlias = tuple[Role, int]  # the role, and the number of entries along the axis
 
 
 class Layout(NamedTuple):
-    """Where heads lie in a parameter, behind the axis of a stack of layers."""
+    """Where heads lie in a parameter, apart from the axis of a stack of layers."""
 
-    axes: tuple[int, ...]  # read as one axis
+    axes: tuple[int, ...]  # treated as one axis
     head_dim: int | None  # None: there is one entry for each head
-    parts: dict[str, tuple[Part, ...]]  # by component of a path; they repeat along that axis
+    parts: dict[str, tuple[Part, ...]]  # by path component; they repeat along that axis
 
     @property
     def width(self) -> int:
-        """Along how many entries a head lies."""
+        """The number of entries of a head along the axis."""
         return self.head_dim or 1
 
 
 class Leaf(NamedTuple):
-    """A parameter that makes queries or keys."""
+    """A parameter that produces queries or keys."""
 
     position: int  # in the tree
-    name: str  # as "attention/query/kernel"
-    rest: str  # as "kernel"
+    name: str  # such as "attention/query/kernel"
+    rest: str  # such as "kernel"
     leaf: Any
     parts: tuple[Part, ...]
 
@@ -45,14 +45,14 @@ class Leaf(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """The parameters that make the queries and the keys of one attention layer, or of a stack of them."""
+    """The query and key parameters of one attention layer, or of a stack of layers."""
 
     path: str
     leaves: list[Leaf]
 
 
 def check_layout(query: str, key: str, axis: Any, head_dim: Any, parts: Any) -> Layout:
-    """Make a layout of the arguments that users give, or raise what is wrong with them."""
+    """Make a layout from the arguments of :func:`clipjax.qk_clip`, or raise an error if they are invalid."""
     for name, value in (("query", query), ("key", key)):
         _check_component(name, value)
     if query == key:
@@ -116,7 +116,7 @@ def _check_parts(name: Any, value: Any, head_dim: int) -> tuple[Part, ...]:
 
 
 def layers_of(params: Any, layout: Layout) -> list[Layer]:
-    """Find the attention layers: what has parameters of queries and of keys."""
+    """Find the attention layers: those with both query and key parameters."""
     found: dict[str, list[Leaf]] = {}
     for i, (path, leaf) in enumerate(leaves_with_paths(params)):
         names = [path_name((entry,)) for entry in path]
@@ -140,7 +140,7 @@ def layers_of(params: Any, layout: Layout) -> list[Layer]:
 
 
 def clipped(layer: Layer, factor: jax.Array, layout: Layout) -> Iterator[tuple[int, jax.Array]]:
-    """The new parameters of a layer, each head's logits times `factor`, by their positions in the tree."""
+    """Yield a layer's new parameters, which multiply each head's logits by `factor`, with their positions."""
     stack, heads = factor.shape[:-1], factor.shape[-1] if factor.ndim else 0
     repeats = [_repeats(each, layer, stack, layout) for each in layer.leaves]
     key_heads = _heads("key", layer, repeats, layout)
@@ -164,16 +164,16 @@ def clipped(layer: Layer, factor: jax.Array, layout: Layout) -> Iterator[tuple[i
         )
     of_key = jnp.sqrt(jnp.min(factor.reshape(*stack, key_heads, shared_by), axis=-1))
     given = jnp.repeat(of_key, shared_by, axis=-1)
-    # At most what is missing: a query never grows to make up for the key that it shares.
+    # A factor of at most 1: a query never grows to compensate for the key that it shares.
     of_query = jnp.where(factor < given, factor / jnp.where(given > 0, given, 1.0), 1.0)
-    # The rotary part of a query meets a key that all heads share, which stays.
+    # The rotary part of a query is multiplied with a key that all heads share and that is not scaled.
     of_role = {"query": of_query, "query_rope": factor, "key": of_key}
     for each, times in zip(layer.leaves, repeats, strict=True):
         yield each.position, _scaled(each, of_role, times, layout, len(stack))
 
 
 def _repeats(each: Leaf, layer: Layer, stack: tuple[int, ...], layout: Layout) -> int:
-    """How often the parts of a parameter follow each other; 0 if they do not fit."""
+    """Return how often the parts of a parameter repeat; 0 if they do not fit."""
     shape = each.leaf.shape
     if shape[: len(stack)] != stack:
         return 0
@@ -187,14 +187,14 @@ def _repeats(each: Leaf, layer: Layer, stack: tuple[int, ...], layout: Layout) -
 
 
 def _has_no_axis(each: Leaf, layer: Layer, layout: Layout) -> bool:
-    """Whether a key has one head, and no axis for it."""
+    """Whether a key has a single head and no axis for heads."""
     queries = [leaf for leaf in layer.leaves if leaf.has("query") and leaf.rest == each.rest]
     ranks = [len(leaf.leaf.shape) for leaf in queries]
     return each.has("key") and layout.head_dim is None and ranks == [len(each.leaf.shape) + 1]
 
 
 def _heads(role: Role, layer: Layer, repeats: Sequence[int], layout: Layout) -> int:
-    """How many heads all parameters with parts of this role have; 0 if they do not agree."""
+    """Return the number of heads in parameters with parts of this role; 0 if these disagree."""
     counts = {
         times * size // layout.width
         for each, times in zip(layer.leaves, repeats, strict=True)
@@ -219,7 +219,7 @@ def _shown_parts(each: Leaf, layout: Layout) -> str:
 
 
 def _scaled(each: Leaf, of_role: dict[str, jax.Array], times: int, layout: Layout, stacked: int) -> jax.Array:
-    """A parameter with each head times its scale; a scale of 1 changes no bit."""
+    """Multiply each head of a parameter by its scale; a scale of 1 changes no bit."""
     stack, own = each.leaf.shape[:stacked], each.leaf.shape[stacked:]
 
     def entries(role: Role, size: int) -> jax.Array:

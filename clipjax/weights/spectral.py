@@ -1,4 +1,4 @@
-"""A cap on the singular values of weights."""
+"""A projection that caps the singular values of weights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class SpectralCapState(NamedTuple):
     """State of :func:`spectral_cap` as a link; `norm` is an estimate of the largest singular value."""
 
     spectral_cap: Stats
-    violation: jax.Array  # float: by how much the weights that came in were out of bounds
+    violation: jax.Array  # float: by how much the incoming weights were out of bounds
 
 
 @explained
@@ -41,44 +41,47 @@ def spectral_cap(
     flatten: Flatten = None,
     specs: Any = None,
 ) -> Projection:
-    """Bring the singular values above `bound` down to it, and leave the others: U min(S, bound) Vᴴ.
+    """Reduce the singular values above `bound` to it, and keep the others: U min(S, bound) Vᴴ.
 
     Args:
       bound: a number, an array that broadcasts to the stack of matrices of each leaf, or a schedule
         `step -> bound`.
-      method: "svd" is exact; "newton_schulz" makes do with matrix products (Newton-Schulz iterations),
-        and on a TPU both do. Which is faster depends on the machine and the shape: see docs/spectral.md.
-      flatten: how leaves are matrices. Those of rank 2 are, as they are, and those of lower rank are
-        left alone. For a higher rank, a pair (axes of rows, axes of columns), each an int or a tuple: a
-        convolution's kernel (h, w, in, out) is `((0, 1, 2), 3)`, scanned Dense layers (layer, in, out)
-        are `(1, 2)`. Axes not named count matrices, each with singular values of its own. Or a rule
-        `(path, leaf) -> pair`, or a mapping from path patterns to these: the first match wins, and what
-        none matches is as without one. `clipjax.SKIP` in the place of a pair leaves a leaf alone.
-      specs: inside `shard_map`, the `PartitionSpec` tree of the parameters. Matrices must not be
-        split, stacks of them may be.
+      method: "svd" is exact; "newton_schulz" uses only matrix products (Newton-Schulz iterations).
+        On a TPU both use products. Which is faster depends on the machine and the shape: see
+        docs/spectral.md.
+      flatten: how leaves are read as matrices. Leaves of rank 2 are matrices, and leaves of lower rank are
+        left alone. For a higher rank, give a pair (axes of rows, axes of columns), each an int or a tuple:
+        `((0, 1, 2), 3)` for a convolution's kernel (h, w, in, out), `(1, 2)` for scanned Dense layers
+        (layer, in, out). The other axes stack matrices, each with its own singular values. Or give a rule
+        `(path, leaf) -> pair`, or a mapping from path patterns to these: the first match wins, and a leaf
+        that no pattern matches is treated as by default. `clipjax.SKIP` instead of a pair leaves a leaf
+        alone.
+      specs: inside `shard_map`, the `PartitionSpec` tree of the parameters. Matrices must not be split over
+        devices, but stacks of them may be.
 
     Returns:
-      A :class:`Projection`: a function `params -> params`, and a link for the end of a chain, which
-      needs `params` in `update`. The metric `norm` is an estimate from below of the largest singular value
-      (power iteration), which is above the bound exactly if a matrix was not proven to be inside.
+      A :class:`Projection`: a function `params -> params` that can also be the last link of a chain,
+      where `update` needs `params`. The metric `norm` is an estimate from below of the largest singular value
+      (power iteration); it is above the bound exactly if a matrix was not proven to be inside.
 
     Raises:
-      TypeError, ValueError: `bound` is no number, negative or NaN; `method` is neither; `flatten` is no
-      pair of axes. When called, or in `init`: nothing says how to flatten a leaf of rank > 2, no leaf is
-      bounded, or one that is no weight would be. As a link: no `params` in `update`.
+      TypeError, ValueError: `bound` is not a number, is negative or is NaN; `method` is unknown; `flatten` is
+      not a pair of axes. When called, or in `init`: it is not known how to flatten a leaf of rank > 2, no
+      leaf is bounded, or a leaf that is not a weight would be changed. As a link: `update` gets no `params`.
 
-    Guarantees: no singular value, computed by an SVD in float64, is above `bound`, by the call and after
-    `optax.apply_updates`, in any dtype and from any weights: the rounded result is proven to be inside, and
-    made smaller until it is. What is proven to be inside stays bit for bit, so that projecting twice is
-    projecting once; a norm closer to the bound than a share d of it is not proven, and projected. d is
-    (m + n) min(m, n) 2e-16 for a matrix (m, n), on a TPU 2e-6 sqrt(min(m, n)). What is capped ends below the
-    bound by less than 4 d, or twice the rounding of a matrix to its dtype if that is more ("svd": some ulp),
-    and "newton_schulz" adds a thousandth; what is below comes down by the same factor, but for the
-    thousandth. Entries that are not finite make their matrix NaN. Derivatives are those of the exact cap,
-    with one side's where a singular value ties with the bound; they take an SVD.
+    Guarantees: no singular value, computed by an SVD in float64, is above `bound`, both after a call and
+    after `optax.apply_updates`, in any dtype and from any weights: the rounded result is made smaller until
+    it is proven to be inside. A matrix that is proven to be inside is unchanged, bit for bit, so projecting
+    twice is the same as projecting once. If its norm is closer to the bound than a share d of it, this cannot
+    be proven, and the matrix is projected; d is (m + n) min(m, n) 2e-16 for a matrix (m, n), and on a TPU
+    2e-6 sqrt(min(m, n)). A capped singular value ends below the bound by less than 4 d, or by twice the
+    rounding of a matrix to its dtype if that is more ("svd": some ulp); "newton_schulz" adds a thousandth.
+    Smaller singular values of that matrix shrink by the same factor, but without the thousandth. An
+    entry that is not finite makes its matrix NaN. Derivatives are those of the exact cap, one-sided where a
+    singular value equals the bound; they need an SVD.
 
-    A matrix costs a product and a Cholesky factorisation where it is inside, and some 40 products
-    ("newton_schulz") or the eigenvectors of its Gram matrix where it is not.
+    A matrix that is inside costs one product and a Cholesky factorization; any other costs some 40 products
+    ("newton_schulz") or the eigenvectors of its Gram matrix.
 
     References:
       Yoshida and Miyato, 2017, Spectral norm regularization, arXiv:1705.10941; Chen and Chow, 2014, A
@@ -142,7 +145,7 @@ def spectral_cap(
 
 
 def _of_arrays(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Run a function of weights and a step in float64, which takes away what a Python number was."""
+    """Run a function of weights and a step in float64; Python numbers first become arrays of their dtypes."""
     return lambda params, step: in_float64(function)(as_arrays(params), step)
 
 
@@ -150,9 +153,9 @@ def _of_arrays(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]
 def _settled(
     before: jax.Array, after: jax.Array, wanted: jax.Array, update: jax.Array, bound: jax.Array
 ) -> jax.Array:
-    """The update after which the sum of both, as it is rounded, is proven to be inside.
+    """Return an update for which the rounded sum `before + update` is proven to be inside.
 
-    Entry by entry the sum is next to what is wanted, and that can be outside by some ulp.
+    Each entry of the sum is a neighbor of the wanted one, so the matrix may be outside by some ulp.
     """
     settled: jax.Array = _settled_by_platform(before, after, wanted, update, bound)
     return settled
@@ -170,7 +173,7 @@ def _settled_by_platform(
     real: Any, before: jax.Array, after: jax.Array, wanted: jax.Array, update: jax.Array, bound: jax.Array
 ) -> jax.Array:
     def smaller(s: jax.Array) -> jax.Array:
-        """The update that leads to 1 - s times what is wanted."""
+        """Return the update that leads to (1 - s) * wanted."""
         step = wide(wanted) * (1 - wide(s)) - wide(before)
         return jnp.where(s == 0, update, lax.convert_element_type(step, update.dtype))
 

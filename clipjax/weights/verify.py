@@ -1,4 +1,4 @@
-"""Which weights are out of bounds: for tests, averages and casts of weights."""
+"""List the weights that are out of bounds: for tests, and for averages and casts of weights."""
 
 from __future__ import annotations
 
@@ -19,20 +19,22 @@ from clipjax.weights.sequences import as_projections, projections_of
 
 
 class Violation(NamedTuple):
-    """One unit that is out of bounds, in Python's own numbers, which are float64."""
+    """A unit that is out of bounds. The numbers are Python floats, which are float64."""
 
     path: str
-    """The leaf, as `"encoder/Dense_0/kernel"`."""
+    """The path of the leaf, such as `"encoder/Dense_0/kernel"`."""
     unit: tuple[int, ...]
-    """The index of the unit along the axes that are kept; `()` for a whole leaf."""
+    """The index of the unit along the axes that are not reduced; `()` for a whole leaf."""
     value: float
-    """What is bounded: a norm, an entry; for a function of the weights how far it would move the leaf."""
+    """The bounded value: a norm or an entry; for a function of the weights, how far it moves the leaf."""
     low: float
+    """The lower bound of `value`; 0.0 if only `high` bounds a norm."""
     high: float
+    """The upper bound of `value`."""
 
     @property
     def excess(self) -> float:
-        """By how much `value` is above `high` or below `low`; NaN if it is."""
+        """By how much `value` is above `high` or below `low`; NaN if `value` is NaN."""
         return max(self.value - self.high, self.low - self.value)
 
     def __str__(self) -> str:
@@ -50,25 +52,26 @@ def verify(
 ) -> list[Violation]:
     """List the units of weights that are out of bounds, the worst first.
 
-    For tests, and for weights that no projection has seen: averages (of weights inside a ball, they are
-    inside it), and casts to 16 bits (which are often outside: project them again).
+    Use it in tests, and for weights that were not projected themselves: averages (averages of weights inside
+    a ball are inside it), and casts to 16 bits (which are often outside: project them again).
 
     Args:
-      params: concrete weights, as a Linen or Equinox tree or an `nnx.State`. What is no array is left
-        out.
-      projection: a projection, as `clipjax.max_norm(3.0)`; any function of the weights, whose `value` is
-        the distance by which it would move a leaf, rounding included; several in a sequence; or what
-        `clipjax.chain` or `clipjax.bounded` returned.
+      params: concrete weights, as a Linen or Equinox tree or an `nnx.State`. Leaves that are not arrays are
+        ignored.
+      projection: a projection, such as `clipjax.max_norm(3.0)`; any function of the weights, in which case
+        `value` is the distance by which it would move a leaf, rounding included; a sequence of several; or
+        what `clipjax.chain` or `clipjax.bounded` returned.
       step: the step at which to evaluate bounds that are schedules. The last step of a chain is its
         metric `steps` - 1.
 
     Returns:
-      A list of `Violation(path, unit, value, low, high)` with its `excess`; empty if all obey, so that a
-      test says `assert not clipjax.verify(params, clipjax.max_norm(3.0))`. NaN does not obey.
+      A list of `Violation(path, unit, value, low, high)`, each with an `excess`. It is empty if all units are
+      in bounds, so a test can say `assert not clipjax.verify(params, clipjax.max_norm(3.0))`. NaN is out of
+      bounds.
 
     Raises:
-      TypeError: `projection` is none, or `params` are traced: call it outside `jit`.
-      ValueError: `projection` is a chain without one, or has a schedule and `step` is missing.
+      TypeError: `projection` is not a projection, or `params` are traced: call `verify` outside `jit`.
+      ValueError: `projection` is a chain without a projection, or has a schedule and `step` is missing.
 
     Guarantees: measured in float64, with no tolerance.
 
@@ -96,7 +99,7 @@ class Judged(NamedTuple):
 
 
 def judged(params: Any, projection: Any, step: Any) -> Iterator[Judged]:
-    """Measure what each projection bounds, leaf by leaf; arguments and errors as those of :func:`verify`."""
+    """Measure what each projection bounds, leaf by leaf; arguments and errors as in :func:`verify`."""
     if isinstance(params, optax.GradientTransformation):
         raise TypeError(f"params must be weights, as in verify(params, projection), got {params!r}")
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(params)):
@@ -116,18 +119,18 @@ def judged(params: Any, projection: Any, step: Any) -> Iterator[Judged]:
 def _projections(projection: Any) -> tuple[Projection, ...]:
     if isinstance(projection, Chain):
         found = projections_of(projection)
-        where = "this chain has none"
+        where = "this chain has no projection"
     else:
         found = as_projections("projection", projection)
-        where = "there is none"
+        where = "there is no projection"
     if not found:
-        raise ValueError(f"projection: {where}, so that nothing is bounded")
+        raise ValueError(f"projection: {where}, so nothing is bounded")
     return found
 
 
 def _violations(row: Judged) -> list[Violation]:
     value, low, high = row.value, row.low, row.high
-    # Reduced axes are there still, with a size of 1.
+    # Reduced axes are still present, with a size of 1.
     kept = [i for i, n in enumerate(value.shape) if value.ndim != len(row.shape) or n == row.shape[i]]
     return [
         Violation(
@@ -140,9 +143,9 @@ def _violations(row: Judged) -> list[Violation]:
 
 
 def _fetched(x: Any) -> np.ndarray:
-    """All of an array, of which other processes may have a part."""
+    """Return a whole array, parts of which may be on other processes."""
     if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
-        from jax.experimental import multihost_utils  # which takes a while, and few need
+        from jax.experimental import multihost_utils  # slow to import, and rarely needed
 
         x = multihost_utils.process_allgather(x, tiled=True)
     return np.asarray(x, np.float64)

@@ -48,21 +48,21 @@ SLOW = ("temporal_order", "learning_rate", "deep_network")
 ABOUT = """\
 # Published results, measured again
 
-What papers claim about clipping gradients and bounding weights, tried with clipjax on problems small enough
-for two CPU cores. `python -m examples.published` runs all of it, and with `--markdown` writes this page; one
-module in [`examples/published/`](../examples/published) for each result. The bars were set before these runs,
-but for what rounding leaves of a gradient (result 5): in float32 that was 1e-6 of it, which one processor met
-and another missed by a tenth.
+This page repeats, with clipjax, what papers claim about clipping gradients and bounding weights, on problems
+small enough for two CPU cores. `python -m examples.published` runs everything, and with `--markdown` writes
+this page; [`examples/published/`](../examples/published) has one module for each result. The bars were set
+before these runs, except that for what rounding leaves of a gradient (result 5): in float32 it was 1e-6 of
+the gradient, which one processor met and another missed by a tenth.
 """
 
 LIMITS = """\
 ## What is not claimed
 
-- That clipping always wins: the temporal-order task is run at one rate, 0.1. The paper's own is
-  0.01, for which `python examples/rnn.py --full --learning-rate 0.01` compares the methods.
-- Max-norm at a huge rate is compared with the same rate without it, and not with the best rate of each.
-  The order of methods in Srivastava's table for MNIST is not tested.
-- The sets are small and the networks, too: that an effect shows says little about its size elsewhere.
+- That clipping always wins: the temporal-order task is run at one learning rate, 0.1. The paper uses 0.01,
+  for which `python examples/rnn.py --full --learning-rate 0.01` compares the methods.
+- That max-norm beats the best learning rate without it: both are compared at the same huge rate. The order of
+  methods in Srivastava's table for MNIST is not tested.
+- How large an effect is elsewhere: the data sets and networks here are small.
 """
 
 

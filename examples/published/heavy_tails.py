@@ -41,7 +41,7 @@ def last_values(tx: optax.GradientTransformation, noise: np.ndarray) -> np.ndarr
 
 def measure() -> list[Row]:
     """Measure the result."""
-    # Drawn by NumPy: JAX' own Student-t takes a rejection loop for every entry.
+    # Drawn by NumPy: JAX's own Student-t takes a rejection loop for every entry.
     noise = np.random.default_rng(0).standard_t(FREEDOM, (RUNS, STEPS, DIMENSIONS)).astype(np.float32)
     plain = last_values(optax.sgd(RATE), noise)
     clipped = last_values(optax.chain(clipjax.clip_by_global_norm(BOUND), optax.sgd(RATE)), noise)

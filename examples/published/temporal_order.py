@@ -25,7 +25,7 @@ def measure() -> list[Row]:
         solved = {o.method: o.solved for o in outcomes if o.length == length}
         counts = {method: int((steps > 0).sum()) for method, steps in solved.items()}
         shown = "; ".join(
-            f"{rnn_cli.METHODS[method]}: {rnn_cli.learnt(steps)}"
+            f"{rnn_cli.METHODS[method]}: {rnn_cli.learned(steps)}"
             + (f" by step {steps.max():,}" if steps.all() else "")
             for method, steps in solved.items()
         )

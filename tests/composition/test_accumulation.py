@@ -95,7 +95,7 @@ def test_accumulating_inside_bounded_is_an_error(name: str, which: str) -> None:
     given = inside if which == "object" else inside.gradient_transformation()
     arguments = {"optimizer": optax.sgd(RATE), name: given}
     with pytest.raises(
-        ValueError, match=rf"^{name}: .*put it around, as in optax.MultiSteps\(clipjax.bounded"
+        ValueError, match=rf"^{name}: .*put it outside, as in optax.MultiSteps\(clipjax.bounded"
     ):
         clipjax.bounded(**arguments)
 

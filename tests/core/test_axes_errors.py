@@ -28,14 +28,14 @@ NOTHING = {
     "unit_norm": (clipjax.unit_norm(axes={"bias": fan_in}), "'norm/scale' of shape (4,): no pattern of axes"),
     "fan_in by path": (clipjax.max_norm(1.0, axes={"bias": fan_in}), "clipjax.fan_in leaves rank 1 alone"),
     "some asked for": (clipjax.max_norm(1.0, axes={"bias": SKIP}), "'bias' of shape (3,): clipjax.SKIP asks"),
-    "spectral_cap": (clipjax.spectral_cap(1.0), "'bias' of shape (3,): it is no matrix"),
+    "spectral_cap": (clipjax.spectral_cap(1.0), "'bias' of shape (3,): it is not a matrix"),
     "box": (clipjax.box(0.0, 1.0, where=lambda *_: False), "the rule does not choose it"),
     "non_negative": (clipjax.non_negative(where=lambda *_: False), "the rule does not choose it"),
     "qk_clip": (clipjax.qk_clip(), "no layer has both 'query' and 'key'"),
     "tangent_cone": (clipjax.tangent_cone(1.0), "clipjax.fan_in leaves rank 1 alone"),
     "tangent_space": (clipjax.tangent_space(axes=fan_in), "clipjax.fan_in leaves rank 1 alone"),
     "clip_by_norm": (clipjax.clip_by_norm(1.0, axes=fan_in), "clipjax.fan_in leaves rank 1 alone"),
-    "clip_by_spectral_norm": (clipjax.clip_by_spectral_norm(1.0), "'bias' of shape (3,): it is no matrix"),
+    "clip_by_spectral_norm": (clipjax.clip_by_spectral_norm(1.0), "'bias' of shape (3,): it is not a matrix"),
     "clip_by_rms": (clipjax.clip_by_rms(1.0, axes=fan_in), "clipjax.fan_in leaves rank 1 alone"),
     "adaptive_grad_clip": (clipjax.adaptive_grad_clip(axes=fan_in), "clipjax.fan_in leaves rank 1 alone"),
 }
@@ -163,7 +163,7 @@ def test_no_default_guesses_what_a_rank_means(name: str) -> None:
     if callable(tx):
         calls += [tx, lambda params: clipjax.verify(params, tx)]
     for call in calls:
-        with pytest.raises(ValueError, match="does not tell what it is") as caught:
+        with pytest.raises(ValueError, match="does not determine what it is") as caught:
             call(CONVOLUTION)
         message = str(caught.value)
         assert "leaf 'conv/kernel' of shape (3, 3, 2, 4)" in message

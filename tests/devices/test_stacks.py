@@ -61,7 +61,7 @@ def test_the_layers_of_a_stack_are_groups_as_on_one_device(split: str) -> None:
 @pytest.mark.parametrize(
     ("of_layers", "text"),
     [
-        (SPLIT["layers"][0], r"state: it has 8 layers of 'layers/\*', and the updates have 1"),
+        (SPLIT["layers"][0], r"state: it has 8 layers of 'layers/\*', but the updates have 1"),
         ({"kernel": P("d"), "bias": P()}, "'layers/bias' has 8 layers here, and 'layers/kernel' 1"),
     ],
 )

@@ -191,7 +191,7 @@ def own() -> Any:
 
 
 def test_unknown_layers_are_listed_and_other_names_them() -> None:
-    with pytest.raises(ValueError, match="'lora' of Own, which is no layer that is known") as caught:
+    with pytest.raises(ValueError, match="'lora' of Own, which is not a known layer") as caught:
         unit_axes(own())
     assert "lora of shape (2, 3)" in str(caught.value)
     assert unit_axes(own(), other={"lora": 0})["lora"] == 0

@@ -190,7 +190,7 @@ def test_derivatives_are_those_of_each_group() -> None:
         ({"*": np.ones(3)}, {}, ValueError, r"max_norms\['\*'\] must be a scalar"),
         ({"*": 1.0}, {"ord": 0.5}, ValueError, "ord must be at least 1"),
         ({"*": 1.0}, {"stack": 0}, TypeError, "stack must be a mapping"),
-        ({"*": 1.0}, {"stack": {"a": 0}}, ValueError, "stack: 'a' is no pattern of max_norms"),
+        ({"*": 1.0}, {"stack": {"a": 0}}, ValueError, "stack: 'a' is not a pattern of max_norms"),
         ({"*": 1.0}, {"stack": {"*": "0"}}, TypeError, r"stack\['\*'\] must be an axis, got '0'"),
     ],
 )

@@ -143,7 +143,7 @@ def test_it_raises_wherever_the_state_is_nested(form: str) -> None:
     state = FORMS[form]()
     raise_if_skipping(state, 4)
     expected = (
-        r"^skip_nonfinite: 3 steps in a row were skipped, of 4 steps 3 in all; nonfinite_count: 3, "
+        r"^skip_nonfinite: 3 steps in a row were skipped, 3 of 4 in all; nonfinite_count: 3, "
         r"nonfinite_loss_count: 0$"
     )
     for most in (1, 3):
@@ -161,9 +161,9 @@ def test_it_names_all_that_are_stuck_and_no_other() -> None:
     with pytest.raises(RuntimeError) as error:
         raise_if_skipping(state, 2)
     assert str(error.value).splitlines() == [
-        "skip_nonfinite: 2 steps in a row were skipped, of 7 steps 2 in all; nonfinite_count: 6, "
+        "skip_nonfinite: 2 steps in a row were skipped, 2 of 7 in all; nonfinite_count: 6, "
         "nonfinite_loss_count: 0",
-        "skip_spikes: 4 steps in a row were skipped, of 7 steps 4 in all; nonfinite_count: 4, "
+        "skip_spikes: 4 steps in a row were skipped, 4 of 7 in all; nonfinite_count: 4, "
         "nonfinite_loss_count: 0, norm_spike_count: 0, loss_spike_count: 0",
     ]
     raise_if_skipping(run(tx, [1.0], state)[0], 1)

@@ -32,7 +32,7 @@ ROWS: tuple[Row, ...] = (
     kind("bounded(optax.adam)", "optimizer", "adam", "call it"),
     kind("bounded(params)", "bounded", "gradient transformation", "kernel"),
     value("bounded(max_norm(3.0))", "optimizer", "max_norm(3.0)", "project="),
-    value("bounded(optax.MultiSteps(adam, 4))", "optimizer", "MultiSteps", "around"),
+    value("bounded(optax.MultiSteps(adam, 4))", "optimizer", "MultiSteps", "outside"),
     kind("bounded(adam, clip=clip_by_global_norm)", "clip", "clip_by_global_norm", "call it"),
     kind("bounded(adam, clip=[clip, clip])", "clip", "chain"),
     value("bounded(clip_by_global_norm(1.0), clip=optax.sgd(1e-3))", "optimizer", "clip="),

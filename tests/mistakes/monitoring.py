@@ -30,7 +30,7 @@ ROWS: tuple[Row, ...] = (
     kind("verify(params)", "projection"),
     kind("verify(params, 3.0)", "projection", "3.0"),
     kind("verify(params, max_norm)", "max_norm(…)"),
-    value("verify(params, chain(clip, adam))", "projection", "none"),
+    value("verify(params, chain(clip, adam))", "projection", "no projection"),
     value("verify(params, [])", "projection"),
     value("verify(params, max_norm(schedule))", "radius", "schedule", "step"),
     kind("NormLog(3)", "name", "3"),

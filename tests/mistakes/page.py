@@ -11,14 +11,14 @@ from tests.mistakes.table import THEMES, run
 HEAD = """\
 # Mistakes, and what you are told
 
-Some likely ones, from other libraries and of other kinds, and the errors that they end in. The whole table,
-which `python -m tests.mistakes` prints, is a test: no row of it is silent. This page is written by
-`python -m tests.mistakes --write docs/mistakes.md`.
+This page lists likely mistakes, such as names of other libraries, and the errors that they raise. It shows a
+part of a table that `python -m tests.mistakes` prints. The table is a test: every row raises an error. This
+page is written by `python -m tests.mistakes --write docs/mistakes.md`.
 
 Every public name of `clipjax` is imported here. `params` and `grads` are dicts with a `kernel` of shape
-`(4, 3)` and a `bias` of shape `(3,)`, `layers` is a dict of 48 of these, the kernel of `conv` has shape
-`(3, 4, 5)`, and `x` shape `(3,)`. `sgd` and `adam` are optimizers of Optax,
-`clip` is a `clip_by_global_norm(1.0)`.
+`(4, 3)` and a `bias` of shape `(3,)`, `layers` is a dict of 48 such dicts, the kernel of `conv` has shape
+`(3, 4, 5)`, and `x` has shape `(3,)`. `sgd` and `adam` are optimizers of Optax, and `clip` is
+`clip_by_global_norm(1.0)`.
 """
 # How many rows of a theme the page shows: the first, which are the likeliest.
 SHOWN = 10

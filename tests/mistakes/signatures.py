@@ -1,4 +1,4 @@
-"""Arguments that are called otherwise elsewhere, misspelt, missing or in another place."""
+"""Arguments that have other names in other libraries, or are misspelled, missing or misplaced."""
 
 from __future__ import annotations
 

@@ -21,8 +21,8 @@ from tests.mistakes.prepared import EQUINOX, FLAX, names
 from tests.mistakes.row import Row
 
 THEMES: dict[str, tuple[Row, ...]] = {
-    "A tree in the place of a bound": signatures.TREES,
-    "Names of other libraries, and misspelt ones": signatures.NAMES,
+    "A tree in place of a bound": signatures.TREES,
+    "Names of other libraries, and misspelled names": signatures.NAMES,
     "Arguments that are missing or misplaced": signatures.PLACES,
     "Bounds and numbers": bounds.ROWS,
     "Axes and paths": axes_and_shapes.AXES,

@@ -285,7 +285,7 @@ def test_what_cannot_be_drawn_is_an_error() -> None:
     for history in (state, [state], "norms"):
         with pytest.raises(TypeError, match=r"history must be norms, .*clipjax\.metrics of each step"):
             plots.norms(history)
-    with pytest.raises(ValueError, match="history: there is no step in it"):
+    with pytest.raises(ValueError, match="history: it contains no steps"):
         plots.clip_rates([])
     with pytest.raises(ValueError, match="there is no clipped_fraction in \\['loss'\\]"):
         plots.clip_rates({"loss": [1.0]})

@@ -190,15 +190,22 @@ MUTANTS = (
     Mutant(
         "on a TPU, every norm is taken to be in range",
         "_core/platforms.py",
-        "return (total >= _LEAST) & (total < _MOST)",
-        "return jnp.ones_like(total, bool)",
+        "return jnp.where((total >= _LEAST) & (total < _MOST), jnp.sqrt(total), larger)",
+        "return jnp.sqrt(total)",
         "tests/core/test_tpu_arithmetic.py::test_norms_on_a_tpu",
     ),
     Mutant(
         "on a TPU, no norm is taken to be in range",
         "_core/platforms.py",
-        "return (total >= _LEAST) & (total < _MOST)",
-        "return jnp.zeros_like(total, bool)",
+        "return jnp.where((total >= _LEAST) & (total < _MOST), jnp.sqrt(total), larger)",
+        "return larger",
+        "tests/core/test_tpu_arithmetic.py::test_norms_on_a_tpu",
+    ),
+    Mutant(
+        "on a TPU, large entries are scaled as small ones",
+        "_core/platforms.py",
+        "instead = jnp.where(small < jnp.inf, below, above)",
+        "instead = below",
         "tests/core/test_tpu_arithmetic.py::test_norms_on_a_tpu",
     ),
     Mutant(

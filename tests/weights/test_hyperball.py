@@ -408,7 +408,7 @@ def test_what_update_needs() -> None:
         tx.update(tree, None, tree)
     more = {**tree, "other": tree["kernel"]}
     with pytest.raises(
-        ValueError, match="params: hyperball has the radii of 1 leaves, which init got, and is to place 2"
+        ValueError, match="params: hyperball has the radii of 1 leaves from init, but got 2 leaves to place"
     ):
         tx.update(more, state, more)
 

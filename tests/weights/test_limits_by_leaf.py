@@ -233,15 +233,15 @@ def test_weight_clipping_keeps_layers_in_the_range_of_their_initialization() -> 
             lambda x, y=0: 0.0,
             1.0,
             TypeError,
-            r"low: a schedule takes \(step\), a rule takes.*could be either",
+            r"low: a schedule takes \(step\), a rule takes.*which fits both",
         ),
         (
             0.0,
             lambda *args: 1.0,
             TypeError,
-            r"high: a schedule.*\(\*args\), and could be either: give it one argument, or two",
+            r"high: a schedule.*\(\*args\), which fits both: give it one argument, or two",
         ),
-        (0.0, {"kernel": lambda: 1.0}, TypeError, r"high\['kernel'\]: a schedule.*\(\), and it is neither"),
+        (0.0, {"kernel": lambda: 1.0}, TypeError, r"high\['kernel'\]: a schedule.*\(\), which fits neither"),
     ],
 )
 def test_bad_limits_raise_when_built(low: Any, high: Any, error: type[Exception], text: str) -> None:

@@ -117,10 +117,10 @@ ONES = np.ones(4, np.float32)
 @pytest.mark.parametrize(
     ("max_logits", "message"),
     [
-        (ONES, "an array names no one attention layer"),
-        ({"c": ONES}, "'c' names no one attention layer. They are:\n  x/a\n  y/a"),
-        ({"a": ONES}, "'a' names no one"),
-        ({"x": ONES}, "'x' names no one"),
+        (ONES, "an array without a path does not name exactly one attention layer"),
+        ({"c": ONES}, "'c' does not name exactly one attention layer. They are:\n  x/a\n  y/a"),
+        ({"a": ONES}, "'a' does not name exactly one"),
+        ({"x": ONES}, "'x' does not name exactly one"),
     ],
 )
 def test_logits_without_a_layer(max_logits: Any, message: str) -> None:

@@ -255,9 +255,9 @@ def test_what_is_no_projection_is_an_error(given: Any, message: str) -> None:
 
 
 def test_a_chain_without_a_projection_is_an_error() -> None:
-    with pytest.raises(ValueError, match="this chain has none"):
+    with pytest.raises(ValueError, match="this chain has no projection"):
         clipjax.verify({}, clipjax.bounded(optax.sgd(1.0)))
-    with pytest.raises(ValueError, match="projection: there is none"):
+    with pytest.raises(ValueError, match="projection: there is no projection"):
         clipjax.verify({}, [])
 
 

@@ -42,7 +42,7 @@ def test_whole_variables_are_refused(name: str, kind: Any) -> None:
     if name != "project":  # of which nothing is known before it runs
         calls.append(projection.init)
     for call in calls:
-        with pytest.raises(ValueError, match="no weight") as caught:
+        with pytest.raises(ValueError, match="not a weight") as caught:
             call(kind(VARIABLES))
         message = str(caught.value)
         assert "'batch_stats/BatchNorm_0/mean' of shape (3,), in 'batch_stats'" in message
@@ -88,7 +88,7 @@ class Own(nnx.Variable):
 def test_a_state_with_statistics_is_refused(name: str) -> None:
     state, projection = nnx.state(Model()), OF_ALL[name]()
     for call in (projection, projection.init, lambda tree: clipjax.verify(tree, projection)):
-        with pytest.raises(ValueError, match=re.escape("an nnx.BatchStat, is no weight")) as caught:
+        with pytest.raises(ValueError, match=re.escape("an nnx.BatchStat, is not a weight")) as caught:
             call(state)
         assert "nnx.state(model, nnx.Param)" in str(caught.value)
     jax.eval_shape(projection.__call__, nnx.state(Model(), nnx.Any(nnx.Param, Own)))
@@ -125,7 +125,7 @@ CALLED = {
 
 @pytest.mark.parametrize("name", CALLED)
 def test_a_function_among_the_leaves_is_named(name: str) -> None:
-    with pytest.raises(TypeError, match="'layers/0/activation' is no array") as caught:
+    with pytest.raises(TypeError, match="'layers/0/activation' is not an array") as caught:
         CALLED[name](WITH_FUNCTION)
     assert "eqx.filter(model, eqx.is_inexact_array)" in str(caught.value)
 
@@ -134,7 +134,7 @@ def test_a_whole_equinox_module() -> None:
     eqx = pytest.importorskip("equinox")
     model = eqx.nn.MLP(2, 3, 4, 1, key=jax.random.key(0))
     projection = clipjax.max_norm(1.0, axes={"weight": 1})
-    with pytest.raises(TypeError, match="'activation' is no array but of type"):
+    with pytest.raises(TypeError, match="'activation' is not an array but of type"):
         projection(model)
     arrays = eqx.filter(model, eqx.is_inexact_array)
     assert jax.tree.structure(jax.eval_shape(projection.__call__, arrays)) == jax.tree.structure(arrays)
