@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from benchmarks import adaptive, tables, trees
+from benchmarks import members, tables, trees
 from benchmarks.measure import race_in_groups
 from benchmarks.steps import ADAM, STEPS, Recipe, Step, adam
 from benchmarks.trees import Problem
@@ -39,7 +39,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--markdown", type=Path, metavar="PATH", help="write the tables there, too")
     parser.add_argument("--growth", action="store_true", help="the second table: growth with size and leaves")
     parser.add_argument(
-        "--adaptive", action="store_true", help="the third table: bounds that follow the past (float32)"
+        "--members", action="store_true", help="the third table: what other members cost (float32)"
     )
     parser.add_argument(
         "--compiled",
@@ -157,9 +157,9 @@ def main(argv: list[str] | None = None) -> None:
         scale.main([option for option in argv if option != "--scale"])
         return
     args = _arguments(argv)
-    if args.adaptive:
+    if args.members:
         options = ["--trees", *args.trees, "--rounds", str(args.rounds), "--memory", str(args.memory)]
-        adaptive.main(options + (["--markdown", str(args.markdown)] if args.markdown else []))
+        members.main(options + (["--markdown", str(args.markdown)] if args.markdown else []))
         return
     console = Console(width=None if sys.stdout.isatty() else 120)
     where = tables.environment()

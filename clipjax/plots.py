@@ -56,11 +56,12 @@ def norms(
       ax: the axes to draw on.
 
     Returns:
-      The axes. The legend gives the share of clipped steps. Norms that are not finite are drawn as crosses
-      along the upper edge; norms of 0, which a logarithmic scale cannot show, are left out.
+      The axes. The legend gives the share of clipped steps among those whose norm is finite. Other norms are
+      drawn as crosses along the upper edge; norms of 0, which a logarithmic scale cannot show, are left out.
 
     Raises:
-      ValueError: the metrics hold no norm, or several and `name` is missing; two shapes do not match.
+      ValueError: there are no steps; the metrics hold no norm, or several and `name` is missing; two shapes
+        do not match.
 
     Example:
       >>> import clipjax, jax.numpy as jnp, numpy as np
@@ -207,7 +208,7 @@ def clip_rates(history: History, *, bound: Any = None, ax: Any = None) -> Any:
       The axes.
 
     Raises:
-      ValueError: the metrics hold no `clipped_fraction`; or with a bound, no norm that it names.
+      ValueError: the metrics hold no `clipped_fraction`; or with a bound, no norm, or not every one it names.
 
     Example:
       >>> import clipjax, jax.numpy as jnp
@@ -232,8 +233,10 @@ def clip_rates(history: History, *, bound: Any = None, ax: Any = None) -> Any:
     else:
         of_groups = norms_of_groups(found)
         limits = bound if isinstance(bound, Mapping) else dict.fromkeys(of_groups, bound)
+        if unknown := [name for name in limits if name not in of_groups]:
+            raise ValueError(f"bound: {shown(unknown)} name no norm; there are {shown(list(of_groups))}")
         rates = {key: _rate(x, limits[key]) for key, x in of_groups.items() if key in limits}
-        missing = "norm that the bound names"
+        missing = "norm"
     if not rates:
         raise ValueError(f"history: there is no {missing} in {shown(list(found))}")
     ax = drawing.new_axes(ax)

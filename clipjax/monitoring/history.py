@@ -28,7 +28,7 @@ def norms_over_steps(history: Any, name: str | None) -> Norms:
     """Read the norms of the given name, or the only ones."""
     of_gradient = "norm of the gradient"
     if isinstance(history, NormLog):
-        values = history.norms
+        values = _some(history.norms)
         return Norms(of_gradient, history.dropped + 1 + np.arange(len(values)), values, {})
     rows = isinstance(history, Sequence) and len(history) > 0 and isinstance(history[0], Mapping)
     if not (isinstance(history, Mapping) or rows):
@@ -41,7 +41,7 @@ def norms_over_steps(history: Any, name: str | None) -> Norms:
             ) from None
         if values.ndim != 1:
             raise ValueError(f"history: norms must have shape (steps,), got {values.shape}")
-        return Norms(of_gradient, 1 + np.arange(len(values)), values, {})
+        return Norms(of_gradient, 1 + np.arange(len(values)), _some(values), {})
     found = columns(history)
     key = key_of_norm(found, name)
     of_all = key.split("/", maxsplit=1)[0]
@@ -65,13 +65,18 @@ def norms_of_groups(metrics: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 def columns(history: History) -> dict[str, np.ndarray]:
     """Return the values of each metric over the steps, in float64."""
     if not isinstance(history, Mapping):
-        if not history:
-            raise ValueError("history: it contains no steps")
-        names = list(history[0])  # in their original order; JAX would sort them
+        names = list(_some(history)[0])  # in their original order; JAX would sort them
         rows = jax.device_get(list(history))
         return {name: np.asarray([row[name] for row in rows], np.float64) for name in names}
     fetched = jax.device_get(list(history.values()))
     return {name: np.atleast_1d(np.asarray(x, np.float64)) for name, x in zip(history, fetched, strict=True)}
+
+
+def _some(values: Any) -> Any:
+    """Return the values of the steps; raise if there are none."""
+    if len(values) == 0:
+        raise ValueError("history: it contains no steps")
+    return values
 
 
 def fitting(name: str, values: Any, like: np.ndarray) -> np.ndarray:

@@ -19,6 +19,7 @@ from clipjax._core.mesh import AxisName, names_of_leaves
 from clipjax._core.norms import (
     as_arrays,
     in_float64,
+    is_array,
     joint_norms,
     norm_dtype,
     norms_of,
@@ -178,6 +179,11 @@ def _check_groups(groups: Any) -> Callable[[Any], list[str | None] | None]:
         return lambda tree: _names(tree, depth)
     if groups == "leaf":
         return _names
+    if is_array(groups):
+        raise TypeError(
+            "groups must be known when tracing, because it names the metrics, got "
+            f"{shown(groups)}: name it in static_args of optax.inject_hyperparams"
+        )
     patterns = groups if isinstance(groups, Sequence) and not isinstance(groups, str) else None
     if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
         raise TypeError(

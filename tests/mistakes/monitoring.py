@@ -9,6 +9,7 @@ TWO = "{'clip_by_global_norm/norm': 1.0, 'zclip/norm': 2.0}"
 ROWS: tuple[Row, ...] = (
     value("metrics(adam.init(params))", "opt_state", "no state"),
     kind("record_norms('leaves')", "groups", "'leaves'", "'leaf'"),
+    kind("optax.inject_hyperparams(record_norms)(groups=1).init(params)", "groups", "1", "static_args"),
     value("record_norms(of='grads')", "of", "'grads'", "updates"),
     value("record_norms(every=0)", "every", "0"),
     value("record_norms(['head']).init(params)", "groups", "'head'", "kernel"),

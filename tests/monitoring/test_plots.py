@@ -285,12 +285,13 @@ def test_what_cannot_be_drawn_is_an_error() -> None:
     for history in (state, [state], "norms"):
         with pytest.raises(TypeError, match=r"history must be norms, .*clipjax\.metrics of each step"):
             plots.norms(history)
-    with pytest.raises(ValueError, match="history: it contains no steps"):
-        plots.clip_rates([])
+    for draw, none in ((plots.clip_rates, []), (plots.norms, []), (plots.norms, clipjax.NormLog())):
+        with pytest.raises(ValueError, match="history: it contains no steps"):
+            draw(none)
     with pytest.raises(ValueError, match="there is no clipped_fraction in \\['loss'\\]"):
         plots.clip_rates({"loss": [1.0]})
-    with pytest.raises(ValueError, match="no norm that the bound names"):
-        plots.clip_rates({"record_norms/updates/a": [1.0]}, bound={"b": 1.0})
+    with pytest.raises(ValueError, match=r"bound: \['b'\] name no norm; there are \['a'\]"):
+        plots.clip_rates({"record_norms/updates/a": [1.0]}, bound={"a": 1.0, "b": 1.0})
     with pytest.raises(ValueError, match="no finite norm"):
         plots.threshold_rates(filled([NAN]), {})
 

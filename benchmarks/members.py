@@ -1,4 +1,4 @@
-"""What a bound that follows the past costs, beside a constant one: `python -m benchmarks --adaptive`."""
+"""What the other members cost, beside `clip_by_global_norm`: `python -m benchmarks --members`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def contestants(max_norm: float) -> dict[str, Contestant]:
     """Make them all.
 
     The gradients of a benchmark are the same at each step, which changes no cost: every step measures,
-    rescales and remembers, whatever comes of it. What skips takes its step.
+    rescales and remembers, whatever comes of it. Transformations that skip steps skip none here.
     """
     steps = {
         ADAM: Contestant(adam(), floor=28 / 32, target=None),
@@ -43,16 +43,29 @@ def contestants(max_norm: float) -> dict[str, Contestant]:
         ),
     }
     clips = {
+        "clip_by_group_norm": clipjax.clip_by_group_norm({"*[13579]*": max_norm, "*": max_norm}),
         "autoclip": clipjax.autoclip(),
         "zclip": clipjax.zclip(),
         "clip_by_lognormal": clipjax.clip_by_lognormal(),
         "clip_by_quantile": clipjax.clip_by_quantile(),
         "adagc": clipjax.adagc(),
+        "clip_by_moving_max": clipjax.clip_by_moving_max(),
+        "normalize_by_moving_norm": clipjax.normalize_by_moving_norm(),
+        "record_norms, clip_by_norm": optax.chain(clipjax.record_norms("leaf"), clipjax.clip_by_norm(1.0)),
     }
     steps |= {name: Contestant(optax.chain(clip, adam()), floor=1) for name, clip in clips.items()}
-    # Reads the weights besides.
-    agc = optax.chain(clipjax.adaptive_grad_clip(), adam())
-    steps["adaptive_grad_clip"] = Contestant(agc, floor=36 / 32, target=None)
+    read_weights = {
+        "adaptive_grad_clip": clipjax.adaptive_grad_clip(),
+        "tangent_cone": clipjax.tangent_cone(1e-3),
+        "tangent_space": clipjax.tangent_space(),
+    }
+    steps |= {
+        name: Contestant(optax.chain(clip, adam()), floor=36 / 32, target=None)
+        for name, clip in read_weights.items()
+    }
+    # Replaces the learning rate: what Adam makes of the gradient is written, measured and read.
+    sphere = optax.chain(optax.scale_by_adam(mu_dtype="float32"), clipjax.hyperball(1e-2))
+    steps["hyperball"] = Contestant(sphere, floor=40 / 32, target=None)
     # Keep the update until it is known whether the step is taken.
     steps["skip_nonfinite"] = Contestant(clipjax.skip_nonfinite(adam()), floor=1, target=None)
     steps["skip_spikes"] = Contestant(clipjax.skip_spikes(adam()), floor=1, target=None)
@@ -65,7 +78,7 @@ STEPS = contestants(1.0)
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.adaptive", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.members", description=__doc__)
     names = [name for name in STEPS if name != REFERENCE]
     parser.add_argument("--trees", nargs="+", choices=list(trees.TREES), default=["big", "transformer"])
     parser.add_argument("--steps", nargs="+", choices=names, default=names)
