@@ -33,9 +33,9 @@ from clipjax.gradients.tangent_cone import tangent_cone
 from clipjax.gradients.tangent_space import tangent_space
 from clipjax.monitoring.metrics import metrics
 from clipjax.monitoring.norm_log import NormLog
+from clipjax.monitoring.raising import raise_if_skipping
 from clipjax.monitoring.records import record_norms
 from clipjax.monitoring.replay import Replay, Suggestion
-from clipjax.monitoring.skipping import raise_if_skipping
 from clipjax.weights.constraints import max_norm, min_max_norm, unit_norm
 from clipjax.weights.entries import box, non_negative
 from clipjax.weights.hyperball import hyperball

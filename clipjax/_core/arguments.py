@@ -100,10 +100,21 @@ def _check_axis_name(axis_name: Any) -> None:
     if not isinstance(axis_name, Mapping):
         check_names("axis_name", axis_name)
         return
-    for pattern, names in axis_name.items():
+    check_by_pattern("axis_name", axis_name, "names", check_names)
+
+
+def check_by_pattern(
+    argument: str, values: Mapping[Any, Any], what: str, check: Callable[[str, Any], object]
+) -> None:
+    """Raise an error for a mapping whose keys are not path patterns, or whose values do not pass `check`."""
+    for pattern, value in values.items():
         if not isinstance(pattern, str):
-            raise TypeError(f"axis_name: a path pattern must be a string, got {shown(pattern)}")
-        check_names(f"axis_name[{pattern!r}]", names)
+            raise TypeError(f"{argument}: a path pattern must be a string, got {shown(pattern)}")
+        of_pattern = f"{argument}[{pattern!r}]"
+        if isinstance(value, Mapping):
+            path = "/".join([pattern, *map(str, value)][:2])
+            raise TypeError(f"{of_pattern} must be {what}, not a mapping: write paths, as {path!r}")
+        check(of_pattern, value)
 
 
 def _is_tree(value: Any, or_array: bool) -> bool:

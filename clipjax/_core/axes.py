@@ -10,9 +10,9 @@ from typing import Any, Final, TypeAlias
 import jax
 import jax.numpy as jnp
 
+from clipjax._core.arguments import check_by_pattern
 from clipjax._core.paths import Path as Path
-from clipjax._core.paths import a_few, check_rule, described, the_leaf
-from clipjax._core.paths import first_matches as first_matches
+from clipjax._core.paths import a_few, check_rule, described, for_each_leaf, the_leaf
 from clipjax._core.paths import leaves_with_paths as leaves_with_paths
 from clipjax._core.paths import path_name as path_name
 
@@ -109,19 +109,13 @@ def check_axes(axes: Axes, name: str = "axes") -> Axes:
     if isinstance(axes, Default):
         return axes.rule
     if not isinstance(axes, Mapping):
-        _check_simple(axes, name)
-        return axes
-    for pattern, value in axes.items():
-        if not isinstance(pattern, str):
-            raise TypeError(f"{name}: a path pattern must be a string, got {pattern!r}")
-        if isinstance(value, Mapping):
-            path = "/".join([pattern, *map(str, value)][:2])
-            raise TypeError(f"{name}[{pattern!r}] must be axes, not a mapping: write paths, as {path!r}")
-        _check_simple(value, f"{name}[{pattern!r}]")
+        _check_simple(name, axes)
+    else:
+        check_by_pattern(name, axes, "axes", _check_simple)
     return axes
 
 
-def _check_simple(axes: Any, name: str) -> None:
+def _check_simple(name: str, axes: Any) -> None:
     if callable(axes):
         check_rule(name, axes)
     elif not (axes is None or isinstance(axes, Skip)):
@@ -139,11 +133,8 @@ def resolve_axes(axes: Axes, tree: Any, *, may_bound_nothing: bool = False) -> l
         and :data:`SKIP` did not ask for that; the default does not know the axes.
     """
     leaves = leaves_with_paths(tree)
-    each: list[Any] = [axes] * len(leaves)
-    if isinstance(axes, Mapping):
-        unnamed = Skip("no pattern of axes matches it")
-        each = [unnamed if p is None else axes[p] for p in first_matches("axes", list(axes), tree)]
-    elif axes is fan_in_of_matrices:
+    each = for_each_leaf("axes", axes, tree, Skip("no pattern of axes matches it"))
+    if axes is fan_in_of_matrices:
         _check_no_equinox(tree)
     resolved = [_resolve(of_leaf, *leaf) for of_leaf, leaf in zip(each, leaves, strict=True)]
     if not may_bound_nothing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -50,6 +51,41 @@ def check_bound(
     if scalar:
         check_fits(name, values, (), "the norm of all leaves")
     return bound
+
+
+def check_number(
+    name: str, value: Any, low: float, high: float = np.inf, *, inside: bool = False, below: bool = False
+) -> Any:
+    """Return a number in `[low, high]`; in `[low, high)` if `below`; in `(low, high)` if `inside`.
+
+    A traced number, as from `optax.inject_hyperparams`, has no known value and is not checked.
+    """
+    if callable(value):
+        raise TypeError(f"{name} must be a number, got {shown(value)}")
+    check_bound(name, value, minimum=None, forms="a number")
+    if isinstance(value, jax.core.Tracer):
+        return value
+    if np.ndim(value):
+        raise ValueError(f"{name} must be one number, got {shown(value)}")
+    number, left, right = float(value), "(" if inside else "[", ")" if inside or below else "]"
+    if not low <= number <= high or (inside and number == low) or (right == ")" and number == high):
+        raise ValueError(f"{name} must be in {left}{low:g}, {high:g}{right}, got {shown(value)}")
+    return value
+
+
+def check_count(name: str, value: Any, minimum: int) -> Any:
+    """Return a whole number of at least `minimum`; a traced one is not checked."""
+    if isinstance(value, jax.core.Tracer):
+        return value
+    if isinstance(value, bool):
+        raise TypeError(f"{name} must be an int, got {shown(value)}")
+    try:
+        number = operator.index(value)
+    except TypeError as error:
+        raise TypeError(f"{name} must be an int, got {shown(value)}") from error
+    if number < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, got {shown(value)}")
+    return value
 
 
 def check_order(low: Any, high: Any, of: str = "") -> None:

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from clipjax._core.devices import on_single_device
 from clipjax._core.platforms import Arrays, Axes, alike, all_axes, wide
-from clipjax._core.xla_cpu import Reduction, is_large, on_single_device, paired, reduce_in_slices
+from clipjax._core.xla_cpu import Reduction, is_large, paired, reduce_in_slices
 
 
 def larger(x: Any, y: Any) -> jax.Array:

@@ -73,7 +73,7 @@ def with_stats(
     return Clip(init, update)
 
 
-def check_units(axes: Axes) -> Callable[[Any, Stats], Memory]:
+def without_memory(axes: Axes) -> Callable[[Any, Stats], Memory]:
     """Make the `first` of a transformation without memory: it raises an error for invalid `axes`."""
 
     def first(params: Any, stats: Stats) -> Memory:

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from clipjax._core.arguments import check_names
 from clipjax._core.axes import Path, Reduced, path_name
-from clipjax._core.paths import described, first_matches, leaves_of_prefix
+from clipjax._core.paths import described, for_each_leaf, leaves_of_prefix
 
 Names: TypeAlias = tuple[str, ...]
 OfALeaf: TypeAlias = str | Sequence[str] | None
@@ -70,10 +70,8 @@ def on_auto_axes(function: Callable[..., Any], like: Any, *args: Any) -> Any:
 
 def of_each_leaf(axis_name: AxisName, tree: Any) -> list[OfALeaf]:
     """Return the `axis_name` of each leaf; in a mapping the first match wins, and other leaves get ()."""
-    if not isinstance(axis_name, Mapping):
-        return [axis_name] * len(jax.tree.leaves(tree))
-    found = first_matches("axis_name", list(axis_name), tree)
-    return [() if pattern is None else axis_name[pattern] or () for pattern in found]
+    found = for_each_leaf("axis_name", axis_name, tree, ())
+    return [names or () for names in found] if isinstance(axis_name, Mapping) else found
 
 
 def as_names(axis_name: OfALeaf, argument: str = "axis_name") -> Names:

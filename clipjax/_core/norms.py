@@ -139,20 +139,22 @@ def norms_of(
     axes: Sequence[Reduced],
     ord: Any,  # noqa: A002
     names: Sequence[Names],
+    of: Callable[..., jax.Array] = added,
 ) -> list[jax.Array]:
     """Measure the p-norms of each leaf along its axes, in float64, with reduced axes kept with size 1.
 
     Args:
-      leaves: for each leaf, the terms whose sum is measured: usually one real or complex array.
+      leaves: the terms of each leaf: usually one real or complex array.
       axes: the reduced axes of each leaf; `None` reduces all and gives a scalar.
       ord: p >= 1 or inf; may be traced, which costs a power per entry.
       names: for each leaf, the mesh axes over which a norm's entries are spread.
+      of: the function of the terms that is measured, entry by entry; a module's, as it is known by identity.
     """
     leaves = [tuple(strong(term) for term in terms) for terms in leaves]
     if isinstance(ord, jax.core.Tracer):
-        norms = [_traced_norm(terms, along, ord) for terms, along in zip(leaves, axes, strict=True)]
+        norms = [_traced_norm((of(*terms),), along, ord) for terms, along in zip(leaves, axes, strict=True)]
     else:
-        norms = _norms(leaves, tuple(axes), ord) if leaves else []
+        norms = _norms(leaves, tuple(axes), ord, of) if leaves else []
 
     def over_devices(kind: tuple[Names, bool], norms: Sequence[jax.Array]) -> Sequence[jax.Array]:
         names, narrow = kind
@@ -215,23 +217,25 @@ def _over_devices(norm: jax.Array, ord: Any, names: Names, *, narrow: bool) -> j
     return _root_of_sum(norm, lax.convert_element_type(ord, np.float64), known, names, in_range)
 
 
-# The norms of each leaf, where a leaf is the sum of its terms.
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+# The norms of each leaf, which is a function of its terms.
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
 @in_float64
-def _norms(leaves: Sequence[Arrays], axes: tuple[Reduced, ...], p: float) -> list[jax.Array]:
+def _norms(
+    leaves: Sequence[Arrays], axes: tuple[Reduced, ...], p: float, of: Callable[..., jax.Array] = added
+) -> list[jax.Array]:
     along = [tuple(range(terms[0].ndim)) if a is None else a for terms, a in zip(leaves, axes, strict=True)]
     if p == math.inf:
-        norms: list[Any] = largest([added(terms) for terms in leaves], tuple(along))
+        norms: list[Any] = largest([of(*terms) for terms in leaves], tuple(along))
         return [norm.reshape(()) if a is None else norm for norm, a in zip(norms, axes, strict=True)]
     norms = [None] * len(leaves)
     fast = [i for i, terms in enumerate(leaves) if p == 2 and _is_narrow_and_real(terms[0])]
     if fast:
-        found = euclidean_norms([leaves[i] for i in fast], tuple(along[i] for i in fast))
+        found = euclidean_norms([leaves[i] for i in fast], tuple(along[i] for i in fast), of)
         for i, norm in zip(fast, found, strict=True):
             norms[i] = norm
     for i, terms in enumerate(leaves):
         if norms[i] is None:
-            norms[i] = _any_norm((added(terms),), along[i], p)
+            norms[i] = _any_norm((of(*terms),), along[i], p)
     return [norm.reshape(()) if a is None else norm for norm, a in zip(norms, axes, strict=True)]
 
 
@@ -269,13 +273,16 @@ def _any_norm(xs: Arrays, axes: Reduced, p: float) -> jax.Array:
 
 @_norms.defjvp
 @in_float64
-def _norms_jvp(axes: tuple[Reduced, ...], p: float, primals: Any, tangents: Any) -> Any:
+def _norms_jvp(
+    axes: tuple[Reduced, ...], p: float, of: Callable[..., jax.Array], primals: Any, tangents: Any
+) -> Any:
     (leaves,), (dleaves,) = primals, tangents
-    norms = _norms(leaves, axes, p)
-    return norms, [
-        _derivative(norm, (added(terms),), (added(dterms),), along, p)
-        for norm, terms, dterms, along in zip(norms, leaves, dleaves, axes, strict=True)
-    ]
+    norms = _norms(leaves, axes, p, of)
+    slopes = []
+    for norm, terms, dterms, along in zip(norms, leaves, dleaves, axes, strict=True):
+        x, dx = jax.jvp(of, terms, dterms)
+        slopes.append(_derivative(norm, (x,), (dx,), along, p))
+    return norms, slopes
 
 
 @_norm_together.defjvp

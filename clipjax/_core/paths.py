@@ -7,7 +7,7 @@ import functools
 import inspect
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -100,6 +100,14 @@ def first_matches(argument: str, patterns: Sequence[str], tree: Any) -> list[str
                 f"{argument}: the pattern {pattern!r} matches no leaf. The paths are:\n  {listed}"
             )
     return [matching[0] if matching else None for matching in found]
+
+
+def for_each_leaf(argument: str, value: Any, tree: Any, otherwise: Any) -> list[Any]:
+    """Return a value for each leaf of `tree`: the same, or from a mapping that of the first match."""
+    if not isinstance(value, Mapping):
+        return [value] * len(leaves_with_paths(tree))
+    found = first_matches(argument, list(value), tree)
+    return [otherwise if pattern is None else value[pattern] for pattern in found]
 
 
 def check_none_is_hidden(argument: str, patterns: Sequence[str], tree: Any) -> None:

@@ -22,6 +22,7 @@ from jax import lax
 
 from clipjax._core import pairs
 from clipjax._core.blocks import FAR, inner_products_of_blocks, kept, sums_of_blocks, sums_of_squares
+from clipjax._core.devices import on_single_device
 from clipjax._core.mesh import split_by_type
 from clipjax._core.side_by_side import side_by_side
 from clipjax._core.xla_cpu import (
@@ -31,7 +32,6 @@ from clipjax._core.xla_cpu import (
     computed_once,
     in_turn,
     is_large,
-    on_single_device,
     paired,
     reduce_in_slices,
 )
@@ -58,29 +58,33 @@ def wide(x: Any) -> jax.Array:
     return lax.convert_element_type(x, np.complex128 if jnp.iscomplexobj(x) else np.float64)
 
 
-@functools.partial(jax.jit, static_argnums=1)  # otherwise compiled again at every call outside jit
-def euclidean_norms(leaves: Sequence[Arrays], axes: tuple[Axes, ...]) -> list[jax.Array]:
+@functools.partial(jax.jit, static_argnums=(1, 2))  # otherwise compiled again at every call outside jit
+def euclidean_norms(
+    leaves: Sequence[Arrays], axes: tuple[Axes, ...], of: Callable[..., jax.Array] = added
+) -> list[jax.Array]:
     """Return the root of the sum of squares of each leaf along axes, in float64, with axes kept with size 1.
 
     Args:
-      leaves: for each leaf, the terms whose sum is measured, float arrays of at most 32 bits.
+      leaves: the terms of each leaf, float arrays of at most 32 bits.
       axes: the reduced axes of each leaf.
+      of: the function of the terms that is measured, entry by entry; a term may have size 1 along the axes.
     """
 
     def on_cpu(leaves: Sequence[Arrays]) -> list[jax.Array]:
-        return [jnp.sqrt(total) for total in reduce_in_slices(_SQUARES, leaves, axes)]
+        squares = _SQUARES._replace(of=lambda *terms: _square(of(*terms)))
+        return [jnp.sqrt(total) for total in reduce_in_slices(squares, leaves, axes)]
 
     def on_tpu(leaves: Sequence[Arrays]) -> list[jax.Array]:
         def roots(sums: Callable[[jax.Array, Axes], Arrays], xs: Arrays) -> list[jax.Array]:
             columns = zip(*(sums(x, along) for x, along in zip(xs, axes, strict=True)), strict=True)
             return side_by_side(lambda a, b, *far: _root(_widened_sum(a, b), *far), *columns)
 
-        xs = [added(terms) for terms in leaves]
+        xs = [of(*terms) for terms in leaves]
         alone, on_many = (functools.partial(roots, sums) for sums in (sums_of_squares, sums_of_blocks))
         return lax.cond(on_single_device(), alone, on_many, xs)
 
     def on_gpu(leaves: Sequence[Arrays]) -> list[jax.Array]:
-        xs = [added(terms) for terms in leaves]
+        xs = [of(*terms) for terms in leaves]
         sums = lax.cond(on_single_device(), lambda xs: _on_gpu(xs, axes), lambda xs: _plain(xs, axes), xs)
         return [jnp.sqrt(total) for total in sums]
 
@@ -123,19 +127,29 @@ def euclidean_norm(xs: Arrays) -> jax.Array:
     )
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-@functools.partial(jax.jit, static_argnums=2)
-def inner_product(a: jax.Array, b: jax.Array, axes: Axes) -> jax.Array:
-    """Return the sum of products of two real arrays of one dtype along axes, which are kept with size 1.
+@functools.partial(jax.custom_jvp, nondiff_argnums=(4,))
+@functools.partial(jax.jit, static_argnums=4)
+def inner_product(a: jax.Array, b: jax.Array, unit_a: jax.Array, unit_b: jax.Array, axes: Axes) -> jax.Array:
+    """Return the sum of products of a / unit_a and b / unit_b along axes, which are kept with size 1.
 
-    The result is float64. For a TPU, the arrays have to be scaled to norms of at most 2.
+    The result is float64; a and b are real, of one dtype of at least 32 bits. The units are constant powers
+    of two, and divided by them the arrays have norms of at most 2: a TPU has no range for other products.
     """
 
+    def scaled(x: jax.Array, unit: jax.Array) -> jax.Array:
+        return x * lax.convert_element_type(1 / unit, x.dtype)
+
     def in_float64(a: jax.Array, b: jax.Array) -> jax.Array:
-        return jnp.sum(wide(a) * wide(b), axis=axes, keepdims=True)
+        return jnp.sum(wide(scaled(a, unit_a)) * wide(scaled(b, unit_b)), axis=axes, keepdims=True)
+
+    def on_cpu(a: jax.Array, b: jax.Array) -> jax.Array:
+        if a.dtype == np.float64:
+            return in_float64(a, b)
+        products = _SQUARES._replace(of=lambda a, b: wide(a) * wide(b))
+        return reduce_in_slices(products, [(a, b)], [axes])[0] / unit_a / unit_b
 
     def in_pairs(a: jax.Array, b: jax.Array) -> jax.Array:
-        a, b = (lax.convert_element_type(x, np.float32) for x in (a, b))
+        a, b = (lax.convert_element_type(scaled(*x), np.float32) for x in ((a, unit_a), (b, unit_b)))
         return lax.cond(on_single_device(), alone, on_many, a, b)
 
     def alone(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -144,15 +158,15 @@ def inner_product(a: jax.Array, b: jax.Array, axes: Axes) -> jax.Array:
     def on_many(a: jax.Array, b: jax.Array) -> jax.Array:
         return functools.reduce(jnp.add, map(wide, inner_products_of_blocks(a, b, axes)))
 
-    return lax.platform_dependent(a, b, tpu=in_pairs, default=in_float64)
+    return lax.platform_dependent(a, b, cpu=on_cpu, tpu=in_pairs, default=in_float64)
 
 
 @inner_product.defjvp
 def _inner_product_jvp(axes: Axes, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    (a, b), (da, db) = primals, tangents
+    (a, b, unit_a, unit_b), (da, db, *_) = primals, tangents
     with jax.enable_x64(True):  # JAX may run this later, in the user's mode
-        slopes = wide(da) * wide(b) + wide(a) * wide(db)
-        return inner_product(a, b, axes), jnp.sum(slopes, axis=axes, keepdims=True)
+        slopes = wide(da) / unit_a * (wide(b) / unit_b) + wide(a) / unit_a * (wide(db) / unit_b)
+        return inner_product(a, b, unit_a, unit_b, axes), jnp.sum(slopes, axis=axes, keepdims=True)
 
 
 @functools.partial(jax.jit, static_argnums=1)

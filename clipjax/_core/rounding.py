@@ -91,6 +91,16 @@ def limits_in(low: jax.Array, high: jax.Array, dtype: Any) -> tuple[jax.Array, j
     return _inward(low, dtype, jnp.inf), _inward(high, dtype, -jnp.inf)
 
 
+@in_float64
+def round_up(x: jax.Array, dtype: Any) -> jax.Array:
+    """Round a float64 number up to the dtype of a state.
+
+    A norm as large as all past norms is then not above them, and is not clipped; and no clipped norm was
+    above the threshold in the state.
+    """
+    return _inward(x, dtype, jnp.inf)
+
+
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 @in_float64
 @functools.partial(jax.jit, static_argnums=(1, 2))

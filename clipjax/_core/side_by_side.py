@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from clipjax._core.devices import on_single_device
 from clipjax._core.mesh import split_by_type, varying
-from clipjax._core.xla_cpu import on_single_device
 
 
 def by_kind(

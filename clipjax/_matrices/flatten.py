@@ -9,9 +9,10 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
+from clipjax._core.arguments import check_by_pattern
 from clipjax._core.axes import SKIP, Skip, check_some, is_measured, unclear
 from clipjax._core.mesh import names_of_units, spec_leaves
-from clipjax._core.paths import Path, described, first_matches, leaves_with_paths, path_name
+from clipjax._core.paths import Path, described, for_each_leaf, leaves_with_paths, path_name
 
 Sides: TypeAlias = tuple[int | Sequence[int], int | Sequence[int]]
 FlattenRule: TypeAlias = Callable[[Path, Any], Sides | Skip | None]
@@ -45,12 +46,7 @@ def check_flatten(flatten: Flatten) -> Flatten:
         if not (flatten is None or flatten is SKIP or callable(flatten)):
             _sides(flatten)
         return flatten
-    for pattern, value in flatten.items():
-        if not isinstance(pattern, str):
-            raise TypeError(f"flatten: a path pattern must be a string, got {pattern!r}")
-        if isinstance(value, Mapping):
-            raise TypeError(f"flatten: pattern {pattern!r} must map to axes, got the mapping {value!r}")
-        check_flatten(value)
+    check_by_pattern("flatten", flatten, "axes", lambda _, value: check_flatten(value))
     return flatten
 
 
@@ -92,8 +88,7 @@ def sides_of(tree: Any, flatten: Flatten) -> list[Resolved]:
     """
     leaves = leaves_with_paths(tree)
     if isinstance(flatten, Mapping):
-        patterns = first_matches("flatten", list(flatten), tree)
-        how = [None if pattern is None else flatten[pattern] for pattern in patterns]
+        how = for_each_leaf("flatten", flatten, tree, None)
     else:
         # One pair for all leaves applies only to ranks above 2: a Dense kernel is already a matrix.
         for_all = callable(flatten) or flatten is SKIP

@@ -13,27 +13,25 @@ from jax import lax
 
 from clipjax._core.arguments import explained, shown
 from clipjax._core.axes import Axes, Reduced, Skip, check_axes, resolve_axes
-from clipjax._core.bounds import Bound, bound_at
+from clipjax._core.bounds import Bound, bound_at, check_count, check_number
 from clipjax._core.members import Memory
 from clipjax._core.mesh import AxisName, is_spread, names_of_units, spec_leaves, varying
 from clipjax._core.norms import as_arrays, in_float64, norm_of, norms_of, wide
 from clipjax._core.paths import Path, leaves_with_paths
 from clipjax._core.rescale import Scale, factor_of, rescale, to_bound
+from clipjax._core.rounding import round_up
 from clipjax._core.side_by_side import side_by_side
 from clipjax._core.stats import Stats
 from clipjax._core.trees import Unit, decide, for_each, joined, least_of, measure_units, report_of, units_of
 from clipjax._core.where import Where
 from clipjax.gradients.past import (
     Clipped,
-    check_count,
     check_leaves,
-    check_number,
     leaves_of,
     no_norms,
     no_threshold,
     one_more,
     remembering,
-    round_up,
 )
 
 WarmupNorms = Literal["before", "after"]

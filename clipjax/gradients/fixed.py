@@ -12,8 +12,8 @@ import optax
 from clipjax._core.arguments import explained, shown
 from clipjax._core.axes import Axes, check_axes
 from clipjax._core.bounds import Bound, bound_at, check_order
-from clipjax._core.limits import clip_entries
-from clipjax._core.members import Memory, check_units, with_stats
+from clipjax._core.clip_entries import clip_entries
+from clipjax._core.members import Memory, with_stats, without_memory
 from clipjax._core.mesh import AxisName
 from clipjax._core.norms import check_ord, in_float64
 from clipjax._core.rescale import root_of
@@ -59,7 +59,7 @@ def _clipping(
         del params, extra_args
         return *clip(updates, step), memory
 
-    return with_stats(state, act, check_units(axes), where=where)
+    return with_stats(state, act, without_memory(axes), where=where)
 
 
 Transformation: TypeAlias = optax.GradientTransformationExtraArgs

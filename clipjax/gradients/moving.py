@@ -13,6 +13,7 @@ import optax
 from jax import lax
 
 from clipjax._core.arguments import explained
+from clipjax._core.bounds import check_number
 from clipjax._core.maxima import max_of, min_of
 from clipjax._core.members import Memory
 from clipjax._core.mesh import AxisName
@@ -28,19 +29,11 @@ from clipjax._core.rescale import (
     rounded_down,
     to_bound,
 )
-from clipjax._core.rounding import limits_in, widened
+from clipjax._core.rounding import limits_in, round_up, widened
 from clipjax._core.stats import Stats, count
 from clipjax._core.trees import Report, Unit, measure_units, of_norms, units_of
 from clipjax._core.where import Where
-from clipjax.gradients.past import (
-    Clipped,
-    check_leaves,
-    check_number,
-    leaves_of,
-    no_threshold,
-    remembering,
-    round_up,
-)
+from clipjax.gradients.past import Clipped, check_leaves, leaves_of, no_threshold, remembering
 
 
 class ClipByMovingMaxState(NamedTuple):

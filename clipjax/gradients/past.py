@@ -7,23 +7,19 @@ stores the memory. Methods for single leaves do these steps themselves, with :fu
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 
-from clipjax._core.arguments import shown
 from clipjax._core.axes import is_measured
-from clipjax._core.bounds import check_bound
 from clipjax._core.members import Acted, Memory, with_stats
 from clipjax._core.mesh import AxisName, placed_as
 from clipjax._core.norms import as_arrays, in_float64, wide
-from clipjax._core.rounding import limits_in
+from clipjax._core.rounding import round_up
 from clipjax._core.stats import Stats, count
 from clipjax._core.trees import Report, clip_tree, measure_tree
 from clipjax._core.where import Where
@@ -116,16 +112,6 @@ def no_threshold(dtype: Any) -> jax.Array:
     return jnp.full((), jnp.inf, dtype)
 
 
-@in_float64
-def round_up(x: jax.Array, dtype: Any) -> jax.Array:
-    """Round up to the float dtype of a state.
-
-    A norm as large as all past norms is then not above them, and is not clipped; and no clipped norm was
-    above the threshold in the state.
-    """
-    return limits_in(x, x, dtype)[0]
-
-
 def _is_float(x: jax.Array) -> bool:
     return bool(jnp.issubdtype(x.dtype, jnp.floating))
 
@@ -158,41 +144,6 @@ def length_of(ring: jax.Array, name: str, window: Any) -> int:
 def one_more(taken: jax.Array) -> jax.Array:
     """Count one more norm; :func:`remembering` undoes this if the norm was not finite."""
     return count(taken, jnp.ones((), bool))
-
-
-def check_number(
-    name: str, value: Any, low: float, high: float = np.inf, *, inside: bool = False, below: bool = False
-) -> Any:
-    """Return a number in `[low, high]`; in `[low, high)` if `below`; in `(low, high)` if `inside`.
-
-    A traced number, as from `optax.inject_hyperparams`, has no known value and is not checked.
-    """
-    if callable(value):
-        raise TypeError(f"{name} must be a number, got {shown(value)}")
-    check_bound(name, value, minimum=None, forms="a number")
-    if isinstance(value, jax.core.Tracer):
-        return value
-    if np.ndim(value):
-        raise ValueError(f"{name} must be one number, got {shown(value)}")
-    number, left, right = float(value), "(" if inside else "[", ")" if inside or below else "]"
-    if not low <= number <= high or (inside and number == low) or (right == ")" and number == high):
-        raise ValueError(f"{name} must be in {left}{low:g}, {high:g}{right}, got {shown(value)}")
-    return value
-
-
-def check_count(name: str, value: Any, minimum: int) -> Any:
-    """Return a whole number of at least `minimum`; a traced one is not checked."""
-    if isinstance(value, jax.core.Tracer):
-        return value
-    if isinstance(value, bool):
-        raise TypeError(f"{name} must be an int, got {shown(value)}")
-    try:
-        number = operator.index(value)
-    except TypeError as error:
-        raise TypeError(f"{name} must be an int, got {shown(value)}") from error
-    if number < minimum:
-        raise ValueError(f"{name} must be at least {minimum}, got {shown(value)}")
-    return value
 
 
 def capped(bound: jax.Array, max_norm: Callable[[Any], jax.Array] | None, step: jax.Array) -> jax.Array:

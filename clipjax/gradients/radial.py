@@ -14,10 +14,11 @@ from jax import lax
 from clipjax._core import pairs
 from clipjax._core.axes import Axes
 from clipjax._core.mesh import AxisName, placed_as
-from clipjax._core.norms import in_float64, is_wide, norm_of, strong, weakly_typed_as, wide
-from clipjax._core.platforms import inner_product
+from clipjax._core.norms import in_float64, is_wide, norm_of, norms_of, strong, weakly_typed_as, wide
+from clipjax._core.platforms import inner_product, once
 from clipjax._core.rounding import widened
 from clipjax._core.trees import Report, Unit, measure_units, summary, units_of
+from clipjax._core.xla_cpu import is_large
 
 
 class Choice(NamedTuple):
@@ -83,23 +84,38 @@ def _of_leaf(
     of_weight, of_grad = (_power_of_two(x, grad.dtype) for x in (norm, size))
     relative = jnp.where(norm > 0, norm / of_weight, 1.0)
     axes = tuple(range(grad.ndim)) if unit.reduced is None else unit.reduced
-    parts = zip(_real_parts(grad, of_grad), _real_parts(weight, of_weight), strict=True)
-    product = functools.reduce(jnp.add, [inner_product(g, w, axes) for g, w in parts]).reshape(norm.shape)
+    products = [
+        inner_product(g, w, of_grad, of_weight, axes)
+        for g, w in zip(_real_parts(grad), _real_parts(weight), strict=True)
+    ]
+    product = functools.reduce(jnp.add, products).reshape(norm.shape)
     if unit.names:
         product = lax.psum(product, unit.names)
     radial = product / relative * of_grad
 
+    def rows(*numbers: jax.Array) -> list[jax.Array]:
+        """Convert numbers of the units to the dtype to compute in; on a CPU, once for all entries."""
+        kept = (1,) * grad.ndim if unit.reduced is None else norm.shape
+        dtype = widened(grad.real).dtype
+        stacked = jnp.stack([lax.convert_element_type(x, dtype) for x in numbers])
+        return [x.reshape(kept) for x in (once(stacked) if is_large(grad) else stacked)]
+
+    multiple = product / relative**2
+    low = multiple - wide(lax.convert_element_type(multiple, np.float32))
+    scaled = rows(1 / of_grad, 1 / of_weight, multiple, low)
+
     def left(grad: jax.Array, weight: jax.Array) -> list[jax.Array]:
-        parts = zip(_real_parts(grad, of_grad), _real_parts(weight, of_weight), strict=True)
-        return [_without(g, w, product / relative**2) for g, w in parts]
+        return [_left(g, w, *scaled) for g, w in zip(_real_parts(grad), _real_parts(weight), strict=True)]
 
     chosen = choose(unit, weight, norm, radial)
     eps = float(jnp.finfo(grad.dtype).eps)
     # The remaining gradient is computed separately for its norm: shared with the result, XLA would store it.
-    both = (grad, weight) if keep_norm else lax.stop_gradient((grad, weight))
-    size_left = (
-        norm_of(_complex(left(*lax.optimization_barrier(both))), unit.reduced, 2.0, unit.names) * of_grad
-    )
+    both = lax.optimization_barrier((grad, weight) if keep_norm else lax.stop_gradient((grad, weight)))
+    if jnp.iscomplexobj(grad):
+        size_left = norm_of(_complex(left(*both)), unit.reduced, 2.0, unit.names)
+    else:
+        size_left = norms_of([(*both, *scaled)], [unit.reduced], 2.0, [unit.names], _left)[0]
+    size_left = size_left * of_grad
     # A remainder below the gradient's own rounding is noise, which Adam would take for a direction.
     nothing = (size_left <= eps * size) | chosen.nothing
     bad = ~(jnp.isfinite(radial) & jnp.isfinite(norm)) | chosen.unknown
@@ -108,13 +124,11 @@ def _of_leaf(
     factor = 1 / jnp.where(share > 0, share, 1.0) if keep_norm else 1.0
     factor = jnp.where(bad, jnp.nan, jnp.where(nothing, 0.0, factor))
 
-    def rescaled(part: jax.Array) -> jax.Array:
-        own = (lax.convert_element_type(x, part.dtype) for x in (factor, of_grad))
-        return functools.reduce(jnp.multiply, own, part)  # the product of `own` may leave the float32 range
-
-    new = _complex([rescaled(part) for part in left(grad, weight)])
+    # The two factors are apart, as their product may leave the range of float32.
+    first, second, is_new = rows(factor, of_grad, changed)
+    new = _complex([part * first * second for part in left(grad, weight)])
     # Units that do not change are not rounded again, so they keep their bits.
-    result = jnp.where(changed, lax.convert_element_type(new, grad.dtype), grad)
+    result = jnp.where(is_new != 0, lax.convert_element_type(new, grad.dtype), grad)
 
     radial, size, share = lax.stop_gradient((radial, size, share))  # reports are not differentiated
     removed = jnp.where(chosen.nothing, size, jnp.abs(radial))
@@ -133,23 +147,28 @@ def _power_of_two(norm: jax.Array, dtype: Any) -> jax.Array:
     return wide(lax.reduce_precision(near, 8, 0))
 
 
-def _real_parts(x: jax.Array, unit: jax.Array) -> list[jax.Array]:
-    """Return the real parts of an array, divided by a power of two, in the dtype to compute in."""
-    parts = [widened(part) for part in ((x.real, x.imag) if jnp.iscomplexobj(x) else (x,))]
-    return [part * lax.convert_element_type(1 / unit, part.dtype) for part in parts]
+def _real_parts(x: jax.Array) -> list[jax.Array]:
+    """Return the real parts of an array, in the dtype to compute in."""
+    return [widened(part) for part in ((x.real, x.imag) if jnp.iscomplexobj(x) else (x,))]
 
 
 def _complex(parts: list[jax.Array]) -> jax.Array:
     return lax.complex(*parts) if len(parts) == 2 else parts[0]
 
 
-def _without(grad: jax.Array, weight: jax.Array, coefficient: jax.Array) -> jax.Array:
-    """Return grad - weight * coefficient with two roundings: the product is exact, as a pair."""
+def _left(
+    grad: jax.Array,
+    weight: jax.Array,
+    by_grad: jax.Array,
+    by_weight: jax.Array,
+    high: jax.Array,
+    low: jax.Array,
+) -> jax.Array:
+    """Return grad * by_grad - weight * by_weight * (high + low) with two roundings: the product is a pair."""
+    grad, weight = widened(grad) * by_grad, widened(weight) * by_weight
     if grad.dtype == np.float64:
-        return grad - weight * coefficient
-    high = lax.convert_element_type(coefficient, np.float32)
-    low = lax.convert_element_type(coefficient - wide(high), np.float32)
+        return grad - weight * high
     product, rest = pairs.product(weight, high)
     left = (grad - product) - (rest + weight * low)
-    # Where 40 bits cancel, only the rounding error of the coefficient is left.
+    # Where 40 bits cancel, only the rounding error of the multiple is left.
     return jnp.where(jnp.abs(left) <= 2.0**-40 * jnp.abs(grad), jnp.zeros_like(left), left)

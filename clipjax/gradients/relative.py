@@ -18,7 +18,7 @@ from clipjax._core.members import Acted, Memory, with_stats
 from clipjax._core.mesh import AxisName, placed_as
 from clipjax._core.norms import in_float64, only_arrays
 from clipjax._core.rescale import to_bound
-from clipjax._core.rounding import limits_in
+from clipjax._core.rounding import round_up
 from clipjax._core.side_by_side import side_by_side
 from clipjax._core.stats import Stats
 from clipjax._core.trees import Decision, Unit, for_units, least_of, measure_units, rescale_units
@@ -149,7 +149,7 @@ def adaptive_grad_clip(
 
         clipped, report = rescale_units(updates, relative, rule, 2.0, specs, axis_name)
         threshold = least_of(lax.stop_gradient(used), tuple(over))
-        return clipped, report, (limits_in(threshold, threshold, memory[0].dtype)[0],)
+        return clipped, report, (round_up(threshold, memory[0].dtype),)
 
     return with_stats(AdaptiveGradClipState, clip, first, where=where, needs_params="measures the weights")
 

@@ -14,10 +14,10 @@ import numpy as np
 from jax import lax
 
 from clipjax._core.arguments import shown
+from clipjax._core.devices import on_single_device
 from clipjax._core.mesh import AxisName, as_names, placed_as, varying
 from clipjax._core.norms import as_arrays, in_float64, is_number, is_wide, weakly_typed_as
 from clipjax._core.stats import count
-from clipjax._core.xla_cpu import on_single_device
 
 
 def loss_of_devices(loss: Any, axis_name: AxisName) -> jax.Array:

@@ -11,7 +11,7 @@ import optax
 from clipjax._core.arguments import explained
 from clipjax._core.axes import FAN_IN_OF_MATRICES, Axes, check_axes
 from clipjax._core.bounds import Bound, bound_at
-from clipjax._core.members import Acted, Memory, check_units, with_stats
+from clipjax._core.members import Acted, Memory, with_stats, without_memory
 from clipjax._core.mesh import AxisName
 from clipjax._core.stats import Stats
 from clipjax._core.trees import Unit, for_units
@@ -94,4 +94,4 @@ def tangent_cone(
 
         return *take_out_radial(updates, params, axes, specs, axis_name, choose), memory
 
-    return with_stats(TangentConeState, act, check_units(axes), needs_params="uses the weights")
+    return with_stats(TangentConeState, act, without_memory(axes), needs_params="uses the weights")

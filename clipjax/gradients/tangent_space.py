@@ -9,7 +9,7 @@ import optax
 
 from clipjax._core.arguments import explained, shown
 from clipjax._core.axes import Axes, check_axes
-from clipjax._core.members import Acted, Memory, check_units, with_stats
+from clipjax._core.members import Acted, Memory, with_stats, without_memory
 from clipjax._core.mesh import AxisName
 from clipjax._core.stats import Stats
 from clipjax._core.trees import Unit
@@ -86,4 +86,4 @@ def tangent_space(
         done = take_out_radial(updates, params, axes, specs, axis_name, choose, keep_norm=keep_norm)
         return *done, memory
 
-    return with_stats(TangentSpaceState, act, check_units(axes), needs_params="uses the weights")
+    return with_stats(TangentSpaceState, act, without_memory(axes), needs_params="uses the weights")

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 from clipjax._core.arguments import shown
-from clipjax.gradients.past import check_count
+from clipjax._core.bounds import check_count
 from clipjax.monitoring import norm_report
 from clipjax.monitoring.replay import Replay, Rules, Suggestion, default_rules, replayed, suggestion
 

@@ -13,6 +13,7 @@ from jax import lax
 
 from clipjax._core.arguments import explained, shown
 from clipjax._core.axes import is_measured
+from clipjax._core.bounds import check_count
 from clipjax._core.links import Recorder
 from clipjax._core.members import check_state, matching
 from clipjax._core.mesh import AxisName, names_of_leaves
@@ -28,7 +29,6 @@ from clipjax._core.norms import (
 )
 from clipjax._core.paths import first_matches, leaves_with_paths, path_name
 from clipjax._core.stats import count
-from clipjax.gradients.past import check_count
 
 Of = Literal["updates", "params", "ratio"]
 Groups: TypeAlias = Literal["leaf"] | int | Sequence[str] | None

@@ -20,7 +20,7 @@ from clipjax._core.members import Acted, Memory, with_stats
 from clipjax._core.mesh import AxisName, is_inside, placed_as
 from clipjax._core.norms import in_float64, norm_dtype, only_arrays, strong, weakly_typed_as, wide
 from clipjax._core.rescale import Precision, Scale, between, rescale
-from clipjax._core.rounding import exactly, limits_in, rounded, widened
+from clipjax._core.rounding import exactly, round_up, rounded, widened
 from clipjax._core.stats import Stats
 from clipjax._core.trees import Decision, Unit, decide, for_each, measure_units, size_of, units_of
 from clipjax.weights.checks import check_are_weights
@@ -113,7 +113,7 @@ def hyperball(
         check_are_weights(params, [unit.position for unit in units])
         sizes = zip(measure_units(units), units, strict=True)
         norms = [(jnp.zeros_like(norm) if size_of(u) == 1 else norm, u) for norm, u in sizes]
-        return (tuple(limits_in(norm, norm, norm_dtype([u.leaf]))[0] for norm, u in norms),)
+        return (tuple(round_up(norm, norm_dtype([u.leaf])) for norm, u in norms),)
 
     @in_float64
     def act(updates: Any, memory: Memory, params: Any, step: Any, **extra_args: Any) -> Acted:

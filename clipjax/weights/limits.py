@@ -9,10 +9,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from clipjax._core.arguments import shown
+from clipjax._core.arguments import check_by_pattern
 from clipjax._core.axes import Skip, check_some
 from clipjax._core.bounds import Bound, Evaluate, bound_at, check_bound, check_order
-from clipjax._core.paths import Path, first_matches, leaves_with_paths, the_leaf
+from clipjax._core.paths import Path, for_each_leaf, leaves_with_paths, the_leaf
 
 LimitRule: TypeAlias = Callable[[Path, Any], "Bound | Skip"]
 _Simple: TypeAlias = Bound | LimitRule | Skip
@@ -34,16 +34,9 @@ class Group(NamedTuple):
 def check_limits(low: Limits, high: Limits) -> None:
     """Raise an error if the limits are invalid for any tree."""
     for name, limits in (("low", low), ("high", high)):
-        for pattern, value in limits.items() if isinstance(limits, Mapping) else ():
-            if not isinstance(pattern, str):
-                raise TypeError(f"{name}: a path pattern must be a string, got {shown(pattern)}")
-            if isinstance(value, Mapping):
-                path = "/".join([pattern, *map(str, value)][:2])
-                raise TypeError(
-                    f"{name}[{pattern!r}] must be a limit, not a mapping: write paths, as {path!r}"
-                )
-            _check_simple(f"{name}[{pattern!r}]", value)
-        if not isinstance(limits, Mapping):
+        if isinstance(limits, Mapping):
+            check_by_pattern(name, limits, "a limit", _check_simple)
+        else:
             _check_simple(name, limits)
     patterns = {p: f" for {p!r}" for limits in (low, high) if isinstance(limits, Mapping) for p in limits}
     for pattern, of in (patterns or {"": ""}).items():
@@ -119,15 +112,11 @@ def _takes(signature: inspect.Signature, count: int) -> bool:
 
 def _of_each(name: str, limits: Limits, where: Sequence[bool], tree: Any) -> list[Any]:
     """Return the limit of each leaf, or a `Skip` if it has none."""
-    leaves = leaves_with_paths(tree)
-    each: list[Any] = [limits] * len(leaves)
-    if isinstance(limits, Mapping):
-        unnamed = Skip("no pattern of low or high matches it")
-        each = [unnamed if p is None else limits[p] for p in first_matches(name, list(limits), tree)]
+    each = for_each_leaf(name, limits, tree, Skip("no pattern of low or high matches it"))
     outside = Skip("where leaves it out")
     return [
         _by_rule(name, limit, path, leaf) if yes else outside
-        for limit, (path, leaf), yes in zip(each, leaves, where, strict=True)
+        for limit, (path, leaf), yes in zip(each, leaves_with_paths(tree), where, strict=True)
     ]
 
 

@@ -21,7 +21,7 @@ from clipjax._core.rescale import Scale, rescale
 from clipjax._core.rounding import widened
 from clipjax._core.stats import Stats
 from clipjax._core.trees import Report, Rule, Unit, decide, most_of, report_of, rescale_units, units_of
-from clipjax._core.xla_cpu import Turn, is_large, turn_after
+from clipjax._core.xla_cpu import Turn, also_read, in_turns
 from clipjax.weights.checks import check_are_weights
 from clipjax.weights.link import Outside, applied, is_branch, short_of, step_to
 
@@ -226,8 +226,8 @@ def steps_of_units(
     scales: list[Scale] = []
     done: list[Unit] = []
 
-    def step(units: Sequence[Unit], turn: Turn) -> None:
-        news, terms = [], []
+    def step(places: Sequence[int], turn: Turn) -> None:
+        units, news, terms = [every[i] for i in places], [], []
         updates = moved_by(units, [stored(leaves[unit.position], turn) for unit in units])
         for unit, update in zip(units, updates, strict=True):
             old = before[unit.position]
@@ -245,19 +245,14 @@ def steps_of_units(
         scales.extend(exact)
         done.extend(units)
 
-    units = units_of(treedef.unflatten(before), how.axes, how.specs, how.axis_name)
-    step([unit for unit in units if not is_large(unit.leaf)], None)
-    turn: Turn = None
-    for unit in (unit for unit in units if is_large(unit.leaf)):
-        step([unit], turn_after(None, unit.leaf, ready) if turn is None else turn)
-        # The next leaf waits for the new weights: otherwise XLA's memory-minimizing scheduler would compute
-        # all norms first, for the metrics, and keep all updates in memory until then.
-        new = (unit.leaf + leaves[unit.position]).astype(unit.leaf.dtype)  # as Optax adds them
-        turn = turn_after(turn, unit.leaf, new)
+    def new(i: int) -> jax.Array:
+        old = every[i].leaf
+        return (old + leaves[every[i].position]).astype(old.dtype)  # as Optax adds them
+
+    every = units_of(treedef.unflatten(before), how.axes, how.specs, how.axis_name)
+    turn = in_turns([unit.leaf for unit in every], ready, step, new)
     report = report_of(norms, scales, done)
-    if turn is not None:  # XLA multiplies by the reciprocal of a divisor that has no other use
-        report = report._replace(scale=jnp.minimum(report.scale, turn))
-    return leaves, report
+    return leaves, report._replace(scale=also_read(turn, report.scale))
 
 
 @in_float64

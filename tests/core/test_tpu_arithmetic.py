@@ -31,6 +31,7 @@ from tests.support.trees import DTYPES, same_bits
 
 PLATFORMS = ("tpu", "gpu")
 # A TPU whose program is for several.
+UNITS = (np.float32(1), np.float32(1))
 ONE_OF_SEVERAL = "one of several tpus"
 each_platform = pytest.mark.parametrize("platform", PLATFORMS)
 each_kind = pytest.mark.parametrize("kind", DTYPES)
@@ -403,7 +404,7 @@ def test_inner_products_on_a_tpu(platform: str, seed: int, turned: float, cancel
 
 @functools.cache
 def inner_products(platform: str) -> Program:
-    return as_on(platform, lambda a, b: platforms.inner_product(a, b, (0,)))
+    return as_on(platform, lambda a, b: platforms.inner_product(a, b, *UNITS, (0,)))
 
 
 def test_blocks_of_a_long_unit_are_added_without_rounding_on_several_tpus() -> None:
@@ -423,7 +424,9 @@ def test_blocks_of_a_long_unit_are_added_without_rounding_on_several_tpus() -> N
 
 def test_inner_products_of_blocks_are_added_without_rounding_on_several_tpus() -> None:
     """Of 64 blocks in a column and 64 x 64 in a whole leaf, which nearly cancel."""
-    run = as_on(ONE_OF_SEVERAL, lambda a, b: [platforms.inner_product(a, b, axes) for axes in ((0,), (0, 1))])
+    run = as_on(
+        ONE_OF_SEVERAL, lambda a, b: [platforms.inner_product(a, b, *UNITS, axes) for axes in ((0,), (0, 1))]
+    )
     for seed in range(5):
         rng = np.random.default_rng(seed)
         a, b = rng.standard_normal((2, 1024, 512)).astype(np.float32)

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import clipjax
-from clipjax._core.xla_cpu import on_single_device
+from clipjax._core.devices import on_single_device
 from tests.support.eight_devices import (
     IN_JIT,
     KINDS,

@@ -169,8 +169,8 @@ MUTANTS = (
     Mutant(
         "what a mapping of axis names does not name is split as well",
         "_core/mesh.py",
-        "return [() if pattern is None else axis_name[pattern] or () for pattern in found]",
-        "return [next(iter(axis_name.values())) for _ in found]",
+        "return [names or () for names in found]",
+        "return [names or next(iter(axis_name.values())) for names in found]",
         "tests/devices/test_stages_and_experts.py::test_every_leaf_counts_once",
     ),
     Mutant(
@@ -182,7 +182,7 @@ MUTANTS = (
     ),
     Mutant(
         "a share of several axes counts as one device",
-        "_core/xla_cpu.py",
+        "_core/devices.py",
         "set(manual) == set(mesh.axis_names) if manual and mesh else False",
         "bool(manual)",
         "tests/devices/test_layouts.py::test_who_works_alone",

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from clipjax._core.arguments import explained, shown
-from clipjax.gradients.past import check_count
+from clipjax._core.bounds import check_count
 from clipjax.monitoring.metrics import states_in
 
 _REASONS = ("nonfinite_count", "nonfinite_loss_count", "norm_spike_count", "loss_spike_count")
