@@ -17,8 +17,9 @@ from clipjax._core.arguments import explained, shown
 from clipjax._core.axes import Axes, check_axes, is_measured
 from clipjax._core.bounds import Bound, bound_at, check_bound, check_order
 from clipjax._core.clip_entries import clip_entries
+from clipjax._core.dtypes import as_arrays, in_float64, norm_dtype
 from clipjax._core.mesh import varying
-from clipjax._core.norms import as_arrays, check_ord, in_float64, norm_dtype, norm_of, tree_norm
+from clipjax._core.norms import check_ord, norm_of, tree_norm
 from clipjax._core.trees import clip_tree, clip_units, units_of
 
 __all__ = [

@@ -12,8 +12,8 @@ import numpy as np
 
 from clipjax._core.arguments import shown
 from clipjax._core.axes import is_measured
+from clipjax._core.dtypes import in_float64, wide
 from clipjax._core.maxima import larger
-from clipjax._core.norms import in_float64, wide
 from clipjax._core.paths import leaves_with_paths, the_leaf
 
 Schedule: TypeAlias = Callable[[Any], Any]

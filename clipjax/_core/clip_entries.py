@@ -13,9 +13,10 @@ from jax import lax
 
 from clipjax._core.axes import is_measured
 from clipjax._core.bounds import check_fits_leaves
+from clipjax._core.dtypes import strong, weakly_typed_as
 from clipjax._core.maxima import max_of
 from clipjax._core.mesh import AxisName, Names, largest_of_devices, names_of_leaves
-from clipjax._core.norms import largest_of, norm_of, strong, tree_norm, weakly_typed_as
+from clipjax._core.norms import largest_of, norm_of, tree_norm
 from clipjax._core.paths import leaves_with_paths, the_leaf
 from clipjax._core.rescale import rescaled, to_bound
 from clipjax._core.rounding import exactly, limits_in, widened

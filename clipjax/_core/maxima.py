@@ -12,7 +12,8 @@ import numpy as np
 from jax import lax
 
 from clipjax._core.devices import on_single_device
-from clipjax._core.platforms import Arrays, Axes, alike, all_axes, wide
+from clipjax._core.dtypes import wide
+from clipjax._core.platforms import Arrays, Axes, alike, all_axes
 from clipjax._core.xla_cpu import Reduction, is_large, paired, reduce_in_slices
 
 

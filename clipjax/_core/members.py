@@ -15,8 +15,8 @@ import optax
 
 from clipjax._core.arguments import shown
 from clipjax._core.axes import Axes, resolve_axes
+from clipjax._core.dtypes import as_arrays, only_arrays
 from clipjax._core.links import Clip
-from clipjax._core.norms import as_arrays, only_arrays
 from clipjax._core.paths import leaves_with_paths, the_leaf
 from clipjax._core.stats import Stats, name_of, observe, start
 from clipjax._core.trees import Report

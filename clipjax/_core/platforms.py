@@ -23,6 +23,7 @@ from jax import lax
 from clipjax._core import pairs
 from clipjax._core.blocks import FAR, inner_products_of_blocks, kept, sums_of_blocks, sums_of_squares
 from clipjax._core.devices import on_single_device
+from clipjax._core.dtypes import wide
 from clipjax._core.mesh import split_by_type
 from clipjax._core.side_by_side import side_by_side
 from clipjax._core.xla_cpu import (
@@ -50,12 +51,6 @@ _SCALES = ((0.0, 2.0**80), (2.0**-40, 1.0), (2.0**23, 2.0**-65))
 _PLAIN_ERROR = 2.0**-12
 # The number of small arrays of one shape that are added entry by entry before they are reduced.
 _TOGETHER = 16
-
-
-def wide(x: Any) -> jax.Array:
-    """Convert to float64 (complex128), where 64-bit types are allowed."""
-    x = jnp.asarray(x)
-    return lax.convert_element_type(x, np.complex128 if jnp.iscomplexobj(x) else np.float64)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))  # otherwise compiled again at every call outside jit

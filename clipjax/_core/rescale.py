@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from clipjax._core.dtypes import in_float64, is_wide, strong, weakly_typed_as, wide
 from clipjax._core.maxima import larger, smaller
-from clipjax._core.norms import in_float64, is_wide, strong, weakly_typed_as, wide
 from clipjax._core.platforms import NORM_ERROR, once
 from clipjax._core.rounding import exactly, rounded, smallest, widened
 from clipjax._core.xla_cpu import is_large

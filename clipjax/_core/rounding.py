@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from clipjax._core.norms import in_float64, wide
+from clipjax._core.dtypes import in_float64, wide
 
 
 def widened(x: jax.Array) -> jax.Array:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from clipjax._core.norms import as_arrays, in_float64, norm_dtype
+from clipjax._core.dtypes import as_arrays, in_float64, norm_dtype
 from clipjax._core.trees import Report
 
 

@@ -18,6 +18,7 @@ from jax import lax
 from clipjax._core.axes import Axes, Reduced, Skip, is_measured, leaves_with_paths, path_name, resolve_axes
 from clipjax._core.bounds import check_fits
 from clipjax._core.devices import on_single_device
+from clipjax._core.dtypes import as_arrays, in_float64, wide
 from clipjax._core.maxima import largest_of_rows, max_of, min_of
 from clipjax._core.mesh import (
     AxisName,
@@ -29,7 +30,7 @@ from clipjax._core.mesh import (
     spec_leaves,
     varying,
 )
-from clipjax._core.norms import as_arrays, in_float64, norms_of, tree_norm, wide
+from clipjax._core.norms import norms_of, tree_norm
 from clipjax._core.rescale import Scale, factor_of, is_changed, precision_of, rescale, rounded_down, to_bound
 from clipjax._core.side_by_side import side_by_side
 

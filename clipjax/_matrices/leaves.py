@@ -12,8 +12,8 @@ from jax import lax
 
 from clipjax._core.arguments import shown
 from clipjax._core.bounds import check_fits
+from clipjax._core.dtypes import in_float64, strong, weakly_typed_as
 from clipjax._core.mesh import on_auto_axes
-from clipjax._core.norms import in_float64, strong, weakly_typed_as
 from clipjax._core.trees import Report, summary
 from clipjax._matrices.caps import by_newton_schulz, by_svd, softly_by_newton_schulz, softly_by_svd
 from clipjax._matrices.flatten import Matrices

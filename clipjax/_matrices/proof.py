@@ -33,7 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from clipjax._core.norms import in_float64, wide
+from clipjax._core.dtypes import in_float64, wide
 
 # On a TPU, a bound below this is treated as 0, because float32 underflow could hide relevant entries.
 _SMALLEST_IN_FLOAT32 = 2.0**-80

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from clipjax._core.norms import wide
+from clipjax._core.dtypes import wide
 from clipjax._core.rounding import rounded
 from clipjax._matrices.caps import frobenius_norm, largest_entry
 from clipjax._matrices.proof import by_platform, first_inside, gram, identity, limit_in, matmul, to_width

@@ -18,8 +18,8 @@ from clipjax._core.arguments import explained, shown
 from clipjax._core.axes import Axes, check_axes
 from clipjax._core.bounds import Bound, bound_at, check_bound, check_fits, check_fits_leaves, check_order
 from clipjax._core.clip_entries import check_entries, clip_entries
+from clipjax._core.dtypes import as_arrays
 from clipjax._core.mesh import AxisName
-from clipjax._core.norms import as_arrays
 from clipjax._core.trees import Report, clip_tree, clip_units, units_of
 from clipjax.backward.rules import change_cotangents, floats_of, replaced, scaled
 

@@ -19,7 +19,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad, batching, mlir
 
 from clipjax._core.axes import is_measured
-from clipjax._core.norms import as_arrays, in_float64, strong
+from clipjax._core.dtypes import as_arrays, in_float64, strong
 from clipjax._core.rounding import widened
 from clipjax._core.trees import Report
 

@@ -14,9 +14,10 @@ from jax import lax
 from clipjax._core.arguments import explained, shown
 from clipjax._core.axes import Axes, Reduced, Skip, check_axes, resolve_axes
 from clipjax._core.bounds import Bound, bound_at, check_count, check_number
+from clipjax._core.dtypes import as_arrays, in_float64, wide
 from clipjax._core.members import Memory
 from clipjax._core.mesh import AxisName, is_spread, names_of_units, spec_leaves, varying
-from clipjax._core.norms import as_arrays, in_float64, norm_of, norms_of, wide
+from clipjax._core.norms import norm_of, norms_of
 from clipjax._core.paths import Path, leaves_with_paths
 from clipjax._core.rescale import Scale, factor_of, rescale, to_bound
 from clipjax._core.rounding import round_up

@@ -13,9 +13,10 @@ from clipjax._core.arguments import explained, shown
 from clipjax._core.axes import Axes, check_axes
 from clipjax._core.bounds import Bound, bound_at, check_order
 from clipjax._core.clip_entries import clip_entries
+from clipjax._core.dtypes import in_float64
 from clipjax._core.members import Memory, with_stats, without_memory
 from clipjax._core.mesh import AxisName
-from clipjax._core.norms import check_ord, in_float64
+from clipjax._core.norms import check_ord
 from clipjax._core.rescale import root_of
 from clipjax._core.stats import Stats
 from clipjax._core.trees import Report, clip_tree, clip_units, size_of

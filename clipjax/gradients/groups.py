@@ -15,9 +15,10 @@ from clipjax._core.arguments import explained, shown
 from clipjax._core.axes import Rule as AxesRule
 from clipjax._core.axes import is_measured, resolve_axes
 from clipjax._core.bounds import Bound, bound_at, check_fits
+from clipjax._core.dtypes import in_float64, only_arrays
 from clipjax._core.members import Acted, Memory, with_stats
 from clipjax._core.mesh import AxisName
-from clipjax._core.norms import check_ord, in_float64, joint_norms, only_arrays
+from clipjax._core.norms import check_ord, joint_norms
 from clipjax._core.paths import (
     Path,
     check_none_is_hidden,

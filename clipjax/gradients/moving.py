@@ -14,10 +14,11 @@ from jax import lax
 
 from clipjax._core.arguments import explained
 from clipjax._core.bounds import check_number
+from clipjax._core.dtypes import strong, weakly_typed_as, wide
 from clipjax._core.maxima import max_of, min_of
 from clipjax._core.members import Memory
 from clipjax._core.mesh import AxisName
-from clipjax._core.norms import norm_of, strong, weakly_typed_as, wide
+from clipjax._core.norms import norm_of
 from clipjax._core.rescale import (
     Precision,
     Scale,

@@ -13,10 +13,11 @@ from jax import lax
 from clipjax._core.arguments import explained
 from clipjax._core.axes import is_measured
 from clipjax._core.bounds import check_count
+from clipjax._core.dtypes import as_arrays, in_float64
 from clipjax._core.links import Clip, check_optimizer, knowing, links_of
 from clipjax._core.members import check_state
 from clipjax._core.mesh import AxisName, names_of_leaves
-from clipjax._core.norms import as_arrays, in_float64, tree_norm
+from clipjax._core.norms import tree_norm
 from clipjax._core.stats import count
 from clipjax.gradients.skipping import decided, loss_of_devices, step_if, with_loss
 

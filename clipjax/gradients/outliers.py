@@ -10,10 +10,10 @@ import optax
 
 from clipjax._core.arguments import explained, shown
 from clipjax._core.bounds import Bound, bound_at, check_count, check_number
+from clipjax._core.dtypes import wide
 from clipjax._core.maxima import larger
 from clipjax._core.members import Memory
 from clipjax._core.mesh import AxisName
-from clipjax._core.norms import wide
 from clipjax._core.stats import Stats
 from clipjax._core.where import Where
 from clipjax.gradients.past import capped, clip_by_past, no_norms, one_more

@@ -16,9 +16,9 @@ import optax
 from jax import lax
 
 from clipjax._core.axes import is_measured
+from clipjax._core.dtypes import as_arrays, in_float64, wide
 from clipjax._core.members import Acted, Memory, with_stats
 from clipjax._core.mesh import AxisName, placed_as
-from clipjax._core.norms import as_arrays, in_float64, wide
 from clipjax._core.rounding import round_up
 from clipjax._core.stats import Stats, count
 from clipjax._core.trees import Report, clip_tree, measure_tree

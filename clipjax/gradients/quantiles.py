@@ -12,9 +12,9 @@ from jax import lax
 
 from clipjax._core.arguments import explained
 from clipjax._core.bounds import check_count, check_number
+from clipjax._core.dtypes import wide
 from clipjax._core.members import Memory
 from clipjax._core.mesh import AxisName
-from clipjax._core.norms import wide
 from clipjax._core.stats import Stats
 from clipjax._core.where import Where
 from clipjax.gradients.past import clip_by_past, length_of, no_norms, no_ring, one_more

@@ -13,8 +13,9 @@ from jax import lax
 
 from clipjax._core import pairs
 from clipjax._core.axes import Axes
+from clipjax._core.dtypes import in_float64, is_wide, strong, weakly_typed_as, wide
 from clipjax._core.mesh import AxisName, placed_as
-from clipjax._core.norms import in_float64, is_wide, norm_of, norms_of, strong, weakly_typed_as, wide
+from clipjax._core.norms import norm_of, norms_of
 from clipjax._core.platforms import inner_product, once
 from clipjax._core.rounding import widened
 from clipjax._core.trees import Report, Unit, measure_units, summary, units_of

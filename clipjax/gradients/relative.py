@@ -13,10 +13,10 @@ from jax import lax
 from clipjax._core.arguments import explained, shown
 from clipjax._core.axes import Axes, Default, Path, Skip, check_axes, fan_in, resolve_axes
 from clipjax._core.bounds import Bound, bound_at
+from clipjax._core.dtypes import in_float64, only_arrays
 from clipjax._core.maxima import larger
 from clipjax._core.members import Acted, Memory, with_stats
 from clipjax._core.mesh import AxisName, placed_as
-from clipjax._core.norms import in_float64, only_arrays
 from clipjax._core.rescale import to_bound
 from clipjax._core.rounding import round_up
 from clipjax._core.side_by_side import side_by_side

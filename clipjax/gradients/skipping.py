@@ -15,8 +15,8 @@ from jax import lax
 
 from clipjax._core.arguments import shown
 from clipjax._core.devices import on_single_device
+from clipjax._core.dtypes import as_arrays, in_float64, is_number, is_wide, weakly_typed_as
 from clipjax._core.mesh import AxisName, as_names, placed_as, varying
-from clipjax._core.norms import as_arrays, in_float64, is_number, is_wide, weakly_typed_as
 from clipjax._core.stats import count
 
 

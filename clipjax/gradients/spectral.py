@@ -8,8 +8,8 @@ import optax
 
 from clipjax._core.arguments import explained, shown
 from clipjax._core.bounds import Bound, bound_at
+from clipjax._core.dtypes import only_arrays
 from clipjax._core.members import Acted, Memory, with_stats
-from clipjax._core.norms import only_arrays
 from clipjax._core.stats import Stats
 from clipjax._core.where import Where
 from clipjax._matrices.flatten import Flatten, check_flatten, matrices_of, sides_of

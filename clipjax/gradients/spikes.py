@@ -13,10 +13,10 @@ from jax import lax
 
 from clipjax._core.arguments import explained, shown
 from clipjax._core.bounds import Bound, bound_at, check_count
+from clipjax._core.dtypes import as_arrays, in_float64, norm_dtype, wide
 from clipjax._core.links import check_optimizer, knowing, links_of
 from clipjax._core.members import check_state
 from clipjax._core.mesh import AxisName
-from clipjax._core.norms import as_arrays, in_float64, norm_dtype, wide
 from clipjax._core.stats import count
 from clipjax._core.trees import measure_tree
 from clipjax.gradients.past import length_of, no_ring

@@ -14,19 +14,11 @@ from jax import lax
 from clipjax._core.arguments import explained, shown
 from clipjax._core.axes import is_measured
 from clipjax._core.bounds import check_count
+from clipjax._core.dtypes import as_arrays, in_float64, is_array, norm_dtype, only_arrays
 from clipjax._core.links import Recorder
 from clipjax._core.members import check_state, matching
 from clipjax._core.mesh import AxisName, names_of_leaves
-from clipjax._core.norms import (
-    as_arrays,
-    in_float64,
-    is_array,
-    joint_norms,
-    norm_dtype,
-    norms_of,
-    only_arrays,
-    tree_norm,
-)
+from clipjax._core.norms import joint_norms, norms_of, tree_norm
 from clipjax._core.paths import first_matches, leaves_with_paths, path_name
 from clipjax._core.stats import count
 

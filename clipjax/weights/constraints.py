@@ -12,9 +12,9 @@ import numpy as np
 from clipjax._core.arguments import explained, shown
 from clipjax._core.axes import FAN_IN_OF_MATRICES, Axes, check_axes
 from clipjax._core.bounds import Bound, Evaluate, bound_at, check_order
+from clipjax._core.dtypes import as_arrays, in_float64
 from clipjax._core.maxima import smaller
 from clipjax._core.mesh import AxisName
-from clipjax._core.norms import as_arrays, in_float64
 from clipjax._core.rescale import Precision, Scale, between, low_enough, precision_of
 from clipjax._core.stats import Stats
 from clipjax._core.trees import (
@@ -29,7 +29,8 @@ from clipjax._core.trees import (
     within,
 )
 from clipjax.weights.link import larger_than
-from clipjax.weights.projections import How, Measured, OfUnits, Projection
+from clipjax.weights.projections import How, Measured, Projection
+from clipjax.weights.units import OfUnits
 
 
 class MaxNormState(NamedTuple):

@@ -9,8 +9,8 @@ import jax
 
 from clipjax._core.arguments import explained, shown
 from clipjax._core.clip_entries import check_entries, clip_entries
+from clipjax._core.dtypes import as_arrays, in_float64
 from clipjax._core.mesh import AxisName, names_of_leaves
-from clipjax._core.norms import as_arrays, in_float64
 from clipjax._core.paths import leaves_with_paths, path_name
 from clipjax._core.stats import Stats
 from clipjax._core.trees import Report, summary

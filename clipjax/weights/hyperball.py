@@ -15,10 +15,10 @@ from jax import lax
 from clipjax._core.arguments import explained, shown
 from clipjax._core.axes import Axes, check_axes, is_measured
 from clipjax._core.bounds import Bound, bound_at
+from clipjax._core.dtypes import in_float64, norm_dtype, only_arrays, strong, weakly_typed_as, wide
 from clipjax._core.links import placing
 from clipjax._core.members import Acted, Memory, with_stats
 from clipjax._core.mesh import AxisName, is_inside, placed_as
-from clipjax._core.norms import in_float64, norm_dtype, only_arrays, strong, weakly_typed_as, wide
 from clipjax._core.rescale import Precision, Scale, between, rescale
 from clipjax._core.rounding import exactly, round_up, rounded, widened
 from clipjax._core.stats import Stats
@@ -26,7 +26,7 @@ from clipjax._core.trees import Decision, Unit, decide, for_each, measure_units,
 from clipjax.weights.checks import check_are_weights
 from clipjax.weights.constraints import scale_between, with_precision
 from clipjax.weights.link import is_branch, larger_than, step_dtype, step_to
-from clipjax.weights.projections import OfUnits, steps_of_units
+from clipjax.weights.units import OfUnits, steps_of_units
 
 
 class HyperballState(NamedTuple):

@@ -12,8 +12,8 @@ import numpy as np
 from jax import lax
 
 from clipjax._core.axes import is_measured
+from clipjax._core.dtypes import weakly_typed_as
 from clipjax._core.mesh import placed_as
-from clipjax._core.norms import weakly_typed_as
 from clipjax._core.rounding import exactly, neighbour, rounded, smallest, widened
 
 # Called as outside(end, wanted, after): whether an entry that ends at `end` is on the wrong side of `wanted`,

@@ -13,9 +13,9 @@ from jax import lax
 from clipjax._core.arguments import explained, shown
 from clipjax._core.axes import leaves_with_paths, path_name
 from clipjax._core.bounds import Bound, bound_at, check_fits
+from clipjax._core.dtypes import as_arrays, in_float64, wide
 from clipjax._core.maxima import min_of
 from clipjax._core.mesh import placed_as
-from clipjax._core.norms import as_arrays, in_float64, wide
 from clipjax._core.rescale import factor_of, to_bound
 from clipjax._core.stats import Stats
 from clipjax._core.trees import Report, summary

@@ -13,8 +13,8 @@ from jax import lax
 from clipjax._core.arguments import explained, shown
 from clipjax._core.axes import Skip
 from clipjax._core.bounds import Bound, bound_at
+from clipjax._core.dtypes import as_arrays, in_float64, strong, weakly_typed_as, wide
 from clipjax._core.mesh import on_auto_axes
-from clipjax._core.norms import as_arrays, in_float64, strong, weakly_typed_as, wide
 from clipjax._core.stats import Stats
 from clipjax._core.trees import Report
 from clipjax._matrices.flatten import Flatten, Matrices, Resolved, check_flatten, matrices_of, sides_of

@@ -12,8 +12,8 @@ import optax
 
 from clipjax._core.arguments import explained
 from clipjax._core.axes import leaves_with_paths, path_name
+from clipjax._core.dtypes import only_arrays
 from clipjax._core.links import Chain
-from clipjax._core.norms import only_arrays
 from clipjax.weights.projections import Projection
 from clipjax.weights.sequences import as_projections, projections_of
 

@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import clipjax
-from clipjax._core.norms import in_float64
+from clipjax._core.dtypes import in_float64
 from clipjax._matrices import caps, singular
 from tests.support.trees import DTYPES, same_bits
 from tests.support.weights import (

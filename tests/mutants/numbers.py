@@ -97,7 +97,7 @@ MUTANTS = (
     ),
     Mutant(
         "weak types are lost",
-        "_core/norms.py",
+        "_core/dtypes.py",
         'if not getattr(like, "weak_type", False) or x.weak_type:',
         "if like is not None:",
         "tests/contract/test_types.py::test_weak_types_are_kept",

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clipjax._core.norms import in_float64
+from clipjax._core.dtypes import in_float64
 from clipjax._matrices import caps, proof, singular
 from tests.support.trees import same_bits
 from tests.support.weights import capped, exact, largest_singular_value, with_spectrum
