@@ -135,7 +135,8 @@ def _in_stages(
             top = jnp.minimum(jnp.sqrt(jnp.sqrt(frobenius_norm(matmul(g2, g2)))), top)
         top *= 1 + 100 * float(jnp.finfo(top.dtype).eps)
         again = jnp.sqrt(top) / far > aim
-        level = jnp.maximum(jnp.sqrt(top) / far, aim)
+        # Of zeros, any level does: the square of a small aim may be flushed to 0.
+        level = jnp.where(top > 0, jnp.maximum(jnp.sqrt(top) / far, aim), 1.0)
         scale = scaling(g / level**2, top / level**2)
         x = matmul(scale, x) if x.shape[0] <= x.shape[1] else matmul(x, scale)
         return again, x * unit, rest(state[2], level * unit)

