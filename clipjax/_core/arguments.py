@@ -80,7 +80,7 @@ def explained(function: Callable[_P, _R]) -> Callable[_P, _R]:
             raise TypeError(f"{use}, got {shown(args[0])}")
         if misfit:
             raise TypeError(_misfit(function.__name__, signature, kwargs, misfit))
-        _check_axis_name(kwargs.get("axis_name"))
+        check_by_pattern("axis_name", kwargs.get("axis_name"), "names", check_names)
         return function(*args, **kwargs)
 
     return wrapped
@@ -96,17 +96,11 @@ def check_names(argument: str, names: Any) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _check_axis_name(axis_name: Any) -> None:
-    if not isinstance(axis_name, Mapping):
-        check_names("axis_name", axis_name)
+def check_by_pattern(argument: str, values: Any, what: str, check: Callable[[str, Any], object]) -> None:
+    """Raise an error unless a value, or each value of a mapping from path patterns, passes `check`."""
+    if not isinstance(values, Mapping):
+        check(argument, values)
         return
-    check_by_pattern("axis_name", axis_name, "names", check_names)
-
-
-def check_by_pattern(
-    argument: str, values: Mapping[Any, Any], what: str, check: Callable[[str, Any], object]
-) -> None:
-    """Raise an error for a mapping whose keys are not path patterns, or whose values do not pass `check`."""
     for pattern, value in values.items():
         if not isinstance(pattern, str):
             raise TypeError(f"{argument}: a path pattern must be a string, got {shown(pattern)}")

@@ -108,10 +108,7 @@ def check_axes(axes: Axes, name: str = "axes") -> Axes:
     """Return `axes`, or raise an error if they are invalid for any tree."""
     if isinstance(axes, Default):
         return axes.rule
-    if not isinstance(axes, Mapping):
-        _check_simple(name, axes)
-    else:
-        check_by_pattern(name, axes, "axes", _check_simple)
+    check_by_pattern(name, axes, "axes", _check_simple)
     return axes
 
 

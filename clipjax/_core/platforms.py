@@ -263,6 +263,8 @@ def stored(x: jax.Array, turn: Turn) -> jax.Array:
     return lax.platform_dependent(x, now, cpu=in_turn, default=lambda x, _: lax.optimization_barrier(x))
 
 
-def once(x: jax.Array) -> jax.Array:
-    """Return values that many entries read, computed only once."""
+def once(x: jax.Array, leaf: jax.Array) -> jax.Array:
+    """Return values that all entries of a leaf read, computed only once if the leaf is large."""
+    if not is_large(leaf):
+        return x
     return lax.platform_dependent(x, cpu=computed_once, default=lambda x: x)

@@ -19,7 +19,6 @@ from clipjax._core.dtypes import in_float64, is_wide, strong, weakly_typed_as, w
 from clipjax._core.maxima import larger, smaller
 from clipjax._core.platforms import NORM_ERROR, once
 from clipjax._core.rounding import exactly, rounded, smallest, widened
-from clipjax._core.xla_cpu import is_large
 
 # The factor and its product with an entry are rounded to float32 once each, by at most 2**-24; the second
 # term covers the error of the norm.
@@ -158,7 +157,7 @@ def rescale(leaf: Any, scale: Scale) -> jax.Array:
     def product(x: jax.Array) -> jax.Array:
         entries = widened(x)
         both = lax.convert_element_type(jnp.stack(scale), entries.dtype)
-        power, factor = once(both) if is_large(x) else both
+        power, factor = once(both, x)
         # The power comes first, as derivatives need it; what it flushes to 0 would be 0 in the product, too.
         return exactly(rounded(entries * power * factor, x.dtype, toward_zero=True), x.dtype)
 

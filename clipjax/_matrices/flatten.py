@@ -42,11 +42,12 @@ class Matrices(NamedTuple):
 
 def check_flatten(flatten: Flatten) -> Flatten:
     """Return `flatten`, or raise an error if it is invalid for any tree."""
-    if not isinstance(flatten, Mapping):
-        if not (flatten is None or flatten is SKIP or callable(flatten)):
-            _sides(flatten)
-        return flatten
-    check_by_pattern("flatten", flatten, "axes", lambda _, value: check_flatten(value))
+
+    def check(_: str, way: Any) -> None:
+        if not (way is None or way is SKIP or callable(way)):
+            _sides(way)
+
+    check_by_pattern("flatten", flatten, "axes", check)
     return flatten
 
 

@@ -19,7 +19,6 @@ from clipjax._core.norms import norm_of, norms_of
 from clipjax._core.platforms import inner_product, once
 from clipjax._core.rounding import widened
 from clipjax._core.trees import Report, Unit, measure_units, summary, units_of
-from clipjax._core.xla_cpu import is_large
 
 
 class Choice(NamedTuple):
@@ -99,7 +98,7 @@ def _of_leaf(
         kept = (1,) * grad.ndim if unit.reduced is None else norm.shape
         dtype = widened(grad.real).dtype
         stacked = jnp.stack([lax.convert_element_type(x, dtype) for x in numbers])
-        return [x.reshape(kept) for x in (once(stacked) if is_large(grad) else stacked)]
+        return [x.reshape(kept) for x in once(stacked, grad)]
 
     multiple = product / relative**2
     low = multiple - wide(lax.convert_element_type(multiple, np.float32))

@@ -34,10 +34,7 @@ class Group(NamedTuple):
 def check_limits(low: Limits, high: Limits) -> None:
     """Raise an error if the limits are invalid for any tree."""
     for name, limits in (("low", low), ("high", high)):
-        if isinstance(limits, Mapping):
-            check_by_pattern(name, limits, "a limit", _check_simple)
-        else:
-            _check_simple(name, limits)
+        check_by_pattern(name, limits, "a limit", _check_simple)
     patterns = {p: f" for {p!r}" for limits in (low, high) if isinstance(limits, Mapping) for p in limits}
     for pattern, of in (patterns or {"": ""}).items():
         least, most = (x.get(pattern) if isinstance(x, Mapping) else x for x in (low, high))
