@@ -70,13 +70,8 @@ def euclidean_norms(
         return [jnp.sqrt(total) for total in reduce_in_slices(squares, leaves, axes)]
 
     def on_tpu(leaves: Sequence[Arrays]) -> list[jax.Array]:
-        def roots(sums: Callable[[jax.Array, Axes], Arrays], xs: Arrays) -> list[jax.Array]:
-            columns = zip(*(sums(x, along) for x, along in zip(xs, axes, strict=True)), strict=True)
-            return side_by_side(lambda a, b, *far: _root(_widened_sum(a, b), *far), *columns)
-
-        xs = [of(*terms) for terms in leaves]
-        alone, on_many = (functools.partial(roots, sums) for sums in (sums_of_squares, sums_of_blocks))
-        return lax.cond(on_single_device(), alone, on_many, xs)
+        sums = _on_tpu([of(*terms) for terms in leaves], axes)
+        return side_by_side(lambda a, b, *far: _root(_widened_sum(a, b), *far), *sums)
 
     def on_gpu(leaves: Sequence[Arrays]) -> list[jax.Array]:
         xs = [of(*terms) for terms in leaves]
@@ -107,12 +102,8 @@ def euclidean_norm(xs: Arrays) -> jax.Array:
         )
 
     def on_tpu(xs: Arrays) -> jax.Array:
-        def root(sums: Callable[[jax.Array, Axes], Arrays], xs: Arrays) -> jax.Array:
-            a, b, *far = zip(*(sums(x, all_axes(x)) for x in xs), strict=True)
-            return _root(_sum(side_by_side(_widened_sum, a, b)), *map(_sum, far))
-
-        alone, on_many = (functools.partial(root, sums) for sums in (sums_of_squares, sums_of_blocks))
-        return lax.cond(on_single_device(), alone, on_many, xs)
+        a, b, *far = _on_tpu(xs, [all_axes(x) for x in xs])
+        return _root(_sum(side_by_side(_widened_sum, a, b)), *map(_sum, far))
 
     return lax.platform_dependent(
         tuple(xs),
@@ -206,6 +197,17 @@ def alike(xs: Arrays) -> list[list[jax.Array]]:
 def _plain(xs: Arrays, axes: Sequence[Axes]) -> list[jax.Array]:
     """Return the sums of squares in float64, which several devices add in one all-reduce."""
     return [_SQUARES.along(_square(x), along) for x, along in zip(xs, axes, strict=True)]
+
+
+def _on_tpu(xs: Arrays, axes: Sequence[Axes]) -> list[list[jax.Array]]:
+    """Return the sums of squares of all arrays: the first parts, the second parts, and those of `FAR`."""
+
+    def of_all(sums: Callable[[jax.Array, Axes], Arrays], xs: Arrays) -> list[list[jax.Array]]:
+        each = [sums(x, along) for x, along in zip(xs, axes, strict=True)]
+        return [list(part) for part in zip(*each, strict=True)]
+
+    alone, on_many = (functools.partial(of_all, sums) for sums in (sums_of_squares, sums_of_blocks))
+    return lax.cond(on_single_device(), alone, on_many, xs)
 
 
 def _on_gpu(xs: Arrays, axes: Sequence[Axes]) -> list[jax.Array]:

@@ -15,7 +15,7 @@ from clipjax._core.arguments import explained, shown
 from clipjax._core.axes import Axes, Reduced, Skip, check_axes, resolve_axes
 from clipjax._core.bounds import Bound, bound_at, check_count, check_number
 from clipjax._core.dtypes import as_arrays, in_float64, wide
-from clipjax._core.members import Memory
+from clipjax._core.members import Acted, Memory
 from clipjax._core.mesh import AxisName, is_spread, names_of_units, spec_leaves, varying
 from clipjax._core.norms import norm_of, norms_of
 from clipjax._core.paths import Path, leaves_with_paths
@@ -25,15 +25,7 @@ from clipjax._core.side_by_side import side_by_side
 from clipjax._core.stats import Stats
 from clipjax._core.trees import Unit, decide, for_each, joined, least_of, measure_units, report_of, units_of
 from clipjax._core.where import Where
-from clipjax.gradients.past import (
-    Clipped,
-    check_leaves,
-    leaves_of,
-    no_norms,
-    no_threshold,
-    one_more,
-    remembering,
-)
+from clipjax.gradients.past import check_leaves, leaves_of, no_norms, no_threshold, one_more, remembering
 
 WarmupNorms = Literal["before", "after"]
 
@@ -137,7 +129,7 @@ def adagc(
             gammas = tuple(_unknown(*leaf, dtype) for leaf in _with_units(params, rule, specs))
         return no_threshold(dtype), gammas, no_norms()
 
-    def clip(updates: Any, memory: Memory, step: jax.Array, dtype: Any) -> Clipped:
+    def clip(updates: Any, memory: Memory, step: jax.Array, dtype: Any) -> Acted:
         _, gammas, taken = memory
         treedef: Any
         leaves, treedef = jax.tree.flatten(updates)
@@ -169,11 +161,8 @@ def adagc(
             _together([norm * x for norm, x in zip(now[0], factors, strict=True)], units) if units else total
         )
         report = report_of(now[0], scales, units)._replace(norm=total, after=after)
-        return Clipped(
-            treedef.unflatten(leaves),
-            report,
-            (round_up(threshold, dtype), known[0] if rule is None else known, one_more(taken)),
-        )
+        memory = round_up(threshold, dtype), known[0] if rule is None else known, one_more(taken)
+        return treedef.unflatten(leaves), report, memory
 
     return remembering(AdagcState, first, clip, where)
 

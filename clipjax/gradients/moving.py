@@ -16,7 +16,7 @@ from clipjax._core.arguments import explained
 from clipjax._core.bounds import check_number
 from clipjax._core.dtypes import strong, weakly_typed_as, wide
 from clipjax._core.maxima import max_of, min_of
-from clipjax._core.members import Memory
+from clipjax._core.members import Acted, Memory
 from clipjax._core.mesh import AxisName
 from clipjax._core.norms import norm_of
 from clipjax._core.rescale import (
@@ -34,7 +34,7 @@ from clipjax._core.rounding import limits_in, round_up, widened
 from clipjax._core.stats import Stats, count
 from clipjax._core.trees import Report, Unit, measure_units, of_norms, units_of
 from clipjax._core.where import Where
-from clipjax.gradients.past import Clipped, check_leaves, leaves_of, no_threshold, remembering
+from clipjax.gradients.past import check_leaves, leaves_of, no_threshold, remembering
 
 
 class ClipByMovingMaxState(NamedTuple):
@@ -110,7 +110,7 @@ def clip_by_moving_max(
         leaves = leaves_of(params)
         return no_threshold(dtype), jnp.zeros(leaves, dtype), jnp.zeros(leaves, jnp.int32)
 
-    def clip(updates: Any, memory: Memory, step: Any, dtype: Any) -> Clipped:
+    def clip(updates: Any, memory: Memory, step: Any, dtype: Any) -> Acted:
         del step
         _, past, taken = memory
         treedef: Any
@@ -133,7 +133,7 @@ def clip_by_moving_max(
             leaves[unit.position] = weakly_typed_as(unit.leaf, clipped)
         known = jnp.where((taken == 0) & (largest < jnp.inf), jnp.inf, lax.stop_gradient(thresholds))
         shown = round_up(min_of(known), dtype)
-        return Clipped(treedef.unflatten(leaves), _report(largest, scales), (shown, average, taken))
+        return treedef.unflatten(leaves), _report(largest, scales), (shown, average, taken)
 
     return remembering(ClipByMovingMaxState, first, clip, where)
 
@@ -209,7 +209,7 @@ def normalize_by_moving_norm(
         leaves = leaves_of(params)
         return jnp.zeros(leaves, dtype), jnp.zeros(leaves, dtype), jnp.zeros(leaves, jnp.int32)
 
-    def normalize(updates: Any, memory: Memory, step: Any, dtype: Any) -> Clipped:
+    def normalize(updates: Any, memory: Memory, step: Any, dtype: Any) -> Acted:
         del step, dtype
         past, roots, taken = memory
         treedef: Any
@@ -225,7 +225,7 @@ def normalize_by_moving_norm(
         down = rounded_down(scales, _slack(units))
         for i, unit in enumerate(units):
             leaves[unit.position] = rescale(unit.leaf, _at(down, i))
-        return Clipped(treedef.unflatten(leaves), _report(norms, scales), (means, roots, taken))
+        return treedef.unflatten(leaves), _report(norms, scales), (means, roots, taken)
 
     return remembering(NormalizeByMovingNormState, first, normalize, where)
 

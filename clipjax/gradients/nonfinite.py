@@ -12,14 +12,13 @@ from jax import lax
 
 from clipjax._core.arguments import explained
 from clipjax._core.axes import is_measured
-from clipjax._core.bounds import check_count
 from clipjax._core.dtypes import as_arrays, in_float64
-from clipjax._core.links import Clip, check_optimizer, knowing, links_of
+from clipjax._core.links import Clip
 from clipjax._core.members import check_state
 from clipjax._core.mesh import AxisName, names_of_leaves
 from clipjax._core.norms import tree_norm
 from clipjax._core.stats import count
-from clipjax.gradients.skipping import decided, loss_of_devices, step_if, with_loss
+from clipjax.gradients.skipping import skipping
 
 
 class ZeroNonfiniteState(NamedTuple):
@@ -153,41 +152,18 @@ def skip_nonfinite(
       >>> print(state.skipped, state.nonfinite_loss_count)
       2 1
     """
-    inner = optax.with_extra_args_support(check_optimizer("optimizer", optimizer))
-    if max_consecutive is not None:
-        check_count("max_consecutive", max_consecutive, 1)
 
-    def init(params: Any) -> SkipNonfiniteState:
-        counters = [field for field in SkipNonfiniteState._fields if field != "inner"]
-        zeros = {field: jnp.zeros((), jnp.int32) for field in counters}  # separate buffers, to be donated
-        return SkipNonfiniteState(**zeros, inner=inner.init(params))
-
-    def update(
-        updates: Any, state: SkipNonfiniteState, params: Any = None, *, loss: Any = None, **extra_args: Any
-    ) -> tuple[Any, SkipNonfiniteState]:
-        check_state("skip_nonfinite", SkipNonfiniteState, state)
-        finite, loss_count = _all_finite(updates, axis_name), state.nonfinite_loss_count
-        fine, extra_args = finite, with_loss(extra_args, loss)
+    @in_float64
+    def judge(
+        updates: Any, loss: jax.Array | None, state: SkipNonfiniteState
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        # Most clips measure the same norm, so XLA computes it once for both.
+        fine = finite = jnp.isfinite(tree_norm(updates, 2.0, axis_name))
+        fields = {"nonfinite_count": count(state.nonfinite_count, ~finite)}
         if loss is not None:
-            finite_loss = jnp.isfinite(loss_of_devices(loss, axis_name))
-            fine, loss_count = finite & finite_loss, count(loss_count, ~finite_loss)
-        good, counters = decided(state, fine, max_consecutive)
+            finite_loss = jnp.isfinite(loss)
+            fine = finite & finite_loss
+            fields["nonfinite_loss_count"] = count(state.nonfinite_loss_count, ~finite_loss)
+        return fine, fields
 
-        def step(updates: Any, inner_state: Any) -> tuple[Any, Any]:
-            return inner.update(updates, inner_state, params, **extra_args)
-
-        new_updates, new_inner = step_if(good, step, updates, state.inner)
-        return new_updates, SkipNonfiniteState(
-            **counters,
-            nonfinite_count=count(state.nonfinite_count, ~finite),
-            nonfinite_loss_count=loss_count,
-            inner=new_inner,
-        )
-
-    return knowing(optax.GradientTransformationExtraArgs(init, update), *links_of(optimizer))
-
-
-@in_float64
-def _all_finite(tree: Any, axis_name: AxisName) -> jax.Array:
-    # Most clips measure the same norm, so XLA computes it once for both.
-    return jnp.isfinite(tree_norm(as_arrays(tree), 2.0, axis_name))
+    return skipping(SkipNonfiniteState, optimizer, lambda _: {}, judge, max_consecutive, axis_name)

@@ -8,7 +8,7 @@ stores the memory. Methods for single leaves do these steps themselves, with :fu
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -21,25 +21,17 @@ from clipjax._core.members import Acted, Memory, with_stats
 from clipjax._core.mesh import AxisName, placed_as
 from clipjax._core.rounding import round_up
 from clipjax._core.stats import Stats, count
-from clipjax._core.trees import Report, clip_tree, measure_tree
+from clipjax._core.trees import clip_tree, measure_tree
 from clipjax._core.where import Where
 
 Start: TypeAlias = Callable[[Any, Any], Memory]
 BoundOf: TypeAlias = Callable[[jax.Array, Memory, jax.Array], tuple[jax.Array, Memory]]
 
 
-class Clipped(NamedTuple):
-    """What a clip with a memory did at one step."""
-
-    updates: Any
-    report: Report
-    memory: Memory
-
-
 def remembering(
     state: type[Any],
     first: Start,
-    clip: Callable[[Any, Memory, jax.Array, Any], Clipped],
+    clip: Callable[[Any, Memory, jax.Array, Any], Acted],
     where: Where,
 ) -> optax.GradientTransformationExtraArgs:
     """Make a transformation from `clip(updates, memory, step, dtype)`; bad steps do not change its memory.
@@ -61,14 +53,14 @@ def remembering(
         dtype = next(x.dtype for x in jax.tree.leaves(memory) if _is_float(x))
         # Derivatives are taken only through this step's norm; past norms are constants.
         past = lax.stop_gradient(jax.tree.map(lambda x: wide(x) if _is_float(x) else x, memory))
-        clipped = clip(updates, past, step, dtype)
-        good = jnp.isfinite(round_up(clipped.report.norm, dtype))
+        updates, report, new_memory = clip(updates, past, step, dtype)
+        good = jnp.isfinite(round_up(report.norm, dtype))
 
         def remember(new: jax.Array, old: jax.Array) -> jax.Array:
             new = lax.convert_element_type(placed_as(old, new), old.dtype)
             return lax.stop_gradient(jnp.where(good, new, old))
 
-        return clipped.updates, clipped.report, jax.tree.map(remember, clipped.memory, memory)
+        return updates, report, jax.tree.map(remember, new_memory, memory)
 
     return with_stats(state, act, start, where=where, follows_past=True)
 
@@ -84,11 +76,11 @@ def clip_by_past(
     def start(params: Any, dtype: Any) -> Memory:
         return no_threshold(dtype), *first(params, dtype)
 
-    def clip(updates: Any, memory: Memory, step: jax.Array, dtype: Any) -> Clipped:
+    def clip(updates: Any, memory: Memory, step: jax.Array, dtype: Any) -> Acted:
         norm = measure_tree(updates, 2.0, axis_name)
         bound, memory = bound_of(wide(round_up(norm, dtype)), memory[1:], step)
         updates, report = clip_tree(updates, bound, 2.0, axis_name, norm=norm)
-        return Clipped(updates, report, (round_up(bound, dtype), *memory))
+        return updates, report, (round_up(bound, dtype), *memory)
 
     return remembering(state, start, clip, where)
 

@@ -1,26 +1,81 @@
 """Skipping a step: the common code of :func:`skip_nonfinite` and :func:`skip_spikes`.
 
-It handles the loss that they are given, the decision to take a step, their counters, and the step itself.
+Each of them says which steps are fine, with a function `judge(updates, loss, state) -> (fine, fields)`.
+:func:`skipping` makes the transformation: it handles the loss, the decision, the counters and the step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import lax
 
 from clipjax._core.arguments import shown
+from clipjax._core.bounds import check_count
 from clipjax._core.devices import on_single_device
 from clipjax._core.dtypes import as_arrays, in_float64, is_number, is_wide, weakly_typed_as
+from clipjax._core.links import check_optimizer, knowing, links_of
+from clipjax._core.members import check_state
 from clipjax._core.mesh import AxisName, as_names, placed_as, varying
-from clipjax._core.stats import count
+from clipjax._core.stats import count, name_of
+
+Judge: TypeAlias = Callable[[Any, jax.Array | None, Any], tuple[jax.Array, dict[str, jax.Array]]]
 
 
-def loss_of_devices(loss: Any, axis_name: AxisName) -> jax.Array:
+def skipping(
+    kind: type[Any],
+    optimizer: optax.GradientTransformation,
+    first: Callable[[Any], dict[str, jax.Array]],
+    judge: Judge,
+    max_consecutive: int | None,
+    axis_name: AxisName,
+) -> optax.GradientTransformationExtraArgs:
+    """Make a transformation that takes those steps of an optimizer that are fine, and skips the others.
+
+    Args:
+      kind: the class of the state: the counters that :func:`_decided` returns, further fields, and `inner`.
+      optimizer: the inner transformation.
+      first: makes the further fields before the first step, apart from int32 counters.
+      judge: returns whether a step is fine, and the new values of further fields. It gets the mean loss of
+        all devices, or None.
+      max_consecutive: after this many skipped steps in a row, steps are taken until one is fine.
+      axis_name: the mesh axes whose devices skip together.
+    """
+    inner = optax.with_extra_args_support(check_optimizer("optimizer", optimizer))
+    if max_consecutive is not None:
+        check_count("max_consecutive", max_consecutive, 1)
+
+    def init(params: Any) -> Any:
+        fields = {**first(params), "inner": inner.init(params)}
+        counters = [field for field in kind._fields if field not in fields]
+        zeros = {field: jnp.zeros((), jnp.int32) for field in counters}  # separate buffers, to be donated
+        return kind(**fields, **zeros)
+
+    def update(
+        updates: Any, state: Any, params: Any = None, *, loss: Any = None, **extra_args: Any
+    ) -> tuple[Any, Any]:
+        check_state(name_of(kind), kind, state)
+        if loss is not None:
+            extra_args["loss"] = loss  # the inner transformation may use it, too
+            loss = _loss_of_devices(loss, axis_name)
+        fine, fields = judge(as_arrays(updates), loss, state)
+        good, counters = _decided(state, fine, max_consecutive)
+
+        def step(updates: Any, inner_state: Any) -> tuple[Any, Any]:
+            return inner.update(updates, inner_state, params, **extra_args)
+
+        new_updates, new_inner = _step_if(good, step, updates, state.inner)
+        return new_updates, state._replace(**fields, **counters, inner=new_inner)
+
+    return knowing(optax.GradientTransformationExtraArgs(init, update), *links_of(optimizer))
+
+
+def _loss_of_devices(loss: Any, axis_name: AxisName) -> jax.Array:
     """Return the mean of a loss over devices, in float32 or float64, or raise if it is not a real scalar."""
     wanted = "loss must be a real number, or a scalar array of one"
     if isinstance(loss, bool) or not is_number(loss):
@@ -39,12 +94,7 @@ def loss_of_devices(loss: Any, axis_name: AxisName) -> jax.Array:
     return lax.pmean(value, tuple(sorted(names))) if names else value
 
 
-def with_loss(extra_args: dict[str, Any], loss: Any) -> dict[str, Any]:
-    """Return the extra arguments for the inner transformation, which may use the loss, too."""
-    return extra_args if loss is None else {**extra_args, "loss": loss}
-
-
-def decided(state: Any, fine: jax.Array, max_consecutive: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+def _decided(state: Any, fine: jax.Array, max_consecutive: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Return whether a step is taken, and the counters after it.
 
     A step is taken if it is fine, or after `max_consecutive` skipped steps in a row.
@@ -61,7 +111,7 @@ def decided(state: Any, fine: jax.Array, max_consecutive: Any) -> tuple[jax.Arra
     }
 
 
-def step_if(
+def _step_if(
     good: jax.Array, step: Callable[[Any, Any], tuple[Any, Any]], updates: Any, old: Any
 ) -> tuple[Any, Any]:
     """Return what `step(updates, old)` returns if `good`, else zero updates and the old state.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -14,13 +13,11 @@ from jax import lax
 from clipjax._core.arguments import explained, shown
 from clipjax._core.bounds import Bound, bound_at, check_count
 from clipjax._core.dtypes import as_arrays, in_float64, norm_dtype, wide
-from clipjax._core.links import check_optimizer, knowing, links_of
-from clipjax._core.members import check_state
 from clipjax._core.mesh import AxisName
 from clipjax._core.stats import count
 from clipjax._core.trees import measure_tree
 from clipjax.gradients.past import length_of, no_ring
-from clipjax.gradients.skipping import decided, loss_of_devices, step_if, with_loss
+from clipjax.gradients.skipping import skipping
 
 # For normally distributed numbers, the median of |x - median| times this is the standard deviation.
 _STD_PER_MAD = 1.4826
@@ -149,12 +146,9 @@ def skip_spikes(
       >>> print(updates, state.skipped, state.threshold.round(2))
       [0. 0.] 1 1.53
     """
-    inner = optax.with_extra_args_support(check_optimizer("optimizer", optimizer))
     highest = bound_at("z_threshold", z_threshold)
     cap = None if max_norm is None else bound_at("max_norm", max_norm, scalar=True)
     check_count("window", window, 1)
-    if max_consecutive is not None:
-        check_count("max_consecutive", max_consecutive, 1)
     if warmup_steps is not None:
         check_count("warmup_steps", warmup_steps, 1)
         known = not isinstance(window, jax.core.Tracer) and not isinstance(warmup_steps, jax.core.Tracer)
@@ -163,34 +157,16 @@ def skip_spikes(
                 f"warmup_steps must be at most window={shown(window)}, got {shown(warmup_steps)}"
             )
 
-    def init(params: Any) -> SkipSpikesState:
+    def first(params: Any) -> dict[str, jax.Array]:
         dtype = norm_dtype(jax.tree.leaves(as_arrays(params)))
-        number = functools.partial(jnp.zeros, (), dtype)  # separate buffers, to be donated
-        counter = functools.partial(jnp.zeros, (), jnp.int32)
-        infinity = functools.partial(jnp.full, (), jnp.inf, dtype)
-        return SkipSpikesState(
-            steps=counter(),
-            skipped=counter(),
-            skipped_last=counter(),
-            skipped_in_a_row=counter(),
-            nonfinite_count=counter(),
-            nonfinite_loss_count=counter(),
-            norm_spike_count=counter(),
-            loss_spike_count=counter(),
-            norm=number(),
-            z_score=number(),
-            threshold=infinity(),
-            norms=no_ring(window, dtype),
-            taken=counter(),
-            loss=number(),
-            loss_z_score=number(),
-            loss_threshold=infinity(),
-            losses=no_ring(window, dtype),
-            losses_taken=counter(),
-            inner=inner.init(params),
-        )
+        numbers = ("norm", "z_score", "loss", "loss_z_score")  # separate buffers, to be donated
+        return {
+            **{field: jnp.zeros((), dtype) for field in numbers},
+            **{field: jnp.full((), jnp.inf, dtype) for field in ("threshold", "loss_threshold")},
+            **{field: no_ring(window, dtype) for field in ("norms", "losses")},
+        }
 
-    def judge(
+    def compared(
         value: jax.Array, ring: jax.Array, entered: jax.Array, at_most: jax.Array, least_std: float
     ) -> _Judged:
         dtype, length = ring.dtype, length_of(ring, "skip_spikes", window)
@@ -216,21 +192,21 @@ def skip_spikes(
         )
 
     @in_float64
-    def judged(
+    def judge(
         updates: Any, loss: jax.Array | None, state: SkipSpikesState
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Return whether a step is fine, and the state fields that say why, with the updated windows."""
         # The judgment of a step is not differentiated.
         norm = lax.stop_gradient(measure_tree(updates, 2.0, axis_name))
         at_most = lax.stop_gradient(highest(state.steps))
-        of_norm = judge(norm, state.norms, state.taken, at_most, _LEAST_STD)
+        of_norm = compared(norm, state.norms, state.taken, at_most, _LEAST_STD)
         if cap is not None:
             of_norm = _capped(of_norm, lax.stop_gradient(cap(state.steps)))
         fields = {"norm": of_norm.value, "z_score": of_norm.z_score, "threshold": of_norm.threshold}
         fields |= _counts(state, of_norm, "nonfinite_count", "norm_spike_count")
         finite, spike = of_norm.finite, of_norm.spike
         if loss is not None:
-            of_loss = judge(loss, state.losses, state.losses_taken, at_most, _LEAST_STD_OF_LOSSES)
+            of_loss = compared(loss, state.losses, state.losses_taken, at_most, _LEAST_STD_OF_LOSSES)
             fields |= {"loss": of_loss.value, "loss_z_score": of_loss.z_score}
             fields |= {"loss_threshold": of_loss.threshold}
             fields |= _counts(state, of_loss, "nonfinite_loss_count", "loss_spike_count")
@@ -243,22 +219,7 @@ def skip_spikes(
         )
         return finite & ~spike, fields
 
-    def update(
-        updates: Any, state: SkipSpikesState, params: Any = None, *, loss: Any = None, **extra_args: Any
-    ) -> tuple[Any, SkipSpikesState]:
-        check_state("skip_spikes", SkipSpikesState, state)
-        extra_args = with_loss(extra_args, loss)
-        loss = loss if loss is None else loss_of_devices(loss, axis_name)
-        fine, fields = judged(as_arrays(updates), loss, state)
-        good, counters = decided(state, fine, max_consecutive)
-
-        def step(updates: Any, inner_state: Any) -> tuple[Any, Any]:
-            return inner.update(updates, inner_state, params, **extra_args)
-
-        new_updates, new_inner = step_if(good, step, updates, state.inner)
-        return new_updates, state._replace(**fields, **counters, inner=new_inner)
-
-    return knowing(optax.GradientTransformationExtraArgs(init, update), *links_of(optimizer))
+    return skipping(SkipSpikesState, optimizer, first, judge, max_consecutive, axis_name)
 
 
 def _capped(judged: _Judged, cap: jax.Array) -> _Judged:
