@@ -60,7 +60,7 @@ def _after_step(link: Callable[[Any], optax.GradientTransformation]) -> Callable
 
 
 def optax_link(radius: Any) -> optax.GradientTransformation:
-    """Optax' projection as the last link, as a user writes it."""
+    """Optax's projection as the last link, as a user writes it."""
 
     def to_ball(updates: Any, params: Any) -> Any:
         wanted = optax.projections.projection_l2_ball(optax.apply_updates(params, updates), radius)
@@ -70,7 +70,7 @@ def optax_link(radius: Any) -> optax.GradientTransformation:
 
 
 def _keras(w: Any, desired: Any) -> Any:
-    """The formula of Keras' MaxNorm."""
+    """The formula of Keras's MaxNorm."""
     norm = jnp.sqrt(jnp.sum(jnp.square(w)))
     return (w * (jnp.clip(norm, 0, desired.astype(w.dtype)) / (1e-7 + norm))).astype(w.dtype)
 

@@ -55,7 +55,7 @@ def adam() -> optax.GradientTransformation:
 
 
 def start(recipe: Recipe, params: Any) -> Any:
-    """Initialise the state from float32 shapes.
+    """Initialize the state from float32 shapes.
 
     Optax has `mu_dtype` but keeps the second moment in the dtype that `init` sees, and bfloat16
     would be too coarse for 0.999 of it.

@@ -18,7 +18,7 @@ except ImportError as error:
     raise ImportError('clipjax.plots needs Matplotlib: pip install "clipjax[plots]"') from error
 
 # Each has a contrast of 3 to 1 with white and with black, and they are distinguishable with color blindness.
-GREY, VERMILION, BLUE, GREEN, PURPLE, OCHRE = "#7f8b99", "#d55e00", "#0072b2", "#009e73", "#b8609a", "#a67c00"
+GRAY, VERMILION, BLUE, GREEN, PURPLE, OCHRE = "#7f8b99", "#d55e00", "#0072b2", "#009e73", "#b8609a", "#a67c00"
 COLORS = (BLUE, VERMILION, GREEN, PURPLE, OCHRE, None)  # None stands for the color of text
 STYLES = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (4, 1.5, 1, 1.5)))
 DOTS: dict[str, Any] = {"linestyle": "none", "marker": ".", "markersize": 4.5, "markeredgewidth": 0}

@@ -45,7 +45,7 @@ def linen_params(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     """Return the parameters that `model.init(*args, **kwargs)` makes, with their axes by layer."""
     layers: Layers = {}
     ranks: Ranks = {}
-    params = _initialised(model, args, kwargs, layers, ranks)
+    params = _initialized(model, args, kwargs, layers, ranks)
     boxes = jax.tree.leaves(params, is_leaf=_is_box)
     leaves = leaves_with_paths(meta.unbox(params))
     return [
@@ -77,7 +77,7 @@ def _param(names: Names, shape: Any, added: tuple[int, ...], layers: Layers, ran
     return Param("/".join(names), tuple(shape), axes)
 
 
-def _initialised(
+def _initialized(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], layers: Layers, ranks: Ranks
 ) -> Any:
     """Return the shapes of the parameters, in boxes if they are stacked; fill in `layers` and `ranks`."""

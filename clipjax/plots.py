@@ -101,7 +101,7 @@ def norms(
     acted = "clipped" if after is None else "before clipping"
     untouched = "each step" if limits is None and not clipped.any() else "not clipped"
     kinds = [
-        (untouched, drawing.GREY, before, ~clipped & ~skipped),
+        (untouched, drawing.GRAY, before, ~clipped & ~skipped),
         (f"{acted} ({share:.1%})", drawing.VERMILION, before, clipped),
         ("after", drawing.BLUE, before if after is None else after, clipped & (after is not None)),
         ("skipped", drawing.PURPLE, before, skipped),
@@ -281,7 +281,7 @@ def thresholds(log: NormLog, rules: Rules | None = None, *, ax: Any = None) -> A
     steps = log.dropped + 1 + np.arange(len(values))
     finite = np.isfinite(values)
     visible = finite & (values > 0)
-    ax.plot(steps[visible], values[visible], color=drawing.GREY, label="norm", zorder=1, **drawing.DOTS)
+    ax.plot(steps[visible], values[visible], color=drawing.GRAY, label="norm", zorder=1, **drawing.DOTS)
     drawing.cross(ax, steps[~finite])
     for i, (name, replay) in enumerate(replays.items()):
         limits = np.where(np.isfinite(replay.thresholds), replay.thresholds, np.nan)

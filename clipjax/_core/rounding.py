@@ -70,7 +70,7 @@ def _rounded_jvp(dtype: Any, toward_zero: bool, primals: Any, tangents: Any) -> 
 
 
 @jax.custom_jvp
-def neighbour(x: jax.Array, outward: jax.Array) -> jax.Array:
+def neighbor(x: jax.Array, outward: jax.Array) -> jax.Array:
     """Return the next value of x's dtype, away from 0 where `outward`, else toward 0.
 
     x must be neither 0 nor NaN: the cases that `lax.nextafter` handles in addition cost more than a pass.
@@ -80,9 +80,9 @@ def neighbour(x: jax.Array, outward: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(bits + jnp.where(outward, one, -one), x.dtype)
 
 
-@neighbour.defjvp
-def _neighbour_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    return neighbour(*primals), tangents[0]
+@neighbor.defjvp
+def _neighbor_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    return neighbor(*primals), tangents[0]
 
 
 @in_float64

@@ -14,7 +14,7 @@ from jax import lax
 from clipjax._core.axes import is_measured
 from clipjax._core.dtypes import weakly_typed_as
 from clipjax._core.mesh import placed_as
-from clipjax._core.rounding import exactly, neighbour, rounded, smallest, widened
+from clipjax._core.rounding import exactly, neighbor, rounded, smallest, widened
 
 # Called as outside(end, wanted, after): whether an entry that ends at `end` is on the wrong side of `wanted`,
 # where `after` is the value that is projected.
@@ -76,7 +76,7 @@ def _one_further(step: jax.Array, down: jax.Array) -> jax.Array:
     """Return the next smaller step where `down`, else the next larger one."""
     least = jnp.full_like(step, smallest(step.dtype))
     from_zero = jnp.where(down, -least, least)
-    return jnp.where(step == 0, from_zero, neighbour(step, (step < 0) == down))
+    return jnp.where(step == 0, from_zero, neighbor(step, (step < 0) == down))
 
 
 def step_dtype(before: jax.Array, update: jax.Array) -> Any:

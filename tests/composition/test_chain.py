@@ -137,7 +137,7 @@ def test_what_is_no_link_is_an_error() -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# What a chain of Optax' cannot check: the metric shows it.
+# What a chain of Optax's cannot check: the metric shows it.
 
 WRAPPERS: dict[str, Callable[[Any], Any]] = {
     "chain": lambda tx: tx,

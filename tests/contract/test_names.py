@@ -59,6 +59,6 @@ def test_a_state_is_found_by_the_name_of_its_transformation(case: Case) -> None:
 
 
 def test_the_scale_that_optax_finds_is_its_own() -> None:
-    """As in Optax' notebook on reducing the learning rate on a plateau."""
+    """As in Optax's notebook on reducing the learning rate on a plateau."""
     tx = optax.chain(clipjax.clip_by_global_norm(1.0), optax.sgd(0.1), optax.contrib.reduce_on_plateau())
     assert optax.tree.get(tx.init(jnp.ones(3)), "scale") == 1

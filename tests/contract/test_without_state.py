@@ -1,4 +1,4 @@
-"""Without a state, as of Optax' stateless clips, the update is that of the first step."""
+"""Without a state, as of Optax's stateless clips, the update is that of the first step."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_schedule_needs_a_state() -> None:
 
 @pytest.mark.parametrize("bounding", ["chain", "bounded"])
 def test_a_run_of_optax_goes_on_with_ours(bounding: str) -> None:
-    """As from a checkpoint that was restored into the state of Optax' chain."""
+    """As from a checkpoint that was restored into the state of Optax's chain."""
     grads, params = problem()
     adam = optax.adam(1e-3)
     theirs = optax.chain(optax.clip_by_global_norm(1.0), adam)

@@ -228,5 +228,5 @@ def test_a_link_whose_place_is_not_checked_reads_the_weights_once_more(dtype, on
 def test_the_count_of_passes_counts():
     # 40 bytes per parameter in float32: three fusions, each of which reads what it needs.
     assert adam_alone("float32").passes == 10
-    # Optax' clip divides, and XLA keeps the quotients: a temporary, written and read by two.
+    # Optax's clip divides, and XLA keeps the quotients: a temporary, written and read by two.
     assert cost(optax.chain(optax.clip_by_global_norm(1.0), adam())).passes > 12

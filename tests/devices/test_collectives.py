@@ -31,7 +31,7 @@ def test_one_all_reduce(name: str) -> None:
     "name", [pytest.param(name, marks=[pytest.mark.full] * (name not in COVERING)) for name in sharded.STEPS]
 )
 def test_a_step_on_eight_devices(name: str) -> None:
-    """Of 74 leaves; the naive formula takes two all-reduces, and Optax' clips take three."""
+    """Of 74 leaves; the naive formula takes two all-reduces, and Optax's clips take three."""
     params = sharded.transformer(sharded.mesh_of("cpu"))
     pair = sharded.STEPS[name]
     ours = sharded.compile_step("cpu", pair.ours, params)

@@ -7,8 +7,8 @@ import pytest
 
 
 @pytest.fixture(scope="module")
-def unoptimised() -> Iterator[None]:
-    """Let XLA compile without its optimisations, which take longer than such short runs."""
+def unoptimized() -> Iterator[None]:
+    """Let XLA compile without its optimizations, which take longer than such short runs."""
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     yield

@@ -23,7 +23,7 @@ import constraints  # noqa: E402
 from clipjax.flax import unit_axes  # noqa: E402
 
 
-def test_the_example(unoptimised: None, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+def test_the_example(unoptimized: None, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     whole = constraints.load_data()
     part = constraints.Data(whole.train_x[:256], whole.train_y[:256], whole.test_x, whole.test_y)
     monkeypatch.setattr(constraints, "load_data", lambda: part)

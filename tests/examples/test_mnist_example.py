@@ -26,7 +26,7 @@ EXAMPLES = ROOT / "examples"
 import mnist  # noqa: E402
 import orbax.checkpoint as ocp  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("unoptimised")
+pytestmark = pytest.mark.usefixtures("unoptimized")
 HIDDEN = ("--hidden", 60, 30)  # the same widths everywhere, so that little is compiled anew
 
 
@@ -126,19 +126,19 @@ def test_every_epoch_sees_each_image_once_in_an_order_of_its_own():
     np.testing.assert_array_equal(late, second[8:])
 
 
-NORMALISED = ("--batch-norm", *HIDDEN, "--epochs", 2)
+NORMALIZED = ("--batch-norm", *HIDDEN, "--epochs", 2)
 
 
 @pytest.fixture(scope="module")
-def whole(unoptimised, tmp_path_factory):
+def whole(unoptimized, tmp_path_factory):
     """The folder of checkpoints of a run that nothing interrupted."""
     folder = tmp_path_factory.mktemp("whole")
-    arguments = (*NORMALISED, "--checkpoint", folder / "run", "--plot", folder / "figure.png")
+    arguments = (*NORMALIZED, "--checkpoint", folder / "run", "--plot", folder / "figure.png")
     assert mnist.main([*map(str, arguments)]) == 0
     return folder / "run"
 
 
-def test_batch_normalisation_moves_its_statistics_and_evaluates_with_them(whole):
+def test_batch_normalization_moves_its_statistics_and_evaluates_with_them(whole):
     one = saved(whole, 44)[1]["state"]["stats"]
     _, two = saved(whole)
     assert set(one) == {"BatchNorm_0", "BatchNorm_1"}
@@ -165,7 +165,7 @@ def test_the_default_reads_at_least_96_of_100_digits(run):
 
 
 def test_killed_and_resumed_it_ends_with_the_same_bits(whole, run, tmp_path):
-    arguments = [*map(str, (*NORMALISED, "--save-every", 12, "--checkpoint", tmp_path / "killed"))]
+    arguments = [*map(str, (*NORMALIZED, "--save-every", 12, "--checkpoint", tmp_path / "killed"))]
 
     def steps():
         return [int(path.name) for path in (tmp_path / "killed").glob("*") if path.name.isdigit()]
@@ -212,7 +212,7 @@ SMALL = ("--hidden", 6, "--batch-size", 10)
 
 
 @pytest.fixture(scope="module")
-def trained(unoptimised, tmp_path_factory):
+def trained(unoptimized, tmp_path_factory):
     """A folder with files of MNIST's format, and with checkpoints of a run on them."""
     folder = tmp_path_factory.mktemp("trained")
     data = write(folder / "data", ".gz")

@@ -17,7 +17,7 @@ import rnn_cli  # noqa: E402
 
 from tests.support.scripts import ran, refused  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("unoptimised")
+pytestmark = pytest.mark.usefixtures("unoptimized")
 sequences = jax.jit(rnn.sequences, static_argnums=(1, 2))
 
 

@@ -32,7 +32,7 @@ import sharded_model  # noqa: E402
 
 import clipjax  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("unoptimised")
+pytestmark = pytest.mark.usefixtures("unoptimized")
 
 RADIUS = 1.125
 UPDATES = 20

@@ -15,7 +15,7 @@ import spikes  # noqa: E402
 import clipjax  # noqa: E402
 from tests.support.scripts import ran, refused  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("unoptimised")
+pytestmark = pytest.mark.usefixtures("unoptimized")
 METHODS = list(spikes.methods(1.0))
 
 

@@ -149,7 +149,7 @@ class NNXModel(nnx.Module):
 
 @functools.cache
 def nnx_model() -> NNXModel:
-    """A live model of random weights, whose own initialisation is not run."""
+    """A live model of random weights, whose own initialization is not run."""
     graph, params, rest = nnx.split(nnx.eval_shape(lambda: NNXModel(nnx.Rngs(0))), nnx.Param, ...)
     params = jax.tree.map(jnp.asarray, random_weights(lambda: params))
     rest = jax.tree.map(

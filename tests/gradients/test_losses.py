@@ -175,7 +175,7 @@ def test_one_spike_does_not_hide_the_next_and_a_new_level_is_accepted() -> None:
 
 
 def test_a_loss_that_has_settled_is_not_judged_by_its_rounding() -> None:
-    """Equal but for now and then an ulp of bfloat16, at which 2.5 has neighbours 0.6% away."""
+    """Equal but for now and then an ulp of bfloat16, at which 2.5 has neighbors 0.6% away."""
     losses = np.full(STEPS, 2.5, ml_dtypes.bfloat16)
     losses[90::17] = 2.515625
     losses[[200, 201]] = 2.640625, 2.65625  # 5.6% and 6.2%

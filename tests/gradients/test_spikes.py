@@ -230,7 +230,7 @@ def test_ordinary_norms_are_taken_however_much_they_vary(spread: float) -> None:
     assert (above.mean() > 1 / 30) == (spread == 1.6)
 
 
-def test_equal_norms_do_not_make_their_neighbours_outliers() -> None:
+def test_equal_norms_do_not_make_their_neighbors_outliers() -> None:
     _, _, skipped = follow([1.0] * 8 + [1.3] + [1.0] * 8 + [1.4], window=16)
     assert list(np.flatnonzero(skipped)) == [17]  # exp(6 * 0.05) = 1.35
 

@@ -262,8 +262,8 @@ def luminance(color: str) -> float:
     return float(linear @ [0.2126, 0.7152, 0.0722])
 
 
-@pytest.mark.parametrize("color", ["GREY", "VERMILION", "BLUE", "GREEN", "PURPLE", "OCHRE"])
-def test_colours_stand_out_on_white_and_on_black(color: str) -> None:
+@pytest.mark.parametrize("color", ["GRAY", "VERMILION", "BLUE", "GREEN", "PURPLE", "OCHRE"])
+def test_colors_stand_out_on_white_and_on_black(color: str) -> None:
     light = luminance(getattr(_drawing, color)) + 0.05
     assert 1.05 / light >= 3
     assert light / (luminance("#121212") + 0.05) >= 3

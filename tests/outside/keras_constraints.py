@@ -1,4 +1,4 @@
-"""Keras' constraints, replaced by our projections: the same classes, but for what a call does."""
+"""Keras's constraints, replaced by our projections: the same classes, but for what a call does."""
 
 from __future__ import annotations
 

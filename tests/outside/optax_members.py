@@ -1,4 +1,4 @@
-"""Optax' clips, norms and projections, replaced by ours of the same meaning."""
+"""Optax's clips, norms and projections, replaced by ours of the same meaning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optax' optimizers, wrapped in ours in a way that should change nothing."""
+"""Optax's optimizers, wrapped in ours in a way that should change nothing."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class MissingError(Exception):
 
 
 def optax_tests() -> Source:
-    """Find Optax' tests, which are installed with it."""
+    """Find Optax's tests, which are installed with it."""
     spec = importlib.util.find_spec("optax")
     if spec is None or spec.origin is None:
         raise MissingError("optax is not installed")
@@ -31,7 +31,7 @@ def optax_tests() -> Source:
 
 
 def keras_tests(given: Path | None, scratch: Path) -> Source:
-    """Find Keras' tests, which are installed with it; Keras is installed apart where it is missing."""
+    """Find Keras's tests, which are installed with it; Keras is installed apart where it is missing."""
     found, extra = importlib.util.find_spec("keras"), None
     if found is None:
         extra = scratch / "keras"

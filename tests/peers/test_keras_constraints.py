@@ -1,4 +1,4 @@
-"""The projections of weights beside Keras' constraints of the same names."""
+"""The projections of weights beside Keras's constraints of the same names."""
 
 from __future__ import annotations
 

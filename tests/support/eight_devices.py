@@ -380,7 +380,7 @@ def same(got: Any, expected: Any, but: tuple[str, ...] = ()) -> None:
         finite = np.isfinite(b)
         np.testing.assert_array_equal(np.isfinite(a), finite, where)
         assert not np.any(np.isnan(b) & (a == -np.inf)), f"{where}: -inf instead of NaN"
-        # Sums in another order may round one entry of 16 bits to its neighbour.
+        # Sums in another order may round one entry of 16 bits to its neighbor.
         tolerance = 1e-3 if b.dtype == np.float16 else 1e-6
         np.testing.assert_allclose(a[finite], b[finite], rtol=tolerance, atol=tolerance / 10, err_msg=where)
 

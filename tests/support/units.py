@@ -36,9 +36,9 @@ def units(shape: tuple[int, ...], reduced: tuple[int, ...]) -> Units:
 
 def depends(function: Callable[[Any], Any], weights: Any, outputs: tuple[int, ...]) -> list[frozenset[int]]:
     """For each output, told apart by its indices along the axes `outputs`, the entries it depends on."""
-    # Which entries are 0 does not need fast code, and compiling it without optimisation halves the time.
-    unoptimised = {"xla_backend_optimization_level": 0}
-    jacobian = np.asarray(jax.jit(jax.jacobian(function), compiler_options=unoptimised)(jnp.asarray(weights)))
+    # Which entries are 0 does not need fast code, and compiling it without optimization halves the time.
+    unoptimized = {"xla_backend_optimization_level": 0}
+    jacobian = np.asarray(jax.jit(jax.jacobian(function), compiler_options=unoptimized)(jnp.asarray(weights)))
     rank = jacobian.ndim - weights.ndim
     others = tuple(axis for axis in range(rank) if axis - rank not in outputs)
     used = (jacobian != 0).any(axis=others).reshape(-1, weights.size)

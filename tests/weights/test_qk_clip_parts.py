@@ -160,7 +160,7 @@ def mla(seed: int = 0) -> dict[str, Any]:
     }
 
 
-def normalised(x: np.ndarray) -> np.ndarray:
+def normalized(x: np.ndarray) -> np.ndarray:
     return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True))
 
 
@@ -174,9 +174,9 @@ def rotated(x: np.ndarray) -> np.ndarray:
 def logits_of(params: Any) -> np.ndarray:
     """The largest logit of each head, in float64."""
     p = {name: np.asarray(x, np.float64) for name, x in params.items()}
-    query = np.einsum("btr,rhd->bthd", normalised(TOKENS @ p["q_a"]), p["q_b"])
+    query = np.einsum("btr,rhd->bthd", normalized(TOKENS @ p["q_a"]), p["q_b"])
     latent = TOKENS @ p["kv_a"]
-    key = np.einsum("btr,rhd->bthd", normalised(latent[..., :RANK]), p["kv_b"])[..., :NOPE]
+    key = np.einsum("btr,rhd->bthd", normalized(latent[..., :RANK]), p["kv_b"])[..., :NOPE]
     shared = rotated(latent[..., None, RANK:])[:, :, 0]
     nope = np.einsum("bthd,bshd->bhts", query[..., :NOPE], key)
     rope = np.einsum("bthd,bsd->bhts", rotated(query[..., NOPE:]), shared)

@@ -51,7 +51,7 @@ tops = st.sampled_from([0.0, 0.5, 1 - 2e-5, 1 - 5e-6, 1 - 1e-6, 1 - 1e-7, 1.0, 1
 @pytest.mark.parametrize("noise", [0.0, 1e-6, 1e-3, 0.1])
 @given(seeds, tops, st.sampled_from([1.0, 3.7, 1e-20]), st.booleans())
 def test_what_is_proven_is_inside(noise: float, seed: int, top: float, bound: float, many: bool) -> None:
-    """However wrong the factorisation is."""
+    """However wrong the factorization is."""
     rng = np.random.default_rng(seed)
     bound = float(np.float32(bound))
     spectrum = np.full(8, top) if many else top * np.array([1, 1, 0.9, 0.5, 0.1, 0, 0, 0])

@@ -186,7 +186,7 @@ def test_adam_does_not_collect_what_the_projection_undoes() -> None:
 
 @functools.cache
 def least_squares(radius: float, dtype: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """A, B and the W that minimises tr(WᵀAW)/2 - tr(BᵀW) with each column's norm <= radius."""
+    """A, B and the W that minimizes tr(WᵀAW)/2 - tr(BᵀW) with each column's norm <= radius."""
     digits = pytest.importorskip("sklearn.datasets").load_digits()
     optimize = pytest.importorskip("scipy.optimize")
     x, y = digits.data / 16, np.eye(10)[digits.target]
