@@ -79,6 +79,7 @@ def run(nodeids: list[str], path: Path) -> None:
         "XLA_FLAGS": flags.strip(),
         "JAX_PLATFORMS": "cpu",
         "PYTEST_ADDOPTS": "",
+        "CLIPJAX_RECORD": "",  # the first pytest records what ran
         REPORTS: str(path),
     }
     done = subprocess.run(
