@@ -1,178 +1,97 @@
-"""Command line: `python -m benchmarks`, from the root of the repository."""
+"""`python -m benchmarks`: what a bound costs, beside Optax or the formula by hand."""
 
 from __future__ import annotations
 
 import argparse
-import json
+import itertools
 import os
-import subprocess
 import sys
-import tempfile
-from collections.abc import Iterable
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+
+# Only steps are compiled, of which none should be found in a cache.
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+if {"--compiled", "--collectives"} & set(sys.argv):
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the devices that are compiled for are not here
 
 import jax
-from rich.console import Console
 
-from benchmarks import members, tables, trees
-from benchmarks.measure import race_in_groups
-from benchmarks.steps import ADAM, STEPS, Recipe, Step, adam
-from benchmarks.trees import Problem
-
-_MEMORY_SCHEDULER = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
-_DTYPES = {"f32": "float32", "bf16": "bfloat16"}
-_GROWTH_STEPS = ("global_norm", "max_norm")
+from benchmarks import compiled, platforms, tables, timing
+from benchmarks.steps import STEPS
+from benchmarks.trees import TREES
 
 
-def _arguments(argv: list[str] | None) -> argparse.Namespace:
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    names = [step.name for step in STEPS]
-    parser.add_argument("--trees", nargs="+", choices=list(trees.TREES), default=list(trees.TREES))
-    parser.add_argument("--dtypes", nargs="+", choices=list(_DTYPES), default=list(_DTYPES))
-    parser.add_argument("--steps", nargs="+", choices=names, default=names)
-    parser.add_argument("--rounds", type=int, default=20, help="how often each step is timed")
-    parser.add_argument("--compile-repeats", type=int, default=2, help="how often each step is compiled")
-    parser.add_argument("--memory", type=float, default=8.0, metavar="GiB", help="held by steps at a time")
-    parser.add_argument("--bandwidth", type=float, metavar="GB/s", help="of the device's memory")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there, too")
-    parser.add_argument("--markdown", type=Path, metavar="PATH", help="write the tables there, too")
-    parser.add_argument("--growth", action="store_true", help="the second table: growth with size and leaves")
-    parser.add_argument(
-        "--members", action="store_true", help="the third table: what other members cost (float32)"
-    )
-    parser.add_argument(
-        "--compiled",
-        action="store_true",
-        help="as compiled for TPUs and GPUs instead: with options of its own, see --compiled --help",
-    )
-    parser.add_argument(
-        "--scale",
-        action="store_true",
-        help="from one chip to 4,096 instead: with options of its own, see --scale --help",
-    )
-    parser.add_argument("--quick", action="store_true", help="few rounds, one compilation, float32")
-    parser.add_argument(
-        "--scheduler",
-        choices=["default", "memory", "both"],
-        default="default",
-        help="XLA's scheduler on CPU; `both` measures the links under the other one, too",
-    )
-    args = parser.parse_args(argv)
-    if args.quick:
-        args.rounds, args.compile_repeats, args.dtypes = min(args.rounds, 7), 1, args.dtypes[:1]
-    return args
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--compiled", action="store_true", help="compile for TPUs and GPUs instead of timing")
+    what.add_argument("--collectives", action="store_true", help="count collectives on 256 and 4,096 TPUs")
+    parser.add_argument("--quick", action="store_true", help="a small tree and few repetitions, for CI")
+    parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS), metavar="STEP")
+    parser.add_argument("--trees", nargs="+", choices=TREES, metavar="TREE", help="default: big gpt small")
+    parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), metavar="DTYPE")
+    parser.add_argument("--platforms", nargs="+", choices=platforms.PLATFORMS, metavar="PLATFORM")
+    parser.add_argument("--rounds", type=int, default=21, help="how many ratios of times there are")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table as Markdown")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the ratios")
+    return parser.parse_args()
 
 
-def _memory_scheduler() -> bool:
-    return _MEMORY_SCHEDULER in os.environ.get("XLA_FLAGS", "")
+def _jobs(args: argparse.Namespace) -> tuple[list[str], list[Callable[[], tables.Row]]]:
+    """Return the names of the first columns, and a function for each row."""
+    steps = [STEPS[name] for name in args.steps]
+    dtypes = args.dtypes or (["float32"] if args.quick else ["float32", "bfloat16"])
+    trees = args.trees or (["quick"] if args.quick else ["big", "gpt", "small"])
+    if args.collectives:
+        places = args.platforms or (["v5e"] if args.quick else ["v5e", "v5p"])
+        cases = itertools.product(places, args.trees or ["quick" if args.quick else "gpt"], steps)
+        return ["step", "compared with", "chips", "tree"], [
+            lambda p=p, t=t, s=s: compiled.count_collectives(s, p, t) for p, t, s in cases
+        ]
+    if args.compiled:
+        places = args.platforms or (["v5e", "h100"] if args.quick else ["v5e", "v6e", "h100", "a100", "t4"])
+        trees = args.trees or (["quick"] if args.quick else ["big", "gpt"])
+        return ["step", "compared with", "device", "tree", "dtype"], [
+            lambda p=p, t=t, d=d, s=s: compiled.compare(s, p, t, d)
+            for p, t, d, s in itertools.product(places, trees, dtypes, steps)
+        ]
+    rounds = 5 if args.quick else args.rounds
 
+    def race(tree: str, dtype: str, step: str) -> tables.Row:
+        compiles = 1 if args.quick or tree == "many" else 3
+        return timing.race(STEPS[step], tree, dtype, rounds=rounds, compiles=compiles)
 
-def _has_baseline(problem: Problem) -> bool:
-    """Whether to race the baseline: 16 bits XLA would store widened, and growth has no column for it."""
-    return problem.name != tables.GROWTH and problem.dtype == "float32"
-
-
-def _run(steps: Iterable[Step], problem: Problem, args: argparse.Namespace) -> list[dict[str, Any]]:
-    families = []
-    for step in steps:
-        family = {step.name: step.ours(problem.limits), f"{step.name}/peer": step.peer(problem.limits)}
-        if step.baseline and _has_baseline(problem):
-            family[f"{step.name}/baseline"] = step.baseline(problem.limits)
-        families.append(family)
-    results = race_in_groups(
-        families,
-        problem,
-        memory=args.memory * 2**30,
-        reference=(ADAM, Recipe(adam())),
-        rounds=args.rounds,
-        compile_repeats=args.compile_repeats,
-    )
-    return [
-        tables.row_of(step, problem, results, memory_scheduler=_memory_scheduler(), bandwidth=args.bandwidth)
-        for step in steps
+    return ["step", "compared with", "tree", "dtype"], [
+        lambda t=t, d=d, s=s: race(t, d, s) for t, d, s in itertools.product(trees, dtypes, args.steps)
     ]
 
 
-def _steps(console: Console, args: argparse.Namespace) -> list[dict[str, Any]]:
-    steps = [step for step in STEPS if step.name in args.steps]
-    absolute = jax.default_backend() != "cpu" or args.bandwidth is not None
-    rows = []
-    for tree in args.trees:
-        for dtype in args.dtypes:
-            rows += _run(steps, trees.make(tree, trees.TREES[tree](), _DTYPES[dtype]), args)
-            console.print(tables.table_of(rows[-len(steps) :], absolute=absolute))
-    return rows
+def _progress(done: int, total: int, begin: float) -> None:
+    """Draw a bar on stderr, if that is a terminal."""
+    if sys.stderr.isatty():
+        filled = 30 * done // total
+        bar = f"[{'#' * filled}{'.' * (30 - filled)}] {done}/{total}, {time.perf_counter() - begin:.0f} s"
+        print(f"\r{bar}", end="" if done < total else "\n", file=sys.stderr, flush=True)
 
 
-def _growth(console: Console, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Grow the parameters in 8 leaves, then the leaves of 1024 parameters each."""
-    steps = [step for step in STEPS if step.name in _GROWTH_STEPS]
-    widths = (112, 354, 1118) if args.quick else (112, 354, 1118, 3536)
-    leaves = (1, 10, 100) if args.quick else (1, 10, 100, 500, 2000)
-    shapes = [trees.square(8, width) for width in widths] + [trees.square(n, 32) for n in leaves]
-    rows = []
-    for shape in shapes:
-        rows += _run(steps, trees.make(tables.GROWTH, shape, _DTYPES[args.dtypes[0]]), args)
-    console.print(tables.growth_table(rows))
-    return rows
-
-
-def _under_memory_scheduler(
-    console: Console, args: argparse.Namespace, argv: list[str]
-) -> list[dict[str, Any]]:
-    """Measure in a process of its own: XLA reads its flags once."""
-    with tempfile.TemporaryDirectory() as folder:
-        found = Path(folder) / "rows.json"
-        options = [*argv, "--scheduler", "default", "--json", str(found)]
-        if args.scheduler == "both":
-            links = [step.name for step in STEPS if step.is_link and step.name in args.steps]
-            if not links:
-                return []
-            options += ["--steps", *links]
-        flags = f"{os.environ.get('XLA_FLAGS', '')} {_MEMORY_SCHEDULER}".strip()
-        console.print(f"with XLA_FLAGS={flags}")
-        done = subprocess.run(
-            [sys.executable, "-m", "benchmarks", *options],
-            env={**os.environ, "XLA_FLAGS": flags},
-            check=False,
-        )
-        if done.returncode:
-            sys.exit(done.returncode)  # it has said why
-        rows: list[dict[str, Any]] = json.loads(found.read_text())["rows"]
-        return rows
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Measure, show and write what was asked for."""
-    argv = sys.argv[1:] if argv is None else argv
-    if "--compiled" in argv:
-        from benchmarks import compiled  # what it needs is not installed with the other benchmarks
-
-        compiled.main([option for option in argv if option != "--compiled"])
-        return
-    if "--scale" in argv:
-        from benchmarks import scale
-
-        scale.main([option for option in argv if option != "--scale"])
-        return
-    args = _arguments(argv)
-    if args.members:
-        options = ["--trees", *args.trees, "--rounds", str(args.rounds), "--memory", str(args.memory)]
-        members.main(options + (["--markdown", str(args.markdown)] if args.markdown else []))
-        return
-    console = Console(width=None if sys.stdout.isatty() else 120)
-    where = tables.environment()
-    rows: list[dict[str, Any]] = []
-    if args.scheduler != "memory":
-        console.print(", ".join(f"{key} {value}" for key, value in where.items() if value != ""))
-        rows += _growth(console, args) if args.growth else _steps(console, args)
-    if args.scheduler != "default":
-        rows += _under_memory_scheduler(console, args, argv)
+def main() -> None:
+    """Run what the arguments ask for, print the table and write the files."""
+    args = _arguments()
+    head, jobs = _jobs(args)
+    rows: list[tables.Row] = []
+    begin = time.perf_counter()
+    for job in jobs:
+        _progress(len(rows), len(jobs), begin)
+        rows.append(job())
+    _progress(len(jobs), len(jobs), begin)
+    here = "as compiled" if args.compiled or args.collectives else f"on {jax.devices()[0].device_kind}"
+    title = f"clipjax beside Optax or the formula by hand, {here}, JAX {jax.__version__}"
+    print(title, tables.as_text(head, rows), tables.summary(rows), sep="\n\n")
     if args.markdown:
-        args.markdown.write_text(tables.markdown_of(where, rows))
-    if args.json:
-        args.json.write_text(json.dumps({"environment": where, "rows": rows}, indent=1) + "\n")
+        args.markdown.write_text(f"{title}\n\n{tables.as_markdown(head, rows)}\n\n{tables.summary(rows)}\n")
+    if args.plot:
+        tables.plot(args.plot, rows, title)
 
 
 if __name__ == "__main__":

@@ -1,169 +1,80 @@
-"""`python -m benchmarks --compiled`: functions as XLA compiles them for TPUs and GPUs, without having one.
-
-pip install -e '.[platforms]'
-python -m benchmarks --compiled                                   # all that has a limit
-python -m benchmarks --compiled --platforms v5e h100 --steps global_norm max_norm --trees big --dtypes bf16
-
-A figure is absolute, and in parentheses its ratio to what the function is compared with. For a TPU, bytes and
-operations are those of the compiler's cost analysis; for a GPU, the operands and results of all kernels, and
-what their bodies compute. "From memory" is read in the program for both: a condition takes its cheaper
-branch, and a TPU's own memory does not count. Float64 is operations for each parameter. Compile time is
-processor time.
-"""
+"""Steps as compiled for devices that are not here: what they cost, and their collectives on many chips."""
 
 from __future__ import annotations
 
-import argparse
-import json
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
+import functools
 
-import jax
-import jax.numpy as jnp
-from rich.console import Console
-from rich.table import Table
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from benchmarks import tables
-from benchmarks.compiled_rows import DTYPES, LIMITS, ROWS, TREES, Limit, Row, Task, shapes_of
-from benchmarks.platforms import PLATFORMS, Cost, compile_for, missing
+from benchmarks.platforms import PLATFORMS, compile_step, devices_of
+from benchmarks.steps import Recipe, Step, adam
+from benchmarks.tables import Figure, Row
+from benchmarks.trees import shapes_of
 
-_QUICK = 5.0  # seconds: what compiles faster is compiled again, since the first time may take longer
+# By platform: the topology, and the shape of the mesh (data, model).
+MESHES = {"v5e": ("16x16", (16, 16)), "v5p": ("16x16x16", (64, 64)), "h100": ("1x1x8", (4, 2))}
 
 
-def cost_of(platform: str, task: Task) -> Cost:
-    """Compile a task, without anything that JAX has kept of others."""
-    jax.clear_caches()
-    cost = compile_for(platform, task.function, *task.arguments, donate=task.donate)
-    if cost.compile_seconds > _QUICK:
-        return cost
-    jax.clear_caches()
-    again = compile_for(platform, task.function, *task.arguments, donate=task.donate)
-    return min(cost, again, key=lambda cost: cost.compile_seconds)
+def _ratio(ours: float, theirs: float, goal: float | None = None) -> Figure:
+    return Figure(ours / theirs if theirs else float(ours == theirs), goal)
 
 
-def figures(row: Row, ours: Cost, theirs: Cost, params: dict[str, Any]) -> dict[str, float]:
-    """What can have a limit."""
-    size = sum(x.size for x in params.values())
-    nbytes = sum(x.size * x.dtype.itemsize for x in params.values())
+@functools.cache
+def _start_compiler(platform: str, device: SingleDeviceSharding) -> None:
+    """Compile something small, since the first program takes longer."""
+    compile_step(platform, Recipe(adam()), shapes_of("quick", "float32", lambda *_: device))
 
-    def ratio(figure: str) -> float:
-        mine, other = getattr(ours, figure), getattr(theirs, figure)
-        return mine / other if other else float("nan")
 
-    return {
-        "bytes": ratio("bytes"),
-        "from memory": ours.usual.bytes / theirs.usual.bytes,
-        "floor": ours.bytes / (row.floor * size) if row.floor else float("nan"),
-        "operations": ratio("operations"),
-        "kernels": ratio("kernels"),
-        "scratch": ours.temporaries / nbytes,
-        "copies": ours.copies,
-        "float64": ours.most.float64 / size,
-        "compile": ratio("compile_seconds"),
+def compare(step: Step, platform: str, tree: str, dtype: str) -> Row:
+    """Compile both versions of a step for one device."""
+    device = SingleDeviceSharding(devices_of(platform)[0])
+    params = shapes_of(tree, dtype, lambda *_: device)
+    _start_compiler(platform, device)
+    ours, theirs = (compile_step(platform, recipe, params) for recipe in (step.ours, step.theirs))
+    kind, goals = PLATFORMS[platform], step.goals
+    on_tpu = kind.compiler == "tpu"
+    cells: dict[str, Figure | str] = {
+        "bytes": _ratio(ours.bytes, theirs.bytes, goals.bytes if on_tpu else None),
+        "operations": _ratio(ours.operations, theirs.operations, goals.operations) if on_tpu else "",
+        "kernels": "" if on_tpu else _ratio(ours.kernels, theirs.kernels, goals.kernels),
+        "number": "" if on_tpu else f"{ours.kernels} / {theirs.kernels}",
+        "compile time": _ratio(ours.compile_seconds, theirs.compile_seconds, goals.compile),
+        "CPU s": f"{ours.compile_seconds:.2g} / {theirs.compile_seconds:.2g}",
+        "scratch MB": f"{ours.temporaries / 1e6:.1f} / {theirs.temporaries / 1e6:.1f}",
     }
+    return Row((step.label, step.peer, kind.label, tree, dtype), cells)
 
 
-def _told(cost: Cost) -> dict[str, Any]:
-    told = {k: v for k, v in cost._asdict().items() if k not in ("text", "usual", "most")}
-    return {**told, "usual": cost.usual._asdict(), "most": cost.most._asdict()}
+def mesh_of(platform: str) -> Mesh:
+    """Return the mesh of many devices that stands for a platform."""
+    topology, shape = MESHES[platform]
+    return Mesh(np.array(devices_of(platform, topology)).reshape(shape), ("data", "model"))
 
 
-def measure(limit: Limit) -> dict[str, Any]:
-    """Compile what a limit is about, and what it is compared with."""
-    row = next(row for row in ROWS if row.name == limit.name)
-    params = shapes_of(limit.tree, limit.dtype)
-    found: dict[str, Any] = {**limit._asdict(), "label": row.label, "baseline": row.baseline_label}
-    try:
-        ours = cost_of(limit.platform, row.ours(params))
-    except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
-        return {**found, "error": str(error).splitlines()[0], "over": list(limit.at_most) or ["error"]}
-    theirs = cost_of(limit.platform, row.baseline(params))
-    shown = figures(row, ours, theirs, params)
-    # A figure that is not a number is over its limit, too.
-    over = [name for name, most in limit.at_most.items() if not shown[name] <= most]
-    return {**found, "ours": _told(ours), "theirs": _told(theirs), "figures": shown, "over": over}
+def collectives_of(recipe: Recipe, platform: str, tree: str) -> dict[str, int]:
+    """Return the collectives of a step whose matrices are split over both axes of the mesh."""
+    mesh = mesh_of(platform)
+
+    def place(name: str, shape: tuple[int, ...]) -> NamedSharding:
+        spec = PartitionSpec() if len(shape) < 2 else PartitionSpec("data", "model")
+        if name.endswith(("out", "down")):
+            spec = PartitionSpec("model", "data")
+        return NamedSharding(mesh, spec)
+
+    return compile_step(platform, recipe, shapes_of(tree, "float32", place)).collectives
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
-    ours, shown = row["ours"], row["figures"]
-    tpu = PLATFORMS[row["platform"]].compiler == "tpu"
-    floor = "" if shown["floor"] != shown["floor"] else f", {shown['floor']:.2f} of floor"
-    return [
-        f"{ours['bytes'] / 1e6:.0f} ({shown['bytes']:.2f}{floor})",
-        f"{ours['usual']['bytes'] / 1e6:.0f} ({shown['from memory']:.2f})",
-        f"{ours['operations'] / 1e6:.0f} ({shown['operations']:.2f})",
-        f"{shown['float64']:.2g}",
-        "" if tpu else f"{ours['kernels']} ({shown['kernels']:.2f})",
-        "" if tpu else f"{ours['copies']}",
-        f"{ours['temporaries'] / 1e6:.1f} ({shown['scratch']:.1%})",
-        f"{ours['compile_seconds']:.1f} ({shown['compile']:.2f})",
-    ]
-
-
-def table_of(rows: list[dict[str, Any]]) -> Table:
-    """One table for one platform, tree and dtype."""
-    first = rows[0]
-    title = f"{PLATFORMS[first['platform']].label}, {first['tree']}, {first['dtype']}"
-    table = Table(**tables.PLAIN, title=title)
-    table.add_column("")
-    columns = ("MB", "MB from memory", "M operations", "float64", "kernels", "copies", "scratch MB", "s")
-    for column in (*columns, "at most", ""):
-        table.add_column(column, justify="right", no_wrap=column in columns)
-    for row in rows:
-        cells = _cells(row) if "ours" in row else ["does not compile", *[""] * (len(columns) - 1)]
-        at_most = ", ".join(f"{name} {most:g}" for name, most in row["at_most"].items())
-        holds = "[green]ok[/]" if row["at_most"] else ""
-        over = f"[red]over: {', '.join(row['over'])}[/]" if row["over"] else holds
-        table.add_row(f"{row['label']} | {row['baseline']}", *cells, at_most, over)
-    return table
-
-
-def _chosen(args: argparse.Namespace) -> list[Limit]:
-    limits = {limit[:4]: limit for limit in LIMITS}
-    if not (args.platforms or args.trees or args.dtypes or args.steps):
-        return list(LIMITS)
-    every = [
-        (platform, tree, dtype, name)
-        for platform in args.platforms or PLATFORMS
-        for tree in args.trees or ("big", "transformer", "leaves")
-        for dtype in args.dtypes or ("f32",)
-        for name in args.steps or [row.name for row in ROWS]
-    ]
-    return [limits.get(key) or Limit(*key, {}) for key in every]
-
-
-def _grouped(limits: Iterable[Limit]) -> list[list[Limit]]:
-    groups: dict[Any, list[Limit]] = {}
-    for limit in limits:
-        groups.setdefault(limit[:3], []).append(limit)
-    return list(groups.values())
-
-
-def main(argv: list[str]) -> None:
-    """Compile what was asked for, and show it."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks --compiled",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--platforms", nargs="+", choices=list(PLATFORMS))
-    parser.add_argument("--trees", nargs="+", choices=list(TREES))
-    parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES))
-    parser.add_argument("--steps", nargs="+", choices=[row.name for row in ROWS])
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there, too")
-    args = parser.parse_args(argv)
-    console = Console()
-    console = console if console.is_terminal else Console(width=200)
-    rows: list[dict[str, Any]] = []
-    for group in _grouped(_chosen(args)):
-        platform = group[0].platform
-        if reason := missing(platform):
-            console.print(f"{PLATFORMS[platform].label}: {reason}", markup=False)
-            continue
-        warm = jax.ShapeDtypeStruct((8, 128), jnp.float32)
-        compile_for(platform, jnp.sum, warm)  # the first program waits for the compiler to start
-        rows += (measured := [measure(limit) for limit in group])
-        console.print(table_of(measured))
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+def count_collectives(step: Step, platform: str, tree: str) -> Row:
+    """Count the collectives of both versions of a step."""
+    found = [collectives_of(recipe, platform, tree) for recipe in (step.ours, step.theirs)]
+    reduces = [each.get("all-reduce", 0) for each in found]
+    others = [sum(each.values()) - n for each, n in zip(found, reduces, strict=True)]
+    topology, shape = MESHES[platform]
+    cells: dict[str, Figure | str] = {
+        "all-reduces": f"{reduces[0]} / {reduces[1]}",
+        "ratio": _ratio(*reduces, (reduces[1] + step.goals.maxima) / reduces[1]),
+        "others": f"{others[0]} / {others[1]}",
+    }
+    chips = f"{PLATFORMS[platform].label} {topology}, {shape[0] * shape[1]} chips"
+    return Row((step.label, step.peer, chips, tree), cells)

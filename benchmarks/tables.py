@@ -1,247 +1,126 @@
-"""Showing results: a table on the terminal, and rows for JSON."""
+"""Tables for the terminal and in Markdown, and a picture of the same figures."""
 
 from __future__ import annotations
 
-import datetime
-import importlib.metadata
-import os
-import platform
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-import jax
-from rich import box
-from rich.table import Table
-
-from benchmarks.measure import Result
-from benchmarks.steps import (
-    ADAM,
-    COMPILE_TARGET,
-    LINK_TARGET_MEMORY_SCHEDULER,
-    SCRATCH_TARGET,
-    SMALL_TARGET,
-    Step,
-    bytes_moved,
-)
-from benchmarks.trees import Problem
+from typing import Any, NamedTuple
 
 
-def environment() -> dict[str, Any]:
-    """Where and when this was measured."""
-    device = jax.devices()[0]
-    return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "device": f"{len(jax.devices())} x {device.device_kind}",
-        "platform": device.platform,
-        "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "python": platform.python_version(),
-        "xla_flags": os.environ.get("XLA_FLAGS", ""),
-        **{name: importlib.metadata.version(name) for name in ("clipjax", "jax", "jaxlib", "optax")},
-    }
+class Figure(NamedTuple):
+    """A ratio of ours to theirs, its quartiles if it was measured several times, and its goal."""
+
+    value: float
+    goal: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def missed(self) -> bool:
+        """Whether the ratio, rounded as it is shown, is above its goal."""
+        return self.goal is not None and round(self.value, 2) > self.goal
+
+    def __str__(self) -> str:
+        spread = "" if self.low is None else f" ({self.low:.2f}-{self.high:.2f})"
+        goal = "" if self.goal is None else f" {'>' if self.missed else '≤'} {self.goal:g}"
+        return f"{self.value:.2f}{spread}{goal}"
 
 
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), platform.processor())
+class Row(NamedTuple):
+    """What was found out about one step: figures by column, or text such as "ours / theirs"."""
+
+    case: tuple[str, ...]  # step, what it is compared with, tree, and so on
+    cells: dict[str, Figure | str]
+
+    @property
+    def figures(self) -> dict[str, Figure]:
+        """The ratios by column."""
+        return {name: x for name, x in self.cells.items() if isinstance(x, Figure)}
 
 
-def target_of(step: Step, tree: str, *, memory_scheduler: bool) -> float:
-    """The highest ratio to Adam alone that is allowed on two CPU cores."""
-    if tree == "small":
-        return SMALL_TARGET
-    return LINK_TARGET_MEMORY_SCHEDULER if step.is_link and memory_scheduler else step.target
+def _texts(head: Sequence[str], rows: Sequence[Row]) -> list[list[str]]:
+    columns = list(dict.fromkeys(name for row in rows for name in row.cells))
+    body = [[*row.case, *(str(row.cells.get(name, "")) for name in columns)] for row in rows]
+    return [[*head, *columns], *body]
 
 
-def row_of(
-    step: Step,
-    problem: Problem,
-    results: dict[str, Result],
-    *,
-    memory_scheduler: bool,
-    bandwidth: float | None,
-) -> dict[str, Any]:
-    """Put one step's results beside its peer's, its floor and its target."""
-    ours, peer = results[step.name], results[f"{step.name}/peer"]
-    baseline = results.get(f"{step.name}/baseline")
-    moved = bytes_moved(step, problem.dtype)
-    row: dict[str, Any] = {
-        "tree": problem.name,
-        "dtype": problem.dtype,
-        "parameters": problem.size,
-        "leaves": len(problem.params),
-        "scheduler": "memory" if memory_scheduler else "default",
-        "step": step.name,
-        "label": step.label,
-        "peer": step.peer_label,
-        "floor": moved / bytes_moved(None, problem.dtype),
-        "target": target_of(step, problem.name, memory_scheduler=memory_scheduler),
-        "ours": ours._asdict(),
-        "theirs": peer._asdict(),
-        "baseline": baseline._asdict() if baseline else None,
-        "adam": results[ADAM]._asdict(),
-        "compile_ratio": ours.compile_seconds / peer.compile_seconds,
-    }
-    row["misses"] = _misses(step, ours, row)
-    if bandwidth:
-        row["bandwidth_share"] = moved * problem.size / ours.seconds / (bandwidth * 1e9)
-    return row
+def as_text(head: Sequence[str], rows: Sequence[Row]) -> str:
+    """Return a table for the terminal."""
+    lines = _texts(head, rows)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    lines.insert(1, ["-" * width for width in widths])
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
 
-def _misses(step: Step, ours: Result, row: dict[str, Any]) -> list[str]:
-    """Which targets a row misses; `time?` where that may be noise."""
-    missed = []
-    if ours.ratio > row["target"]:
-        missed.append("time" if ours.is_above(row["target"]) else "time?")
-    if row["tree"] != "small" and step.sweeps and not step.is_link and ours.scratch > SCRATCH_TARGET:
-        missed.append("memory")
-    if row["tree"] == "small" and row["compile_ratio"] > COMPILE_TARGET:
-        missed.append("compile")
-    return missed
+def as_markdown(head: Sequence[str], rows: Sequence[Row]) -> str:
+    """Return a table in Markdown, where what is above its goal is bold."""
+    lines = _texts(head, rows)
+    marked = [[f"**{text}**" if " > " in text else text for text in line] for line in lines[1:]]
+    return "\n".join(f"| {' | '.join(line)} |" for line in [lines[0], ["---"] * len(lines[0]), *marked])
 
 
-GROWTH = "growth"
-
-PLAIN: dict[str, Any] = {
-    "box": box.SIMPLE_HEAD,
-    "padding": (0, 1, 0, 0),
-    "collapse_padding": True,
-    "pad_edge": False,
-    "title_justify": "left",
-    "caption_justify": "left",
-}
+def summary(rows: Sequence[Row]) -> str:
+    """Say how many goals are met."""
+    figures = [x for row in rows for x in row.figures.values() if x.goal is not None]
+    met = f"{sum(not x.missed for x in figures)} of {len(figures)} goals met"
+    return f"{met}. Ratios are ours to theirs, pairs ours / theirs; `>` is above the goal."
 
 
-def _baseline(row: dict[str, Any]) -> str:
-    return f"{row['baseline']['ratio']:.2f}" if row["baseline"] else ""
+def plot(path: Path, rows: Sequence[Row], title: str) -> None:
+    """Draw each ratio as a dot with its quartiles, and its goal as a line; each column has a panel."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    names = list(dict.fromkeys(name for row in rows for name in row.figures))
+    steps = list(dict.fromkeys(row.case[0] for row in rows))
+    groups = list(dict.fromkeys(row.case[2:] for row in rows))
+    height = len(groups) + 1  # of a step, in lines
+    size = (2.2 + 2.8 * len(names), 1.3 + 0.16 * len(steps) * height + 0.2 * (len(groups) // 4))
+    figure, panels = plt.subplots(1, len(names), figsize=size, sharey=True, squeeze=False)
+    for panel, name in zip(panels[0], names, strict=True):
+        for row in rows:
+            if name in row.figures:
+                group = groups.index(row.case[2:])
+                _draw(panel, row.figures[name], height * steps.index(row.case[0]) + group, f"C{group % 10}")
+        _scale(panel, [row.figures[name] for row in rows if name in row.figures])
+        panel.set_title(name, fontsize=10, loc="left")
+        panel.set_xlabel("ours / theirs", fontsize=9)
+        for i in range(1, len(steps)):
+            panel.axhline(height * i - 1, color="0.92", lw=0.8, zorder=0)
+    middles = [height * i + (len(groups) - 1) / 2 for i in range(len(steps))]
+    panels[0][0].set_yticks(middles, steps, fontsize=9)
+    panels[0][0].set_ylim(height * len(steps) - 1, -1)
+    dots = [plt.Line2D([], [], color=f"C{i % 10}", marker="o", ls="") for i in range(len(groups))]
+    goal = plt.Line2D([], [], color="0.3", marker="|", ms=9, mew=1.5, ls="")
+    labels = [*(", ".join(group) for group in groups), "goal"]
+    figure.set_layout_engine("constrained")
+    figure.legend([*dots, goal], labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    figure.suptitle(title, fontsize=11, x=0.01, ha="left")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
 
 
-def _percent(ours: float, theirs: float) -> str:
-    return " | ".join(f"{x:.1%}" if x < 0.1 else f"{x:.0%}" for x in (ours, theirs))
+def _draw(panel: Any, figure: Figure, y: float, color: str) -> None:
+    if figure.low is not None:
+        panel.plot([figure.low, figure.high], [y, y], color=color, lw=1.5)
+    panel.plot(figure.value, y, "o", color=color, ms=4.5)
+    if figure.goal is not None:
+        panel.plot(figure.goal, y, "|", color="0.3", ms=8, mew=1.5, zorder=0)
 
 
-def table_of(rows: list[dict[str, Any]], *, absolute: bool) -> Table:
-    """One table for one tree and dtype."""
-    first = rows[0]
-    adam = first["adam"]
-    # Each cell: what clipjax takes, then what its peer does.
-    table = Table(
-        **PLAIN,
-        title=(
-            f"{first['tree']}, {first['dtype']}: {first['parameters']:,} parameters in {first['leaves']} "
-            f"leaves, {first['scheduler']} scheduler. Adam alone: {adam['seconds'] * 1e3:.3g} ms, "
-            f"scratch memory {adam['scratch']:.0%}, compiled in {adam['compile_seconds']:.2g} s"
-        ),
-        caption=(
-            "clipjax | Optax. time: to Adam alone (median of paired ratios, and its standard error); "
-            "baseline: the same passes with nothing exact; floor: by bytes moved; scratch: memory, to the "
-            "parameters' bytes; ratio: of the compile times"
-        ),
-    )
-    table.add_column("step", no_wrap=True)
-    columns = ["time", "baseline", "floor", "target", "scratch", "compile", "ratio"]
-    for column in columns + (["ms", "of bandwidth"] if absolute else []) + [""]:
-        table.add_column(column, justify="right", no_wrap=True)
-    for row in rows:
-        ours, theirs = row["ours"], row["theirs"]
-        cells = [
-            row["label"],
-            f"{ours['ratio']:.2f} ±{ours['error']:.2f} | {theirs['ratio']:.2f}",
-            _baseline(row),
-            f"{row['floor']:.2f}",
-            f"{row['target']:.2f}",
-            _percent(ours["scratch"], theirs["scratch"]),
-            f"{ours['compile_seconds']:.2f} s",
-            f"{row['compile_ratio']:.2f}",
-        ]
-        if absolute:
-            share = row.get("bandwidth_share")
-            cells += [f"{ours['seconds'] * 1e3:.3f}", f"{share:.0%}" if share else "-"]
-        over = ", ".join(row["misses"])
-        table.add_row(*cells, f"[red]over: {over}[/]" if over else "[green]ok[/]")
-    return table
+def _scale(panel: Any, figures: list[Figure]) -> None:
+    from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter
 
-
-def growth_table(rows: list[dict[str, Any]]) -> Table:
-    """How time, memory and compile time grow, one step after the other."""
-    table = Table(
-        **PLAIN,
-        title="growth: clipjax | Optax",
-        caption="ratio to Adam alone; ns per parameter of the whole step; compile time in ms per leaf",
-    )
-    columns = [
-        "step",
-        "parameters",
-        "leaves",
-        "Adam ms",
-        "ratio",
-        "ns/parameter",
-        "scratch",
-        "compile s",
-        "ms/leaf",
-    ]
-    for column in columns:
-        table.add_column(column, justify="left" if column == "step" else "right", no_wrap=True)
-    for row in sorted(rows, key=lambda r: r["step"]):
-        ours, theirs = row["ours"], row["theirs"]
-        table.add_row(
-            row["step"],
-            f"{row['parameters']:.1e}",
-            str(row["leaves"]),
-            f"{row['adam']['seconds'] * 1e3:.3g}",
-            f"{ours['ratio']:.2f} | {theirs['ratio']:.2f}",
-            f"{ours['seconds'] / row['parameters'] * 1e9:.2f}",
-            _percent(ours["scratch"], theirs["scratch"]),
-            f"{ours['compile_seconds']:.2f} | {theirs['compile_seconds']:.2f}",
-            f"{ours['compile_seconds'] / row['leaves'] * 1e3:.1f}",
-        )
-    return table
-
-
-def _growth_lines(rows: list[dict[str, Any]]) -> list[str]:
-    lines = [
-        "| step | parameters | leaves | Adam, ms | clipjax | Optax | scratch memory, ours and theirs "
-        "| compile, ours and theirs |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for row in sorted(rows, key=lambda r: r["step"]):
-        ours, theirs = row["ours"], row["theirs"]
-        scratch = _percent(ours["scratch"], theirs["scratch"]).replace(" |", ",")
-        lines.append(
-            f"| {row['label']} | {row['parameters']:.1e} | {row['leaves']} "
-            f"| {row['adam']['seconds'] * 1e3:.3g} | {ours['ratio']:.2f} | {theirs['ratio']:.2f} "
-            f"| {scratch} | {ours['compile_seconds']:.2f}, {theirs['compile_seconds']:.2f} s |"
-        )
-    return lines
-
-
-def markdown_of(where: dict[str, Any], rows: list[dict[str, Any]]) -> str:
-    """Write the rows as Markdown tables, one for each tree, dtype and scheduler."""
-    lines = [", ".join(f"{key} {value}" for key, value in where.items() if value != ""), ""]
-    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-    for row in rows:
-        groups.setdefault((row["tree"], row["dtype"], row["scheduler"]), []).append(row)
-    for (tree, dtype, scheduler), group in groups.items():
-        if tree == GROWTH:
-            lines += [*_growth_lines(group), ""]
-            continue
-        first = group[0]
-        lines += [
-            f"**{tree}, {dtype}**, {first['parameters']:,} parameters in {first['leaves']} leaves, "
-            f"{scheduler} scheduler; Adam alone {first['adam']['seconds'] * 1e3:.3g} ms",
-            "",
-            "| step | clipjax | Optax | baseline | floor | target | scratch memory, ours and theirs "
-            "| compile, to Optax |",
-            "|---|---|---|---|---|---|---|---|",
-        ]
-        for row in group:
-            ours, theirs = row["ours"], row["theirs"]
-            scratch = _percent(ours["scratch"], theirs["scratch"]).replace(" |", ",")
-            lines.append(
-                f"| {row['label']} | {ours['ratio']:.2f} ± {ours['error']:.2f} | {theirs['ratio']:.2f} "
-                f"| {_baseline(row)} | {row['floor']:.2f} | {row['target']:.2f} | {scratch} "
-                f"| {row['compile_ratio']:.1f} |"
-            )
-        lines.append("")
-    return "\n".join(lines)
+    values = [v for x in figures for v in x if v]
+    low, high = min(0.8, *values) / 1.05, max(1.3, *values) * 1.05
+    ticks = [t for t in (0.1, 0.2, 0.3, 0.5, 0.8, 1, 1.2, 1.5, 2, 3, 5, 10, 20) if low <= t <= high]
+    panel.set_xscale("log")
+    panel.set_xlim(low, high)
+    panel.axvline(1, color="0.75", lw=1, zorder=0)
+    panel.xaxis.set_major_locator(FixedLocator(ticks))
+    panel.xaxis.set_minor_locator(NullLocator())
+    panel.xaxis.set_major_formatter(ScalarFormatter())
+    panel.tick_params(axis="y", length=0)
+    panel.spines[["top", "right", "left"]].set_visible(False)

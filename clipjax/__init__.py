@@ -1,12 +1,13 @@
-"""clipjax: bounds for the gradients and the weights of JAX training."""
+"""clipjax clips gradients, constrains weights, and logs what it changed, in JAX and Optax."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 from clipjax import functional
-from clipjax._core.axes import SKIP, Axes, fan_in
-from clipjax._core.bounds import Bound
-from clipjax.backward.layers import (
+from clipjax._core.axes import SKIP, fan_in, fan_in_or_all
+from clipjax._core.paths import matching
+from clipjax._core.transformation import with_metrics
+from clipjax.backward import (
     clip_gradient_by_global_norm,
     clip_gradient_by_norm,
     clip_gradient_by_value,
@@ -15,55 +16,29 @@ from clipjax.backward.layers import (
 )
 from clipjax.composition import bounded, chain
 from clipjax.gradients.adagc import adagc
-from clipjax.gradients.fixed import (
-    clip_by_global_norm,
-    clip_by_norm,
-    clip_by_rms,
-    clip_by_value,
-)
+from clipjax.gradients.clips import clip_by_global_norm, clip_by_norm, clip_by_rms, clip_by_value
 from clipjax.gradients.groups import clip_by_group_norm
-from clipjax.gradients.moving import clip_by_moving_max, normalize_by_moving_norm
 from clipjax.gradients.nonfinite import skip_nonfinite, zero_nonfinite
-from clipjax.gradients.outliers import clip_by_lognormal, zclip
 from clipjax.gradients.quantiles import autoclip, clip_by_quantile
-from clipjax.gradients.relative import adaptive_grad_clip, fan_in_or_whole
-from clipjax.gradients.spectral import clip_by_spectral_norm
+from clipjax.gradients.relative import adaptive_grad_clip
 from clipjax.gradients.spikes import skip_spikes
 from clipjax.gradients.tangent_cone import tangent_cone
-from clipjax.gradients.tangent_space import tangent_space
+from clipjax.gradients.zclip import clip_by_lognormal, zclip
 from clipjax.monitoring.metrics import metrics
 from clipjax.monitoring.norm_log import NormLog
-from clipjax.monitoring.raising import raise_if_skipping
-from clipjax.monitoring.records import record_norms
-from clipjax.monitoring.replay import Replay, Suggestion
-from clipjax.weights.constraints import max_norm, min_max_norm, unit_norm
+from clipjax.monitoring.record_norms import record_norms
 from clipjax.weights.entries import box, non_negative
-from clipjax.weights.hyperball import hyperball
-from clipjax.weights.projections import Projection, project
+from clipjax.weights.norms import max_norm, min_max_norm, unit_norm
+from clipjax.weights.projection import project
 from clipjax.weights.qk_clip import qk_clip
 from clipjax.weights.spectral import spectral_cap
-from clipjax.weights.verify import Violation, verify
+from clipjax.weights.violations import violations
 
-__version__ = "0.1.0"
-
-if not TYPE_CHECKING:  # type checkers would accept any name
-
-    def __getattr__(name: str) -> Any:
-        """Import `clipjax.flax`, `.equinox` and `.plots` on first use, since they need more packages."""
-        if name in ("flax", "equinox", "plots"):
-            return importlib.import_module(f"clipjax.{name}")
-        raise AttributeError(f"module 'clipjax' has no attribute {name!r}")
-
+__version__ = "0.2.0"
 
 __all__ = [
     "SKIP",
-    "Axes",
-    "Bound",
     "NormLog",
-    "Projection",
-    "Replay",
-    "Suggestion",
-    "Violation",
     "adagc",
     "adaptive_grad_clip",
     "autoclip",
@@ -73,27 +48,23 @@ __all__ = [
     "clip_by_global_norm",
     "clip_by_group_norm",
     "clip_by_lognormal",
-    "clip_by_moving_max",
     "clip_by_norm",
     "clip_by_quantile",
     "clip_by_rms",
-    "clip_by_spectral_norm",
     "clip_by_value",
     "clip_gradient_by_global_norm",
     "clip_gradient_by_norm",
     "clip_gradient_by_value",
     "fan_in",
-    "fan_in_or_whole",
+    "fan_in_or_all",
     "functional",
-    "hyperball",
+    "matching",
     "max_norm",
     "metrics",
     "min_max_norm",
     "non_negative",
-    "normalize_by_moving_norm",
     "project",
     "qk_clip",
-    "raise_if_skipping",
     "record_norms",
     "replace_gradient",
     "scale_gradient",
@@ -101,9 +72,36 @@ __all__ = [
     "skip_spikes",
     "spectral_cap",
     "tangent_cone",
-    "tangent_space",
     "unit_norm",
-    "verify",
+    "violations",
+    "with_metrics",
     "zclip",
     "zero_nonfinite",
 ]
+
+_INSTEAD = {
+    "Axes": "plain ints, tuples, rules and mappings",
+    "Bound": "jax.typing.ArrayLike or optax.Schedule",
+    "Projection": "clipjax.project, which makes one from a function",
+    "Replay": "NormLog.suggest(), which returns a dict",
+    "Suggestion": "NormLog.suggest(), which returns a dict",
+    "Violation": "clipjax.violations",
+    "clip_by_moving_max": "clip_by_quantile or clip_by_value",
+    "clip_by_spectral_norm": "spectral_cap, for weights",
+    "fan_in_or_whole": "fan_in_or_all",
+    "hyperball": "chain(optax.adam(...), min_max_norm(radius, radius))",
+    "normalize_by_moving_norm": "zclip or autoclip",
+    "raise_if_skipping": 'metrics(state)["skip_nonfinite/skipped_in_a_row"]',
+    "tangent_space": "tangent_cone",
+    "verify": "violations",
+}
+
+
+if not TYPE_CHECKING:  # type checkers would accept any name
+
+    def __getattr__(name: str) -> Any:
+        """Import what needs more packages on first use; for names of version 0.1, say what to write instead."""
+        if name in ("flax", "equinox", "plots"):
+            return importlib.import_module(f"clipjax.{name}")
+        instead = f": since version 0.2, use {_INSTEAD[name]}" if name in _INSTEAD else ""
+        raise AttributeError(f"module 'clipjax' has no attribute {name!r}{instead}")

@@ -1,55 +1,36 @@
-"""Chains in the correct order: clip, optimize, project."""
+"""Transformations together, in the right order."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import optax
 
-from clipjax._core.arguments import explained, shown
-from clipjax._core.links import (
-    Chain,
-    Clip,
-    Placing,
-    Recorder,
-    check_optimizer,
-    check_transformation,
-    knowing,
-    links_of,
-)
-from clipjax._core.mesh import AxisName
+from clipjax._core.bounds import check_count, short_repr
 from clipjax.gradients.nonfinite import skip_nonfinite, zero_nonfinite
-from clipjax.weights.projections import Projection
-from clipjax.weights.sequences import as_projections, projections_of
+from clipjax.gradients.skipping import check_transformation
+from clipjax.monitoring.record_norms import Recorder
+from clipjax.weights.projection import as_projection, is_projection
 
-Nonfinite = Literal["propagate", "zero", "skip"]
 
-
-@explained
-def chain(*links: optax.GradientTransformation) -> Chain:
+def chain(*links: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Chain transformations as `optax.chain` does, and check that projections come last.
 
-    A projection bounds the weights that result from the update. A link after it changes the update and breaks
-    the bound, which `optax.chain` does not report.
+    A projection constrains the weights that result from the update. A transformation after it would move them
+    again, which `optax.chain` does not report.
 
     Args:
-      *links: gradient transformations; the last of them may be projections, and :func:`record_norms`.
+      *links: gradient transformations; the last ones may be projections and :func:`record_norms`.
 
     Returns:
-      A transformation with the state of `optax.chain`. Its projections need not measure the incoming weights,
-      which saves one pass over them, and their metric `violation` stays 0.
+      `optax.chain` of them.
 
     Raises:
-      ValueError: there are no links, or a projection is not last, even one at the end of a chain that this
-        function or `clipjax.bounded` made.
-      TypeError: a link is not a gradient transformation.
+      ValueError: there are none, or a projection is not last.
+      TypeError: one of them is not a gradient transformation.
 
-    Equals `optax.chain` of the same links, bit for bit. Links inside Optax's own wrappers (`optax.chain`,
-    `masked`, …) cannot be checked; the metric `violation` of a projection in them shows whether it is last,
-    see :class:`clipjax.Projection`. If an `optax.chain` adds links after the result of this function, neither
-    a check nor `violation` reveals it: make that outer chain with `clipjax.chain`, too.
+    Only the arguments are checked, not what wrappers or other chains among them contain.
 
     Example:
       >>> import clipjax, optax
@@ -57,59 +38,49 @@ def chain(*links: optax.GradientTransformation) -> Chain:
       >>> clipjax.chain(clipjax.max_norm(3.0), optax.adam(1e-3))
       Traceback (most recent call last):
       ...
-      ValueError: links[0], clipjax.max_norm(3.0), projects the weights, but links[1] moves them again: \
-put projections last
+      ValueError: links[0], clipjax.max_norm(3.0), must come after links[1], which would move the weights again
     """
     if not links:
         raise ValueError("links: a chain needs at least one")
+    last = None
     for i, link in enumerate(links):
         check_transformation(f"links[{i}]", link)
-    flat = [(i, inner) for i, link in enumerate(links) for inner in links_of(link)]
-    moving = [(i, link) for i, link in flat if not isinstance(link, Recorder)]
-    for (i, link), (j, after) in itertools.pairwise(moving):
-        if isinstance(link, Projection | Placing) and not isinstance(after, Projection):
-            end = "" if link is links[i] else "a chain that ends in "
+        if is_projection(link):
+            last = i
+        elif last is not None and not isinstance(link, Recorder):
             raise ValueError(
-                f"links[{i}], {end}{link!r}, projects the weights, but links[{j}] moves them again: "
-                f"put projections last"
+                f"links[{last}], {links[last]!r}, must come after links[{i}], which would move the weights again"
             )
-    checked = (link.last if isinstance(link, Projection) else link for link in links)
-    return knowing(optax.chain(*checked), *(link for _, link in flat))
+    return optax.chain(*links)
 
 
-@explained
 def bounded(
     optimizer: optax.GradientTransformation,
     *,
-    clip: optax.GradientTransformation | None = None,
+    clip: optax.GradientTransformation | Sequence[optax.GradientTransformation] | None = None,
     project: Callable[[Any], Any] | Sequence[Callable[[Any], Any]] | None = None,
-    nonfinite: Nonfinite = "propagate",
-    axis_name: AxisName = None,
+    nonfinite: Literal["propagate", "zero", "skip"] = "propagate",
+    accumulate: int = 1,
 ) -> optax.GradientTransformationExtraArgs:
-    """Put bounds around an optimizer, in the correct order: clip, optimize, project.
+    """Clip, optimize and project, in this order.
 
     Args:
       optimizer: any gradient transformation, such as `optax.adam(1e-3)`.
-      clip: a gradient transformation to apply before it, such as `clipjax.clip_by_global_norm(1.0)`.
-      project: a projection to apply after it, such as `clipjax.max_norm(3.0)`, or any function of the
-        weights; or a sequence of these, applied in order (the bound of the last one is sure to hold, the
-        bounds of the others only if it does not move the weights out of them).
-      nonfinite: what happens to NaN and infinite gradient entries. `"propagate"`: they spread, as NaN.
-        `"zero"`: they become 0 and are counted (:func:`clipjax.zero_nonfinite`). `"skip"`: the step is
-        skipped and the whole state stays as it was (:func:`skip_nonfinite`).
-      axis_name: the mesh axes whose devices zero or skip together, in `pmap` and unchecked `shard_map`.
+      clip: one or several gradient transformations before it, such as `clipjax.clip_by_global_norm(1.0)`.
+      project: one or several projections after it, such as `clipjax.max_norm(3.0)`, or functions of the weights.
+        The bound of the last one is sure to hold.
+      nonfinite: what happens to gradients that are not finite. "propagate": they spread, as NaN. "zero": their
+        entries become 0 and are counted (:func:`zero_nonfinite`). "skip": the step is skipped, and the state
+        stays as it was (:func:`skip_nonfinite`).
+      accumulate: how many micro-batches share one clip and one step, for their mean gradient
+        (`optax.MultiSteps`). With `nonfinite="skip"`, a micro-batch that is not finite is left out and counted,
+        and the next one takes its place.
 
     Returns:
-      A transformation; `clipjax.metrics` reads what all of its parts did.
+      A transformation; :func:`metrics` reads what all of its parts did.
 
     Raises:
-      TypeError, ValueError: an argument is of the wrong kind, or in the wrong place: a projection as
-        `optimizer` or `clip`, or `optax.MultiSteps` as `optimizer`.
-
-    Accumulate gradients outside, so that their mean is clipped once:
-    `optax.MultiSteps(bounded(…), every_k_schedule=4)`. A NaN would stay in the sum of `MultiSteps` forever:
-    keep it out with `should_skip_update_fn=optax.skip_not_finite`, or with :func:`skip_nonfinite` around
-    everything.
+      TypeError, ValueError: an argument is of the wrong kind, or in the wrong place.
 
     Example:
       >>> import clipjax, optax
@@ -120,29 +91,34 @@ def bounded(
       ...     nonfinite="skip",
       ... )
     """
-    if nonfinite not in get_args(Nonfinite):
-        raise ValueError(f"nonfinite must be one of {get_args(Nonfinite)}, got {shown(nonfinite)}")
-    links = [_check_before("optimizer", optimizer)]
-    if clip is not None:
-        links.insert(0, _check_before("clip", clip))
+    if nonfinite not in ("propagate", "zero", "skip"):
+        raise ValueError(f"nonfinite must be 'propagate', 'zero' or 'skip', got {short_repr(nonfinite)}")
+    steps = check_count("accumulate", accumulate, 1)
+    before = [_check_before("clip", each) for each in _several(clip)]
+    after = [as_projection("project", each) for each in _several(project)]
+    tx = chain(*before, _check_before("optimizer", optimizer), *after)
+    if steps > 1:
+        accumulated = optax.MultiSteps(tx, steps)
+        tx = optax.GradientTransformationExtraArgs(accumulated.init, accumulated.update)
     if nonfinite == "zero":
-        links.insert(0, zero_nonfinite(axis_name=axis_name))
-    if project is not None:
-        links.extend(as_projections("project", project))
-    tx = chain(*links)
-    return skip_nonfinite(tx, axis_name=axis_name) if nonfinite == "skip" else tx
+        return optax.chain(zero_nonfinite(), tx)
+    return skip_nonfinite(tx) if nonfinite == "skip" else tx
 
 
-def _check_before(name: str, value: Any) -> optax.GradientTransformation:
-    """Return `value` if it may come before the projections in `bounded`, else raise an error."""
-    update = getattr(value, "update", None)
-    if isinstance(getattr(update, "__self__", None), optax.MultiSteps):  # the object, or its transformation
+def _several(value: Any) -> list[Any]:
+    """Return the elements of a list or a plain tuple, or one value; gradient transformations are tuples, too."""
+    if value is None:
+        return []
+    return list(value) if type(value) in (list, tuple) else [value]
+
+
+def _check_before(name: str, value: Any) -> Any:
+    """Return a transformation that may come before projections, or raise an error."""
+    if is_projection(value):
+        raise ValueError(f"{name}: {value!r} is a projection: pass it to bounded as project=")
+    if isinstance(getattr(getattr(value, "update", None), "__self__", None), optax.MultiSteps):
         raise ValueError(
-            f"{name}: inside bounded, optax.MultiSteps would accumulate gradients that are already clipped: "
-            f"put it outside, as in optax.MultiSteps(clipjax.bounded(…), every_k_schedule=k)"
+            f"{name}: optax.MultiSteps inside bounded would accumulate clipped gradients: use bounded(..., "
+            "accumulate=k) instead"
         )
-    if name == "optimizer" and all(isinstance(link, Clip) for link in links_of(value)):
-        raise ValueError(f"optimizer: this is a clip: pass it to bounded as clip=; got {shown(value)}")
-    for projection in projections_of(check_optimizer(name, value)):
-        raise ValueError(f"{name}: a chain that ends in {projection!r}: pass that to bounded as project=")
-    return value
+    return check_transformation(name, value)

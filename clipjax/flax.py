@@ -1,56 +1,59 @@
-"""The axes of a Flax model, derived from its layers: which weights form one unit.
+"""The axes of a Flax model, from its layers: which weights form a unit.
 
 This module needs Flax, and `import clipjax` does not load it: `from clipjax.flax import unit_axes`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
+import jax
+import numpy as np
 from flax import nnx
+from flax.core import DenyList
+from jax.tree_util import DictKey
 
-from clipjax._flax_linen import linen_params
-from clipjax._flax_nnx import nnx_params
-from clipjax._unit_axes import axes_by_path, checked
+from clipjax._core.axes import SKIP, Skip
+from clipjax._core.paths import path_name
+from clipjax._layers import Param, axes_by_path
 
 __all__ = ["unit_axes"]
+
+Names = tuple[Any, ...]  # the keys of a path
 
 
 def unit_axes(
     model: Any, *args: Any, other: Mapping[str, Any] | None = None, wrt: Any = nnx.Param, **kwargs: Any
 ) -> dict[str, Any]:
-    """Return the axes to reduce for every parameter of a Flax model, by the layer that owns it.
+    """Return the axes to reduce in each parameter of a Flax model, by the layer that it belongs to.
 
-    A unit is the weights that compute one output: a column of a Dense kernel; a filter of a convolution
-    (grouped and transposed too; in a local one, the filter of one position); one component of one head's
-    query, key or value; a gate of a cell. In an embedding it is a row. If `scan` or `vmap` stacks layers,
-    each layer has its own units. Biases and the scales of normalization layers are left alone.
+    A unit is the weights that compute one output: a column of a Dense kernel, a filter of a convolution, one
+    component of one head's query, key or value, a gate of a cell; in an embedding, a row. Where `scan` or
+    `vmap` stacks layers along a first axis, each has its units. Biases and the scales of norms are skipped.
 
     Args:
       model: a Linen module; or an NNX module, which holds its parameters.
       *args: for Linen, the arguments of `model.init`: a key and example inputs, or `jax.ShapeDtypeStruct`s
-        instead, as nothing is computed. None for NNX.
-      other: axes for parameters of unknown layers, by path pattern as in `axes`. They take precedence over
-        the axes of known layers.
-      wrt: for NNX, which parameters to include: the filter that `nnx.Optimizer` gets.
+        instead, since nothing is computed. None for NNX.
+      other: axes by path pattern, for parameters of other layers; they win over those of known layers.
+      wrt: for NNX, which parameters: the filter that `nnx.Optimizer` gets.
       **kwargs: for Linen, the keyword arguments of `model.init`.
 
     Returns:
-      A dict from each parameter's path to the axes to reduce, or :data:`clipjax.SKIP`. Pass it as the `axes`
-      of any transformation, for parameters with or without the outer `"params"`. To change some axes, put
-      them first: `{"head/*": clipjax.SKIP} | unit_axes(model)`.
+      A dict from each parameter's path to its axes or :data:`clipjax.SKIP`, for `axes=`, also for trees with
+      an outer `"params"`. To change some, put them first: `{"head/*": clipjax.SKIP} | unit_axes(model)`.
 
     Raises:
-      TypeError: `model` is not a Flax module; arguments are missing for Linen, or given for NNX.
-      ValueError: some parameters do not belong to a known layer (such as `self.param` and `nnx.Param` in your
-        own modules), or it is ambiguous which of their axes are a stack: the error lists them all, for
-        `other`. Or a pattern in `other` matches nothing.
+      TypeError: `model` is not a Flax module; arguments are missing for Linen, or given for NNX; `other` is
+        not a mapping to axes.
+      ValueError: parameters do not belong to known layers, or are stacked along another axis: all are listed,
+        for `other`. Or a pattern in `other` matches nothing.
 
     Example:
-      >>> import clipjax, jax, jax.numpy as jnp
-      >>> import flax.linen as nn
+      >>> import clipjax, jax, flax.linen as nn, jax.numpy as jnp
       >>> from clipjax.flax import unit_axes
       >>> model = nn.MultiHeadDotProductAttention(num_heads=2)
       >>> axes = unit_axes(model, jax.random.key(0), jnp.ones((1, 5, 8)))
@@ -58,19 +61,125 @@ def unit_axes(
       ((0,), clipjax.SKIP, (0, 1))
       >>> projection = clipjax.max_norm(3.0, axes=axes)
     """
-    other = checked(other)
     if isinstance(model, nnx.Module):
         if args or kwargs:
-            raise TypeError("unit_axes: an NNX model holds its parameters and takes no further arguments")
-        params = nnx_params(model, wrt)
-    elif isinstance(model, nn.Module):
+            raise TypeError("unit_axes: an NNX model holds its parameters, and takes no further arguments")
+        return axes_by_path(_nnx_params(model, wrt), other)
+    if isinstance(model, nn.Module):
         if not (args or kwargs):
-            raise TypeError("unit_axes: a Linen model takes the arguments of its init too: a key and inputs")
-        params = linen_params(model, args, kwargs)
-    else:
-        given = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
-        raise TypeError(
-            f"unit_axes: model must be a Flax module, of Linen or of NNX, got {given}. "
-            "For axes=, call it: axes=unit_axes(model)"
-        )
-    return axes_by_path(params, other)
+            raise TypeError("unit_axes: a Linen model needs the arguments of its init: a key and inputs")
+        return axes_by_path(_linen_params(model, args, kwargs), other)
+    given = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+    raise TypeError(f"unit_axes: model must be a Flax module, of Linen or of NNX, got {given}")
+
+
+def _linen_params(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Param]:
+    """Yield the parameters that `model.init(*args, **kwargs)` makes, by tracing it."""
+    layers: dict[Names, list[nn.Module]] = {(): [model]}  # several modules may share a scope
+    own_shapes: dict[Names, tuple[int, ...]] = {}  # inside a stack, where a module sees one layer
+
+    def watch(call: Any, call_args: Any, call_kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+        scope = context.module.scope
+        result = call(*call_args, **call_kwargs)
+        if scope is not None and context.method_name != "<lambda>":  # Flax tries out a setup elsewhere
+            layers.setdefault(scope.path, []).append(context.module)
+            for path, leaf in jax.tree_util.tree_leaves_with_path(scope.variables().get("params", {})):
+                own_shapes.setdefault((*scope.path, *_names(path)), leaf.shape)
+        return result
+
+    leaves, treedef = jax.tree.flatten((args, kwargs))
+    arrays = [x if hasattr(x, "shape") and hasattr(x, "dtype") else None for x in leaves]
+    # A new name each time: otherwise modules under nn.jit that JAX has traced before would not be seen.
+    mutable = DenyList(("intermediates", f"unit_axes_{uuid.uuid4()}"))
+
+    def init(arrays: list[Any]) -> Any:
+        each = [old if new is None else new for old, new in zip(leaves, arrays, strict=True)]
+        init_args, init_kwargs = jax.tree.unflatten(treedef, each)
+        return model.init(*init_args, **({"mutable": mutable} | init_kwargs)).get("params", {})
+
+    with nn.intercept_methods(watch):
+        params = jax.eval_shape(init, arrays)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        names = _names(path)
+        depth = max(i for i in range(len(names)) if names[:i] in layers)
+        name = path_name(path[depth:])
+        each = [(layer, _axes(layer, name)) for layer in layers[names[:depth]]]
+        layer, axes = next((known for known in each if known[1] is not None), each[-1])
+        yield Param(path_name(path), leaf.shape, layer, name, axes, own_shapes.get(names, leaf.shape))
+
+
+def _names(path: Sequence[Any]) -> Names:
+    """Return the keys of a path, without the `value` of a box."""
+    return tuple(key.key for key in path if isinstance(key, DictKey))
+
+
+def _nnx_params(model: nnx.Module, wrt: Any) -> Iterator[Param]:
+    """Yield the parameters of `model` that the filter `wrt` chooses."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(nnx.state(model, wrt))):
+        node: Any = model
+        layer, depth = model, 0
+        for i, key in enumerate(path):
+            node = node[key.key] if isinstance(node, Mapping | Sequence) else getattr(node, key.key)
+            if isinstance(node, nnx.Variable):
+                break
+            if isinstance(node, nnx.Module):
+                layer, depth = node, i + 1
+        name, own_shape = path_name(path[depth:]), _own_shape(layer, leaf.shape)
+        yield Param(path_name(path), leaf.shape, layer, name, _axes(layer, name), own_shape)
+
+
+def _own_shape(layer: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of a layer's kernel before layers are stacked; of other layers the given shape."""
+    match layer:
+        case nnx.Linear():
+            return (layer.in_features, layer.out_features)
+        case nnx.LinearGeneral():
+            return (*layer.batch_axis.values(), *layer.in_features, *layer.out_features)
+        case nnx.Conv() | nnx.ConvTranspose() | nnx.Einsum():
+            return tuple(layer.kernel_shape)
+        case nnx.Embed():
+            return (layer.num_embeddings, layer.features)
+    return shape
+
+
+_LINEAR = (nn.Dense, nn.recurrent.DenseParams, nn.ConvLocal, nnx.Linear)
+_GENERAL = (nn.DenseGeneral, nnx.LinearGeneral)
+_CONV = (nn.Conv, nn.ConvTranspose, nnx.Conv, nnx.ConvTranspose)
+_EINSUM = (nn.Einsum, nnx.Einsum)
+_KINDS = ("BatchNorm", "LayerNorm", "RMSNorm", "GroupNorm", "InstanceNorm")
+_NORMS = tuple(getattr(of, kind) for of in (nn, nnx) for kind in _KINDS)
+# The scales of these are named after the parameters that they scale.
+_REPARAMETRIZED = (nn.WeightNorm, nn.SpectralNorm, nnx.WeightNorm, nnx.SpectralNorm)
+_SKIPPED = {
+    "bias": (*_LINEAR, *_GENERAL, *_CONV, *_EINSUM, *_NORMS),
+    "scale": _NORMS,
+    "negative_slope": (nn.PReLU, nnx.PReLU),
+}
+
+
+def _axes(layer: Any, name: str) -> tuple[int, ...] | Skip | None:
+    """Return the axes to reduce in a layer's parameter, counted from the right; None if they are unknown."""
+    if name == "kernel":
+        return _kernel_axes(layer)
+    if name == "embedding" and isinstance(layer, nn.Embed | nnx.Embed):
+        return (-1,)
+    if name in ("lora_a", "lora_b") and isinstance(layer, nnx.LoRA):
+        return (-2,)
+    return SKIP if isinstance(layer, (*_REPARAMETRIZED, *_SKIPPED.get(name, ()))) else None
+
+
+def _kernel_axes(layer: Any) -> tuple[int, ...] | None:
+    if isinstance(layer, _LINEAR):
+        return (-2,)  # of a local convolution, the window and its channels
+    if isinstance(layer, _GENERAL):
+        features = layer.features if isinstance(layer, nn.DenseGeneral) else layer.out_features
+        return tuple(range(-np.size(layer.axis) - np.size(features), -np.size(features)))
+    if isinstance(layer, _CONV):
+        of_input = -1 if getattr(layer, "transpose_kernel", False) else -2
+        return (*range(-np.size(layer.kernel_size) - 2, -2), of_input)
+    if isinstance(layer, _EINSUM):
+        operands, _, output = (layer.einsum_str or "").replace(" ", "").partition("->")
+        kernel = operands.split(",")[-1]
+        if kernel.isalpha() and len(set(kernel)) == len(kernel):  # no ellipsis; not given in the call only
+            return tuple(i - len(kernel) for i, label in enumerate(kernel) if label not in output)
+    return None

@@ -1,8 +1,6 @@
 """Pure functions on trees of arrays that measure norms or clip.
 
-Leaves that are neither float nor complex (ints, bools, PRNG keys, float0) pass through and do not count
-toward a norm; `None` is not a leaf; complex entries count by their absolute value. Norms are accumulated in
-float64 and returned in float32 (in float64 if a leaf is float64 or complex128).
+`axes` are literal here, as in NumPy: an int or a tuple applies to leaves of every rank.
 """
 
 from __future__ import annotations
@@ -11,16 +9,16 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+import numpy as np
+from jax.typing import ArrayLike
 
-from clipjax._core.arguments import explained, shown
-from clipjax._core.axes import Axes, check_axes, is_measured
-from clipjax._core.bounds import Bound, bound_at, check_bound, check_order
-from clipjax._core.clip_entries import clip_entries
-from clipjax._core.dtypes import as_arrays, in_float64, norm_dtype
-from clipjax._core.mesh import varying
-from clipjax._core.norms import check_ord, norm_of, tree_norm
-from clipjax._core.trees import clip_tree, clip_units, units_of
+from clipjax._core.axes import Axes, literal
+from clipjax._core.bounds import at_step, check_fits, check_order, known
+from clipjax._core.entries import clip_entries
+from clipjax._core.norms import check_ord, is_float, tree_norm
+from clipjax._core.norms import norm as norm_of
+from clipjax._core.paths import leaves_of
+from clipjax._core.units import clip_tree, clip_units, floats_of, units_of
 
 __all__ = [
     "clip_by_global_norm",
@@ -31,35 +29,18 @@ __all__ = [
     "unitwise_norms",
 ]
 
-
 T = TypeVar("T")
 
 
-@in_float64
-def _shown(norm: jax.Array, *leaves: Any) -> jax.Array:
-    return lax.convert_element_type(norm, norm_dtype([x for x in leaves if is_measured(x)]))
-
-
-def _number(name: str, bound: Bound, minimum: float | None = 0.0) -> jax.Array:
-    if callable(bound):
-        raise TypeError(f"{name} must be a number or an array here, not a schedule: got {shown(bound)}")
-    check_bound(name, bound, minimum=minimum, forms="a number or an array")
-    return bound_at(name, bound, minimum=minimum)(None)
-
-
-@explained
-def global_norm(tree: Any, ord: float = 2) -> jax.Array:  # noqa: A002
+def global_norm(tree: Any, ord: float = 2) -> jax.Array:
     """Measure the norm of all leaves together, as of one long vector.
 
-    Accurate in every precision and for any number of entries: float32 entries up to 3e38 and down to 1e-38,
-    bfloat16, and all of float16.
-
     Args:
-      tree: a pytree of arrays of any shapes and dtypes.
+      tree: a pytree of arrays.
       ord: 1, 2, any p >= 1, or `jax.numpy.inf`.
 
     Returns:
-      A scalar, float32 or float64; 0 for a tree without float leaves. NaN if an entry is NaN.
+      A scalar, float32 or float64; 0 for a tree without float leaves.
 
     Raises:
       TypeError, ValueError: `ord` is not a number, or is below 1.
@@ -70,12 +51,10 @@ def global_norm(tree: Any, ord: float = 2) -> jax.Array:  # noqa: A002
       >>> float(functional.global_norm({"a": jnp.array([3.0]), "b": jnp.array([[4.0]])}))
       5.0
     """
-    tree = as_arrays(tree)
-    return _shown(tree_norm(tree, check_ord(ord)), *jax.tree.leaves(tree))
+    return tree_norm(floats_of(tree), check_ord(ord))
 
 
-@explained
-def leaf_norms(tree: T, ord: float = 2) -> T:  # noqa: A002
+def leaf_norms(tree: T, ord: float = 2) -> T:
     """Measure the norm of each leaf.
 
     Args:
@@ -83,7 +62,7 @@ def leaf_norms(tree: T, ord: float = 2) -> T:  # noqa: A002
       ord: 1, 2, any p >= 1, or `jax.numpy.inf`.
 
     Returns:
-      A tree of scalars with the same structure, float32 or float64; 0 for a leaf that does not count.
+      A tree of scalars with the same structure; 0 for a leaf that has no norm.
 
     Raises:
       TypeError, ValueError: `ord` is not a number, or is below 1.
@@ -95,30 +74,25 @@ def leaf_norms(tree: T, ord: float = 2) -> T:  # noqa: A002
       [Array(5., dtype=float32), Array(2., dtype=float32)]
     """
     p = check_ord(ord)
-
-    def measure(leaf: Any) -> jax.Array:
-        return _shown(norm_of(leaf, None, p, varying(leaf)), leaf) if is_measured(leaf) else jnp.zeros(())
-
-    return jax.tree.map(measure, as_arrays(tree))
+    leaves, rebuild = leaves_of(tree)
+    norms = [norm_of(x.value, None, p) if is_float(x.value) else jnp.zeros((), np.float32) for x in leaves]
+    return rebuild(norms)
 
 
-@explained
-def unitwise_norms(tree: Any, axes: Axes, ord: float = 2) -> Any:  # noqa: A002
+def unitwise_norms(tree: Any, axes: Axes, ord: float = 2) -> Any:
     """Measure the norm of each unit along `axes`.
 
     Args:
       tree: a pytree of arrays.
-      axes: the axes that are reduced: an int, a tuple, None for the whole leaf, a rule such as
-        `clipjax.fan_in`, or a mapping from path patterns to these.
+      axes: the axes that are reduced.
       ord: 1, 2, any p >= 1, or `jax.numpy.inf`.
 
     Returns:
-      A tree of the same structure; a leaf of shape `(in, out)` reduced over axis 0 becomes `(out,)`. A leaf
-      that is left alone becomes None.
+      A tree of the same structure; a leaf of shape (in, out) reduced over axis 0 becomes (out,), and a leaf
+      without units None.
 
     Raises:
-      TypeError, ValueError: `ord` is not a number, or is below 1; `axes` do not fit a leaf; a pattern matches
-        no leaf.
+      TypeError, ValueError: `ord` is not a number, or is below 1; `axes` do not fit a leaf, or apply to none.
 
     Example:
       >>> import jax.numpy as jnp
@@ -126,23 +100,16 @@ def unitwise_norms(tree: Any, axes: Axes, ord: float = 2) -> Any:  # noqa: A002
       >>> functional.unitwise_norms(jnp.array([[3.0, 0.0], [4.0, 1.0]]), axes=0)
       Array([5., 1.], dtype=float32)
     """
-    tree = as_arrays(tree)
-    treedef: Any
-    leaves, treedef = jax.tree.flatten(tree)
+    leaves, rebuild = leaves_of(tree)
     norms: list[Any] = [None] * len(leaves)
-    p = check_ord(ord)
-    for unit in units_of(tree, check_axes(axes), may_bound_nothing=True):
-        norm = norm_of(unit.leaf, unit.reduced, p, unit.names)
-        norms[unit.position] = _shown(norm if unit.reduced is None else norm.squeeze(unit.reduced), unit.leaf)
-    return treedef.unflatten(norms)
+    for units in units_of(tree, literal(axes)):
+        found = norm_of(units.leaf.value, units.axes, check_ord(ord))
+        norms[units.place] = found if units.axes is None else found.squeeze(units.axes)
+    return rebuild(norms)
 
 
-@explained
-def clip_by_value(tree: T, low: Bound, high: Bound) -> T:
+def clip_by_value(tree: T, low: ArrayLike, high: ArrayLike) -> T:
     """Clip each entry to `[low, high]`, like `tf.clip_by_value`.
-
-    A limit that a leaf's dtype cannot represent is rounded inward, so that no entry is outside, measured in
-    float64. NaN stays NaN; an infinite entry becomes the limit.
 
     Args:
       tree: a pytree of real arrays.
@@ -150,7 +117,7 @@ def clip_by_value(tree: T, low: Bound, high: Bound) -> T:
       high: the upper limit, likewise.
 
     Returns:
-      The clipped tree: same structure, shapes and dtypes.
+      The clipped tree. NaN stays NaN; an infinite entry becomes the limit.
 
     Raises:
       TypeError, ValueError: a limit is NaN or not a number; `low` is above `high`; a leaf is complex.
@@ -161,27 +128,27 @@ def clip_by_value(tree: T, low: Bound, high: Bound) -> T:
       >>> functional.clip_by_value(jnp.array([-3.0, 0.5, 3.0]), -1.0, 1.0)
       Array([-1. ,  0.5,  1. ], dtype=float32)
     """
-    check_order(low, high)
-    return clip_entries(tree, _number("low", low, None), _number("high", high, None))[0]
+    check_order(known("low", low), known("high", high))
+    bottom, top = (at_step(name, x, -np.inf)(None) for name, x in (("low", low), ("high", high)))
+    leaves, rebuild = leaves_of(tree)
+    return rebuild([clip_entries(x, bottom, top) if is_float(x.value) else x.value for x in leaves])
 
 
-@explained
-def clip_by_norm(tree: T, max_norm: Bound, axes: Axes = None, ord: float = 2) -> T:  # noqa: A002
+def clip_by_norm(tree: T, max_norm: ArrayLike, axes: Axes = None, ord: float = 2) -> T:
     """Clip the norm of each leaf, or of each unit along `axes`, like `tf.clip_by_norm`.
 
     Args:
       tree: a pytree of arrays.
       max_norm: the bound, a number or an array that broadcasts to the norms.
-      axes: the axes that are reduced; None for the whole leaf. See :func:`unitwise_norms`.
+      axes: the axes that are reduced; None for the whole leaf.
       ord: 1, 2, any p >= 1, or `jax.numpy.inf`.
 
     Returns:
-      The clipped tree. Measured in float64, no norm is above `max_norm`; leaves or units within the bound are
-      unchanged, bit for bit; a non-finite entry makes every entry that shares its norm NaN.
+      The clipped tree.
 
     Raises:
       TypeError, ValueError: `max_norm` is negative, NaN or not a number, or does not fit the norms; `ord` is
-        below 1; `axes` do not fit a leaf; a pattern matches no leaf; no leaf is clipped.
+        below 1; `axes` do not fit a leaf, or apply to none.
 
     Example:
       >>> import jax.numpy as jnp
@@ -190,15 +157,14 @@ def clip_by_norm(tree: T, max_norm: Bound, axes: Axes = None, ord: float = 2) ->
       [[0.6 0.8]
        [0.3 0.4]]
     """
-    bound = _number("max_norm", max_norm)
-    return clip_units(tree, lambda _: bound, check_axes(axes), check_ord(ord))[0]
+    bound = at_step("max_norm", known("max_norm", max_norm))(None)
+    return clip_units(tree, literal(axes), bound, check_ord(ord))[0]
 
 
-@explained
 def clip_by_global_norm(
     tree: T,
-    max_norm: Bound,
-    ord: float = 2,  # noqa: A002
+    max_norm: ArrayLike,
+    ord: float = 2,
     norm: jax.Array | None = None,
 ) -> tuple[T, jax.Array]:
     """Clip the norm of all leaves together, like `tf.clip_by_global_norm`.
@@ -207,13 +173,10 @@ def clip_by_global_norm(
       tree: a pytree of arrays.
       max_norm: the bound, a number or a scalar array.
       ord: 1, 2, any p >= 1, or `jax.numpy.inf`.
-      norm: the global norm, if it is already known (TensorFlow's `use_norm`). It is used without a check, and
-        the clipped norm is only as exact as this value.
+      norm: the global norm, if it is known: TensorFlow's `use_norm`, or one that is summed over devices by hand.
 
     Returns:
-      The clipped tree and its norm before clipping. Measured in float64, the clipped norm is not above
-      `max_norm`; a tree within the bound is unchanged, bit for bit; a norm that is not finite makes every
-      entry NaN, as in TensorFlow.
+      The clipped tree, and its norm before.
 
     Raises:
       TypeError, ValueError: `max_norm` is negative, NaN, not a number or not a scalar; `ord` is below 1.
@@ -225,6 +188,9 @@ def clip_by_global_norm(
       >>> print(norm, [x.round(3) for x in clipped])
       5.0 [Array([0.6], dtype=float32), Array([0.8], dtype=float32)]
     """
-    given = None if norm is None else jnp.asarray(norm)
-    clipped, report = clip_tree(tree, _number("max_norm", max_norm), check_ord(ord), norm=given)
-    return clipped, _shown(report.norm, *jax.tree.leaves(clipped))
+    bound = at_step("max_norm", known("max_norm", max_norm), scalar=True)(None)
+    if norm is not None:
+        check_fits("norm", norm, (), "the whole tree")
+        norm = jnp.asarray(norm, jnp.promote_types(jnp.result_type(norm), np.float32))
+    clipped, metrics = clip_tree(tree, bound, check_ord(ord), norm)
+    return clipped, metrics["norm"]

@@ -1,1 +1,1 @@
-"""The building blocks of every bound: norms, factors, rounding, and traversing trees."""
+"""What every member is made of: norms, factors, units, paths, bounds and states."""

@@ -1,65 +1,41 @@
-"""Which entries of a leaf share one norm: the forms of `axes`."""
+"""Which entries of a leaf share a norm: the forms of `axes`."""
 
 from __future__ import annotations
 
 import operator
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
-import jax
-import jax.numpy as jnp
-
-from clipjax._core.arguments import check_by_pattern
-from clipjax._core.paths import Path as Path
-from clipjax._core.paths import a_few, check_rule, described, for_each_leaf, the_leaf
-from clipjax._core.paths import leaves_with_paths as leaves_with_paths
-from clipjax._core.paths import path_name as path_name
+from clipjax._core.norms import is_float
+from clipjax._core.paths import Leaf, a_few, first_matches, leaves_of, path_name
 
 
 class Skip:
-    """The axes of a leaf that is left alone; `why` is the reason, if the user did not ask for it."""
-
-    def __init__(self, why: str = "") -> None:
-        self.why = why
+    """The type of :data:`SKIP`."""
 
     def __repr__(self) -> str:
         return "clipjax.SKIP"
 
 
-class Default:
-    """A rule as a default, not callable: `optax.inject_hyperparams` takes callable defaults for schedules."""
-
-    def __init__(self, rule: Rule, name: str) -> None:
-        self.rule: Rule = rule
-        self.name: str = name
-
-    def __repr__(self) -> str:
-        return self.name
-
-
 SKIP: Final = Skip()
-"""What an axes rule returns for a leaf that is to be left alone."""
+"""The axes of a leaf that is not changed."""
 
-Reduced: TypeAlias = tuple[int, ...] | None
-Rule: TypeAlias = Callable[[Path, Any], "int | Sequence[int] | Skip | None"]
-_Simple: TypeAlias = int | Sequence[int] | Rule | Skip | None
-Axes: TypeAlias = _Simple | Default | Mapping[str, _Simple]
+Rule: TypeAlias = Callable[[Any, Any], Any]
+Axes: TypeAlias = "int | Sequence[int] | Rule | Skip | Default | Mapping[str, Any] | None"
 
 
-def fan_in(path: Path, leaf: Any) -> tuple[int, ...] | Skip:
-    """Reduce over the incoming weights of each unit: every axis but the last.
+def fan_in(path: Any, leaf: Any) -> tuple[int, ...] | Skip:
+    """Reduce over the incoming weights of each unit: all axes but the last.
 
-    This is correct for kernels of Dense `(in, out)` and Conv `(*window, in, out)` layers. Leaves of rank 0
-    and 1 (biases, scales) are left alone. Attention kernels, embeddings and stacked layers need other axes,
-    by path.
+    This is right for kernels of Dense `(in, out)` and Conv `(*window, in, out)`. Biases and scales (rank 0 and
+    1) are not changed. Attention kernels, embeddings and stacked layers need other axes, by path.
 
     Args:
-      path: the leaf's key path, which this rule ignores.
+      path: the key path of the leaf, which this rule does not use.
       leaf: anything with a `shape`.
 
     Returns:
-      The reduced axes, or :data:`SKIP`.
+      The axes to reduce, or :data:`SKIP`.
 
     Example:
       >>> import clipjax, jax.numpy as jnp
@@ -73,140 +49,120 @@ def fan_in(path: Path, leaf: Any) -> tuple[int, ...] | Skip:
     return tuple(range(rank - 1)) if rank >= 2 else SKIP
 
 
-def fan_in_of_matrices(path: Path, leaf: Any) -> tuple[int, ...] | Skip:
-    """The default rule of projections: `fan_in`, but an error for ranks above 2, which are ambiguous."""
-    if len(leaf.shape) > 2:
-        by_hand = tuple(range(len(leaf.shape) - 1))
-        raise unclear(
-            "axes",
-            path,
-            leaf,
-            "Pass axes=clipjax.fan_in if all such leaves are kernels of convolutions (*window, in, out), or "
-            "axes=clipjax.flax.unit_axes(model), which asks the layers, or the axes to reduce, as in "
-            f"axes={ {path_name(path): by_hand} if path else by_hand }",
+def fan_in_or_all(path: Any, leaf: Any) -> tuple[int, ...] | None:
+    """Reduce over the incoming weights of each unit, and over all of a bias or a scale.
+
+    Like :func:`fan_in`, except that a leaf of rank 0 or 1 is one unit.
+
+    Args:
+      path: the key path of the leaf, which this rule does not use.
+      leaf: anything with a `shape`.
+
+    Returns:
+      The axes to reduce; None is the whole leaf.
+
+    Example:
+      >>> import clipjax, jax.numpy as jnp
+      >>> clipjax.fan_in_or_all((), jnp.ones((3, 3, 16, 32)))
+      (0, 1, 2)
+      >>> clipjax.fan_in_or_all((), jnp.ones(32))  # None: the whole leaf
+    """
+    axes = fan_in(path, leaf)
+    return None if isinstance(axes, Skip) else axes
+
+
+def _fan_in_of_matrices(path: Any, leaf: Any) -> tuple[int, ...] | Skip:
+    """Return `fan_in`, or raise an error for higher ranks, which do not tell what a leaf is."""
+    rank = len(leaf.shape)
+    if rank > 2:
+        raise ValueError(
+            f"axes: {Leaf(path, leaf)} may be the kernel of a convolution, of attention heads, or a stack of layers. "
+            "Pass axes=clipjax.fan_in for convolutions (*window, in, out), axes=clipjax.flax.unit_axes(model), which "
+            f"asks the layers, or the axes to reduce, as in axes={{{path_name(path)!r}: {tuple(range(rank - 1))}}}"
         )
     return fan_in(path, leaf)
 
 
-FAN_IN_OF_MATRICES: Final = Default(fan_in_of_matrices, "fan_in")
+class Default:
+    """A rule as a default: not callable, since `optax.inject_hyperparams` takes callable ones for schedules."""
+
+    def __init__(self, rule: Rule) -> None:
+        self.rule = rule
+
+    def __repr__(self) -> str:
+        return "fan_in" if self.rule is _fan_in_of_matrices else "fan_in_or_all"
 
 
-def unclear(argument: str, path: Path, leaf: Any, advice: str) -> ValueError:
-    """Make the error for a leaf whose rank does not determine the meaning of its axes."""
-    return ValueError(
-        f"{argument}: the rank of leaf {described(path, leaf)} does not determine what it is: the kernel of "
-        f"a convolution, that of attention heads, or a stack of layers.\n{advice}"
-    )
+FAN_IN_OF_MATRICES: Final = Default(_fan_in_of_matrices)
+FAN_IN_OR_ALL: Final = Default(fan_in_or_all)
 
 
-def is_measured(leaf: Any) -> bool:
-    """Whether a leaf counts toward norms: float and complex leaves do; others pass through unchanged."""
-    return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
-
-
-def check_axes(axes: Axes, name: str = "axes") -> Axes:
-    """Return `axes`, or raise an error if they are invalid for any tree."""
-    if isinstance(axes, Default):
-        return axes.rule
-    check_by_pattern(name, axes, "axes", _check_simple)
-    return axes
-
-
-def _check_simple(name: str, axes: Any) -> None:
+def _resolve(axes: Any, leaf: Leaf) -> tuple[int, ...] | Skip | None:
+    """Return the axes to reduce in a leaf, as sorted non-negative ints; None for the whole leaf."""
+    shape = leaf.value.shape
+    rank = len(shape)
     if callable(axes):
-        check_rule(name, axes)
-    elif not (axes is None or isinstance(axes, Skip)):
-        _as_tuple(axes, name)
-
-
-def resolve_axes(axes: Axes, tree: Any, *, may_bound_nothing: bool = False) -> list[Reduced | Skip]:
-    """Resolve `axes` for every leaf of `tree`, in the order of its leaves.
-
-    Returns, for each leaf, the reduced axes as a sorted tuple of non-negative ints, `None` for
-    the whole leaf, or a :class:`Skip`. Leaves that are neither float nor complex are skipped.
-
-    Raises:
-      ValueError: an axis is out of range or repeated; a path pattern matches no leaf; no leaf is bounded,
-        and :data:`SKIP` did not ask for that; the default does not know the axes.
-    """
-    leaves = leaves_with_paths(tree)
-    each = for_each_leaf("axes", axes, tree, Skip("no pattern of axes matches it"))
-    if axes is fan_in_of_matrices:
-        _check_no_equinox(tree)
-    resolved = [_resolve(of_leaf, *leaf) for of_leaf, leaf in zip(each, leaves, strict=True)]
-    if not may_bound_nothing:
-        check_some(
-            "axes",
-            leaves,
-            resolved,
-            "Give the axes to reduce: 0 for the columns of (in, out), None for one norm per leaf, or by "
-            "path, as in axes={'*bias': None}. clipjax.SKIP for a leaf leaves it alone without this error.",
-        )
-    return resolved
-
-
-def check_some(argument: str, leaves: Sequence[tuple[Path, Any]], chosen: Sequence[Any], advice: str) -> None:
-    """Raise an error if all leaves that could be bounded are left alone, unless the user asked for that."""
-    if all(isinstance(each, Skip) for each in chosen):
-        left = [
-            (described(*leaf), each.why)
-            for each, leaf in zip(chosen, leaves, strict=True)
-            if is_measured(leaf[1]) and 0 not in leaf[1].shape
-        ]
-        if any(why for _, why in left):
-            listed = a_few([f"{leaf}: {why or 'clipjax.SKIP asks for it'}" for leaf, why in left])
-            raise ValueError(
-                f"{argument}: nothing is bounded, as each leaf is left alone:\n  {listed}\n{advice}"
-            )
-
-
-def _check_no_equinox(tree: Any) -> None:
-    """Raise an error if the default would treat the weights of Equinox layers like those of Flax."""
-    module = getattr(sys.modules.get("equinox"), "Module", None)
-    if module is None:
-        return
-    for node in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, module)):
-        if isinstance(node, module) and any(
-            is_measured(leaf) and len(leaf.shape) > 1 for leaf in jax.tree.leaves(node)
-        ):
-            raise ValueError(
-                f"axes: {type(node).__name__} is an Equinox module. The weights of Equinox layers are "
-                "(out, in), while the default axes are for (in, out). Pass "
-                "axes=clipjax.equinox.unit_axes(model), which asks the layers, or the axes to reduce by path"
-            )
-
-
-def _resolve(axes: Any, path: Path, leaf: Any) -> Reduced | Skip:
-    if not is_measured(leaf):
+        axes = check_axes(axes(leaf.path, leaf.value), f"axes of {leaf.name!r}, by the rule,")
+    elif axes is not None and not isinstance(axes, Skip) and rank < 2:
         return SKIP
-    rule = axes
-    if callable(rule):
-        axes = rule(path, leaf)
-    if isinstance(axes, Skip) and (rule is fan_in or rule is fan_in_of_matrices):
-        return Skip(f"clipjax.fan_in leaves rank {len(leaf.shape)} alone")
     if axes is None or isinstance(axes, Skip):
         return axes
-    shape = jnp.shape(leaf)
-    where = f"for {the_leaf(path)} of shape {shape}"
-    reduced = []
-    for axis in _as_tuple(axes, f"axes of {the_leaf(path)}, by the rule," if callable(rule) else "axes"):
-        if not -len(shape) <= axis < len(shape):
-            raise ValueError(f"axes: {axis} is out of range {where}")
-        reduced.append(axis % len(shape))
-    if len(set(reduced)) != len(reduced):
-        raise ValueError(f"axes: {axes} names an axis twice {where}")
-    return tuple(sorted(reduced))
+    each = (axes,) if isinstance(axes, int) else tuple(axes)
+    if any(not -rank <= axis < rank for axis in each):
+        raise ValueError(f"axes: {axes} is out of range for {leaf}")
+    found = {axis % rank for axis in each}
+    if len(found) < len(each):
+        raise ValueError(f"axes: {axes} names an axis twice for {leaf}")
+    return tuple(sorted(found))
 
 
-def _as_tuple(axes: Any, name: str) -> tuple[int, ...]:
-    each = axes if isinstance(axes, Sequence) else (axes,)
-    if any(isinstance(axis, bool | str) for axis in each):
-        raise TypeError(
-            f"{name} must be ints, a rule such as clipjax.fan_in, a mapping or None, got {axes!r}"
-        )
+def check_axes(axes: Any, name: str = "axes") -> Any:
+    """Return `axes`, with ints as Python's, or raise an error if they are invalid for any tree."""
+    if isinstance(axes, Default):
+        return axes.rule
+    if isinstance(axes, Mapping):
+        if not axes or not all(isinstance(pattern, str) for pattern in axes):
+            raise TypeError(f"{name}: a mapping must be from path patterns, got {axes!r}")
+        return {pattern: check_axes(each, f"{name}[{pattern!r}]") for pattern, each in axes.items()}
+    if axes is None or callable(axes) or isinstance(axes, Skip):
+        return axes
+    several = isinstance(axes, Sequence)
     try:
-        return tuple(operator.index(axis) for axis in each)
-    except TypeError as error:
-        raise TypeError(
-            f"{name} must be ints that are known when tracing, a rule, a mapping or None, got {axes!r}"
-        ) from error
+        each = tuple(operator.index(axis) for axis in (axes if several else [axes]))
+    except TypeError:
+        each = None
+    if each is None or isinstance(axes, bool | str):
+        raise TypeError(f"{name} must be ints, a rule (path, leaf) -> axes, a mapping or None, got {axes!r}")
+    return each if several else each[0]
+
+
+def literal(axes: Any) -> Any:
+    """Return checked `axes` that apply to leaves of every rank, as NumPy's do, instead of to matrices only."""
+    axes = check_axes(axes)
+    if isinstance(axes, Mapping):
+        return {pattern: literal(each) for pattern, each in axes.items()}
+    return (lambda path, leaf: axes) if isinstance(axes, int | tuple) else axes
+
+
+def axes_of_leaves(axes: Any, tree: Any) -> list[tuple[int, ...] | Skip | None]:
+    """Return the axes to reduce in each leaf of a tree, or SKIP.
+
+    Raises:
+      ValueError: an axis is out of range or repeated; a pattern matches no leaf; every leaf is skipped, and
+        neither a rule nor SKIP in a mapping asked for that.
+    """
+    leaves, _ = leaves_of(tree)
+    rules = [axes] * len(leaves)
+    if isinstance(axes, Mapping):
+        rules = [axes[p] if p is not None else SKIP for p in first_matches("axes", tuple(axes), tree)]
+    found = [_resolve(rule, leaf) if is_float(leaf.value) else SKIP for rule, leaf in zip(rules, leaves, strict=True)]
+    floats = [leaf for leaf in leaves if is_float(leaf.value) and leaf.value.size]
+    asked = any(axis is SKIP for axis in axes.values()) if isinstance(axes, Mapping) else axes is SKIP
+    by_rule = callable(axes) and axes not in (fan_in, _fan_in_of_matrices)
+    if floats and all(isinstance(each, Skip) for each in found) and not (asked or by_rule):
+        shown = getattr(axes, "__name__", repr(axes)).lstrip("_")
+        raise ValueError(
+            f"axes: nothing is changed, since {shown} applies to none of: {a_few(floats, 5)}. An int or a tuple "
+            "and fan_in are for rank 2 and more; None gives a leaf one norm, as in axes={'*bias': None}"
+        )
+    return found

@@ -1,144 +1,121 @@
-"""Bounds on norms: a number, an array or a schedule, checked as early as possible."""
+"""Numbers that users give: checked when they are known, and evaluated at each step."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clipjax._core.arguments import shown
-from clipjax._core.axes import is_measured
-from clipjax._core.dtypes import in_float64, wide
-from clipjax._core.maxima import larger
-from clipjax._core.paths import leaves_with_paths, the_leaf
 
-Schedule: TypeAlias = Callable[[Any], Any]
-Bound: TypeAlias = float | jax.Array | np.ndarray | Schedule
-Evaluate: TypeAlias = Callable[[Any], jax.Array]
+def short_repr(value: Any, most: int = 80) -> str:
+    """Return the repr of a value on one line, cut to a length that an error message can hold."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
-def check_bound(
-    name: str,
-    bound: Any,
-    *,
-    minimum: float | None = 0.0,
-    scalar: bool = False,
-    forms: str = "a number, an array or a schedule",
-) -> Any:
-    """Return `bound` if it is valid, else raise an error that quotes it.
+def check_bound(name: str, bound: Any, least: float = 0, *, scalar: bool = False) -> Any:
+    """Return a number, an array or a schedule, or raise an error that names it.
 
-    Numbers and concrete arrays are checked for NaN and against `minimum`. The values of a traced array or a
-    schedule are not known yet: :func:`bound_at` raises them to `minimum` at run time.
+    Traced arrays and schedules have values only later; :func:`at_step` raises those to `least`.
     """
     if callable(bound) or isinstance(bound, jax.core.Tracer):
         return bound
-    if isinstance(bound, bool | str | bytes | list | tuple) or bound is None:
-        raise TypeError(f"{name} must be {forms}, got {shown(bound)}")
-    values = np.asarray(jax.device_get(bound))  # an explicit transfer, which transfer guards allow
-    if values.dtype == object:
-        raise TypeError(f"{name} must be {forms}, got {shown(bound)}")
-    if not (jnp.issubdtype(values.dtype, jnp.floating) or jnp.issubdtype(values.dtype, jnp.integer)):
-        raise TypeError(f"{name} must be real, got {shown(bound)}")
-    values = values.astype(np.float64)
-    if np.isnan(values).any():
-        raise ValueError(f"{name} must not be NaN, got {shown(bound)}")
-    if minimum is not None and (values < minimum).any():
-        raise ValueError(f"{name} must be at least {minimum:g}, got {shown(bound)}")
+    forms = "a number, an array or a schedule"
+    if isinstance(bound, bool | str | bytes | list | tuple | dict) or bound is None:
+        raise TypeError(f"{name} must be {forms}, got {short_repr(bound)}")
+    value = np.asarray(jax.device_get(bound))  # an explicit transfer, which transfer guards allow
+    if not (jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)):
+        raise TypeError(f"{name} must be {forms} of real numbers, got {short_repr(bound)}")
+    if np.isnan(value.astype(np.float64)).any():
+        raise ValueError(f"{name} must not be NaN, got {short_repr(bound)}")
+    if (value < least).any():
+        raise ValueError(f"{name} must be at least {least:g}, got {short_repr(bound)}")
     if scalar:
-        check_fits(name, values, (), "the norm of all leaves")
+        check_fits(name, value, (), "the norm of all leaves")
     return bound
 
 
-def check_number(
-    name: str, value: Any, low: float, high: float = np.inf, *, inside: bool = False, below: bool = False
-) -> Any:
-    """Return a number in `[low, high]`; in `[low, high)` if `below`; in `(low, high)` if `inside`.
+def at_step(name: str, bound: Any, least: float = 0, *, scalar: bool = False) -> Callable[[Any], Any]:
+    """Check a bound, and return the function from the step to its value, which is never below `least`.
 
-    A traced number, as from `optax.inject_hyperparams`, has no known value and is not checked.
+    So a schedule that falls below 0 clips to 0, and flips no sign. NaN stays NaN.
     """
-    if callable(value):
-        raise TypeError(f"{name} must be a number, got {shown(value)}")
-    check_bound(name, value, minimum=None, forms="a number")
-    if isinstance(value, jax.core.Tracer):
-        return value
-    if np.ndim(value):
-        raise ValueError(f"{name} must be one number, got {shown(value)}")
-    number, left, right = float(value), "(" if inside else "[", ")" if inside or below else "]"
-    if not low <= number <= high or (inside and number == low) or (right == ")" and number == high):
-        raise ValueError(f"{name} must be in {left}{low:g}, {high:g}{right}, got {shown(value)}")
-    return value
+    check_bound(name, bound, least, scalar=scalar)
 
-
-def check_count(name: str, value: Any, minimum: int) -> Any:
-    """Return a whole number of at least `minimum`; a traced one is not checked."""
-    if isinstance(value, jax.core.Tracer):
-        return value
-    if isinstance(value, bool):
-        raise TypeError(f"{name} must be an int, got {shown(value)}")
-    try:
-        number = operator.index(value)
-    except TypeError as error:
-        raise TypeError(f"{name} must be an int, got {shown(value)}") from error
-    if number < minimum:
-        raise ValueError(f"{name} must be at least {minimum}, got {shown(value)}")
-    return value
-
-
-def check_order(low: Any, high: Any, of: str = "") -> None:
-    """Raise an error if a known `low` is above a known `high`; `of` names what they bound."""
-    check_bound("low", low, minimum=None)
-    check_bound("high", high, minimum=None)
-    if any(callable(x) or isinstance(x, jax.core.Tracer) for x in (low, high)):
-        return
-    if np.any(np.asarray(low, np.float64) > np.asarray(high, np.float64)):
-        raise ValueError(f"low must not be above high{of}, got low={shown(low)} and high={shown(high)}")
-
-
-def check_fits(name: str, bound: Any, shape: tuple[int, ...], of: str) -> Any:
-    """Return `bound` if it broadcasts to `shape`, else raise an error that names both."""
-    fits = len(bound.shape) <= len(shape) and all(
-        b in (1, s) for b, s in zip(reversed(bound.shape), reversed(shape), strict=False)
-    )
-    if not fits:
-        wanted = "must be a scalar" if shape == () else f"must broadcast to shape {shape}"
-        raise ValueError(f"{name} {wanted}, for {of}; got an array of shape {bound.shape}")
-    return bound
-
-
-def check_fits_leaves(name: str, bound: jax.Array, tree: Any) -> jax.Array:
-    """Return `bound` if it broadcasts to every leaf that has a norm."""
-    for path, leaf in leaves_with_paths(tree) if bound.ndim else ():
-        if is_measured(leaf):
-            check_fits(name, bound, leaf.shape, the_leaf(path))
-    return bound
-
-
-@in_float64
-def _to_float64(value: Any, minimum: float | None) -> jax.Array:
-    value = wide(value)
-    return value if minimum is None else larger(value, minimum)
-
-
-def bound_at(name: str, bound: Any, *, minimum: float | None = 0.0, scalar: bool = False) -> Evaluate:
-    """Check `bound` and make it a function `step -> float64 array`.
-
-    Values that are only known at run time are raised to `minimum`, so a schedule that falls below zero
-    clips to zero and never flips a sign. NaN stays NaN, and so appears in the result.
-    """
-    check_bound(name, bound, minimum=minimum, scalar=scalar)
-
-    def evaluate(step: Any) -> jax.Array:
+    def evaluate(step: Any) -> Any:
         if not callable(bound):
-            return _to_float64(bound, minimum)
+            return jnp.maximum(bound, least) if isinstance(bound, jax.core.Tracer) else bound
         if step is None:
             raise ValueError(
-                f"{name} is a schedule, {shown(bound)}, and needs the step: give step= to a projection that "
-                f"is called, and to update the state that init returned"
+                f"{name} is a schedule and needs the step: give a projection that is called step=, and give "
+                "update the state that init returned"
             )
-        return _to_float64(bound(step), minimum)
+        return jnp.maximum(bound(step), least)
 
     return evaluate
+
+
+def known(name: str, value: Any) -> Any:
+    """Return a value that a function needs to be known, not a schedule."""
+    if callable(value):
+        raise TypeError(f"{name} must be a number or an array here, not a schedule: got {short_repr(value)}")
+    return value
+
+
+def fitting(name: str, bound: Any, norms: jax.Array, of: Any) -> Any:
+    """Return a bound for norms: a scalar as it is, an array of the rank of the norms."""
+    if np.ndim(bound) == 0:
+        return bound
+    check_fits(name, bound, norms.shape, of)
+    return jnp.reshape(bound, (1,) * (norms.ndim - np.ndim(bound)) + np.shape(bound))
+
+
+def check_fits(name: str, bound: Any, shape: tuple[int, ...], of: Any) -> None:
+    """Raise an error if an array does not broadcast to a shape."""
+    given = np.shape(bound)
+    pairs = zip(reversed(given), reversed(shape), strict=False)
+    if len(given) > len(shape) or any(b not in (1, s) for b, s in pairs):
+        wanted = f"broadcast to shape {tuple(shape)}" if shape else "be a scalar"
+        raise ValueError(f"{name} must {wanted}, for {of}; got shape {given}")
+
+
+def check_order(low: Any, high: Any, of: Any = None) -> None:
+    """Raise an error if a limit is wrong, or if both are known and `low` is above `high`, for `of`."""
+    check_bound("low", low, -np.inf)
+    check_bound("high", high, -np.inf)
+    known_now = not any(callable(x) or isinstance(x, jax.core.Tracer) for x in (low, high))
+    if known_now and np.any(np.asarray(low, np.float64) > np.asarray(high, np.float64)):
+        where = "" if of is None else f" for {of}"
+        raise ValueError(f"low must not be above high{where}, got low={short_repr(low)}, high={short_repr(high)}")
+
+
+def check_number(name: str, value: Any, low: float, high: float = np.inf, *, open_at: str = "") -> Any:
+    """Return a number from `low` to `high`, without the ends that `open_at` names ("low", "high" or both)."""
+    check_bound(name, value, -np.inf)
+    if callable(value) or np.ndim(value):
+        raise TypeError(f"{name} must be a number, got {short_repr(value)}")
+    if not isinstance(value, jax.core.Tracer):
+        too_low = value <= low if "low" in open_at else value < low
+        too_high = value >= high if "high" in open_at else value > high
+        if too_low or too_high:
+            ends = ("(" if "low" in open_at else "[") + f"{low:g}, {high:g}"
+            ends += ")" if "high" in open_at or high == np.inf else "]"
+            raise ValueError(f"{name} must be in {ends}, got {short_repr(value)}")
+    return value
+
+
+def check_count(name: str, value: Any, least: int) -> Any:
+    """Return a whole number of at least `least`."""
+    if isinstance(value, jax.core.Tracer):
+        return value
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be a whole number, got {short_repr(value)}") from None
+    if isinstance(value, bool) or number < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}, got {short_repr(value)}")
+    return number

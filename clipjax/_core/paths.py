@@ -1,167 +1,140 @@
-"""Paths of leaves, and the patterns that match them."""
+"""Leaves with their paths, and the patterns that match these."""
 
 from __future__ import annotations
 
 import fnmatch
-import functools
-import inspect
-import re
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
-
-Path: TypeAlias = tuple[Any, ...]
-
-
-def path_name(path: Path) -> str:
-    """Format a key path, for example as `"encoder/Dense_0/kernel"`."""
-    return jax.tree_util.keystr(path, simple=True, separator="/")
+from jax.tree_util import DictKey, GetAttrKey
 
 
-def the_leaf(path: Path) -> str:
-    """Name a leaf in an error message."""
-    return f"leaf {path_name(path)!r}" if path else "the array"
+class Leaf(NamedTuple):
+    """A leaf of a tree: an array, or what is no array and passes through."""
+
+    path: tuple[Any, ...]
+    value: Any
+
+    @property
+    def name(self) -> str:
+        """The path as text, such as `"encoder/Dense_0/kernel"`."""
+        return path_name(self.path)
+
+    def __str__(self) -> str:
+        return f"leaf {self.name!r} of shape {tuple(np.shape(self.value))}"
 
 
-def described(path: Path, leaf: Any) -> str:
-    """Name a leaf and its shape in an error message."""
-    name = repr(path_name(path)) if path else "(the array itself)"
-    return f"{name} of shape {tuple(leaf.shape)}"
+def path_name(path: tuple[Any, ...]) -> str:
+    """Format a key path, such as `"encoder/Dense_0/kernel"`.
 
-
-def a_few(lines: Sequence[str], most: int = 5) -> str:
-    """Return the first of `lines`, each shortened if it is long, and the number of further lines."""
-    shown = [line if len(line) <= 120 else f"{line[:117]}..." for line in lines[:most]]
-    return "\n  ".join([*shown, f"and {len(lines) - most} more"] if len(lines) > most else shown)
-
-
-def check_rule(argument: str, rule: Callable[..., Any]) -> None:
-    """Raise an error if a function cannot be called with a path and a leaf."""
-    try:
-        signature = inspect.signature(rule)
-    except ValueError:  # some functions written in C have no signature
-        return
-    try:
-        signature.bind((), None)
-    except TypeError as error:
-        raise TypeError(
-            f"{argument}: a rule takes (path, leaf), but the arguments of this are {signature}"
-        ) from error
-
-
-def leaves_with_paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[Path, Any]]:
-    """Return the leaves of `tree` with their paths, which are the same with and without Flax's boxes.
-
-    For JAX an `nnx.Variable` or an `nn.Partitioned` is a node with its leaf at `value`: that key is left out.
+    Flax keeps an array in a box (`nnx.Variable`, `nn.Partitioned`) at `value`, which is left out.
     """
-    boxes = _boxes()
-
-    def is_end(node: Any) -> bool:
-        return isinstance(node, boxes) or (is_leaf is not None and is_leaf(node))
-
-    found: list[tuple[Path, Any]] = []
-    for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_end):
-        if isinstance(node, boxes):
-            inside = jax.tree_util.tree_leaves_with_path(node, is_leaf=is_leaf)
-            found += [((*path, *keys[1:]), leaf) for keys, leaf in inside]
-        else:
-            found.append((path, node))
-    return found
+    last = len(path) - 1
+    boxed = [i > 0 and (i == last or isinstance(path[i - 1], DictKey)) for i in range(len(path))]
+    kept = [key for key, box in zip(path, boxed, strict=True) if not (box and key == GetAttrKey("value"))]
+    return jax.tree_util.keystr(tuple(kept), simple=True, separator="/")
 
 
-def _boxes() -> tuple[type, ...]:
-    """Return the types of Flax's boxes; none if Flax is not loaded."""
-    names = (("flax.nnx", "Variable"), ("flax.nnx", "VariableState"), ("flax.core.meta", "AxisMetadata"))
-    loaded = ((vars(sys.modules[module]), name) for module, name in names if module in sys.modules)
-    return tuple(members[name] for members, name in loaded if name in members)
+def leaves_of(tree: Any) -> tuple[list[Leaf], Callable[[Sequence[Any]], Any]]:
+    """Return the leaves of a tree, and the function that puts other values in their places.
+
+    Python numbers and NumPy arrays of floats become JAX arrays.
+
+    Raises:
+      TypeError: a leaf is not an array, such as the functions in an Equinox module.
+    """
+    treedef: Any
+    paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    return [Leaf(path, _as_array(path, leaf)) for path, leaf in paths], treedef.unflatten
+
+
+def _as_array(path: tuple[Any, ...], leaf: Any) -> Any:
+    if isinstance(leaf, jax.Array):
+        return leaf
+    if isinstance(leaf, bool | int | float | complex) or hasattr(leaf, "__jax_array__"):
+        return jnp.asarray(leaf)
+    if isinstance(leaf, np.ndarray | np.generic):
+        return leaf if leaf.dtype == jax.dtypes.float0 else jnp.asarray(leaf)
+    raise TypeError(
+        f"leaf {path_name(path)!r} must be an array, got {type(leaf).__name__}: pass only the arrays, of an "
+        "Equinox module eqx.filter(model, eqx.is_inexact_array)"
+    )
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Return whether a glob matches a whole path, or its last components."""
+    return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"*/{pattern}")
 
 
 def first_matches(argument: str, patterns: Sequence[str], tree: Any) -> list[str | None]:
-    """Return the first of `patterns` that matches the path of each leaf of `tree`, or None.
+    """Return the first of `patterns` that matches each leaf of a tree, or None.
 
     Raises:
-      ValueError: a pattern matches no leaf, nor anything that `optax.masked`, `optax.partition` or a None
-        removes from the tree.
+      ValueError: a pattern matches no leaf, nor any None in the tree. In a tree from which `optax.masked` or
+        `optax.partition` has removed leaves, a pattern may stand for one of those.
     """
-    names = [path_name(path) for path, _ in leaves_with_paths(tree)]
-    if not names:  # nothing to do: Optax's wrappers may leave a group without leaves
-        return []
-    found = [[p for p in patterns if _matches(p, name)] for name in names]
-    unmatched = [p for p in patterns if not any(p in matching for matching in found)]
-    absent = leaves_with_paths(tree, _is_absent) if unmatched else []
-    left_out = [path_name(path) for path, node in absent if _is_absent(node)]
-    for pattern in unmatched:
-        if not any(_may_reach(pattern, name) for name in left_out):
-            listed = a_few(names, most=20)
-            raise ValueError(
-                f"{argument}: the pattern {pattern!r} matches no leaf. The paths are:\n  {listed}"
-            )
-    return [matching[0] if matching else None for matching in found]
-
-
-def for_each_leaf(argument: str, value: Any, tree: Any, otherwise: Any) -> list[Any]:
-    """Return a value for each leaf of `tree`: the same, or from a mapping that of the first match."""
-    if not isinstance(value, Mapping):
-        return [value] * len(leaves_with_paths(tree))
-    found = first_matches(argument, list(value), tree)
-    return [otherwise if pattern is None else value[pattern] for pattern in found]
-
-
-def check_none_is_hidden(argument: str, patterns: Sequence[str], tree: Any) -> None:
-    """Raise an error if a pattern comes after a wider one that matches all of its leaves."""
-    names = [path_name(path) for path, _ in leaves_with_paths(tree)]
-    of = {p: {name for name in names if _matches(p, name)} for p in patterns}
-    for i, narrow in enumerate(patterns):
-        for wide in patterns[:i]:
-            if of[narrow] and of[narrow] < of[wide]:
+    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_absent)
+    names = {path_name(path): node for path, node in found}
+    if names and not any(isinstance(node, optax.MaskedNode) for node in names.values()):
+        for pattern in patterns:
+            if not any(matches(pattern, name) for name in names):
                 raise ValueError(
-                    f"{argument}: the first match wins, and {wide!r} takes all leaves of {narrow!r}, which "
-                    f"comes after it: put the narrower pattern first"
+                    f"{argument}: the pattern {pattern!r} matches no leaf. The paths are: {a_few(list(names))}"
                 )
-
-
-def leaves_of_prefix(
-    argument: str, what: str, prefix: Any, tree: Any, is_leaf: Callable[[Any], bool] | None = None
-) -> list[Any]:
-    """Return the value for each leaf of `tree`, from a tree of values or a prefix of one.
-
-    Raises:
-      ValueError: `prefix` has another structure.
-    """
-    found: list[Any] = []
-    try:
-        jax.tree.map(
-            lambda x, part: found.extend([x] * len(jax.tree.leaves(part))), prefix, tree, is_leaf=is_leaf
-        )
-    except ValueError as error:
-        given, wanted = (
-            a_few([path_name(path) for path, _ in leaves_with_paths(x, is_leaf)]) for x in (prefix, tree)
-        )
-        raise ValueError(
-            f"{argument} must be one {what}, or have the structure of the tree:\n  {wanted}\nbut it has:\n"
-            f"  {given}"
-        ) from error
-    return found
+    present = [name for name, node in names.items() if not _is_absent(node)]
+    return [next((p for p in patterns if matches(p, name)), None) for name in present]
 
 
 def _is_absent(node: Any) -> bool:
     return node is None or isinstance(node, optax.MaskedNode)
 
 
-def _may_reach(pattern: str, name: str) -> bool:
-    """Whether a pattern matches a path, or may match a path below it."""
-    parts = pattern.split("/")
-    return not name or any(_matches("/".join(parts[: i + 1]), name) for i in range(len(parts)))
+def a_few(names: Sequence[Any], most: int = 20) -> str:
+    """List the first names, and say how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(str, names[:most])) + more
 
 
-def _matches(pattern: str, name: str) -> bool:
-    """Whether a glob matches a whole path, or its last components."""
-    return _compiled(pattern).match(name) is not None
+def check_patterns(argument: str, patterns: Any) -> tuple[str, ...]:
+    """Return one pattern or several as a tuple, or raise an error."""
+    each = (patterns,) if isinstance(patterns, str) else patterns
+    if not isinstance(each, Sequence) or not each or not all(isinstance(p, str) for p in each):
+        raise TypeError(f"{argument} must be one or several path patterns, got {patterns!r}")
+    return tuple(each)
 
 
-@functools.cache
-def _compiled(pattern: str) -> re.Pattern[str]:
-    return re.compile(f"(?s:.*/)?{fnmatch.translate(pattern)}")
+def matching(*patterns: str) -> Callable[[Any], Any]:
+    """Make a mask from path patterns, for `optax.masked`.
+
+    A pattern is a glob for the whole path of a leaf, such as `"encoder/*"`, or for its last components, such
+    as `"kernel"` or `"Dense_*/kernel"`.
+
+    Args:
+      *patterns: one or several; a leaf is chosen if one of them matches it.
+
+    Returns:
+      A function from a tree to a tree of bools of the same structure.
+
+    Raises:
+      TypeError: a pattern is not a string.
+      ValueError: when called, a pattern matches no leaf.
+
+    Example:
+      >>> import clipjax, jax.numpy as jnp, optax
+      >>> grads = {"encoder": {"w": jnp.array([3.0, 4.0])}, "head": {"w": jnp.array([3.0, 4.0])}}
+      >>> tx = optax.masked(clipjax.clip_by_norm(1.0), clipjax.matching("encoder/*"))
+      >>> clipped, _ = tx.update(grads, tx.init(grads))
+      >>> print(clipped["encoder"]["w"].round(3), clipped["head"]["w"])
+      [0.6 0.8] [3. 4.]
+    """
+    check_patterns("patterns", patterns)
+
+    def mask(tree: Any) -> Any:
+        found = first_matches("patterns", patterns, tree)
+        return jax.tree.unflatten(jax.tree.structure(tree), [pattern is not None for pattern in found])
+
+    return mask

@@ -1,113 +1,49 @@
-"""Bounds relative to the weights."""
+"""The clip relative to the weights."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 
-from clipjax._core.arguments import explained, shown
-from clipjax._core.axes import Axes, Default, Path, Skip, check_axes, fan_in, resolve_axes
-from clipjax._core.bounds import Bound, bound_at
-from clipjax._core.dtypes import in_float64, only_arrays
-from clipjax._core.maxima import larger
-from clipjax._core.members import Acted, Memory, with_stats
-from clipjax._core.mesh import AxisName, placed_as
-from clipjax._core.rescale import to_bound
-from clipjax._core.rounding import round_up
-from clipjax._core.side_by_side import side_by_side
-from clipjax._core.stats import Stats
-from clipjax._core.trees import Decision, Unit, for_units, least_of, measure_units, rescale_units
-from clipjax._core.where import Where
+from clipjax._core.axes import FAN_IN_OR_ALL, Axes, check_axes
+from clipjax._core.bounds import at_step, fitting
+from clipjax._core.norms import norm
+from clipjax._core.paths import leaves_of
+from clipjax._core.transformation import matched, with_metrics
+from clipjax._core.units import Units, clip_units
+
+# Below this no norm is measured, and divided by it none overflows.
+_LEAST = 1e-18
 
 
-class AdaptiveGradClipState(NamedTuple):
-    """State of :func:`adaptive_grad_clip`."""
-
-    adaptive_grad_clip: Stats
-    threshold: jax.Array  # float: the smallest bound of the last step
-
-
-def fan_in_or_whole(path: Path, leaf: Any) -> tuple[int, ...] | None:
-    """Reduce over the incoming weights of each unit, and over all of a bias or a scale.
-
-    Like `clipjax.fan_in`, except that a leaf of rank 0 or 1 is one unit instead of being left alone.
-
-    Args:
-      path: the leaf's key path, which this rule does not use.
-      leaf: anything with a `shape`.
-
-    Returns:
-      The reduced axes, or None for the whole leaf.
-
-    Example:
-      >>> import clipjax, jax.numpy as jnp
-      >>> clipjax.fan_in_or_whole((), jnp.ones((3, 3, 16, 32)))
-      (0, 1, 2)
-      >>> clipjax.fan_in_or_whole((), jnp.ones(32))  # None: the whole leaf
-    """
-    axes = fan_in(path, leaf)
-    return None if isinstance(axes, Skip) else axes
-
-
-FAN_IN_OR_WHOLE: Final = Default(fan_in_or_whole, "fan_in_or_whole")
-
-
-@explained
 def adaptive_grad_clip(
-    clipping: Bound = 0.01,
-    eps: Bound = 1e-3,
-    *,
-    axes: Axes = FAN_IN_OR_WHOLE,
-    specs: Any = None,
-    where: Where = None,
-    axis_name: AxisName = None,
-    axis: int | Sequence[int] | None = None,
+    clipping: optax.ScalarOrSchedule = 0.01, eps: optax.ScalarOrSchedule = 1e-3, *, axes: Axes = FAN_IN_OR_ALL
 ) -> optax.GradientTransformationExtraArgs:
-    """Clip the gradient of each unit to `clipping` times the norm of its weights (AGC).
+    """Clip the gradient of each unit to a share of the norm of its weights: |g| <= clipping * max(|w|, eps).
 
-    The bound of a unit is clipping * max(|w|, eps). The paper does not clip the classifier's head: use
-    `axes={"head/*": clipjax.SKIP, "*": clipjax.fan_in_or_whole}`.
+    The paper does not clip the classifier's head: `axes={"head/*": clipjax.SKIP, "*": clipjax.fan_in_or_all}`.
 
     Args:
-      clipping: a number, an array that broadcasts to the norms, or a schedule.
-      eps: the smallest weight norm used in a bound, so that weights of 0 can move: a number, an array or a
-        schedule.
-      axes: the axes that are reduced, as in :func:`clip_by_norm`. The default is `clipjax.fan_in_or_whole`:
-        the incoming weights of each unit of a Dense or Conv kernel, and all of a bias or a scale. It accepts
-        leaves of any rank, as the published rule does. In attention heads, stacked layers and the layers of
-        Equinox, units lie along other axes; the default then changes how much is clipped, but breaks no
-        guarantee, because this clip promises no bound on the weights.
-      specs: inside `shard_map`, the `PartitionSpec` tree of the updates.
-      where: the leaves to clip, as path patterns, a rule or a tree of bools (see :func:`clipjax.box`). None
-        selects all. Other leaves are returned unchanged, are not measured and may hold anything.
-      axis_name: the mesh axes that split the units, in `pmap` and unchecked `shard_map`.
-      axis: Optax's name for `axes`.
+      clipping: the share: a number, an array that broadcasts to the units, or a schedule.
+      eps: the smallest norm of weights that counts, so that weights of 0 can move; in the same forms.
+      axes: the axes that are reduced. By default :func:`clipjax.fan_in_or_all`.
 
     Returns:
-      A transformation that needs `params` in `update`. `norm` is the largest norm of the gradient's units,
-      `threshold` the smallest bound.
+      A transformation that needs `params` in `update`. Its metric `norm` is the largest |g| / max(|w|, eps), the
+      number that is compared with `clipping`.
 
     Raises:
-      TypeError, ValueError: as for :func:`clip_by_norm`. In `update`: `params` are missing, or do not match
-        the updates.
+      TypeError, ValueError: an argument is negative, NaN or not a number; `axes` is invalid. In `update`: the
+        parameters are missing, or do not match the updates.
 
-    Guarantees: measured in float64, no unit's clipped norm is above its bound; a unit within its bound is
-    unchanged, bit for bit; a non-finite entry of the gradient, or a NaN in the weights, makes its unit NaN;
-    infinite weights give an infinite bound. After SGD with learning rate r, no unit has moved by more than r
-    * clipping * max(|w|, eps).
-
-    Equals the rule of the paper, of timm and of `optax.adaptive_grad_clip`, except for the 1e-6 that they use
-    as the smallest divisor. Optax also reduces axis 0 of a leaf of rank 3, and all of a kernel whose axes but
-    one have length 1.
+    Equals the rule of the paper, of timm and of `optax.adaptive_grad_clip`, except that kernels of rank 3 are
+    reduced over all axes but the last.
 
     References:
-      Brock et al., 2021, High-performance large-scale image recognition without normalization,
-      arXiv:2102.06171.
+      Brock et al., 2021, High-performance large-scale image recognition without normalization, arXiv:2102.06171.
 
     Example:
       >>> import clipjax, jax.numpy as jnp
@@ -118,47 +54,16 @@ def adaptive_grad_clip(
       >>> print(jnp.linalg.norm(clipped, axis=0).round(6))  # 0.01 * 5 and 0.01 * 1e-3
       [5.e-02 1.e-05]
     """
-    ratio, least = bound_at("clipping", clipping), bound_at("eps", eps)
-    if axis is not None:
-        if not isinstance(axes, Default):
-            raise TypeError(f"axis is another name for axes: got axis={shown(axis)} and axes={shown(axes)}")
-        axes = axis
-    rule = check_axes(axes)
+    share, least = at_step("clipping", clipping), at_step("eps", eps)
+    axes = check_axes(axes)
 
-    def first(params: Any, stats: Stats) -> Memory:
-        resolve_axes(rule, only_arrays(params))
-        return (jnp.full((), jnp.inf, stats.norm.dtype),)
+    def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:
+        weights, floor = leaves_of(matched("adaptive_grad_clip", updates, params))[0], least(step)
 
-    @in_float64
-    def clip(updates: Any, memory: Memory, params: Any, step: Any, **extra_args: Any) -> Acted:
-        del extra_args
-        at_step, at_least = ratio(step), least(step)
-        weights = jax.tree.leaves(params)
-        used: list[jax.Array] = []
-        over: list[tuple[str, ...]] = []
+        def size_of(units: Units) -> jax.Array:
+            size = norm(weights[units.place].value, units.axes)
+            return jnp.maximum(jnp.maximum(size, fitting("eps", floor, size, units.leaf)), _LEAST)
 
-        def relative(units: Sequence[Unit], norms: Sequence[jax.Array]) -> Decision:
-            of_weights = [unit._replace(leaf=placed_as(unit.leaf, weights[unit.position])) for unit in units]
-            sizes = measure_units(of_weights)
-            bounds = {"clipping": at_step, "eps": at_least}
-            pairs = list(zip(units, norms, strict=True))
-            columns = [[for_units(*bound, *pair) for pair in pairs] for bound in bounds.items()]
-            used.extend(_bounds(sizes, *columns))
-            over.extend(unit.over for unit in units)
-            return to_bound, [used]
+        return *clip_units(updates, axes, share(step), name="clipping", size_of=size_of), memory
 
-        clipped, report = rescale_units(updates, relative, rule, 2.0, specs, axis_name)
-        threshold = least_of(lax.stop_gradient(used), tuple(over))
-        return clipped, report, (round_up(threshold, memory[0].dtype),)
-
-    return with_stats(AdaptiveGradClipState, clip, first, where=where, needs_params="measures the weights")
-
-
-@jax.jit
-def _bounds(norms: list[jax.Array], ratios: list[jax.Array], least: list[jax.Array]) -> list[jax.Array]:
-    """Return the bounds of all units from the norms of their weights."""
-
-    def bound_of(norm: jax.Array, ratio: jax.Array, least: jax.Array) -> jax.Array:
-        return jnp.where(ratio < jnp.inf, ratio * larger(norm, least), ratio)
-
-    return side_by_side(bound_of, norms, ratios, least)
+    return with_metrics("adaptive_grad_clip", act)

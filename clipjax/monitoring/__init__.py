@@ -1,1 +1,1 @@
-"""What the transformations measured: metrics, and records of norms."""
+"""Looking at norms and metrics."""

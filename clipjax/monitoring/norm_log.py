@@ -1,11 +1,8 @@
-"""A record of a run's gradient norms, for choosing a threshold."""
+"""A record of a run's gradient norms, to choose a threshold from."""
 
 from __future__ import annotations
 
-import operator
-import os
-import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,29 +10,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
+from jax.typing import ArrayLike
 
-from clipjax._core.arguments import shown
-from clipjax._core.bounds import check_count
-from clipjax.monitoring import norm_report
-from clipjax.monitoring.replay import Replay, Rules, Suggestion, default_rules, replayed, suggestion
+from clipjax._core.bounds import check_count, short_repr
+from clipjax.gradients.skipping import check_transformation
+from clipjax.monitoring.metrics import metrics
 
-# Norms are fetched this many at a time, once as many newer ones are waiting: by then they are computed.
+# Norms are fetched this many at a time, when as many newer ones are waiting: by then they are computed.
 _BATCH = 256
 
 
 class NormLog:
-    """Record the gradient norms of a run, and tell what a threshold would have done.
+    """Keep the gradient norms of a run, and tell what a threshold would have done.
 
-    Appending does not wait for the device: norms stay there until they have long been computed, and are then
-    fetched 256 at a time. The log keeps copies, so the state may be donated.
+    Appending does not wait for the device, and copies, so that the optimizer state may be donated.
 
     Args:
-      name: which norm to take from `clipjax.metrics`, such as `"clip_by_global_norm"`. Needed if there are
-        several; norms of weights do not count.
-      capacity: how many of the last norms to keep, 8 bytes each, a whole number above 0; None keeps all.
-
-    Attributes:
-      dropped: how many norms there were before the first one kept.
+      name: which norm to take from `clipjax.metrics`: a transformation, such as `"zclip"`, or a whole key.
+        Not needed if only one key ends with `"/norm"`.
+      capacity: how many of the last norms to keep; None keeps all.
 
     Example:
       >>> import clipjax, jax.numpy as jnp
@@ -49,155 +43,108 @@ class NormLog:
     """
 
     def __init__(self, name: str | None = None, *, capacity: int | None = None) -> None:
-        if name is not None and not isinstance(name, str):
-            raise TypeError(f"name must be a str, got {shown(name)}")
+        if not isinstance(name, str | None):
+            raise TypeError(f"name must be a str or None, got {short_repr(name)}")
         self.name = name
-        self.capacity: int | None = None if capacity is None else check_count("capacity", capacity, 1)
-        self.dropped: int = 0
+        self.capacity = None if capacity is None else check_count("capacity", capacity, 1)
+        self._count = 0  # of all norms so far
         self._waiting: list[Any] = []  # on the device
-        self._chunks: list[np.ndarray] = []
+        self._chunks = [np.zeros(0)]  # fetched
 
     def append(self, norm: Any) -> None:
-        """Add the norm of one step: a number, a scalar array, or what `clipjax.metrics` returns.
-
-        Raises:
-          TypeError, ValueError: the argument is not a norm, contains no norm or, without a `name`, contains
-            several.
-        """
-        norm = self._picked(norm)
-        if np.ndim(norm):
-            raise ValueError(f"norm must be a scalar, got shape {np.shape(norm)}: use extend for many")
-        self._take(norm)
+        """Add the norm of one step: a number, a scalar array, or what `clipjax.metrics` returns."""
+        self._add(norm, rank=0)
 
     def extend(self, norms: Any) -> None:
-        """Add the norms of many steps: an array of shape `(steps,)`, or metrics stacked by a `scan`.
+        """Add the norms of many steps: an array of shape `(steps,)`, or metrics that a `scan` has stacked."""
+        self._add(norms, rank=1)
 
-        Raises:
-          TypeError, ValueError: as for :meth:`append`.
-        """
-        norms = self._picked(norms)
-        if np.ndim(norms) != 1:
-            raise ValueError(f"norms must have shape (steps,), got {np.shape(norms)}: append takes one norm")
-        self._take(norms)
-
-    def _picked(self, metrics: Any) -> Any:
-        """Return the norm among metrics; anything else is returned as it is."""
-        if hasattr(metrics, "_fields"):
-            raise TypeError(f"norm: a {type(metrics).__name__} is a state: append clipjax.metrics(state)")
-        if not isinstance(metrics, Mapping):
-            return metrics
-        return metrics[key_of_norm(metrics, self.name)]
-
-    def _take(self, norms: Any) -> None:
+    def _add(self, norms: Any, rank: int) -> None:
+        if isinstance(norms, Mapping):
+            every = [key for key in norms if key.endswith("/norm")]
+            keys = every if self.name is None else [self.name, f"{self.name}/norm"]
+            found = [key for key in keys if key in norms]
+            if len(found) != 1:
+                raise ValueError(f"name must say which norm to log, of {every}; it is {self.name!r}")
+            norms = norms[found[0]]
         if isinstance(norms, jax.core.Tracer):
-            raise TypeError(
-                "norms must be known: return them from the compiled function, and log them outside"
-            )
-        if isinstance(norms, jax.Array):
-            norms = jnp.copy(norms)  # the buffer of the state may be donated
-        elif not any(jnp.issubdtype(np.asarray(norms).dtype, kind) for kind in (jnp.floating, jnp.integer)):
-            raise TypeError(f"norms must be real numbers, got {shown(norms)}")
+            raise TypeError("norms must be known: return them from the compiled function, then log them")
+        norms = jnp.copy(norms) if isinstance(norms, jax.Array) else np.array(norms)
+        if not any(jnp.issubdtype(norms.dtype, kind) for kind in (jnp.floating, jnp.integer)):
+            raise TypeError(f"norms must be real numbers or clipjax.metrics(state), got {short_repr(norms)}")
+        if norms.ndim != rank:
+            raise ValueError(f"append takes a scalar, and extend shape (steps,); got shape {norms.shape}")
+        self._count += norms.size
         self._waiting.append(norms)
         if len(self._waiting) >= 2 * _BATCH:
             self._fetch(_BATCH)
 
     def _fetch(self, count: int) -> None:
-        """Fetch the first `count` waiting norms to the host, and drop the oldest beyond the capacity."""
-        batch, self._waiting = self._waiting[:count], self._waiting[count:]
-        if batch:
-            arrays = [np.ravel(x) for x in jax.device_get(batch)]
-            self._chunks.append(np.concatenate(arrays, dtype=np.float64))
-        excess = sum(map(len, self._chunks)) - self.capacity if self.capacity is not None else 0
-        if excess > 0:
-            self._chunks = [np.concatenate(self._chunks)[excess:]]
-            self.dropped += excess
+        """Fetch the first norms that wait, and drop the oldest beyond the capacity."""
+        batch, self._waiting = jax.device_get(self._waiting[:count]), self._waiting[count:]
+        self._chunks.append(np.concatenate([np.zeros(0), *map(np.ravel, batch)], dtype=np.float64))
+        if self.capacity is not None or not self._waiting:
+            self._chunks = [np.concatenate(self._chunks)[-(self.capacity or 0) :]]  # -0: all
 
     @property
     def norms(self) -> np.ndarray:
-        """The norms kept, float64 of shape `(len(log),)`, including non-finite ones."""
+        """The norms that are kept, float64 of shape `(len(log),)`, with those that are not finite."""
         self._fetch(len(self._waiting))
-        self._chunks = [np.concatenate([np.zeros(0), *self._chunks])]
         return self._chunks[0].copy()
 
     @property
+    def dropped(self) -> int:
+        """How many norms there were before the first that is kept."""
+        return self._count - len(self)
+
+    @property
     def nonfinite_count(self) -> int:
-        """How many of the norms kept are NaN or infinite."""
+        """How many of the norms that are kept are NaN or infinite."""
         return int(np.sum(~np.isfinite(self.norms)))
 
     def __len__(self) -> int:
         """Return how many norms are kept."""
-        return len(self.norms)
+        return self._count if self.capacity is None else min(self._count, self.capacity)
 
     def _finite(self) -> np.ndarray:
-        norms = self.norms
-        finite: np.ndarray = norms[np.isfinite(norms)]
-        if not len(finite):
-            raise ValueError(f"the log has no finite norm, of {len(norms)}")
-        return finite
+        norms = self.norms[np.isfinite(self.norms)]
+        if not len(norms):
+            raise ValueError(f"the log has no finite norm, among {len(self)}")
+        return norms
 
-    def quantiles(self, q: float | Sequence[float] = (0.01, 0.1, 0.5, 0.9, 0.95, 0.99)) -> np.ndarray:
+    def quantiles(self, q: ArrayLike) -> np.ndarray:
         """Return quantiles of the finite norms, interpolated linearly, in the shape of `q`."""
-        if not all(0 <= each <= 1 for each in np.ravel(q)):
-            raise ValueError(f"q must be between 0 and 1, got {q!r}")
-        return np.asarray(np.quantile(self._finite(), q))
+        shares = np.asarray(q)
+        if not np.all((shares >= 0) & (shares <= 1)):
+            raise ValueError(f"q must be in [0, 1], got {short_repr(q)}")
+        return np.asarray(np.quantile(self._finite(), shares))
 
-    def clip_rate(self, thresholds: float | Sequence[float] | np.ndarray) -> np.ndarray:
-        """Return the share of the finite norms above each threshold, in the shape of `thresholds`."""
-        ascending, limits = np.sort(self._finite()), np.asarray(thresholds, np.float64)
-        if np.isnan(limits).any():
-            raise ValueError(f"thresholds must not be NaN, got {shown(thresholds)}")
-        return np.asarray(1 - np.searchsorted(ascending, limits, side="right") / len(ascending))
+    def clip_rate(self, thresholds: ArrayLike) -> np.ndarray:
+        """Return the share of the finite norms that is above each threshold, in the shape of `thresholds`."""
+        if np.isnan(thresholds).any():
+            raise ValueError(f"thresholds must not be NaN, got {short_repr(thresholds)}")
+        norms = np.sort(self._finite())
+        return np.asarray(1 - np.searchsorted(norms, np.asarray(thresholds), side="right") / len(norms))
 
-    def replay(self, transformation: optax.GradientTransformation) -> Replay:
-        """Run a transformation, such as `clipjax.autoclip(25.0)`, over gradients with these norms.
-
-        The norms are used as recorded, although a different clip would have led to other weights and norms.
-
-        Raises:
-          TypeError, ValueError: the argument is not a transformation, or its metrics have no threshold or
-            several.
-        """
-        return replayed(transformation, self.norms)
-
-    def suggest(self, rules: Rules | None = None) -> dict[str, Suggestion]:
-        """Return the threshold that each rule has settled at, and how often it would have clipped.
-
-        The threshold can serve as the bound of `clipjax.clip_by_global_norm`; :meth:`clip_rate` returns how
-        often that constant would clip.
+    def suggest(self, rules: Mapping[str, optax.GradientTransformation] | None = None) -> dict[str, dict[str, float]]:
+        """Replay the finite norms through rules that follow the past, and return where each has settled.
 
         Args:
-          rules: a mapping from names to transformations to :meth:`replay`, or to the results of
-            :meth:`replay`. None is every rule that follows the norm.
+          rules: transformations with a metric `threshold`, by name. None: `autoclip`, `zclip`,
+            `clip_by_quantile` and `clip_by_lognormal` with their defaults.
+
+        Returns:
+          For each rule `"threshold"`, the median of its finite thresholds over the last quarter of the steps
+          (infinity if there are none), and `"clip_rate"`, the share of the steps that it would have clipped.
+          The norms are those of the run, although another clip would have led to others.
         """
-        self._finite()
-        return {name: suggestion(replay, self.norms) for name, replay in replays_of(self, rules).items()}
+        import clipjax
 
-    def summary(self, rules: Rules | None = None) -> str:
-        """Return the quantiles and the suggestions, as a table for the terminal."""
-        return norm_report.table(self, self.suggest(rules))
-
-    def __str__(self) -> str:
-        """Return the summary with the default rules."""
-        return self.summary()
-
-    def plot(self, target: Any, rules: Rules | None = None) -> None:
-        """Draw the norms over the steps, and the thresholds of each rule; needs Matplotlib.
-
-        Args:
-          target: the path of a figure to write, with :func:`clipjax.plots.thresholds` beside
-            :func:`clipjax.plots.threshold_rates`; or Matplotlib axes, on which only the former is drawn.
-          rules: as in :meth:`suggest`.
-
-        Raises:
-          ImportError: Matplotlib is not installed.
-        """
-        from clipjax import plots
-
-        self._finite()
-        if isinstance(target, str | os.PathLike):
-            plots.write_log(self, rules, Path(target))
-        else:
-            plots.thresholds(self, rules, ax=target)
+        names = ("autoclip", "zclip", "clip_by_quantile", "clip_by_lognormal")
+        rules = {name: getattr(clipjax, name)() for name in names} if rules is None else rules
+        if not isinstance(rules, Mapping):
+            raise TypeError(f"rules must be a mapping from names to transformations, got {short_repr(rules)}")
+        return {name: _replayed(name, tx, self._finite()) for name, tx in rules.items()}
 
     def save(self, path: str | Path) -> None:
         """Write the log to a file in NumPy's `.npz` format, at exactly this path."""
@@ -207,44 +154,29 @@ class NormLog:
 
     @classmethod
     def load(cls, path: str | Path) -> NormLog:
-        """Read a log that :meth:`save` wrote; it can be appended to.
-
-        Raises:
-          OSError: the file cannot be read.
-          ValueError: the file was not written by :meth:`save`.
-        """
-        try:
-            with Path(path).open("rb") as opened, np.load(opened, allow_pickle=False) as file:
-                norms, name = np.asarray(file["norms"], np.float64), str(file["name"])
-                dropped, capacity = operator.index(file["dropped"]), operator.index(file["capacity"])
-        except (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
-            raise ValueError(f"path: {path} was not written by NormLog.save") from error
-        log = cls(name or None, capacity=capacity or None)
-        log.extend(norms)
-        log.dropped = dropped
+        """Read a log that :meth:`save` wrote; it can be appended to."""
+        with np.load(path, allow_pickle=False) as file:
+            log = cls(str(file["name"]) or None, capacity=int(file["capacity"]) or None)
+            log.extend(file["norms"])
+            log._count += int(file["dropped"])
         return log
 
 
-def key_of_norm(metrics: Mapping[str, Any], name: str | None) -> str:
-    """Return the metric that is the norm of the given name, or the only norm of a gradient."""
-    if name is None:
-        keys = [key for key in metrics if key.endswith("/norm")]
-        # Only projections measure a violation; their norms are those of weights.
-        keys = [key for key in keys if f"{key.removesuffix('norm')}violation" not in metrics]
-        if len(keys) != 1:
-            raise ValueError(f"name: the metrics must hold one norm, or name must say which; got {keys}")
-        return keys[0]
-    for key in (name, f"{name}/norm"):
-        if key in metrics:
-            return key
-    raise ValueError(f"name: {name!r} has no norm in the metrics {list(metrics)}")
+def _replayed(name: str, tx: optax.GradientTransformation, norms: np.ndarray) -> dict[str, float]:
+    zero = jnp.zeros((), np.float32)
+    state = check_transformation(f"rules[{name!r}]", tx).init(zero)
+    try:
+        keys = [key for key in metrics(state) if key.endswith("/threshold")]
+    except ValueError:  # it is no transformation of clipjax
+        keys = []
+    if len(keys) != 1:
+        raise ValueError(f"rules[{name!r}] must have one metric threshold, got {keys}")
 
+    def step(state: Any, norm: jax.Array) -> Any:
+        update, state = tx.update(norm, state, zero)
+        return state, (metrics(state)[keys[0]], update < norm)
 
-def replays_of(log: NormLog, rules: Rules | None) -> dict[str, Replay]:
-    """Return what each of these rules would have done."""
-    rules = default_rules() if rules is None else rules
-    if not isinstance(rules, Mapping):
-        raise TypeError(
-            f"rules must be a mapping from names to transformations, got a {type(rules).__name__}"
-        )
-    return {name: tx if isinstance(tx, Replay) else log.replay(tx) for name, tx in rules.items()}
+    thresholds, clipped = jax.jit(lambda *args: lax.scan(step, *args)[1])(state, norms.astype(np.float32))
+    last = np.asarray(thresholds)[-max(1, len(norms) // 4) :]
+    settled = np.median(last[np.isfinite(last)]) if np.isfinite(last).any() else np.inf
+    return {"threshold": float(settled), "clip_rate": float(np.mean(clipped))}

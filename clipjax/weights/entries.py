@@ -1,77 +1,46 @@
-"""Projections that constrain single entries of weights: onto boxes and the non-negative orthant."""
+"""Projections of single entries of weights: onto boxes, and onto the non-negative numbers."""
 
 from __future__ import annotations
 
-import math
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-import jax
+import numpy as np
+import optax
 
-from clipjax._core.arguments import explained, shown
-from clipjax._core.clip_entries import check_entries, clip_entries
-from clipjax._core.dtypes import as_arrays, in_float64
-from clipjax._core.mesh import AxisName, names_of_leaves
-from clipjax._core.paths import leaves_with_paths, path_name
-from clipjax._core.stats import Stats
-from clipjax._core.trees import Report, summary
-from clipjax._core.where import Where, check_where, merged, only, resolve_where
-from clipjax.weights.checks import check_are_weights
-from clipjax.weights.limits import Group, Limits, check_limits, groups_of
-from clipjax.weights.projections import How, Measured, Projection
+from clipjax._core.bounds import at_step, check_order, short_repr
+from clipjax._core.entries import clip_entries
+from clipjax._core.norms import is_float
+from clipjax._core.paths import a_few, check_patterns, first_matches, leaves_of
+from clipjax.weights.projection import Projection
+
+Where = str | Sequence[str] | Callable[[Any, Any], bool] | None
 
 
-class NonNegativeState(NamedTuple):
-    """State of :func:`non_negative` as a link."""
-
-    non_negative: Stats
-    violation: jax.Array  # float: by how much the incoming weights were out of bounds
-
-
-class BoxState(NamedTuple):
-    """State of :func:`box` as a link."""
-
-    box: Stats
-    violation: jax.Array  # float: by how much the incoming weights were out of bounds
-
-
-@explained
-def box(low: Limits, high: Limits, *, where: Where = None, axis_name: AxisName = None) -> Projection:
-    """Project each entry onto `[low, high]`.
+def box(
+    low: optax.ScalarOrSchedule | Mapping[str, optax.ScalarOrSchedule],
+    high: optax.ScalarOrSchedule | Mapping[str, optax.ScalarOrSchedule],
+    *,
+    where: Where = None,
+) -> Projection:
+    """Project each entry onto `[low, high]`: min(max(w, low), high).
 
     Args:
-      low: the lower limit: a number of any sign, an array that broadcasts to every leaf, or a schedule
-        `step -> limit`. For limits that differ from leaf to leaf: a rule `(path, leaf) -> limit`, which is
-        distinguished from a schedule by its two arguments; or a mapping from path patterns (see `where`) to
-        any of these, where the first match wins. A leaf that no pattern matches, or that gets
-        :data:`clipjax.SKIP`, has no lower limit.
-      high: the upper limit, in the same forms. Where a traced `low` is above `high`, `high` is used. A leaf
-        that has neither limit is left alone.
-      where: which leaves. None: all. A path pattern or several, as in the `axes` of
-        :func:`clipjax.clip_by_norm`: globs of `"encoder/Dense_0/kernel"` or of its last components. Or a
-        rule `(path, leaf) -> bool`. Or a tree of bools, or a prefix of one. Leaves that are neither float
-        nor complex are left alone.
-      axis_name: the mesh axes over which the metrics are taken, in `pmap` and unchecked `shard_map`.
+      low: the lower limit: a number of any sign, an array that broadcasts to every leaf, a schedule
+        `step -> limit`, or a mapping from path patterns to these, where the first match wins and other leaves
+        have no lower limit.
+      high: the upper limit, likewise.
+      where: which leaves are projected: one or several path patterns, or a rule `(path, leaf) -> bool`. None is
+        all float leaves.
 
     Returns:
-      A :class:`Projection`. Its metric `norm` is the largest absolute entry before the projection, over the
-      leaves that have limits, and `scale` the factor by which the projection reduced it (with limits that
-      differ from leaf to leaf, the smallest such factor).
+      A :class:`Projection`.
 
     Raises:
-      TypeError, ValueError: a limit is not a number or is NaN; `low` is above `high`, for a pattern or a
-      leaf; a function could be either a schedule or a rule; `where` is invalid. When called, or in
-      `init`: a pattern matches no leaf, a rule does not return a bool or a limit, no leaf is bounded, or a
-      leaf that is not a weight would be changed. When called: a leaf is complex. As a link: `update` gets no
-      `params`.
+      TypeError, ValueError: a limit is NaN or not a number; `low` is above `high`; `where` is invalid, or chooses
+        no leaf; a pattern matches no leaf; a leaf is complex.
 
-    Guarantees: measured in float64, no entry is outside its limits, both after a call and after
-    `optax.apply_updates`: a limit that the leaf's dtype cannot represent is rounded inward. (As a link, an
-    update can bring a weight into the box from outside only if the box is at least an ulp of the weight
-    wide.) Entries inside are unchanged, bit for bit; projecting twice is the same as projecting once. NaN
-    stays NaN; an infinite entry becomes the limit.
-
-    Equals `optax.projections.projection_box`, for the leaves that `where` names. With a rule it is weight
-    clipping, which keeps each layer within a multiple of its initialization range: see the example.
+    Equals `optax.projections.projection_box`. A limit that a leaf's dtype cannot represent is rounded inward.
 
     References:
       Elsayed et al., 2024, Weight clipping for deep continual and reinforcement learning, arXiv:2407.01704.
@@ -82,79 +51,80 @@ def box(low: Limits, high: Limits, *, where: Where = None, axis_name: AxisName =
       >>> projected = clipjax.box(0.0, 1.0, where="scale")(params)
       >>> print(projected["bias"], projected["scale"])
       [ 3. -3.] [1.  0.5]
-
-      Weight clipping of kernels `(in, out)` that were drawn from ±1 / sqrt(in):
-
-      >>> def range_of(path, kernel):
-      ...     return 2.0 / kernel.shape[0] ** 0.5
-      >>> clip = clipjax.box(lambda path, kernel: -range_of(path, kernel), range_of, where="kernel")
-      >>> print(clip({"kernel": jnp.full((16, 2), 3.0), "bias": jnp.ones(2)})["kernel"][0])
-      [0.5 0.5]
     """
-    check_limits(low, high)
-    return _entrywise(f"clipjax.box({shown(low)}, {shown(high)})", BoxState, low, high, where, axis_name)
+    lower, upper = _limits("low", low, -np.inf), _limits("high", high, np.inf)
+    by_path = isinstance(low, Mapping) or isinstance(high, Mapping)
+    if not by_path:
+        check_order(low, high)
+    chosen = _choice(where)
+    limits = [x for each in (low, high) for x in (each.values() if isinstance(each, Mapping) else [each])]
+    counts = any(map(callable, limits))
+
+    def constrain(params: Any, step: Any) -> Any:
+        leaves, rebuild = leaves_of(params)
+        values = [leaf.value for leaf in leaves]
+        each = zip(leaves, chosen(params), lower(params), upper(params), strict=True)
+        for i, (leaf, yes, bottom, top) in enumerate(each):
+            if yes and by_path and not counts:
+                check_order(bottom(step), top(step), leaf)
+            if yes:
+                values[i] = clip_entries(leaf, bottom(step), top(step))
+        return rebuild(values)
+
+    name = f"clipjax.box({short_repr(low)}, {short_repr(high)})"
+    return Projection(name, constrain, counts=counts)
 
 
-@explained
-def non_negative(*, where: Where = None, axis_name: AxisName = None) -> Projection:
+def non_negative(*, where: Where = None) -> Projection:
     """Project each entry onto the non-negative numbers: max(w, 0).
 
     Args:
-      where: which leaves, as in :func:`box`.
-      axis_name: the mesh axes over which the metrics are taken, in `pmap` and unchecked `shard_map`.
+      where: which leaves are projected, as in :func:`box`.
 
     Returns:
-      A :class:`Projection`, with the metrics of :func:`box`.
+      A :class:`Projection`.
 
     Raises:
       TypeError, ValueError: as :func:`box`, for `where`.
 
-    Guarantees: no entry is below 0, both after a call and after `optax.apply_updates`; positive entries are
-    unchanged, bit for bit, and -0.0 becomes 0.0 (as a link, it may stay). NaN stays NaN, and +inf stays +inf.
-
-    Equals `keras.constraints.NonNeg` and `optax.projections.projection_non_negative`.
-
-    Followed by :func:`clipjax.max_norm` it projects onto the non-negative part of the ball. In the other
-    order the result is also in that set, but it is not the nearest point of it.
+    Equals `keras.constraints.NonNeg` and `optax.projections.projection_non_negative`. Followed by
+    :func:`max_norm` it projects onto the non-negative part of the ball.
 
     Example:
       >>> import clipjax, jax.numpy as jnp
       >>> print(clipjax.non_negative()(jnp.array([-1.0, 0.0, 2.0])))
       [0. 0. 2.]
     """
-    return _entrywise("clipjax.non_negative()", NonNegativeState, 0.0, math.inf, where, axis_name)
+    projection = box(0.0, np.inf, where=where)
+    return Projection("clipjax.non_negative()", projection.constrain)
 
 
-def _entrywise(
-    name: str, state: type[Any], low: Limits, high: Limits, where: Where, axis_name: AxisName
-) -> Projection:
-    where = check_where(where)
+def _limits(name: str, limit: Any, otherwise: float) -> Callable[[Any], list[Callable[[Any], Any]]]:
+    """Return the function from a tree to the limit of each leaf, as a function of the step."""
+    if not isinstance(limit, Mapping):
+        everywhere = at_step(name, limit, -np.inf)
+        return lambda tree: [everywhere] * len(leaves_of(tree)[0])
+    patterns = check_patterns(name, tuple(limit))
+    each: dict[str | None, Any] = {p: at_step(f"{name}[{p!r}]", limit[p], -np.inf) for p in patterns}
+    each[None] = lambda _: otherwise
+    return lambda tree: [each[pattern] for pattern in first_matches(name, patterns, tree)]
 
-    def groups(params: Any) -> list[Group]:
-        found = groups_of(low, high, resolve_where(where, params), params)
-        each = zip(*(group.chosen for group in found), strict=True)
-        check_are_weights(params, [i for i, of_leaf in enumerate(each) if any(of_leaf)])
-        return found
 
-    def constrain(params: Any, step: Any) -> tuple[Any, Report]:
-        params, reports = as_arrays(params), []
-        for group in groups(params):
-            part = only(group.chosen, params)
-            projected, report = clip_entries(part, group.low(step), group.high(step), axis_name)
-            params = merged(params, projected)
-            reports.append(report)
-        return params, reports[0] if len(reports) == 1 else summary(reports)
+def _choice(where: Any) -> Callable[[Any], list[bool]]:
+    """Return the function from a tree to whether each leaf is chosen."""
+    patterns = None if where is None or callable(where) else check_patterns("where", where)
 
-    @in_float64
-    def measure(params: Any, step: Any) -> list[Measured]:
-        each = list(zip(leaves_with_paths(params), names_of_leaves(params, axis_name), strict=True))
-        measured = {}
-        for group in groups(params):
-            lowest, highest = group.low(step), group.high(step)
-            check_entries(only(group.chosen, params), lowest, highest)
-            for i, ((path, leaf), names) in enumerate(each):
-                if group.chosen[i]:
-                    measured[i] = Measured(path_name(path), leaf, lowest, highest, names)
-        return [measured[i] for i in sorted(measured)]
+    def choose(tree: Any) -> list[bool]:
+        leaves, _ = leaves_of(tree)
+        if where is None:
+            found = [True] * len(leaves)
+        elif patterns is None:
+            found = [bool(where(leaf.path, leaf.value)) for leaf in leaves]
+        else:
+            found = [pattern is not None for pattern in first_matches("where", patterns, tree)]
+        chosen = [yes and is_float(leaf.value) for yes, leaf in zip(found, leaves, strict=True)]
+        if where is not None and any(is_float(leaf.value) for leaf in leaves) and not any(chosen):
+            raise ValueError(f"where: {short_repr(where)} chooses no float leaf of: {a_few(leaves, 5)}")
+        return chosen
 
-    return Projection(name, state, constrain, measure, How(check=groups))
+    return choose

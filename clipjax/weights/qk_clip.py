@@ -1,112 +1,50 @@
-"""Bounds on attention logits, by scaling the query and key weights."""
+"""A bound on attention logits, by scaling the weights of queries and keys."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
-from clipjax._core.arguments import explained, shown
-from clipjax._core.axes import leaves_with_paths, path_name
-from clipjax._core.bounds import Bound, bound_at, check_fits
-from clipjax._core.dtypes import as_arrays, in_float64, wide
-from clipjax._core.maxima import min_of
-from clipjax._core.mesh import placed_as
-from clipjax._core.rescale import factor_of, to_bound
-from clipjax._core.stats import Stats
-from clipjax._core.trees import Report, summary
-from clipjax.weights.link import larger_than
-from clipjax.weights.projections import How, Projection
-from clipjax.weights.qk_layout import Layer, Part, check_layout, clipped, layers_of
+from clipjax._core.bounds import at_step, fitting, short_repr
+from clipjax._core.norms import is_float
+from clipjax._core.paths import Leaf, a_few, leaves_of, path_name
+from clipjax._core.rescale import factor_to, rescale
+from clipjax.weights.projection import Projection
 
 
-class QkClipState(NamedTuple):
-    """State of :func:`qk_clip` as a link; `norm` is the largest logit, `factor` the smallest factor."""
+def qk_clip(threshold: optax.ScalarOrSchedule = 100.0, *, query: str = "query", key: str = "key") -> Projection:
+    """Scale each head's queries and keys by sqrt(min(1, threshold / S)), where S is its largest logit.
 
-    qk_clip: Stats
-    violation: jax.Array  # float: always 0, as weights alone do not determine logits
-
-
-@explained
-def qk_clip(
-    threshold: Bound = 100.0,
-    *,
-    query: str = "query",
-    key: str = "key",
-    axis: int | Sequence[int] | None = None,
-    head_dim: int | None = None,
-    parts: Mapping[str, Sequence[Part]] | None = None,
-) -> Projection:
-    """Scale down the query and key weights of each attention head whose largest logit is above `threshold`.
-
-    For a head with largest logit S, the query and key weights and biases are multiplied by
-    sqrt(min(1, threshold / S)). A logit is linear in each of the two, so S becomes `threshold`. If query
-    heads share a key head (each key head serves the same number of consecutive query heads), the key is
-    scaled for the largest of their logits, and each query head by the rest of its own factor. If a part of
-    each query is multiplied with a key that all heads share, such as the rotary part in multi-head latent
-    attention (MLA), that part is multiplied by the whole factor, and the shared key is unchanged.
+    S then becomes `threshold`, as a logit is linear in each of the two. Kernels are (in, heads, head_dim) and
+    biases (heads, head_dim), as in Flax. A key may have fewer heads than the query, or no axis for them: each
+    of its heads serves equally many consecutive query heads, is scaled for the largest of their logits, and
+    each query head is scaled by the rest.
 
     Args:
-      threshold: the largest logit allowed: a number, an array that broadcasts to the logits, or a schedule
-        `step -> threshold`.
-      query: the path component that identifies queries, as in `"encoder/attention/query/kernel"`.
-      key: the path component that identifies keys. The path before it names the layer.
-      axis: the axis of the heads, in kernels and in biases. By default -2, as in Flax: kernels are
-        `(in, heads, head_dim)` and biases `(heads, head_dim)`. A key kernel with one axis less than the
-        query kernel has one head.
-      head_dim: the size of a head, for kernels in which the entries of all heads lie along one axis. These
-        are `(in, heads * head_dim)` by default, with `axis` -1; those of Equinox, `(heads * head_dim, in)`,
-        need `axis=0`. Several axes, as in `axis=(-2, -1)`, are treated as one.
-      parts: the layout of kernels that do not hold only queries or only keys: a mapping from the path
-        component that identifies the kernel to pairs (role, size). The pairs are in their order along `axis`,
-        and repeat as often as they fit. It needs `head_dim`. The roles are "query" and "key", for one head or
-        several, of size `head_dim` each; "query_rope", the part of the same queries that is multiplied with a
-        key that all heads share; and "value", everything that stays unchanged: values, gates, the shared
-        key. For example, MLA with DeepSeek's names, and queries, keys and values in one kernel:
-
-            qk_clip(head_dim=128, parts={"q_b_proj": [("query", 128), ("query_rope", 64)],
-                                         "kv_b_proj": [("key", 128), ("value", 128)]})
-            qk_clip(head_dim=64, parts={"c_attn": [("query", 768), ("key", 768), ("value", 768)]})
-
-        docs/constraints.md has more examples. Parameters under none of these components, such as MLA's
-        `kv_a_proj_with_mqa`, are unchanged.
+      threshold: the largest logit: a number, an array that broadcasts to the logits, or a schedule.
+      query: the component of a path that names queries, as in `"encoder/attention/query/kernel"`.
+      key: the component of a path that names keys. The components before it name the layer.
 
     Returns:
-      A :class:`Projection`, to be called or put last in a chain. Both uses need one more argument: the
-      largest logits of the step's forward pass, after the scale `1 / sqrt(head_dim)` and before the
-      softmax, over all tokens, examples and devices (`lax.pmax`):
-
-          params = qk_clip()(params, max_logits=max_logits)
-          updates, state = tx.update(grads, state, params, max_logits=max_logits)
-
-      `max_logits` is an array `(heads,)`, for the heads of the queries, or `(layers, heads)` for layers
-      stacked along their first axis. For several attention layers, it is a mapping from their paths, or the
-      last components of these, to such arrays, as in `{"encoder/attention": …}`; it may be nested, like what
-      a Flax model sows. Layers that it does not name are left alone. The metric `norm` is the largest
-      logit, and `scale` the smallest factor of a logit. The weights alone do not determine the logits, so
-      `clipjax.verify` reports nothing for them, and `violation` is 0.
+      A :class:`Projection`. Its call, and `update` where it is a link, need the argument `max_logits`: the
+      largest logits of the forward pass, after the scale 1 / sqrt(head_dim) and before the softmax, over all
+      tokens, examples and devices. It is an array (heads,) of query heads, (layers, heads) for a stack, or a
+      mapping, possibly nested, from the paths of layers, or their last components, to such arrays. Layers
+      that it does not name are not changed, and logits that are not finite clip nothing.
 
     Raises:
-      TypeError, ValueError: `threshold` is not a number, is negative or is NaN; `query`, `key`, `axis`,
-        `head_dim` or `parts` is invalid. In `init`: there is no attention layer. When called: `max_logits` is
-        missing, names no attention layer, or does not fit the heads and parts of one; query heads share a
-        key head in a layer with a "query_rope" part. As a link: `update` gets no `params`.
-
-    Guarantees: with the weights that produced `max_logits`, every head's logits end at or below
-    `threshold`, up to the rounding of the weights. No weight grows. The query weights of a head at or below
-    `threshold` are unchanged, bit for bit, and so are its key weights unless another head shares them. A
-    logit that is 0 or negative clips nothing; one that is not finite clips nothing and counts in
-    `nonfinite_count`.
-
-    If queries and keys are normalized before their product, the logits do not depend on the size of these
-    weights, and there is nothing to clip.
+      TypeError, ValueError: `threshold` is negative, NaN or not a number, or does not fit the logits; `query`
+        or `key` is not one component of a path. In `init`, or when called: no layer has both; `max_logits` is
+        missing, does not fit the heads, or names no layer.
 
     References:
-      Kimi Team, 2025, Kimi K2: Open agentic intelligence (arXiv 2507.20534), algorithm 1.
+      Kimi Team, 2025, Kimi K2: open agentic intelligence, arXiv:2507.20534, algorithm 1.
 
     Example:
       >>> import clipjax, jax.numpy as jnp
@@ -116,66 +54,111 @@ def qk_clip(
       [[1.  1.  1. ]
        [0.5 0.5 0.5]]
     """
-    bound = bound_at("threshold", threshold)
-    layout = check_layout(query, key, axis, head_dim, parts)
+    bound = at_step("threshold", threshold)
+    if not all(isinstance(each, str) and each and "/" not in each for each in (query, key)) or query == key:
+        raise ValueError(f"query and key must be two components of paths, got {query!r} and {key!r}")
 
-    @in_float64
-    def constrain(params: Any, step: Any, max_logits: Any = None) -> tuple[Any, Report]:
+    def constrain(params: Any, step: Any, max_logits: Any = None, **other: Any) -> Any:
+        del other
         if max_logits is None:
             raise ValueError(
-                "qk_clip needs the largest logit of each head: pass max_logits, as in "
+                "max_logits: qk_clip needs the largest logit of each head, as in "
                 "tx.update(grads, state, params, max_logits=max_logits)"
             )
-        params = as_arrays(params)
-        treedef: Any
-        leaves, treedef = jax.tree.flatten(params)
-        reports = []
-        for layer, logits in _assigned(max_logits, layers_of(params, layout)):
-            limit = check_fits("threshold", bound(step), logits.shape, "the logits")
-            limit = jnp.broadcast_to(limit, logits.shape)
-            usable = jnp.isfinite(logits)
-            factor = factor_of(to_bound(jnp.where(usable, logits, 0.0), limit))  # of each logit
-            for position, leaf in clipped(layer, factor, layout):
-                leaves[position] = leaf
-            norm, after = (jnp.where(jnp.all(usable), jnp.max(x), jnp.nan) for x in (logits, logits * factor))
-            reports.append(Report(norm, min_of(factor), jnp.any(factor < 1), after))
-        return treedef.unflatten(leaves), summary(reports)
+        leaves, rebuild = leaves_of(params)
+        values, limit = [leaf.value for leaf in leaves], bound(step)
+        for path, logits, sides in _by_layer(max_logits, _layers_of(params, query, key)):
+            finite = jnp.where(jnp.isfinite(logits), logits, 0)
+            factor = factor_to(fitting("threshold", limit, finite, f"the logits of {path!r}"), finite)
+            for side, scale in zip(sides, _scales(sides, factor), strict=True):
+                values[side.place] = rescale(side.leaf.value, scale)
+        return rebuild(values)
 
-    def measure(params: Any, step: Any) -> list[Any]:
-        del step
-        layers_of(params, layout)
-        return []
-
-    how = How(outside=larger_than, extra=("max_logits",), check=lambda params: layers_of(params, layout))
-    return Projection(f"clipjax.qk_clip({shown(threshold)})", QkClipState, constrain, measure, how)
+    name = f"clipjax.qk_clip({short_repr(threshold)})"
+    return Projection(name, constrain, counts=callable(threshold), check=lambda params: _layers_of(params, query, key))
 
 
-def _assigned(max_logits: Any, layers: list[Layer]) -> list[tuple[Layer, jax.Array]]:
-    """Find the layer of each array of logits; several arrays for one layer are reduced to their maximum."""
+class _Side(NamedTuple):
+    """A parameter that makes the queries or the keys of a layer, or of a stack of layers."""
+
+    place: int  # among the leaves of the tree
+    leaf: Leaf
+    is_query: bool
+    rest: str  # of the path, such as "kernel"
+
+
+def _layers_of(params: Any, query: str, key: str) -> dict[str, list[_Side]]:
+    """Return the layers that have both queries and keys, by path."""
+    found: dict[str, list[_Side]] = {}
+    leaves, _ = leaves_of(params)
+    for i, leaf in enumerate(leaves):
+        parts = leaf.name.split("/")
+        at = max((j for j, part in enumerate(parts) if part in (query, key)), default=None)
+        if at is not None and is_float(leaf.value):
+            side = _Side(i, leaf, parts[at] == query, "/".join(parts[at + 1 :]))
+            found.setdefault("/".join(parts[:at]), []).append(side)
+    layers = {path: sides for path, sides in found.items() if len({side.is_query for side in sides}) == 2}
+    if leaves and not layers:
+        paths = a_few([leaf.name for leaf in leaves])
+        raise ValueError(f"query, key: no layer has both {query!r} and {key!r}. The paths are: {paths}")
+    return layers
+
+
+def _by_layer(max_logits: Any, layers: dict[str, list[_Side]]) -> list[tuple[str, jax.Array, list[_Side]]]:
+    """Return the layers that are named, with their logits: the largest, where there are several arrays."""
     found: dict[str, jax.Array] = {}
-    for path, value in leaves_with_paths(max_logits):
-        layer = _layer_of(path_name(path), layers)
-        logits = wide(lax.stop_gradient(jnp.asarray(value)))
-        logits = placed_as(np.zeros(logits.shape), logits)  # replicated on all devices
-        if jnp.iscomplexobj(logits):
-            raise TypeError(f"max_logits must be real, got dtype {value.dtype} for layer {layer.path!r}")
-        if layer.path in found:
-            logits = jnp.maximum(logits, found[layer.path])
-        found[layer.path] = logits
-    return [(layer, found[layer.path]) for layer in layers if layer.path in found]
+    for path, value in jax.tree_util.tree_leaves_with_path(max_logits):
+        if not isinstance(value, jax.Array | np.ndarray | np.number | float | int):
+            raise TypeError(f"max_logits must be an array or a mapping to arrays, got {short_repr(value)}")
+        layer = _layer_at(path_name(path), list(layers))
+        logits = jnp.asarray(lax.stop_gradient(value)).astype(np.float32)
+        sharding = jax.typeof(logits).sharding
+        if any(sharding.spec):  # over explicit mesh axes
+            logits = jax.sharding.reshard(logits, NamedSharding(sharding.mesh, PartitionSpec()))
+        found[layer] = jnp.maximum(found[layer], logits) if layer in found else logits
+    return [(path, logits, layers[path]) for path, logits in found.items()]
 
 
-def _layer_of(name: str, layers: list[Layer]) -> Layer:
+def _layer_at(name: str, layers: list[str]) -> str:
     """Return the layer whose path, or the end of whose path, is `name` or the start of `name`."""
-    if not name and len(layers) == 1:
-        return layers[0]
     parts = name.split("/") if name else []
     for i in range(len(parts), -1, -1):
         start = "/".join(parts[:i])
-        exact = [layer for layer in layers if layer.path == start]
-        ending = [layer for layer in layers if start and layer.path.endswith(f"/{start}")]
-        if len(exact or ending) == 1:
-            return (exact or ending)[0]
-    listed = "\n  ".join(layer.path or "(the tree itself)" for layer in layers) or "(none)"
+        named = [layer for layer in layers if layer == start]
+        named = named or [layer for layer in layers if start and layer.endswith(f"/{start}")]
+        if len(named) == 1:
+            return named[0]
+    if not name and len(layers) == 1:
+        return layers[0]
     what = f"the path {name!r}" if name else "an array without a path"
-    raise ValueError(f"max_logits: {what} does not name exactly one attention layer. They are:\n  {listed}")
+    raise ValueError(f"max_logits: {what} does not name one of the attention layers: {a_few(layers)}")
+
+
+def _scales(sides: list[_Side], factor: jax.Array) -> list[jax.Array]:
+    """Return what multiplies the parameters of a layer, for a factor of each query head's logits."""
+    *stack, heads = factor.shape or (0,)
+    ranks = {side.rest: side.leaf.value.ndim for side in sides if side.is_query}
+    shapes, counts = [], {True: set[int](), False: set[int]()}
+    for side in sides:
+        shape = side.leaf.value.shape
+        own = shape[len(stack) :]
+        alone = not side.is_query and ranks.get(side.rest) == len(shape) + 1  # one head without an axis
+        fits = list(shape[: len(stack)]) == stack and len(own) >= (1 if alone else 2)
+        count = 0 if not fits else 1 if alone else own[-2]
+        counts[side.is_query].add(count)
+        last = (count,) if alone else (count, 1)
+        shapes.append((*stack, *(1,) * (len(own) - len(last)), *last))
+    shared_by = heads // max(max(counts[False]), 1)
+    if counts[True] != {heads} or not heads or any(count * shared_by != heads for count in counts[False]):
+        found = ", ".join(str(side.leaf) for side in sides)
+        raise ValueError(
+            f"max_logits: shape {factor.shape} does not fit {found}. It must be (heads,), or (layers, heads) "
+            "for a stack; kernels are (in, heads, head_dim), biases (heads, head_dim), and the number of key "
+            "heads divides that of query heads"
+        )
+    of_key = jnp.sqrt(jnp.min(factor.reshape(*stack, heads // shared_by, shared_by), axis=-1))
+    given = jnp.repeat(of_key, shared_by, axis=-1)
+    # At most 1: a query does not grow to make up for the key that it shares.
+    of_query = jnp.where(factor < given, factor, 1) / jnp.where(factor < given, given, 1)
+    scales = (of_query if side.is_query else of_key for side in sides)
+    return [scale.reshape(shape) for scale, shape in zip(scales, shapes, strict=True)]

@@ -3,89 +3,51 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
-from clipjax._core.arguments import explained, shown
-from clipjax._core.axes import Skip
-from clipjax._core.bounds import Bound, bound_at
-from clipjax._core.dtypes import as_arrays, in_float64, strong, weakly_typed_as, wide
-from clipjax._core.mesh import on_auto_axes
-from clipjax._core.stats import Stats
-from clipjax._core.trees import Report
-from clipjax._matrices.flatten import Flatten, Matrices, Resolved, check_flatten, matrices_of, sides_of
-from clipjax._matrices.leaves import Limited, Method, bound_matrices, each, limits_for, way
-from clipjax._matrices.proof import by_platform, first_inside, is_inside
-from clipjax._matrices.singular import largest_singular_value
-from clipjax.weights.checks import check_are_weights
-from clipjax.weights.link import applied
-from clipjax.weights.projections import How, Measured, Projection
+from clipjax._core.axes import SKIP, Skip
+from clipjax._core.bounds import at_step, check_fits, short_repr
+from clipjax._core.norms import is_float, mesh_axes, wide
+from clipjax._core.paths import Leaf, a_few, first_matches, leaves_of
+from clipjax._core.rescale import margin, weak_like
+from clipjax.weights.projection import Projection
+
+Sides: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+Flatten: TypeAlias = Sequence[int | Sequence[int]] | Callable[[Any, Any], Any] | Skip | Mapping[str, Any] | None
 
 
-class SpectralCapState(NamedTuple):
-    """State of :func:`spectral_cap` as a link; `norm` is an estimate of the largest singular value."""
-
-    spectral_cap: Stats
-    violation: jax.Array  # float: by how much the incoming weights were out of bounds
-
-
-@explained
-def spectral_cap(
-    bound: Bound,
-    *,
-    method: Method = "svd",
-    flatten: Flatten = None,
-    specs: Any = None,
-) -> Projection:
-    """Reduce the singular values above `bound` to it, and keep the others: U min(S, bound) Vᴴ.
+def spectral_cap(bound: optax.ScalarOrSchedule, *, flatten: Flatten = None) -> Projection:
+    """Reduce the singular values above a bound to it, and keep the others: U min(S, bound) Vᴴ.
 
     Args:
-      bound: a number, an array that broadcasts to the stack of matrices of each leaf, or a schedule
-        `step -> bound`.
-      method: "svd" is exact; "newton_schulz" uses only matrix products (Newton-Schulz iterations).
-        On a TPU both use products. Which is faster depends on the machine and the shape: see
-        docs/spectral.md.
-      flatten: how leaves are read as matrices. Leaves of rank 2 are matrices, and leaves of lower rank are
-        left alone. For a higher rank, give a pair (axes of rows, axes of columns), each an int or a tuple:
-        `((0, 1, 2), 3)` for a convolution's kernel (h, w, in, out), `(1, 2)` for scanned Dense layers
-        (layer, in, out). The other axes stack matrices, each with its own singular values. Or give a rule
-        `(path, leaf) -> pair`, or a mapping from path patterns to these: the first match wins, and a leaf
-        that no pattern matches is treated as by default. `clipjax.SKIP` instead of a pair leaves a leaf
-        alone.
-      specs: inside `shard_map`, the `PartitionSpec` tree of the parameters. Matrices must not be split over
-        devices, but stacks of them may be.
+      bound: a number, an array that broadcasts to the stack of matrices of each leaf, or a schedule.
+      flatten: how leaves of rank 3 and more are matrices: a pair (axes of rows, axes of columns), each an int
+        or a tuple, such as `((0, 1, 2), 3)` for a convolution (h, w, in, out), or `(1, 2)` for stacked Dense
+        layers (layer, in, out), where the other axes stack matrices. Or a rule `(path, leaf) -> pair`, or a
+        mapping from path patterns to these. `clipjax.SKIP` in place of a pair: the leaf is not changed. By
+        default leaves of rank 2 are matrices, lower ranks are not changed, and higher ranks are an error.
 
     Returns:
-      A :class:`Projection`: a function `params -> params` that can also be the last link of a chain,
-      where `update` needs `params`. The metric `norm` is an estimate from below of the largest singular value
-      (power iteration); it is above the bound exactly if a matrix was not proven to be inside.
+      A :class:`Projection`. It costs one singular value decomposition of each matrix.
 
     Raises:
-      TypeError, ValueError: `bound` is not a number, is negative or is NaN; `method` is unknown; `flatten` is
-      not a pair of axes. When called, or in `init`: it is not known how to flatten a leaf of rank > 2, no
-      leaf is bounded, or a leaf that is not a weight would be changed. As a link: `update` gets no `params`.
+      TypeError, ValueError: `bound` is negative, NaN or not a number, or does not fit the stack; `flatten` is
+        not a pair of axes, or applies to no leaf.
 
-    Guarantees: no singular value, computed by an SVD in float64, is above `bound`, both after a call and
-    after `optax.apply_updates`, in any dtype and from any weights: the rounded result is made smaller until
-    it is proven to be inside. A matrix that is proven to be inside is unchanged, bit for bit, so projecting
-    twice is the same as projecting once. If its norm is closer to the bound than a share d of it, this cannot
-    be proven, and the matrix is projected; d is (m + n) min(m, n) 2e-16 for a matrix (m, n), and on a TPU
-    2e-6 sqrt(min(m, n)). A capped singular value ends below the bound by less than 4 d, or by twice the
-    rounding of a matrix to its dtype if that is more ("svd": some ulp); "newton_schulz" adds a thousandth.
-    Smaller singular values of that matrix shrink by the same factor, but without the thousandth. An
-    entry that is not finite makes its matrix NaN. Derivatives are those of the exact cap, one-sided where a
-    singular value equals the bound; they need an SVD.
-
-    A matrix that is inside costs one product and a Cholesky factorization; any other costs some 40 products
-    ("newton_schulz") or the eigenvectors of its Gram matrix.
+    What is capped ends up to 2e-5 below the bound in float32, as decompositions are less exact than norms. An
+    entry that is not finite makes its matrix NaN.
 
     References:
-      Yoshida and Miyato, 2017, Spectral norm regularization, arXiv:1705.10941; Chen and Chow, 2014, A
-      stable scaling of Newton-Schulz; Rump, 2006, Verification of positive definiteness.
+      Yoshida and Miyato, 2017, Spectral norm regularization, arXiv:1705.10941.
 
     Example:
       >>> import clipjax, jax.numpy as jnp
@@ -93,89 +55,147 @@ def spectral_cap(
       >>> print(clipjax.spectral_cap(1.0)(kernel).round(3))
       [[1.  0. ]
        [0.  0.5]]
-      >>> stacked = {"layers": jnp.stack([kernel, 2 * kernel])}  # (layer, in, out)
-      >>> print(clipjax.spectral_cap(1.0, flatten=(1, 2))(stacked)["layers"][1].round(3))
-      [[1. 0.]
-       [0. 1.]]
     """
-    bound_of, flatten, how_to = bound_at("bound", bound), check_flatten(flatten), way(method)
+    limit, flatten = at_step("bound", bound), _check_flatten(flatten)
 
-    def check(params: Any) -> list[Resolved]:
-        sides = sides_of(params, flatten)
-        check_are_weights(params, [i for i, both in enumerate(sides) if not isinstance(both, Skip)])
-        return sides
+    def constrain(params: Any, step: Any) -> Any:
+        leaves, rebuild = leaves_of(params)
+        each = zip(leaves, _sides_of_leaves(params, flatten), strict=True)
+        return rebuild([leaf.value if not sides else _capped(leaf, sides, limit(step)) for leaf, sides in each])
 
-    def limits_of(params: Any, step: Any) -> Limited:
-        return limits_for(matrices_of("spectral_cap", params, check(params), specs), bound_of(step))
-
-    @_of_arrays
-    def constrain(params: Any, step: Any) -> tuple[Any, Report]:
-        return bound_matrices(params, limits_of(params, step), how_to)
-
-    @_of_arrays
-    def measure(params: Any, step: Any) -> list[Measured]:
-        measured = []
-        for m, limits in limits_of(params, step):
-
-            def of_leaf(leaf: Any, limits: jax.Array, m: Matrices = m) -> jax.Array:
-                stack = m.stacked(strong(leaf))
-                return each(largest_singular_value, stack, limits, each(is_inside, stack, limits))
-
-            norms = on_auto_axes(of_leaf, limits, m.leaf, limits)
-            measured.append(Measured(m.path, norms, jnp.zeros_like(limits), limits))
-        return measured
-
-    @in_float64
-    def settle(before: Any, after: Any, wanted: Any, updates: Any, step: Any) -> Any:
-        treedef: Any
-        leaves, treedef = jax.tree.flatten(updates)
-        befores, afters, wanteds = (treedef.flatten_up_to(tree) for tree in (before, after, wanted))
-        for m, limits in limits_of(treedef.unflatten(befores), step):
-            i = m.position
-
-            def of_leaf(limits: jax.Array, *four: Any, m: Matrices = m) -> jax.Array:
-                return m.restored(each(_settled, *(m.stacked(strong(x)) for x in four), limits))
-
-            settled = on_auto_axes(of_leaf, leaves[i], limits, befores[i], afters[i], wanteds[i], leaves[i])
-            leaves[i] = weakly_typed_as(leaves[i], settled)
-        return treedef.unflatten(leaves)
-
-    how = How(settle=settle, check=check)
-    return Projection(f"clipjax.spectral_cap({shown(bound)})", SpectralCapState, constrain, measure, how)
+    return Projection(f"clipjax.spectral_cap({short_repr(bound)})", constrain, counts=callable(bound))
 
 
-def _of_arrays(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Run a function of weights and a step in float64; Python numbers first become arrays of their dtypes."""
-    return lambda params, step: in_float64(function)(as_arrays(params), step)
+def _capped(leaf: Leaf, sides: Sides, bound: Any) -> jax.Array:
+    """Cap the matrices of a leaf, as one array (*stack, long side, short side)."""
+    x = leaf.value
+    if not x.size:
+        return x
+    if mesh_axes(x):
+        raise ValueError(
+            f"spectral_cap: inside shard_map, {leaf} differs over {mesh_axes(x)}, and its type does not say "
+            "which of its axes are split. Project singular values outside shard_map, under jit"
+        )
+    long, short = sorted(sides, key=lambda side: -math.prod(x.shape[axis] for axis in side))
+    stack = tuple(axis for axis in range(x.ndim) if axis not in long + short)
+    batch = tuple(x.shape[axis] for axis in stack)
+    check_fits("bound", bound, batch, f"the matrices of {leaf}")
+    bounds = jnp.broadcast_to(jnp.asarray(bound, wide(x.dtype)), batch)
+
+    # On explicit mesh axes a matrix must not be split, but a stack may be. Other types name no axes here.
+    sharding = jax.typeof(x).sharding
+    spec = PartitionSpec(*(name if axis in stack else None for axis, name in enumerate(sharding.spec)))
+    split = spec != sharding.spec
+    whole = jax.sharding.reshard(x, NamedSharding(sharding.mesh, spec)) if split else x
+    moved = jnp.transpose(whole, stack + long + short)
+    w = moved.reshape(*batch, *(math.prod(x.shape[axis] for axis in side) for side in (long, short)))
+    # A decomposition is less exact than a norm.
+    room = margin(x.dtype) + (2.0**-44 if wide(x.dtype) == np.float64 else 2.0**-16)
+    capped = _cap(w.astype(x.dtype if jnp.iscomplexobj(x) else wide(x.dtype)), bounds, room).astype(x.dtype)
+    result = jnp.transpose(capped.reshape(moved.shape), tuple(np.argsort(stack + long + short)))
+    return weak_like(x, jax.sharding.reshard(result, sharding) if split else result)
 
 
-@jax.custom_jvp
-def _settled(
-    before: jax.Array, after: jax.Array, wanted: jax.Array, update: jax.Array, bound: jax.Array
-) -> jax.Array:
-    """Return an update for which the rounded sum `before + update` is proven to be inside.
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _cap(w: jax.Array, bound: jax.Array, room: float) -> jax.Array:
+    """Cap the singular values of matrices, `room` below the bound, so that they do not change again."""
+    return _cap_and_factors(w, bound, room)[0]
 
-    Each entry of the sum is a neighbor of the wanted one, so the matrix may be outside by some ulp.
+
+def _cap_and_factors(w: jax.Array, bound: jax.Array, room: float) -> tuple[jax.Array, ...]:
+    """Return the capped matrices, U, S, Vᴴ, the limit of S, and which matrices are outside and finite."""
+    finite = jnp.all(jnp.isfinite(w), axis=(-2, -1), keepdims=True)
+    u, s, vh = jnp.linalg.svd(jnp.where(finite, w, 0), full_matrices=False)
+    limit = (bound * (1 - room))[..., None]
+    outside = ~jnp.all(s <= bound[..., None], axis=-1)[..., None, None]
+    result = jnp.where(outside, _product(u * jnp.minimum(s, limit)[..., None, :], vh), w)
+    return jnp.where(finite, result, jnp.nan), u, s, vh, limit, outside, finite
+
+
+@_cap.defjvp
+def _cap_jvp(room: float, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    """Differentiate U f(S) Vᴴ by divided differences of f, which are finite where singular values are equal.
+
+    In the bases U and V the Hermitian part of dw is multiplied by (f(s) - f(t)) / (s - t), the other part by
+    (f(s) + f(t)) / (s + t), and what is outside the span of U by f(s) / s: Bhatia, 1997, Matrix analysis.
     """
-    settled: jax.Array = _settled_by_platform(before, after, wanted, update, bound)
-    return settled
+    (w, bound), (dw, dbound) = primals, tangents
+    result, u, s, vh, limit, outside, finite = _cap_and_factors(w, bound, room)
+    new, above = jnp.minimum(s, limit), s > limit
+    row, column = (lambda x: x[..., :, None]), (lambda x: x[..., None, :])
+    same, total = row(above) == column(above), row(s) + column(s)
+    slope = jnp.where(row(above), 0.0, 1.0)
+    odd = jnp.where(same, slope, (row(new) - column(new)) / jnp.where(same, 1, row(s) - column(s)))
+    even = jnp.where(total > 0, row(new) + column(new), 1) / jnp.where(total > 0, total, 1)
+    ratio = jnp.where(s > 0, new, 1) / jnp.where(s > 0, s, 1)
+
+    uh, v = _adjoint(u), _adjoint(vh)
+    inner = _product(_product(uh, dw), v)
+    inside = odd * (inner + _adjoint(inner)) / 2 + even * (inner - _adjoint(inner)) / 2
+    by_bound = jnp.where(above, 1 - room, 0.0) * dbound[..., None]
+    rest = _product(dw, v) - _product(u, inner)
+    tangent = _product(_product(u, inside) + u * column(by_bound) + rest * column(ratio), vh)
+    return result, jnp.where(finite, jnp.where(outside, tangent, dw), jnp.nan)
 
 
-@_settled.defjvp
-def _settled_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    settled, update = _settled(*primals), primals[3]
-    to_wanted, d_update = tangents[2].astype(update.dtype) - tangents[0].astype(update.dtype), tangents[3]
-    return settled, jnp.where(jnp.any(settled != update), to_wanted, d_update)
+def _product(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Return the matrix product in full float32, which accelerators do not use by default."""
+    return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
 
 
-@by_platform
-def _settled_by_platform(
-    real: Any, before: jax.Array, after: jax.Array, wanted: jax.Array, update: jax.Array, bound: jax.Array
-) -> jax.Array:
-    def smaller(s: jax.Array) -> jax.Array:
-        """Return the update that leads to (1 - s) * wanted."""
-        step = wide(wanted) * (1 - wide(s)) - wide(before)
-        return jnp.where(s == 0, update, lax.convert_element_type(step, update.dtype))
+def _adjoint(x: jax.Array) -> jax.Array:
+    return jnp.conj(jnp.swapaxes(x, -1, -2))
 
-    moved = jnp.any(after != wanted)
-    return first_inside(real, moved, smaller, functools.partial(applied, before), update, bound)
+
+def _sides_of_leaves(tree: Any, flatten: Any) -> list[Sides | None]:
+    """Return the axes of rows and of columns of each leaf, None if it is not changed."""
+    leaves, _ = leaves_of(tree)
+    if isinstance(flatten, Mapping):
+        found = first_matches("flatten", tuple(flatten), tree)
+        rules = [None if pattern is None else flatten[pattern] for pattern in found]
+    else:  # a pair is for kernels of higher rank: those of Dense layers beside them are matrices already
+        is_pair = isinstance(flatten, tuple)
+        rules = [None if is_pair and np.ndim(leaf.value) <= 2 else flatten for leaf in leaves]
+    sides = [_sides_of(rule, leaf) if is_float(leaf.value) else None for rule, leaf in zip(rules, leaves, strict=True)]
+    floats = [leaf for leaf in leaves if is_float(leaf.value) and leaf.value.size]
+    asked = callable(flatten) or SKIP in (flatten.values() if isinstance(flatten, Mapping) else [flatten])
+    if floats and not asked and not any(sides):
+        raise ValueError(f"flatten: nothing is changed, since none of these is a matrix: {a_few(floats, 5)}")
+    return sides
+
+
+def _sides_of(rule: Any, leaf: Leaf) -> Sides | None:
+    rank = leaf.value.ndim
+    if callable(rule):
+        rule = _check_flatten(rule(leaf.path, leaf.value), f"flatten of {leaf.name!r}, by the rule,")
+    if isinstance(rule, Skip) or (rule is None and rank < 2):
+        return None
+    if rule is None and rank > 2:
+        raise ValueError(
+            f"flatten: {leaf} may be the kernel of a convolution, of attention heads, or a stack of layers. "
+            f"Pass flatten={{{leaf.name!r}: (rows, columns)}} with the axes of its rows and columns, such as "
+            "((0, 1, 2), 3) for a convolution (*window, in, out), or clipjax.SKIP in place of the pair"
+        )
+    pair = ((0,), (1,)) if rule is None else rule
+    if any(not -rank <= axis < rank for side in pair for axis in side):
+        raise ValueError(f"flatten: {rule} is out of range for {leaf}")
+    rows, columns = (tuple(axis % rank for axis in side) for side in pair)
+    if len({*rows, *columns}) < len(rows + columns):
+        raise ValueError(f"flatten: {rule} names an axis twice for {leaf}")
+    return rows, columns
+
+
+def _check_flatten(flatten: Any, name: str = "flatten") -> Any:
+    """Return `flatten`, with pairs as pairs of tuples, or raise an error if it is invalid for any tree."""
+    if isinstance(flatten, Mapping) and flatten and all(isinstance(pattern, str) for pattern in flatten):
+        return {pattern: _check_flatten(each, f"{name}[{pattern!r}]") for pattern, each in flatten.items()}
+    if flatten is None or callable(flatten) or isinstance(flatten, Skip):
+        return flatten
+    if isinstance(flatten, tuple | list) and len(flatten) == 2:
+        sides = tuple(tuple(side) if isinstance(side, tuple | list) else (side,) for side in flatten)
+        if all(isinstance(axis, int) and not isinstance(axis, bool) for side in sides for axis in side):
+            return sides
+    raise TypeError(
+        f"{name} must be a pair (axes of rows, axes of columns), a rule (path, leaf) -> pair, a mapping from "
+        f"path patterns to these, or None, got {short_repr(flatten)}"
+    )

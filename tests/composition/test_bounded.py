@@ -1,8 +1,5 @@
-"""`bounded` and links inside other transformations: several projections, 16 bits in branches, and Flax."""
+"""`bounded` against the same training loop written by hand in NumPy, for every policy and accumulation."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,133 +9,180 @@ import optax
 import pytest
 
 import clipjax
-from tests.support.oracles import exact_norm
-from tests.support.trees import DTYPES, flat
-from tests.support.updates import (
-    BALL,
-    CLIP,
-    RADIUS,
-    RATE,
-    assert_close,
-    clipped,
-    descend,
-    in_float64,
-    last,
-    projected,
-    start,
-    train,
-    tree,
-)
+
+RATE, MOMENTUM, CLIP, RADIUS = 0.3, 0.9, 1.0, 1.5
+COMBINATIONS = [(policy, k) for policy in ("propagate", "zero", "skip") for k in (1, 2, 3)]
+SGD = optax.sgd(RATE, momentum=MOMENTUM)
+CLIPPED = {"clip": clipjax.clip_by_global_norm(CLIP), "project": clipjax.max_norm(RADIUS)}
+TRANSFORMATIONS = {(p, k): clipjax.bounded(SGD, **CLIPPED, nonfinite=p, accumulate=k) for p, k in COMBINATIONS}
+RNG = np.random.default_rng(0)
+START = {"kernel": RNG.normal(size=(4, 3)).astype(np.float32) * 0.3, "bias": np.zeros(3, np.float32)}
+TARGETS = [
+    {"kernel": RNG.normal(size=(4, 3)).astype(np.float32) * 2, "bias": RNG.normal(size=3).astype(np.float32)}
+    for _ in range(12)
+]
+BAD = {"propagate": {11: np.nan}, "zero": {2: np.nan, 5: np.inf}, "skip": {2: np.nan, 5: np.inf}}
 
 
-def orthant(params: Any) -> Any:
-    return jax.tree.map(lambda w: jnp.maximum(w, 0), params)
+def micro_batches(policy: str) -> list[Any]:
+    """Targets; one entry of a bad one makes one entry of the gradient NaN or infinite."""
+    found = [jax.tree.map(np.copy, target) for target in TARGETS]
+    for i, value in BAD[policy].items():
+        found[i]["kernel"][1, 2] = value
+    return found
 
 
-def test_projections_are_applied_in_order() -> None:
-    """Onto the ball and then onto the orthant is not onto the orthant and then onto the ball."""
-    params, grads = tree(100, 2.0), tree(0)
-    moved = descend(params, grads)
-    ball_first = {k: np.maximum(w, 0) for k, w in projected(moved).items()}
-    ball_last = projected({k: np.maximum(w, 0) for k, w in moved.items()})
-    assert np.abs(flat(ball_first) - flat(ball_last)).max() > 0.01
-    for project, expected in (([BALL, orthant], ball_first), ((orthant, BALL), ball_last)):
-        tx = clipjax.bounded(optax.sgd(RATE), project=project)
-        after, seen = last(train(tx, params, [grads]))
-        assert_close(after, expected)
-        assert not clipjax.verify(after, tx)
-        assert {"max_norm/steps", "project/steps"} <= set(seen)
-
-        @jax.jit
-        def direct(params: Any, project: Any = project) -> Any:
-            for each in project:
-                params = clipjax.project(each)(params)
-            return params
-
-        assert_close(direct({k: w.astype(np.float32) for k, w in moved.items()}), expected)
+def gradient(params: Any, target: Any) -> Any:
+    """Return that of |params - target|² / 2."""
+    return jax.tree.map(lambda p, t: p - t, params, target)
 
 
-def test_what_bounded_is_given_in_the_wrong_place() -> None:
-    ends = clipjax.chain(optax.sgd(RATE), BALL)
-    for name in ("optimizer", "clip"):
-        for given in (ends, clipjax.skip_nonfinite(ends), clipjax.bounded(optax.sgd(RATE), project=BALL)):
-            with pytest.raises(ValueError, match=rf"{name}: a chain that ends in clipjax.max_norm.*project="):
-                clipjax.bounded(**{"optimizer": optax.sgd(RATE), name: given})
-    with pytest.raises(TypeError, match=r"project must be a projection.*got 3"):
-        clipjax.bounded(optax.sgd(RATE), project=[BALL, 3])  # type: ignore[list-item]
-    with pytest.raises(TypeError, match=r"project must be a projection.*gradient transformation"):
-        clipjax.bounded(optax.sgd(RATE), project=[clipjax.clip_by_norm(1.0)])
+def by_hand(policy: str, k: int) -> list[Any]:
+    """The parameters after each micro-batch, in float64."""
+    params = {name: x.astype(np.float64) for name, x in START.items()}
+    trace = {name: np.zeros_like(x) for name, x in params.items()}
+    waiting: list[Any] = []
+    history = []
+    for target in micro_batches(policy):
+        grads = gradient(params, target)
+        if policy == "zero":
+            grads = {name: np.where(np.isfinite(g), g, 0) for name, g in grads.items()}
+        if policy != "skip" or all(np.isfinite(g).all() for g in grads.values()):
+            waiting.append(grads)
+        if len(waiting) == k:
+            mean = {name: sum(g[name] for g in waiting) / k for name in params}
+            norm = np.sqrt(sum((g**2).sum() for g in mean.values()))
+            waiting = []
+            for name, g in mean.items():
+                trace[name] = MOMENTUM * trace[name] + g * np.minimum(1, CLIP / norm)
+                params[name] = params[name] - RATE * trace[name]
+            params["kernel"] = params["kernel"] * np.minimum(1, RADIUS / np.linalg.norm(params["kernel"], axis=0))
+        history.append({name: x.copy() for name, x in params.items()})
+    return history
 
 
-# --------------------------------------------------------------------------------------------------
-# A link that widens 16-bit updates, in a branch whose other side does not.
+@pytest.fixture(scope="module")
+def step() -> Any:
+    """One micro-batch of every combination, as one program."""
 
-BRANCHES: dict[str, Callable[[Any], Any]] = {
-    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
-    "conditionally_transform": lambda tx: optax.transforms.conditionally_transform(tx, lambda step: step < 2),
-    "conditionally_mask": lambda tx: optax.transforms.conditionally_mask(tx, lambda step: step < 2),
-}
+    def step(params: Any, states: Any, targets: Any) -> Any:
+        moved, new = {}, {}
+        for key, tx in TRANSFORMATIONS.items():
+            updates, new[key] = tx.update(gradient(params[key], targets[key]), states[key], params[key])
+            moved[key] = optax.apply_updates(params[key], updates)
+        return moved, new
 
-
-@pytest.mark.parametrize("name", BRANCHES)
-def test_16_bit_links_in_branches(name: str) -> None:
-    def drawn(seed: int, scale: float = 1.0) -> Any:
-        matrix = scale * np.random.default_rng(seed).standard_normal((4, 3))
-        return {kind: matrix.astype(DTYPES[kind]) for kind in ("bf16", "f16")}
-
-    grads = drawn(2)
-    tx = BRANCHES[name](clipjax.chain(optax.sgd(RATE), BALL))
-    after, _ = last(train(tx, drawn(1, 2.0), [grads, grads]))
-    for kind, kernel in after.items():
-        assert kernel.dtype == DTYPES[kind]
-        assert 0.95 * RADIUS < exact_norm(kernel, 0).max() <= RADIUS
+    return jax.jit(step)
 
 
-# --------------------------------------------------------------------------------------------------
-# Flax, with the projection called on the new parameters.
+def start() -> Any:
+    return dict.fromkeys(COMBINATIONS, START), {key: tx.init(START) for key, tx in TRANSFORMATIONS.items()}
 
 
-def test_a_flax_train_state() -> None:
-    train_state = pytest.importorskip("flax.training.train_state")
-    tx = optax.chain(clipjax.clip_by_global_norm(CLIP), optax.sgd(RATE))
-    state = train_state.TrainState.create(apply_fn=None, params=start(), tx=tx)
+def test_every_combination_is_the_loop_by_hand(step: Any) -> None:
+    params, states = start()
+    batches = {key: micro_batches(key[0]) for key in COMBINATIONS}
+    expected = {key: by_hand(*key) for key in COMBINATIONS}
+    for i in range(12):
+        before = params
+        params, states = step(params, states, {key: batches[key][i] for key in COMBINATIONS})
+        for key in COMBINATIONS:
+            kernel = np.asarray(params[key]["kernel"], np.float64)
+            if key[0] == "propagate" and i == 11:  # one such entry reaches all that share the norm
+                assert all(np.isnan(x).all() for x in params[key].values()), key
+                continue
+            for name in START:  # a dozen steps in float32
+                np.testing.assert_allclose(params[key][name], expected[key][i][name], rtol=1e-5, atol=2e-6)
+            assert np.linalg.norm(kernel, axis=0).max() <= RADIUS * (1 + 1e-6), (key, i)
+            emitted = i - len([b for b in BAD["skip"] if b <= i]) if key[0] == "skip" else i
+            waits = (emitted + 1) % key[1] or (key[0] == "skip" and i in BAD["skip"])
+            assert bool(waits) == all(np.array_equal(params[key][n], before[key][n]) for n in START), (key, i)
+    for policy, k in COMBINATIONS:
+        read = clipjax.metrics(states[policy, k])
+        micro = {"propagate": 12, "zero": 12, "skip": 10}[policy]
+        assert read["clip_by_global_norm/steps"] == micro // k
+        if policy == "zero":
+            assert (read["zero_nonfinite/zeroed_entries"], read["zero_nonfinite/steps"]) == (2, 12)
+        if policy == "skip":
+            assert (read["skip_nonfinite/skipped"], read["skip_nonfinite/steps"]) == (2, 12)
+            assert read["skip_nonfinite/nonfinite_count"] == 2
+            assert read["clip_by_global_norm/nonfinite_count"] == 0
+
+
+def test_a_skipped_micro_batch_is_as_if_it_had_not_been(step: Any) -> None:
+    """Bit for bit, in the parameters and the whole inner state, and the next one is taken."""
+    with_bad, without = start(), start()
+    for i, target in enumerate(micro_batches("skip")):
+        same = dict.fromkeys(COMBINATIONS, target)
+        with_bad = step(*with_bad, same)
+        if i not in BAD["skip"]:
+            without = step(*without, same)
+        for k in (1, 2, 3):
+            ours, others = [(p["skip", k], s["skip", k].memory.inner) for p, s in (with_bad, without)]
+            jax.tree.map(np.testing.assert_array_equal, ours, others)
+
+
+def test_sequences_are_chained_in_their_order() -> None:
+    clips = [clipjax.clip_by_value(0.5), clipjax.clip_by_global_norm(1.0)]
+    projections = (clipjax.non_negative(), optax.projections.projection_l2_ball, clipjax.max_norm(0.7))
+    several = clipjax.bounded(optax.adam(0.1), clip=clips, project=projections)
+    links = [clipjax.project(each) for each in projections]
+    by_hand = optax.chain(*clips, optax.adam(0.1), *links)
+    alone = clipjax.bounded(SGD, clip=clips[0], project=lambda tree: jax.tree.map(jnp.tanh, tree))
+    nothing = clipjax.bounded(SGD)
 
     @jax.jit
-    def step(state: Any, grads: Any) -> Any:
-        state = state.apply_gradients(grads=grads)
-        return state.replace(params=BALL(state.params))
+    def updates(params: Any, grads: Any) -> Any:
+        each = (several, by_hand, nothing, SGD, alone)
+        return [tx.update(grads, tx.init(params), params)[0] for tx in each]
 
-    expected = in_float64(start())
-    for i in range(3):
-        state = step(state, tree(i, 3.0))
-        expected = projected(descend(expected, clipped(tree(i, 3.0))))
-        assert_close(state.params, expected)
-    assert clipjax.metrics(state)["clip_by_global_norm/steps"] == 3
+    grads = jax.tree.map(lambda x: 3 * x, TARGETS[0])
+    ours, chained, plain, sgd, bent = updates(START, grads)
+    jax.tree.map(np.testing.assert_array_equal, ours, chained)
+    jax.tree.map(np.testing.assert_array_equal, plain, sgd)
+    moved = jax.tree.map(lambda p, g: np.tanh(p - RATE * np.clip(g, -0.5, 0.5)) - p, START, grads)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), bent, moved)
 
 
-def test_an_nnx_optimizer() -> None:
-    nnx = pytest.importorskip("flax.nnx")
-    model, ball = nnx.Linear(3, 4, rngs=nnx.Rngs(0)), clipjax.max_norm(0.5)
-    tx = optax.chain(clipjax.clip_by_global_norm(CLIP), optax.sgd(RATE))
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((8, 3)), np.float32)
+def test_a_schedule_counts_optimizer_steps() -> None:
+    tx = clipjax.bounded(
+        optax.identity(), clip=clipjax.clip_by_global_norm(lambda step: 1.0 + step), nonfinite="skip", accumulate=2
+    )
+    update, grads, norms = jax.jit(tx.update), np.full(4, 50.0, np.float32), []
+    state = tx.init(grads)
+    for value in (1, 1, np.nan, 1, 1, 1, 1):
+        updates, state = update(grads * value, state)
+        norms.append(float(jnp.linalg.norm(updates)))
+    np.testing.assert_allclose(norms, [0, 1, 0, 0, 2, 0, 3], rtol=2e-6)
 
-    def loss(model: Any) -> jax.Array:
-        return jnp.sum((model(x) - 5) ** 2)
 
-    @nnx.jit
-    def step(model: Any, optimizer: Any) -> Any:
-        grads = nnx.grad(loss)(model)
-        optimizer.update(model, grads)
-        nnx.update(model, ball(nnx.state(model, nnx.Param)))
-        return grads
+NORM, MULTI = clipjax.max_norm(1.0), optax.MultiSteps(SGD, 2)
 
-    for _ in range(4):
-        before = {"bias": model.bias[...], "kernel": model.kernel[...]}
-        grads = step(model, optimizer)
-        grads = {"bias": grads["bias"][...], "kernel": grads["kernel"][...]}
-        after = {"bias": model.bias[...], "kernel": model.kernel[...]}
-        assert_close(after, projected(descend(before, clipped(grads)), 0.5), 0.5)
-        assert not clipjax.verify(nnx.state(model, nnx.Param), ball)
-    assert exact_norm(model.kernel[...], 0).max() > 0.99 * 0.5
-    assert clipjax.metrics(optimizer.opt_state)["clip_by_global_norm/clipped_fraction"] > 0
+
+@pytest.mark.parametrize(
+    ("error", "message", "arguments"),
+    [
+        (ValueError, "optimizer: optax.MultiSteps inside bounded .*accumulate=k", {"optimizer": MULTI}),
+        (ValueError, "optimizer: optax.MultiSteps", {"optimizer": MULTI.gradient_transformation()}),
+        (ValueError, "clip: .*max_norm.*pass it to bounded as project=", {"clip": NORM}),
+        (ValueError, "optimizer: .*max_norm.*project=", {"optimizer": NORM}),
+        (TypeError, "optimizer must be a gradient transformation.*optax.adam", {"optimizer": optax.adam}),
+        (TypeError, "clip must be a gradient transformation", {"clip": [clipjax.clip_by_norm]}),
+        (TypeError, "project must be", {"project": clipjax.clip_by_norm(1.0)}),
+        (ValueError, "nonfinite must be 'propagate', 'zero' or 'skip', got 'raise'", {"nonfinite": "raise"}),
+        (ValueError, "accumulate must be a whole number of at least 1, got 0", {"accumulate": 0}),
+        (ValueError, "accumulate must be a whole number", {"accumulate": True}),
+        (TypeError, "accumulate must be a whole number, got 1.5", {"accumulate": 1.5}),
+    ],
+)
+def test_wrong_arguments_raise_errors(error: type[Exception], message: str, arguments: dict[str, Any]) -> None:
+    with pytest.raises(error, match=message):
+        clipjax.bounded(**{"optimizer": SGD, **arguments})
+
+
+def test_unknown_arguments_and_missing_parameters_raise_errors() -> None:
+    with pytest.raises(TypeError, match="clipping"):
+        clipjax.bounded(SGD, clipping=clipjax.clip_by_norm(1.0))  # type: ignore[call-arg]
+    tx = clipjax.bounded(SGD, project=clipjax.max_norm(1.0))
+    with pytest.raises(ValueError, match=r"params: clipjax.max_norm\(1.0\) needs them"):
+        tx.update(START, tx.init(START))

@@ -1,10 +1,5 @@
-"""A projection that is not last: an error where the chain is ours, a metric where it is not."""
+"""`chain`, `metrics`, `with_metrics`, `matching` and `record_norms`."""
 
-from __future__ import annotations
-
-import copy
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,255 +9,183 @@ import optax
 import pytest
 
 import clipjax
-from tests.support.trees import avals, random_tree, same_bits
 
-BALL, BOX = (
-    clipjax.max_norm(1.0),
-    clipjax.project(lambda params: jax.tree.map(lambda x: x.clip(-1, 1), params)),
+TREE = {
+    "encoder": {
+        "layer_0": {"w": np.array([[3.0, 4.0]], np.float32)},
+        "layer_1": {"w": np.array([[6.0, 8.0]], np.float32)},
+    },
+    "head": {"w": np.full((2, 2), 1.5, np.float32), "b": np.array([2.0], np.float16)},
+    "count": np.array([7]),
+}
+CLIP, PROJECTION = clipjax.clip_by_global_norm(1.0), clipjax.max_norm(3.0)
+
+
+def after(tx: Any, updates: Any = None, params: Any = None, steps: int = 1) -> Any:
+    """The state after some steps."""
+    state, updates = tx.init(TREE if params is None else params), TREE if updates is None else updates
+    for _ in range(steps):
+        _, state = jax.jit(tx.update)(updates, state, TREE if params is None else params)
+    return state
+
+
+def test_a_chain_is_that_of_optax() -> None:
+    links = CLIP, optax.adam(0.1), PROJECTION, clipjax.box(-1.0, 1.0), clipjax.record_norms(of="params")
+    ours, theirs = clipjax.chain(*links), optax.chain(*links)
+    params = {"w": np.full((4, 2), 2.0, np.float32)}
+
+    @jax.jit
+    def both(grads: Any) -> Any:
+        return [tx.update(grads, tx.init(params), params) for tx in (ours, theirs)]
+
+    first, second = both({"w": np.full((4, 2), 5.0, np.float32)})
+    assert jax.tree.structure(first) == jax.tree.structure(second)
+    jax.tree.map(np.testing.assert_array_equal, first, second)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "links"),
+    [
+        (ValueError, "a chain needs at least one", ()),
+        (ValueError, r"links\[0\], clipjax.max_norm\(3.0\), must come after links\[1\]", (PROJECTION, optax.adam(0.1))),
+        (ValueError, r"links\[1\].*must come after links\[3\]", (CLIP, PROJECTION, clipjax.record_norms(), CLIP)),
+        (TypeError, r"links\[1\] must be a gradient transformation.*call it", (CLIP, optax.adam)),
+        (TypeError, r"links\[0\] must be a gradient transformation, got \[", ([CLIP],)),
+    ],
 )
+def test_wrong_links_raise_errors(error: type[Exception], message: str, links: Any) -> None:
+    with pytest.raises(error, match=message):
+        clipjax.chain(*links)
 
 
-def sgd() -> optax.GradientTransformation:
-    return optax.sgd(0.5)
-
-
-MISPLACED: dict[str, tuple[Callable[[], Any], int, str, int]] = {
-    "first": (lambda: (BALL, sgd()), 0, "", 1),
-    "in the middle": (lambda: (sgd(), BALL, sgd(), sgd()), 1, "", 2),
-    "between projections": (lambda: (sgd(), BALL, BOX, sgd()), 2, "", 3),
-    "ends a nested chain": (lambda: (clipjax.chain(sgd(), BALL), sgd()), 0, "a chain that ends in ", 1),
-    "ends a chain in a chain": (
-        lambda: (sgd(), clipjax.chain(sgd(), clipjax.chain(sgd(), BALL)), sgd()),
-        1,
-        "a chain that ends in ",
-        2,
-    ),
-    "before a nested chain": (lambda: (BALL, clipjax.chain(sgd(), BALL)), 0, "", 1),
-    "in bounded": (lambda: (clipjax.bounded(sgd(), project=BALL), sgd()), 0, "a chain that ends in ", 1),
-    "in skip_nonfinite": (
-        lambda: (clipjax.skip_nonfinite(clipjax.chain(sgd(), BALL)), sgd()),
-        0,
-        "a chain that ends in ",
-        1,
-    ),
-    "in bounded that skips": (
-        lambda: (clipjax.bounded(sgd(), project=[BOX, BALL], nonfinite="skip"), sgd()),
-        0,
-        "a chain that ends in ",
-        1,
-    ),
-    "a copy": (lambda: (copy.deepcopy(clipjax.chain(sgd(), BALL)), sgd()), 0, "a chain that ends in ", 1),
-}
-
-
-@pytest.mark.parametrize("name", MISPLACED)
-def test_a_misplaced_projection_is_an_error_that_says_where(name: str) -> None:
-    links, at, what, after = MISPLACED[name]
-    with pytest.raises(ValueError, match="put projections last") as caught:
-        clipjax.chain(*links())
-    message = str(caught.value)
-    assert message.startswith(f"links[{at}], {what}clipjax.")
-    assert f"links[{after}] moves them again" in message
-
-
-ORDERED: dict[str, Callable[[], Any]] = {
-    "none": lambda: (sgd(),),
-    "alone": lambda: (BALL,),
-    "last": lambda: (sgd(), BALL),
-    "several": lambda: (sgd(), BOX, BALL),
-    "nested": lambda: (clipjax.chain(sgd(), BOX), BALL),
-    "nested, several": lambda: (sgd(), clipjax.chain(BOX, BALL)),
-    "wrapped": lambda: (optax.chain(sgd(), sgd()), optax.masked(BALL, True)),
-}
-
-
-@functools.cache
-def two_steps_of_every_order() -> Any:
-    """By our chain and by Optax': the updates of two steps and the metrics after them."""
-
-    @jax.jit
-    def run(grads: Any, params: Any) -> Any:
-        found = {}
-        for name, links in ORDERED.items():
-            for whose, chain in (("ours", clipjax.chain), ("theirs", optax.chain)):
-                tx = chain(*links())
-                first, state = tx.update(grads, tx.init(params), params)
-                second, state = tx.update(grads, state, optax.apply_updates(params, first))
-                # A chain without a transformation of ours has no metrics, which is an error.
-                seen = {} if name == "none" else clipjax.metrics(state)
-                found[name, whose] = (first, second), seen
-        return found
-
-    return run(random_tree(0, scale=4.0), random_tree(1, scale=2.0))
-
-
-@pytest.mark.parametrize("name", ORDERED)
-def test_a_chain_in_the_right_order_equals_optax_chain(name: str) -> None:
-    ours, theirs = clipjax.chain(*ORDERED[name]()), optax.chain(*ORDERED[name]())
-    params = random_tree(1)
-    assert avals(jax.eval_shape(ours.init, params)) == avals(jax.eval_shape(theirs.init, params))
-    assert len(ours) == 2
-    assert isinstance(ours, optax.GradientTransformationExtraArgs)
-    (updates, seen), (expected, expected_seen) = (
-        two_steps_of_every_order()[name, whose] for whose in ("ours", "theirs")
+def test_metrics_are_found_in_any_nest_and_repeated_names_get_numbers() -> None:
+    inner = optax.chain(CLIP, clipjax.clip_by_norm(1.0), optax.chain(CLIP, optax.adam(0.1)))
+    tx = optax.chain(
+        clipjax.clip_by_global_norm(2.0),
+        optax.masked(clipjax.skip_nonfinite(inner), clipjax.matching("w")),
+        optax.MultiSteps(optax.chain(clipjax.record_norms(), PROJECTION), 1).gradient_transformation(),
     )
-    assert same_bits(updates, expected)
-    # All that differs is what is not measured where it is known.
-    assert list(seen) == list(expected_seen)
-    assert same_bits(*({k: v for k, v in s.items() if "violation" not in k} for s in (seen, expected_seen)))
-
-
-def test_extra_arguments_reach_the_links() -> None:
-    tx = clipjax.chain(clipjax.clip_by_global_norm(1.0), optax.polyak_sgd(), BALL)
-    params = random_tree(1)
-
-    def update(grads: Any, value: Any) -> Any:
-        return tx.update(grads, tx.init(params), params, value=value)[0]
-
-    found = jax.jit(update)
-    low, high = (found(random_tree(0), value) for value in (0.2, 0.3))
-    assert avals(low) == avals(params)
-    assert not same_bits(low, high)
-
-
-def test_what_is_no_link_is_an_error() -> None:
-    with pytest.raises(ValueError, match="at least one"):
-        clipjax.chain()
-    with pytest.raises(TypeError, match=r"links\[1\] must be an optax.GradientTransformation, got 3"):
-        clipjax.chain(sgd(), 3)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"links\[1\].*clipjax.project makes"):
-        clipjax.chain(sgd(), optax.projections.projection_simplex)
-    with pytest.raises(TypeError, match=r"links\[0\].*gradient_transformation\(\)"):
-        clipjax.chain(optax.MultiSteps(sgd(), 2), BALL)
-
-
-# --------------------------------------------------------------------------------------------------
-# What a chain of Optax's cannot check: the metric shows it.
-
-WRAPPERS: dict[str, Callable[[Any], Any]] = {
-    "chain": lambda tx: tx,
-    "MultiSteps": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
-    "masked": lambda tx: optax.masked(tx, {"dense": True, "scale": False}),
-    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
-    "skip_nonfinite": clipjax.skip_nonfinite,
-    "partition": lambda tx: optax.partition(
-        {"a": tx, "b": optax.set_to_zero()}, {"dense": "a", "scale": "b"}
-    ),
-}
-
-
-def violation(state: Any) -> Any:
-    (found,) = (v for k, v in clipjax.metrics(state).items() if k.endswith("/violation"))
-    return found
-
-
-def violations(update: Callable[..., Any], state: Any, steps: int = 4) -> list[Any]:
-    """The metric after each step, for weights that are inside the ball when training starts."""
-    params, found = INSIDE, []
-    for i in range(steps):
-        updates, state = update(random_tree(i), state, params)
-        params = jax.tree.map(lambda w, u: np.asarray(w) + np.asarray(u), params, updates)
-        found.append(jax.tree.map(float, violation(state)))
-    return found
-
-
-INSIDE = jax.tree.map(lambda w: np.asarray(w) / 4, random_tree(1))
-
-
-def in_both_places(name: str) -> dict[str, Any]:
-    """A wrapped chain with its projection in the wrong and in the right place."""
-    wrap, step = WRAPPERS[name], optax.sgd(3.0)
-    return {
-        "wrong": wrap(optax.chain(clipjax.max_norm(1.0), step)),
-        "right": wrap(optax.chain(step, clipjax.max_norm(1.0))),
+    found = clipjax.metrics({"step": 3, "optimizer": [after(tx, steps=2), None]})
+    names = ["clip_by_global_norm", "clip_by_global_norm_1", "clip_by_global_norm_2", "clip_by_norm"]
+    names += ["record_norms", "skip_nonfinite"]
+    assert sorted({key.partition("/")[0] for key in found}) == names
+    assert all(isinstance(x, jax.Array) and x.shape == () for x in found.values())
+    norm = np.sqrt(sum((x.astype(np.float64) ** 2).sum() for x in jax.tree.leaves(TREE) if x.dtype.kind == "f"))
+    expected = {"norm": norm, "norm_after": 2.0, "scale": 2 / norm, "clipped_fraction": 1, "nonfinite_count": 0}
+    for key, value in expected.items():
+        np.testing.assert_allclose(found[f"clip_by_global_norm/{key}"], value, rtol=3e-6)
+    assert {key for key in found if key.startswith("clip_by_norm/")} == {
+        f"clip_by_norm/{key}" for key in (*expected, "steps")
     }
+    np.testing.assert_allclose(found["clip_by_global_norm_2/norm"], 1.0, rtol=3e-6)
+    assert found["clip_by_norm/steps"] == 2
+    for nothing in (optax.adam(0.1).init(TREE), (), PROJECTION.init({"w": np.ones((2, 2))})):
+        with pytest.raises(ValueError, match="opt_state: there is no state of a clipjax transformation"):
+            clipjax.metrics(nothing)
 
 
-@functools.cache
-def violations_in_both_places() -> dict[str, dict[str, list[float]]]:
-    """For every wrapper, from one compiled step of all of them."""
-    txs = {name: in_both_places(name) for name in WRAPPERS}
+def test_a_clip_of_a_user_has_metrics_and_a_memory() -> None:
+    def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:
+        largest = jnp.max(jnp.abs(updates))
+        most = jnp.maximum(memory["most"], largest)
+        metrics = {"norm": largest, "entries": jnp.sum(jnp.abs(updates) > 2), "clipped": largest > 2, "step": step}
+        return jnp.clip(updates, -2, 2), metrics | {"half": largest.astype(jnp.bfloat16)}, {"most": most}
 
-    def each(function: Callable[..., Any], *trees: Any) -> Any:
-        return {
-            name: {place: function(tx, *(t[name][place] for t in trees)) for place, tx in places.items()}
-            for name, places in txs.items()
-        }
-
-    @jax.jit
-    def step(grads: Any, states: Any, params: Any) -> Any:
-        found = each(lambda tx, state, w: tx.update(grads, state, w), states, params)
-        params = each(lambda tx, update, w: optax.apply_updates(w, update[0]), found, params)
-        states = each(lambda tx, update: update[1], found)
-        return states, params, each(lambda tx, state: violation(state), states)
-
-    states, params = each(lambda tx: tx.init(INSIDE)), each(lambda tx: INSIDE)
-    seen = []
-    for i in range(4):
-        states, params, now = step(random_tree(i), states, params)
-        seen.append(now)
-    return each(lambda tx, *values: [float(v) for v in values], *seen)
-
-
-@pytest.mark.parametrize("name", WRAPPERS)
-def test_the_metric_shows_a_misplaced_projection(name: str) -> None:
-    found = violations_in_both_places()[name]
-    assert found["wrong"][0] == 0
-    assert found["wrong"][-1] > 0.01
-    assert found["right"] == [0.0] * 4
-
-
-@pytest.mark.full  # hundreds of operations, one by one
-def test_the_metric_shows_it_outside_of_jit() -> None:
-    found = {place: violations(tx.update, tx.init(INSIDE)) for place, tx in in_both_places("chain").items()}
-    assert found["wrong"][0] == 0
-    assert found["wrong"][-1] > 0.01
-    assert found["right"] == [0.0] * 4
-
-
-def test_the_metric_says_by_how_much() -> None:
-    tx = optax.chain(clipjax.max_norm(1.0), optax.scale(3.0))
-
-    @jax.jit
-    def seen(kernel: Any, steps: Any) -> Any:
-        still = {"kernel": jnp.zeros_like(kernel)}
-        state = tx.init({"kernel": kernel})
-        state = jax.lax.cond(
-            steps > 0, lambda: tx.update(still, state, {"kernel": 0 * still["kernel"]})[1], lambda: state
-        )
-        return violation(tx.update(still, state, {"kernel": kernel})[1])
-
-    outside = np.float32([[0.0, 1.5], [3.0, 2.0]])
-    assert seen(np.float32([[0.0, 0.5], [0.0, 0.8]]), 0) == 0
-    assert seen(outside, 1) == 2.0
-    outside[0, 0] = np.nan
-    assert np.isnan(seen(outside, 1))
-
-
-def test_a_shrinking_bound_is_no_violation() -> None:
-    """The weights that come in obeyed the bound of their own step."""
-
-    def radius(step: Any) -> Any:
-        return 1.0 / (1 + step)
-
-    right = optax.chain(optax.sgd(0.1), clipjax.max_norm(radius))
-    wrong = optax.chain(clipjax.max_norm(radius), optax.sgd(0.1))
-    assert violations(jax.jit(right.update), right.init(INSIDE)) == [0.0] * 4
-    assert violations(jax.jit(wrong.update), wrong.init(INSIDE))[-1] > 0
-
-
-def test_where_the_place_is_checked_nothing_is_measured() -> None:
-    """Weights that were outside from the start are no concern of a link that is known to be last."""
-    params, grads = random_tree(1, scale=9.0), random_tree(0)
-    txs = {
-        "unchecked": optax.chain(sgd(), BALL),
-        "chain": clipjax.chain(sgd(), BALL),
-        "bounded": clipjax.bounded(sgd(), project=BALL),
+    tx = clipjax.with_metrics("mine", act, lambda params: {"most": jnp.zeros((), params.dtype)})
+    update, state = jax.jit(tx.update), tx.init(np.zeros(3, np.float32))
+    for value in (1.0, 3.0, 5.0, np.inf):
+        updates, new = update(np.array([value, 4.0, 0.0], np.float32), state)
+        assert jax.tree.map(jnp.result_type, new) == jax.tree.map(jnp.result_type, state)
+        state = new
+    np.testing.assert_array_equal(updates, [2, 2, 0])
+    found = {key: float(x) for key, x in clipjax.metrics(state).items()}
+    assert found == {
+        "mine/norm": np.inf,
+        "mine/half": np.inf,
+        "mine/entries": 7,  # of all steps
+        "mine/step": 6,
+        "mine/clipped_fraction": 1,
+        "mine/nonfinite_count": 1,
+        "mine/steps": 4,
     }
+    assert state.memory["most"] == np.inf
+    with pytest.raises(ValueError, match="mine needs the state that init returned"):
+        tx.update(np.ones(3), None)
+    with pytest.raises(TypeError, match="mine needs the state that its init returned, got TraceState"):
+        tx.update(np.ones(3), optax.trace(0.9).init(np.ones(3)))
+    with pytest.raises(TypeError, match="name must be a str"):
+        clipjax.with_metrics(1, act)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="act must be a function"):
+        clipjax.with_metrics("mine", None)  # type: ignore[arg-type]
 
-    @jax.jit
-    def seen(grads: Any, params: Any) -> Any:
-        return {name: violation(tx.update(grads, tx.init(params), params)[1]) for name, tx in txs.items()}
 
-    found = {name: float(value) > 0 for name, value in seen(grads, params).items()}
-    assert found == {"unchecked": True, "chain": False, "bounded": False}
+def test_matching_chooses_leaves_by_their_paths() -> None:
+    def chosen(*patterns: str) -> list[str]:
+        mask = clipjax.matching(*patterns)(TREE)
+        assert jax.tree.structure(mask) == jax.tree.structure(TREE)
+        paths = jax.tree_util.tree_leaves_with_path(mask)
+        return [jax.tree_util.keystr(path, simple=True, separator="/") for path, yes in paths if yes]
+
+    assert chosen("encoder/*") == ["encoder/layer_0/w", "encoder/layer_1/w"]
+    assert chosen("b", "layer_1/w") == ["encoder/layer_1/w", "head/b"]
+    assert chosen("layer_[0]/*") == ["encoder/layer_0/w"]
+    assert len(chosen("*")) == 5
+    with pytest.raises(ValueError, match=r"patterns: the pattern 'decoder/\*' matches no leaf.*encoder/layer_0/w"):
+        chosen("encoder/*", "decoder/*")
+    for wrong in ((), (3,)):
+        with pytest.raises(TypeError, match="patterns must be one or several path patterns"):
+            clipjax.matching(*wrong)
+    # In a chain of masks the leaves that another mask has hidden are no error.
+    tx = optax.masked(optax.masked(CLIP, clipjax.matching("head/*", "encoder/*")), clipjax.matching("head/*"))
+    np.testing.assert_allclose(
+        clipjax.metrics(after(tx))["clip_by_global_norm/norm"], np.sqrt(4 * 1.5**2 + 4), rtol=1e-6
+    )
+
+
+def test_record_norms_measures_and_changes_nothing() -> None:
+    def found(*args: Any, **kwargs: Any) -> dict[str, float]:
+        tx = clipjax.record_norms(*args, **kwargs)
+        double = jax.tree.map(lambda x: 2 * x, TREE)
+        updates, state = jax.jit(tx.update)(double, tx.init(TREE), TREE)
+        jax.tree.map(np.testing.assert_array_equal, updates, double)
+        read = clipjax.metrics(state)
+        assert read.pop("record_norms/steps") == 1
+        return {key.removeprefix("record_norms/"): float(x) for key, x in read.items()}
+
+    total, encoder, head = (2 * float(np.sqrt(x)) for x in (138, 125, 13))
+    layers = {"encoder/layer_0": 10, "encoder/layer_1": 20, "head/w": 6, "head/b": 4}
+    leaves = {"encoder/layer_0/w": 10, "encoder/layer_1/w": 20, "head/w": 6, "head/b": 4}
+    for args, expected in (
+        ((), {"": total}),
+        (("leaf",), leaves),
+        ((1,), {"encoder": encoder, "head": head}),
+        ((2,), layers),
+        ((["layer_0/*", "encoder/*"],), {"layer_0/*": 10, "encoder/*": 20}),
+        (("head/*",), {"head/*": head}),
+    ):
+        assert found(*args) == pytest.approx({f"updates/{key}".rstrip("/"): x for key, x in expected.items()})
+    assert found(name="gradients") == pytest.approx({"gradients": total})
+    assert found(of="params") == pytest.approx({"params": total / 2})
+    both = found(1, of=("updates", "params"), name="g")
+    assert both == pytest.approx(
+        {"g/encoder": encoder, "g/head": head, "params/encoder": encoder / 2, "params/head": head / 2}
+    )
+
+
+def test_record_norms_rejects_other_forms() -> None:
+    for message, arguments in (
+        ("of must be 'updates', 'params' or both", {"of": "gradients"}),
+        ("of must be 'updates', 'params' or both", {"of": ()}),
+        ("name must be a str", {"name": ""}),
+        ("groups must be a whole number of at least 1", {"groups": 0}),
+        ("groups must be a whole number", {"groups": True}),
+        ("groups must be one or several path patterns", {"groups": []}),
+        ("groups must be one or several path patterns", {"groups": 1.5}),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            clipjax.record_norms(**arguments)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="groups: the pattern 'decoder' matches no leaf"):
+        clipjax.record_norms("decoder").init(TREE)
+    tx = clipjax.record_norms(of="params")
+    with pytest.raises(ValueError, match="params: record_norms needs them"):
+        tx.update(TREE, tx.init(TREE))

@@ -1,0 +1,1 @@
+"""What holds for every member: one file a guarantee, one row of `members.py` a member."""

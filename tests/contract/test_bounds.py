@@ -1,178 +1,121 @@
-"""A bound is a number, an array or a schedule; 0, infinity and below zero work; a bad one raises early."""
+"""Measured in float64, what is outside ends at or just below its bound."""
 
 from __future__ import annotations
 
-import math
-import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import clipjax
-from tests.contract.cases import (
-    BOUNDED,
-    MAIN_BOUNDS,
-    default,
-    every_bound,
-    every_case,
-    like,
-    marked,
-    problem,
-    step,
-    update,
-    with_identity,
-)
-from tests.support.trees import flat, same_bits
-from tests.support.walk import (
-    ARGUMENTS,
-    SIGNED,
-    TURNING,
-    Case,
-    build,
-    is_projection,
-    parameters,
-    required,
-)
+from clipjax import functional
+from tests.contract.members import PROJECTIONS, ROWS, Row
+from tests.support import oracles
+from tests.support.programs import run, tree_of, weights_of
+from tests.support.tolerances import below, tolerance
+from tests.support.trees import DTYPES, SHAPES, draw, exact
+
+# Kinds of entries and their sizes, as powers of 2, with units of 3 to 65,536 entries in each tree.
+RUNS = [("normal", 0), ("constant", 6), ("lognormal", 0), ("lognormal", -6), ("normal", 50), ("constant", -50)]
+BOUND = 0.6875  # exact in all dtypes
 
 
-@pytest.mark.parametrize("value", [-1, -0.5, math.nan, True, "1", None, 1j, np.array([1.0, -1.0])], ids=repr)
-@every_bound(BOUNDED)
-def test_bad_bounds_raise_when_built(case: Case, parameter: str, value: Any) -> None:
-    negative = not isinstance(value, str | bool | complex | None) and np.min(value) < 0
-    if negative and (case.name, parameter) in SIGNED:
-        pytest.skip("a limit of entries may be negative")
-    if value is None and parameters(case.name)[parameter].default is None:
-        pytest.skip("None is the default")
-    with pytest.raises((ValueError, TypeError)) as caught:
-        build(case, **{parameter: value})
-    message = str(caught.value)
-    # clip_by_value calls its only argument `bound`.
-    assert parameter in message or (parameter == "low" and "bound" in message)
-    assert repr(value) in message
+def measured(row: Row, x: np.ndarray) -> np.ndarray:
+    """Measure what a row bounds."""
+    if row.name == "spectral_cap":
+        return np.linalg.norm(x, 2) if x.ndim == 2 else np.zeros(())
+    axes = {"entry": (), "unit": oracles.fan_in(x)}.get(row.shares)
+    return oracles.norm(x, axes, row.ord)
 
 
-def of_entries(case: Case) -> bool:
-    """Whether the bounds are limits of entries, whose order and signs are their own."""
-    return {"low", "high"} <= set(required(case.name))
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
+def test_ends_at_or_just_below_the_bound(row: Row) -> None:
+    params = weights_of(row)
+    for kind, exponent in RUNS if row.wide else RUNS[:4]:
+        bound = BOUND * row.times * 2.0**exponent
+        tree = tree_of(row, kind, exponent)
+        result, state = run(row, tree, bound, params)
+        weights = {} if params is None else exact(params)
+        expected, after = row.oracle(exact(tree), weights, bound), exact(result)
+        for name, want in expected.items():
+            dtype = tree[name].dtype
+            least = 0 if jnp.finfo(dtype).bits >= 32 else float(jnp.finfo(dtype).smallest_subnormal)
+            error = row.below or tolerance(dtype)
+            if row.name == "tangent_cone":  # a difference rounds relative to what it is a difference of
+                least += error * np.abs(exact(tree)[name]).max()
+            if row.name == "spectral_cap":  # a matrix is exact relative to its largest entries
+                least += (error + tolerance(dtype)) * np.abs(want).max()
+            np.testing.assert_allclose(after[name], want, rtol=error, atol=least, err_msg=f"{name} {kind} {exponent}")
+            if row.bounds:
+                now, most = measured(row, after[name]), measured(row, want)
+                share = below(dtype) + (row.below or 0)
+                assert (now <= most).all(), (name, kind, exponent, (now - most).max(), most.max())
+                assert (now >= most * (1 - share)).all(), (name, kind, exponent, (now - most).min(), most.max())
+        if row.kind == "clip":
+            check_metrics(row, state, exact(tree), expected, weights, bound)
 
 
-def possible(parameter: str, value: float) -> bool:
-    """Whether the limits of entries are in order with this value among them."""
-    limits = {**ARGUMENTS, parameter: value}
-    return limits["low"] <= limits["high"] and not math.isinf(limits["low"])
+def check_metrics(row: Row, state: Any, tree: Any, expected: Any, params: Any, bound: float) -> None:
+    """Compare the metrics of a clip with those of the oracle."""
+    found = {key.removeprefix(f"{row.name}/"): float(x) for key, x in clipjax.metrics(state).items()}
+    ratios = [np.abs(x).max() / np.abs(tree[k]).max() for k, x in expected.items() if tree[k].any()]
+    outside = any((expected[k] != tree[k]).any() for k in tree)
+    assert found["nonfinite_count"] == 0
+    assert (found["scale"] < 1) == outside
+    assert row.warm or found["clipped_fraction"] == outside
+    after = oracles.tree_norm(expected) if row.name == "adagc" else found["norm"] * found["scale"]
+    np.testing.assert_allclose(found["norm_after"], after, rtol=tolerance(np.float32, 65536))
+    if row.shares == "tree" or row.name == "adagc":
+        np.testing.assert_allclose(found["norm"], oracles.tree_norm(tree, row.ord), rtol=tolerance(np.float32, 65536))
+    elif row.name != "adaptive_grad_clip" and row.shares in ("leaf", "entry") and "rms" not in row.name:
+        most = max(float(measured(row, x).max()) for x in tree.values())
+        np.testing.assert_allclose(found["norm"], most, rtol=tolerance(np.float32, 65536))
+    if row.shares == "tree":
+        np.testing.assert_allclose(found["scale"], min(ratios), rtol=tolerance(np.float32, 65536))
 
 
-@every_bound(MAIN_BOUNDS)
-def test_zero_and_infinite_and_negative_bounds_work(case: Case, parameter: str) -> None:
-    grads, params = problem()
-    still, projects = like(grads, 0), is_projection(default(case))
+@pytest.mark.parametrize("row", [row for row in PROJECTIONS if row.tree != "heads"], ids=lambda row: row.id)
+def test_the_last_link_ends_within_one_rounding(row: Row) -> None:
+    """From weights inside, p + u rounds each entry once: by half an ulp of it, or of p where that is larger."""
 
     @jax.jit
-    def with_traced(bound: Any) -> Any:
-        tx = with_identity(case, **{parameter: bound})
-        after = optax.apply_updates(params, step(tx, grads, params)[0])
-        bounded = optax.apply_updates(params, step(tx, still, params)[0]) if projects else None
-        return after, bounded if projects else step(tx, grads, params)[0]
+    def step(params: Any, updates: Any, bound: Any) -> Any:
+        link = row.make(bound)
+        updates, _ = link.update(updates, link.init(params), params)
+        return jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates)
+
+    for kind, exponent in RUNS[:3]:
+        bound = BOUND * 2.0**exponent
+        params, _ = run(row, tree_of(row, kind, exponent), bound)
+        updates = tree_of(row, "normal", exponent, seed=2)
+        for name, x in step(params, updates, bound).items():
+            eps = float(jnp.finfo(x.dtype).eps)
+            total = exact({"x": params[name]})["x"] + exact({"x": updates[name]})["x"]
+            want = row.oracle({name: total}, {}, bound)[name]
+            now, most = measured(row, exact({"x": x})["x"]), measured(row, want)
+            before = np.abs(exact({"x": params[name]})["x"])
+            room = eps * np.maximum(most, measured(row, before)) + float(jnp.finfo(x.dtype).smallest_subnormal)
+            assert (now <= most + room).all(), (name, kind, exponent, (now - most).max(), most.max())
+
+
+@pytest.mark.parametrize("kind", ["normal", "constant", "lognormal"])
+def test_norms_are_right(kind: str) -> None:
+    orders = (1, 2, 3, np.inf)
 
     @jax.jit
-    def with_known(grads: Any, params: Any) -> Any:
-        """0 as every kind of bound; and, where they are possible, 1 and infinity."""
-        kinds = {0: [0.0, jnp.float32(0), np.float64(0), lambda _: 0.0], 1: [1.0], math.inf: [math.inf]}
-        return {
-            str(value): [
-                optax.apply_updates(params, step(with_identity(case, **{parameter: bound}), grads, params)[0])
-                for bound in bounds
-            ]
-            for value, bounds in kinds.items()
-            if not of_entries(case) or possible(parameter, value)
-        }
+    def measure(tree: Any) -> Any:
+        return [
+            (functional.global_norm(tree, p), functional.leaf_norms(tree, p), functional.unitwise_norms(tree, 0, p))
+            for p in orders
+        ]
 
-    found = with_known(grads, params)
-    assert found
-    for value, results in found.items():
-        expected = with_traced(float(value))[0]
-        assert np.isfinite(flat(expected)).all()
-        for after in results:
-            # Known and traced bounds are different programs: XLA folds a constant into the factor.
-            np.testing.assert_allclose(flat(after), flat(expected), rtol=2.5e-7, atol=1e-7)
-            # Of one bound, 0 leaves nothing to round.
-            assert value == "1" or of_entries(case) or same_bits(after, expected), value
-    if of_entries(case):
-        return
-    # What only the running program knows to be below zero never flips a sign.
-    result = flat(with_traced(-1.0)[1])
-    assert np.isfinite(result).all()
-    assert (result * flat(params if projects else grads) >= 0).all()
-    assert np.isnan(flat(with_traced(math.nan)[1])).any(), "a traced NaN bound must show"
-
-
-OF_NORMS = [pair for pair in MAIN_BOUNDS if not of_entries(pair[0])]
-
-
-@every_bound(OF_NORMS)
-def test_schedules_that_reach_zero_and_go_below(case: Case, parameter: str) -> None:
-    def schedule(count: Any) -> Any:
-        return 1.0 - count  # 1, 0, -1
-
-    tx = with_identity(case, **{parameter: schedule})
-    grads, params = problem()
-    start = grads
-    if is_projection(tx):
-        grads, start = like(grads, 0), params
-    state = tx.init(params)
-    results = []
-    for _ in range(4):
-        updates, state = update(tx, grads, state, params)
-        result = optax.apply_updates(params, updates) if is_projection(tx) else updates
-        results.append(result)
-        assert np.isfinite(flat(result)).all()
-        assert case.name in TURNING or (flat(result) * flat(start) >= 0).all(), "a sign flipped"
-    assert same_bits(results[1], results[2])  # a bound below zero is zero
-    assert not same_bits(results[0], results[1])
-    assert same_bits(results[2], results[3])
-    if is_projection(tx):
-        direct = jax.jit(tx.__call__)
-        for count in range(3):
-            called = direct(params, jnp.asarray(count))
-            np.testing.assert_allclose(flat(called), flat(results[count]), rtol=1e-6, atol=1e-6)
-        with pytest.raises(ValueError, match=rf"{parameter} is a schedule"):
-            tx(params)
-
-
-@marked([(pair, pair[0].name in ("clip_by_global_norm", "max_norm")) for pair in OF_NORMS], "case, parameter")
-def test_schedules_need_no_jit(case: Case, parameter: str) -> None:
-    grads, params = jax.tree.map(jnp.asarray, problem())
-    below, zero = (
-        step(with_identity(case, **{parameter: lambda _, value=value: value}), grads, params)[0]
-        for value in (-1.0, 0.0)
-    )
-    assert same_bits(below, zero)
-
-
-@every_case
-def test_projections_need_params_as_a_link(case: Case) -> None:
-    tx = default(case)
-    grads, params = problem()
-    if not is_projection(tx):
-        pytest.skip("not a projection")
-    with pytest.raises(ValueError, match="params"):
-        tx.update(grads, tx.init(params))
-
-
-def test_bounded_checks_its_arguments() -> None:
-    with pytest.raises(ValueError, match=re.escape("nonfinite must be one of")):
-        clipjax.bounded(optax.sgd(1.0), nonfinite="no")
-    with pytest.raises(TypeError, match="optimizer"):
-        clipjax.bounded(1.0)
-    with pytest.raises(ValueError, match=r"optimizer.*project="):
-        clipjax.bounded(clipjax.max_norm(1.0))
-    with pytest.raises(ValueError, match=r"clip.*project="):
-        clipjax.bounded(optax.sgd(1.0), clip=clipjax.max_norm(1.0))
-    with pytest.raises(TypeError, match="project"):
-        clipjax.bounded(optax.sgd(1.0), project=clipjax.clip_by_norm(1.0))
-    with pytest.raises(TypeError, match="optimizer"):
-        clipjax.skip_nonfinite(None)
+    tree = draw(kind, 0, SHAPES, DTYPES)
+    for p, (together, each, units) in zip(orders, measure(tree), strict=True):
+        want, error = exact(tree), tolerance(np.float32, 65536)
+        np.testing.assert_allclose(together, oracles.tree_norm(want, p), rtol=error)
+        for name, x in want.items():
+            assert each[name].dtype == units[name].dtype == np.float32
+            np.testing.assert_allclose(each[name], oracles.norm(x, None, p).item(), rtol=error)
+            np.testing.assert_allclose(units[name], oracles.norm(x, (0,), p)[0], rtol=error)

@@ -1,64 +1,67 @@
-"""The names in states: Optax finds its own and ours, each once."""
+"""The public names, a row for each member, and what importing clipjax imports."""
 
 from __future__ import annotations
 
-import importlib
-import inspect
-import pkgutil
-from typing import Any
+import subprocess
+import sys
 
-import jax.numpy as jnp
-import optax
 import pytest
 
 import clipjax
-from tests.contract.cases import default, every_case, problem
-from tests.support.walk import Case
+from tests.contract.members import OTHERS, ROWS
+
+NAMES = [
+    "clip_by_value", "clip_by_norm", "clip_by_global_norm", "clip_by_rms", "clip_by_group_norm",
+    "adaptive_grad_clip", "tangent_cone", "autoclip", "clip_by_quantile", "zclip", "clip_by_lognormal",
+    "adagc", "zero_nonfinite", "skip_nonfinite", "skip_spikes", "max_norm", "min_max_norm", "unit_norm",
+    "non_negative", "box", "spectral_cap", "qk_clip", "project", "violations", "bounded", "chain", "metrics",
+    "record_norms", "NormLog", "with_metrics", "clip_gradient_by_value", "clip_gradient_by_norm",
+    "clip_gradient_by_global_norm", "scale_gradient", "replace_gradient", "fan_in", "fan_in_or_all", "SKIP",
+    "matching", "functional",
+]  # fmt: skip
+
+FUNCTIONS = [
+    "global_norm", "leaf_norms", "unitwise_norms", "clip_by_value", "clip_by_norm", "clip_by_global_norm",
+]  # fmt: skip
+
+REMOVED = {
+    "Axes": "plain ints", "Bound": "ArrayLike", "Projection": "project", "Replay": "NormLog.suggest",
+    "Suggestion": "NormLog.suggest", "Violation": "violations", "clip_by_moving_max": "clip_by_quantile",
+    "clip_by_spectral_norm": "spectral_cap", "fan_in_or_whole": "fan_in_or_all", "hyperball": "min_max_norm",
+    "normalize_by_moving_norm": "zclip", "raise_if_skipping": "skipped_in_a_row", "tangent_space": "tangent_cone",
+    "verify": "violations",
+}  # fmt: skip
 
 
-def fields_of_optax() -> set[str]:
-    found: set[str] = set()
-    for module in pkgutil.walk_packages(optax.__path__, "optax."):
-        if "_test" not in module.name and "test_utils" not in module.name:
-            for value in vars(importlib.import_module(module.name)).values():
-                if inspect.isclass(value) and value.__name__.endswith("State"):
-                    found |= set(getattr(value, "_fields", ()))
-    return found
+def test_the_public_names_are_these() -> None:
+    assert sorted(clipjax.__all__) == sorted(NAMES)
+    assert sorted(clipjax.functional.__all__) == sorted(FUNCTIONS)
+    for name in NAMES:
+        assert getattr(clipjax, name) is not None
+        assert name in ("SKIP", "functional") or getattr(clipjax, name).__doc__
 
 
-def states_in(tree: Any) -> list[Any]:
-    """The named tuples of ours in a state, from the outside in."""
-    if not isinstance(tree, tuple):
-        return []
-    own = [tree] if type(tree).__module__.startswith("clipjax.") else []
-    return own + [state for part in tree for state in states_in(part)]
+def test_every_member_has_a_row() -> None:
+    public = set(clipjax.__all__) | {f"functional.{name}" for name in clipjax.functional.__all__}
+    with_rows = {row.name for row in ROWS}
+    assert public - with_rows - OTHERS == set(), "add a row to members.py"
+    assert with_rows | OTHERS == public
+    assert not with_rows & OTHERS
+    assert len({row.id for row in ROWS}) == len(ROWS)
 
 
-@pytest.fixture(scope="module")
-def theirs() -> set[str]:
-    found = fields_of_optax()
-    assert {"count", "mu", "scale", "z", "gamma", "inner_state"} <= found
-    return found
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_removed_name_says_what_to_write(name: str) -> None:
+    with pytest.raises(AttributeError, match=f"no attribute '{name}': since version 0.2, use .*{REMOVED[name]}"):
+        getattr(clipjax, name)
 
 
-@every_case
-def test_no_field_is_called_as_one_of_optax(case: Case, theirs: set[str]) -> None:
-    states = states_in(default(case).init(problem()[1]))
-    assert states
-    assert not {field for state in states for field in state._fields} & theirs
+def test_an_unknown_name_raises_as_usual() -> None:
+    with pytest.raises(AttributeError, match=r"module 'clipjax' has no attribute 'clip_by_nrom'$"):
+        clipjax.clip_by_nrom  # noqa: B018
 
 
-@every_case
-def test_a_state_is_found_by_the_name_of_its_transformation(case: Case) -> None:
-    if case.name == "bounded":
-        return
-    state = optax.chain(default(case), optax.adam(1e-3)).init(problem()[1])
-    if "skip" not in case.name and case.name != "zero_nonfinite":
-        assert optax.tree.get(state, case.name).steps == 0
-    assert optax.tree.get(state, "count") == 0
-
-
-def test_the_scale_that_optax_finds_is_its_own() -> None:
-    """As in Optax's notebook on reducing the learning rate on a plateau."""
-    tx = optax.chain(clipjax.clip_by_global_norm(1.0), optax.sgd(0.1), optax.contrib.reduce_on_plateau())
-    assert optax.tree.get(tx.init(jnp.ones(3)), "scale") == 1
+def test_importing_clipjax_imports_no_more_than_it_needs() -> None:
+    code = "import sys, clipjax; print(*{'flax', 'equinox', 'matplotlib', 'haiku', 'orbax'} & set(sys.modules))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == []

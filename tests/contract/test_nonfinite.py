@@ -1,8 +1,7 @@
-"""Non-finite values follow a policy: they show, or the step says what it did instead; no state keeps them."""
+"""NaN and infinity spread to all that shares their norm, are counted, and enter no memory."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
@@ -12,132 +11,107 @@ import optax
 import pytest
 
 import clipjax
-from tests.contract.cases import (
-    bounds_the_weights,
-    every_case,
-    every_variant_and_dtype,
-    like,
-    metric,
-    problem,
-    run,
-    update,
-    with_entry,
-    with_identity,
-)
-from tests.support.trees import flat, same_bits
-from tests.support.walk import Case
+from tests.contract.members import CLIPS, ROWS, Row
+from tests.contract.test_bounds import BOUND
+from tests.support.programs import run, start, tree_of, weights_of
+from tests.support.trees import bits, exact
 
-BAD = [math.nan, math.inf, -math.inf]
+NAN, INF, HUGE = float("nan"), float("inf"), 1e20  # 1e20 has no square in float32
 
 
-def after_a_while(tx: Any, params: Any) -> Any:
-    """The state after small gradients, beyond any warm-up: what adapts to them clips larger ones."""
-    state = tx.init(params)
-    small = [like(params, 1e-3 * (1 + 0.1 * math.sin(i))) for i in range(32)]
-    for i in range(128):
-        state = update(tx, small[i % len(small)], state, params)[1]
-    return state
+def spoiled(row: Row, value: float) -> dict[str, Any]:
+    tree = tree_of(row)
+    return tree | {"a_float32": tree["a_float32"].at[0, 0].set(value)}
 
 
-@every_variant_and_dtype
-def test_nonfinite_entries_follow_a_policy(case: Case, dtype: Any) -> None:
-    """Each entry that shares a norm with a bad one is NaN, or the step says what it did instead."""
-    tx = with_identity(case)
-    grads, params = problem(dtype)
-    entry = int(np.argmax(flat(with_entry(like(grads, 0), 1))))
-    used = after_a_while(tx, params)
-
-    def seen_in(updates: Any) -> np.ndarray:
-        return flat(optax.apply_updates(params, updates) if bounds_the_weights(case) else updates)
-
-    def effect(value: float) -> np.ndarray:
-        return seen_in(update(tx, with_entry(grads, value), used, params)[0])
-
-    # Who shares a norm with the entry: those that change when it does.
-    small, large, opposite = effect(8.0), effect(64.0), effect(-64.0)
-    shares = (small != large) | (small != opposite)
-    shares[entry] = True
-
-    for bad in BAD:
-        updates, state = update(tx, with_entry(grads, bad), used, params)
-        after = seen_in(updates)
-        seen = clipjax.metrics(state)
-        assert not seen or metric(state, "nonfinite_count", "skipped") > 0, "the metrics must show it"
-        if metric(state, "/skipped"):
-            assert same_bits(updates, jax.tree.map(np.zeros_like, updates))
-        elif metric(state, "zero_nonfinite/nonfinite_count"):
-            assert same_bits(updates, update(tx, with_entry(grads, 0.0), used, params)[0])
-        elif not seen:  # a wrapper that was given nothing to bound
-            assert not np.isfinite(after[entry])
-        elif shares.sum() == 1 and math.isinf(bad) and not np.isnan(after[entry]):
-            # What bounds single entries treats an infinite one as a large one; one without a bound shows.
-            as_large = effect(math.copysign(64.0, bad))
-            if np.isinf(after[entry]):
-                assert math.copysign(1.0, bad) * as_large[entry] > 32
-                as_large[entry] = bad
-            np.testing.assert_array_equal(after, as_large)
-        else:
-            assert np.isnan(after[shares]).all(), "an entry that shares the norm is not NaN"
-            np.testing.assert_array_equal(after[~shares], small[~shares])
+def reached(row: Row, name: str, x: np.ndarray) -> np.ndarray:
+    """Return which entries share a norm with the first one of the leaf a_float32."""
+    found, here = np.zeros(x.shape, bool), name == "a_float32"
+    together = {"tree": True, "group": not name.startswith("c_"), "leaf": here}
+    if row.shares in together:
+        found[...] = together[row.shares]
+    elif here:
+        found[(slice(None), 0) if row.shares == "unit" else (0, 0)] = True
+    return found
 
 
-@every_case
-def test_statistics_do_not_take_in_nonfinite_norms(case: Case) -> None:
-    tx = with_identity(case)
-    grads, params = problem()
-    clean = run(tx, grads, params)
-    _, state = run(tx, like(grads, math.nan), params)
-    updates, state = update(tx, grads, state, params)
-    assert np.isfinite(flat(updates)).all()
-    assert not any(np.isnan(np.asarray(x)).any() for x in jax.tree.leaves(state))
-    assert same_bits(updates, clean[0])
+SPREADING = [
+    pytest.param(row, value, id=f"{row.id} {value}")
+    for row in ROWS
+    if row.shares not in ("none", "entry")
+    for value in (NAN, INF, HUGE)
+    if value != HUGE or (row.ord in (2, 3) and row.name != "spectral_cap")  # others take no squares
+]
 
 
-def test_skip_nonfinite_freezes_the_inner_state() -> None:
-    tx = clipjax.skip_nonfinite(optax.chain(clipjax.clip_by_global_norm(1.0), optax.adam(1e-3)))
-    grads, params = problem()
-    _, first = run(tx, grads, params)
-    twice = update(tx, grads, first, params)[1]
-    for bad in BAD:
-        state = first
-        poisoned = {**grads, "scale": np.float32(bad)}
-        for n in (1, 2):
-            updates, state_after = update(tx, poisoned, state, params)
-            assert same_bits(updates, like(grads, 0))
-            assert same_bits(state_after.inner, state.inner)
-            assert (int(state_after.skipped), int(state_after.skipped_in_a_row)) == (n, n)
-            state = state_after
-        _, state = update(tx, grads, state, params)
-        assert (int(state.steps), int(state.skipped), int(state.skipped_in_a_row)) == (4, 2, 0)
-        assert same_bits(state.inner, twice.inner)
+@pytest.mark.parametrize(("row", "value"), SPREADING)
+def test_all_that_shares_the_norm_becomes_nan(row: Row, value: float) -> None:
+    result, _ = run(row, spoiled(row, value), BOUND * row.times, weights_of(row))
+    for name, x in exact(result).items():
+        np.testing.assert_array_equal(np.isnan(x), reached(row, name, x), err_msg=name)
+        assert np.isfinite(x[~np.isnan(x)]).all()
 
 
-@pytest.mark.parametrize("mode", ["propagate", "zero", "skip"])
-def test_bounded_has_three_modes(mode: Any) -> None:
-    tx = clipjax.bounded(
-        optax.sgd(0.5),
-        clip=clipjax.clip_by_global_norm(1.0),
-        project=clipjax.max_norm(1.0),
-        nonfinite=mode,
-    )
-    grads, params = problem()
-    params = jax.jit(clipjax.max_norm(1.0).__call__)(params)
-    updates, state = run(tx, with_entry(grads, math.nan), params)
-    after = optax.apply_updates(params, updates)
-    seen = clipjax.metrics(state)
-    if mode == "propagate":
-        assert np.isnan(flat(after)).all()
-        assert seen["clip_by_global_norm/nonfinite_count"] == 1
-    if mode == "zero":
-        assert np.isfinite(flat(after)).all()
-        assert seen["zero_nonfinite/nonfinite_count"] == 1
-        assert not same_bits(after, params)
-    if mode == "skip":
-        assert same_bits(after, params)
-        assert seen["skip_nonfinite/skipped"] == 1
-        assert seen["clip_by_global_norm/steps"] == 0
-    after = optax.apply_updates(params, run(tx, grads, params)[0])
-    assert np.isfinite(flat(after)).all()
-    kernel = np.asarray(after["dense"]["kernel"], np.float64)
-    assert np.linalg.norm(kernel, axis=0).max() <= 1.0
-    assert not jnp.array_equal(after["dense"]["kernel"], params["dense"]["kernel"])
+@pytest.mark.parametrize("row", [row for row in ROWS if row.shares == "entry"], ids=lambda row: row.id)
+def test_entries_that_are_infinite_end_at_the_limit(row: Row) -> None:
+    for value in (NAN, INF, HUGE, -INF):
+        tree = spoiled(row, value)
+        result, want = exact(run(row, tree, BOUND)[0]), row.oracle(exact(tree), {}, BOUND)
+        for name, x in result.items():
+            np.testing.assert_allclose(x, want[name], rtol=1e-2 if "f" in name else 0, err_msg=f"{name} {value}")
+
+
+@pytest.mark.parametrize("row", CLIPS, ids=lambda row: row.id)
+def test_it_is_counted_and_the_past_stays(row: Row) -> None:
+    params, bound = weights_of(row), BOUND * row.times
+    state = start(row, tree_of(row), params, bound)
+    _, state = run(row, tree_of(row, seed=3), bound, params, state)
+    before = [bits(x) for x in jax.tree.leaves(state.memory)]
+    huge = HUGE if row.ord in (2, 3) and row.shares != "entry" else INF
+    for count, value in enumerate((NAN, INF, huge), 1):
+        _, state = run(row, spoiled(row, value), bound, params, state)
+        found = clipjax.metrics(state)
+        assert found[f"{row.name}/nonfinite_count"] == count
+        assert not np.isfinite(found[f"{row.name}/norm"])
+        assert [bits(x) for x in jax.tree.leaves(state.memory)] == before
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.name.startswith("skip")], ids=lambda row: row.id)
+def test_a_skipped_step_changes_nothing(row: Row) -> None:
+    _, state = run(row, tree_of(row), BOUND)
+    inner = [bits(x) for x in jax.tree.leaves(state.memory)]
+    for count, value in enumerate((NAN, INF, HUGE), 1):
+        result, state = run(row, spoiled(row, value), BOUND, state=state)
+        assert all((x == 0).all() for x in result.values())
+        assert [bits(x) for x in jax.tree.leaves(state.memory)] == inner
+        found = clipjax.metrics(state)
+        assert found[f"{row.name}/nonfinite_count"] == found[f"{row.name}/skipped"] == count
+
+
+def test_zero_nonfinite_zeroes_and_counts() -> None:
+    row = next(row for row in ROWS if row.name == "zero_nonfinite")
+    state = None
+    for count, value in enumerate((NAN, INF, -INF), 1):
+        result, state = run(row, spoiled(row, value), BOUND, state=state)
+        want = spoiled(row, 0)
+        assert all(bits(result[name]) == bits(want[name]) for name in want)
+        assert clipjax.metrics(state)["zero_nonfinite/zeroed_entries"] == count
+    assert bits(run(row, spoiled(row, HUGE), BOUND)[0]["a_float32"]) == bits(spoiled(row, HUGE)["a_float32"])
+
+
+@pytest.mark.parametrize(
+    ("policy", "value", "expected"),
+    [
+        ("propagate", NAN, NAN), ("propagate", HUGE, NAN), ("zero", NAN, 1.0), ("zero", INF, 1.0), ("zero", HUGE, NAN),
+        ("skip", NAN, 0.0), ("skip", INF, 0.0), ("skip", HUGE, 0.0),
+    ],
+)  # fmt: skip
+def test_policies_of_bounded(policy: Any, value: float, expected: float) -> None:
+    """A norm of 1e20 is not finite in float32, and its entries are: zeros would be silent."""
+    tx = clipjax.bounded(optax.identity(), clip=clipjax.clip_by_global_norm(1.0), nonfinite=policy)
+    grads = {"bad": jnp.array([value]), "good": jnp.array([5.0], jnp.bfloat16)}
+    updates, state = jax.jit(tx.update)(grads, tx.init(grads))
+    np.testing.assert_allclose(exact(updates)["good"], [expected], rtol=1e-2)
+    found = clipjax.metrics(state)
+    counted = sum(int(x) for key, x in found.items() if key.endswith(("nonfinite_count", "zeroed_entries")))
+    assert counted == 1

@@ -1,0 +1,1 @@
+"""What the core promises its members, where no member shows it alone."""

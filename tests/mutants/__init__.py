@@ -1,1 +1,1 @@
-"""Defects that the tests must see: `python -m tests.mutants` puts each into a copy, and runs its tests."""
+"""Mistakes that the tests must find: `python -m tests.mutants`."""

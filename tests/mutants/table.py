@@ -1,7 +1,167 @@
-"""All mutants."""
+"""Mutants: in a file of the package, an old text that occurs once, a new one, and the tests that should notice."""
 
 from __future__ import annotations
 
-from tests.mutants import layers, numbers, places, state
+from typing import NamedTuple
 
-MUTANTS = (*numbers.MUTANTS, *state.MUTANTS, *places.MUTANTS, *layers.MUTANTS)
+
+class Mutant(NamedTuple):
+    """One mistake."""
+
+    file: str  # in clipjax/
+    old: str
+    new: str
+    test: str  # in tests/: the file that should fail first
+
+
+_MUTANTS: dict[str, list[tuple[str, str, str]]] = {
+    "_core/rescale.py": [
+        ("else 2.0**-20)", "else 0.0)", "contract/test_bounds.py"),
+        ("else 2.0**-20)", "else 2.0**-17)", "contract/test_bounds.py"),
+        ("(float(info.eps) / 2 if info.bits < 32 else 0)", "0.0", "contract/test_bounds.py"),
+        ("inside = (norm <= bound) & (norm < jnp.inf)", "inside = norm <= bound", "core/test_rescale.py"),
+        ("jnp.nan)\n    return jnp.where(inside, 1, bound", "jnp.inf)\n    return jnp.where(inside, 1, bound",
+         "contract/test_nonfinite.py"),
+        ("jnp.where(inside, 1, bound * (1 - margin(dtype))) / jnp.where(inside, 1, outside)",
+         "jnp.where(inside, 1, bound / jnp.where(inside, 1, outside) * (1 - margin(dtype)))", "programs/test_size.py"),
+        ("jnp.where(inside, 1, bound * (1 - margin(dtype))) / jnp.where(inside, 1, outside)",
+         "jnp.where(inside, 1, bound * (1 - margin(dtype)) / outside)", "contract/test_derivatives.py"),
+        ("jnp.minimum(low, high), margin(dtype)", "low, margin(dtype)", "core/test_rescale.py"),
+        ("low * (1 - 4 * small)", "low", "contract/test_idempotent.py"),
+        ("((norm >= low * (1 - 4 * small)) | (norm == 0))", "(norm >= low * (1 - 4 * small))",
+         "contract/test_derivatives.py"),
+        ("jnp.where(factor == 1, x, scaled)", "scaled", "contract/test_inside.py"),
+        ("(x.astype(real.dtype) * real)", "(x * real.astype(x.dtype))", "contract/test_bounds.py"),
+        ("x.at[...].set(y) if x.weak_type else y", "y", "contract/test_inside.py"),
+    ],
+    "_core/norms.py": [
+        ("np.float64 if dtype in (np.float64, np.complex128) else np.float32", "np.float32",
+         "wrappers/test_transforms.py"),
+        ("jnp.square(part.astype(wide(x.dtype)))", "jnp.square(part).astype(wide(x.dtype))",
+         "contract/test_bounds.py"),
+        ("(x.real, x.imag)", "(x.real,)", "contract/test_leaves.py"),
+        ("jnp.where(x < jnp.inf, x, jnp.inf)", "x", "contract/test_nonfinite.py"),
+        ("jnp.where(root > 0, jnp.where(root > 0, root, 1) ** (1 - ord) / ord, 0)", "root ** (1 - ord) / ord",
+         "contract/test_derivatives.py"),
+        ("(1 - ord) / ord", "(1 - ord)", "contract/test_derivatives.py"),
+        (", axis=axes, keepdims=keep, initial=0)", ", axis=axes, keepdims=keep)", "contract/test_leaves.py"),
+        ("over_devices(lax.pmax if ord == jnp.inf else lax.psum, total)", "total", "devices/test_shard_map.py"),
+        ("over_devices(lax.pmax if ord == jnp.inf else lax.psum, total)", "over_devices(lax.psum, total)",
+         "devices/test_shard_map.py"),
+        ("_over_leaves(jnp.maximum, lax.pmax, powers)", "_over_leaves(jnp.maximum, lax.psum, powers)",
+         "devices/test_shard_map.py"),
+        ("totals = [over_devices(over, x) for x in local.values()]", "totals = list(local.values())",
+         "devices/test_shard_map.py"),
+        ("    warn_if_local()\n    powers", "    powers", "devices/test_shard_map.py"),
+        ("if not ord >= 1:", "if not ord >= 0:", "errors/test_errors.py"),
+    ],
+    "_core/units.py": [
+        ("factor_to(bound, norm, dtype) for", "factor_to(bound, norm) for", "contract/test_bounds.py"),
+        ("return local * math.prod(lax.axis_size(name) for name in mesh_axes(units.leaf.value))", "return local",
+         "devices/test_shard_map.py"),
+        ("if reduced is not None and mesh_axes(leaf.value):", "if False:", "devices/test_shard_map.py"),
+        ("scale < 1}", "scale <= 1}", "contract/test_bounds.py"),
+        ("norm * scale, ", "norm, ", "contract/test_bounds.py"),
+        ("jnp.where(least > -jnp.inf, least, jnp.nan)", "least", "core/test_rescale.py"),
+        ("norms / size_of(units)", "norms * size_of(units)", "contract/test_bounds.py"),
+    ],
+    "_core/axes.py": [
+        ("and rank < 2:", "and rank < 1:", "contract/test_axes.py"),
+        ("if rank > 2:", "if rank > 3:", "contract/test_axes.py"),
+        ("-rank <= axis < rank", "-rank <= axis <= rank", "contract/test_axes.py"),
+        ("{axis % rank for axis in each}", "set(each)", "contract/test_axes.py"),
+        ("if p is not None else SKIP", "if p is not None else None", "contract/test_axes.py"),
+        ("(lambda path, leaf: axes) if isinstance(axes, int | tuple) else axes", "axes", "contract/test_axes.py"),
+        ("if floats and all(", "if not floats and all(", "contract/test_axes.py"),
+    ],
+    "_core/bounds.py": [
+        ("return jnp.maximum(bound(step), least)", "return bound(step)", "contract/test_states.py"),
+        ("jnp.maximum(bound, least) if isinstance(bound, jax.core.Tracer) else bound", "bound",
+         "core/test_limits.py"),
+        ("(value < least).any()", "(value < least).all()", "contract/test_states.py"),
+        ("len(given) > len(shape) or any(b not in (1, s) for b, s in pairs)", "len(given) > len(shape)",
+         "contract/test_axes.py"),
+        ("float64) > np.asarray(high", "float64) >= np.asarray(high", "core/test_limits.py"),
+    ],
+    "_core/entries.py": [
+        ("xp.where(beyond, xp.nextafter(near, xp.asarray(end, dtype)), near)", "near", "contract/test_bounds.py"),
+        ("fitting(\"low\", low, x, leaf), x.dtype, np.inf)", "fitting(\"low\", low, x, leaf), x.dtype, -np.inf)",
+         "core/test_limits.py"),
+        ("jnp.where((bottom < x) & (x < top), x, jnp.clip(x, bottom, top))", "jnp.clip(x, bottom, top)",
+         "contract/test_inside.py"),
+    ],
+    "_core/transformation.py": [
+        ("(~jnp.isfinite(metrics[\"norm\"]))", "jnp.isnan(metrics[\"norm\"])", "contract/test_nonfinite.py"),
+        ("optax.safe_increment(state.step)", "state.step", "contract/test_states.py"),
+        ("jnp.where(counter > most - more, most, counter + more)", "counter + more", "core/test_states.py"),
+        ("None if u is None else p, updates", "p, updates", "core/test_states.py"),
+        ("if np.shape(update.value) != np.shape(param.value):", "if False:", "core/test_states.py"),
+    ],
+    "_core/paths.py": [
+        ("or fnmatch.fnmatchcase(name, f\"*/{pattern}\")", "", "contract/test_axes.py"),
+        ("for p in patterns if matches(p, name)), None)", "for p in reversed(patterns) if matches(p, name)), None)",
+         "contract/test_axes.py"),
+        ("for name, node in names.items() if not _is_absent(node)]", "for name in names]", "contract/test_leaves.py"),
+    ],
+    "gradients/clips.py": [
+        ("max(entries_of(units), 1) ** 0.5", "max(entries_of(units), 1)", "contract/test_bounds.py"),
+        ("clip_units(updates, axes, bound(step), p)", "clip_units(updates, axes, bound(step))",
+         "contract/test_bounds.py"),
+    ],
+    "gradients/groups.py": [
+        ("jnp.minimum(scale, each[\"scale\"])", "jnp.maximum(scale, each[\"scale\"])", "core/test_rescale.py"),
+    ],
+    "gradients/relative.py": [
+        ("jnp.maximum(size, fitting(\"eps\", floor, size, units.leaf))", "size", "contract/test_bounds.py"),
+    ],
+    "gradients/tangent_cone.py": [
+        ("~(product >= 0)", "~(product <= 0)", "contract/test_bounds.py"),
+        (" * (1 - 4 * margin(weights[units.place].value.dtype))", "", "composition"),
+    ],
+    "gradients/history.py": [
+        ("jnp.where(jnp.isfinite(norm), new.astype(old.dtype), old)", "new.astype(old.dtype)",
+         "contract/test_nonfinite.py"),
+    ],
+    "gradients/zclip.py": [
+        ("rate * (1 - rate) ** 2", "rate * (1 - rate)", "gradients/test_zclip.py"),
+        ("(z_threshold * width / excess)", "(width / excess)", "gradients/test_zclip.py"),
+        ("jnp.maximum(1 - decay, 1 /", "jnp.minimum(1 - decay, 1 /", "gradients/test_zclip.py"),
+    ],
+    "gradients/quantiles.py": [
+        ("(norm <= bound)", "(norm < bound)", "gradients/test_quantiles.py"),
+        ("jnp.minimum(steps, size - 1)", "(size - 1) + 0 * steps", "gradients/test_quantiles.py"),
+    ],
+    "gradients/adagc.py": [
+        ("jnp.where(taken > 0, new, gamma)", "new", "gradients/test_adagc.py"),
+        ("decay * known + (1 - decay) * taken", "(1 - decay) * known + decay * taken", "gradients/test_adagc.py"),
+    ],
+    "gradients/skipping.py": [
+        ("fine | (in_a_row >= most)", "fine | (in_a_row > most)", "composition"),
+        ("in_a_row + (~taken).astype(np.int32)", "in_a_row + 1", "composition"),
+    ],
+    "gradients/spikes.py": [
+        ("_STD_PER_MAD = 1.4826", "_STD_PER_MAD = 1.0", "gradients/test_history.py"),
+        ("finite & (norm > 0)", "finite", "gradients/test_history.py"),
+    ],
+    "weights/projection.py": [
+        ("rounded = lax.reduce_precision(total, info.nexp, info.nmant)", "rounded = total",
+         "contract/test_bounds.py"),
+        ("jnp.where(wanted == after, update, step)", "step", "core/test_link.py"),
+        ("float(info.smallest_normal), total, rounded)", "0, total, rounded)", "core/test_link.py"),
+    ],
+    "backward.py": [
+        ("_scaled(x, factor), rescale(tangents[0], factor)", "_scaled(x, factor), tangents[0]",
+         "contract/test_bounds.py"),
+        ("_replaced(*primals), tangents[1]", "_replaced(*primals), tangents[0]", "contract/test_bounds.py"),
+    ],
+    "composition.py": [
+        ("optax.chain(zero_nonfinite(), tx)", "optax.chain(tx, zero_nonfinite())", "contract/test_nonfinite.py"),
+        ("elif last is not None and not isinstance(link, Recorder):", "elif False:", "composition/test_chain.py"),
+    ],
+    "monitoring/metrics.py": [
+        ("    repeats[name] += 1\n", "    repeats[name] += 0\n", "wrappers"),
+        ("jnp.maximum(_array(state.step), 1)", "_array(state.step)", "core/test_states.py"),
+    ],
+}  # fmt: skip
+
+MUTANTS = [Mutant(file, *each) for file, mutants in _MUTANTS.items() for each in mutants]

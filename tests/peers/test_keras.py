@@ -1,6 +1,9 @@
-"""The constraint MaxNorm of Keras, and the clips of its optimizers."""
+"""The constraints of Keras, and the clips of its optimizers."""
 
 from __future__ import annotations
+
+import os
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,50 +11,75 @@ import pytest
 
 import clipjax
 from clipjax import functional
-from tests.support.peers import SEEDS, assert_close, draw
+from tests.peers.draws import SEEDS, assert_close, draw
 
-pytestmark = pytest.mark.peer
-
-
-@pytest.fixture
-def keras():
-    return pytest.importorskip("keras")
+pytestmark = [pytest.mark.peer, pytest.mark.filterwarnings("ignore")]
 
 
-def assert_max_norm(keras, weights, radius, axis, **rule):
-    ours = clipjax.max_norm(radius, **rule)(jnp.asarray(weights))
-    theirs = keras.ops.convert_to_numpy(
-        keras.constraints.MaxNorm(radius, axis=axis)(keras.ops.convert_to_tensor(weights))
-    )
-    # Keras multiplies with clip(norm, 0, radius) / (1e-7 + norm), even inside the ball.
-    reduced = tuple(axis) if isinstance(axis, list) else axis
-    norms = np.sqrt(np.sum(weights.astype(np.float64) ** 2, axis=reduced))
-    np.testing.assert_allclose(ours, theirs, rtol=2e-6 + 2e-7 / norms.min(), atol=1e-37)
+@pytest.fixture(scope="module")
+def keras() -> Any:
+    os.environ.setdefault("KERAS_BACKEND", "jax")
+    return pytest.importorskip("keras", reason="Keras is not installed")
+
+
+def check(keras: Any, ours: Any, theirs: Any, weights: np.ndarray, axis: Any) -> None:
+    """Compare; Keras multiplies by target / (1e-7 + norm), inside the bounds, too."""
+    got = ours(jnp.asarray(weights))
+    want = np.asarray(keras.ops.convert_to_numpy(theirs(keras.ops.convert_to_tensor(weights))))
+    norm = np.sqrt(np.sum(np.square(weights, dtype=np.float64), axis=axis, keepdims=True))
+    np.testing.assert_allclose(got, want * (1 + 1e-7 / np.where(norm > 0, norm, 1)), rtol=2e-6)
+
+
+@pytest.mark.parametrize("size", [0.01, 1.0, 100.0])
+@pytest.mark.parametrize(
+    ("shape", "axis"), [((6, 5), 0), ((6, 5), 1), ((6, 5), (0, 1)), ((3, 3, 4, 6), (0, 1, 2)), ((4, 2, 3), (0, 2))]
+)
+def test_constraints(keras: Any, size: float, shape: Any, axis: Any) -> None:
+    """Of matrices, of convolutions as Keras' documentation says, and of heads."""
+    w = (size * np.random.default_rng(7).standard_normal(shape)).astype(np.float32)
+    w[:, 0] = 0
+    theirs, own = keras.constraints, list(axis) if isinstance(axis, tuple) else axis
+    check(keras, clipjax.max_norm(2.0, axes=axis), theirs.MaxNorm(2.0, axis=own), w, axis)
+    check(keras, clipjax.unit_norm(axes=axis), theirs.UnitNorm(axis=own), w, axis)
+    for low, high in ((0.0, 1.0), (0.5, 2.0), (3.0, 3.0)):
+        check(keras, clipjax.min_max_norm(low, high, axes=axis), theirs.MinMaxNorm(low, high, axis=own), w, axis)
+    np.testing.assert_array_equal(clipjax.non_negative()(w), keras.ops.convert_to_numpy(theirs.NonNeg()(w)))
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.25, 0.9])
+def test_a_rate_moves_part_of_the_way(keras: Any, rate: float) -> None:
+    w = np.random.default_rng(8).standard_normal((6, 5)).astype(np.float32)
+    ours, theirs = clipjax.min_max_norm(0.5, 1.0, rate=rate), keras.constraints.MinMaxNorm(0.5, 1.0, rate=rate)
+    for _ in range(3):
+        check(keras, ours, theirs, w, 0)
+        w = np.asarray(ours(w))
+
+
+def test_a_bias_has_no_constraint_unless_asked(keras: Any) -> None:
+    """`kernel_constraint` leaves the bias of a layer as it is, and so does every projection with axes=0."""
+    params = {"kernel": jnp.full((4, 3), 9.0), "bias": jnp.full(3, 9.0), "scale": jnp.asarray(9.0)}
+    layer = keras.layers.Dense(3, kernel_constraint=keras.constraints.MaxNorm(3.0, axis=0))
+    layer.build((None, 4))
+    assert layer.bias.constraint is None
+    bounds = clipjax.max_norm(3.0, axes=0), clipjax.min_max_norm(1.0, 3.0, axes=0), clipjax.unit_norm(axes=0)
+    for projection in (*bounds, clipjax.max_norm(3.0)):
+        projected = projection(params)
+        assert (projected["bias"] == 9).all()
+        assert projected["scale"] == 9
+        assert (projected["kernel"] < 2).all()
 
 
 @SEEDS
-@pytest.mark.parametrize("axis", [0, 1, 2, [0, 1], [0, 2], [0, 1, 2]])
-def test_max_norm_along_axes(keras, seed, axis):
-    leaves, radius = draw(seed)
-    axes = tuple(axis) if isinstance(axis, list) else axis
-    assert_max_norm(keras, leaves[0], radius / 5, axis, axes=axes)
-
-
-@SEEDS
-def test_max_norm_of_dense_and_conv_kernels_as_documented(keras, seed):
-    random = np.random.default_rng(seed)
-    dense = random.standard_normal((12, 5)).astype(np.float32)
-    conv = random.standard_normal((3, 3, 4, 6)).astype(np.float32)
-    assert_max_norm(keras, dense, 2.0, 0)
-    assert_max_norm(keras, conv, 3.0, [0, 1, 2])
-
-
-@SEEDS
-def test_clipnorm_and_global_clipnorm(keras, seed):
+@pytest.mark.parametrize("argument", ["clipvalue", "clipnorm", "global_clipnorm"])
+def test_optimizers(keras: Any, seed: int, argument: str) -> None:
     leaves, bound = draw(seed)
-    tensors = [keras.ops.convert_to_tensor(x) for x in leaves]
-    each = keras.optimizers.SGD(clipnorm=bound / 3)._clip_gradients(tensors)
-    together = keras.optimizers.SGD(global_clipnorm=bound)._clip_gradients(tensors)
-    numpy = keras.ops.convert_to_numpy
-    assert_close(functional.clip_by_norm(leaves, bound / 3), [numpy(x) for x in each])
-    assert_close(functional.clip_by_global_norm(leaves, bound)[0], [numpy(x) for x in together])
+    limit = {"clipvalue": bound / 20, "clipnorm": bound / 3, "global_clipnorm": bound}[argument]
+    variables = [keras.Variable(np.zeros_like(x)) for x in leaves]
+    optimizer = keras.optimizers.SGD(1.0, **{argument: limit})
+    optimizer.apply([keras.ops.convert_to_tensor(x) for x in leaves], variables)
+    ours = {
+        "clipvalue": lambda: functional.clip_by_value(leaves, -limit, limit),
+        "clipnorm": lambda: functional.clip_by_norm(leaves, limit),
+        "global_clipnorm": lambda: functional.clip_by_global_norm(leaves, limit)[0],
+    }[argument]()
+    assert_close(ours, [-keras.ops.convert_to_numpy(x) for x in variables])

@@ -1,4 +1,4 @@
-"""The clips and the projections of Optax, and a training with either."""
+"""The clips, projections and skips of Optax: what is equal, what its own tests ask for, and where ours is right."""
 
 from __future__ import annotations
 
@@ -9,100 +9,213 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax import lax
 
 import clipjax
 from clipjax import functional
-from tests.support.peers import CLOSE, SEEDS, assert_close, draw
+from tests.peers.draws import SEEDS, assert_close, draw, norm_of
 
 pytestmark = pytest.mark.peer
+proj = optax.projections
 
-
-PAIRS = {
+CLIPS = {
     "value": (clipjax.clip_by_value, optax.clip),
-    "global_norm": (clipjax.clip_by_global_norm, optax.clip_by_global_norm),
+    "global norm": (clipjax.clip_by_global_norm, optax.clip_by_global_norm),
     "rms": (clipjax.clip_by_rms, optax.clip_by_block_rms),
 }
+# Optax reduces rank 3 over axis 0, and rank 4 over all but the last.
+LIKE_OPTAX = {"3": 0, "*": clipjax.fan_in_or_all}
+PROJECTIONS = [
+    (clipjax.box(-0.5, 0.7), lambda tree: [proj.projection_box(x, -0.5, 0.7) for x in tree]),
+    (clipjax.box(0.0, 1.0), lambda tree: [proj.projection_hypercube(x) for x in tree]),
+    (clipjax.non_negative(), proj.projection_non_negative),
+    (clipjax.max_norm(0.8, axes=None), lambda tree: [proj.projection_l2_ball(x, 0.8) for x in tree]),
+    (clipjax.min_max_norm(0.8, 0.8, axes=None), lambda tree: [proj.projection_l2_sphere(x, 0.8) for x in tree]),
+]
+
+
+def clipped(tx: Any, grads: Any, params: Any = None) -> Any:
+    return tx.update(grads, tx.init(grads if params is None else params), params)[0]
 
 
 @jax.jit
-def clipped(grads: Any, bounds: dict[str, Any]) -> dict[str, list[Any]]:
-    """By ours and by theirs."""
-
-    def by(clip: Any, bound: Any) -> Any:
-        tx = clip(bound)
-        return tx.update(grads, tx.init(grads))[0]
-
-    return {name: [by(clip, bounds[name]) for clip in pair] for name, pair in PAIRS.items()}
+def by_both(grads: Any, weights: Any, bound: Any) -> dict[str, tuple[Any, Any]]:
+    bounds = {"value": bound / 20, "global norm": bound, "rms": bound / 20}
+    results = {name: tuple(clipped(make(bounds[name]), grads) for make in pair) for name, pair in CLIPS.items()}
+    agc = clipjax.adaptive_grad_clip(0.3, 0.01, axes=LIKE_OPTAX), optax.adaptive_grad_clip(0.3, 0.01)
+    results["agc"] = tuple(clipped(tx, grads, weights) for tx in agc)
+    results["norm"] = ([functional.global_norm(grads)], [optax.tree.norm(grads)])
+    return results
 
 
 @SEEDS
-def test_clips(seed):
+def test_clips(seed: int) -> None:
     grads, bound = draw(seed)
-    bounds = {"value": bound / 20, "global_norm": bound, "rms": bound / 20}
-    for ours, theirs in clipped(grads, bounds).values():
+    for ours, theirs in by_both(grads, draw(seed + 1 if seed < 3 else 0)[0], bound).values():
         assert_close(ours, theirs)
 
 
-@jax.jit
-def norms(grads: Any) -> tuple[Any, Any]:
-    return functional.global_norm(grads), optax.tree.norm(grads)
-
-
 @SEEDS
-def test_the_global_norm(seed):
-    ours, theirs = norms(draw(seed)[0])
-    np.testing.assert_allclose(ours, theirs, **CLOSE)
+def test_projections(seed: int) -> None:
+    leaves, _ = draw(seed)
+    size = max(float(np.abs(x).max()) for x in leaves)
+    weights = [jnp.asarray(2 * x / size) for x in leaves]
+    for ours, theirs in PROJECTIONS:
+        assert_close(ours(weights), theirs(weights))
 
 
-@jax.jit
-def in_balls(leaves: Any, radius: Any) -> tuple[Any, Any, Any]:
-    theirs = [optax.projections.projection_l2_ball(w, scale=radius) for w in leaves]
-    return (
-        clipjax.max_norm(radius, axes=None)(leaves),
-        functional.clip_by_norm(leaves, radius),
-        theirs,
-    )
+@pytest.mark.parametrize("most", [1, 2])
+@pytest.mark.parametrize("optimizer", [optax.sgd(1.0), optax.adam(0.1)], ids=["sgd", "adam"])
+def test_steps_that_are_not_finite(optimizer: Any, most: int) -> None:
+    """A step is skipped, too many in a row are taken, and the state is that of the steps that were taken."""
+    ours, theirs = clipjax.skip_nonfinite(optimizer, max_consecutive=most), optax.apply_if_finite(optimizer, most)
+    w = jnp.zeros(2)
+    state, their_state = ours.init(w), theirs.init(w)
+    skipped = 0
+    for good in (True, False, True, False, False, True, False, False, False, False, True):
+        grads = jnp.array([1.0, 2.0 if good else jnp.nan])
+        updates, state = ours.update(grads, state, w)
+        expected, their_state = theirs.update(grads, their_state, w)
+        np.testing.assert_array_equal(updates, expected)
+        jax.tree.map(np.testing.assert_array_equal, state.memory.inner, their_state.inner_state)
+        skipped += not good and not np.isnan(expected).any()
+        assert clipjax.metrics(state)["skip_nonfinite/skipped"] == skipped
+    assert clipjax.metrics(state)["skip_nonfinite/nonfinite_count"] == their_state.total_notfinite == 7
 
 
-@SEEDS
-def test_a_ball_for_each_leaf(seed):
-    projected, clipped, theirs = in_balls(*draw(seed))
-    assert_close(projected, theirs)
-    assert_close(clipped, theirs)
+def test_zeroing() -> None:
+    grads = (jnp.ones(3), jnp.array([1.0, jnp.nan, jnp.nan]), jnp.array([jnp.nan, 1.0, 1.0]))
+    ours, theirs = clipjax.zero_nonfinite(), optax.zero_nans()
+    updates, state = ours.update(grads, ours.init(grads))
+    expected, _ = theirs.update(grads, theirs.init(grads))
+    jax.tree.map(np.testing.assert_array_equal, updates, expected)
+    assert clipjax.metrics(state)["zero_nonfinite/zeroed_entries"] == 3
+    _, state = ours.update((jnp.ones(3),) * 3, state)
+    assert clipjax.metrics(state)["zero_nonfinite/nonfinite_steps"] == 1
 
 
-def test_training_goes_the_same_way():
-    random = np.random.default_rng(0)
-    inputs = random.standard_normal((32, 4)).astype(np.float32)
-    targets = (10 * random.standard_normal((32, 1))).astype(np.float32)
-    start = {
-        "hidden": random.standard_normal((4, 8)).astype(np.float32),
-        "out": random.standard_normal((8, 1)).astype(np.float32),
-    }
-    bounds = {"global_norm": 1.0, "value": 0.1, "rms": 0.1}
+def trained(tx: Any, grads: np.ndarray) -> tuple[np.ndarray, Any]:
+    update, w = jax.jit(tx.update), jnp.ones(3)
+    state = tx.init(w)
+    for g in grads:
+        updates, state = update(g, state, w)
+        w = optax.apply_updates(w, updates)
+    return np.asarray(w), state
 
-    def loss(params):
-        return jnp.mean((jnp.tanh(inputs @ params["hidden"]) @ params["out"] - targets) ** 2)
 
-    def trained(clip, params):
-        tx = optax.chain(clip, optax.adam(1e-2))
+@pytest.mark.parametrize("nonfinite", ["propagate", "skip"])
+def test_micro_batches(nonfinite: Any) -> None:
+    """One clip of the mean; with "skip" a micro-batch that is not finite is left out, and another takes its place."""
+    inner = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.1))
+    grads = np.random.default_rng(0).standard_normal((9, 3)).astype(np.float32)
+    skip = optax.skip_not_finite if nonfinite == "skip" else None
+    if skip:
+        grads[4] = np.nan
+    theirs = optax.MultiSteps(inner, 4, should_skip_update_fn=skip).gradient_transformation()
+    clip = clipjax.clip_by_global_norm(0.5)
+    ours = clipjax.bounded(optax.adam(0.1), clip=clip, accumulate=4, nonfinite=nonfinite)
+    w, state = trained(ours, grads)
+    assert_close([w], [trained(theirs, grads)[0]])
+    assert clipjax.metrics(state)["clip_by_global_norm/steps"] == 2
 
-        def step(carry, _):
-            params, state = carry
-            updates, state = tx.update(jax.grad(loss)(params), state, params)
-            return (optax.apply_updates(params, updates), state), None
 
-        return lax.scan(step, (params, tx.init(params)), None, length=50)[0][0]
+# What the tests of Optax ask of clips and projections, asked of ours.
 
-    @jax.jit
-    def run(params):
-        after = {name: [trained(clip(bounds[name]), params) for clip in pair] for name, pair in PAIRS.items()}
-        return loss(params), {name: loss(ours) for name, (ours, _) in after.items()}, after
 
-    before, losses, after = run(start)
-    for name, (ours, theirs) in after.items():
-        assert float(before) > 1.05 * float(losses[name])
-        for key in start:
-            # 50 steps carry each other's rounding along.
-            np.testing.assert_allclose(ours[key], theirs[key], rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("name", CLIPS)
+def test_a_bound_that_is_large_changes_nothing_and_falling_bounds_lose_nothing(name: str) -> None:
+    grads = (np.array([500.0, 5.0], np.float32), np.array([300.0, 3.0], np.float32))
+    make = CLIPS[name][0]
+    jax.tree.map(np.testing.assert_array_equal, clipped(make(1e6), grads), grads)
+    step = jax.jit(lambda tree, bound: clipped(make(bound), tree))
+    again = grads
+    for i in range(1, 51):
+        again, once = step(again, 1 / i), step(grads, 1 / i)
+        assert_close(again, once, extra=i * 1e-6)  # each step adds a margin
+        sizes = {
+            "value": [np.abs(x).max() for x in again],
+            "rms": [np.sqrt(np.mean(np.square(x, dtype=np.float64))) for x in again],
+            "global norm": [norm_of([np.asarray(x) for x in again])],
+        }[name]
+        np.testing.assert_allclose(sizes, 1 / i, rtol=2e-6)
+        assert max(sizes) <= np.float32(1 / i)
+
+
+def test_adaptive_clips_of_kernels_of_any_rank() -> None:
+    """A kernel (h, w, depth, in, out) with axes as in Optax's `axis`, where Optax' default takes the whole leaf."""
+    kernel = jnp.ones((2, 2, 2, 3, 4))
+    for axes in ((0, 1, 2), (0, 1, 2, 3), clipjax.fan_in, None):
+        tx = clipjax.adaptive_grad_clip(0.5, axes=axes)
+        np.testing.assert_allclose(clipped(tx, 2 * kernel, kernel), 0.5, rtol=2e-6)
+        np.testing.assert_array_equal(clipped(tx, 0.1 * kernel, kernel), 0.1 * kernel)
+        if not callable(axes) and axes:
+            assert_close(*([clipped(t, 2 * kernel, kernel)] for t in (tx, optax.adaptive_grad_clip(0.5, axis=axes))))
+
+
+@pytest.mark.parametrize("start", [-1.0, 1.0, 0.0])
+def test_weights_stay_non_negative(start: float) -> None:
+    """As `keep_params_nonnegative` after SGD: negative ones end at 0, others as without, unless below 0."""
+    grads, w = jnp.array([500.0, -500.0, 0.0]), jnp.full(3, start)
+    links = clipjax.non_negative(), optax.keep_params_nonnegative()
+    both = [optax.apply_updates(w, clipped(optax.chain(optax.sgd(1e-2), link), grads, w)) for link in links]
+    np.testing.assert_array_equal(*both)
+    with pytest.raises(ValueError, match="params"):
+        clipjax.non_negative().update(grads, clipjax.non_negative().init(w))
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_a_projection_is_the_nearest_point(place: int) -> None:
+    """It is in the set, a point of the set stays, and no other point of the set that is drawn is nearer."""
+    ours = PROJECTIONS[place][0]
+    rng = np.random.default_rng(place)
+    x = jnp.asarray(rng.standard_normal(4), np.float32)
+    nearest = ours([x])[0]
+    np.testing.assert_array_equal(ours([nearest])[0], nearest)
+    others = jax.vmap(lambda y: ours([y])[0])(jnp.asarray(rng.standard_normal((500, 4)), np.float32))
+    distance = np.linalg.norm(np.asarray(others) - np.asarray(x), axis=1).min()
+    assert np.linalg.norm(np.asarray(nearest - x)) <= distance + 1e-6
+
+
+# Where Optax is wrong: no comparison of ours with a number, but of both with the truth.
+
+
+@pytest.mark.parametrize("entry", [1e20, np.inf])
+def test_an_infinite_norm_does_not_make_zeros(entry: float) -> None:
+    """The square of 1e20 overflows, too; Optax divides by infinity, and the other entries are silently 0."""
+    grads, tx = jnp.array([entry, 1.0]), clipjax.clip_by_global_norm(1.0)
+    assert clipped(optax.clip_by_global_norm(1.0), grads)[1] == 0
+    ours, state = tx.update(grads, tx.init(grads))
+    assert np.isnan(ours).all()
+    assert clipjax.metrics(state)["clip_by_global_norm/nonfinite_count"] == 1
+
+
+def test_a_sum_in_bfloat16_does_not_stop_growing() -> None:
+    """Optax adds the squares of leaves in their dtype, which beyond 256 loses each 1."""
+    leaves = [jnp.ones((), jnp.bfloat16)] * 400
+    assert float(optax.tree.norm(leaves)) < 17
+    np.testing.assert_allclose(functional.global_norm(leaves), 20, rtol=1e-6)
+
+
+def test_a_bound_of_zero_for_a_norm_of_zero() -> None:
+    zeros = jnp.zeros(3)
+    assert np.isnan(clipped(optax.clip_by_global_norm(0.0), zeros)).all()
+    np.testing.assert_array_equal(clipped(clipjax.clip_by_global_norm(0.0), zeros), zeros)
+    np.testing.assert_array_equal(clipped(clipjax.clip_by_global_norm(0.0), zeros + 1), zeros)
+
+
+@pytest.mark.parametrize("name", CLIPS)
+def test_a_negative_bound_is_an_error(name: str) -> None:
+    """With Optax, that of a norm turns the direction around."""
+    ours, theirs = CLIPS[name]
+    with pytest.raises(ValueError, match="must be at least 0"):
+        ours(-1.0)
+    if name == "global norm":
+        assert (clipped(theirs(-1.0), jnp.ones(2)) < 0).all()
+
+
+def test_a_projection_that_is_not_last_is_an_error() -> None:
+    """Optax takes the chain, and the weights leave the set."""
+    links = optax.keep_params_nonnegative(), optax.sgd(1.0)
+    w = jnp.array([1.0])
+    assert optax.apply_updates(w, clipped(optax.chain(*links), jnp.array([5.0]), w))[0] < 0
+    with pytest.raises(ValueError, match="must come after"):
+        clipjax.chain(clipjax.non_negative(), optax.sgd(1.0))

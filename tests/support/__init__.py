@@ -1,5 +1,1 @@
-"""What the tests share."""
-
-from pathlib import Path
-
-ROOT = Path(__file__).parents[2]
+"""What several tests use: oracles, tolerances and trees of numbers."""

@@ -1,74 +1,55 @@
-"""Trees to test with, and ways to compare them."""
+"""Trees of numbers: dicts from a name, which ends with the dtype, to an array."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 
-DTYPES = {"f32": np.float32, "bf16": ml_dtypes.bfloat16, "f16": np.float16}
+DTYPES = ("float32", "bfloat16", "float16")
+SHAPES = {"a": (3, 5), "c": (65536, 2)}
 
 
-def random_tree(seed: int = 0, dtype: Any = np.float32, scale: float = 1.0) -> dict[str, Any]:
-    """A small tree as of a model: kernels, a bias, a scalar."""
-    rng = np.random.default_rng(seed)
+@functools.cache
+def _entries(kind: str, exponent: int, shape: tuple[int, ...], dtype: str, seed: int) -> jax.Array:
+    rng = np.random.default_rng([seed, *shape, *dtype.encode()])
+    if kind == "constant":
+        x = np.broadcast_to(rng.uniform(1, 2, size=shape[-1:]), shape)
+    elif kind == "inside":
+        x = rng.uniform(0.5, 1, size=shape) * rng.choice([-1, 1], size=shape)
+    else:
+        x = rng.normal(size=shape)
+        x = np.exp(x) if kind == "lognormal" else x
+    scale = 0.0 if dtype == "float16" and not 0 <= exponent <= 6 else 2.0**exponent
+    return jnp.asarray(x * scale, jnp.dtype(dtype))
 
-    def leaf(*shape: int) -> jax.Array:
-        return jnp.asarray((scale * rng.standard_normal(shape)).astype(dtype))
 
+def draw(kind: str, exponent: int, shapes: dict[str, Any], dtypes: Any = DTYPES, seed: int = 0) -> dict[str, Any]:
+    """Draw entries of size 2**exponent; zeros in float16 where results would be subnormal or infinite there."""
     return {
-        "dense": {"bias": leaf(3), "kernel": leaf(4, 3)},
-        "scale": leaf(),
+        f"{name}_{dtype}": _entries(kind, exponent, shape, dtype, seed)
+        for dtype in dtypes
+        for name, shape in shapes.items()
     }
 
 
-def bits(tree: Any) -> Any:
-    """The leaves as bit patterns, so that -0.0 and NaN compare, with all that a leaf's type says."""
-
-    def of(leaf: Any) -> Any:
-        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            leaf = jax.random.key_data(leaf)
-        array = np.asarray(leaf)
-        return (array.shape, str(array.dtype), array.tobytes())
-
-    return jax.tree.map(of, tree)
+def exact(tree: Any) -> dict[str, np.ndarray]:
+    """Return a tree in float64, or complex128."""
+    return {k: np.asarray(x).astype(np.complex128 if np.iscomplexobj(x) else np.float64) for k, x in tree.items()}
 
 
-def same_bits(a: Any, b: Any) -> bool:
-    return bits(a) == bits(b)
+def bits(x: Any) -> bytes:
+    """Return what an array is in memory, where -0 and 0 differ and NaN equals itself."""
+    return np.asarray(x).tobytes()
 
 
-def within_one_ulp(a: Any, b: Any) -> bool:
-    """Whether two arrays agree to one unit in the last place, entry by entry."""
-    a, b = np.asarray(a), np.asarray(b)
-    return bool(np.all(np.abs(a.astype(np.float64) - b) <= np.spacing(np.maximum(np.abs(a), np.abs(b)))))
-
-
-def avals(tree: Any) -> Any:
-    """Structure, shapes, dtypes and weak types."""
-
-    def of(leaf: Any) -> Any:
-        dtype = getattr(leaf, "dtype", None)
-        if dtype is None:
-            leaf = jnp.asarray(leaf)
-        return (np.shape(leaf), str(leaf.dtype), bool(getattr(leaf, "weak_type", False)))
-
-    return jax.tree.structure(tree), [of(leaf) for leaf in jax.tree.leaves(tree)]
-
-
-def floats(tree: Any) -> list[np.ndarray]:
-    """The real and complex leaves as float64 or complex128 arrays."""
-    found = []
-    for leaf in jax.tree.leaves(tree):
-        if jnp.issubdtype(jnp.asarray(leaf).dtype, jnp.inexact):
-            array = np.asarray(leaf)
-            found.append(array.astype(np.complex128 if np.iscomplexobj(array) else np.float64))
-    return found
-
-
-def flat(tree: Any) -> np.ndarray:
-    parts = [x.ravel() for x in floats(tree)]
-    return np.concatenate(parts) if parts else np.zeros(0)
+def changed(before: Any, after: Any) -> list[str]:
+    """Name the leaves whose bits, shape or dtype changed."""
+    return [
+        k
+        for k in before
+        if bits(before[k]) != bits(after[k]) or before[k].shape != after[k].shape or before[k].dtype != after[k].dtype
+    ]

@@ -1,169 +1,175 @@
-"""QK-clip: the logits of real attention before and after, which weights change, and by which factors."""
+"""QK-clip: the logits of real attention before and after, and which weights change."""
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-import clipjax
-from tests.support.attention import (
-    DIM,
-    HEADS,
-    KEY_HEADS,
-    TOKENS,
-    between,
-    clip,
-    f32,
-    largest,
-    layer,
-    random,
-)
-from tests.support.trees import flat, same_bits
+from clipjax.weights.qk_clip import qk_clip
+
+HEADS, DIM, WIDTH = 4, 8, 16
+TOKENS = np.random.default_rng(0).normal(size=(10, WIDTH))
+KEY_HEADS = pytest.mark.parametrize("key_heads", [HEADS, 2, 1, None])
+scheduled = jax.jit(lambda low, params, logits: qk_clip(lambda step: low)(params, step=0, max_logits=logits))
 
 
-@KEY_HEADS
-@pytest.mark.parametrize("seed", range(4))
-def test_every_head_ends_at_or_below_the_threshold(key_heads: int | None, seed: int) -> None:
-    params = layer(key_heads, seed=10 * seed)
-    before = largest(params)
-    threshold = between(before)
-    after = largest(clip(threshold, params, f32(before)))
-    assert (before > threshold).sum() == 2
-    # The rounding of the weights, and of the logits as they were given, in float32.
-    assert (after <= threshold * (1 + 1e-5)).all()
-    assert after.max() >= threshold * (1 - 1e-5)  # and no more than it takes
-    if key_heads == HEADS:
-        np.testing.assert_allclose(after, np.minimum(before, threshold), rtol=1e-5)
+def layer(key_heads: int | None, seed: int = 0, dtype: Any = np.float32) -> dict[str, Any]:
+    """Draw the weights of a layer; None is a key with one head and no axis for it."""
+    rng = np.random.default_rng(seed)
+
+    def side(*heads: int) -> dict[str, Any]:
+        return {"kernel": 2 * rng.normal(size=(WIDTH, *heads, DIM)), "bias": rng.normal(size=(*heads, DIM))}
+
+    sides = {
+        "query": side(HEADS),
+        "key": side() if key_heads is None else side(key_heads),
+        "value": side(HEADS),
+    }
+    return jax.tree.map(lambda x: jnp.asarray(x, dtype), sides)
 
 
-@KEY_HEADS
-def test_a_head_inside_stays_bit_for_bit(key_heads: int | None) -> None:
-    params = layer(key_heads)
-    clipped = clip(100.0, params, f32([1.0, 400.0, 90.0, 100.0]))
-    for head in (0, 2, 3):
-        for name, leaf in params["query"].items():
-            assert same_bits(clipped["query"][name][..., head, :], leaf[..., head, :])
-    own = {4: [0, 2, 3], 2: [1], 1: [], None: []}[key_heads]
-    for head in own:
-        for name, leaf in params["key"].items():
-            assert same_bits(clipped["key"][name][..., head, :], leaf[..., head, :])
-    assert same_bits(clipped["value"], params["value"])
-
-
-def test_the_factors_by_hand() -> None:
-    """Two groups of two heads: logits of 400 and 1600, and of 50 and 200, for a threshold of 100."""
-    ones = {side: jax.tree.map(np.ones_like, layer(2)[side]) for side in ("query", "key", "value")}
-    clipped = clip(100.0, ones, f32([400.0, 1600.0, 50.0, 200.0]))
-    # Group 1: the key by 1/4; the first head needs 1/4 in all and has it, the second 1/16.
-    # Group 2: the key by sqrt(1/2); the first head needs nothing, the second sqrt(1/2) more.
-    root = math.sqrt(0.5)
-    np.testing.assert_allclose(clipped["key"]["kernel"][0, :, 0], [0.25, root], rtol=1e-6)
-    np.testing.assert_allclose(clipped["query"]["kernel"][0, :, 0], [1, 0.25, 1, root], rtol=1e-6)
+def largest(params: Any) -> np.ndarray:
+    """Return the largest logit of each query head, in float64."""
+    one = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+    q, k = (np.tensordot(TOKENS, one[side]["kernel"], 1) + one[side]["bias"] for side in ("query", "key"))
+    k = k[:, None] if k.ndim == 2 else k
+    k = np.repeat(k, HEADS // k.shape[1], axis=1)
+    return np.einsum("thd,shd->hts", q, k).max(axis=(1, 2)) / math.sqrt(DIM)
 
 
 @KEY_HEADS
-def test_no_weight_grows(key_heads: int | None) -> None:
-    params = layer(key_heads)
-    for seed in range(20):
-        clipped = clip(100.0, params, random(HEADS, seed=seed, scale=300.0))
-        assert (np.abs(flat(clipped)) <= np.abs(flat(params))).all()
+def test_every_head_ends_at_or_below_the_threshold(key_heads: int | None) -> None:
+    for seed in range(3):
+        params = layer(key_heads, seed)
+        before = largest(params)
+        threshold = float(np.sort(before)[1:3].mean())  # two heads are outside
+        params["value"]["bias"] = None
+        clipped = qk_clip(threshold)(params, max_logits=before)
+        after = largest(clipped)
+        # Logits, factors and weights are rounded to float32.
+        assert (after <= threshold * (1 + 1e-5)).all()
+        assert after.max() >= threshold * (1 - 1e-5)
+        if key_heads == HEADS:
+            np.testing.assert_allclose(after, np.minimum(before, threshold), rtol=1e-5)
+        for new, old in zip(jax.tree.leaves(clipped), jax.tree.leaves(params), strict=True):
+            assert (np.abs(new) <= np.abs(old)).all()  # no weight grows
+        for name, x in params["query"].items():
+            inside = (..., before <= threshold, slice(None))
+            np.testing.assert_array_equal(clipped["query"][name][inside], x[inside])
+        np.testing.assert_array_equal(clipped["value"]["kernel"], params["value"]["kernel"])
 
 
-def test_nothing_to_clip_changes_nothing() -> None:
-    params = layer()
-    tx = clipjax.qk_clip(100.0)
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+def test_the_factors_by_hand(dtype: Any) -> None:
+    """Two groups of two heads, with logits of 400 and 1600, and of 50 and 200, for a threshold of 100."""
+    ones = jax.tree.map(jnp.ones_like, layer(2, dtype=dtype))
+    logits = np.array([400.0, 1600.0, 50.0, 200.0])
+    clipped = qk_clip(100.0)(ones, max_logits=logits)
+    root, rtol = math.sqrt(0.5), 2e-6 if dtype == np.float32 else 2**-8
+    for name in ("kernel", "bias"):
+        key, query = (np.asarray(clipped[side][name], np.float64)[..., 0] for side in ("key", "query"))
+        # The first head needs 1/4, which its key gives; the second 1/16. The third needs nothing.
+        np.testing.assert_allclose(key, np.broadcast_to([0.25, root], key.shape), rtol=rtol)
+        np.testing.assert_allclose(query, np.broadcast_to([1, 0.25, 1, root], query.shape), rtol=rtol)
 
-    @jax.jit
-    def step(updates: Any, params: Any, logits: Any) -> Any:
-        updates, state = tx.update(updates, tx.init(params), params, max_logits=logits)
-        return updates, clipjax.metrics(state)
 
+def test_stacks_of_layers() -> None:
+    one = layer(2)
+    params = {"layers": jax.tree.map(lambda x: jnp.stack([x, x, x]), one)}
+    logits = np.array([[400.0, 1600, 50, 200], [1, 1, 1, 1], [1, 1e6, 1, 1]])
+    clipped = jax.jit(qk_clip())(params, max_logits={"layers": logits})
+    for i, row in enumerate(logits):
+        alone = qk_clip()(one, max_logits=row)
+        for name in ("query", "key"):
+            np.testing.assert_allclose(clipped["layers"][name]["kernel"][i], alone[name]["kernel"], rtol=1e-6)
+
+
+def test_layers_by_path() -> None:
+    """Paths as Flax sows logits: below the layer's path, in tuples, several for a layer."""
+    one = layer(HEADS)
+    params = {"block_0": {"attention": one}, "block_1": {"attention": one, "dense": jnp.ones(3)}}
+    low, high = np.full(HEADS, 1.0), np.full(HEADS, 400.0)
+    for logits in (
+        {"block_1": {"attention": {"logits": (low, high)}}},
+        {"block_1": {"attention": high}, "block_0": {"attention": low}},
+        {"block_1/attention": high},
+    ):
+        clipped = qk_clip()(params, max_logits=logits)
+        halved = clipped["block_1"]["attention"]["key"]["kernel"]
+        np.testing.assert_allclose(halved, one["key"]["kernel"] / 2, rtol=2e-6)
+        jax.tree.map(np.testing.assert_array_equal, clipped["block_0"]["attention"], one)
+
+
+def test_logits_that_clip_nothing() -> None:
+    params = layer(HEADS)
     for logits in ([0.0, -5.0, -1e30, 100.0], [-math.inf, math.nan, 1.0, math.inf]):
-        assert same_bits(clip(100.0, params, f32(logits)), params)
-        grads = jax.tree.map(np.ones_like, params)
-        updates, seen = step(grads, params, f32(logits))
-        assert same_bits(updates, grads)
-        assert float(seen["qk_clip/clipped_fraction"]) == 0
-        assert float(seen["qk_clip/scale"]) == 1
-        assert int(seen["qk_clip/nonfinite_count"]) == (not np.isfinite(logits).all())
+        clipped = qk_clip(100.0)(params, max_logits=jnp.array(logits))
+        jax.tree.map(np.testing.assert_array_equal, clipped, params)
+    other = qk_clip(100.0)(params, max_logits=jnp.array([math.nan, 400.0, math.inf, 1.0]))
+    np.testing.assert_allclose(other["query"]["kernel"][:, 1], params["query"]["kernel"][:, 1] / 2, rtol=2e-6)
+    np.testing.assert_array_equal(other["query"]["kernel"][:, 2], params["query"]["kernel"][:, 2])
 
 
-def test_a_logit_that_is_not_finite_leaves_the_other_heads_to_be_clipped() -> None:
-    params = layer()
-    clipped = clip(100.0, params, f32([math.nan, 400.0, math.inf, 1.0]))
-    assert np.isfinite(flat(clipped)).all()
-    for head in (0, 2, 3):
-        assert same_bits(clipped["key"]["kernel"][:, head], params["key"]["kernel"][:, head])
-    np.testing.assert_allclose(
-        clipped["query"]["kernel"][:, 1], params["query"]["kernel"][:, 1] / 2, rtol=1e-6
-    )
+def test_extreme_thresholds() -> None:
+    for threshold in (0.0, -1.0, 1e-30):
+        clipped = scheduled(threshold, layer(2), np.array([3e38, 1.0, 0.0, -1.0], np.float32))
+        assert all(np.isfinite(x).all() for x in jax.tree.leaves(clipped))
+        assert np.abs(clipped["key"]["kernel"][:, 0]).max() <= (1e-33 if threshold > 0 else 0)
 
 
-@pytest.mark.parametrize("threshold", [0.0, 1e-30, math.inf])
-def test_hostile_thresholds(threshold: float) -> None:
-    params = layer(2)
-    clipped = clip(threshold, params, f32([3e38, 1.0, 0.0, -1.0]))
-    assert np.isfinite(flat(clipped)).all()
-    if threshold == math.inf:
-        assert same_bits(clipped, params)
-    else:
-        assert np.abs(clipped["key"]["kernel"][:, 0]).max() <= (1e-33 if threshold == 1e-30 else 0)
+def test_as_the_last_link_of_a_chain() -> None:
+    params = layer(HEADS)
+    logits = np.array([1.0, 400.0, 1.0, 1.0], np.float32)
+    thresholds = optax.piecewise_constant_schedule(400.0, {1: 0.25})  # 400, then 100
+    tx = optax.chain(optax.scale(0.0), qk_clip(thresholds))
+    state = tx.init(params)
 
-
-@pytest.mark.parametrize("least", [0.0, -1.0])
-def test_a_schedule_below_zero_is_zero(least: float) -> None:
-    params = layer(2)
-    clipped = scheduled(least, params, f32([3e38, 1.0, 0.0, -1.0]))
-    assert np.isfinite(flat(clipped)).all()
-    assert not np.asarray(clipped["key"]["kernel"])[:, 0].any()
-
-
-@jax.jit
-def scheduled(least: Any, params: Any, logits: Any) -> Any:
-    return clipjax.qk_clip(lambda step: least)(params, jnp.zeros((), jnp.int32), max_logits=logits)
-
-
-def test_a_flax_attention_layer() -> None:
-    """The logits that Flax' own attention makes of the same inputs, sown by a function of ours."""
-    nn = pytest.importorskip("flax.linen")
-
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, x: Any) -> Any:
-            def attend(query: Any, key: Any, value: Any, **kwargs: Any) -> Any:
-                logits = jnp.einsum("bthd,bshd->bhts", query, key) / math.sqrt(query.shape[-1])
-                attention.sow("largest", "logits", jnp.max(logits, axis=(0, 2, 3)))
-                return nn.dot_product_attention(query, key, value)
-
-            attention = nn.MultiHeadDotProductAttention(HEADS, qkv_features=HEADS * DIM, attention_fn=attend)
-            return attention(x)
-
-    model = Model()
-    shapes = jax.eval_shape(model.init, jax.random.key(0), TOKENS)["params"]
-    params = jax.tree.map(lambda x: random(*x.shape, scale=3.0), shapes)
-    logits = jax.jit(lambda params: model.apply({"params": params}, TOKENS, mutable="largest")[1]["largest"])
-
-    before = logits(params)
-    threshold = between(np.asarray(jax.tree.leaves(before)[0]))
-    clipped = clip(threshold, params, before)
-    after = np.asarray(jax.tree.leaves(logits(clipped))[0])
-    np.testing.assert_allclose(after, np.minimum(jax.tree.leaves(before)[0], threshold), rtol=1e-5)
-
-
-def test_gradients_flow_through_to_the_weights_alone() -> None:
     @jax.jit
-    @functools.partial(jax.grad, argnums=(0, 1))
-    def gradient(params: Any, logits: Any) -> jax.Array:
-        clipped = clipjax.qk_clip(100.0)(params, max_logits=logits)
-        return sum(jnp.sum(leaf) for leaf in jax.tree.leaves(clipped))
+    def step(params: Any, state: Any) -> Any:
+        grads = jax.tree.map(jnp.ones_like, params)
+        updates, state = tx.update(grads, state, params, max_logits=logits, value=1.0)
+        return optax.apply_updates(params, updates), state
 
-    grads, of_logits = gradient(layer(), f32([400.0, 0.0, 1.0, math.nan]))
-    np.testing.assert_allclose(np.asarray(grads["query"]["kernel"])[0, :, 0], [0.5, 1, 1, 1], rtol=1e-6)
-    # The logits are measured, and constants.
-    np.testing.assert_array_equal(of_logits, 0.0)
+    first, state = step(params, state)
+    jax.tree.map(np.testing.assert_array_equal, first, params)
+    second, state = step(first, state)
+    wanted = qk_clip(100.0)(params, max_logits=logits)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6), second, wanted)
+    assert isinstance(qk_clip().init(params), optax.EmptyState)
+
+
+def test_explicit_mesh_axes() -> None:
+    sharding = NamedSharding(jax.make_mesh((1,), ("d",)), P("d"))
+    logits = jax.device_put(np.full(HEADS, 400.0, np.float32), sharding)
+    clipped = qk_clip()(layer(2), max_logits=logits)
+    np.testing.assert_allclose(clipped["key"]["kernel"], layer(2)["key"]["kernel"] / 2, rtol=2e-6)
+
+
+def test_errors() -> None:
+    for key_heads, logits, message in (
+        (HEADS, None, "max_logits: qk_clip needs the largest logit of each head"),
+        (HEADS, np.ones(3), r"shape \(3,\) does not fit leaf .*key/kernel"),
+        (HEADS, np.ones((2, HEADS)), "does not fit"),
+        (HEADS, 1.0, "does not fit"),
+        (3, np.ones(HEADS), "the number of key heads divides that of query heads"),
+        (HEADS, {"b": np.ones(HEADS)}, "max_logits: the path 'b' does not name one of the attention layers: a"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            qk_clip()({"a": layer(key_heads)}, max_logits=logits)
+    for names in ({"query": "a/b"}, {"key": ""}, {"query": "key"}, {"key": None}):
+        with pytest.raises(ValueError, match="query and key must be two components"):
+            qk_clip(**names)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"query, key: no layer has both 'q' and 'key'. The paths are: key/bias"):
+        qk_clip(query="q").init(layer(HEADS))
+    with pytest.raises(ValueError, match="threshold must be at least 0"):
+        qk_clip(-1.0)
+    with pytest.raises(ValueError, match=r"threshold must broadcast to shape .4,., for the logits of ''"):
+        qk_clip(np.ones(3))(layer(HEADS), max_logits=np.ones(HEADS))

@@ -1,0 +1,61 @@
+"""Limits of single entries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from clipjax._core.bounds import fitting
+from clipjax._core.norms import largest, norm
+from clipjax._core.paths import Leaf
+from clipjax._core.rescale import factor_to, rescale, weak_like
+
+
+def inward(limit: Any, dtype: Any, end: float) -> Any:
+    """Return a limit in a leaf's dtype, rounded toward `end`, so that no entry is beyond what the user wrote.
+
+    A limit that is known is compared in float64, since 0.1 is not a float32.
+    """
+    known = not isinstance(limit, jax.Array)
+    xp, exact = (np, np.asarray(limit, np.float64)) if known else (jnp, limit)
+    with np.errstate(over="ignore"):
+        near = exact.astype(dtype)
+    beyond = near.astype(exact.dtype) > exact if end < 0 else near.astype(exact.dtype) < exact
+    return xp.where(beyond, xp.nextafter(near, xp.asarray(end, dtype)), near)
+
+
+def clip_entries(leaf: Leaf, low: Any, high: Any) -> jax.Array:
+    """Clip each entry of a leaf to `[low, high]`; `low=None` means -high. NaN stays NaN."""
+    x = leaf.value
+    if jnp.iscomplexobj(x):
+        if low is not None:
+            raise TypeError(
+                f"low, high: {leaf} is complex, of dtype {x.dtype}, and has no order; one bound, as in "
+                "clip_by_value(1.0), clips |z|"
+            )
+        sizes = norm(x, axes=())  # each entry is a unit
+        return rescale(x, factor_to(fitting("bound", high, x, leaf), sizes, x.dtype))
+    top = inward(fitting("bound" if low is None else "high", high, x, leaf), x.dtype, -np.inf)
+    bottom = -top if low is None else inward(fitting("low", low, x, leaf), x.dtype, np.inf)
+    # XLA on a CPU flushes subnormal numbers in a maximum, but not in a choice.
+    return weak_like(x, jnp.where((bottom < x) & (x < top), x, jnp.clip(x, bottom, top)))
+
+
+def metrics_of_entries(before: list[jax.Array], after: list[jax.Array], bound: Any) -> dict[str, jax.Array]:
+    """Return the metrics of clipped entries, whose norm is the largest absolute value.
+
+    Where one number bounds absolute values, that norm decides the rest.
+    """
+    size = largest(norm(x, None, jnp.inf) for x in before)
+    if bound is not None and np.ndim(bound) == 0:
+        rest = jnp.minimum(size, jnp.asarray(bound, size.dtype))
+        clipped = size > rest
+    else:
+        rest = largest(norm(x, None, jnp.inf) for x in after)
+        changes = (jnp.any((x != y) & (x == x)) for x, y in zip(before, after, strict=True))
+        clipped = largest(change.astype(np.float32) for change in changes) > 0
+    scale = jnp.where(rest < size, rest, 1) / jnp.where(rest < size, size, 1)
+    return {"norm": size, "norm_after": rest, "scale": scale, "clipped": clipped & (size < jnp.inf)}

@@ -1,0 +1,166 @@
+"""From `act(updates, params, step, memory)` to an Optax transformation whose state holds metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+from clipjax._core.paths import Leaf, leaves_of
+
+Act = Callable[[Any, Any, Any, Any], tuple[Any, dict[str, jax.Array], Any]]
+
+
+class MetricsState(NamedTuple):
+    """The state of a transformation that has metrics; `clipjax.metrics` reads it.
+
+    Keys are `"<transformation>/<metric>"`.
+    """
+
+    step: jax.Array  # int32: how many updates there were
+    last: dict[str, jax.Array]  # float metrics, of the last update
+    totals: dict[str, jax.Array]  # int32, of int metrics: their sums over all updates
+    shares: dict[str, jax.Array]  # int32, of bool metrics: the updates at which they were true
+    memory: Any  # what the transformation itself remembers
+
+
+def with_metrics(
+    name: str, act: Act, remember: Callable[[Any], Any] | None = None
+) -> optax.GradientTransformationExtraArgs:
+    """Make a gradient transformation whose metrics :func:`clipjax.metrics` reads; every clip here is one.
+
+    Args:
+      name: the first part of the names of its metrics.
+      act: a function `act(updates, params, step, memory) -> (updates, metrics, memory)`. `metrics` is a dict of
+        scalars, always of the same names. A float is logged as it was at the last step; an int as its sum over
+        all steps; a bool as the share of the steps at which it was true, `clipped` as `clipped_fraction`. With
+        a float named `norm`, the steps at which it is not finite are counted in `nonfinite_count`.
+      remember: makes the memory before the first step from the parameters: arrays whose shapes and dtypes never
+        change. None if there is none; then `memory` is `()`.
+
+    Returns:
+      A gradient transformation. `update` with the state None or `optax.EmptyState()` computes no metrics, for
+      an `act` that remembers nothing.
+
+    Raises:
+      TypeError: `name` is not a string without `/`, or `act` is not a function.
+      ValueError: in `update`, the state is None and `act` needs a memory.
+
+    Metrics are not differentiated.
+
+    Example:
+      >>> import clipjax, jax, jax.numpy as jnp
+      >>> def act(updates, params, step, memory):
+      ...     largest = jnp.max(jnp.abs(updates))
+      ...     scale = 1 / jnp.maximum(largest, 1.0)
+      ...     return updates * scale, {"norm": largest, "clipped": scale < 1}, memory
+      >>> tx = clipjax.with_metrics("by_largest", act)
+      >>> clipped, state = tx.update(jnp.array([2.0, 4.0]), tx.init(jnp.zeros(2)))
+      >>> print(clipped, clipjax.metrics(state)["by_largest/norm"])
+      [0.5 1. ] 4.0
+    """
+    if not isinstance(name, str) or not name or "/" in name:
+        raise TypeError(f"name must be a str without '/', got {name!r}")
+    if not callable(act):
+        raise TypeError(f"act must be a function (updates, params, step, memory), got {act!r}")
+
+    def full(metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        if "norm" in metrics:
+            metrics = {**metrics, "nonfinite_count": (~jnp.isfinite(metrics["norm"])).astype(np.int32)}
+        return {f"{name}/{key}": x for key, x in metrics.items()}
+
+    def init(params: Any) -> MetricsState:
+        leaves_of(params)  # for its errors
+        memory = () if remember is None else remember(params)
+        shapes = jax.eval_shape(lambda p, m: full(act(p, p, jnp.zeros((), np.int32), m)[1]), params, memory)
+        return first_state(shapes, memory)
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        del extra
+        if state is None or isinstance(state, optax.EmptyState):
+            if remember is not None:
+                raise ValueError(f"state: {name} needs the state that init returned, got {state!r}")
+            return act(updates, params, None, ())[0], state
+        check_state(name, MetricsState, state)
+        updates, metrics, memory = act(updates, params, state.step, state.memory)
+        return updates, next_state(state, full(metrics), memory)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def first_state(metrics: dict[str, Any], memory: Any) -> MetricsState:
+    """Return the state before the first step, for metrics of these dtypes.
+
+    Each scalar is a buffer of its own, since a buffer can be donated only once.
+    """
+    kinds: dict[str, dict[str, jax.Array]] = {"b": {}, "i": {}, "f": {}}
+    for key, x in metrics.items():
+        kind = np.dtype(x.dtype).kind
+        kinds[kind if kind in "bi" else "f"][key] = jnp.zeros((), x.dtype if kind not in "bi" else np.int32)
+    return MetricsState(jnp.zeros((), np.int32), kinds["f"], kinds["i"], kinds["b"], memory)
+
+
+def next_state(state: MetricsState, metrics: dict[str, jax.Array], memory: Any) -> MetricsState:
+    """Return the state after a step with these metrics.
+
+    Raises:
+      ValueError: the state was made for metrics of other names.
+    """
+    known = {*state.last, *state.totals, *state.shares}
+    if known != set(metrics):
+        raise ValueError(f"state: its metrics are {sorted(known)}, but those of this step {sorted(metrics)}")
+    metrics = lax.stop_gradient(metrics)
+    return MetricsState(
+        optax.safe_increment(state.step),
+        {key: metrics[key].astype(old.dtype) for key, old in state.last.items()},
+        {key: plus(old, metrics[key]) for key, old in state.totals.items()},
+        {key: plus(old, metrics[key]) for key, old in state.shares.items()},
+        memory,
+    )
+
+
+def plus(counter: jax.Array, more: jax.Array) -> jax.Array:
+    """Return the sum of a counter and a number of at least 0, which stops at its largest value."""
+    more, most = more.astype(np.int32), np.iinfo(np.int32).max
+    return jnp.where(counter > most - more, most, counter + more)
+
+
+def check_state(name: str, kind: type[Any], state: Any) -> None:
+    """Raise an error if a state is not of the class that `init` returns, or has the metrics of others."""
+    keys = (*state.last, *state.totals, *state.shares) if isinstance(state, MetricsState) else ()
+    others = {key.partition("/")[0] for key in keys} - {name}
+    if not isinstance(state, kind) or others:
+        given = f"that of {', '.join(sorted(others))}" if others else type(state).__name__
+        raise TypeError(f"state: {name} needs the state that its init returned, got {given}")
+
+
+def matched(name: str, updates: Any, params: Any) -> Any:
+    """Return the parameters, with None where the updates have None.
+
+    Raises:
+      ValueError: the parameters are missing, or of another structure or other shapes than the updates.
+    """
+    if params is None:
+        raise ValueError(f"params: {name} needs them: tx.update(updates, state, params)")
+    try:
+        params = jax.tree.map(lambda u, p: None if u is None else p, updates, params, is_leaf=lambda x: x is None)
+    except ValueError as error:
+        raise ValueError(f"params: {name} needs them in the structure of the updates: {error}") from error
+    pairs = zip(leaves_of(updates)[0], leaves_of(params)[0], strict=True)
+    for update, param in pairs:
+        check_same_shape(name, update, param)
+    return params
+
+
+def check_same_shape(name: str, update: Leaf, param: Leaf) -> None:
+    """Raise an error if an update has another shape than its parameter."""
+    if np.shape(update.value) != np.shape(param.value):
+        raise ValueError(
+            f"updates: {name} got shape {np.shape(update.value)} for the parameter {param.name!r} of shape "
+            f"{np.shape(param.value)}"
+        )

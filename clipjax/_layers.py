@@ -1,0 +1,60 @@
+"""The axes of a model's parameters, once its layers are known."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from clipjax._core.axes import Skip, check_axes
+from clipjax._core.bounds import short_repr
+from clipjax._core.paths import first_matches
+
+
+class Param(NamedTuple):
+    """A parameter of a layer, in front of whose axes there may be those of a stack of layers."""
+
+    path: str  # in the model
+    shape: tuple[int, ...]
+    layer: Any
+    name: str  # in the layer
+    axes: tuple[int, ...] | Skip | None  # those to reduce, counted from the right; None if they are unknown
+    own_shape: tuple[int, ...]  # the last sizes of `shape`, as the layer says
+
+    @property
+    def mistake(self) -> str | None:
+        """Why the axes are unknown, or None."""
+        text = f"{self.path} of shape {self.shape}: {self.name!r} of {type(self.layer).__name__}"
+        if self.axes is None:
+            return f"{text}, which is not known"
+        stacked = len(self.shape) - len(self.own_shape)
+        if isinstance(self.axes, tuple) and (stacked < 0 or self.shape[stacked:] != self.own_shape):
+            return f"{text}, itself of shape {self.own_shape}: which axes are a stack?"
+        return None
+
+
+def axes_by_path(params: Iterable[Param], other: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the axes of each parameter, by a pattern that is its path; `other` wins over what is known."""
+    if not isinstance(other, Mapping | None):
+        raise TypeError(f"other must be a mapping from path patterns to axes, got {short_repr(other)}")
+    other = check_axes(other, "other") if other else {}
+    by_path = {param.path: param for param in params}
+    patterns = first_matches("other", list(other), dict.fromkeys(by_path, 0))
+    axes: dict[str, Any] = {}
+    mistakes = []
+    for path, pattern in zip(sorted(by_path), patterns, strict=True):  # as JAX sorts the keys of a dict
+        param = by_path[path]
+        if pattern is not None:
+            axes[path] = other[pattern]
+        elif param.mistake:
+            mistakes.append(param.mistake)
+        else:
+            rank, own = len(param.shape), param.axes
+            axes[path] = tuple(axis % rank for axis in own) if isinstance(own, tuple) else own
+    if mistakes:
+        raise ValueError(
+            "unit_axes: it is not known which weights of these parameters form a unit. Pass their axes to "
+            "reduce, or clipjax.SKIP, as other={path pattern: axes}:\n  " + "\n  ".join(mistakes)
+        )
+    # A pattern also matches the end of a longer path, and the first match wins: so longer paths come first.
+    return {glob.escape(path): axes[path] for path in sorted(axes, key=lambda path: -path.count("/"))}

@@ -1,1 +1,0 @@
-"""Matrices: which leaves are matrices, and how bounds on their singular values are enforced and proven."""

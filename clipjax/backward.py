@@ -1,0 +1,257 @@
+"""Layers that change the gradient in the backward pass, at a place within a model.
+
+`axes` are literal here, as in NumPy: an int or a tuple applies to leaves of every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike
+
+from clipjax._core.axes import Axes, literal
+from clipjax._core.bounds import at_step, check_fits, check_order, fitting, known, short_repr
+from clipjax._core.entries import clip_entries
+from clipjax._core.norms import is_float
+from clipjax._core.paths import leaves_of
+from clipjax._core.rescale import rescale
+from clipjax._core.units import clip_tree, clip_units, floats_of
+
+T = TypeVar("T")
+
+
+def clip_gradient_by_value(x: T, low: ArrayLike, high: ArrayLike) -> T:
+    """Return `x`, and clip each entry of its gradient to `[low, high]`.
+
+    Args:
+      x: a pytree of arrays.
+      low: the lower limit, a number or an array that broadcasts to every leaf.
+      high: the upper limit, likewise.
+
+    Returns:
+      `x`, bit for bit.
+
+    Raises:
+      TypeError, ValueError: a limit is NaN or not a number; `low` is above `high`; a leaf is complex. JAX raises
+        a TypeError in forward mode, since a clipped gradient is not linear.
+
+    Example:
+      >>> import clipjax, jax
+      >>> float(jax.grad(lambda x: 5.0 * clipjax.clip_gradient_by_value(x, -1.0, 1.0))(2.0))
+      1.0
+    """
+    check_order(known("low", low), known("high", high))
+
+    def clip(gradient: Any, low: Any, high: Any) -> Any:
+        leaves, rebuild = leaves_of(gradient)
+        return rebuild([clip_entries(leaf, low, high) for leaf in leaves])
+
+    limits = [at_step(name, limit, -np.inf)(None) for name, limit in (("low", low), ("high", high))]
+    return _with_gradient(clip, x, *limits)
+
+
+def clip_gradient_by_norm(x: T, max_norm: ArrayLike, axes: Axes = None) -> T:
+    """Return `x`, and clip the norm of its gradient: of each leaf, or of each unit along `axes`.
+
+    In a recurrent network it clips at every step. Under `vmap` each example is clipped alone.
+
+    Args:
+      x: a pytree of arrays.
+      max_norm: the bound, a number or an array that broadcasts to the norms. Its own gradient is 0.
+      axes: the axes that are reduced; None for the whole leaf.
+
+    Returns:
+      `x`, bit for bit.
+
+    Raises:
+      TypeError, ValueError: `max_norm` is negative, NaN or not a number, or does not fit the norms; `axes` do not
+        fit a leaf, or apply to none. JAX raises a TypeError in forward mode.
+
+    Equals a `tf.custom_gradient` that applies `tf.clip_by_norm` to the gradient.
+
+    Example:
+      >>> import clipjax, jax, jax.numpy as jnp
+      >>> def loss(x):
+      ...     return jnp.sum(jnp.array([3.0, 4.0]) * clipjax.clip_gradient_by_norm(x, 1.0))
+      >>> print(jax.grad(loss)(jnp.ones(2)).round(3))
+      [0.6 0.8]
+    """
+    axes = literal(axes)
+    return _with_gradient(
+        lambda gradient, bound: clip_units(gradient, axes, bound)[0],
+        x,
+        at_step("max_norm", known("max_norm", max_norm))(None),
+    )
+
+
+def clip_gradient_by_global_norm(tree: T, max_norm: ArrayLike) -> T:
+    """Return `tree`, and clip the norm of its gradient, that of all leaves together.
+
+    Args:
+      tree: a pytree of arrays.
+      max_norm: the bound, a number or a scalar array. Its own gradient is 0.
+
+    Returns:
+      `tree`, bit for bit.
+
+    Raises:
+      TypeError, ValueError: `max_norm` is negative, NaN, not a number or not a scalar. JAX raises a TypeError in
+        forward mode.
+
+    Example:
+      >>> import clipjax, jax, jax.numpy as jnp
+      >>> def loss(tree):
+      ...     tree = clipjax.clip_gradient_by_global_norm(tree, 1.0)
+      ...     return 3.0 * tree["a"] + 4.0 * tree["b"]
+      >>> gradient = jax.grad(loss)({"a": jnp.ones(()), "b": jnp.ones(())})
+      >>> print(gradient["a"].round(3), gradient["b"].round(3))
+      0.6 0.8
+    """
+    bound = at_step("max_norm", known("max_norm", max_norm), scalar=True)(None)
+    return _with_gradient(lambda gradient, bound: clip_tree(gradient, bound)[0], tree, bound)
+
+
+def _with_gradient(change: Callable[..., Any], tree: T, *bounds: Any) -> T:
+    """Return a tree whose gradient becomes `change(gradient, *bounds)`; None stands for leaves without one."""
+    leaves, rebuild = leaves_of(tree)
+    kinds = [is_float(leaf.value) for leaf in leaves]
+    floats = [leaf.value for leaf, kind in zip(leaves, kinds, strict=True) if kind]
+
+    def as_tree(values: Any) -> Any:
+        rest = iter(values)
+        return rebuild([next(rest) if kind else None for kind in kinds])
+
+    # Arrays are arguments, since a custom derivative must not close over tracers; numbers stay exact.
+    arrays = {i: bound for i, bound in enumerate(bounds) if isinstance(bound, jax.Array)}
+    numbers = {i: bound for i, bound in enumerate(bounds) if i not in arrays}
+
+    def changed(arrays: dict[int, Any], gradient: Any) -> list[Any]:
+        every = {**numbers, **arrays}
+        return floats_of(change(as_tree(gradient), *(every[i] for i in range(len(bounds)))))
+
+    @jax.custom_vjp
+    def identity(floats: list[Any], arrays: dict[int, Any]) -> list[Any]:
+        return floats
+
+    def backward(arrays: dict[int, Any], gradient: Any) -> Any:
+        return changed(arrays, gradient), None
+
+    identity.defvjp(lambda floats, arrays: (floats, arrays), backward)
+    jax.eval_shape(changed, arrays, floats)  # for its errors
+    rest = iter(identity(floats, arrays))
+    return rebuild([next(rest) if kind else leaf.value for kind, leaf in zip(kinds, leaves, strict=True)])
+
+
+def scale_gradient(x: T, factor: ArrayLike) -> T:
+    """Return `x`, and multiply its gradient by `factor`.
+
+    A factor of -1 reverses the gradient, as domain-adversarial training does; 0 stops it.
+
+    Args:
+      x: a pytree of arrays.
+      factor: a finite number or an array that broadcasts to every leaf. Its own gradient is 0.
+
+    Returns:
+      `x`, bit for bit; forward mode multiplies the tangents.
+
+    Raises:
+      TypeError, ValueError: `factor` is not a number, NaN or infinite, or does not fit a leaf.
+
+    References:
+      Ganin et al., 2016, Domain-adversarial training of neural networks, arXiv:1505.07818.
+
+    Example:
+      >>> import clipjax, jax
+      >>> float(jax.grad(lambda x: clipjax.scale_gradient(x, 5.0))(2.0))
+      5.0
+    """
+    value = at_step("factor", known("factor", factor), -np.inf)(None)
+    if not isinstance(value, jax.core.Tracer) and not np.isfinite(value).all():
+        raise ValueError(f"factor must be finite, got {short_repr(factor)}")
+    leaves, rebuild = leaves_of(x)
+
+    def scale(leaf: Any) -> Any:
+        if not is_float(leaf.value):
+            return leaf.value
+        check_fits("factor", value, leaf.value.shape, leaf)
+        return _scaled(leaf.value, jnp.asarray(fitting("factor", value, leaf.value, leaf), np.float32))
+
+    return rebuild([scale(leaf) for leaf in leaves])
+
+
+@jax.custom_jvp
+def _scaled(x: jax.Array, factor: jax.Array) -> jax.Array:
+    """Return x; its tangents are multiplied by the factor."""
+    del factor
+    return x
+
+
+@_scaled.defjvp
+def _scaled_jvp(primals: Any, tangents: Any) -> Any:
+    x, factor = primals
+    return _scaled(x, factor), rescale(tangents[0], factor)
+
+
+def replace_gradient(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a function with the value of `forward` and the gradient of `backward`.
+
+    Args:
+      forward: a function of pytrees, which need not be differentiable.
+      backward: a function of the same arguments, whose result has the structure, shapes and dtypes of that of
+        `forward`.
+
+    Returns:
+      A function of the same arguments. Its derivatives of all orders, in forward and reverse mode, are those of
+      `backward`.
+
+    Raises:
+      TypeError: one of the two is not a function. When called: their results differ in structure, shape or dtype.
+
+    References:
+      Bengio et al., 2013, Estimating or propagating gradients through stochastic neurons for conditional
+      computation, arXiv:1308.3432: the straight-through estimator.
+
+    Example:
+      >>> import clipjax, jax, jax.numpy as jnp
+      >>> straight_through = clipjax.replace_gradient(jnp.round, lambda x: x)
+      >>> value, gradient = jax.value_and_grad(straight_through)(1.7)
+      >>> print(value, gradient)
+      2.0 1.0
+    """
+    for name, given in (("forward", forward), ("backward", backward)):
+        if not callable(given):
+            raise TypeError(f"{name} must be a function, got {short_repr(given)}")
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        fixed_args, fixed_kwargs = jax.tree.map(_without_gradient, (args, kwargs))
+        values, rebuild = leaves_of(forward(*fixed_args, **fixed_kwargs))
+        others, _ = leaves_of(backward(*args, **kwargs))
+        kinds = [[(x.name, x.value.shape, x.value.dtype) for x in each] for each in (values, others)]
+        if kinds[0] != kinds[1]:
+            shown = " and ".join(str([f"{name} {dtype}{list(shape)}" for name, shape, dtype in kind]) for kind in kinds)
+            raise TypeError(f"forward and backward must return the same structure, shapes and dtypes, got {shown}")
+        each = zip(values, others, strict=True)
+        return rebuild([_replaced(a.value, b.value) if is_float(a.value) else a.value for a, b in each])
+
+    return function
+
+
+def _without_gradient(x: Any) -> Any:
+    return lax.stop_gradient(x) if isinstance(x, jax.Array) else x
+
+
+@jax.custom_jvp
+def _replaced(value: jax.Array, substitute: jax.Array) -> jax.Array:
+    """Return the value; its tangents are those of the substitute."""
+    del substitute
+    return value
+
+
+@_replaced.defjvp
+def _replaced_jvp(primals: Any, tangents: Any) -> Any:
+    return _replaced(*primals), tangents[1]

@@ -1,1 +1,0 @@
-"""Identity layers that change the gradient in the backward pass."""

@@ -1,0 +1,186 @@
+"""Clips whose bounds depend neither on the weights nor on past steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import optax
+
+from clipjax._core.axes import Axes, check_axes
+from clipjax._core.bounds import at_step, check_order, short_repr
+from clipjax._core.entries import clip_entries, metrics_of_entries
+from clipjax._core.norms import check_ord, is_float
+from clipjax._core.paths import leaves_of
+from clipjax._core.transformation import with_metrics
+from clipjax._core.units import Units, clip_tree, clip_units, entries_of
+
+
+def clip_by_global_norm(
+    max_norm: optax.ScalarOrSchedule, *, ord: float | None = None
+) -> optax.GradientTransformationExtraArgs:
+    """Clip the norm of all leaves together: each is multiplied by min(1, max_norm / norm).
+
+    Args:
+      max_norm: the bound: a number, a scalar array or a schedule `step -> bound`.
+      ord: the order of the norm: 1, 2 (the default), any p >= 1, or `jax.numpy.inf`.
+
+    Returns:
+      A transformation with the metrics of a clip; `norm` is that of the whole tree.
+
+    Raises:
+      TypeError, ValueError: `max_norm` is negative, NaN or not a number; `ord` is below 1.
+
+    Equals `tf.clip_by_global_norm`, `optax.clip_by_global_norm`, Keras' `global_clipnorm` and torch's
+    `clip_grad_norm_`.
+
+    References:
+      Pascanu et al., 2013, On the difficulty of training recurrent neural networks, arXiv:1211.5063.
+
+    Example:
+      >>> import clipjax, jax.numpy as jnp
+      >>> tx = clipjax.clip_by_global_norm(1.0)
+      >>> grads = {"w": jnp.array([3.0]), "b": jnp.array([4.0])}
+      >>> clipped, state = tx.update(grads, tx.init(grads))
+      >>> print(clipped["w"].round(3), clipjax.metrics(state)["clip_by_global_norm/norm"])
+      [0.6] 5.0
+    """
+    bound, p = at_step("max_norm", max_norm, scalar=True), check_ord(ord)
+
+    def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:
+        return *clip_tree(updates, bound(step), p), memory
+
+    return with_metrics("clip_by_global_norm", act)
+
+
+def clip_by_norm(
+    max_norm: optax.ScalarOrSchedule,
+    *,
+    axes: Axes = None,
+    ord: float | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Clip the norm of each leaf, or of each unit along `axes`: x * min(1, max_norm / |x|).
+
+    Args:
+      max_norm: the bound: a number, an array that broadcasts to the norms, or a schedule.
+      axes: the axes that are reduced. None: each leaf has one norm.
+      ord: the order of the norm: 1, 2 (the default), any p >= 1, or `jax.numpy.inf`.
+
+    Returns:
+      A transformation with the metrics of a clip; `norm` is the largest of the norms.
+
+    Raises:
+      TypeError, ValueError: `max_norm` is negative, NaN or not a number, or does not fit the norms; `ord` is
+        below 1; `axes` is invalid, or applies to no leaf.
+
+    Equals `tf.clip_by_norm` with its `axes` for matrices, and Keras' `clipnorm`.
+
+    Example:
+      >>> import clipjax, jax.numpy as jnp
+      >>> tx = clipjax.clip_by_norm(1.0, axes=0)
+      >>> grads = jnp.array([[3.0, 0.3], [4.0, 0.4]])
+      >>> print(tx.update(grads, tx.init(grads))[0].round(3))
+      [[0.6 0.3]
+       [0.8 0.4]]
+    """
+    bound, p, axes = at_step("max_norm", max_norm), check_ord(ord), check_axes(axes)
+
+    def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:
+        return *clip_units(updates, axes, bound(step), p), memory
+
+    return with_metrics("clip_by_norm", act)
+
+
+def clip_by_rms(threshold: optax.ScalarOrSchedule, *, axes: Axes = None) -> optax.GradientTransformationExtraArgs:
+    """Clip the root mean square of each leaf, or of each unit along `axes`: x * min(1, threshold / rms(x)).
+
+    Args:
+      threshold: the bound on the RMS: a number, an array that broadcasts to the units, or a schedule.
+      axes: the axes that are reduced. None: each leaf has one RMS.
+
+    Returns:
+      A transformation with the metrics of a clip; `norm` is the largest RMS.
+
+    Raises:
+      TypeError, ValueError: `threshold` is negative, NaN or not a number, or does not fit the units; `axes` is
+        invalid, or applies to no leaf.
+
+    Equals `optax.clip_by_block_rms` and Adafactor's update clipping.
+
+    References:
+      Shazeer and Stern, 2018, Adafactor: adaptive learning rates with sublinear memory cost, arXiv:1804.04235.
+
+    Example:
+      >>> import clipjax, jax.numpy as jnp
+      >>> tx = clipjax.clip_by_rms(1.0)
+      >>> grads = jnp.array([2.0, 2.0, 2.0, 2.0])
+      >>> print(tx.update(grads, tx.init(grads))[0].round(3))
+      [1. 1. 1. 1.]
+    """
+    bound, axes = at_step("threshold", threshold), check_axes(axes)
+
+    def root(units: Units) -> float:
+        return max(entries_of(units), 1) ** 0.5
+
+    def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:
+        return *clip_units(updates, axes, bound(step), name="threshold", size_of=root), memory
+
+    return with_metrics("clip_by_rms", act)
+
+
+def clip_by_value(
+    bound: optax.ScalarOrSchedule | None = None,
+    high: optax.ScalarOrSchedule | None = None,
+    *,
+    low: optax.ScalarOrSchedule | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Clip each entry to `[-bound, bound]`, or to `[low, high]`: min(max(x, low), high).
+
+    Args:
+      bound: the bound on absolute values; of two positional arguments, the first is `low`.
+      high: the upper limit: a number, an array that broadcasts to every leaf, or a schedule; infinity for none.
+      low: the lower limit, likewise.
+
+    Returns:
+      A transformation with the metrics of a clip; `norm` is the largest absolute entry.
+
+    Raises:
+      TypeError, ValueError: a limit is NaN or not a number; `bound` is negative; `low` is above `high`; one of
+        the two is missing. In `update`: a leaf is complex, and there are two limits.
+
+    An infinite entry becomes the limit, and NaN stays NaN, as in TensorFlow. A limit that a leaf's dtype cannot
+    represent is rounded inward.
+
+    Equals `tf.clip_by_value`, `optax.clip`, Keras' `clipvalue` and torch's `clip_grad_value_`.
+
+    Example:
+      >>> import clipjax, jax.numpy as jnp
+      >>> tx = clipjax.clip_by_value(1.0)
+      >>> grads = jnp.array([-3.0, 0.5, 3.0])
+      >>> print(tx.update(grads, tx.init(grads))[0])
+      [-1.   0.5  1. ]
+    """
+    given = {"bound": bound, "high": high, "low": low}
+    if low is None and high is not None:
+        bound, low = None, bound  # clip_by_value(low, high)
+    if (bound is None) == (low is None) or (low is None) != (high is None):
+        listed = ", ".join(f"{name}={short_repr(value)}" for name, value in given.items() if value is not None)
+        raise TypeError(
+            "clip_by_value takes one bound, as in clip_by_value(1.0), or low and high, where infinity means no "
+            f"limit; got {listed or 'nothing'}"
+        )
+    if bound is None:
+        check_order(low, high)
+        lower, upper = at_step("low", low, -np.inf), at_step("high", high, -np.inf)
+    else:
+        lower, upper = (lambda _: None), at_step("bound", bound)
+
+    def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:
+        leaves, rebuild = leaves_of(updates)
+        bottom, top = lower(step), upper(step)
+        clipped = [clip_entries(leaf, bottom, top) if is_float(leaf.value) else leaf.value for leaf in leaves]
+        pairs = [(leaf.value, new) for leaf, new in zip(leaves, clipped, strict=True) if is_float(leaf.value)]
+        before, after = [old for old, _ in pairs], [new for _, new in pairs]
+        return rebuild(clipped), metrics_of_entries(before, after, top if bottom is None else None), memory
+
+    return with_metrics("clip_by_value", act)

@@ -1,0 +1,55 @@
+"""Bounds that follow the norms of past steps: what the methods for whole trees share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from clipjax._core.norms import tree_norm
+from clipjax._core.transformation import with_metrics
+from clipjax._core.units import clip_tree, floats_of
+
+
+def clip_by_history(
+    name: str,
+    remember: Callable[[Any], Any],
+    bound_of: Callable[[jax.Array, Any, Any], tuple[jax.Array, Any]],
+) -> optax.GradientTransformationExtraArgs:
+    """Clip the norm of the whole tree to a bound that depends on past norms.
+
+    Args:
+      name: the first part of the names of its metrics, which are those of a clip and `threshold`, the bound.
+      remember: makes the memory before the first step, a NamedTuple of arrays, from the dtype of the norm.
+      bound_of: a function `bound_of(norm, memory, step) -> (bound, memory)`. For derivatives, the memory is a
+        constant, and the norm of this step is not.
+
+    Returns:
+      A transformation. A norm that is not finite does not change its memory.
+    """
+
+    def first(params: Any) -> Any:
+        return remember(jax.eval_shape(lambda tree: tree_norm(floats_of(tree)), params).dtype)
+
+    def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:
+        del params
+        norm = tree_norm(floats_of(updates))
+        bound, new = bound_of(norm, memory, step)
+        bound = jnp.asarray(bound, norm.dtype)
+        clipped, metrics = clip_tree(updates, bound, norm=norm)
+        return clipped, metrics | {"threshold": bound}, if_finite(norm, new, memory)
+
+    return with_metrics(name, act, first)
+
+
+def if_finite(norm: jax.Array, new: Any, old: Any) -> Any:
+    """Return the new memory if the norm of the step is finite, else the old one; a constant for derivatives."""
+
+    def choose(new: jax.Array, old: jax.Array) -> jax.Array:
+        return lax.stop_gradient(jnp.where(jnp.isfinite(norm), new.astype(old.dtype), old))
+
+    return jax.tree.map(choose, new, old)

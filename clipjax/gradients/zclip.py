@@ -1,0 +1,185 @@
+"""Bounds on outliers: norms many standard deviations above the moving mean of past norms."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+from clipjax._core.bounds import at_step, check_count, check_number, short_repr
+from clipjax.gradients.history import clip_by_history
+
+ZclipMode = Literal["adaptive", "mean", "percentile"]
+
+
+class ZclipMemory(NamedTuple):
+    """What :func:`zclip` remembers."""
+
+    mean: jax.Array  # float: the moving mean of the norms
+    std: jax.Array  # float: their moving standard deviation
+    steps: jax.Array  # int32: how many steps had a finite norm
+
+
+class LognormalMemory(NamedTuple):
+    """What :func:`clip_by_lognormal` remembers."""
+
+    mean: jax.Array  # float: the moving mean of the logarithms of the norms
+    std: jax.Array  # float: their moving standard deviation
+    steps: jax.Array  # int32: how many steps had a finite norm
+
+
+def zclip(
+    z_threshold: float = 2.5,
+    *,
+    decay: float = 0.97,
+    warmup_steps: int = 25,
+    max_norm: optax.ScalarOrSchedule | None = None,
+    mode: ZclipMode = "adaptive",
+    clip_factor: float = 1.0,
+    eps: float = 1e-6,
+    update_on_spike: bool = True,
+) -> optax.GradientTransformationExtraArgs:
+    """Clip the norm of all leaves if its z-score among past norms makes it a spike.
+
+    With m and s the moving mean and standard deviation before this step, a norm n is a spike if its z-score
+    z = (n - m) / (s + eps) is above `z_threshold`; in mode "percentile", if n is above m + z_threshold * s.
+    Then m and s take in n, or what a spike was clipped to before `max_norm` applies.
+
+    Args:
+      z_threshold: at least 0.
+      decay: the decay of the moving averages, in [0, 1).
+      warmup_steps: how many norms, at least one, give the first m and s; only `max_norm` clips them.
+      max_norm: another bound, at all steps: a number, a scalar array, a schedule, or None.
+      mode: what a spike is clipped to. "adaptive": (m + z_threshold**2 * s / z) * clip_factor, which is lower
+        for larger spikes; "mean": m; "percentile": m + z_threshold * s.
+      clip_factor: used in mode "adaptive", at least 0.
+      eps: at least 0; not used in mode "percentile".
+      update_on_spike: whether m and s take in spikes at all.
+
+    Returns:
+      A transformation with the metrics of a clip and `threshold`: what a spike was clipped to, else the norm
+      above which there would have been one; at most `max_norm`, and infinite in a warm-up without it.
+
+    Raises:
+      TypeError, ValueError: an argument is not a number, or is out of range; `mode` is not one of the three.
+
+    Equals the authors' `ZClip`, where `max_grad_norm` is 1 by default, and "adaptive" and "mean" are the
+    `clip_option` of mode "zscore". As there, equal norms in the warm-up give s = 0, and then any larger norm
+    is a spike.
+
+    References:
+      Kumar et al., 2025, ZClip: adaptive spike mitigation for LLM pre-training, arXiv:2504.02507.
+
+    Example:
+      >>> import clipjax, jax.numpy as jnp
+      >>> tx = clipjax.zclip(warmup_steps=4)
+      >>> state = tx.init(jnp.zeros(2))
+      >>> for norm in (1.0, 3.0, 1.0, 3.0, 12.0):  # mean 2, standard deviation 1: z = 10
+      ...     clipped, state = tx.update(jnp.array([norm, 0.0]), state)
+      >>> print(f"{clipped[0]:.3f}")  # 2 + 2.5**2 * 1 / 10
+      2.625
+    """
+    check_number("z_threshold", z_threshold, 0)
+    check_number("decay", decay, 0, 1, open_at="high")
+    check_count("warmup_steps", warmup_steps, 0)
+    check_number("clip_factor", clip_factor, 0)
+    check_number("eps", eps, 0)
+    if mode not in get_args(ZclipMode):
+        raise ValueError(f"mode must be one of {get_args(ZclipMode)}, got {short_repr(mode)}")
+    if not isinstance(update_on_spike, bool):
+        raise TypeError(f"update_on_spike must be a bool, got {short_repr(update_on_spike)}")
+    cap = at_step("max_norm", jnp.inf if max_norm is None else max_norm, scalar=True)
+
+    def bound_of(norm: jax.Array, memory: ZclipMemory, step: Any) -> tuple[jax.Array, ZclipMemory]:
+        mean, std, steps = memory
+        warming = steps < jnp.maximum(warmup_steps, 1)
+        width = std if mode == "percentile" else std + eps
+        limit = mean + z_threshold * width
+        spike = ~warming & (norm > limit)
+        if mode == "adaptive":
+            excess = jnp.where(spike, norm - mean, 1)  # z * width; never 0
+            of_spike = (mean + z_threshold * std * (z_threshold * width / excess)) * clip_factor
+        else:
+            of_spike = mean if mode == "mean" else limit
+        bound = jnp.where(warming, jnp.inf, jnp.where(spike, of_spike, limit))
+
+        # Plain averages in the warm-up. Later, the paper's variance is about the new mean: (1 - rate) * away.
+        rate = jnp.where(warming, 1 / (steps.astype(norm.dtype) + 1), 1 - decay)
+        away = lax.stop_gradient(jnp.where(spike, of_spike, norm)) - mean
+        share = jnp.where(warming, rate * (1 - rate), rate * (1 - rate) ** 2)
+        new_std = jnp.hypot(jnp.sqrt(1 - rate) * std, jnp.sqrt(share) * away)
+        new = ZclipMemory(mean + rate * away, new_std, optax.safe_increment(steps))
+        if not update_on_spike:
+            new = jax.tree.map(lambda after, before: jnp.where(spike, before, after), new, memory)
+        return jnp.minimum(bound, jnp.asarray(cap(step), norm.dtype)), new
+
+    return clip_by_history("zclip", lambda dtype: ZclipMemory(*_no_moments(dtype)), bound_of)
+
+
+def clip_by_lognormal(
+    std_factor: float = 2.0,
+    *,
+    decay: float = 0.95,
+    max_norm: optax.ScalarOrSchedule | None = None,
+    eps: float = 1e-8,
+) -> optax.GradientTransformationExtraArgs:
+    """Clip the norm of all leaves, if its logarithm is an outlier, to the geometric mean of the norms.
+
+    With m and s the moving mean and standard deviation of log(norm + eps), this step's among them, a norm of
+    exp(m + std_factor * s) or more is clipped to exp(m).
+
+    Args:
+      std_factor: at least 0.
+      decay: the decay of the moving averages, in [0, 1). After t norms it is at most t / (t + 1), so that the
+        first averages are plain means.
+      max_norm: another bound, at all steps: a number, a scalar array, a schedule, or None.
+      eps: keeps the logarithm finite, and is the smallest variance; above 0.
+
+    Returns:
+      A transformation with the metrics of a clip and `threshold`: exp(m + std_factor * s), or exp(m) for an
+      outlier, and at most `max_norm`.
+
+    Raises:
+      TypeError, ValueError: an argument is not a number, or is out of range.
+
+    Equals `tf.contrib.layers.adaptive_clipping_fn` of TensorFlow 1 with its `global_step`.
+
+    References:
+      Chorowski et al., 2014, End-to-end continuous speech recognition using attention-based recurrent NN,
+      arXiv:1412.1602, section 3.2.1.
+
+    Example:
+      >>> import clipjax, jax.numpy as jnp
+      >>> tx = clipjax.clip_by_lognormal()
+      >>> state = tx.init(jnp.zeros(2))
+      >>> for norm in (1.0, 1.1, 0.9, 1.0, 1.1, 0.9, 1.0, 100.0):
+      ...     clipped, state = tx.update(jnp.array([norm, 0.0]), state)
+      >>> print(f"{clipped[0]:.3f}, {jnp.exp(state.memory.mean):.3f}")
+      1.774, 1.774
+    """
+    check_number("std_factor", std_factor, 0)
+    check_number("decay", decay, 0, 1, open_at="high")
+    check_number("eps", eps, 0, open_at="low")
+    cap = at_step("max_norm", jnp.inf if max_norm is None else max_norm, scalar=True)
+
+    def bound_of(norm: jax.Array, memory: LognormalMemory, step: Any) -> tuple[jax.Array, LognormalMemory]:
+        mean, std, steps = memory
+        rate = jnp.maximum(1 - decay, 1 / (steps.astype(norm.dtype) + 1))
+        away = jnp.log(norm + eps) - mean
+        mean = mean + rate * away
+        variance = (1 - rate) * std**2 + rate * (1 - rate) * away**2
+        limit = jnp.exp(mean + std_factor * jnp.sqrt(jnp.maximum(variance, eps)))
+        bound = jnp.where(norm < limit, limit, jnp.exp(mean))
+        new = LognormalMemory(mean, jnp.sqrt(lax.stop_gradient(variance)), optax.safe_increment(steps))
+        return jnp.minimum(bound, jnp.asarray(cap(step), norm.dtype)), new
+
+    return clip_by_history("clip_by_lognormal", lambda dtype: LognormalMemory(*_no_moments(dtype)), bound_of)
+
+
+def _no_moments(dtype: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the mean, the standard deviation and the count before the first norm."""
+    return jnp.zeros((), dtype), jnp.zeros((), dtype), jnp.zeros((), np.int32)

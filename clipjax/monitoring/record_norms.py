@@ -1,0 +1,82 @@
+"""Norms in the state of a chain, for a logger, without clipping."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import optax
+
+from clipjax._core.bounds import check_count, short_repr
+from clipjax._core.norms import is_float, tree_norm
+from clipjax._core.paths import check_patterns, first_matches, leaves_of, path_name
+from clipjax._core.transformation import matched, with_metrics
+
+
+class Recorder(optax.GradientTransformationExtraArgs):
+    """What :func:`record_norms` returns: it may come after a projection, since it changes nothing."""
+
+
+def record_norms(
+    groups: str | int | Sequence[str] | None = None,
+    *,
+    of: str | Sequence[str] = ("updates",),
+    name: str = "updates",
+) -> Recorder:
+    """Record norms for a logger, and change nothing.
+
+    Args:
+      groups: which leaves share a norm. None: the whole tree. `"leaf"`: each leaf has its own. An int n: leaves
+        whose paths have the same first n components; 1 gives a norm for each top-level module. Path patterns:
+        leaves belong to the first pattern that matches them, and others are left out.
+      of: what is measured: `"updates"`, `"params"`, or both.
+      name: what the updates are called in the metrics: `"gradients"` in front of a clip.
+
+    Returns:
+      A transformation with the metrics `record_norms/<name>`, and `record_norms/<name>/<group>` for groups. With
+      `"params"`, `update` needs the parameters.
+
+    Raises:
+      TypeError, ValueError: an argument has none of these forms; a pattern matches no leaf; the parameters are
+        missing.
+
+    Example:
+      >>> import clipjax, optax, jax.numpy as jnp
+      >>> grads = {"encoder": {"w": jnp.array([3.0, 4.0])}, "head": jnp.array([2.0])}
+      >>> tx = optax.chain(clipjax.record_norms(1, name="gradients"), optax.sgd(0.1))
+      >>> _, state = tx.update(grads, tx.init(grads))
+      >>> print(clipjax.metrics(state)["record_norms/gradients/encoder"])
+      5.0
+    """
+    measured = (of,) if isinstance(of, str) else tuple(of)
+    if not measured or any(each not in ("updates", "params") for each in measured):
+        raise ValueError(f"of must be 'updates', 'params' or both, got {short_repr(of)}")
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"name must be a str, got {short_repr(name)}")
+    patterns: tuple[str, ...] | None = None
+    depth: int | None = None
+    if isinstance(groups, int):
+        depth = check_count("groups", groups, 1)
+    elif groups is not None and groups != "leaf":
+        patterns = check_patterns("groups", groups)
+
+    def groups_of(tree: Any) -> list[str | None]:
+        if patterns is not None:
+            return first_matches("groups", patterns, tree)
+        return ["" if groups is None else path_name(leaf.path[:depth]) for leaf in leaves_of(tree)[0]]
+
+    def norms(label: str, tree: Any) -> dict[str, jax.Array]:
+        members: dict[str, list[jax.Array]] = {"": []} if groups is None else {}
+        for group, leaf in zip(groups_of(tree), leaves_of(tree)[0], strict=True):
+            if group is not None and is_float(leaf.value):
+                members.setdefault(group, []).append(leaf.value)
+        return {f"{label}/{group}".rstrip("/"): tree_norm(leaves) for group, leaves in members.items()}
+
+    def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:
+        metrics = norms(name, updates) if "updates" in measured else {}
+        if "params" in measured:
+            metrics |= norms("params", matched("record_norms", updates, params))
+        return updates, metrics, memory
+
+    return Recorder(*with_metrics("record_norms", act))

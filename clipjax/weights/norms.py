@@ -1,0 +1,149 @@
+"""Projections of the norms of units of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from clipjax._core.axes import FAN_IN_OF_MATRICES, Axes, check_axes
+from clipjax._core.bounds import at_step, check_order, fitting, short_repr
+from clipjax._core.rescale import factor_between, factor_to
+from clipjax._core.units import Units, rescale_units
+from clipjax.weights.projection import Projection
+
+
+def max_norm(radius: optax.ScalarOrSchedule, *, axes: Axes = FAN_IN_OF_MATRICES) -> Projection:
+    """Project each unit's weights onto the ball of a radius: w * min(1, radius / |w|).
+
+    Args:
+      radius: a number, an array that broadcasts to the units, or a schedule `step -> radius`.
+      axes: the axes that are reduced. By default `clipjax.fan_in` for kernels (in, out) of rank 2, and an error
+        for higher ranks; biases are not changed.
+
+    Returns:
+      A :class:`Projection`: a function of the weights, and the last link of a chain.
+
+    Raises:
+      TypeError, ValueError: `radius` is negative, NaN or not a number, or does not fit the units; `axes` is
+        invalid, or applies to no leaf.
+
+    Equals `keras.constraints.MaxNorm`, whose `axis` is `axes`.
+
+    References:
+      Srebro et al., 2005, Maximum-margin matrix factorization; Srivastava et al., 2014, Dropout.
+
+    Example:
+      >>> import clipjax, jax.numpy as jnp
+      >>> kernel = jnp.array([[3.0, 0.3], [4.0, 0.4]])  # (in, out): a unit is a column
+      >>> print(clipjax.max_norm(1.0)(kernel).round(3))
+      [[0.6 0.3]
+       [0.8 0.4]]
+    """
+    bound = at_step("radius", radius)
+
+    def factor_at(step: Any) -> Callable[[Units, jax.Array], jax.Array]:
+        limit = bound(step)
+
+        def factor_of(units: Units, norms: jax.Array) -> jax.Array:
+            return factor_to(fitting("radius", limit, norms, units.leaf), norms, units.leaf.value.dtype)
+
+        return factor_of
+
+    return _rescaling(f"clipjax.max_norm({short_repr(radius)})", factor_at, axes, counts=callable(radius))
+
+
+def min_max_norm(
+    low: optax.ScalarOrSchedule,
+    high: optax.ScalarOrSchedule,
+    *,
+    rate: optax.ScalarOrSchedule = 1.0,
+    axes: Axes = FAN_IN_OF_MATRICES,
+) -> Projection:
+    """Bring each unit's norm between two: w * (rate * clip(|w|, low, high) / |w| + 1 - rate).
+
+    Args:
+      low: the smallest norm: a number, an array that broadcasts to the units, or a schedule; finite.
+      high: the largest norm, likewise.
+      rate: the share of the way to the limit that a unit outside moves at each call, from 0 to 1. 1 projects.
+      axes: the axes that are reduced, as in :func:`max_norm`.
+
+    Returns:
+      A :class:`Projection`.
+
+    Raises:
+      TypeError, ValueError: a limit is negative, NaN or not a number; `low` is infinite or above `high`; `rate`
+        is not in [0, 1]; `axes` is invalid, or applies to no leaf.
+
+    A unit of norm 0 stays 0, since it has no direction to grow in.
+
+    Equals `keras.constraints.MinMaxNorm`, whose `axis` is `axes`.
+
+    Example:
+      >>> import clipjax, jax.numpy as jnp
+      >>> kernel = jnp.array([[3.0, 0.3], [4.0, 0.4]])  # (in, out): the norms of the units are 5 and 0.5
+      >>> print(clipjax.min_max_norm(1.0, 2.0)(kernel).round(3))
+      [[1.2 0.6]
+       [1.6 0.8]]
+    """
+    check_order(low, high)
+    lower, upper, share = at_step("low", low), at_step("high", high), at_step("rate", rate)
+    for name, value, most in (("low", low, np.finfo(np.float64).max), ("rate", rate, 1)):
+        if not (callable(value) or isinstance(value, jax.core.Tracer)) and np.any(np.asarray(value) > most):
+            wanted = "finite" if name == "low" else "at most 1"
+            raise ValueError(f"{name} must be {wanted}, got {short_repr(value)}")
+
+    def factor_at(step: Any) -> Callable[[Units, jax.Array], jax.Array]:
+        limits = {"low": lower(step), "high": upper(step), "rate": share(step)}
+
+        def factor_of(units: Units, norms: jax.Array) -> jax.Array:
+            low, high, rate = (fitting(name, limit, norms, units.leaf) for name, limit in limits.items())
+            return factor_between(low, high, rate, norms, units.leaf.value.dtype)
+
+        return factor_of
+
+    name = f"clipjax.min_max_norm({short_repr(low)}, {short_repr(high)}, rate={short_repr(rate)})"
+    return _rescaling(name, factor_at, axes, counts=any(map(callable, (low, high, rate))))
+
+
+def unit_norm(*, axes: Axes = FAN_IN_OF_MATRICES) -> Projection:
+    """Bring each unit's norm to 1: w / |w|.
+
+    Args:
+      axes: the axes that are reduced, as in :func:`max_norm`.
+
+    Returns:
+      A :class:`Projection`.
+
+    Raises:
+      TypeError, ValueError: `axes` is invalid, or applies to no leaf.
+
+    A unit of norm 0 stays 0.
+
+    Equals `keras.constraints.UnitNorm`, whose `axis` is `axes`.
+
+    Example:
+      >>> import clipjax, jax.numpy as jnp
+      >>> kernel = jnp.array([[3.0, 0.3, 0.0], [4.0, 0.4, 0.0]])  # (in, out): a unit is a column
+      >>> print(clipjax.unit_norm()(kernel).round(3))
+      [[0.6 0.6 0. ]
+       [0.8 0.8 0. ]]
+    """
+
+    def factor_at(step: Any) -> Callable[[Units, jax.Array], jax.Array]:
+        return lambda units, norms: factor_between(1, 1, 1, norms, units.leaf.value.dtype)
+
+    return _rescaling("clipjax.unit_norm()", factor_at, axes, counts=False)
+
+
+def _rescaling(name: str, factor_at: Callable[[Any], Any], axes: Any, *, counts: bool) -> Projection:
+    """Make the projection that multiplies units by `factor_at(step)(units, norms)`."""
+    axes = check_axes(axes)
+
+    def constrain(params: Any, step: Any) -> Any:
+        return rescale_units(params, axes, factor_at(step))[0]
+
+    return Projection(name, constrain, counts=counts)

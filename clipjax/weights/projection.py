@@ -1,0 +1,215 @@
+"""A projection: a function of the weights that is also the last link of a chain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+from clipjax._core.bounds import short_repr
+from clipjax._core.norms import is_float, wide
+from clipjax._core.paths import Leaf, leaves_of, path_name
+from clipjax._core.transformation import check_state, matched
+
+T = TypeVar("T")
+
+
+class ProjectionState(NamedTuple):
+    """The state of a projection whose bound is a schedule.
+
+    Others have none: a norm over all leaves would keep all of them in memory until it is known.
+    """
+
+    step: jax.Array  # int32: how many updates there were
+
+
+class Projection:
+    """A projection of weights, as a function and as the last link of a chain.
+
+    Called, it projects the weights: `params = max_norm(3.0)(params)`. As the last link of a chain it changes the
+    update so that the weights end there: `clipjax.chain(optax.adam(1e-3), max_norm(3.0))`. A link after it would
+    move them again, which :func:`clipjax.chain` refuses.
+    """
+
+    init: optax.TransformInitFn
+    update: optax.TransformUpdateExtraArgsFn
+
+    # Optax asks for its own class. Its subclass would be a tuple, and jax.jit of a callable tuple fails.
+    __class__ = property(lambda _: optax.GradientTransformationExtraArgs)
+
+    def __init__(self, name: str, constrain: Callable[..., Any], *, counts: bool = False, check: Any = None) -> None:
+        """Make a projection from `constrain(params, step)`; `counts` if it depends on the step.
+
+        If it needs more, `constrain(params, step, **extra)` takes what is given to `update`, and `check(params)`
+        raises the errors of `init`, where that is not known yet.
+        """
+
+        def constrained(params: Any, step: Any, **extra: Any) -> Any:
+            wanted = constrain(params, step, **extra)
+            _check_are_weights(params, wanted)
+            return wanted
+
+        def init(params: Any) -> Any:
+            leaves_of(params)
+            if check is None:
+                jax.eval_shape(constrain_now, params)  # for their errors
+            else:
+                check(params)
+            return ProjectionState(jnp.zeros((), np.int32)) if counts else optax.EmptyState()
+
+        def constrain_now(params: Any) -> Any:
+            return constrained(params, jnp.zeros((), np.int32) if counts else None)
+
+        def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+            if counts:
+                check_state(name, ProjectionState, state)
+            params = matched(name, updates, params)
+            before, after = leaves_of(params)[0], jax.tree.map(applied, params, updates)
+            wanted = constrained(after, state.step if counts else None, **(extra if check else {}))
+            leaves, rebuild = leaves_of(updates)
+            each = zip(before, leaves, jax.tree.leaves(after), jax.tree.leaves(wanted), strict=True)
+            steps = rebuild([_step_to(new, old, p.value, u.value) for p, u, old, new in each])
+            return steps, ProjectionState(optax.safe_increment(state.step)) if counts else state
+
+        self.name, self.constrain, self.counts, self.check = name, constrained, counts, check
+        self.init, self.update = init, update
+
+    def __call__(self, params: T, step: Any = None, **extra: Any) -> T:
+        """Project weights; `step` is needed if a bound is a schedule."""
+        return self.constrain(params, step, **extra)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.init, self.update))
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def __reduce__(self) -> Any:
+        return _rebuilt, (self.name, self.constrain, self.counts, self.check)
+
+
+def _rebuilt(name: str, constrain: Callable[..., Any], counts: bool, check: Any) -> Projection:
+    return Projection(name, constrain, counts=counts, check=check)
+
+
+def is_projection(value: Any) -> bool:
+    """Return whether a value is a projection; `isinstance` would ask for Optax's class."""
+    return type(value) is Projection
+
+
+def applied(param: Any, update: Any) -> Any:
+    """Return what `optax.apply_updates` makes of a parameter.
+
+    Inside a program XLA may leave out the rounding to 16 bits, but not a `reduce_precision`, which makes
+    subnormal numbers 0.
+    """
+    if not (hasattr(param, "dtype") and is_float(param)):
+        return param
+    if jnp.finfo(param.dtype).bits >= 32:
+        return (param + update).astype(param.dtype)
+    info = jnp.finfo(param.dtype)
+    total = param.astype(wide(param.dtype)) + update.astype(wide(param.dtype))
+    rounded = lax.reduce_precision(total, info.nexp, info.nmant)
+    return jnp.where(jnp.abs(total) < float(info.smallest_normal), total, rounded).astype(param.dtype)
+
+
+def _step_to(wanted: Any, after: Any, param: Any, update: Any) -> Any:
+    """Return the update that takes a parameter to `wanted`.
+
+    In 32 bits p + ((p + u) - p) is p + u. In 16 bits only the choice keeps it so.
+    """
+    if wanted is after or not is_float(param):
+        return update
+    step = wanted - param
+    return (step if jnp.finfo(param.dtype).bits >= 32 else jnp.where(wanted == after, update, step)).astype(
+        update.dtype
+    )
+
+
+# What a tree with all variables of a Flax model holds beside its weights: collections of Linen, variables of NNX.
+_NO_WEIGHTS = ("batch_stats", "cache", "intermediates", "BatchStat", "Cache", "Intermediate")
+
+
+def _check_are_weights(params: Any, wanted: Any) -> None:
+    """Raise an error if a projection would change what is known not to be a weight."""
+
+    def is_other(node: Any) -> bool:
+        return type(node).__name__ in _NO_WEIGHTS
+
+    other = isinstance(params, Mapping) and "params" in params
+    each = zip(
+        jax.tree_util.tree_leaves_with_path(params, is_leaf=is_other),
+        jax.tree.leaves(wanted, is_leaf=is_other),
+        strict=True,
+    )
+    for (path, old), new in each:
+        kind = type(old).__name__ if is_other(old) else path_name(path[:1]) if other else ""
+        if kind in _NO_WEIGHTS and any(
+            isinstance(a, jax.Array) and a is not b for a, b in zip(*map(jax.tree.leaves, (old, new)), strict=True)
+        ):
+            raise ValueError(
+                f"params: {path_name(path)!r}, of {kind}, is not a weight, but would be changed: pass only the "
+                "weights, as in variables['params'] or nnx.state(model, nnx.Param)"
+            )
+
+
+def project(function: Callable[[Any], Any]) -> Projection:
+    """Make a projection from any function of the whole tree of weights; a projection is returned as it is.
+
+    Args:
+      function: `params -> params`, which keeps structure, shapes and dtypes, such as those in
+        `optax.projections`.
+
+    Returns:
+      A :class:`Projection`.
+
+    Raises:
+      TypeError: `function` is not a function of weights. When called, or in `init`: it does not keep structure,
+        shapes and dtypes.
+
+    Example:
+      >>> import clipjax, optax, jax.numpy as jnp
+      >>> simplex = clipjax.project(optax.projections.projection_simplex)
+      >>> print(simplex(jnp.array([2.0, 0.0])))
+      [1. 0.]
+    """
+    return as_projection("function", function)
+
+
+def as_projection(name: str, function: Any) -> Projection:
+    """Return a projection, or make one from a function, or raise an error that names the argument."""
+    if is_projection(function):
+        return function
+    hint = ""
+    if isinstance(function, optax.GradientTransformation):
+        hint = ", a gradient transformation" + (": pass it as clip=" if name == "project" else "")
+    elif str(getattr(function, "__module__", "")).startswith(f"{__package__}."):
+        hint = ": call it, as in clipjax.max_norm(3.0)"
+    if hint or not callable(function):
+        raise TypeError(f"{name} must be a projection or a function of the weights, got {short_repr(function)}{hint}")
+
+    def constrain(params: Any, step: Any) -> Any:
+        del step
+        projected = function(params)
+        given: Any
+        given, returned = jax.tree.structure(params), jax.tree.structure(projected)
+        if returned != given:
+            raise TypeError(f"function must keep the structure of the weights, {given}, but returned {returned}")
+        for old, new in zip(leaves_of(params)[0], leaves_of(projected)[0], strict=True):
+            _check_kept(old, new)
+        return projected
+
+    return Projection(f"clipjax.project({short_repr(function)})", constrain)
+
+
+def _check_kept(old: Leaf, new: Leaf) -> None:
+    if (old.value.shape, old.value.dtype) != (new.value.shape, new.value.dtype):
+        raise TypeError(
+            f"function must keep shapes and dtypes, but made {new.value.dtype}{list(new.value.shape)} of {old}, "
+            f"which is {old.value.dtype}"
+        )

@@ -1,0 +1,169 @@
+"""`skip_nonfinite`, `skip_spikes` and `zero_nonfinite`: what they skip, count and leave as it was."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import clipjax
+
+INNER = optax.chain(clipjax.zclip(warmup_steps=2), optax.adam(lambda step: 0.1 / (1 + step)))
+WEIGHTS = {"w": np.ones(3, np.float32), "h": np.ones(2, np.float16), "n": np.arange(2), "none": None}
+
+
+def gradients(size: float = 1.0, at: Any = None) -> Any:
+    w = np.array([size, -size, 0.5 * size], np.float32)
+    if at is not None:
+        w[1] = at
+    return {"w": w, "h": np.full(2, min(size, 1e3), np.float16), "n": np.zeros(2, np.int32), "none": None}
+
+
+def same(a: Any, b: Any) -> bool:
+    return all(map(np.array_equal, jax.tree.leaves(a), jax.tree.leaves(b)))
+
+
+def read(state: Any, *keys: str) -> list[float]:
+    found = clipjax.metrics(state)
+    name = next(iter(found)).partition("/")[0]
+    return [float(found[f"{name}/{key}"]) for key in keys]
+
+
+@pytest.mark.parametrize("skip", [clipjax.skip_nonfinite, clipjax.skip_spikes])
+def test_a_skipped_step_returns_zeros_and_freezes_the_state(skip: Any) -> None:
+    tx = skip(INNER)
+    update = jax.jit(tx.update)
+    state = tx.init(WEIGHTS)
+    _, state = update(gradients(), state, WEIGHTS, loss=1.0)
+    bad = [(gradients(at=np.nan), 1.0), (gradients(at=-np.inf), 1.0), (gradients(), np.nan), (gradients(), np.inf)]
+    bad += [(gradients(at=3e19), 1.0)]  # its square is infinite in float32
+    for i, (grads, loss) in enumerate(bad):
+        updates, after = update(grads, state, WEIGHTS, loss=np.float32(loss))
+        assert same(after.memory, state.memory), i  # the past that steps are compared with, too
+        for x, p in zip(jax.tree.leaves(updates), jax.tree.leaves(WEIGHTS), strict=True):
+            assert x.shape == p.shape
+            assert not np.any(x)
+        assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(lambda x: (x.shape, x.dtype), state)
+        state = after
+        assert read(state, "skipped", "skipped_in_a_row", "skipped_last") == [i + 1, i + 1, 1]
+    assert read(state, "nonfinite_count", "nonfinite_loss_count", "steps") == [3, 2, 6]
+    updates, state = update(gradients(), state, WEIGHTS, loss=1.0)
+    assert read(state, "skipped", "skipped_in_a_row", "skipped_last") == [5, 0, 0]
+    # As if there had been two steps; without jit, the same.
+    plain = INNER.init(WEIGHTS)
+    for _ in range(2):
+        expected, plain = jax.jit(INNER.update)(gradients(), plain, WEIGHTS)
+    for a, b in zip(jax.tree.leaves((updates, state.memory.inner)), jax.tree.leaves((expected, plain)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3 if a.dtype == np.float16 else 1e-6)
+    frozen = tx.update(gradients(at=np.nan), state, WEIGHTS)[1]
+    assert same(frozen.memory, state.memory)
+
+
+def test_max_consecutive_lets_steps_through_until_one_is_finite() -> None:
+    tx = clipjax.skip_nonfinite(optax.sgd(1.0), max_consecutive=2)
+    theirs = optax.apply_if_finite(optax.sgd(1.0), max_consecutive_errors=2)
+    update, other = jax.jit(tx.update), jax.jit(theirs.update)
+    state, their_state, taken = tx.init(np.zeros(2)), theirs.init(np.zeros(2)), []
+    for value in (1, np.nan, np.nan, np.nan, np.inf, 1, np.nan, 1):
+        grads = np.array([value, 1.0], np.float32)
+        updates, state = update(grads, state)
+        expected, their_state = other(grads, their_state)
+        taken.append(bool(updates[1] != 0))
+        np.testing.assert_array_equal(updates, expected)
+    assert taken == [True, False, False, True, True, True, False, True]
+    assert read(state, "skipped", "nonfinite_count") == [3, 5]
+
+
+def z_scores(values: list[float], window: int, warmup: int, least: float) -> list[float]:
+    """How many standard deviations each value is above the median of the logarithms before it, in float64."""
+    scores = []
+    for i, value in enumerate(values):
+        past = np.log(values[max(0, i - window) : i]) if i else np.zeros(0)
+        if min(i, window) < warmup:
+            scores.append(0.0)
+            continue
+        middle = np.median(past)
+        std = max(1.4826 * float(np.median(np.abs(past - middle))), least)
+        scores.append((math.log(value) - middle) / std)
+    return scores
+
+
+def test_spikes_of_norms_and_losses_are_those_of_the_formula() -> None:
+    rng = np.random.default_rng(1)
+    norms = np.exp(rng.normal(scale=0.2, size=24)).tolist()
+    losses = np.exp(rng.normal(scale=0.05, size=24)).tolist()
+    norms[12], norms[13], losses[17] = 30.0, 40.0, 5.0
+    tx = clipjax.skip_spikes(optax.sgd(1.0), 7.0, window=8, warmup_steps=6)
+    update, state = jax.jit(tx.update), tx.init(np.zeros(2))
+    found: list[Any] = []
+    for norm, loss in zip(norms, losses, strict=True):
+        updates, state = update(np.array([norm, 0], np.float32), state, loss=np.float32(loss))
+        found.append([bool(np.any(updates)), *read(state, "z_score", "loss_z_score", "norm", "loss")])
+    expected = z_scores(norms, 8, 6, 0.05), z_scores(losses, 8, 6, 0.01)
+    taken, z, loss_z, norm, loss = (np.array(x) for x in zip(*found, strict=True))
+    np.testing.assert_allclose(z, expected[0], atol=1e-4)  # logarithms of float32, divided by 0.05 or 0.01
+    np.testing.assert_allclose(loss_z, expected[1], atol=1e-4)
+    np.testing.assert_allclose(norm, norms, rtol=1e-6)
+    np.testing.assert_allclose(loss, losses, rtol=1e-6)
+    assert taken.tolist() == [not (a > 7 or b > 7) for a, b in zip(*expected, strict=True)]
+    assert [i for i, x in enumerate(taken) if not x] == [12, 13, 17]
+    assert read(state, "skipped", "norm_spike_count", "loss_spike_count") == [3, 2, 1]
+
+
+def test_max_norm_and_a_new_level() -> None:
+    tx = clipjax.skip_spikes(optax.sgd(1.0), window=6, max_norm=lambda step: jnp.where(step < 3, 2.0, 1e6))
+    update, state, taken = jax.jit(tx.update), tx.init(np.zeros(1)), []
+    for norm in [1.0, 3.0, 1.0, 1.0, 1.0, 1.0] + [100.0] * 8:
+        updates, state = update(np.array([norm], np.float32), state)
+        taken.append(bool(updates[0] != 0))
+    assert not taken[1]  # above max_norm, though there is no past yet
+    first = taken.index(True, 6) - 6
+    assert first in (3, 4)  # half of the window
+    assert all(taken[6 + first :])
+
+
+@pytest.mark.parametrize("skip", [clipjax.skip_nonfinite, clipjax.skip_spikes])
+def test_the_loss_reaches_the_inner_transformation_and_must_be_a_scalar(skip: Any) -> None:
+    def scaled_by_loss(updates: Any, state: Any, params: Any = None, *, loss: Any, **extra: Any) -> Any:
+        return jax.tree.map(lambda u: u * loss * extra["factor"], updates), state
+
+    inner = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), scaled_by_loss)
+    tx = skip(inner)
+    updates, _ = tx.update(np.ones(2, np.float32), tx.init(np.ones(2)), loss=3, factor=2.0)
+    np.testing.assert_array_equal(updates, [6, 6])
+    tx = skip(optax.sgd(1.0))
+    state = tx.init(np.ones(2))
+    for loss in (np.ones(2), np.zeros((1, 1)), True, "1.0", 1j):
+        with pytest.raises(TypeError, match="loss must be a real scalar, such as the mean over the batch"):
+            tx.update(np.ones(2), state, loss=loss)
+    tx.update(np.ones(2), state, loss=jnp.bfloat16(1.5))
+
+
+def test_wrong_arguments_raise_errors() -> None:
+    for skip in (clipjax.skip_nonfinite, clipjax.skip_spikes):
+        with pytest.raises(TypeError, match=r"optimizer must be a gradient transformation.*call it"):
+            skip(optax.adam)
+        with pytest.raises(ValueError, match="max_consecutive must be a whole number of at least 1, got 0"):
+            skip(optax.sgd(0.1), max_consecutive=0)
+        with pytest.raises(TypeError, match="needs the state that its init returned"):
+            skip(optax.sgd(0.1)).update(np.ones(2), optax.EmptyState())
+    wrong = ("window must be", {"window": 0}), ("at most window=4, got 5", {"window": 4, "warmup_steps": 5})
+    for message, arguments in (*wrong, ("z_threshold must be at least 0", {"z_threshold": -1.0})):
+        with pytest.raises(ValueError, match=message):
+            clipjax.skip_spikes(optax.sgd(0.1), **arguments)
+
+
+def test_zero_nonfinite_is_optax_zero_nans_and_zeroes_infinities() -> None:
+    tx, clean = clipjax.zero_nonfinite(), gradients()
+    update, state = jax.jit(tx.update), tx.init(WEIGHTS)
+    for at, zeroed in ((None, 0), (np.nan, 1), (-np.inf, 2)):
+        updates, state = update(gradients(at=at), state)
+        keep = np.array([True, at is None, True])
+        np.testing.assert_array_equal(updates["w"], np.where(keep, clean["w"], 0))
+        np.testing.assert_array_equal(updates["h"], clean["h"])
+        assert read(state, "zeroed_entries", "nonfinite_steps") == [zeroed, zeroed]
+    z = np.array([1 + 2j, complex(np.nan, 1), complex(0, np.inf)], np.complex64)
+    np.testing.assert_array_equal(tx.update(z, None)[0], [1 + 2j, 0, 0])

@@ -1,0 +1,158 @@
+"""One row for every public member that changes gradients or weights; a new member is one row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import clipjax
+from clipjax import functional
+from tests.support import oracles as o
+
+
+class Row(NamedTuple):
+    """A member with a bound, and what it should do."""
+
+    name: str  # the public one; in the room functional with its prefix
+    kind: str  # "clip", "step", "projection", "function" (of a tree), "layer" (of a tree, in its backward pass)
+    make: Callable[[Any], Any]  # from the bound, a number or a traced array
+    oracle: o.Oracle
+    shares: str  # which entries share a norm: "tree", "group", "leaf", "unit", "entry", or "none"
+    title: str = ""  # tells rows of one member apart
+    ord: float = 2
+    bounds: bool = True  # it promises a bound
+    keeps: bool = True  # there is an inside, where nothing changes
+    wide: bool = True  # norms are measured from 1e-18 to 1.8e19
+    times: float = 1  # the bounds of the tests are larger by this
+    warm: str = ""  # the past that makes the bound: the norm of the "tree", or of each "leaf", was at the bound
+    params: bool = False  # it needs the weights
+    tree: str = "main"  # "matrices" and "heads" are smaller
+    below: float | None = None  # how far below the bound a float32 result may be, if not 2e-6
+    axes: Callable[..., Any] | None = None  # from the bound and axes=
+    schedule: bool = True  # the bound is passed on as it is: wrong ones, and schedules unless it is a function
+    twice: bool = True  # second derivatives are finite at 0, too
+
+    @property
+    def id(self) -> str:
+        return f"{self.name}{' ' if self.title else ''}{self.title}"
+
+
+def _agc(bound: Any, **axes: Any) -> Any:
+    return clipjax.adaptive_grad_clip(bound, **axes)
+
+
+def _adagc(bound: Any, **axes: Any) -> Any:
+    return clipjax.adagc(1.0, warmup_steps=1, max_norm=bound, **axes)
+
+
+def _qk_clip(bound: Any) -> Any:
+    logits = jnp.array(LOGITS, np.float32) * bound
+    return lambda params: clipjax.qk_clip(bound)(params, max_logits=logits)
+
+
+def _capped(bound: Any) -> Any:
+    return clipjax.project(lambda tree: functional.clip_by_norm(tree, bound, clipjax.fan_in))
+
+
+LOGITS = (0.5, 4.0, 64.0)  # of each head, as multiples of the bound
+SYMMETRIC = o.of_entries(lambda b: -b, lambda b: b)
+LOPSIDED = o.of_entries(lambda b: -b, lambda b: 2 * b)
+TENTH = o.of_entries(lambda b: -0.1, lambda b: 0.1)
+BALL = o.between(lambda b: 0, lambda b: b)
+UNITS, TREE = o.of_units(), o.of_tree()
+
+# The bound of the methods with a memory is what `warm` makes of them, so that they all clip to `b`.
+CLIPS = [
+    Row("clip_by_global_norm", "clip", clipjax.clip_by_global_norm, TREE, "tree"),
+    Row("clip_by_global_norm", "clip", lambda b: clipjax.clip_by_global_norm(b, ord=1), o.of_tree(1), "tree",
+        "1-norm", ord=1, times=4096),
+    Row("clip_by_global_norm", "clip", lambda b: clipjax.clip_by_global_norm(b, ord=jnp.inf), o.of_tree(np.inf),
+        "tree", "max norm", ord=np.inf),
+    Row("clip_by_norm", "clip", clipjax.clip_by_norm, o.of_leaves(), "leaf"),
+    Row("clip_by_norm", "clip", lambda b: clipjax.clip_by_norm(b, ord=3), o.of_leaves(3), "leaf", "3-norm", ord=3,
+        wide=False),
+    Row("clip_by_norm", "clip", lambda b: clipjax.clip_by_norm(b, axes=0), UNITS, "unit", "axes=0",
+        axes=clipjax.clip_by_norm),
+    Row("clip_by_rms", "clip", clipjax.clip_by_rms, o.of_leaves(rms=True), "leaf", axes=clipjax.clip_by_rms),
+    Row("clip_by_rms", "clip", lambda b: clipjax.clip_by_rms(b, axes=0), o.of_units(rms=True), "unit", "axes=0"),
+    Row("clip_by_value", "clip", clipjax.clip_by_value, SYMMETRIC, "entry"),
+    Row("clip_by_value", "clip", lambda b: clipjax.clip_by_value(low=-b, high=2 * b), LOPSIDED, "entry", "low, high",
+        schedule=False),
+    Row("clip_by_value", "clip", lambda b: clipjax.clip_by_value(0.1), TENTH, "entry", "0.1", keeps=False,
+        schedule=False),
+    Row("clip_by_group_norm", "clip",
+        lambda b: clipjax.clip_by_group_norm({"c_*": b, "*": b}),
+        o.of_groups("c_"), "group"),
+    Row("adaptive_grad_clip", "clip", _agc, o.of_units(relative_to=1e-3), "unit", params=True, axes=_agc),
+    Row("autoclip", "clip", lambda b: clipjax.autoclip(window=8), TREE, "tree", warm="tree", schedule=False),
+    Row("clip_by_quantile", "clip", lambda b: clipjax.clip_by_quantile(initial_max_norm=b), TREE, "tree",
+        schedule=False),
+    Row("zclip", "clip", lambda b: clipjax.zclip(warmup_steps=2, mode="mean", eps=0.0), TREE, "tree", warm="tree",
+        schedule=False),
+    Row("clip_by_lognormal", "clip", lambda b: clipjax.clip_by_lognormal(max_norm=b), TREE, "tree"),
+    Row("adagc", "clip", _adagc, o.of_leaves(), "leaf", warm="leaf", axes=_adagc, schedule=False),
+]  # fmt: skip
+
+STEPS = [
+    Row("tangent_cone", "step", clipjax.tangent_cone, o.of_cone, "none", bounds=False, params=True,
+        axes=clipjax.tangent_cone),
+    Row("zero_nonfinite", "step", lambda b: clipjax.zero_nonfinite(), o.times(1), "none", bounds=False,
+        schedule=False),
+    Row("skip_nonfinite", "step", lambda b: clipjax.skip_nonfinite(clipjax.clip_by_norm(b)), o.of_leaves(), "none"),
+    Row("skip_spikes", "step", lambda b: clipjax.skip_spikes(clipjax.clip_by_norm(b)), o.of_leaves(), "none"),
+    Row("record_norms", "step", lambda b: clipjax.record_norms(), o.times(1), "none", bounds=False, schedule=False),
+    Row("bounded", "step", lambda b: clipjax.bounded(optax.identity(), clip=clipjax.clip_by_norm(b)), o.of_leaves(),
+        "leaf"),
+    Row("chain", "step", lambda b: clipjax.chain(clipjax.clip_by_norm(b), optax.identity()), o.of_leaves(), "leaf"),
+]  # fmt: skip
+
+PROJECTIONS = [
+    Row("max_norm", "projection", clipjax.max_norm, BALL, "unit", axes=clipjax.max_norm),
+    Row("min_max_norm", "projection", lambda b: clipjax.min_max_norm(0.0, b), BALL, "unit",
+        axes=lambda b, **axes: clipjax.min_max_norm(0.0, b, **axes)),
+    Row("min_max_norm", "projection", lambda b: clipjax.min_max_norm(b, 2 * b),
+        o.between(lambda b: b, lambda b: 2 * b), "unit", "low", keeps=False, schedule=False),
+    Row("unit_norm", "projection", lambda b: clipjax.unit_norm(), o.between(lambda b: 1, lambda b: 1), "unit",
+        keeps=False, schedule=False, axes=lambda b, **axes: clipjax.unit_norm(**axes)),
+    Row("non_negative", "projection", lambda b: clipjax.non_negative(), o.of_entries(lambda b: 0, lambda b: np.inf),
+        "entry", keeps=False, schedule=False),
+    Row("box", "projection", lambda b: clipjax.box(-b, 2 * b), LOPSIDED, "entry", schedule=False),
+    Row("project", "projection", _capped, UNITS, "unit", schedule=False),
+    Row("spectral_cap", "projection", lambda b: clipjax.spectral_cap(b), o.of_singular_values, "leaf",
+        tree="matrices", below=4e-5, twice=False),
+    Row("qk_clip", "projection", _qk_clip, o.of_heads(LOGITS), "none", bounds=False, keeps=False, tree="heads",
+        schedule=False),
+]  # fmt: skip
+
+FUNCTIONS = [
+    Row("functional.clip_by_global_norm", "function", lambda b: lambda x: functional.clip_by_global_norm(x, b)[0],
+        TREE, "tree"),
+    Row("functional.clip_by_norm", "function", lambda b: lambda x: functional.clip_by_norm(x, b), o.of_leaves(),
+        "leaf"),
+    Row("functional.clip_by_value", "function", lambda b: lambda x: functional.clip_by_value(x, -b, 2 * b), LOPSIDED,
+        "entry", schedule=False),
+    Row("clip_gradient_by_global_norm", "layer", lambda b: lambda x: clipjax.clip_gradient_by_global_norm(x, b),
+        TREE, "tree"),
+    Row("clip_gradient_by_norm", "layer", lambda b: lambda x: clipjax.clip_gradient_by_norm(x, b), o.of_leaves(),
+        "leaf"),
+    Row("clip_gradient_by_value", "layer", lambda b: lambda x: clipjax.clip_gradient_by_value(x, -b, 2 * b),
+        LOPSIDED, "entry", schedule=False),
+    Row("scale_gradient", "layer", lambda b: lambda x: clipjax.scale_gradient(x, -2.0), o.times(-2), "none",
+        bounds=False, keeps=False, schedule=False),
+    Row("replace_gradient", "layer",
+        lambda b: clipjax.replace_gradient(lambda x: x, lambda x: jax.tree.map(lambda v: 4 * v, x)),
+        o.times(4), "none", bounds=False, keeps=False, schedule=False),
+]  # fmt: skip
+
+ROWS = CLIPS + STEPS + PROJECTIONS + FUNCTIONS
+
+# Public names that change neither gradients nor weights, or only as a function of the user's does.
+OTHERS = {
+    "NormLog", "SKIP", "fan_in", "fan_in_or_all", "functional", "functional.global_norm", "functional.leaf_norms",
+    "functional.unitwise_norms", "matching", "metrics", "violations", "with_metrics",
+}  # fmt: skip

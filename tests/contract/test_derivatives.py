@@ -1,0 +1,77 @@
+"""First and second derivatives are finite at 0, and equal finite differences of the oracles elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.contract.members import ROWS, Row
+from tests.support import oracles
+from tests.support.programs import apply, start
+from tests.support.trees import exact
+
+# No entry or norm is near a limit of 0.6875 or 64, and singular values are apart.
+POINT = {"a_float32": [[1.5, -0.3], [-2.0, 0.2], [0.5, 0.4]], "c_float32": [-1.2, 0.4]}
+WEIGHTS = {"a_float32": [[-2.0, 1.5], [0.7, -0.2], [1.1, 0.9]], "c_float32": [2.5, -1.0]}
+COTANGENT = {"a_float32": [[0.3, -1.1], [0.8, 0.9], [-0.6, 0.5]], "c_float32": [0.7, -0.4]}
+DIRECTION = {"a_float32": [[-0.5, 0.2], [1.0, -0.7], [0.4, 0.3]], "c_float32": [0.9, 0.6]}
+OUTSIDE, INSIDE = 0.6875, 64.0
+
+# These call what other rows differentiate.
+SAME_CODE = ("bounded", "chain", "project", "record_norms", "skip_spikes", "functional.clip_by_global_norm",
+    "functional.clip_by_norm", "functional.clip_by_value")  # fmt: skip
+
+
+def dot(a: Any, b: Any) -> Any:
+    return sum((a[k] * b[k]).sum() for k in a)
+
+
+def in_tree(row: Row, tree: Any, kind: Any) -> Any:
+    """Return a tree of arrays, for heads with the shape (in, heads, head_dim)."""
+    if row.tree == "heads":
+        return {f"layer/{side}": kind(tree["a_float32"]).reshape(1, 3, 2) for side in ("query", "key")}
+    return {k: kind(x) for k, x in tree.items()}
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.name not in SAME_CODE], ids=lambda row: row.id)
+def test_they_are_right(row: Row) -> None:
+    def float32(x: Any) -> Any:
+        return jnp.asarray(x, np.float32)
+
+    def float64(x: Any) -> Any:
+        return np.asarray(x, np.float64)
+
+    weight, direction = (in_tree(row, each, float32) for each in (COTANGENT, DIRECTION))
+    params = in_tree(row, WEIGHTS, float32) if row.params else None
+
+    @jax.jit
+    def slopes(tree: Any, state: Any, bound: Any) -> Any:
+        first = jax.grad(lambda x: dot(weight, apply(row, x, state, params, bound)[0]))
+        return jax.jvp(first, (tree,), (direction,))
+
+    def loss(x: Any) -> float:
+        made = row.oracle(x, {} if params is None else exact(params), bound)
+        return float(dot(in_tree(row, COTANGENT, float64), made))
+
+    at = in_tree(row, POINT, float32)
+    for bound in (OUTSIDE, INSIDE):
+        state = start(row, at, params, bound)
+        first, second = slopes(at, state, bound)
+        point, toward = in_tree(row, POINT, float64), in_tree(row, DIRECTION, float64)
+        want = oracles.gradient(loss, point)
+        ahead, behind = (
+            oracles.gradient(loss, {k: x + sign * 1e-3 * toward[k] for k, x in point.items()}, 1e-3) for sign in (1, -1)
+        )
+        for name, x in want.items():
+            np.testing.assert_allclose(first[name], x, rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(second[name], (ahead[name] - behind[name]) / 2e-3, rtol=1e-3, atol=1e-4)
+
+    zero = {k: x.at[..., 0].set(0) for k, x in at.items()}, jax.tree.map(jnp.zeros_like, at)
+    for tree in zero:
+        for bound in (0.0, OUTSIDE):
+            found = slopes(tree, state, bound)[: 2 if row.twice else 1]
+            assert all(np.isfinite(x).all() for x in jax.tree.leaves(found)), bound

@@ -1,0 +1,164 @@
+"""States have constant shapes and separate buffers; bounds may be 0, infinite and schedules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import clipjax
+from clipjax import functional
+from tests.contract.members import CLIPS, FUNCTIONS, PROJECTIONS, ROWS, Row
+from tests.contract.test_bounds import BOUND
+from tests.support.programs import is_transformation, run, tree_of, weights_of
+from tests.support.tolerances import tolerance
+from tests.support.trees import changed, draw, exact
+
+TREE = draw("normal", 0, {"a": (3, 5), "c": (64, 2)}, ["float32"])
+STATELESS = [
+    row for row in CLIPS if row.name not in ("autoclip", "clip_by_quantile", "zclip", "clip_by_lognormal", "adagc")
+]
+WITH_STATE = [row for row in ROWS if (is_transformation(row) or row.kind == "projection") and row.tree != "heads"]
+SCHEDULED = [row for row in ROWS if row.schedule]
+
+
+def bound_at(step: Any) -> Any:
+    """Fall from infinity to 0, and below, where it counts as 0."""
+    return jnp.array([jnp.inf, BOUND, 0.0, -1.0])[step]
+
+
+@pytest.mark.parametrize("row", WITH_STATE, ids=lambda row: row.id)
+def test_shapes_and_dtypes_of_states_are_constant(row: Row) -> None:
+    tree = tree_of(row)
+    for bound in [BOUND, lambda step: BOUND] if row.schedule else [BOUND]:
+        tx = row.make(bound)
+        first = jax.eval_shape(tx.init, tree)
+        _, second = jax.eval_shape(tx.update, tree, first, tree)
+        assert jax.tree.structure(first) == jax.tree.structure(second)
+        described = [[(x.shape, x.dtype, x.weak_type) for x in jax.tree.leaves(s)] for s in (first, second)]
+        assert described[0] == described[1]
+
+
+@pytest.mark.parametrize("row", [row for row in WITH_STATE if is_transformation(row)], ids=lambda row: row.id)
+def test_states_share_no_buffers(row: Row) -> None:
+    """A buffer can be donated only once."""
+    leaves = jax.tree.leaves(row.make(BOUND).init(TREE))
+    assert all(isinstance(x, jax.Array) for x in leaves)
+    assert len({x.unsafe_buffer_pointer() for x in leaves}) == len(leaves)
+
+
+def test_states_can_be_donated() -> None:
+    clips = [clipjax.autoclip(window=4), clipjax.zclip(), clipjax.clip_by_quantile(), clipjax.adagc()]
+    tx = clipjax.bounded(
+        clipjax.skip_spikes(optax.adam(0.1)), clip=clips, project=clipjax.max_norm(1.0), nonfinite="skip"
+    )
+    step = jax.jit(tx.update, donate_argnums=1)
+    state = tx.init(TREE)
+    for _ in range(2):
+        before = state
+        _, state = step(TREE, state, TREE)
+        assert any(x.is_deleted() for x in jax.tree.leaves(before))
+    assert all(clipjax.metrics(state)[f"{name}/steps"] == 2 for name in ("autoclip", "zclip", "adagc", "skip_spikes"))
+
+
+def test_without_a_state_they_clip_the_same() -> None:
+    """As Optax's stateless clips, whose state is `EmptyState()`."""
+
+    @jax.jit
+    def program(tree: Any, bound: Any) -> Any:
+        found = []
+        for row in STATELESS:
+            tx = row.make(bound)
+            for state in (None, optax.EmptyState(), tx.init(tree)):
+                clipped, after = tx.update(tree, state, tree)
+                found.append(clipped)
+                assert after is state or isinstance(state, type(tx.init(tree)))
+        return found
+
+    found = program(TREE, BOUND)
+    for row, *each in zip(STATELESS, found[::3], found[1::3], found[2::3], strict=True):
+        assert not changed(each[2], each[0]), row.id
+        assert not changed(each[2], each[1]), row.id
+
+
+@pytest.mark.parametrize("row", [row for row in CLIPS if row not in STATELESS], ids=lambda row: row.id)
+def test_a_memory_needs_its_state(row: Row) -> None:
+    for state in (None, optax.EmptyState()):
+        with pytest.raises(ValueError, match=f"state: {row.name} needs the state that init returned"):
+            row.make(BOUND).update(TREE, state)
+
+
+@pytest.mark.parametrize("row", CLIPS, ids=lambda row: row.id)
+def test_metrics_of_a_clip(row: Row) -> None:
+    found = clipjax.metrics(row.make(BOUND).init(TREE))
+    keys = {"norm", "norm_after", "scale", "clipped_fraction", "nonfinite_count", "steps"}
+    assert {f"{row.name}/{key}" for key in keys} <= set(found)
+    assert all(x.shape == () for x in found.values())
+    assert ("threshold" in {key.split("/")[-1] for key in found}) == (row not in STATELESS)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [row for row in ROWS if row.bounds and row.keeps and not row.warm and row.name != "clip_by_quantile"],
+    ids=lambda row: row.id,
+)
+def test_bounds_of_0_and_infinity(row: Row) -> None:
+    tree, params = tree_of(row), weights_of(row)
+    assert not changed(tree, run(row, tree, np.inf, params)[0])
+    zeros = exact(run(row, tree, 0.0, params)[0])
+    want = row.oracle(exact(tree), {} if params is None else exact(params), 0.0)
+    for name, x in zeros.items():
+        np.testing.assert_array_equal(x, want[name], err_msg=name)
+
+
+@pytest.mark.parametrize("row", [row for row in SCHEDULED if row not in FUNCTIONS], ids=lambda row: row.id)
+def test_a_schedule_that_reaches_0(row: Row) -> None:
+    made, params = row.make(bound_at), TREE if row.params else None
+    state = made.init(TREE) if is_transformation(row) else jnp.zeros((), np.int32)
+
+    @jax.jit
+    def step(tree: Any, state: Any) -> Any:
+        return made.update(tree, state, params) if is_transformation(row) else (made(tree, step=state), state + 1)
+
+    for bound in (np.inf, BOUND, 0.0, 0.0):
+        result, state = step(TREE, state)
+        want = row.oracle(exact(TREE), exact(TREE), bound)
+        for name, x in exact(result).items():
+            error = row.below or tolerance(np.float32)
+            np.testing.assert_allclose(x, want[name], rtol=error, atol=5e-6 if bound == BOUND else 0, err_msg=name)
+
+
+@pytest.mark.parametrize("row", [row for row in PROJECTIONS if row.schedule], ids=lambda row: row.id)
+def test_a_link_counts_the_steps_of_its_schedule(row: Row) -> None:
+    link = row.make(bound_at)
+    with pytest.raises(ValueError, match="is a schedule and needs the step"):
+        link(TREE)
+    assert [x.dtype for x in jax.tree.leaves(link.init(TREE))] == [np.int32]
+    assert not jax.tree.leaves(row.make(1.0).init(TREE))
+
+
+@pytest.mark.parametrize("row", SCHEDULED, ids=lambda row: row.id)
+@pytest.mark.parametrize("bound", [-1.0, float("nan"), True, "1", [1.0], np.array([1.0, -2.0]), 1j])
+def test_wrong_bounds_raise_at_once(row: Row, bound: Any) -> None:
+    """The error names the argument and the value."""
+    with pytest.raises((TypeError, ValueError), match=r" must .* got "):
+        row.make(bound) if row not in FUNCTIONS else row.make(bound)(TREE)
+
+
+@pytest.mark.parametrize("limit", [float("nan"), True, "1", [1.0], 1j])
+@pytest.mark.parametrize(
+    "make",
+    [
+        clipjax.box, clipjax.clip_by_value, lambda low, high: functional.clip_by_value(TREE, low, high),
+        lambda low, high: clipjax.clip_gradient_by_value(TREE, low, high),
+    ],
+    ids=["box", "clip_by_value", "functional.clip_by_value", "clip_gradient_by_value"],
+)  # fmt: skip
+def test_wrong_limits_raise_at_once(make: Any, limit: Any) -> None:
+    for name, limits in (("low", (limit, 1.0)), ("high", (1.0, limit)), ("low", (1.0, -1.0))):
+        with pytest.raises((TypeError, ValueError), match=f"{name} must .* got "):
+            make(*limits)

@@ -1,0 +1,42 @@
+"""Bounds that are known only later, and limits that a dtype cannot represent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import clipjax
+
+ENTRIES = np.linspace(-1, 1, 101)
+
+
+def test_a_traced_bound_below_0_counts_as_0() -> None:
+    @jax.jit
+    def clipped(bound: Any) -> Any:
+        grads, weights = jnp.array([3.0, 4.0]), jnp.array([[3.0], [4.0]])
+        tx = clipjax.clip_by_global_norm(bound)
+        return tx.update(grads, tx.init(grads))[0], clipjax.max_norm(bound)(weights)
+
+    for x in clipped(-1.0):
+        np.testing.assert_array_equal(x, np.zeros_like(x))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_both_limits_are_rounded_inward(dtype: str) -> None:
+    """Measured in float64, no entry is beyond what the user wrote; and none is far from it."""
+    for low, high in ((-0.1, 0.3), (0.1, 0.7), (-0.7, -0.3), (0.3, 0.3000001)):
+        x = np.asarray(clipjax.box(low, high)(jnp.asarray(ENTRIES, dtype))).astype(np.float64)
+        ulp = float(jnp.finfo(dtype).eps)
+        if high - low > ulp:
+            assert x.min() >= low
+            assert x.max() <= high
+        np.testing.assert_allclose([x.min(), x.max()], [low, high], rtol=2 * ulp)
+
+
+def test_equal_limits_are_allowed() -> None:
+    np.testing.assert_array_equal(clipjax.box(0.5, 0.5)(jnp.asarray(ENTRIES)), np.full(101, 0.5, np.float32))
+    np.testing.assert_allclose(clipjax.min_max_norm(2.0, 2.0)(jnp.ones((1, 3))), np.full((1, 3), 2.0), rtol=2e-6)

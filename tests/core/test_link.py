@@ -1,0 +1,34 @@
+"""A projection as a link, in 16 bits."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import clipjax
+from clipjax.weights.projection import applied
+from tests.support.trees import bits
+
+RNG = np.random.default_rng(0)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_updates_to_weights_inside_are_not_changed(dtype: str) -> None:
+    """In 16 bits p + ((p + u) - p) would often be another number than p + u."""
+    params, updates = (jnp.asarray(RNG.normal(size=(64, 8)) * 2.0**e, dtype) for e in (0, -3))
+    link = clipjax.max_norm(100.0)
+    after, _ = jax.jit(link.update)(updates, link.init(params), params)
+    assert bits(after) == bits(updates)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("exponent", [0, -14, -18])
+def test_a_link_measures_the_weights_that_will_be(dtype: str, exponent: int) -> None:
+    """Rounded to the dtype, with float16's subnormal numbers."""
+    params, updates = (jnp.asarray(RNG.normal(size=(64, 8)) * 2.0 ** (exponent - e), dtype) for e in (0, 4))
+    found = jax.jit(lambda p, u: jnp.abs(applied(p, u).astype(np.float32)) * 1.0)(params, updates)
+    want = np.abs(np.asarray(optax.apply_updates(params, updates)).astype(np.float32))
+    np.testing.assert_array_equal(found, want)

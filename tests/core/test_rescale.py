@@ -1,0 +1,51 @@
+"""Factors at the ends of the numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import clipjax
+from clipjax._core.rescale import factor_between, factor_to
+from clipjax._core.units import smallest
+
+INF, NAN = float("inf"), float("nan")
+
+
+def test_an_infinite_norm_is_not_inside_an_infinite_bound() -> None:
+    assert np.isnan(factor_to(INF, jnp.float32(INF)))
+    assert np.isnan(factor_between(0.0, INF, 1.0, jnp.float32(INF), np.float32))
+    tx = clipjax.clip_by_global_norm(INF)
+    clipped, _ = tx.update(jnp.array([INF, 1.0]), tx.init(jnp.zeros(2)))
+    assert np.isnan(clipped).all()
+
+
+def test_the_upper_bound_wins_where_traced_bounds_cross() -> None:
+    """Known ones raise; traced ones cannot."""
+
+    @jax.jit
+    def norms(low: Any, high: Any) -> Any:
+        weights = jnp.array([[0.1, 3.0, 30.0]])
+        return clipjax.min_max_norm(low, high)(weights)[0]
+
+    np.testing.assert_allclose(norms(5.0, 1.0), [1.0, 1.0, 1.0], rtol=2e-6)
+
+
+def test_the_smallest_factor_is_nan_if_one_is() -> None:
+    assert np.isnan(smallest([jnp.array([0.5, NAN]), jnp.array([1.0])]))
+    assert smallest([jnp.array([0.5, 1.0]), jnp.array([0.25])]) == 0.25
+    assert smallest([]) == 1
+    tx = clipjax.clip_by_norm(jnp.array([1.0, 2.0]), axes=0)
+    grads = jnp.array([[NAN, 4.0]])
+    _, state = tx.update(grads, tx.init(grads))
+    assert np.isnan(clipjax.metrics(state)["clip_by_norm/scale"])
+
+
+def test_the_scale_of_groups_is_the_smallest() -> None:
+    grads = {"a": jnp.array([4.0]), "b": jnp.array([0.5]), "c": jnp.array([8.0])}
+    tx = clipjax.clip_by_group_norm({"a": 1.0, "b": 1.0, "c": 1.0})
+    _, state = tx.update(grads, tx.init(grads))
+    np.testing.assert_allclose(clipjax.metrics(state)["clip_by_group_norm/scale"], 1 / 8, rtol=2e-6)

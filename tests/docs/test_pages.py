@@ -1,0 +1,78 @@
+"""The pages: their links, their sizes, and the length of their lines of code. Sybil runs the code itself."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import clipjax
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+BLOCK = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def anchors(page):
+    """Return the anchors of a page's headings."""
+    text = BLOCK.sub("", page.read_text())
+    explicit = re.findall(r"\{ ?#([\w-]+) ?\}", text)
+    headings = re.findall(r"^#+ (.+?)(?: *\{.*\})?$", text, re.MULTILINE)
+    plain = (re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings)
+    return {*explicit, *(re.sub(r"-+", "-", heading) for heading in plain)}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_resolve(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", BLOCK.sub("", page.read_text())):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists(), target
+        if anchor and linked.suffix == ".md" and "reference" not in linked.parts:
+            assert anchor in anchors(linked), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_code_fits_the_page(page):
+    """The site shows 80 columns; the README is read elsewhere, too."""
+    wide = [line for _, code in BLOCK.findall(page.read_text()) for line in code.splitlines() if len(line) > 80]
+    assert not wide
+
+
+def test_the_pages_are_short():
+    """Fifteen pages of at most 12,500 words, and a README of at most 700."""
+    guides = [page for page in (ROOT / "docs").glob("*.md") if page.stem not in ("changelog", "citation")]
+    words = {page.stem: len(page.read_text().split()) for page in guides}
+    assert len(words) == 15, words
+    assert sum(words.values()) <= 12_500, words
+    assert len((ROOT / "README.md").read_text().split()) <= 700
+
+
+def test_the_reference_lists_every_name():
+    text = "".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
+    index = (ROOT / "docs" / "reference" / "index.md").read_text()
+    for name in clipjax.__all__:
+        assert f"`{name}" in index, name
+        assert name == "functional" or f"clipjax.{name}" in text, name
+
+
+def test_versions_agree():
+    assert f"version: {clipjax.__version__}" in (ROOT / "CITATION.cff").read_text()
+    assert re.search(rf"^## {re.escape(clipjax.__version__)}\b", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+
+
+def test_the_commands_of_the_readme_name_extras_that_exist():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = {
+        each
+        for group in re.findall(r'-e "\.\[([\w,-]+)\]"', (ROOT / "README.md").read_text())
+        for each in group.split(",")
+    }
+    assert named <= set(extras)

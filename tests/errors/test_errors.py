@@ -1,0 +1,62 @@
+"""A wrong call ends in an error that names the argument, the value and the leaf, as early as they are known."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import clipjax
+from tests.errors.table import THEMES
+
+
+@functools.cache
+def names() -> dict[str, Any]:
+    """Return what the calls of the table use: the public members, and small trees."""
+    params = {"kernel": jnp.ones((4, 3)), "bias": jnp.ones(3)}
+    heads = {name: {"kernel": jnp.ones((4, 2, 3))} for name in ("query", "key")}
+    log = clipjax.NormLog()
+    log.extend(np.ones(4))
+    return {name: getattr(clipjax, name) for name in clipjax.__all__} | {
+        "clipjax": clipjax, "jax": jax, "jnp": jnp, "optax": optax, "log": log,
+        "x": jnp.ones(3), "params": params, "grads": params, "heads": heads, "attention": heads | {"out": params},
+        "other_shape": {"kernel": jnp.ones(3), "bias": jnp.ones(3)},
+        "variables": {"params": params, "batch_stats": {"mean": -5 * jnp.ones((2, 2))}},
+        "adam": optax.adam(1e-3), "sgd": optax.sgd(1e-3), "clip": clipjax.clip_by_global_norm(1.0),
+        "schedule": optax.constant_schedule(1.0), "state_of": lambda tx: tx.init(params),
+    }  # fmt: skip
+
+
+def outcome(call: str) -> Any:
+    """Run a call; return its error, or else its value."""
+    *before, last = ast.parse(call).body
+    own = dict(names())
+    try:
+        exec(compile(ast.Module(before, []), "<call>", "exec"), own)
+        return eval(compile(ast.Expression(last.value), "<call>", "eval"), own)  # type: ignore[attr-defined]
+    except Exception as error:
+        return error
+
+
+def test_each_call_is_once_in_the_table_and_every_member_is() -> None:
+    calls = [row.call for rows in THEMES.values() for row in rows]
+    assert len(set(calls)) == len(calls)
+    used = {node.id for call in calls for node in ast.walk(ast.parse(call)) if isinstance(node, ast.Name)}
+    assert set(clipjax.__all__) - used == {"SKIP", "fan_in", "fan_in_or_all"}
+
+
+@pytest.mark.parametrize("theme", THEMES)
+def test_wrong_calls_say_what_is_wrong(theme: str) -> None:
+    faults = []
+    for row in THEMES[theme]:
+        error = outcome(row.call)
+        said = type(error) is row.error and all(word in str(error) for word in row.words)
+        if not said or len(str(error)) > 600:
+            faults.append(f"{row.call}\n  {error!r} should be a {row.error.__name__} with {row.words}")
+    assert not faults, "\n".join(faults)

@@ -1,0 +1,56 @@
+"""The examples, each in a process of its own as a user runs it, in its short mode."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
+
+pytestmark = pytest.mark.slow
+
+
+def run(script, *arguments):
+    environment = {**os.environ, "MPLBACKEND": "Agg", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    environment.pop("XLA_FLAGS", None)  # the tests' eight devices
+    command = [sys.executable, str(ROOT / "examples" / f"{script}.py"), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("script", EXAMPLES)
+def test_runs_and_draws(script, tmp_path):
+    picture = tmp_path / "picture.png"
+    out = run(script, "--quick", "--plot", picture)
+    assert out.endswith(f"picture: {picture}\n")
+    assert picture.stat().st_size > 10_000
+
+
+def test_the_main_job_learns_and_keeps_its_bounds(tmp_path):
+    out = run("mnist", "--plot", tmp_path / "picture.png")
+    rows = {line.split(":")[0]: line for line in out.splitlines()}
+    accuracy = {name: float(row.split("accuracy ")[1].split("%")[0]) for name, row in rows.items() if "accuracy" in row}
+    assert accuracy["constrained"] >= 97
+    assert accuracy["constrained, 20% wrong labels"] > accuracy["as it is, 20% wrong labels"] + 3
+    assert "largest norm of a unit's weights 1.50" in rows["constrained"]
+
+
+def test_clipping_lets_a_recurrent_network_learn(tmp_path):
+    """Pascanu et al., 2013: at 20 symbols, most networks learn with the gradient clipped, and few without."""
+    out = run("rnn", "--length", "20", "--plot", tmp_path / "picture.png")
+    solved = {line.split()[0]: int(line.split()[1]) for line in out.splitlines() if " of 8 networks" in line}
+    assert solved["global"] >= 7
+    assert solved["none"] <= 1
+
+
+def test_the_notebook_runs(tmp_path):
+    nbformat = pytest.importorskip("nbformat")
+    nbclient = pytest.importorskip("nbclient")
+    notebook = nbformat.read(ROOT / "examples" / "quickstart.ipynb", as_version=4)
+    cells = [cell for cell in notebook.cells if not cell.source.startswith("%pip")]
+    notebook.cells = cells
+    nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3").execute()

@@ -1,0 +1,218 @@
+"""What all clips that follow past norms guarantee, whatever their rule."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import clipjax
+from tests.gradients.norm_runs import PARAMS, gradients_of, norms_of, norms_with_spikes, runs
+
+# Short warm-ups, so that few steps take each rule through all that it does.
+RULES: dict[str, Any] = {
+    "autoclip": clipjax.autoclip(90.0, window=8),
+    "clip_by_quantile": clipjax.clip_by_quantile(),
+    "zclip": clipjax.zclip(warmup_steps=4),
+    "zclip-mean": clipjax.zclip(warmup_steps=4, mode="mean"),
+    "zclip-percentile": clipjax.zclip(warmup_steps=4, mode="percentile"),
+    "clip_by_lognormal": clipjax.clip_by_lognormal(0.5),
+    "adagc": clipjax.adagc(warmup_steps=4, max_norm=math.inf),
+    "adagc-axes": clipjax.adagc(axes=clipjax.fan_in_or_all, warmup_steps=4, max_norm=math.inf),
+}
+
+
+def at(stacked: Any, i: int) -> Any:
+    return jax.tree.map(lambda x: x[i], stacked)
+
+
+def bits(tree: Any) -> list[bytes]:
+    return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
+
+
+@jax.jit
+def step_of_all(grads: Any, states: Any) -> tuple[Any, Any]:
+    done = {name: tx.update(grads, states[name]) for name, tx in RULES.items()}
+    return {name: updates for name, (updates, _) in done.items()}, {name: s for name, (_, s) in done.items()}
+
+
+def test_norms_that_are_not_finite_leave_no_trace() -> None:
+    """First, in the warm-up, at its end and later: the memories stay as they are, and the updates are NaN."""
+    stacked = gradients_of(norms_with_spikes(1)[:12], 1)
+    states = {name: tx.init(PARAMS) for name, tx in RULES.items()}
+    for i in range(12):
+        before, grads = states, at(stacked, i)
+        for value in (np.nan, np.inf, -np.inf, 1e25):  # the last: a norm beyond float32
+            bad = {**grads, "kernel": np.where(np.eye(4, 3), np.float32(value), grads["kernel"])}
+            updates, states = step_of_all(bad, states)
+            for name in RULES:
+                assert bits(states[name].memory) == bits(before[name].memory), name
+                assert np.isnan(updates[name]["kernel"]).any(), name
+        _, states = step_of_all(grads, states)
+        assert all(bits(states[name].memory) != bits(before[name].memory) for name in RULES)
+    for state in states.values():
+        assert list(state.totals.values()) == [12 * 4]
+
+
+def test_statistics_are_finite_at_every_scale() -> None:
+    """Norms of 1e30 count as not finite; from all others the statistics recover."""
+    usual = gradients_of(np.exp(0.3 * np.random.default_rng(0).standard_normal(20)))
+    scales = np.array([0.0, 1e-30, 1e-17, 1e17, 1e30], np.float32)[:, None] ** (np.arange(20) < 10)
+    stacks = {k: x * scales.reshape(5, 20, *[1] * (x.ndim - 1)) for k, x in usual.items()}
+    for name, done in runs(RULES, stacks).items():
+        last = jax.tree.map(lambda x: x[:, 10:], done.updates)
+        assert not any(np.isnan(x).any() for x in jax.tree.leaves((last, done.state.memory))), name
+
+
+def test_equal_norms_are_never_clipped() -> None:
+    """Not by a rounding of the statistics either: bit for bit."""
+    rules = {name: tx for name, tx in RULES.items() if name != "clip_by_quantile"}
+    one = gradients_of([1e-15, 0.3, 7.77, 1e15], 3)
+    stacks = jax.tree.map(lambda x: np.repeat(x[:, None], 20, axis=1), one)
+    for name, done in runs(rules, stacks).items():
+        assert bits(done.updates) == bits(stacks), name
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_a_spike_is_clipped_in_every_dtype(dtype: str) -> None:
+    usual = gradients_of(np.exp(0.1 * np.random.default_rng(0).standard_normal(30)))
+    spike = jax.tree.map(lambda x: np.concatenate([x, 20 * x[:1]])[None], usual)
+    with jax.enable_x64(dtype == "float64"):
+        params, stacks = (jax.tree.map(lambda x: x.astype(dtype), tree) for tree in (PARAMS, spike))
+        for name, done in runs(RULES, stacks, params).items():
+            assert {x.dtype.name for x in jax.tree.leaves(done.updates)} == {dtype}
+            floats = {x.dtype.name for x in jax.tree.leaves(done.state.memory)} - {"int32"}
+            assert floats == {"float64" if dtype == "float64" else "float32"}
+            clipped = norms_of(at(done.updates, 0))
+            assert clipped[-1] < 7, name
+            if "adagc" not in name:  # whose thresholds are those of leaves
+                assert 0.98 * done.thresholds[0, -1] < clipped[-1] <= done.thresholds[0, -1]
+
+
+def test_max_norm_may_be_a_schedule_and_relative_bound_too() -> None:
+    falling = optax.linear_schedule(2.0, -1.0, 15)  # 0 from step 10 on
+    rules = {
+        "zclip": clipjax.zclip(max_norm=falling),
+        "clip_by_lognormal": clipjax.clip_by_lognormal(max_norm=falling),
+        "adagc": clipjax.adagc(max_norm=falling),
+        "relative": clipjax.adagc(lambda step: jnp.where(step < 6, 1.0, 0.5), warmup_steps=0, decay=0),
+    }
+    done = runs(rules, jax.tree.map(lambda x: np.repeat(x, 12, axis=0)[None], gradients_of([5.0])))
+    fallen = np.maximum(2 - 0.2 * np.arange(12), 0)
+    halves = 5 * 0.5 ** np.maximum(np.arange(12) - 5, 0)
+    for name in rules:
+        expected = halves if name == "relative" else fallen
+        np.testing.assert_allclose(norms_of(at(done[name].updates, 0)), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_states_stay_replicated_inside_shard_map() -> None:
+    """Where leaves differ over a mesh axis, the norm is that of all devices, and so are the statistics."""
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+    rules = {name: tx for name, tx in RULES.items() if name != "adagc-axes"}
+
+    def steps(grads: Any) -> Any:
+        states = {name: tx.init(grads) for name, tx in rules.items()}
+        for _ in range(2):
+            states = {name: tx.update(grads, states[name])[1] for name, tx in rules.items()}
+        return states
+
+    states = jax.jit(jax.shard_map(steps, mesh=mesh, in_specs=P("data"), out_specs=P()))(PARAMS)
+    assert all(state.last[f"{n.partition('-')[0]}/norm"] == np.sqrt(np.float32(15)) for n, state in states.items())
+
+
+def test_derivatives_are_those_of_the_step() -> None:
+    """Through the norm of the step, which moves the bound, too; past norms are constants. Finite at 0."""
+    usual = gradients_of(np.exp(0.3 * np.random.default_rng(2).standard_normal(8)))
+    with jax.enable_x64(True):
+        usual = jax.tree.map(lambda x: x.astype(np.float64), usual)
+        spike, rng = jax.tree.map(lambda x: 4 * x[0], usual), np.random.default_rng(9)
+        direction = {name: rng.standard_normal(x.shape) for name, x in spike.items()}
+
+        def step(t: Any, states: Any, grads: Any) -> Any:
+            moved = jax.tree.map(lambda g, d: g + t * d, grads, direction)
+            done = {name: tx.update(moved, states[name]) for name, tx in RULES.items()}
+            losses = [sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(updates)) for updates, _ in done.values()]
+            return jnp.stack(losses), {name: state for name, (_, state) in done.items()}
+
+        value = jax.jit(step)
+        backward = jax.jit(jax.jacrev(lambda *args: step(*args)[0]))
+        start = states = {name: tx.init(spike) for name, tx in RULES.items()}
+        for i in range(8):
+            _, states = value(0.0, states, at(usual, i))
+        assert all(x.last[f"{n.partition('-')[0]}/scale"] < 1 for n, x in value(0.0, states, spike)[1].items())
+
+        central = (value(1e-5, states, spike)[0] - value(-1e-5, states, spike)[0]) / 2e-5
+        forward, of_states = jax.jit(jax.jacfwd(step))(0.0, states, spike)
+        np.testing.assert_allclose(forward, central, rtol=1e-6, atol=1e-8)
+        np.testing.assert_allclose(backward(0.0, states, spike), central, rtol=1e-6, atol=1e-8)
+        floats = [x for x in jax.tree.leaves(of_states) if x.dtype != jax.dtypes.float0]
+        assert floats
+        assert not any(np.any(x) for x in floats)
+        for before in (start, states):
+            assert np.isfinite(backward(0.0, before, jax.tree.map(np.zeros_like, spike))).all()
+
+
+BAD_ARGUMENTS: list[tuple[str, dict[str, Any]]] = [
+    *(("autoclip", {"percentile": value}) for value in (-1, 101.0, math.nan, "10", True, np.ones(2), math.sin)),
+    *(("autoclip", {"window": value}) for value in (0, 10.0, True)),
+    ("clip_by_quantile", {"quantile": 0.0, "learning_rate": 0, "initial_max_norm": 0.0}),
+    ("clip_by_quantile", {"quantile": 1.0, "learning_rate": "fast", "initial_max_norm": math.inf}),
+    ("zclip", {"z_threshold": -0.1, "decay": 1.0, "warmup_steps": -1, "max_norm": -1.0, "mode": "zscore"}),
+    (
+        "zclip",
+        {"clip_factor": -1.0, "decay": -0.1, "warmup_steps": 2.5, "max_norm": np.ones(2), "mode": None},
+    ),
+    ("zclip", {"eps": -1e-6, "update_on_spike": 1}),
+    ("clip_by_lognormal", {"std_factor": -2.0, "decay": 1.5, "max_norm": "1", "eps": 0.0}),
+    ("adagc", {"relative_bound": -1.0, "decay": 1, "warmup_steps": -5, "max_norm": math.nan, "axes": 0.5}),
+    ("adagc", {"relative_bound": None, "max_norm": np.ones((1, 1)), "warmup_norms": "both"}),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments"), BAD_ARGUMENTS)
+def test_bad_arguments_raise_when_built(name: str, arguments: dict[str, Any]) -> None:
+    for argument, value in arguments.items():
+        with pytest.raises((TypeError, ValueError), match=argument):
+            getattr(clipjax, name)(**{argument: value})
+
+
+def test_hyperparameters_can_be_injected() -> None:
+    """As schedules, and changed in the state from step to step, which is donated."""
+    inject = optax.inject_hyperparams
+    rules = {
+        "autoclip": inject(clipjax.autoclip)(percentile=optax.linear_schedule(100.0, 0.0, 2), window=16),
+        "zclip": inject(clipjax.zclip)(warmup_steps=3, max_norm=100.0),
+        "clip_by_lognormal": inject(clipjax.clip_by_lognormal)(max_norm=optax.linear_schedule(8.0, 0.0, 4)),
+        "clip_by_quantile": inject(clipjax.clip_by_quantile)(initial_max_norm=2.0),
+        "adagc": inject(clipjax.adagc)(warmup_steps=1, max_norm=math.inf),
+    }
+    states = {name: tx.init(PARAMS) for name, tx in rules.items()}
+    states["zclip"].hyperparams["z_threshold"] = jnp.zeros(())
+    states["adagc"].hyperparams["relative_bound"] = jnp.full((), 0.5)
+
+    @functools.partial(jax.jit, donate_argnums=1)
+    def update(grads: Any, states: Any) -> Any:
+        done = {name: tx.update(grads, states[name], PARAMS) for name, tx in rules.items()}
+        norms = {name: optax.tree.norm(updates) for name, (updates, _) in done.items()}
+        return norms, {name: state for name, (_, state) in done.items()}
+
+    expected = {
+        "autoclip": [3, 1, 1, 1],  # percentiles 100, 50, 0 and 0
+        "zclip": [3, 1, 4, 8 / 3],  # the mean of the warm-up
+        "clip_by_lognormal": [3, 1, 4, 2],
+        "clip_by_quantile": [2, 1, 2, 2 * math.exp(0.1)],
+        "adagc": [3, 1, 2.98 / 2, 2.9651 / 2],  # half of gamma
+    }
+    direction = gradients_of([1.0])
+    for i, norm in enumerate((3.0, 1.0, 4.0, 9.0)):
+        norms, states = update(jax.tree.map(lambda x, n=norm: np.float32(n) * x[0], direction), states)
+        for name in rules:
+            np.testing.assert_allclose(norms[name], expected[name][i], rtol=1e-5, err_msg=f"{name} {i}")

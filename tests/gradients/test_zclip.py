@@ -1,0 +1,92 @@
+"""`zclip` and `clip_by_lognormal` do what their authors' code does."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+import clipjax
+from tests.gradients.norm_runs import check_against, runs, with_bad_steps
+
+
+def zclip(
+    norms,
+    z_threshold=2.5,
+    decay=0.97,
+    warmup_steps=25,
+    max_norm=math.inf,
+    mode="adaptive",
+    clip_factor=1.0,
+    eps=1e-6,
+    update_on_spike=True,
+):
+    first = max(warmup_steps, 1)
+    mean, var = norms[:first].mean(), norms[:first].var()
+    after = [min(n, max_norm) for n in norms[:first]]
+    for n in norms[first:]:
+        std = math.sqrt(var)
+        width = std if mode == "percentile" else std + eps
+        spike = n > mean + z_threshold * width
+        to = n
+        if spike and mode == "adaptive":
+            to = (mean + z_threshold * std * z_threshold / ((n - mean) / width)) * clip_factor
+        elif spike:
+            to = mean if mode == "mean" else mean + z_threshold * std
+        after.append(min(n, to, max_norm))
+        if not spike or update_on_spike:
+            mean = decay * mean + (1 - decay) * to
+            var = decay * var + (1 - decay) * (to - mean) ** 2
+    return after
+
+
+def lognormal(norms, std_factor=2.0, decay=0.95, max_norm=math.inf, eps=1e-8):
+    """As in TensorFlow, by the moving means of the logarithm and of its square."""
+    mean = square = 0.0
+    after = []
+    for t, n in enumerate(norms):
+        log, keep = math.log(n + eps), min(decay, t / (t + 1))
+        mean, square = keep * mean + (1 - keep) * log, keep * square + (1 - keep) * log**2
+        std = math.sqrt(max(eps, square - mean**2))
+        after.append(min(n if n < math.exp(mean + std_factor * std) else math.exp(mean), max_norm))
+    return after
+
+
+ZCLIP: list[dict[str, Any]] = [
+    {},
+    {"mode": "mean", "z_threshold": 1.5},
+    {"mode": "percentile", "z_threshold": 1.0, "decay": 0.9},
+    {"clip_factor": 0.6, "warmup_steps": 5},
+    {"warmup_steps": 0},
+    {"warmup_steps": 1, "z_threshold": 4.0},
+    {"update_on_spike": False, "mode": "percentile", "warmup_steps": 10},
+    {"max_norm": 0.5, "mode": "mean", "eps": 0.0},
+]
+LOGNORMAL: list[dict[str, Any]] = [{}, {"std_factor": 0.5, "decay": 0.8}, {"max_norm": 1.0}]
+
+
+def test_zclip_follows_the_paper() -> None:
+    stacks = with_bad_steps()
+    done = runs({str(options): clipjax.zclip(**options) for options in ZCLIP}, stacks)
+    for options in ZCLIP:
+        check_against(zclip, done[str(options)], stacks, options)
+        assert done[str(options)].state.shares["zclip/clipped"].max() >= 5
+
+
+def test_the_lognormal_rule_follows_tensorflow() -> None:
+    stacks = with_bad_steps()
+    done = runs({str(options): clipjax.clip_by_lognormal(**options) for options in LOGNORMAL}, stacks)
+    for options in LOGNORMAL:
+        check_against(lognormal, done[str(options)], stacks, options)
+        assert done[str(options)].state.shares["clip_by_lognormal/clipped"].max() >= 5
+
+
+def test_after_the_warm_up_zclip_knows_mean_and_standard_deviation() -> None:
+    """At scales whose squares are no normal float32 numbers, too."""
+    norms = np.random.default_rng(3).uniform(1, 2, 26) * np.array([[1e-16], [1.0], [1e17]])
+    tx = clipjax.zclip(mode="percentile", z_threshold=1.0)
+    thresholds = runs({"zclip": tx}, norms.astype(np.float32), np.zeros((), np.float32))["zclip"].thresholds
+    assert (thresholds[:, :25] == np.inf).all()
+    expected = norms[:, :25].mean(axis=1) + norms[:, :25].std(axis=1)
+    np.testing.assert_allclose(thresholds[:, 25], expected, rtol=1e-5)

@@ -1,0 +1,139 @@
+"""JAX's transformations and modes around every kind of member: the results are those of plain steps."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import export, lax
+
+import clipjax
+from tests.devices import members as of_members
+from tests.devices.members import assert_same, members
+
+VARIANTS = ("clip_by_group_norm", "clip_by_rms", "clip_by_norm, infinity", "clip_by_global_norm, 1", "non_negative")
+MEMBERS = {name: tx for name, tx in members(0).items() if name not in VARIANTS}
+RNG = np.random.default_rng(0)
+
+
+def tree(*batch: int) -> Any:
+    sizes = {"w": (4, 3), "b": (3,)}
+    return {name: RNG.normal(size=(*batch, *size)).astype(np.float32) for name, size in sizes.items()}
+
+
+PARAMS, GRADS = tree(), tree(3)
+
+
+def init(params: Any) -> Any:
+    return of_members.init(MEMBERS, params)
+
+
+def step(states: Any, grads: Any) -> Any:
+    return of_members.step(MEMBERS, states, grads, PARAMS)
+
+
+def at(i: Any) -> Any:
+    return jax.tree.map(lambda x: x[i], GRADS)
+
+
+@pytest.fixture(scope="module")
+def plain() -> Any:
+    """Three steps, whose states are donated, by a function that is compiled once."""
+    jitted, states, updates = jax.jit(step, donate_argnums=0), init(PARAMS), []
+    for i in range(3):
+        before, (states, each) = states, jitted(states, at(i))
+        assert before["clip_by_norm"].step.is_deleted()
+        assert before["autoclip"].memory[0].is_deleted()
+        updates.append(each)
+    assert jitted._cache_size() == 1
+    return states, updates
+
+
+def test_scan_and_vmap_take_the_same_steps(plain: Any) -> None:
+    states, updates = jax.jit(lambda: lax.scan(step, init(PARAMS), GRADS))()
+    assert_same(states, plain[0])
+    for i in range(3):
+        assert_same(jax.tree.map(lambda x, i=i: x[i], updates), plain[1][i])
+    # Three trees, each with a state, take their first step; then the first does what it did alone.
+    many = jax.vmap(step, in_axes=(None, 0))
+    _, updates = jax.jit(many)(init(PARAMS), GRADS)
+    assert_same(jax.tree.map(lambda x: x[0], updates), plain[1][0])
+
+
+def test_an_exported_step_survives_bytes(plain: Any) -> None:
+    pytest.importorskip("flatbuffers")
+    states = init(PARAMS)
+    leaves, treedef = jax.tree.flatten((states, at(0)))
+    flat = jax.jit(lambda *leaves: jax.tree.leaves(step(*treedef.unflatten(leaves))))
+    restored = export.deserialize(export.export(flat)(*leaves).serialize())
+    like = jax.tree.structure((plain[0], plain[1][0]))
+    _, updates = like.unflatten(restored.call(*leaves))
+    assert_same(updates, plain[1][0])
+
+
+def test_strict_modes_and_leak_checks_find_nothing() -> None:
+    half = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), {"w": PARAMS["w"]})
+    trees = PARAMS, PARAMS | half
+    members = MEMBERS | {"bounded": clipjax.skip_nonfinite(optax.sgd(0.1))}  # MultiSteps promotes types itself
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        for params in trees:
+            for name, tx in members.items():
+                found = jax.eval_shape(lambda p, tx=tx: tx.update(p, tx.init(p), p), params)
+                for a, b in zip(jax.tree.leaves(found[0]), jax.tree.leaves(params), strict=True):
+                    assert (a.shape, a.dtype) == (b.shape, b.dtype), name
+    with jax.checking_leaks():
+        for name in ("clip_by_global_norm", "min_max_norm", "bounded"):
+            jax.eval_shape(lambda p, tx=members[name]: tx.update(p, tx.init(p), p), PARAMS)
+
+
+def test_debug_nans_finds_nothing_at_zero() -> None:
+    zeros = jax.tree.map(jnp.zeros_like, PARAMS)
+
+    def loss(grads: Any) -> Any:
+        updates = [tx.update(grads, tx.init(zeros), zeros)[0] for name, tx in MEMBERS.items()]
+        return sum(jnp.sum(x) for x in jax.tree.leaves(updates))
+
+    with jax.debug_nans(True):
+        jax.jit(jax.value_and_grad(loss))(zeros)
+
+
+def test_without_jit_and_with_checkpoint() -> None:
+    names = ("clip_by_global_norm", "bounded")
+    with jax.disable_jit():
+        eager = {name: MEMBERS[name].update(at(0), MEMBERS[name].init(PARAMS), PARAMS)[0] for name in names}
+    jitted = jax.jit(lambda: step(init(PARAMS), at(0))[1])()
+    for name in names:
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), eager[name], jitted[name])
+
+    projection = clipjax.max_norm(1.0)
+
+    def loss(params: Any) -> Any:
+        clipped = MEMBERS["clip_by_global_norm"].update(
+            projection(params), MEMBERS["clip_by_global_norm"].init(params)
+        )[0]
+        return jnp.sum(clipped["w"] ** 3) + jnp.sum(clipped["b"])
+
+    first, second = jax.jit(lambda p: (jax.grad(loss)(p), jax.grad(jax.checkpoint(loss))(p)))(PARAMS)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), first, second)
+
+
+def test_float64_leaves_have_norms_and_bounds_in_float64() -> None:
+    with jax.enable_x64(True):
+        grads = {"w": jnp.asarray(RNG.normal(size=(50, 3))), "b": jnp.ones(3, jnp.float32)}
+        clip, projection = clipjax.clip_by_global_norm(1.0), clipjax.max_norm(1.0)
+        clipped, state = jax.jit(clip.update)(grads, clip.init(grads))
+        kernel = np.asarray(projection(grads)["w"])
+        assert jax.tree.map(jnp.result_type, clipped) == {"w": np.float64, "b": np.float32}
+        found = clipjax.metrics(state)["clip_by_global_norm/norm"]
+        exact = np.sqrt(sum((np.asarray(x, np.float64) ** 2).sum() for x in grads.values()))
+        assert found.dtype == np.float64
+        np.testing.assert_allclose(found, exact, rtol=1e-14)
+        # The float32 leaf is a little smaller than the bound asks; the float64 one ends within its margin.
+        ratio = np.asarray(clipped["w"]) * exact / np.asarray(grads["w"])
+        for norms in (ratio, np.linalg.norm(kernel, axis=0)):
+            assert (norms <= 1 + 1e-15).all()
+            assert (norms >= 1 - 2.0**-47).all()
+        same = projection(grads | {"w": kernel / 2})["w"]
+        np.testing.assert_array_equal(same, kernel / 2)

@@ -1,0 +1,177 @@
+"""Optax's wrappers, and the states and containers of Flax, Equinox, Haiku and Orbax."""
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import clipjax
+
+W = np.array([[3.0, 4.0], [0.0, 12.0]], np.float32)
+PARAMS = {"w": W / 20, "b": np.zeros(2, np.float32)}
+GRADS = {"w": W, "b": np.zeros(2, np.float32)}
+CLIP, PROJECTION = clipjax.clip_by_global_norm(1.0), clipjax.max_norm(0.5)
+TX = optax.chain(CLIP, optax.sgd(1.0))
+INJECTED = optax.inject_hyperparams(clipjax.clip_by_global_norm)
+WRAPPERS: dict[str, Any] = {
+    "MultiSteps": optax.MultiSteps(TX, 1).gradient_transformation(),
+    "masked": optax.masked(TX, clipjax.matching("w")),
+    "partition": optax.partition({"a": TX, "b": optax.set_to_zero()}, {"w": "a", "b": "b"}),
+    "inject_hyperparams": optax.chain(INJECTED(max_norm=1.0), optax.scale(-1.0)),
+    "injected schedule": optax.chain(INJECTED(lambda step: 1.0 + step), optax.scale(-1.0)),
+    "apply_if_finite": optax.apply_if_finite(TX, 3),
+    "named_chain": optax.named_chain(("clip", CLIP), ("step", optax.sgd(1.0))),
+    "flatten": optax.flatten(TX),
+    "conditionally": optax.transforms.conditionally_transform(TX, lambda step: step >= 0),
+    "skip": clipjax.skip_nonfinite(TX),
+    "bounded": clipjax.bounded(optax.sgd(1.0), clip=CLIP, nonfinite="zero"),
+}
+
+
+def test_wrappers_of_optax_take_the_same_step_and_show_metrics() -> None:
+    @jax.jit
+    def steps() -> Any:
+        return {name: tx.update(GRADS, tx.init(PARAMS), PARAMS) for name, tx in WRAPPERS.items()}
+
+    for name, (updates, state) in steps().items():
+        np.testing.assert_allclose(updates["w"], -W / 13, rtol=3e-6, err_msg=name)
+        found = clipjax.metrics(state)
+        np.testing.assert_allclose(found["clip_by_global_norm/norm"], 13.0, rtol=1e-6, err_msg=name)
+
+
+def test_optimizers_that_wrap_others_train() -> None:
+    def trained(tx: Any) -> float:
+        def step(carry: Any, _: Any) -> Any:
+            params, state = carry
+            grads = jax.grad(lambda p: jnp.sum((p["w"] - 1) ** 2))(params)
+            updates, state = tx.update(grads, state, params)
+            return (optax.apply_updates(params, updates), state), None
+
+        (params, state), _ = jax.jit(lambda p: jax.lax.scan(step, (p, tx.init(p)), length=60))(PARAMS)
+        assert clipjax.metrics(state)["clip_by_global_norm/steps"] > 0
+        return float(jnp.max(jnp.abs(params["w"] - 1)))
+
+    from optax.contrib import muon, schedule_free
+
+    half = optax.chain(clipjax.clip_by_global_norm(0.5), optax.sgd(0.2))
+    assert trained(schedule_free(half, 0.2, b1=0.5)) < 0.3
+    assert trained(clipjax.chain(clipjax.clip_by_global_norm(0.5), muon(0.05))) < 0.3
+    fast = optax.LookaheadParams.init_synced(PARAMS)
+    tx = optax.lookahead(half, sync_period=3, slow_step_size=0.5)
+    state, grads = tx.init(fast), GRADS
+    updates, state = jax.jit(tx.update)(grads, state, fast)
+    np.testing.assert_allclose(updates.fast["w"], -0.1 * W / 13, rtol=3e-6)
+    assert clipjax.metrics(state)["clip_by_global_norm/steps"] == 1
+
+
+def test_states_can_be_mapped_by_what_they_hold() -> None:
+    tx = clipjax.bounded(
+        optax.adam(0.1), clip=[clipjax.zclip(), CLIP], project=PROJECTION, nonfinite="skip", accumulate=2
+    )
+    kinds = optax.tree.map_params(tx, lambda x: "p", tx.init(PARAMS), transform_non_params=lambda x: "n")
+    assert jax.tree.leaves(kinds).count("p") == 6  # of two leaves two moments, and the mean of gradients
+
+
+def test_the_memory_of_each_leaf_is_mapped_like_a_parameter() -> None:
+    adagc = clipjax.adagc()
+    kinds = optax.tree.map_params(adagc, lambda x: "p", adagc.init(PARAMS), transform_non_params=lambda x: "n")
+    assert jax.tree.leaves(kinds.memory.gammas) == ["p", "p"]
+
+
+def test_a_projection_is_a_leaf_a_function_and_survives_copies() -> None:
+    cloudpickle = pytest.importorskip("cloudpickle")
+    expected = jax.jit(PROJECTION)(PARAMS)
+    others = [copy.copy(PROJECTION), copy.deepcopy(PROJECTION), cloudpickle.loads(cloudpickle.dumps(PROJECTION))]
+    others.append(jax.tree.map(lambda x: x, PROJECTION))
+    for other in others:
+        assert repr(other) == "clipjax.max_norm(0.5)"
+        assert isinstance(other, optax.GradientTransformation)
+        clipjax.chain(optax.sgd(0.1), other)
+        jax.tree.map(np.testing.assert_array_equal, other(PARAMS), PROJECTION(PARAMS))
+    for _ in range(50):
+        jax.jit(PROJECTION)(PARAMS)
+
+    @jax.jit
+    def branches(i: Any, params: Any) -> Any:
+        chosen = jax.lax.switch(i, [PROJECTION, lambda p: p], params)
+        kept = jax.lax.cond(i == 0, PROJECTION, lambda p: p, params)
+        return chosen, kept, jax.checkpoint(PROJECTION)(params), jax.vmap(PROJECTION)({"w": jnp.stack([W / 20] * 2)})
+
+    chosen, kept, checked, many = branches(0, PARAMS)
+    for found in (chosen, kept, checked):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, expected)
+    np.testing.assert_allclose(many["w"][1], expected["w"], rtol=1e-6)
+    np.testing.assert_array_equal(branches(1, PARAMS)[0]["w"], PARAMS["w"])
+    init, update = PROJECTION
+    assert update is PROJECTION.update
+    assert init(PARAMS) == optax.EmptyState()
+
+
+def test_flax_states_train_and_show_metrics() -> None:
+    nnx = pytest.importorskip("flax.nnx")
+    from flax.training.train_state import TrainState
+
+    tx = clipjax.bounded(optax.sgd(1.0), clip=CLIP, project=PROJECTION, nonfinite="skip")
+    state = TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
+    state = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))(state, GRADS)
+    assert clipjax.metrics(state)["clip_by_global_norm/norm"] == 13
+    assert np.linalg.norm(state.params["w"], axis=0).max() <= 0.5 * (1 + 1e-6)
+
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model: Any, optimizer: Any) -> None:
+        grads = nnx.grad(lambda model: jnp.sum(model(jnp.asarray(W)) ** 2))(model)
+        optimizer.update(model, grads)
+
+    step(model, optimizer)
+    assert clipjax.metrics(optimizer)["clip_by_global_norm/steps"] == 1
+    assert np.linalg.norm(model.kernel[...], axis=0).max() <= 0.5 * (1 + 1e-6)
+
+
+def test_equinox_and_haiku_parameters() -> None:
+    eqx, hk = pytest.importorskip("equinox"), pytest.importorskip("haiku")
+    model = eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(0))
+    tx = clipjax.chain(CLIP, optax.sgd(1.0), clipjax.max_norm(0.5, axes=1))
+    state = tx.init(eqx.filter(model, eqx.is_inexact_array))
+
+    @eqx.filter_jit
+    def step(model: Any, state: Any) -> Any:
+        grads = eqx.filter_grad(lambda model: jnp.sum(jax.vmap(model)(W) ** 2))(model)
+        updates, state = tx.update(grads, state, eqx.filter(model, eqx.is_inexact_array))
+        return eqx.apply_updates(model, updates), state
+
+    model, state = step(model, state)
+    assert clipjax.metrics(state)["clip_by_global_norm/steps"] == 1
+    assert np.linalg.norm(model.layers[0].weight, axis=1).max() <= 0.5 * (1 + 1e-6)
+    with pytest.raises(TypeError, match="pass only the arrays, of an Equinox module"):
+        tx.init(model)
+
+    params = hk.transform(lambda x: hk.Linear(3)(x)).init(jax.random.key(0), W)
+    masked = optax.masked(CLIP, clipjax.matching("linear/w"))
+    updates, state = masked.update(params, masked.init(params))
+    np.testing.assert_array_equal(updates["linear"]["b"], params["linear"]["b"])
+    assert clipjax.max_norm(0.5)(params)["linear"]["w"].shape == (2, 3)
+
+
+def test_orbax_restores_a_state(tmp_path: Path) -> None:
+    ocp = pytest.importorskip("orbax.checkpoint")
+    tx = clipjax.bounded(
+        optax.adam(0.1), clip=[clipjax.autoclip(window=4), clipjax.adagc()], nonfinite="skip", accumulate=2
+    )
+    _, state = jax.jit(tx.update)(GRADS, tx.init(PARAMS), PARAMS)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "state", jax.eval_shape(tx.init, PARAMS))
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    jax.tree.map(np.testing.assert_array_equal, restored, state)
+    assert clipjax.metrics(restored).keys() == clipjax.metrics(state).keys()
+    jax.tree.map(np.testing.assert_array_equal, pickle.loads(pickle.dumps(state)), state)
