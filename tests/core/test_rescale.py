@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import clipjax
+from clipjax._core.norms import largest, norm
 from clipjax._core.rescale import factor_between, factor_to
 from clipjax._core.units import smallest
 
@@ -29,9 +30,12 @@ def test_the_upper_bound_wins_where_traced_bounds_cross() -> None:
     @jax.jit
     def norms(low: Any, high: Any) -> Any:
         weights = jnp.array([[0.1, 3.0, 30.0]])
-        return clipjax.min_max_norm(low, high)(weights)[0]
+        once = clipjax.min_max_norm(low, high)(weights)
+        return once[0], clipjax.min_max_norm(low, high)(once)[0]
 
-    np.testing.assert_allclose(norms(5.0, 1.0), [1.0, 1.0, 1.0], rtol=2e-6)
+    once, twice = norms(5.0, 1.0)
+    np.testing.assert_allclose(once, [1.0, 1.0, 1.0], rtol=2e-6)
+    np.testing.assert_array_equal(once, twice)
 
 
 def test_the_smallest_factor_is_nan_if_one_is() -> None:
@@ -49,3 +53,11 @@ def test_the_scale_of_groups_is_the_smallest() -> None:
     tx = clipjax.clip_by_group_norm({"a": 1.0, "b": 1.0, "c": 1.0})
     _, state = tx.update(grads, tx.init(grads))
     np.testing.assert_allclose(clipjax.metrics(state)["clip_by_group_norm/scale"], 1 / 8, rtol=2e-6)
+
+
+def test_nan_is_the_largest() -> None:
+    """A maximum may lose NaN, so it counts as infinite."""
+    assert largest([jnp.array([1.0, NAN]), jnp.array(2.0)]) == INF
+    assert largest([jnp.array(NAN)]) == INF
+    assert norm(jnp.array([1.0, NAN, 2.0]), None, INF) == INF
+    assert largest([]) == 0

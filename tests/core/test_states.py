@@ -40,3 +40,13 @@ def test_parameters_without_updates_are_left_out() -> None:
         assert result["w"].shape == (2, 1)
     with pytest.raises(ValueError, match="got shape"):
         matched("clip", {"frozen": jnp.ones(2), "w": None}, params)
+
+
+def test_a_step_inside_the_bound_does_not_count_as_clipped() -> None:
+    grads = jnp.array([[3.0], [4.0]])
+    for make in (clipjax.clip_by_global_norm, clipjax.clip_by_norm, clipjax.clip_by_rms, clipjax.clip_by_value):
+        tx = make(jnp.float32(5.0))
+        _, state = tx.update(grads, tx.init(grads))
+        _, state = tx.update(2 * grads, state)
+        found = clipjax.metrics(state)
+        assert next(x for key, x in found.items() if key.endswith("/clipped_fraction")) == 0.5
