@@ -18,7 +18,7 @@ if {"--compiled", "--collectives"} & set(sys.argv):
 import jax
 
 from benchmarks import compiled, platforms, tables, timing
-from benchmarks.steps import STEPS
+from benchmarks.steps import ALONE, STEPS
 from benchmarks.trees import TREES
 
 
@@ -28,7 +28,7 @@ def _arguments() -> argparse.Namespace:
     what.add_argument("--compiled", action="store_true", help="compile for TPUs and GPUs instead of timing")
     what.add_argument("--collectives", action="store_true", help="count collectives on 256 and 4,096 TPUs")
     parser.add_argument("--quick", action="store_true", help="a small tree and few repetitions, for CI")
-    parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS), metavar="STEP")
+    parser.add_argument("--steps", nargs="+", choices=STEPS | ALONE, metavar="STEP")
     parser.add_argument("--trees", nargs="+", choices=TREES, metavar="TREE", help="default: big gpt small")
     parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), metavar="DTYPE")
     parser.add_argument("--platforms", nargs="+", choices=platforms.PLATFORMS, metavar="PLATFORM")
@@ -40,7 +40,9 @@ def _arguments() -> argparse.Namespace:
 
 def _jobs(args: argparse.Namespace) -> tuple[list[str], list[Callable[[], tables.Row]]]:
     """Return the names of the first columns, and a function for each row."""
-    steps = [STEPS[name] for name in args.steps]
+    by_clock = not (args.compiled or args.collectives)
+    names = args.steps or list(STEPS | ALONE if by_clock and not args.quick else STEPS)
+    steps = [(STEPS | ALONE)[name] for name in names]
     dtypes = args.dtypes or (["float32"] if args.quick else ["float32", "bfloat16"])
     trees = args.trees or (["quick"] if args.quick else ["big", "gpt", "small"])
     if args.collectives:
@@ -60,10 +62,10 @@ def _jobs(args: argparse.Namespace) -> tuple[list[str], list[Callable[[], tables
 
     def race(tree: str, dtype: str, step: str) -> tables.Row:
         compiles = 1 if args.quick or tree == "many" else 3
-        return timing.race(STEPS[step], tree, dtype, rounds=rounds, compiles=compiles)
+        return timing.race((STEPS | ALONE)[step], tree, dtype, rounds=rounds, compiles=compiles)
 
     return ["step", "compared with", "tree", "dtype"], [
-        lambda t=t, d=d, s=s: race(t, d, s) for t, d, s in itertools.product(trees, dtypes, args.steps)
+        lambda t=t, d=d, s=s: race(t, d, s) for t, d, s in itertools.product(trees, dtypes, names)
     ]
 
 

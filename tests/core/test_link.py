@@ -32,3 +32,19 @@ def test_a_link_measures_the_weights_that_will_be(dtype: str, exponent: int) -> 
     found = jax.jit(lambda p, u: jnp.abs(applied(p, u).astype(np.float32)) * 1.0)(params, updates)
     want = np.abs(np.asarray(optax.apply_updates(params, updates)).astype(np.float32))
     np.testing.assert_array_equal(found, want)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_no_compiler_may_leave_out_the_rounding(dtype: str) -> None:
+    """A compiler may measure p + u without its rounding to 16 bits, as those for a CPU seldom do."""
+    x = jnp.ones(3, dtype)
+    assert "reduce_precision" in str(jax.make_jaxpr(applied)(x, x))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_what_max_norm_returns_is_on_the_sphere_of_the_cone(dtype: str) -> None:
+    """It ends a margin below the radius, and counts as on the sphere: a step outward is removed."""
+    weights = clipjax.max_norm(1.0)(jnp.asarray(RNG.normal(size=(300, 8)), dtype))
+    cone = clipjax.tangent_cone(1.0)
+    kept, _ = cone.update(-weights, cone.init(weights), weights)
+    assert jnp.max(jnp.abs(kept)) <= float(jnp.finfo(dtype).eps)

@@ -28,14 +28,14 @@ def test_the_upper_bound_wins_where_traced_bounds_cross() -> None:
     """Known ones raise; traced ones cannot."""
 
     @jax.jit
-    def norms(low: Any, high: Any) -> Any:
-        weights = jnp.array([[0.1, 3.0, 30.0]])
-        once = clipjax.min_max_norm(low, high)(weights)
-        return once[0], clipjax.min_max_norm(low, high)(once)[0]
+    def projected(weights: Any, low: Any, high: Any) -> Any:
+        return clipjax.min_max_norm(low, high)(weights)
 
-    once, twice = norms(5.0, 1.0)
-    np.testing.assert_allclose(once, [1.0, 1.0, 1.0], rtol=2e-6)
-    np.testing.assert_array_equal(once, twice)
+    for dtype, error in ((np.float32, 2e-6), (jnp.bfloat16, 1e-2)):
+        weights = jnp.asarray(np.random.default_rng(0).normal(size=(50, 8)) * 2.0 ** np.arange(-4, 4), dtype)
+        once = projected(weights, 5.0, 1.0)
+        np.testing.assert_allclose(np.linalg.norm(np.asarray(once, np.float64), axis=0), np.ones(8), rtol=error)
+        np.testing.assert_array_equal(once, projected(once, 5.0, 1.0))
 
 
 def test_the_smallest_factor_is_nan_if_one_is() -> None:

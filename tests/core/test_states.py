@@ -50,3 +50,29 @@ def test_a_step_inside_the_bound_does_not_count_as_clipped() -> None:
         _, state = tx.update(2 * grads, state)
         found = clipjax.metrics(state)
         assert next(x for key, x in found.items() if key.endswith("/clipped_fraction")) == 0.5
+
+
+def test_steps_that_are_taken_whatever_they_contain_do_not_count_as_skipped() -> None:
+    tx = clipjax.skip_nonfinite(optax.sgd(0.1), max_consecutive=2)
+    state, seen = tx.init(jnp.ones(1)), []
+    for value in (np.nan, np.nan, np.nan, np.nan, 1.0, np.nan):
+        _, state = tx.update(jnp.array([value]), state)
+        found = clipjax.metrics(state)
+        seen.append((int(found["skip_nonfinite/skipped"]), int(found["skip_nonfinite/skipped_in_a_row"])))
+    assert seen == [(1, 1), (2, 2), (2, 2), (2, 2), (2, 0), (3, 1)]
+
+
+def test_a_transformation_that_occurs_again_gets_a_number() -> None:
+    tx = optax.chain(*(clipjax.clip_by_global_norm(bound) for bound in (4.0, 2.0, 1.0)))
+    _, state = tx.update(jnp.array([8.0]), tx.init(jnp.ones(1)))
+    found = clipjax.metrics(state)
+    norms = [found[f"clip_by_global_norm{again}/norm"] for again in ("", "_1", "_2")]
+    np.testing.assert_allclose(norms, [8.0, 4.0, 2.0], rtol=2e-6)
+
+
+def test_zeros_do_not_enter_the_window_of_spikes() -> None:
+    tx = clipjax.skip_spikes(optax.sgd(0.1), window=4, warmup_steps=2)
+    state = tx.init(jnp.ones(1))
+    for value in (0.0, 0.0, 0.0, 0.0, 1.0, 0.9, 0.0, 1.1):
+        _, state = tx.update(jnp.array([value]), state)
+    assert clipjax.metrics(state)["skip_spikes/skipped"] == 0
