@@ -17,7 +17,7 @@ from jax.typing import ArrayLike
 from clipjax._core.axes import Axes, literal
 from clipjax._core.bounds import at_step, check_fits, check_order, fitting, known, short_repr
 from clipjax._core.entries import clip_entries
-from clipjax._core.norms import is_float
+from clipjax._core.norms import is_float, wide
 from clipjax._core.paths import leaves_of
 from clipjax._core.rescale import rescale
 from clipjax._core.units import clip_tree, clip_units, floats_of
@@ -179,7 +179,7 @@ def scale_gradient(x: T, factor: ArrayLike) -> T:
         if not is_float(leaf.value):
             return leaf.value
         check_fits("factor", value, leaf.value.shape, leaf)
-        return _scaled(leaf.value, jnp.asarray(fitting("factor", value, leaf.value, leaf), np.float32))
+        return _scaled(leaf.value, jnp.asarray(fitting("factor", value, leaf.value, leaf), wide(leaf.value.dtype)))
 
     return rebuild([scale(leaf) for leaf in leaves])
 

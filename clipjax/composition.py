@@ -68,7 +68,7 @@ def bounded(
       optimizer: any gradient transformation, such as `optax.adam(1e-3)`.
       clip: one or several gradient transformations before it, such as `clipjax.clip_by_global_norm(1.0)`.
       project: one or several projections after it, such as `clipjax.max_norm(3.0)`, or functions of the weights.
-        The bound of the last one is sure to hold.
+        The weights end inside the bound of the last one.
       nonfinite: what happens to gradients that are not finite. "propagate": they spread, as NaN. "zero": their
         entries become 0 and are counted (:func:`zero_nonfinite`). "skip": the step is skipped, and the state
         stays as it was (:func:`skip_nonfinite`).

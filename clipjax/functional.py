@@ -13,7 +13,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from clipjax._core.axes import Axes, literal
-from clipjax._core.bounds import at_step, check_fits, check_order, known
+from clipjax._core.bounds import at_step, check_bound, check_fits, check_order, known
 from clipjax._core.entries import clip_entries
 from clipjax._core.norms import check_ord, is_float, tree_norm
 from clipjax._core.norms import norm as norm_of
@@ -131,7 +131,7 @@ def clip_by_value(tree: T, low: ArrayLike, high: ArrayLike) -> T:
     check_order(known("low", low), known("high", high))
     bottom, top = (at_step(name, x, -np.inf)(None) for name, x in (("low", low), ("high", high)))
     leaves, rebuild = leaves_of(tree)
-    return rebuild([clip_entries(x, bottom, top) if is_float(x.value) else x.value for x in leaves])
+    return rebuild([clip_entries(leaf, bottom, top) for leaf in leaves])
 
 
 def clip_by_norm(tree: T, max_norm: ArrayLike, axes: Axes = None, ord: float = 2) -> T:
@@ -165,7 +165,7 @@ def clip_by_global_norm(
     tree: T,
     max_norm: ArrayLike,
     ord: float = 2,
-    norm: jax.Array | None = None,
+    norm: ArrayLike | None = None,
 ) -> tuple[T, jax.Array]:
     """Clip the norm of all leaves together, like `tf.clip_by_global_norm`.
 
@@ -191,6 +191,8 @@ def clip_by_global_norm(
     bound = at_step("max_norm", known("max_norm", max_norm), scalar=True)(None)
     if norm is not None:
         check_fits("norm", norm, (), "the whole tree")
+        if not isinstance(norm, jax.Array) and norm == norm:  # NaN is a norm that is not finite
+            check_bound("norm", norm)
         norm = jnp.asarray(norm, jnp.promote_types(jnp.result_type(norm), np.float32))
     clipped, metrics = clip_tree(tree, bound, check_ord(ord), norm)
     return clipped, metrics["norm"]

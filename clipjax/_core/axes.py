@@ -107,6 +107,8 @@ def _resolve(axes: Any, leaf: Leaf) -> tuple[int, ...] | Skip | None:
         return SKIP
     if axes is None or isinstance(axes, Skip):
         return axes
+    if callable(axes) or isinstance(axes, Mapping):
+        raise TypeError(f"axes of {leaf.name!r}, by the rule, must be ints, None or SKIP, got {axes!r}")
     each = (axes,) if isinstance(axes, int) else tuple(axes)
     if any(not -rank <= axis < rank for axis in each):
         raise ValueError(f"axes: {axes} is out of range for {leaf}")
@@ -157,7 +159,7 @@ def axes_of_leaves(axes: Any, tree: Any) -> list[tuple[int, ...] | Skip | None]:
         rules = [axes[p] if p is not None else SKIP for p in first_matches("axes", tuple(axes), tree)]
     found = [_resolve(rule, leaf) if is_float(leaf.value) else SKIP for rule, leaf in zip(rules, leaves, strict=True)]
     floats = [leaf for leaf in leaves if is_float(leaf.value) and leaf.value.size]
-    asked = any(axis is SKIP for axis in axes.values()) if isinstance(axes, Mapping) else axes is SKIP
+    asked = any(isinstance(each, Skip) for each in (axes.values() if isinstance(axes, Mapping) else [axes]))
     by_rule = callable(axes) and axes not in (fan_in, _fan_in_of_matrices)
     if floats and all(isinstance(each, Skip) for each in found) and not (asked or by_rule):
         shown = getattr(axes, "__name__", repr(axes)).lstrip("_")

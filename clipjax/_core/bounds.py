@@ -60,7 +60,7 @@ def at_step(name: str, bound: Any, least: float = 0, *, scalar: bool = False) ->
 
 
 def known(name: str, value: Any) -> Any:
-    """Return a value that a function needs to be known, not a schedule."""
+    """Return a value, or raise an error if it is a schedule: for functions that have no step."""
     if callable(value):
         raise TypeError(f"{name} must be a number or an array here, not a schedule: got {short_repr(value)}")
     return value

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from clipjax._core.bounds import fitting
-from clipjax._core.norms import largest, norm
+from clipjax._core.norms import is_float, largest, norm
 from clipjax._core.paths import Leaf
 from clipjax._core.rescale import factor_to, rescale, weak_like
 
@@ -21,6 +21,9 @@ def inward(limit: Any, dtype: Any, end: float) -> Any:
     """
     known = not isinstance(limit, jax.Array)
     xp, exact = (np, np.asarray(limit, np.float64)) if known else (jnp, limit)
+    if np.isnan(np.asarray(np.inf).astype(dtype)):  # 8 bits without an infinity, which would become NaN
+        most = float(jnp.finfo(dtype).max)
+        end, exact = np.copysign(most, end), xp.clip(exact, -most, most)
     with np.errstate(over="ignore"):
         near = exact.astype(dtype)
     beyond = near.astype(exact.dtype) > exact if end < 0 else near.astype(exact.dtype) < exact
@@ -28,8 +31,10 @@ def inward(limit: Any, dtype: Any, end: float) -> Any:
 
 
 def clip_entries(leaf: Leaf, low: Any, high: Any) -> jax.Array:
-    """Clip each entry of a leaf to `[low, high]`; `low=None` means -high. NaN stays NaN."""
+    """Clip each entry of a leaf of floats to `[low, high]`; `low=None` means -high. NaN stays NaN."""
     x = leaf.value
+    if not is_float(x):
+        return x
     if jnp.iscomplexobj(x):
         if low is not None:
             raise TypeError(

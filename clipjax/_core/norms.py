@@ -63,11 +63,11 @@ def _powers(x: jax.Array, ord: float) -> jax.Array:
     if ord == 2:
         return _squares(x)
     if ord == jnp.inf:
-        return _known(_sizes(x))
+        return _nan_as_inf(_sizes(x))
     return _sizes(x) if ord == 1 else _sizes(x) ** (int(ord) if ord == int(ord) else ord)
 
 
-def _known(x: jax.Array) -> jax.Array:
+def _nan_as_inf(x: jax.Array) -> jax.Array:
     """Return x with inf for NaN, since XLA may lose NaN in a maximum."""
     return jnp.where(x < jnp.inf, x, jnp.inf)
 
@@ -116,7 +116,7 @@ def largest(values: Iterable[jax.Array], least: float = 0) -> jax.Array:
 
     It is for metrics, and has no derivative.
     """
-    each = (_known(lax.stop_gradient(x)) for x in values)
+    each = (_nan_as_inf(lax.stop_gradient(x)) for x in values)
     return _over_leaves(jnp.maximum, lax.pmax, [jnp.max(x, initial=least) if x.ndim else x for x in each], least)
 
 
@@ -128,7 +128,8 @@ def _over_leaves(
 ) -> jax.Array:
     """Combine scalars, and those of other devices; `start` if there are none."""
     local: dict[tuple[str, ...], jax.Array] = {}
-    for x in scalars:
+    widest = max((x.dtype for x in scalars), key=lambda dtype: dtype.itemsize, default=None)
+    for x in (x if x.dtype == widest else x.astype(widest) for x in scalars):
         names = mesh_axes(x)
         local[names] = combine(local[names], x) if names in local else x
     totals = [over_devices(over, x) for x in local.values()] or [jnp.full((), start, np.float32)]

@@ -78,14 +78,12 @@ def first_matches(argument: str, patterns: Sequence[str], tree: Any) -> list[str
         `optax.partition` has removed leaves, a pattern may stand for one of those.
     """
     found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_absent)
-    names = {path_name(path): node for path, node in found}
-    if names and not any(isinstance(node, optax.MaskedNode) for node in names.values()):
+    names = [path_name(path) for path, _ in found]  # two may be the same: those of {"a/b": x, "a": {"b": y}}
+    if names and not any(isinstance(node, optax.MaskedNode) for _, node in found):
         for pattern in patterns:
             if not any(matches(pattern, name) for name in names):
-                raise ValueError(
-                    f"{argument}: the pattern {pattern!r} matches no leaf. The paths are: {a_few(list(names))}"
-                )
-    present = [name for name, node in names.items() if not _is_absent(node)]
+                raise ValueError(f"{argument}: the pattern {pattern!r} matches no leaf. The paths are: {a_few(names)}")
+    present = [name for name, (_, node) in zip(names, found, strict=True) if not _is_absent(node)]
     return [next((p for p in patterns if matches(p, name)), None) for name in present]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +11,7 @@ import numpy as np
 import optax
 from jax import lax
 
+from clipjax._core.bounds import short_repr
 from clipjax._core.paths import Leaf, leaves_of
 
 Act = Callable[[Any, Any, Any, Any], tuple[Any, dict[str, jax.Array], Any]]
@@ -68,16 +69,29 @@ def with_metrics(
         raise TypeError(f"name must be a str without '/', got {name!r}")
     if not callable(act):
         raise TypeError(f"act must be a function (updates, params, step, memory), got {act!r}")
+    if not (remember is None or callable(remember)):
+        raise TypeError(f"remember must be a function of the parameters or None, got {remember!r}")
+
+    def acted(*args: Any) -> tuple[Any, dict[str, jax.Array], Any]:
+        returned = act(*args)
+        if not (isinstance(returned, tuple) and len(returned) == 3 and isinstance(returned[1], Mapping)):
+            raise TypeError(
+                f"act of {name} must return (updates, a dict of metrics, memory), got {short_repr(returned)}"
+            )
+        return returned
 
     def full(metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:
         if "norm" in metrics:
             metrics = {**metrics, "nonfinite_count": (~jnp.isfinite(metrics["norm"])).astype(np.int32)}
-        return {f"{name}/{key}": x for key, x in metrics.items()}
+        for key, x in metrics.items():
+            if np.ndim(x):
+                raise ValueError(f"act: the metric {key!r} of {name} must be a scalar, got shape {np.shape(x)}")
+        return {f"{name}/{key}": jnp.asarray(x) for key, x in metrics.items()}
 
     def init(params: Any) -> MetricsState:
         leaves_of(params)  # for its errors
         memory = () if remember is None else remember(params)
-        shapes = jax.eval_shape(lambda p, m: full(act(p, p, jnp.zeros((), np.int32), m)[1]), params, memory)
+        shapes = jax.eval_shape(lambda p, m: full(acted(p, p, jnp.zeros((), np.int32), m)[1]), params, memory)
         return first_state(shapes, memory)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
@@ -85,9 +99,9 @@ def with_metrics(
         if state is None or isinstance(state, optax.EmptyState):
             if remember is not None:
                 raise ValueError(f"state: {name} needs the state that init returned, got {state!r}")
-            return act(updates, params, None, ())[0], state
+            return acted(updates, params, None, ())[0], state
         check_state(name, MetricsState, state)
-        updates, metrics, memory = act(updates, params, state.step, state.memory)
+        updates, metrics, memory = acted(updates, params, state.step, state.memory)
         return updates, next_state(state, full(metrics), memory)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -100,8 +114,8 @@ def first_state(metrics: dict[str, Any], memory: Any) -> MetricsState:
     """
     kinds: dict[str, dict[str, jax.Array]] = {"b": {}, "i": {}, "f": {}}
     for key, x in metrics.items():
-        kind = np.dtype(x.dtype).kind
-        kinds[kind if kind in "bi" else "f"][key] = jnp.zeros((), x.dtype if kind not in "bi" else np.int32)
+        kind = {"b": "b", "i": "i", "u": "i"}.get(np.dtype(x.dtype).kind, "f")
+        kinds[kind][key] = jnp.zeros((), x.dtype if kind == "f" else np.int32)
     return MetricsState(jnp.zeros((), np.int32), kinds["f"], kinds["i"], kinds["b"], memory)
 
 
@@ -125,7 +139,7 @@ def next_state(state: MetricsState, metrics: dict[str, jax.Array], memory: Any) 
 
 
 def plus(counter: jax.Array, more: jax.Array) -> jax.Array:
-    """Return the sum of a counter and a number of at least 0, which stops at its largest value."""
+    """Add a number of at least 0 to an int32 counter, which stops at its largest value."""
     more, most = more.astype(np.int32), np.iinfo(np.int32).max
     return jnp.where(counter > most - more, most, counter + more)
 
@@ -149,9 +163,9 @@ def matched(name: str, updates: Any, params: Any) -> Any:
         raise ValueError(f"params: {name} needs them: tx.update(updates, state, params)")
     try:
         params = jax.tree.map(lambda u, p: None if u is None else p, updates, params, is_leaf=lambda x: x is None)
+        pairs = list(zip(leaves_of(updates)[0], leaves_of(params)[0], strict=True))
     except ValueError as error:
         raise ValueError(f"params: {name} needs them in the structure of the updates: {error}") from error
-    pairs = zip(leaves_of(updates)[0], leaves_of(params)[0], strict=True)
     for update, param in pairs:
         check_same_shape(name, update, param)
     return params

@@ -10,10 +10,10 @@ import optax
 from clipjax._core.axes import Axes, check_axes
 from clipjax._core.bounds import at_step, check_order, short_repr
 from clipjax._core.entries import clip_entries, metrics_of_entries
-from clipjax._core.norms import check_ord, is_float
+from clipjax._core.norms import check_ord
 from clipjax._core.paths import leaves_of
 from clipjax._core.transformation import with_metrics
-from clipjax._core.units import Units, clip_tree, clip_units, entries_of
+from clipjax._core.units import Units, clip_tree, clip_units, entries_of, floats_of
 
 
 def clip_by_global_norm(
@@ -178,9 +178,8 @@ def clip_by_value(
     def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:
         leaves, rebuild = leaves_of(updates)
         bottom, top = lower(step), upper(step)
-        clipped = [clip_entries(leaf, bottom, top) if is_float(leaf.value) else leaf.value for leaf in leaves]
-        pairs = [(leaf.value, new) for leaf, new in zip(leaves, clipped, strict=True) if is_float(leaf.value)]
-        before, after = [old for old, _ in pairs], [new for _, new in pairs]
-        return rebuild(clipped), metrics_of_entries(before, after, top if bottom is None else None), memory
+        clipped = [clip_entries(leaf, bottom, top) for leaf in leaves]
+        metrics = metrics_of_entries(floats_of(updates), floats_of(clipped), top if bottom is None else None)
+        return rebuild(clipped), metrics, memory
 
     return with_metrics("clip_by_value", act)

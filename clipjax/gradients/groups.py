@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
 import optax
 
 from clipjax._core.bounds import at_step, short_repr
 from clipjax._core.norms import check_ord, is_float, largest
-from clipjax._core.paths import first_matches, leaves_of
+from clipjax._core.paths import first_matches, leaves_of, matches
 from clipjax._core.transformation import with_metrics
-from clipjax._core.units import clip_tree
+from clipjax._core.units import clip_tree, smallest
 
 
 def clip_by_group_norm(
@@ -61,6 +62,8 @@ def clip_by_group_norm(
         values, norms = [leaf.value for leaf in leaves], []
         metrics: dict[str, Any] = {}
         for pattern, bound in bounds.items():
+            if pattern not in groups and any(matches(pattern, leaf.name) for leaf in leaves):
+                raise ValueError(f"max_norms: {pattern!r} comes after patterns that match all of its leaves")
             places = [i for i, group in enumerate(groups) if group == pattern and is_float(values[i])]
             clipped, found = clip_tree([values[i] for i in places], bound(step), p_norm)
             for i, x in zip(places, clipped, strict=True):
@@ -75,7 +78,6 @@ def clip_by_group_norm(
 def _together(found: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the metrics of all groups: the largest norms, the smallest scale, and whether one was clipped."""
     norms, after = (largest(each[key] for each in found) for key in ("norm", "norm_after"))
-    scale, clipped = found[0]["scale"], found[0]["clipped"]
-    for each in found[1:]:
-        scale, clipped = jnp.minimum(scale, each["scale"]), clipped | each["clipped"]
+    scale = smallest([each["scale"] for each in found])
+    clipped = functools.reduce(operator.or_, (each["clipped"] for each in found))
     return {"norm": norms, "norm_after": after, "scale": scale, "clipped": clipped}

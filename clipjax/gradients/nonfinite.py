@@ -12,7 +12,7 @@ from jax import lax
 from clipjax._core.norms import is_float, over_devices
 from clipjax._core.paths import leaves_of
 from clipjax._core.rescale import weak_like
-from clipjax._core.transformation import with_metrics
+from clipjax._core.transformation import plus, with_metrics
 from clipjax.gradients.skipping import Verdict, skipping
 
 
@@ -43,8 +43,8 @@ def zero_nonfinite() -> optax.GradientTransformationExtraArgs:
         for i, x in enumerate(values):
             if is_float(x):
                 finite = jnp.isfinite(x)
-                zeroed += over_devices(lax.psum, jnp.sum(~finite, dtype=np.int32))
-                values[i] = weak_like(x, jnp.where(finite, x, jnp.zeros_like(x)))
+                zeroed = plus(zeroed, over_devices(lax.psum, jnp.sum(~finite, dtype=np.int32)))
+                values[i] = weak_like(x, jnp.where(finite, x, jnp.zeros((), x.dtype)))
         metrics = {"zeroed_entries": zeroed, "nonfinite_steps": (zeroed > 0).astype(np.int32)}
         return rebuild(values), metrics, memory
 

@@ -25,10 +25,10 @@ class SkipMemory(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What :func:`skip_spikes` says of a step."""
+    """Whether a step is a spike, and what to remember, count and log of it."""
 
     spike: Any  # bool
-    past: Any
+    past: Any  # for the next step
     counts: dict[str, Any]  # int32: events that are counted
     last: dict[str, Any]  # floats to log
 
@@ -98,7 +98,11 @@ def _step_if(taken: jax.Array, step: Callable[..., Any], updates: Any, state: An
 
     def skip(updates: Any, state: Any) -> tuple[Any, Any]:
         like, like_state = jax.eval_shape(step, updates, state)
-        zeros = jax.tree.map(lambda new, u: _typed_as(new, jnp.zeros_like(u)), like, updates)
+        # Some optimizers return updates of another structure than they get, such as optax.lookahead.
+        before: Any
+        before, after = jax.tree.structure(updates), jax.tree.structure(like)
+        zeros = jax.tree.map(jnp.zeros_like, updates if before == after else like)
+        zeros = jax.tree.map(_typed_as, like, zeros)
         return zeros, jax.tree.map(_typed_as, like_state, state)
 
     if not isinstance(taken, jax.core.Tracer):  # without jit, each branch would be compiled at each step
@@ -128,6 +132,6 @@ def _mean_of_devices(loss: Any) -> jax.Array:
 def check_transformation(name: str, value: Any) -> Any:
     """Return a gradient transformation, or raise an error that says what it is instead."""
     if not isinstance(value, optax.GradientTransformation):
-        hint = ": call it, as in optax.adam(1e-3)" if callable(value) else ""
+        hint = f": call it, as in {getattr(value, '__name__', 'it')}(...)" if callable(value) else ""
         raise TypeError(f"{name} must be a gradient transformation, got {short_repr(value)}{hint}")
     return value

@@ -118,9 +118,9 @@ def _compared(value: jax.Array, window: Window, highest: Any, enough: Any, least
     std = jnp.maximum(_STD_PER_MAD * _median(jnp.abs(past - median), held), floor)
     limit = median + highest * std
     scaled = jnp.where(positive, jnp.log(jnp.maximum(value, 0)), value)
-    ready = jnp.minimum(window.entered, window.ring.size) >= enough
+    warm = jnp.minimum(window.entered, window.ring.size) >= enough
     threshold = jnp.where(positive, jnp.exp(limit), limit)
-    return jnp.where(ready, (scaled - median) / std, 0), jnp.where(ready, threshold, jnp.inf)
+    return jnp.where(warm, (scaled - median) / std, 0), jnp.where(warm, threshold, jnp.inf)
 
 
 def _median(values: jax.Array, held: jax.Array) -> jax.Array:

@@ -70,7 +70,7 @@ def tangent_cone(
             outward = ~(size < near) & ~(product >= 0)  # NaN counts as outward
             # One number for each unit. Measuring what is left would keep the whole gradient in memory.
             part = jnp.where(outward, product, 0) / jnp.where(outward & (size > 0), size * size, 1)
-            values[units.place] = weak_like(x, jnp.where(part == 0, x, (g - w * part).astype(x.dtype)))
+            values[units.place] = weak_like(x, jnp.where(part == 0, x, (g - w * part.astype(dtype)).astype(x.dtype)))
             removed.append(-part * size)
         most = largest(removed)
         return rebuild(values), {"norm": most, "removed": most > 0}, memory

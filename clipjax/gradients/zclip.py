@@ -83,11 +83,11 @@ def zclip(
       >>> print(f"{clipped[0]:.3f}")  # 2 + 2.5**2 * 1 / 10
       2.625
     """
-    check_number("z_threshold", z_threshold, 0)
+    check_number("z_threshold", z_threshold, 0, open_at="high")
     check_number("decay", decay, 0, 1, open_at="high")
     check_count("warmup_steps", warmup_steps, 0)
-    check_number("clip_factor", clip_factor, 0)
-    check_number("eps", eps, 0)
+    check_number("clip_factor", clip_factor, 0, open_at="high")
+    check_number("eps", eps, 0, open_at="high")
     if mode not in get_args(ZclipMode):
         raise ValueError(f"mode must be one of {get_args(ZclipMode)}, got {short_repr(mode)}")
     if not isinstance(update_on_spike, bool):
@@ -163,7 +163,7 @@ def clip_by_lognormal(
     """
     check_number("std_factor", std_factor, 0)
     check_number("decay", decay, 0, 1, open_at="high")
-    check_number("eps", eps, 0, open_at="low")
+    check_number("eps", eps, 0, open_at="low, high")
     cap = at_step("max_norm", jnp.inf if max_norm is None else max_norm, scalar=True)
 
     def bound_of(norm: jax.Array, memory: LognormalMemory, step: Any) -> tuple[jax.Array, LognormalMemory]:

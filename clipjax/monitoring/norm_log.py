@@ -65,7 +65,7 @@ class NormLog:
             keys = every if self.name is None else [self.name, f"{self.name}/norm"]
             found = [key for key in keys if key in norms]
             if len(found) != 1:
-                raise ValueError(f"name must say which norm to log, of {every}; it is {self.name!r}")
+                raise ValueError(f"name must say which norm to log, of {every or list(norms)}; it is {self.name!r}")
             norms = norms[found[0]]
         if isinstance(norms, jax.core.Tracer):
             raise TypeError("norms must be known: return them from the compiled function, then log them")
@@ -107,10 +107,10 @@ class NormLog:
         return self._count if self.capacity is None else min(self._count, self.capacity)
 
     def _finite(self) -> np.ndarray:
-        norms = self.norms[np.isfinite(self.norms)]
-        if not len(norms):
+        norms = self.norms
+        if not np.isfinite(norms).any():
             raise ValueError(f"the log has no finite norm, among {len(self)}")
-        return norms
+        return norms[np.isfinite(norms)]
 
     def quantiles(self, q: ArrayLike) -> np.ndarray:
         """Return quantiles of the finite norms, interpolated linearly, in the shape of `q`."""
@@ -121,8 +121,8 @@ class NormLog:
 
     def clip_rate(self, thresholds: ArrayLike) -> np.ndarray:
         """Return the share of the finite norms that is above each threshold, in the shape of `thresholds`."""
-        if np.isnan(thresholds).any():
-            raise ValueError(f"thresholds must not be NaN, got {short_repr(thresholds)}")
+        if np.asarray(thresholds).dtype.kind in "OSUbc" or np.isnan(thresholds).any():
+            raise ValueError(f"thresholds must be real numbers, not NaN, got {short_repr(thresholds)}")
         norms = np.sort(self._finite())
         return np.asarray(1 - np.searchsorted(norms, np.asarray(thresholds), side="right") / len(norms))
 

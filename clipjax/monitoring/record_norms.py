@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -49,11 +49,15 @@ def record_norms(
       >>> print(clipjax.metrics(state)["record_norms/gradients/encoder"])
       5.0
     """
-    measured = (of,) if isinstance(of, str) else tuple(of)
+    measured = (of,) if isinstance(of, str) else tuple(of) if isinstance(of, Iterable) else ()
     if not measured or any(each not in ("updates", "params") for each in measured):
         raise ValueError(f"of must be 'updates', 'params' or both, got {short_repr(of)}")
     if not isinstance(name, str) or not name:
         raise TypeError(f"name must be a str, got {short_repr(name)}")
+    if name != "updates" and "updates" not in measured:
+        raise ValueError(f"name is what the updates are called, got {name!r}, but of={short_repr(of)} leaves them out")
+    if name == "params" and len(set(measured)) == 2:
+        raise ValueError("name must not be 'params' if both are measured: that is what the weights are called")
     patterns: tuple[str, ...] | None = None
     depth: int | None = None
     if isinstance(groups, int):

@@ -69,11 +69,11 @@ class Projection:
             if counts:
                 check_state(name, ProjectionState, state)
             params = matched(name, updates, params)
-            before, after = leaves_of(params)[0], jax.tree.map(applied, params, updates)
-            wanted = constrained(after, state.step if counts else None, **(extra if check else {}))
-            leaves, rebuild = leaves_of(updates)
-            each = zip(before, leaves, jax.tree.leaves(after), jax.tree.leaves(wanted), strict=True)
-            steps = rebuild([_step_to(new, old, p.value, u.value) for p, u, old, new in each])
+            (before, as_params), (changes, as_updates) = leaves_of(params), leaves_of(updates)
+            after = [applied(p.value, u.value) for p, u in zip(before, changes, strict=True)]
+            wanted = constrained(as_params(after), state.step if counts else None, **(extra if check else {}))
+            each = zip(before, changes, after, leaves_of(wanted)[0], strict=True)
+            steps = as_updates([_step_to(new.value, old, p.value, u.value) for p, u, old, new in each])
             return steps, ProjectionState(optax.safe_increment(state.step)) if counts else state
 
         self.name, self.constrain, self.counts, self.check = name, constrained, counts, check
@@ -108,12 +108,14 @@ def applied(param: Any, update: Any) -> Any:
     Inside a program XLA may leave out the rounding to 16 bits, but not a `reduce_precision`, which makes
     subnormal numbers 0: in float16 those are up to 6e-5.
     """
-    if not (hasattr(param, "dtype") and is_float(param)):
+    if not is_float(param):
         return param
     if jnp.finfo(param.dtype).bits >= 32:
         return (param + update).astype(param.dtype)
     info = jnp.finfo(param.dtype)
     total = param.astype(wide(param.dtype)) + update.astype(wide(param.dtype))
+    if info.bits < 16:  # some have no infinity, for which reduce_precision would keep the largest exponent
+        return total.astype(param.dtype)
     rounded = lax.reduce_precision(total, info.nexp, info.nmant)
     if info.nexp < 8:
         rounded = jnp.where(jnp.abs(total) < float(info.smallest_normal), total, rounded)

@@ -108,14 +108,17 @@ def _by_layer(max_logits: Any, layers: dict[str, list[_Side]]) -> list[tuple[str
     """Return the layers that are named, with their logits: the largest, where there are several arrays."""
     found: dict[str, jax.Array] = {}
     for path, value in jax.tree_util.tree_leaves_with_path(max_logits):
-        if not isinstance(value, jax.Array | np.ndarray | np.number | float | int):
-            raise TypeError(f"max_logits must be an array or a mapping to arrays, got {short_repr(value)}")
+        known = isinstance(value, jax.Array | np.ndarray | np.number | float | int)
+        if not known or isinstance(value, bool) or jnp.result_type(value).kind in "bc":
+            raise TypeError(f"max_logits must be a real array or a mapping to such arrays, got {short_repr(value)}")
         layer = _layer_at(path_name(path), list(layers))
         logits = jnp.asarray(lax.stop_gradient(value)).astype(np.float32)
         sharding = jax.typeof(logits).sharding
         if any(sharding.spec):  # over explicit mesh axes
             logits = jax.sharding.reshard(logits, NamedSharding(sharding.mesh, PartitionSpec()))
         found[layer] = jnp.maximum(found[layer], logits) if layer in found else logits
+    if layers and not found:
+        raise ValueError(f"max_logits: {short_repr(max_logits)} names none of the layers: {a_few(list(layers))}")
     return [(path, logits, layers[path]) for path, logits in found.items()]
 
 

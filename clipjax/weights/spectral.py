@@ -14,7 +14,7 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from clipjax._core.axes import SKIP, Skip
+from clipjax._core.axes import Skip
 from clipjax._core.bounds import at_step, check_fits, short_repr
 from clipjax._core.norms import is_float, mesh_axes, wide
 from clipjax._core.paths import Leaf, a_few, first_matches, leaves_of
@@ -108,7 +108,7 @@ def _cap_and_factors(w: jax.Array, bound: jax.Array, room: float) -> tuple[jax.A
     u, s, vh = jnp.linalg.svd(jnp.where(finite, w, 0), full_matrices=False)
     limit = (bound * (1 - room))[..., None]
     outside = ~jnp.all(s <= bound[..., None], axis=-1)[..., None, None]
-    result = jnp.where(outside, _product(u * jnp.minimum(s, limit)[..., None, :], vh), w)
+    result = jnp.where(outside, _product(u * jnp.minimum(s, limit)[..., None, :].astype(u.dtype), vh), w)
     return jnp.where(finite, result, jnp.nan), u, s, vh, limit, outside, finite
 
 
@@ -128,11 +128,12 @@ def _cap_jvp(room: float, primals: Any, tangents: Any) -> tuple[jax.Array, jax.A
     odd = jnp.where(same, slope, (row(new) - column(new)) / jnp.where(same, 1, row(s) - column(s)))
     even = jnp.where(total > 0, row(new) + column(new), 1) / jnp.where(total > 0, total, 1)
     ratio = jnp.where(s > 0, new, 1) / jnp.where(s > 0, s, 1)
+    by_bound = jnp.where(above, 1 - room, 0.0) * dbound[..., None]
+    odd, even, ratio, by_bound = (x.astype(u.dtype) for x in (odd, even, ratio, by_bound))  # complex where w is
 
     uh, v = _adjoint(u), _adjoint(vh)
     inner = _product(_product(uh, dw), v)
     inside = odd * (inner + _adjoint(inner)) / 2 + even * (inner - _adjoint(inner)) / 2
-    by_bound = jnp.where(above, 1 - room, 0.0) * dbound[..., None]
     rest = _product(dw, v) - _product(u, inner)
     tangent = _product(_product(u, inside) + u * column(by_bound) + rest * column(ratio), vh)
     return result, jnp.where(finite, jnp.where(outside, tangent, dw), jnp.nan)
@@ -158,7 +159,8 @@ def _sides_of_leaves(tree: Any, flatten: Any) -> list[Sides | None]:
         rules = [None if is_pair and np.ndim(leaf.value) <= 2 else flatten for leaf in leaves]
     sides = [_sides_of(rule, leaf) if is_float(leaf.value) else None for rule, leaf in zip(rules, leaves, strict=True)]
     floats = [leaf for leaf in leaves if is_float(leaf.value) and leaf.value.size]
-    asked = callable(flatten) or SKIP in (flatten.values() if isinstance(flatten, Mapping) else [flatten])
+    given = flatten.values() if isinstance(flatten, Mapping) else [flatten]
+    asked = callable(flatten) or any(isinstance(each, Skip) for each in given)
     if floats and not asked and not any(sides):
         raise ValueError(f"flatten: nothing is changed, since none of these is a matrix: {a_few(floats, 5)}")
     return sides
@@ -193,7 +195,7 @@ def _check_flatten(flatten: Any, name: str = "flatten") -> Any:
         return flatten
     if isinstance(flatten, tuple | list) and len(flatten) == 2:
         sides = tuple(tuple(side) if isinstance(side, tuple | list) else (side,) for side in flatten)
-        if all(isinstance(axis, int) and not isinstance(axis, bool) for side in sides for axis in side):
+        if all(isinstance(axis, int | np.integer) and not isinstance(axis, bool) for side in sides for axis in side):
             return sides
     raise TypeError(
         f"{name} must be a pair (axes of rows, axes of columns), a rule (path, leaf) -> pair, a mapping from "

@@ -166,7 +166,7 @@ NORM, MULTI = clipjax.max_norm(1.0), optax.MultiSteps(SGD, 2)
         (ValueError, "optimizer: optax.MultiSteps", {"optimizer": MULTI.gradient_transformation()}),
         (ValueError, "clip: .*max_norm.*pass it to bounded as project=", {"clip": NORM}),
         (ValueError, "optimizer: .*max_norm.*project=", {"optimizer": NORM}),
-        (TypeError, "optimizer must be a gradient transformation.*optax.adam", {"optimizer": optax.adam}),
+        (TypeError, "optimizer must be a gradient transformation.*call it, as in adam", {"optimizer": optax.adam}),
         (TypeError, "clip must be a gradient transformation", {"clip": [clipjax.clip_by_norm]}),
         (TypeError, "project must be", {"project": clipjax.clip_by_norm(1.0)}),
         (ValueError, "nonfinite must be 'propagate', 'zero' or 'skip', got 'raise'", {"nonfinite": "raise"}),

@@ -20,17 +20,12 @@ from pathlib import Path
 from tests.mutants.table import MUTANTS, Mutant
 
 ROOT = Path(__file__).parents[2]
-COPIED = ("clipjax", "tests", "docs", "examples", "README.md", "CONTRIBUTING.md", "conftest.py", "pyproject.toml")
+LEFT_OUT = shutil.ignore_patterns(".git", ".venv", ".*_cache", "__pycache__")
 
 
 def copy(source: Path, target: Path) -> Path:
     """Copy what the tests need."""
-    for name in COPIED:
-        if (source / name).is_dir():
-            shutil.copytree(source / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
-        elif (source / name).exists():
-            shutil.copy(source / name, target / name)
-    return target
+    return shutil.copytree(source, target, ignore=LEFT_OUT, dirs_exist_ok=True)
 
 
 def failing_test(folder: Path, *arguments: str) -> str | None:

@@ -93,14 +93,14 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ('or fnmatch.fnmatchcase(name, f"*/{pattern}")', "", AXES),
         ("for p in patterns if matches(p, name)), None)", "for p in reversed(patterns) if matches(p, name)), None)",
          AXES),
-        ("for name, node in names.items() if not _is_absent(node)]", "for name in names]", LEAVES),
+        ("zip(names, found, strict=True) if not _is_absent(node)]", "zip(names, found, strict=True)]", LEAVES),
     ],
     "gradients/clips.py": [
         ("max(entries_of(units), 1) ** 0.5", "max(entries_of(units), 1)", BOUNDS),
         ("clip_units(updates, axes, bound(step), p)", "clip_units(updates, axes, bound(step))", BOUNDS),
     ],
     "gradients/groups.py": [
-        ('jnp.minimum(scale, each["scale"])', 'jnp.maximum(scale, each["scale"])', "core/test_rescale.py"),
+        ('smallest([each["scale"]', 'largest([each["scale"]', "core/test_rescale.py"),
     ],
     "gradients/relative.py": [
         ('jnp.maximum(size, fitting("eps", floor, size, units.leaf))', "size", BOUNDS),

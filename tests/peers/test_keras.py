@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from typing import Any
 
@@ -14,12 +15,14 @@ from clipjax import functional
 from tests.peers.draws import SEEDS, assert_close, draw
 
 pytestmark = [pytest.mark.peer, pytest.mark.filterwarnings("ignore")]
+if importlib.util.find_spec("keras") is None:
+    pytest.skip("Keras is not installed", allow_module_level=True)
 
 
 @pytest.fixture(scope="module")
 def keras() -> Any:
     os.environ.setdefault("KERAS_BACKEND", "jax")
-    return pytest.importorskip("keras", reason="Keras is not installed")
+    return importlib.import_module("keras")
 
 
 def check(keras: Any, ours: Any, theirs: Any, weights: np.ndarray, axis: Any) -> None:

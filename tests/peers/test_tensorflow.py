@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import jax
@@ -14,11 +15,13 @@ from clipjax import functional
 from tests.peers.draws import SEEDS, assert_close, draw
 
 pytestmark = [pytest.mark.peer, pytest.mark.filterwarnings("ignore")]
+if importlib.util.find_spec("tensorflow") is None:
+    pytest.skip("TensorFlow is not installed", allow_module_level=True)
 
 
 @pytest.fixture(scope="module")
 def tf() -> Any:
-    return pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+    return importlib.import_module("tensorflow")
 
 
 @SEEDS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,13 @@ from clipjax import functional
 from tests.peers.draws import SEEDS, assert_close, draw
 
 pytestmark = [pytest.mark.peer, pytest.mark.filterwarnings("ignore")]
+if importlib.util.find_spec("torch") is None:
+    pytest.skip("PyTorch is not installed", allow_module_level=True)
 
 
 @pytest.fixture(scope="module")
 def torch() -> Any:
-    return pytest.importorskip("torch", reason="PyTorch is not installed")
+    return importlib.import_module("torch")
 
 
 def parameters_with(torch: Any, grads: Any) -> list[Any]:
