@@ -4,9 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from clipjax import functional
-from clipjax._core.axes import SKIP, fan_in, fan_in_or_all
-from clipjax._core.paths import matching
-from clipjax._core.transformation import with_metrics
+from clipjax._core import SKIP, fan_in, fan_in_or_all, matching, with_metrics
 from clipjax.backward import (
     clip_gradient_by_global_norm,
     clip_gradient_by_norm,

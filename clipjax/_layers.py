@@ -6,9 +6,7 @@ import glob
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from clipjax._core.axes import Skip, check_axes
-from clipjax._core.bounds import short_repr
-from clipjax._core.paths import first_matches
+from clipjax._core import Skip, check_axes, first_matches, short_repr
 
 
 class Param(NamedTuple):

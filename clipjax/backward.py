@@ -14,13 +14,24 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from clipjax._core.axes import Axes, literal
-from clipjax._core.bounds import at_step, check_fits, check_order, fitting, known, short_repr
-from clipjax._core.entries import clip_entries
-from clipjax._core.norms import is_float, wide
-from clipjax._core.paths import leaves_of
-from clipjax._core.rescale import rescale
-from clipjax._core.units import clip_tree, clip_units, floats_of
+from clipjax._core import (
+    Axes,
+    at_step,
+    check_fits,
+    check_order,
+    clip_entries,
+    clip_tree,
+    clip_units,
+    fitting,
+    floats_of,
+    is_float,
+    known,
+    leaves_of,
+    literal,
+    rescale,
+    short_repr,
+    wide,
+)
 
 T = TypeVar("T")
 

@@ -12,10 +12,7 @@ import equinox as eqx
 import jax
 from equinox import nn
 
-from clipjax._core.axes import SKIP
-from clipjax._core.bounds import short_repr
-from clipjax._core.norms import is_float
-from clipjax._core.paths import path_name
+from clipjax._core import SKIP, is_float, path_name, short_repr
 from clipjax._layers import Param, axes_by_path
 
 __all__ = ["unit_axes"]

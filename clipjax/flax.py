@@ -16,8 +16,7 @@ from flax import nnx
 from flax.core import DenyList
 from jax.tree_util import DictKey
 
-from clipjax._core.axes import SKIP, Skip
-from clipjax._core.paths import path_name
+from clipjax._core import SKIP, Skip, path_name
 from clipjax._layers import Param, axes_by_path
 
 __all__ = ["unit_axes"]

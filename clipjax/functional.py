@@ -12,13 +12,25 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from clipjax._core.axes import Axes, literal
-from clipjax._core.bounds import at_step, check_bound, check_fits, check_order, known
-from clipjax._core.entries import clip_entries
-from clipjax._core.norms import check_ord, is_float, tree_norm
-from clipjax._core.norms import norm as norm_of
-from clipjax._core.paths import leaves_of
-from clipjax._core.units import clip_tree, clip_units, floats_of, units_of
+from clipjax._core import (
+    Axes,
+    at_step,
+    check_bound,
+    check_fits,
+    check_ord,
+    check_order,
+    clip_entries,
+    clip_tree,
+    clip_units,
+    floats_of,
+    is_float,
+    known,
+    leaves_of,
+    literal,
+    tree_norm,
+    units_of,
+)
+from clipjax._core import norm as norm_of
 
 __all__ = [
     "clip_by_global_norm",

@@ -17,11 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from clipjax._core.axes import FAN_IN_OF_MATRICES, Axes, check_axes
-from clipjax._core.bounds import check_bound, known
-from clipjax._core.norms import norm
-from clipjax._core.rescale import margin
-from clipjax._core.units import units_of
+from clipjax._core import FAN_IN_OF_MATRICES, Axes, check_axes, check_bound, known, margin, norm, units_of
 
 try:
     from matplotlib import pyplot as plt

@@ -9,13 +9,24 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from clipjax._core.axes import Axes, check_axes
-from clipjax._core.bounds import at_step, check_count, check_number, short_repr
-from clipjax._core.norms import largest, norm, tree_norm
-from clipjax._core.paths import leaves_of
-from clipjax._core.rescale import factor_to, rescale
-from clipjax._core.transformation import with_metrics
-from clipjax._core.units import Units, smallest, units_of
+from clipjax._core import (
+    Axes,
+    Units,
+    at_step,
+    check_axes,
+    check_count,
+    check_number,
+    factor_to,
+    largest,
+    leaves_of,
+    norm,
+    rescale,
+    short_repr,
+    smallest,
+    tree_norm,
+    units_of,
+    with_metrics,
+)
 from clipjax.gradients.history import if_finite
 
 WarmupNorms = Literal["before", "after"]

@@ -7,13 +7,23 @@ from typing import Any
 import numpy as np
 import optax
 
-from clipjax._core.axes import Axes, check_axes
-from clipjax._core.bounds import at_step, check_order, short_repr
-from clipjax._core.entries import clip_entries, metrics_of_entries
-from clipjax._core.norms import check_ord
-from clipjax._core.paths import leaves_of
-from clipjax._core.transformation import with_metrics
-from clipjax._core.units import Units, clip_tree, clip_units, entries_of, floats_of
+from clipjax._core import (
+    Axes,
+    Units,
+    at_step,
+    check_axes,
+    check_ord,
+    check_order,
+    clip_entries,
+    clip_tree,
+    clip_units,
+    entries_of,
+    floats_of,
+    leaves_of,
+    metrics_of_entries,
+    short_repr,
+    with_metrics,
+)
 
 
 def clip_by_global_norm(

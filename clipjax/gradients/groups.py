@@ -9,11 +9,19 @@ from typing import Any
 
 import optax
 
-from clipjax._core.bounds import at_step, short_repr
-from clipjax._core.norms import check_ord, is_float, largest
-from clipjax._core.paths import first_matches, leaves_of, matches
-from clipjax._core.transformation import with_metrics
-from clipjax._core.units import clip_tree, smallest
+from clipjax._core import (
+    at_step,
+    check_ord,
+    clip_tree,
+    first_matches,
+    is_float,
+    largest,
+    leaves_of,
+    matches,
+    short_repr,
+    smallest,
+    with_metrics,
+)
 
 
 def clip_by_group_norm(

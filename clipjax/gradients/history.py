@@ -10,9 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from clipjax._core.norms import tree_norm
-from clipjax._core.transformation import with_metrics
-from clipjax._core.units import clip_tree, floats_of
+from clipjax._core import clip_tree, floats_of, tree_norm, with_metrics
 
 
 def clip_by_history(

@@ -9,10 +9,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from clipjax._core.norms import is_float, over_devices
-from clipjax._core.paths import leaves_of
-from clipjax._core.rescale import weak_like
-from clipjax._core.transformation import plus, with_metrics
+from clipjax._core import is_float, leaves_of, over_devices, plus, weak_like, with_metrics
 from clipjax.gradients.skipping import Verdict, skipping
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from clipjax._core.bounds import check_count, check_number
+from clipjax._core import check_count, check_number
 from clipjax.gradients.history import clip_by_history
 
 

@@ -8,12 +8,19 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from clipjax._core.axes import FAN_IN_OR_ALL, Axes, check_axes
-from clipjax._core.bounds import at_step, fitting
-from clipjax._core.norms import norm
-from clipjax._core.paths import leaves_of
-from clipjax._core.transformation import matched, with_metrics
-from clipjax._core.units import Units, clip_units
+from clipjax._core import (
+    FAN_IN_OR_ALL,
+    Axes,
+    Units,
+    at_step,
+    check_axes,
+    clip_units,
+    fitting,
+    leaves_of,
+    matched,
+    norm,
+    with_metrics,
+)
 
 # Below this no norm is measured, and divided by it none overflows.
 _LEAST = 1e-18

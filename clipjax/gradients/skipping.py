@@ -11,10 +11,17 @@ import numpy as np
 import optax
 from jax import lax
 
-from clipjax._core.bounds import check_count, short_repr
-from clipjax._core.norms import mesh_axes, over_devices, tree_norm
-from clipjax._core.transformation import MetricsState, check_state, next_state
-from clipjax._core.units import floats_of
+from clipjax._core import (
+    MetricsState,
+    check_count,
+    check_state,
+    floats_of,
+    mesh_axes,
+    next_state,
+    over_devices,
+    short_repr,
+    tree_norm,
+)
 
 
 class SkipMemory(NamedTuple):

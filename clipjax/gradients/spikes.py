@@ -10,8 +10,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from clipjax._core.bounds import at_step, check_count
-from clipjax._core.transformation import plus
+from clipjax._core import at_step, check_count, plus
 from clipjax.gradients.skipping import Verdict, skipping
 
 # For normally distributed numbers, the median of |x - median| times this is the standard deviation.

@@ -8,13 +8,23 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from clipjax._core.axes import FAN_IN_OF_MATRICES, Axes, check_axes
-from clipjax._core.bounds import at_step, fitting
-from clipjax._core.norms import largest, norm, over_devices, wide
-from clipjax._core.paths import leaves_of
-from clipjax._core.rescale import margin, weak_like
-from clipjax._core.transformation import matched, with_metrics
-from clipjax._core.units import units_of
+from clipjax._core import (
+    FAN_IN_OF_MATRICES,
+    Axes,
+    at_step,
+    check_axes,
+    fitting,
+    largest,
+    leaves_of,
+    margin,
+    matched,
+    norm,
+    over_devices,
+    units_of,
+    weak_like,
+    wide,
+    with_metrics,
+)
 
 
 def tangent_cone(

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from clipjax._core.bounds import at_step, check_count, check_number, short_repr
+from clipjax._core import at_step, check_count, check_number, short_repr
 from clipjax.gradients.history import clip_by_history
 
 ZclipMode = Literal["adaptive", "mean", "percentile"]

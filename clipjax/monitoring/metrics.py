@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clipjax._core.bounds import short_repr
-from clipjax._core.transformation import MetricsState
+from clipjax._core import MetricsState, short_repr
 
 
 def metrics(opt_state: Any) -> dict[str, jax.Array]:

@@ -13,7 +13,7 @@ import optax
 from jax import lax
 from jax.typing import ArrayLike
 
-from clipjax._core.bounds import check_count, short_repr
+from clipjax._core import check_count, short_repr
 from clipjax.gradients.skipping import check_transformation
 from clipjax.monitoring.metrics import metrics
 

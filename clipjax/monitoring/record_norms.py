@@ -8,10 +8,18 @@ from typing import Any
 import jax
 import optax
 
-from clipjax._core.bounds import check_count, short_repr
-from clipjax._core.norms import is_float, tree_norm
-from clipjax._core.paths import check_patterns, first_matches, leaves_of, path_name
-from clipjax._core.transformation import matched, with_metrics
+from clipjax._core import (
+    check_count,
+    check_patterns,
+    first_matches,
+    is_float,
+    leaves_of,
+    matched,
+    path_name,
+    short_repr,
+    tree_norm,
+    with_metrics,
+)
 
 
 class Recorder(optax.GradientTransformationExtraArgs):

@@ -8,10 +8,17 @@ from typing import Any
 import numpy as np
 import optax
 
-from clipjax._core.bounds import at_step, check_order, short_repr
-from clipjax._core.entries import clip_entries
-from clipjax._core.norms import is_float
-from clipjax._core.paths import a_few, check_patterns, first_matches, leaves_of
+from clipjax._core import (
+    a_few,
+    at_step,
+    check_order,
+    check_patterns,
+    clip_entries,
+    first_matches,
+    is_float,
+    leaves_of,
+    short_repr,
+)
 from clipjax.weights.projection import Projection
 
 Where = str | Sequence[str] | Callable[[Any, Any], bool] | None

@@ -9,10 +9,19 @@ import jax
 import numpy as np
 import optax
 
-from clipjax._core.axes import FAN_IN_OF_MATRICES, Axes, check_axes
-from clipjax._core.bounds import at_step, check_order, fitting, short_repr
-from clipjax._core.rescale import factor_between, factor_to
-from clipjax._core.units import Units, rescale_units
+from clipjax._core import (
+    FAN_IN_OF_MATRICES,
+    Axes,
+    Units,
+    at_step,
+    check_axes,
+    check_order,
+    factor_between,
+    factor_to,
+    fitting,
+    rescale_units,
+    short_repr,
+)
 from clipjax.weights.projection import Projection
 
 

@@ -11,10 +11,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from clipjax._core.bounds import short_repr
-from clipjax._core.norms import is_float, wide
-from clipjax._core.paths import Leaf, leaves_of, path_name
-from clipjax._core.transformation import check_state, matched
+from clipjax._core import Leaf, check_state, is_float, leaves_of, matched, path_name, short_repr, wide
 
 T = TypeVar("T")
 

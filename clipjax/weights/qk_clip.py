@@ -11,10 +11,7 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from clipjax._core.bounds import at_step, fitting, short_repr
-from clipjax._core.norms import is_float
-from clipjax._core.paths import Leaf, a_few, leaves_of, path_name
-from clipjax._core.rescale import factor_to, rescale
+from clipjax._core import Leaf, a_few, at_step, factor_to, fitting, is_float, leaves_of, path_name, rescale, short_repr
 from clipjax.weights.projection import Projection
 
 

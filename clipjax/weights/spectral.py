@@ -14,11 +14,21 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from clipjax._core.axes import Skip
-from clipjax._core.bounds import at_step, check_fits, short_repr
-from clipjax._core.norms import is_float, mesh_axes, wide
-from clipjax._core.paths import Leaf, a_few, first_matches, leaves_of
-from clipjax._core.rescale import margin, weak_like
+from clipjax._core import (
+    Leaf,
+    Skip,
+    a_few,
+    at_step,
+    check_fits,
+    first_matches,
+    is_float,
+    leaves_of,
+    margin,
+    mesh_axes,
+    short_repr,
+    weak_like,
+    wide,
+)
 from clipjax.weights.projection import Projection
 
 Sides: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]

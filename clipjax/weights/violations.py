@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from clipjax._core.norms import is_float
-from clipjax._core.paths import Leaf, leaves_of
+from clipjax._core import Leaf, is_float, leaves_of
 from clipjax.weights.projection import Projection, as_projection, is_projection
 
 
