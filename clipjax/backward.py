@@ -53,7 +53,9 @@ def clip_gradient_by_value(x: T, low: ArrayLike, high: ArrayLike) -> T:
 
     Example:
       >>> import clipjax, jax
-      >>> float(jax.grad(lambda x: 5.0 * clipjax.clip_gradient_by_value(x, -1.0, 1.0))(2.0))
+      >>> def loss(x):
+      ...     return 5.0 * clipjax.clip_gradient_by_value(x, -1.0, 1.0)
+      >>> float(jax.grad(loss)(2.0))
       1.0
     """
     check_order(known("low", low), known("high", high))
@@ -88,7 +90,8 @@ def clip_gradient_by_norm(x: T, max_norm: ArrayLike, axes: Axes = None) -> T:
     Example:
       >>> import clipjax, jax, jax.numpy as jnp
       >>> def loss(x):
-      ...     return jnp.sum(jnp.array([3.0, 4.0]) * clipjax.clip_gradient_by_norm(x, 1.0))
+      ...     x = clipjax.clip_gradient_by_norm(x, 1.0)
+      ...     return jnp.sum(jnp.array([3.0, 4.0]) * x)
       >>> print(jax.grad(loss)(jnp.ones(2)).round(3))
       [0.6 0.8]
     """

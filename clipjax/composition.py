@@ -34,7 +34,7 @@ def chain(*links: optax.GradientTransformation) -> optax.GradientTransformationE
 
     Example:
       >>> import clipjax, optax
-      >>> tx = clipjax.chain(clipjax.clip_by_global_norm(1.0), optax.adam(1e-3), clipjax.max_norm(3.0))
+      >>> tx = clipjax.chain(optax.adam(1e-3), clipjax.max_norm(3.0))
       >>> clipjax.chain(clipjax.max_norm(3.0), optax.adam(1e-3))
       Traceback (most recent call last):
       ...

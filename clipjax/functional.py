@@ -60,7 +60,7 @@ def global_norm(tree: Any, ord: float = 2) -> jax.Array:
     Example:
       >>> import jax.numpy as jnp
       >>> from clipjax import functional
-      >>> float(functional.global_norm({"a": jnp.array([3.0]), "b": jnp.array([[4.0]])}))
+      >>> float(functional.global_norm([jnp.array([3.0]), jnp.array([[4.0]])]))
       5.0
     """
     return tree_norm(floats_of(tree), check_ord(ord))
@@ -165,7 +165,8 @@ def clip_by_norm(tree: T, max_norm: ArrayLike, axes: Axes = None, ord: float = 2
     Example:
       >>> import jax.numpy as jnp
       >>> from clipjax import functional
-      >>> print(functional.clip_by_norm(jnp.array([[3.0, 4.0], [0.3, 0.4]]), 1.0, axes=1).round(3))
+      >>> x = jnp.array([[3.0, 4.0], [0.3, 0.4]])
+      >>> print(functional.clip_by_norm(x, 1.0, axes=1).round(3))
       [[0.6 0.8]
        [0.3 0.4]]
     """
@@ -196,7 +197,8 @@ def clip_by_global_norm(
     Example:
       >>> import jax.numpy as jnp
       >>> from clipjax import functional
-      >>> clipped, norm = functional.clip_by_global_norm([jnp.array([3.0]), jnp.array([4.0])], 1.0)
+      >>> tree = [jnp.array([3.0]), jnp.array([4.0])]
+      >>> clipped, norm = functional.clip_by_global_norm(tree, 1.0)
       >>> print(norm, [x.round(3) for x in clipped])
       5.0 [Array([0.6], dtype=float32), Array([0.8], dtype=float32)]
     """

@@ -117,7 +117,8 @@ def unit_norms(params: Any, *, axes: Axes = FAN_IN_OF_MATRICES, radius: Any = No
     Example:
       >>> import jax.numpy as jnp
       >>> from clipjax import plots
-      >>> ax = plots.unit_norms({"kernel": jnp.array([[3.0, 0.6], [4.0, 0.8]])}, radius=2.0)
+      >>> params = {"kernel": jnp.array([[3.0, 0.6], [4.0, 0.8]])}
+      >>> ax = plots.unit_norms(params, radius=2.0)
       >>> [line.get_label() for line in ax.lines]
       ['kernel (50%)', 'radius 2']
     """

@@ -123,8 +123,10 @@ def matching(*patterns: str) -> Callable[[Any], Any]:
 
     Example:
       >>> import clipjax, jax.numpy as jnp, optax
-      >>> grads = {"encoder": {"w": jnp.array([3.0, 4.0])}, "head": {"w": jnp.array([3.0, 4.0])}}
-      >>> tx = optax.masked(clipjax.clip_by_norm(1.0), clipjax.matching("encoder/*"))
+      >>> w = jnp.array([3.0, 4.0])
+      >>> grads = {"encoder": {"w": w}, "head": {"w": w}}
+      >>> clip = clipjax.clip_by_norm(1.0)
+      >>> tx = optax.masked(clip, clipjax.matching("encoder/*"))
       >>> clipped, _ = tx.update(grads, tx.init(grads))
       >>> print(clipped["encoder"]["w"].round(3), clipped["head"]["w"])
       [0.6 0.8] [3. 4.]

@@ -59,7 +59,8 @@ def with_metrics(
       >>> def act(updates, params, step, memory):
       ...     largest = jnp.max(jnp.abs(updates))
       ...     scale = 1 / jnp.maximum(largest, 1.0)
-      ...     return updates * scale, {"norm": largest, "clipped": scale < 1}, memory
+      ...     metrics = {"norm": largest, "clipped": scale < 1}
+      ...     return updates * scale, metrics, memory
       >>> tx = clipjax.with_metrics("by_largest", act)
       >>> clipped, state = tx.update(jnp.array([2.0, 4.0]), tx.init(jnp.zeros(2)))
       >>> print(clipped, clipjax.metrics(state)["by_largest/norm"])

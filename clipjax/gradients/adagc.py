@@ -88,7 +88,8 @@ def adagc(
       >>> tx = clipjax.adagc(warmup_steps=1)
       >>> grads = {"a": jnp.array([0.3, 0.4]), "b": jnp.array([0.5])}
       >>> _, state = tx.update(grads, tx.init(grads))
-      >>> clipped, state = tx.update({"a": grads["a"], "b": jnp.array([5.0])}, state)
+      >>> grads["b"] = jnp.array([5.0])
+      >>> clipped, state = tx.update(grads, state)
       >>> print(clipped["a"], f"{clipped['b'][0]:.3f}")
       [0.3 0.4] 0.520
     """

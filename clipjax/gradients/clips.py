@@ -52,7 +52,8 @@ def clip_by_global_norm(
       >>> tx = clipjax.clip_by_global_norm(1.0)
       >>> grads = {"w": jnp.array([3.0]), "b": jnp.array([4.0])}
       >>> clipped, state = tx.update(grads, tx.init(grads))
-      >>> print(clipped["w"].round(3), clipjax.metrics(state)["clip_by_global_norm/norm"])
+      >>> metrics = clipjax.metrics(state)
+      >>> print(clipped["w"].round(3), metrics["clip_by_global_norm/norm"])
       [0.6] 5.0
     """
     bound, p = at_step("max_norm", max_norm, scalar=True), check_ord(ord)

@@ -50,7 +50,8 @@ def clip_by_group_norm(
     Example:
       >>> import clipjax, jax.numpy as jnp
       >>> tx = clipjax.clip_by_group_norm({"encoder/*": 1.0})
-      >>> grads = {"encoder": {"w": jnp.array([3.0]), "b": jnp.array([4.0])}, "head": jnp.array([9.0])}
+      >>> encoder = {"w": jnp.array([3.0]), "b": jnp.array([4.0])}
+      >>> grads = {"encoder": encoder, "head": jnp.array([9.0])}
       >>> clipped, state = tx.update(grads, tx.init(grads))
       >>> print(clipped["encoder"]["w"].round(3), clipped["head"])
       [0.6] [9.]

@@ -119,7 +119,7 @@ def clip_by_quantile(
       >>> import clipjax, jax.numpy as jnp
       >>> tx = clipjax.clip_by_quantile(0.5, learning_rate=0.2)
       >>> clipped, state = tx.update(jnp.array([3.0, 4.0]), tx.init(jnp.zeros(2)))
-      >>> print(clipped.round(3), state.memory.max_norm.round(3))  # 1.0 * exp(0.2 * 0.5)
+      >>> print(clipped.round(3), state.memory.max_norm.round(3))  # exp(0.2 * 0.5)
       [0.6 0.8] 1.105
     """
     check_number("quantile", quantile, 0, 1, open_at="low, high")

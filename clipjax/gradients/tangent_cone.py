@@ -55,7 +55,7 @@ def tangent_cone(
 
     Example:
       >>> import clipjax, jax.numpy as jnp
-      >>> weights = jnp.array([[3.0, 0.3], [4.0, 0.4]])  # (in, out): the norms are 5 and 0.5
+      >>> weights = jnp.array([[3.0, 0.3], [4.0, 0.4]])  # norms 5 and 0.5
       >>> grads = jnp.array([[-1.0, -1.0], [0.0, 0.0]])
       >>> tx = clipjax.tangent_cone(5.0)
       >>> print(tx.update(grads, tx.init(weights), weights)[0].round(2))

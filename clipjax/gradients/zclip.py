@@ -78,7 +78,7 @@ def zclip(
       >>> import clipjax, jax.numpy as jnp
       >>> tx = clipjax.zclip(warmup_steps=4)
       >>> state = tx.init(jnp.zeros(2))
-      >>> for norm in (1.0, 3.0, 1.0, 3.0, 12.0):  # mean 2, standard deviation 1: z = 10
+      >>> for norm in (1.0, 3.0, 1.0, 3.0, 12.0):  # mean 2, std 1: z = 10
       ...     clipped, state = tx.update(jnp.array([norm, 0.0]), state)
       >>> print(f"{clipped[0]:.3f}")  # 2 + 2.5**2 * 1 / 10
       2.625

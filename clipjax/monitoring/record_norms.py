@@ -51,8 +51,10 @@ def record_norms(
 
     Example:
       >>> import clipjax, optax, jax.numpy as jnp
-      >>> grads = {"encoder": {"w": jnp.array([3.0, 4.0])}, "head": jnp.array([2.0])}
-      >>> tx = optax.chain(clipjax.record_norms(1, name="gradients"), optax.sgd(0.1))
+      >>> w, b = jnp.array([3.0, 4.0]), jnp.array([2.0])
+      >>> grads = {"encoder": {"w": w}, "head": {"b": b}}
+      >>> record = clipjax.record_norms(1, name="gradients")
+      >>> tx = optax.chain(record, optax.sgd(0.1))
       >>> _, state = tx.update(grads, tx.init(grads))
       >>> print(clipjax.metrics(state)["record_norms/gradients/encoder"])
       5.0

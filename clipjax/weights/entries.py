@@ -54,7 +54,8 @@ def box(
 
     Example:
       >>> import clipjax, jax.numpy as jnp
-      >>> params = {"bias": jnp.array([3.0, -3.0]), "scale": jnp.array([3.0, 0.5])}
+      >>> bias, scale = jnp.array([3.0, -3.0]), jnp.array([3.0, 0.5])
+      >>> params = {"bias": bias, "scale": scale}
       >>> projected = clipjax.box(0.0, 1.0, where="scale")(params)
       >>> print(projected["bias"], projected["scale"])
       [ 3. -3.] [1.  0.5]

@@ -47,7 +47,7 @@ def max_norm(radius: optax.ScalarOrSchedule, *, axes: Axes = FAN_IN_OF_MATRICES)
 
     Example:
       >>> import clipjax, jax.numpy as jnp
-      >>> kernel = jnp.array([[3.0, 0.3], [4.0, 0.4]])  # (in, out): a unit is a column
+      >>> kernel = jnp.array([[3.0, 0.3], [4.0, 0.4]])  # (in, out)
       >>> print(clipjax.max_norm(1.0)(kernel).round(3))
       [[0.6 0.3]
        [0.8 0.4]]
@@ -93,7 +93,7 @@ def min_max_norm(
 
     Example:
       >>> import clipjax, jax.numpy as jnp
-      >>> kernel = jnp.array([[3.0, 0.3], [4.0, 0.4]])  # (in, out): the norms of the units are 5 and 0.5
+      >>> kernel = jnp.array([[3.0, 0.3], [4.0, 0.4]])  # norms 5 and 0.5
       >>> print(clipjax.min_max_norm(1.0, 2.0)(kernel).round(3))
       [[1.2 0.6]
        [1.6 0.8]]
@@ -136,7 +136,7 @@ def unit_norm(*, axes: Axes = FAN_IN_OF_MATRICES) -> Projection:
 
     Example:
       >>> import clipjax, jax.numpy as jnp
-      >>> kernel = jnp.array([[3.0, 0.3, 0.0], [4.0, 0.4, 0.0]])  # (in, out): a unit is a column
+      >>> kernel = jnp.array([[3.0, 0.3, 0.0], [4.0, 0.4, 0.0]])  # (in, out)
       >>> print(clipjax.unit_norm()(kernel).round(3))
       [[0.6 0.6 0. ]
        [0.8 0.8 0. ]]

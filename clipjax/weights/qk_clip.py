@@ -45,9 +45,11 @@ def qk_clip(threshold: optax.ScalarOrSchedule = 100.0, *, query: str = "query", 
 
     Example:
       >>> import clipjax, jax.numpy as jnp
-      >>> params = {"query": {"kernel": jnp.ones((4, 2, 3))}, "key": {"kernel": jnp.ones((4, 2, 3))}}
-      >>> clipped = clipjax.qk_clip(100.0)(params, max_logits=jnp.array([50.0, 400.0]))
-      >>> print(clipped["query"]["kernel"][0].round(3))  # the first head is inside
+      >>> kernel = jnp.ones((4, 2, 3))  # (in, heads, head_dim)
+      >>> params = {"query": {"kernel": kernel}, "key": {"kernel": kernel}}
+      >>> logits = jnp.array([50.0, 400.0])  # the first head is inside
+      >>> clipped = clipjax.qk_clip(100.0)(params, max_logits=logits)
+      >>> print(clipped["query"]["kernel"][0].round(3))
       [[1.  1.  1. ]
        [0.5 0.5 0.5]]
     """

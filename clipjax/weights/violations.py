@@ -55,7 +55,7 @@ def violations(
 
     Example:
       >>> import clipjax, jax.numpy as jnp
-      >>> params = {"kernel": jnp.array([[3.0, 0.3], [4.0, 0.4]])}  # (in, out): a unit is a column
+      >>> params = {"kernel": jnp.array([[3.0, 0.3], [4.0, 0.4]])}
       >>> print(*clipjax.violations(params, clipjax.max_norm(2.0)))
       kernel[:, 0]: 5 -> 2
       >>> clipjax.violations(params, clipjax.max_norm(6.0))

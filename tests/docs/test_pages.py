@@ -46,6 +46,12 @@ def test_code_fits_the_page(page):
     assert not wide
 
 
+@pytest.mark.parametrize("name", [name for name in clipjax.__all__ if getattr(clipjax, name).__doc__])
+def test_code_of_docstrings_fits_the_page(name):
+    lines = map(str.strip, getattr(clipjax, name).__doc__.splitlines())
+    assert not [line for line in lines if line.startswith((">>>", "...")) and len(line) > 80]
+
+
 def test_the_pages_are_short():
     """Fifteen pages of at most 12,500 words, and a README of at most 700."""
     guides = [page for page in (ROOT / "docs").glob("*.md") if page.stem not in ("changelog", "citation")]
