@@ -97,7 +97,7 @@ def main():
     parser.add_argument("--length", type=int, default=30, help="how long the sequences are")
     parser.add_argument("--plot", default="rnn.png", help="where to save the picture")
     args = parser.parse_args()
-    seeds, length, steps = (4, 20, 1500) if args.quick else (8, args.length, 6000)
+    seeds, length, steps = (4, 20, 1000) if args.quick else (8, args.length, 6000)
     figure, axes = plt.subplots(1, 2, figsize=(12, 4.4), layout="constrained")
     for method, color in METHODS.items():
         errors, norms = train(method, length, seeds, steps)
