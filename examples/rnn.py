@@ -93,11 +93,11 @@ def train(method, length, seeds, steps):
 def main():
     """Train with each method, print how many networks learned the task, and draw."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="four networks and short sequences")
+    parser.add_argument("--quick", action="store_true", help="two networks, short sequences and few steps")
     parser.add_argument("--length", type=int, default=30, help="how long the sequences are")
     parser.add_argument("--plot", default="rnn.png", help="where to save the picture")
     args = parser.parse_args()
-    seeds, length, steps = (4, 20, 1000) if args.quick else (8, args.length, 6000)
+    seeds, length, steps = (2, 20, 500) if args.quick else (8, args.length, 6000)
     figure, axes = plt.subplots(1, 2, figsize=(12, 4.4), layout="constrained")
     for method, color in METHODS.items():
         errors, norms = train(method, length, seeds, steps)
