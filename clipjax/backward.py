@@ -133,8 +133,7 @@ def clip_gradient_by_global_norm(tree: T, max_norm: ArrayLike) -> T:
 def _with_gradient(change: Callable[..., Any], tree: T, *bounds: Any) -> T:
     """Return a tree whose gradient becomes `change(gradient, *bounds)`; None stands for leaves without one."""
     leaves, rebuild = leaves_of(tree)
-    kinds = [is_float(leaf.value) for leaf in leaves]
-    floats = [leaf.value for leaf, kind in zip(leaves, kinds, strict=True) if kind]
+    kinds, floats = [is_float(leaf.value) for leaf in leaves], floats_of(tree)
 
     def as_tree(values: Any) -> Any:
         rest = iter(values)

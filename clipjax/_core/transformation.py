@@ -12,7 +12,7 @@ import optax
 from jax import lax
 
 from clipjax._core.bounds import short_repr
-from clipjax._core.paths import Leaf, leaves_of
+from clipjax._core.paths import leaves_of
 
 Act = Callable[[Any, Any, Any, Any], tuple[Any, dict[str, jax.Array], Any]]
 
@@ -168,14 +168,9 @@ def matched(name: str, updates: Any, params: Any) -> Any:
     except ValueError as error:
         raise ValueError(f"params: {name} needs them in the structure of the updates: {error}") from error
     for update, param in pairs:
-        check_same_shape(name, update, param)
+        if np.shape(update.value) != np.shape(param.value):
+            raise ValueError(
+                f"updates: {name} got shape {np.shape(update.value)} for the parameter {param.name!r} of shape "
+                f"{np.shape(param.value)}"
+            )
     return params
-
-
-def check_same_shape(name: str, update: Leaf, param: Leaf) -> None:
-    """Raise an error if an update has another shape than its parameter."""
-    if np.shape(update.value) != np.shape(param.value):
-        raise ValueError(
-            f"updates: {name} got shape {np.shape(update.value)} for the parameter {param.name!r} of shape "
-            f"{np.shape(param.value)}"
-        )
