@@ -22,15 +22,10 @@ def margin(dtype: Any) -> float:
 
 
 def factor_to(bound: Any, norm: jax.Array, dtype: Any = np.float32) -> jax.Array:
-    """Return 1 inside the bound, else a little less than bound / norm; NaN for a norm that is not finite.
-
-    The division comes last: XLA computes a division once, but what follows it once for each entry that reads
-    it, which would triple the time it takes to compile hundreds of leaves.
-    """
+    """Return 1 inside the bound, else a little less than bound / norm; NaN for a norm that is not finite."""
     bound = jnp.asarray(bound, norm.dtype)
     inside = (norm <= bound) & (norm < jnp.inf)
-    outside = jnp.where(norm < jnp.inf, norm, jnp.nan)
-    return jnp.where(inside, 1, bound * (1 - margin(dtype))) / jnp.where(inside, 1, outside)
+    return _quotient(inside, bound * (1 - margin(dtype)), norm)
 
 
 def factor_between(low: Any, high: Any, rate: Any, norm: jax.Array, dtype: Any) -> jax.Array:
@@ -42,6 +37,15 @@ def factor_between(low: Any, high: Any, rate: Any, norm: jax.Array, dtype: Any) 
     low, small = jnp.minimum(low, high), margin(dtype)
     inside = (norm <= high) & ((norm >= low * (1 - 4 * small)) | (norm == 0)) & (norm < jnp.inf)
     target = rate * (1 - small) * jnp.clip(norm, low, high) + (1 - rate) * norm
+    return _quotient(inside, target, norm)
+
+
+def _quotient(inside: jax.Array, target: jax.Array, norm: jax.Array) -> jax.Array:
+    """Return 1 inside, else target / norm; NaN for a norm that is not finite.
+
+    The division comes last: XLA computes a division once, but what follows it once for each entry that reads
+    it, which would triple the time it takes to compile hundreds of leaves.
+    """
     outside = jnp.where(norm < jnp.inf, norm, jnp.nan)
     return jnp.where(inside, 1, target) / jnp.where(inside, 1, outside)
 
