@@ -21,7 +21,6 @@ SKIP: Final = Skip()
 """The axes of a leaf that is not changed."""
 
 Rule: TypeAlias = Callable[[Any, Any], Any]
-Axes: TypeAlias = "int | Sequence[int] | Rule | Skip | Default | Mapping[str, Any] | None"
 
 
 def fan_in(path: Any, leaf: Any) -> tuple[int, ...] | Skip:
@@ -77,8 +76,9 @@ def _fan_in_of_matrices(path: Any, leaf: Any) -> tuple[int, ...] | Skip:
     if rank > 2:
         raise ValueError(
             f"axes: {Leaf(path, leaf)} may be the kernel of a convolution, of attention heads, or a stack of layers. "
-            "Pass axes=clipjax.fan_in for convolutions (*window, in, out), axes=clipjax.flax.unit_axes(model), which "
-            f"asks the layers, or the axes to reduce, as in axes={{{path_name(path)!r}: {tuple(range(rank - 1))}}}"
+            "Pass axes=unit_axes(model) of clipjax.flax or clipjax.equinox, which asks the layers, axes=clipjax.fan_in "
+            "for convolutions (*window, in, out), or the axes to reduce, as in "
+            f"axes={{{path_name(path)!r}: {tuple(range(rank - 1))}}}"
         )
     return fan_in(path, leaf)
 
@@ -92,6 +92,8 @@ class Default:
     def __repr__(self) -> str:
         return "fan_in" if self.rule is _fan_in_of_matrices else "fan_in_or_all"
 
+
+Axes: TypeAlias = int | Sequence[int] | Rule | Skip | Default | Mapping[str, Any] | None
 
 FAN_IN_OF_MATRICES: Final = Default(_fan_in_of_matrices)
 FAN_IN_OR_ALL: Final = Default(fan_in_or_all)

@@ -87,6 +87,13 @@ def check_order(low: Any, high: Any, of: Any = None) -> None:
     """Raise an error if a limit is wrong, or if both are known and `low` is above `high`, for `of`."""
     check_bound("low", low, -np.inf)
     check_bound("high", high, -np.inf)
+    if not (callable(low) or callable(high)):
+        try:
+            np.broadcast_shapes(np.shape(low), np.shape(high))
+        except ValueError:
+            raise ValueError(
+                f"low and high must broadcast to one shape, got {np.shape(low)} and {np.shape(high)}"
+            ) from None
     known_now = not any(callable(x) or isinstance(x, jax.core.Tracer) for x in (low, high))
     if known_now and np.any(np.asarray(low, np.float64) > np.asarray(high, np.float64)):
         where = "" if of is None else f" for {of}"

@@ -43,8 +43,9 @@ def warn_if_local() -> None:
     for name in jax.sharding.get_abstract_mesh().manual_axes:
         if not mesh_axes(lax.axis_index(name)):
             warnings.warn(
-                f"norms are those of each device alone: over the axis {name!r} JAX does not track which arrays "
-                "differ. Use jit, or shard_map with check_vma=True.",
+                f"norms are those of each device alone, since over the axis {name!r} JAX does not track which arrays "
+                "differ. They are right where gradients are the same on all devices, as after lax.pmean. Where these "
+                "are split, use jit, or shard_map with check_vma=True.",
                 stacklevel=2,
             )
 
@@ -140,6 +141,8 @@ def check_ord(ord: Any) -> float:
     """Return the order of a norm, 2 for None, or raise an error that names it."""
     if ord is None:  # the default of transformations, since `optax.inject_hyperparams` would trace a number
         return 2.0
+    if isinstance(ord, jax.Array):
+        raise TypeError(f"ord must be known: name it in static_args of optax.inject_hyperparams, got {ord!r}")
     if isinstance(ord, bool) or not isinstance(ord, int | float | np.number):
         raise TypeError(f"ord must be 1, 2, a number of at least 1 or infinity, got {ord!r}")
     if not ord >= 1:

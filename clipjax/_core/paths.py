@@ -66,8 +66,8 @@ def _as_array(path: tuple[Any, ...], leaf: Any) -> Any:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Return whether a glob matches a whole path, or its last components."""
-    return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"*/{pattern}")
+    """Return whether a glob matches a whole path, or its last components; with a leading slash, only the former."""
+    return fnmatch.fnmatchcase(f"/{name}", pattern if pattern.startswith("/") else f"*/{pattern}")
 
 
 def first_matches(argument: str, patterns: Sequence[str], tree: Any) -> list[str | None]:
@@ -109,7 +109,7 @@ def matching(*patterns: str) -> Callable[[Any], Any]:
     """Make a mask from path patterns, for `optax.masked`.
 
     A pattern is a glob for the whole path of a leaf, such as `"encoder/*"`, or for its last components, such
-    as `"kernel"` or `"Dense_*/kernel"`.
+    as `"kernel"` or `"Dense_*/kernel"`. One that begins with a slash is for the whole path only.
 
     Args:
       *patterns: one or several; a leaf is chosen if one of them matches it.

@@ -12,7 +12,10 @@ import optax
 from jax import lax
 
 from clipjax._core.bounds import short_repr
-from clipjax._core.paths import leaves_of
+from clipjax._core.paths import a_few, leaves_of
+
+# What `clipjax.metrics` adds.
+_OURS = {"steps", "nonfinite_count", "clipped_fraction"}
 
 Act = Callable[[Any, Any, Any, Any], tuple[Any, dict[str, jax.Array], Any]]
 
@@ -82,6 +85,8 @@ def with_metrics(
         return returned
 
     def full(metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        if taken := _OURS & set(metrics):
+            raise ValueError(f"act: {sorted(taken)} of {name} are names of metrics that clipjax adds; choose others")
         if "norm" in metrics:
             metrics = {**metrics, "nonfinite_count": (~jnp.isfinite(metrics["norm"])).astype(np.int32)}
         for key, x in metrics.items():
@@ -128,7 +133,8 @@ def next_state(state: MetricsState, metrics: dict[str, jax.Array], memory: Any) 
     """
     known = {*state.last, *state.totals, *state.shares}
     if known != set(metrics):
-        raise ValueError(f"state: its metrics are {sorted(known)}, but those of this step {sorted(metrics)}")
+        more, less = (a_few(sorted(x), 5) or "none" for x in (set(metrics) - known, known - set(metrics)))
+        raise ValueError(f"state: it was made for other metrics; this step has {more} more, and {less} less")
     metrics = lax.stop_gradient(metrics)
     return MetricsState(
         optax.safe_increment(state.step),
@@ -140,9 +146,9 @@ def next_state(state: MetricsState, metrics: dict[str, jax.Array], memory: Any) 
 
 
 def plus(counter: jax.Array, more: jax.Array) -> jax.Array:
-    """Add a number of at least 0 to an int32 counter, which stops at its largest value."""
+    """Add a number to an int32 counter, which stops at its largest value."""
     more, most = more.astype(np.int32), np.iinfo(np.int32).max
-    return jnp.where(counter > most - more, most, counter + more)
+    return jnp.where(counter > most - jnp.maximum(more, 0), most, counter + more)
 
 
 def check_state(name: str, kind: type[Any], state: Any) -> None:
@@ -164,10 +170,12 @@ def matched(name: str, updates: Any, params: Any) -> Any:
         raise ValueError(f"params: {name} needs them: tx.update(updates, state, params)")
     try:
         params = jax.tree.map(lambda u, p: None if u is None else p, updates, params, is_leaf=lambda x: x is None)
-        pairs = list(zip(leaves_of(updates)[0], leaves_of(params)[0], strict=True))
     except ValueError as error:
         raise ValueError(f"params: {name} needs them in the structure of the updates: {error}") from error
-    for update, param in pairs:
+    wanted, given = leaves_of(updates)[0], leaves_of(params)[0]
+    if missing := {leaf.name for leaf in wanted} - {leaf.name for leaf in given}:
+        raise ValueError(f"params: {name} needs one for each update, but has none for {a_few(sorted(missing))}")
+    for update, param in zip(wanted, given, strict=True):
         if np.shape(update.value) != np.shape(param.value):
             raise ValueError(
                 f"updates: {name} got shape {np.shape(update.value)} for the parameter {param.name!r} of shape "

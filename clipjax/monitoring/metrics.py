@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,7 +39,7 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
       5.0
     """
     found: dict[str, jax.Array] = {}
-    repeats: Counter[str] = Counter()
+    labels: set[str] = set()
     states = list(_states_in(opt_state))
     if not states:
         raise ValueError(
@@ -49,8 +49,9 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
     for state in states:
         each = _metrics_of(state)
         name = next(iter(each), "").partition("/")[0]
-        label = f"{name}_{repeats[name]}" if repeats[name] else name
-        repeats[name] += 1
+        numbered = (f"{name}_{i}" for i in itertools.count(1))
+        label = next(x for x in itertools.chain([name], numbered) if x not in labels)
+        labels.add(label)
         if each:
             each[f"{name}/steps"] = _array(state.step)
         found |= {label + key.removeprefix(name): value for key, value in each.items()}

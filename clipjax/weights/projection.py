@@ -120,15 +120,15 @@ def applied(param: Any, update: Any) -> Any:
 
 
 def _step_to(wanted: Any, after: Any, param: Any, update: Any) -> Any:
-    """Return the update that takes a parameter to `wanted`.
+    """Return the update that takes a parameter to `wanted`, in the wider of their dtypes.
 
     In 32 bits p + ((p + u) - p) is p + u. In 16 bits only the choice keeps it so.
     """
     if wanted is after or not is_float(param):
         return update
-    dtype = max(param.dtype, update.dtype, key=lambda dtype: jnp.finfo(dtype).bits)
+    dtype = max(update.dtype, param.dtype, key=lambda dtype: jnp.finfo(dtype).bits)
     step = wanted.astype(dtype) - param.astype(dtype)
-    return (step if jnp.finfo(dtype).bits >= 32 else jnp.where(wanted == after, update, step)).astype(update.dtype)
+    return step if jnp.finfo(dtype).bits >= 32 else jnp.where(wanted == after, update.astype(dtype), step)
 
 
 # What a tree with all variables of a Flax model holds beside its weights: collections of Linen, variables of NNX.
@@ -139,7 +139,7 @@ def _check_are_weights(params: Any, wanted: Any) -> None:
     """Raise an error if a projection would change what is known not to be a weight."""
 
     def is_other(node: Any) -> bool:
-        return type(node).__name__ in _NO_WEIGHTS
+        return type(node).__name__ in _NO_WEIGHTS and type(node).__module__.startswith("flax.")
 
     other = isinstance(params, Mapping) and "params" in params
     each = zip(

@@ -129,6 +129,9 @@ def test_matching_chooses_leaves_by_their_paths() -> None:
     assert chosen("encoder/*") == ["encoder/layer_0/w", "encoder/layer_1/w"]
     assert chosen("b", "layer_1/w") == ["encoder/layer_1/w", "head/b"]
     assert chosen("layer_[0]/*") == ["encoder/layer_0/w"]
+    assert chosen("/head/*", "/encoder/layer_1/w") == ["encoder/layer_1/w", "head/b", "head/w"]
+    with pytest.raises(ValueError, match="'/w' matches no leaf"):
+        chosen("/w")
     assert len(chosen("*")) == 5
     with pytest.raises(ValueError, match=r"patterns: the pattern 'decoder/\*' matches no leaf.*encoder/layer_0/w"):
         chosen("encoder/*", "decoder/*")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import typing
 
 import pytest
 
@@ -39,6 +40,13 @@ def test_the_public_names_are_these() -> None:
     for name in NAMES:
         assert getattr(clipjax, name) is not None
         assert name in ("SKIP", "functional") or getattr(clipjax, name).__doc__
+
+
+def test_the_types_of_arguments_are_known_at_runtime() -> None:
+    for room in (clipjax, clipjax.functional):
+        for name in room.__all__:
+            if callable(member := getattr(room, name)):
+                assert typing.get_type_hints(member) is not None
 
 
 def test_every_member_has_a_row() -> None:

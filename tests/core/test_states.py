@@ -18,6 +18,7 @@ def test_counters_stop_at_their_largest_value() -> None:
     assert plus(jnp.int32(MOST - 1), jnp.array(True)) == MOST
     assert plus(jnp.int32(MOST), jnp.array(True)) == MOST
     assert plus(jnp.int32(MOST - 3), jnp.int32(7)) == MOST
+    assert plus(jnp.int32(2), jnp.int32(-3)) == -1
     tx = clipjax.clip_by_global_norm(1.0)
     state = jax.tree.map(lambda x: jnp.full_like(x, MOST) if x.dtype == np.int32 else x, tx.init(jnp.ones(2)))
     _, state = tx.update(jnp.full(2, jnp.nan), state)
@@ -68,6 +69,15 @@ def test_a_transformation_that_occurs_again_gets_a_number() -> None:
     found = clipjax.metrics(state)
     norms = [found[f"clip_by_global_norm{again}/norm"] for again in ("", "_1", "_2")]
     np.testing.assert_allclose(norms, [8.0, 4.0, 2.0], rtol=2e-6)
+
+
+def test_a_number_does_not_hide_another_transformation_of_that_name() -> None:
+    links = [
+        clipjax.with_metrics(name, lambda u, p, s, m, x=x: (u, {"x": jnp.float32(x)}, m))
+        for x, name in enumerate(("a", "a_1", "a"))
+    ]
+    found = clipjax.metrics(optax.chain(*(optax.stateless(lambda u, _: u), *links)).init(jnp.ones(1)))
+    assert {key for key in found if key.endswith("/x")} == {"a/x", "a_1/x", "a_2/x"}
 
 
 def test_zeros_do_not_enter_the_window_of_spikes() -> None:

@@ -51,6 +51,8 @@ THEMES = {
         of_type("clip_by_value(1.0, low=0.0, high=1.0)", "bound=1.0", "low and high"),
         of_value("min_max_norm(jnp.inf, jnp.inf)", "low", "finite", "inf"),
         of_value("min_max_norm(0.5, 1.0, rate=2.0)", "rate", "at most 1", "2.0"),
+        of_value("box(jnp.zeros(3), jnp.ones(2))", "low and high", "(3,)", "(2,)"),
+        of_type("jax.jit(lambda p: clip_by_norm(1.0, ord=p).init(params))(2.0)", "ord", "static_args"),
         of_value("box({'kernel': 2.0}, {'kernel': 1.0})(params)", "low", "2.0", "1.0", "'kernel'"),
         of_value("scale_gradient(x, jnp.inf)", "factor", "finite", "inf"),
         of_value("autoclip(0.1)", "percentile", "0.1", "clip_by_quantile"),
@@ -135,12 +137,16 @@ THEMES = {
         of_type("with_metrics('a/b', lambda *args: args)", "name", "'a/b'"),
         of_type("with_metrics('', lambda *args: args)", "name", "''"),
         of_type("with_metrics('a', 3)", "act", "got 3"),
+        of_value("with_metrics('a', lambda u, *_: (u, {'steps': x[0]}, ())).init(x)", "act", "'steps'", "of a"),
+        of_value("with_metrics('a', lambda u, *_: (u, {'norms': x}, ())).init(x)", "act", "'norms'", "scalar", "(3,)"),
     ],
     "trees": [  # Parameters and gradients.
         *[of_value(f"({tx}).update(grads, state_of({tx}))", "params", name) for name, tx in c.WITH_PARAMS],
         *[of_value(f"({tx}).update(other_shape, state_of({tx}), params)", "'kernel'", "(3,)", "(4, 3)", name)
           for name, tx in c.WITH_PARAMS],
         *[of_value(f"({tx}).update(grads, state_of({tx}), [x])", "params", name) for name, tx in c.WITH_PARAMS],
+        *[of_value(f"({tx}).update(grads, state_of({tx}), {{**params, 'bias': None}})", "params", "none for bias", name)
+          for name, tx in c.WITH_PARAMS],
         *all_of("leaf 'act'", c.TAKE_A_TREE, ("{'act': jnp.tanh}", TypeError, "eqx.filter")),
         *all_of("leaf 'act'", c.TAKE_A_TREE, ("{'act': 'ones'}", TypeError, "got str")),
         *[of_type(call, "'z'", "complex", "one bound") for call in (
