@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from clipjax._core import FAN_IN_OF_MATRICES, Axes, check_axes, check_bound, known, margin, norm, units_of
+from clipjax._core import FAN_IN_OF_MATRICES, Axes, check_axes, check_bound, known, margin, norm, short_repr, units_of
 
 try:
     from matplotlib import pyplot as plt
@@ -92,7 +92,7 @@ def group_norms(history: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, ax:
     of = {key.removeprefix("record_norms/"): history[key] for key in recorded or history}
     groups = {name: _per_step(f"history[{name!r}]", x) for name, x in of.items()}
     if len({x.shape for x in groups.values()}) != 1:
-        raise ValueError(f"history must have groups with equally many steps, got {list(groups)[:20]}")
+        raise ValueError(f"history must have one or more groups with equally many steps, got {list(groups)[:20]}")
     ax = _new(ax)
     ax.set(xlabel="step", ylabel="norm")
     return _lines(ax, {name: (1 + np.arange(len(x)), x) for name, x in groups.items()}, "groups")
@@ -135,7 +135,10 @@ def unit_norms(params: Any, *, axes: Axes = FAN_IN_OF_MATRICES, radius: Any = No
 
 
 def _per_step(name: str, values: Any, shape: tuple[int, ...] | None = None) -> np.ndarray:
-    array = np.asarray(jax.device_get(values), np.float64)
+    try:
+        array = np.asarray(jax.device_get(values), np.float64)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} must be numbers, one for each step, got {short_repr(values)}") from error
     array = array if array.ndim or not shape else np.full(shape, array)
     if array.ndim != 1 or not array.size or array.shape != (shape or array.shape):
         raise ValueError(f"{name} must have shape {shape or '(steps,)'}, got {array.shape}")
@@ -167,7 +170,7 @@ def _lines(ax: Any, lines: dict[str, Any], what: str, bound: float = np.inf) -> 
     title = [f"{len(named)} of {len(lines)} {what}"] if many else []
     if bound < np.inf:
         ax.axhline(bound, c=plt.rcParams["text.color"], zorder=1.5, label=f"radius {bound:.4g}", **_BOUND)
-        title.append("(units at the bound or above)")
+        title.append("(share of units at the bound)")
     return _finished(ax, list(lines.values()), np.array([bound]), "\n".join(title))
 
 
@@ -183,6 +186,7 @@ def _finished(ax: Any, points: Sequence[Any], bounds: np.ndarray, title: str = "
     if positive.size and positive.max() > 20 * positive.min():
         with_zero = {"linthresh": 10 ** np.floor(np.log10(positive.min())), "linscale": 0.5}
         ax.set_yscale("symlog", **with_zero) if (values == 0).any() else ax.set_yscale("log")
+        ax.set_ylim(bottom=0 if (values == 0).any() else None)
     elif positive.size:
         ax.set_ylim(0, 1.08 * positive.max())
     ax.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))

@@ -84,15 +84,21 @@ def draw(path, runs):
         axes[1].plot(norms, np.linspace(0, 100, len(norms)), style, lw=2, color=color, label=name)
         steps = np.linspace(0, len(log), len(scores) + 1)[1:]
         axes[2].plot(steps, 100 * scores, style, lw=2, color=color, label=f"{name}: {scores[-5:].mean():.1%}")
-    axes[1].axvline(RADIUS, color="black", lw=1, ls=":", label=f"radius {RADIUS}")
+    axes[1].axvline(RADIUS, color="black", lw=1, ls=":")
+    axes[1].annotate(f"radius {RADIUS}", (RADIUS + 0.05, 1))
     axes[1].set(
         title="Weights are constrained",
         xlabel="norm of a unit's incoming weights",
         ylabel="% of units up to here",
     )
     axes[2].set(title="Accuracy on the test set", xlabel="step", ylabel="%", ylim=(65, 100))
-    for ax in axes[1:]:
-        ax.legend()
+    axes[0].legend(loc="lower left")
+    figure.legend(
+        *axes[2].get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=4,
+        title="accuracy, mean of the last five",
+    )
     figure.savefig(path, dpi=90)
 
 
@@ -122,7 +128,7 @@ def main():
                 f"largest norm of a unit's weights {unit_norms(params).max():.2f}"
             )
     draw(args.plot, runs)
-    print(f"picture: {args.plot}")
+    print(f"The accuracy is the mean of the last five measurements. Picture: {args.plot}")
 
 
 if __name__ == "__main__":

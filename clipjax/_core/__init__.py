@@ -16,6 +16,7 @@ from clipjax._core.axes import (
     SKIP,
     Axes,
     Skip,
+    axes_of_leaves,
     check_axes,
     fan_in,
     fan_in_or_all,

@@ -82,7 +82,11 @@ def first_matches(argument: str, patterns: Sequence[str], tree: Any) -> list[str
     if names and not any(isinstance(node, optax.MaskedNode) for _, node in found):
         for pattern in patterns:
             if not any(matches(pattern, name) for name in names):
-                raise ValueError(f"{argument}: the pattern {pattern!r} matches no leaf. The paths are: {a_few(names)}")
+                inside = any(matches(f"{pattern}/*", name) for name in names)
+                hint = f"; {pattern + '/*'!r} matches some" if inside else ""
+                raise ValueError(
+                    f"{argument}: the pattern {pattern!r} matches no leaf{hint}. The paths are: {a_few(names)}"
+                )
     present = [name for name, (_, node) in zip(names, found, strict=True) if not _is_absent(node)]
     return [next((p for p in patterns if matches(p, name)), None) for name in present]
 

@@ -61,9 +61,9 @@ def skip_nonfinite(
         finite. None: every such step is skipped.
 
     Returns:
-      A transformation with the metrics `skipped`, `skipped_last` (1 or 0), `skipped_in_a_row`, and by reason
-      `nonfinite_count` for gradients and `nonfinite_loss_count`. `update(grads, state, params, loss=loss)` checks
-      a loss as well, and passes it on; on several devices their mean.
+      A transformation with the metrics `norm`, `skipped`, `skipped_last` (1 or 0), `skipped_in_a_row`, and by
+      reason `nonfinite_count` for gradients and `nonfinite_loss_count`. `update(grads, state, params, loss=loss)`
+      checks a loss as well, and passes it on; on several devices their mean.
 
     Raises:
       TypeError, ValueError: `optimizer` is not a gradient transformation; `max_consecutive` is below 1; in
@@ -81,6 +81,6 @@ def skip_nonfinite(
     """
 
     def compare(norm: Any, loss: Any, past: Any, step: Any) -> Verdict:
-        return Verdict(jnp.zeros((), bool), past, {}, {})
+        return Verdict(jnp.zeros((), bool), past, {}, {"norm": norm})
 
     return skipping("skip_nonfinite", optimizer, max_consecutive, compare, lambda: ())

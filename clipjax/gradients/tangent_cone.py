@@ -30,7 +30,7 @@ from clipjax._core import (
 def tangent_cone(
     radius: optax.ScalarOrSchedule, *, axes: Axes = FAN_IN_OF_MATRICES
 ) -> optax.GradientTransformationExtraArgs:
-    """Remove what would push a unit on the sphere further out: g - w <g, w> / |w|² where |w| >= radius, <g, w> < 0.
+    """Remove what would push a unit on the sphere further out: g - w ⟨g, w⟩ / |w|² where |w| >= radius, ⟨g, w⟩ < 0.
 
     :func:`clipjax.max_norm` undoes that part at each step, but it would stay in the moments of an optimizer. Use
     both, with the same radius and axes: `clipjax.bounded(optax.adam(1e-3), clip=clipjax.tangent_cone(3.0),

@@ -24,7 +24,9 @@ _BATCH = 256
 class NormLog:
     """Keep the gradient norms of a run, and tell what a threshold would have done.
 
-    Appending does not wait for the device, and copies, so that the optimizer state may be donated.
+    Appending does not wait for the device, and copies, so that the optimizer state may be donated. A step that a
+    transformation did not take, since it was skipped or is accumulated, adds no norm of this transformation. All
+    norms that came, with those of skipped steps, are those of `"skip_nonfinite"` or `"skip_spikes"`.
 
     Args:
       name: which norm to take from `clipjax.metrics`: a transformation, such as `"zclip"`, or a whole key.
@@ -47,9 +49,10 @@ class NormLog:
             raise TypeError(f"name must be a str or None, got {short_repr(name)}")
         self.name = name
         self.capacity = None if capacity is None else check_count("capacity", capacity, 1)
-        self._count = 0  # of all norms so far
-        self._waiting: list[Any] = []  # on the device
+        self._waiting: list[Any] = []  # norms on the device, with the numbers of their steps if known
         self._chunks = [np.zeros(0)]  # fetched
+        self._count = 0  # of all that were fetched
+        self._step = 0  # of the last one
 
     def append(self, norm: Any) -> None:
         """Add the norm of one step: a number, a scalar array, or what `clipjax.metrics` returns."""
@@ -60,13 +63,15 @@ class NormLog:
         self._add(norms, rank=1)
 
     def _add(self, norms: Any, rank: int) -> None:
+        steps = None
         if isinstance(norms, Mapping):
             every = [key for key in norms if key.endswith("/norm")]
             keys = every if self.name is None else [self.name, f"{self.name}/norm"]
             found = [key for key in keys if key in norms]
             if len(found) != 1:
                 raise ValueError(f"name must say which norm to log, of {every or list(norms)}; it is {self.name!r}")
-            norms = norms[found[0]]
+            steps, norms = norms.get(f"{found[0].partition('/')[0]}/steps"), norms[found[0]]
+            steps = steps if steps is None else jnp.copy(steps)
         if isinstance(norms, jax.core.Tracer):
             raise TypeError("norms must be known: return them from the compiled function, then log them")
         norms = jnp.copy(norms) if isinstance(norms, jax.Array) else np.array(norms)
@@ -74,15 +79,20 @@ class NormLog:
             raise TypeError(f"norms must be real numbers or clipjax.metrics(state), got {short_repr(norms)}")
         if norms.ndim != rank:
             raise ValueError(f"append takes a scalar, and extend shape (steps,); got shape {norms.shape}")
-        self._count += norms.size
-        self._waiting.append(norms)
+        self._waiting.append((norms, steps))
         if len(self._waiting) >= 2 * _BATCH:
             self._fetch(_BATCH)
 
     def _fetch(self, count: int) -> None:
         """Fetch the first norms that wait, and drop the oldest beyond the capacity."""
         batch, self._waiting = jax.device_get(self._waiting[:count]), self._waiting[count:]
-        self._chunks.append(np.concatenate([np.zeros(0), *map(np.ravel, batch)], dtype=np.float64))
+        for norms, steps in batch:
+            new = np.ravel(norms).astype(np.float64)
+            if steps is not None:  # a transformation that took no step shows its last norm again
+                steps = np.append(self._step, steps)
+                new, self._step = new[np.diff(steps) != 0], steps[-1]
+            self._chunks.append(new)
+            self._count += len(new)
         if self.capacity is not None or not self._waiting:
             self._chunks = [np.concatenate(self._chunks)[-(self.capacity or 0) :]]  # -0: all
 
@@ -95,7 +105,8 @@ class NormLog:
     @property
     def dropped(self) -> int:
         """How many norms there were before the first that is kept."""
-        return self._count - len(self)
+        kept = len(self)  # fetches
+        return self._count - kept
 
     @property
     def nonfinite_count(self) -> int:
@@ -104,7 +115,7 @@ class NormLog:
 
     def __len__(self) -> int:
         """Return how many norms are kept."""
-        return self._count if self.capacity is None else min(self._count, self.capacity)
+        return len(self.norms)
 
     def _finite(self) -> np.ndarray:
         norms = self.norms

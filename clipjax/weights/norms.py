@@ -155,4 +155,4 @@ def _rescaling(name: str, factor_at: Callable[[Any], Any], axes: Any, *, counts:
     def constrain(params: Any, step: Any) -> Any:
         return rescale_units(params, axes, factor_at(step))[0]
 
-    return Projection(name, constrain, counts=counts)
+    return Projection(name, constrain, counts=counts, axes=axes)

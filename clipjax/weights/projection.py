@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from clipjax._core import Leaf, check_state, is_float, leaves_of, matched, path_name, short_repr, wide
+from clipjax._core import SKIP, Leaf, check_state, is_float, leaves_of, matched, path_name, short_repr, wide
 
 T = TypeVar("T")
 
@@ -39,11 +39,13 @@ class Projection:
     # Optax asks for its own class. Its subclass would be a tuple, and jax.jit of a callable tuple fails.
     __class__ = property(lambda _: optax.GradientTransformationExtraArgs)
 
-    def __init__(self, name: str, constrain: Callable[..., Any], *, counts: bool = False, check: Any = None) -> None:
+    def __init__(
+        self, name: str, constrain: Callable[..., Any], *, counts: bool = False, axes: Any = SKIP, check: Any = None
+    ) -> None:
         """Make a projection from `constrain(params, step)`; `counts` if it depends on the step.
 
-        If it needs more, `constrain(params, step, **extra)` takes what is given to `update`, and `check(params)`
-        raises the errors of `init`, where that is not known yet.
+        `axes` are those of the units that it rescales, if it does. If it needs more, `constrain(params, step, **extra)`
+        takes what is given to `update`, and `check(params)` raises the errors of `init`, where that is not known yet.
         """
 
         def constrained(params: Any, step: Any, **extra: Any) -> Any:
@@ -73,7 +75,7 @@ class Projection:
             steps = as_updates([_step_to(new.value, old, p.value, u.value) for p, u, old, new in each])
             return steps, ProjectionState(optax.safe_increment(state.step)) if counts else state
 
-        self.name, self.constrain, self.counts, self.check = name, constrained, counts, check
+        self.name, self.constrain, self.counts, self.axes, self.check = name, constrained, counts, axes, check
         self.init, self.update = init, update
 
     def __call__(self, params: T, step: Any = None, **extra: Any) -> T:
@@ -87,11 +89,11 @@ class Projection:
         return self.name
 
     def __reduce__(self) -> Any:
-        return _rebuilt, (self.name, self.constrain, self.counts, self.check)
+        return _rebuilt, (self.name, self.constrain, self.counts, self.axes, self.check)
 
 
-def _rebuilt(name: str, constrain: Callable[..., Any], counts: bool, check: Any) -> Projection:
-    return Projection(name, constrain, counts=counts, check=check)
+def _rebuilt(name: str, constrain: Callable[..., Any], counts: bool, axes: Any, check: Any) -> Projection:
+    return Projection(name, constrain, counts=counts, axes=axes, check=check)
 
 
 def is_projection(value: Any) -> bool:
@@ -187,7 +189,7 @@ def as_projection(name: str, function: Any) -> Projection:
         return function
     hint = ""
     if isinstance(function, optax.GradientTransformation):
-        hint = ", a gradient transformation" + (": pass it as clip=" if name == "project" else "")
+        hint = ", a gradient transformation" + (": clips are for clip=" if name == "project" else "")
     elif str(getattr(function, "__module__", "")).startswith(f"{__package__}."):
         hint = ": call it, as in clipjax.max_norm(3.0)"
     if hint or not callable(function):

@@ -6,11 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
-from clipjax._core import Leaf, is_float, leaves_of
+from clipjax._core import Leaf, Skip, axes_of_leaves, is_float, leaves_of
 from clipjax.weights.projection import Projection, as_projection, is_projection
 
 
@@ -46,7 +45,7 @@ def violations(
 
     Returns:
       A list of `Violation(path, unit, before, after, entries)`, empty if nothing would change. There is one
-      for each unit that would be multiplied by a factor, as by `max_norm`, with its norm; otherwise one for
+      for each unit that `max_norm`, `min_max_norm` or `unit_norm` would rescale, with its norm; otherwise one for
       each leaf, with the entry that would change most. NaN is always a violation.
 
     Raises:
@@ -64,11 +63,12 @@ def violations(
     leaves, _ = leaves_of(params)
     found: list[Violation] = []
     for each in _projections(projection):
-        for old, new in zip(leaves, leaves_of(each(params, step))[0], strict=True):
+        units = axes_of_leaves(each.axes, params)
+        for old, new, axes in zip(leaves, leaves_of(each(params, step))[0], units, strict=True):
             if isinstance(old.value, jax.core.Tracer) or isinstance(new.value, jax.core.Tracer):
                 raise TypeError(f"params: {old}, or its bound, is traced: call violations outside jit")
             if is_float(old.value):
-                found += _violations_of(old, new)
+                found += _violations_of(old, new, axes)
     return sorted(found, key=lambda violation: -violation.change)
 
 
@@ -83,38 +83,23 @@ def _projections(projection: Any) -> list[Projection]:
 
 
 @np.errstate(all="ignore")
-def _violations_of(old: Leaf, new: Leaf) -> list[Violation]:
+def _violations_of(old: Leaf, new: Leaf, axes: tuple[int, ...] | Skip | None) -> list[Violation]:
     exact = [np.asarray(leaf.value) for leaf in (old, new)]
     changed = exact[0] != exact[1]  # NaN differs from itself
     before, after = (np.asarray(abs(x) if np.iscomplexobj(x) else x, np.float64) for x in exact)
-    axes = _axes_of_units(before, after, jnp.finfo(old.value.dtype))
-    if axes:
-        before, after = (np.sqrt(np.sum(x * x, axes, keepdims=True)) for x in (before, after))
-        counts = np.sum(changed, axes, keepdims=True)
-        places = [tuple(at) for at in np.argwhere(counts)]
-    else:
+    if isinstance(axes, Skip):
+        axes = ()
         distance = np.where(changed, np.nan_to_num(abs(after - before), nan=np.inf), -1)
         counts = np.full(before.shape, changed.sum())
         places = [np.unravel_index(np.argmax(distance), before.shape)] if changed.any() else []
+    else:
+        axes = tuple(range(before.ndim)) if axes is None else axes
+        before, after = (np.sqrt(np.sum(x * x, axes, keepdims=True)) for x in (before, after))
+        counts = np.sum(changed, axes, keepdims=True)
+        places = [tuple(at) for at in np.argwhere(counts)]
 
     def index(at: Sequence[Any]) -> str:
         kept = ", ".join(":" if axis in axes else str(i) for axis, i in enumerate(at))
         return f"[{kept}]" if len(axes) < len(at) else ""
 
     return [Violation(old.name, index(at), float(before[at]), float(after[at]), int(counts[at])) for at in places]
-
-
-def _axes_of_units(before: np.ndarray, after: np.ndarray, info: Any) -> tuple[int, ...]:
-    """Return the axes along which entries were multiplied by one factor, up to rounding."""
-    factor = after / before
-    room = (float(info.eps) * abs(after) + float(info.tiny)) / abs(before)
-    # NaN goes with NaN, and 0 with every factor.
-    low, high = (np.where(np.isnan(x), np.inf, x) for x in (factor - room, factor + room))
-    zero = (before == 0) & (after == 0)
-    low, high = np.where(zero, -np.inf, low), np.where(zero, np.inf, high)
-    axes: tuple[int, ...] = ()
-    for axis in range(before.ndim):
-        more = (*axes, axis)
-        if before.shape[axis] > 1 and np.all(low.max(more) <= high.min(more)):
-            axes = more
-    return axes

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import clipjax
@@ -25,7 +26,7 @@ def test_it_follows_a_loop_that_donates_its_state_and_does_not_wait(monkeypatch:
         state = step(state, norm)
         log.append(clipjax.metrics(state))
         assert fetched == [256] * (i + 1 >= 512)  # only those that have long been computed
-    assert (len(log), len(fetched)) == (len(NORMS), 1)
+    assert (len(log), fetched) == (len(NORMS), [256, len(NORMS) - 256])
     np.testing.assert_array_equal(log.norms, NORMS.astype(np.float64))
 
 
@@ -58,6 +59,28 @@ def test_capacity_bounds_what_is_kept_and_saved(capacity: int, tmp_path: Path) -
     again.extend(np.arange(1000, 1003))
     np.testing.assert_array_equal(again.norms, np.arange(1003 - capacity, 1003))
     assert (again.name, again.capacity, again.dropped) == ("zclip", capacity, 1003 - capacity)
+
+
+def test_steps_that_were_not_taken_add_no_norm() -> None:
+    """A clip that is skipped, or waits for micro-batches, shows its last norm again."""
+    clip = clipjax.clip_by_global_norm(1.0)
+    norms = jnp.array([1.0, 2.0, NAN, 3.0, 4.0, NAN, 6.0, 6.0, 4.0])
+    for k, of_clip in ((1, [1, 2, 3, 4, 6, 6, 4]), (2, [1.5, 3.5, 6])):
+        tx = clipjax.bounded(optax.sgd(1.0), clip=clip, nonfinite="skip", accumulate=k)
+
+        def step(state: Any, norm: jax.Array, tx: Any = tx) -> Any:
+            state = tx.update(norm[None], state, jnp.zeros(1))[1]
+            return state, clipjax.metrics(state)
+
+        _, rows = jax.jit(lambda norms, tx=tx, step=step: jax.lax.scan(step, tx.init(jnp.zeros(1)), norms))(norms)
+        for name, expected in (("clip_by_global_norm", of_clip), ("skip_nonfinite", norms)):
+            stacked, single = clipjax.NormLog(name), clipjax.NormLog(name, capacity=2)
+            stacked.extend(rows)
+            for i in range(len(norms)):
+                single.append({key: x[i] for key, x in rows.items()})
+            np.testing.assert_array_equal(stacked.norms, expected)
+            np.testing.assert_array_equal(single.norms, stacked.norms[-2:])
+            assert (stacked.dropped, single.dropped) == (0, len(stacked) - 2)
 
 
 def test_the_name_says_which_norm() -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 
+from clipjax.weights.entries import box
 from clipjax.weights.norms import max_norm, min_max_norm, unit_norm
 from clipjax.weights.spectral import spectral_cap
 from clipjax.weights.violations import violations
@@ -42,6 +43,13 @@ def test_units_of_norms(axes: Any, dtype: str) -> None:
         assert each.after == pytest.approx(bound, rel=2e-6 + (2**-7 if dtype == "bfloat16" else 0))
     assert [v.change for v in found] == sorted((v.change for v in found), reverse=True)
     assert violations(projection({"w": w}), projection) == []
+
+
+def test_units_that_need_the_same_factor_are_told_apart() -> None:
+    kernel = jnp.full((4, 3), 2.0)
+    assert list(map(str, violations(kernel, max_norm(1.0)))) == [f"[:, {i}]: 4 -> 1" for i in range(3)]
+    (worst,) = violations({"bias": jnp.full(3, 9.0)}, box(-1.0, 1.0))
+    assert (str(worst), worst.entries) == ("bias[0]: 9 -> 1", 3)
 
 
 def test_other_projections_name_the_worst_entry_of_each_leaf() -> None:
@@ -80,7 +88,7 @@ def test_what_is_not_finite_comes_first() -> None:
     ]
     assert math.isnan(found[0].before)
     assert math.isinf(found[0].change)
-    assert violations({"w": np.full((2, 2), math.nan)}, lambda tree: tree)[0].unit == ""
+    assert violations({"w": np.full((2, 2), math.nan)}, lambda tree: tree)[0].unit == "[0, 0]"
 
 
 def test_leaves_without_units() -> None:
