@@ -9,7 +9,7 @@ from typing import Any
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Most of the tests' time is XLA's, and half of that LLVM's optimizing, of which no assertion depends.
 FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
-os.environ.setdefault("XLA_FLAGS", FLAGS)
+os.environ["XLA_FLAGS"] = f"{FLAGS} {os.environ.get('XLA_FLAGS', '')}".strip()
 os.environ.setdefault("MPLBACKEND", "Agg")
 
 from sybil import Sybil

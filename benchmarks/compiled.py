@@ -73,7 +73,7 @@ def count_collectives(step: Step, platform: str, tree: str) -> Row:
     topology, shape = MESHES[platform]
     cells: dict[str, Figure | str] = {
         "all-reduces": f"{reduces[0]} / {reduces[1]}",
-        "ratio": _ratio(*reduces, (reduces[1] + step.goals.maxima) / reduces[1]),
+        "ratio": _ratio(*reduces, (reduces[1] + step.goals.maxima) / reduces[1]) if reduces[1] else "",
         "others": f"{others[0]} / {others[1]}",
     }
     chips = f"{PLATFORMS[platform].label} {topology}, {shape[0] * shape[1]} chips"

@@ -7,9 +7,8 @@ from typing import Any, Literal
 
 import optax
 
-from clipjax._core import check_count, short_repr
+from clipjax._core import check_count, check_transformation, short_repr
 from clipjax.gradients.nonfinite import skip_nonfinite, zero_nonfinite
-from clipjax.gradients.skipping import check_transformation
 from clipjax.monitoring.record_norms import Recorder
 from clipjax.weights.projection import as_projection, is_projection
 

@@ -96,7 +96,7 @@ def unitwise_norms(tree: Any, axes: Axes, ord: float = 2) -> Any:
 
     Args:
       tree: a pytree of arrays.
-      axes: the axes that are reduced.
+      axes: the axes that are reduced, in leaves of every rank, biases too.
       ord: 1, 2, any p >= 1, or `jax.numpy.inf`.
 
     Returns:
@@ -152,7 +152,7 @@ def clip_by_norm(tree: T, max_norm: ArrayLike, axes: Axes = None, ord: float = 2
     Args:
       tree: a pytree of arrays.
       max_norm: the bound, a number or an array that broadcasts to the norms.
-      axes: the axes that are reduced; None for the whole leaf.
+      axes: the axes that are reduced, in leaves of every rank, biases too; None for the whole leaf.
       ord: 1, 2, any p >= 1, or `jax.numpy.inf`.
 
     Returns:

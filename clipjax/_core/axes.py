@@ -6,6 +6,8 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
+import jax
+
 from clipjax._core.norms import is_float
 from clipjax._core.paths import Leaf, a_few, first_matches, leaves_of, path_name
 
@@ -90,7 +92,7 @@ class Default:
         self.rule = rule
 
     def __repr__(self) -> str:
-        return "fan_in" if self.rule is _fan_in_of_matrices else "fan_in_or_all"
+        return self.rule.__name__.lstrip("_")
 
 
 Axes: TypeAlias = int | Sequence[int] | Rule | Skip | Default | Mapping[str, Any] | None
@@ -130,6 +132,8 @@ def check_axes(axes: Any, name: str = "axes") -> Any:
         return {pattern: check_axes(each, f"{name}[{pattern!r}]") for pattern, each in axes.items()}
     if axes is None or callable(axes) or isinstance(axes, Skip):
         return axes
+    if isinstance(axes, jax.core.Tracer):
+        raise TypeError(f"{name} must be known: name it in static_args of optax.inject_hyperparams, got {axes!r}")
     several = isinstance(axes, Sequence)
     try:
         each = tuple(operator.index(axis) for axis in (axes if several else [axes]))
@@ -164,9 +168,9 @@ def axes_of_leaves(axes: Any, tree: Any) -> list[tuple[int, ...] | Skip | None]:
     asked = any(isinstance(each, Skip) for each in (axes.values() if isinstance(axes, Mapping) else [axes]))
     by_rule = callable(axes) and axes not in (fan_in, _fan_in_of_matrices)
     if floats and all(isinstance(each, Skip) for each in found) and not (asked or by_rule):
-        shown = getattr(axes, "__name__", repr(axes)).lstrip("_")
+        shown = "the default" if axes is _fan_in_of_matrices else getattr(axes, "__name__", repr(axes))
         raise ValueError(
-            f"axes: nothing is changed, since {shown} applies to none of: {a_few(floats, 5)}. An int or a tuple "
-            "and fan_in are for rank 2 and more; None gives a leaf one norm, as in axes={'*bias': None}"
+            f"axes: nothing is changed, since {shown} applies to none of: {a_few(floats, 5)}. The default, ints and "
+            "fan_in are for rank 2 and more; axes=None gives each leaf one norm, axes={'*bias': None} each bias"
         )
     return found

@@ -59,6 +59,8 @@ def _as_array(path: tuple[Any, ...], leaf: Any) -> Any:
         return jnp.asarray(leaf)
     if isinstance(leaf, np.ndarray | np.generic):
         return leaf if leaf.dtype == jax.dtypes.float0 else jnp.asarray(leaf)
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        raise TypeError(f"leaf {path_name(path)!r} must be an array: for shapes use jax.eval_shape(tx.init, params)")
     raise TypeError(
         f"leaf {path_name(path)!r} must be an array, got {type(leaf).__name__}: pass only the arrays, of an "
         "Equinox module eqx.filter(model, eqx.is_inexact_array)"

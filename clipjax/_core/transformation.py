@@ -160,6 +160,15 @@ def check_state(name: str, kind: type[Any], state: Any) -> None:
         raise TypeError(f"state: {name} needs the state that its init returned, got {given}")
 
 
+def check_transformation(name: str, value: Any) -> Any:
+    """Return a gradient transformation, or raise an error that says what it is instead."""
+    if not isinstance(value, optax.GradientTransformation):
+        hint = f": call it, as in {getattr(value, '__name__', 'it')}(...)" if callable(value) else ""
+        hint = ": write .gradient_transformation() after it" if isinstance(value, optax.MultiSteps) else hint
+        raise TypeError(f"{name} must be a gradient transformation, got {short_repr(value)}{hint}")
+    return value
+
+
 def matched(name: str, updates: Any, params: Any) -> Any:
     """Return the parameters, with None where the updates have None.
 

@@ -15,6 +15,7 @@ from clipjax._core import (
     MetricsState,
     check_count,
     check_state,
+    check_transformation,
     floats_of,
     mesh_axes,
     next_state,
@@ -134,11 +135,3 @@ def _mean_of_devices(loss: Any) -> jax.Array:
         raise TypeError(f"loss must be a real scalar, such as the mean over the batch, got {given}")
     value = lax.stop_gradient(value.astype(jnp.promote_types(value.dtype, np.float32)))
     return over_devices(lax.pmean, value)
-
-
-def check_transformation(name: str, value: Any) -> Any:
-    """Return a gradient transformation, or raise an error that says what it is instead."""
-    if not isinstance(value, optax.GradientTransformation):
-        hint = f": call it, as in {getattr(value, '__name__', 'it')}(...)" if callable(value) else ""
-        raise TypeError(f"{name} must be a gradient transformation, got {short_repr(value)}{hint}")
-    return value

@@ -13,8 +13,9 @@ import optax
 from jax import lax
 from jax.typing import ArrayLike
 
-from clipjax._core import check_count, short_repr
-from clipjax.gradients.skipping import check_transformation
+from clipjax._core import check_count, check_transformation, short_repr
+from clipjax.gradients.quantiles import autoclip, clip_by_quantile
+from clipjax.gradients.zclip import clip_by_lognormal, zclip
 from clipjax.monitoring.metrics import metrics
 
 # Norms are fetched this many at a time, when as many newer ones are waiting: by then they are computed.
@@ -149,10 +150,8 @@ class NormLog:
           (infinity if there are none), and `"clip_rate"`, the share of the steps that it would have clipped.
           The norms are those of the run, although another clip would have led to others.
         """
-        import clipjax
-
-        names = ("autoclip", "zclip", "clip_by_quantile", "clip_by_lognormal")
-        rules = {name: getattr(clipjax, name)() for name in names} if rules is None else rules
+        if rules is None:
+            rules = {make.__name__: make() for make in (autoclip, zclip, clip_by_quantile, clip_by_lognormal)}
         if not isinstance(rules, Mapping):
             raise TypeError(f"rules must be a mapping from names to transformations, got {short_repr(rules)}")
         return {name: _replayed(name, tx, self._finite()) for name, tx in rules.items()}

@@ -47,7 +47,8 @@ def box(
       TypeError, ValueError: a limit is NaN or not a number; `low` is above `high`; `where` is invalid, or chooses
         no leaf; a pattern matches no leaf; a leaf is complex.
 
-    Equals `optax.projections.projection_box`. A limit that a leaf's dtype cannot represent is rounded inward.
+    Equals `optax.projections.projection_box` with numbers; its trees of limits are mappings here. A limit that a
+    leaf's dtype cannot represent is rounded inward.
 
     References:
       Elsayed et al., 2024, Weight clipping for deep continual and reinforcement learning, arXiv:2407.01704.
@@ -109,6 +110,8 @@ def non_negative(*, where: Where = None) -> Projection:
 
 def _limits(name: str, limit: Any, otherwise: float) -> Callable[[Any], list[Callable[[Any], Any]]]:
     """Return the function from a tree to the limit of each leaf, as a function of the step."""
+    if isinstance(limit, list | tuple):
+        raise TypeError(f"{name} must be a number, an array, a schedule or a mapping, got {short_repr(limit)}")
     if not isinstance(limit, Mapping):
         everywhere = at_step(name, limit, -np.inf)
         return lambda tree: [everywhere] * len(leaves_of(tree)[0])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,8 @@ from jax import lax
 from clipjax._core import SKIP, Leaf, check_state, is_float, leaves_of, matched, path_name, short_repr, wide
 
 T = TypeVar("T")
+# Optax and type checkers ask for Optax's class. A subclass of it would be a tuple, and jax.jit(projection) would fail.
+_TheirClass: Any = optax.GradientTransformationExtraArgs if TYPE_CHECKING else object
 
 
 class ProjectionState(NamedTuple):
@@ -25,7 +27,7 @@ class ProjectionState(NamedTuple):
     step: jax.Array  # int32: how many updates there were
 
 
-class Projection:
+class Projection(_TheirClass):
     """A projection of weights, as a function and as the last link of a chain.
 
     Called, it projects the weights: `params = max_norm(3.0)(params)`. As the last link of a chain it changes the
@@ -36,7 +38,6 @@ class Projection:
     init: optax.TransformInitFn
     update: optax.TransformUpdateExtraArgsFn
 
-    # Optax asks for its own class. Its subclass would be a tuple, and jax.jit of a callable tuple fails.
     __class__ = property(lambda _: optax.GradientTransformationExtraArgs)
 
     def __init__(

@@ -24,7 +24,8 @@ class Row(NamedTuple):
     oracle: o.Oracle
     shares: str  # which entries share a norm: "tree", "group", "leaf", "unit", "entry", or "none"
     title: str = ""  # tells rows of one member apart
-    ord: float = 2
+    ord: float = 2  # of the norm; 1 also where entries are not squared, and so do not overflow before they are infinite
+    measures: bool = True  # its metric `norm` is the largest norm, and no multiple of it
     bounds: bool = True  # it promises a bound
     keeps: bool = True  # there is an inside, where nothing changes
     wide: bool = True  # norms are measured from 1e-18 to 1.8e19
@@ -78,7 +79,8 @@ CLIPS = [
         wide=False),
     Row("clip_by_norm", "clip", lambda b: clipjax.clip_by_norm(b, axes=0), UNITS, "unit", "axes=0",
         axes=clipjax.clip_by_norm),
-    Row("clip_by_rms", "clip", clipjax.clip_by_rms, o.of_leaves(rms=True), "leaf", axes=clipjax.clip_by_rms),
+    Row("clip_by_rms", "clip", clipjax.clip_by_rms, o.of_leaves(rms=True), "leaf", measures=False,
+        axes=clipjax.clip_by_rms),
     Row("clip_by_rms", "clip", lambda b: clipjax.clip_by_rms(b, axes=0), o.of_units(rms=True), "unit", "axes=0"),
     Row("clip_by_value", "clip", clipjax.clip_by_value, SYMMETRIC, "entry"),
     Row("clip_by_value", "clip", lambda b: clipjax.clip_by_value(low=-b, high=2 * b), LOPSIDED, "entry", "low, high",

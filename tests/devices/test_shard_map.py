@@ -127,7 +127,7 @@ def test_where_types_do_not_say_what_differs_norms_are_local_with_a_warning(mesh
     with pytest.warns(UserWarning, match="each device alone"):
         found = jax.jit(unchecked)(tree)
     np.testing.assert_allclose(found["w"], np.ones(8), rtol=2e-6)
-    with pytest.warns(UserWarning, match="each device alone: over the axis 'i'"):
+    with pytest.warns(UserWarning, match="each device alone, since over the axis 'i'"):
         found = jax.pmap(update, axis_name="i")({"w": tree["w"].reshape(8, 1)})
     np.testing.assert_allclose(found["w"], np.ones((8, 1)), rtol=2e-6)
 
