@@ -74,7 +74,7 @@ def adagc(
       TypeError, ValueError: an argument is not a number, or is out of range; `axes` is invalid, or applies to
         no leaf. In `update`: there are more or fewer leaves or units than the parameters had.
 
-    A leaf that is not finite makes all leaves NaN in the warm-up, and later only itself.
+    A leaf that is not finite makes all leaves NaN in the warm-up, and later only itself. Such a step changes no gamma.
 
     Equals the authors' code: for PaddlePaddle with "before", except that it has one more step of warm-up, and
     for Megatron with "after". There, a leaf whose gradient is 0 once in the warm-up stays 0 forever.

@@ -123,15 +123,17 @@ def applied(param: Any, update: Any) -> Any:
 
 
 def _step_to(wanted: Any, after: Any, param: Any, update: Any) -> Any:
-    """Return the update that takes a parameter to `wanted`, in the wider of their dtypes.
+    """Return the update that takes a parameter to `wanted`, in a dtype that holds both.
 
-    In 32 bits p + ((p + u) - p) is p + u. In 16 bits only the choice keeps it so.
+    For float32, p + ((p + u) - p) is p + u. In 16 bits only the choice keeps it so.
     """
     if wanted is after or not is_float(param):
         return update
     dtype = max(update.dtype, param.dtype, key=lambda dtype: jnp.finfo(dtype).bits)
+    if jnp.finfo(dtype).bits < 32 and update.dtype != param.dtype:
+        dtype = np.float32
     step = wanted.astype(dtype) - param.astype(dtype)
-    return step if jnp.finfo(dtype).bits >= 32 else jnp.where(wanted == after, update.astype(dtype), step)
+    return step if jnp.finfo(dtype).bits >= 32 else jnp.where(wanted == after, update, step)
 
 
 # What a tree with all variables of a Flax model holds beside its weights: collections of Linen, variables of NNX.
