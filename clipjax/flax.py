@@ -16,7 +16,7 @@ from flax import nnx
 from flax.core import DenyList
 from jax.tree_util import DictKey
 
-from clipjax._core import SKIP, Skip, path_name
+from clipjax._core import SKIP, Skip, path_name, with_paths
 from clipjax._layers import Param, axes_by_path
 
 __all__ = ["unit_axes"]
@@ -98,7 +98,7 @@ def _linen_params(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
     with nn.intercept_methods(watch):
         params = jax.eval_shape(init, arrays)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+    for path, leaf in with_paths(params):
         names = _names(path)
         depth = max(i for i in range(len(names)) if names[:i] in layers)
         name = path_name(path[depth:])

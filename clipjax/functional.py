@@ -177,6 +177,7 @@ def clip_by_norm(tree: T, max_norm: ArrayLike, axes: Axes = None, ord: float = 2
 def clip_by_global_norm(
     tree: T,
     max_norm: ArrayLike,
+    *,
     ord: float = 2,
     norm: ArrayLike | None = None,
 ) -> tuple[T, jax.Array]:

@@ -35,7 +35,17 @@ from clipjax._core.bounds import (
 )
 from clipjax._core.entries import clip_entries, metrics_of_entries
 from clipjax._core.norms import check_ord, is_float, largest, mesh_axes, norm, over_devices, tree_norm, wide
-from clipjax._core.paths import Leaf, a_few, check_patterns, first_matches, leaves_of, matches, matching, path_name
+from clipjax._core.paths import (
+    Leaf,
+    a_few,
+    check_patterns,
+    first_matches,
+    leaves_of,
+    matches,
+    matching,
+    path_name,
+    with_paths,
+)
 from clipjax._core.rescale import factor_between, factor_to, margin, rescale, weak_like
 from clipjax._core.transformation import (
     MetricsState,

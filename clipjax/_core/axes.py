@@ -92,7 +92,7 @@ class Default:
         self.rule = rule
 
     def __repr__(self) -> str:
-        return self.rule.__name__.lstrip("_")
+        return "<fan_in of matrices>" if self.rule is _fan_in_of_matrices else "fan_in_or_all"
 
 
 Axes: TypeAlias = int | Sequence[int] | Rule | Skip | Default | Mapping[str, Any] | None
@@ -165,12 +165,14 @@ def axes_of_leaves(axes: Any, tree: Any) -> list[tuple[int, ...] | Skip | None]:
         rules = [axes[p] if p is not None else SKIP for p in first_matches("axes", tuple(axes), tree)]
     found = [_resolve(rule, leaf) if is_float(leaf.value) else SKIP for rule, leaf in zip(rules, leaves, strict=True)]
     floats = [leaf for leaf in leaves if is_float(leaf.value) and leaf.value.size]
-    asked = any(isinstance(each, Skip) for each in (axes.values() if isinstance(axes, Mapping) else [axes]))
+    skips = [isinstance(each, Skip) for each in (axes.values() if isinstance(axes, Mapping) else [axes])]
+    asked = any(skips) and not (isinstance(axes, Mapping) and all(skips))
     by_rule = callable(axes) and axes not in (fan_in, _fan_in_of_matrices)
     if floats and all(isinstance(each, Skip) for each in found) and not (asked or by_rule):
         shown = "the default" if axes is _fan_in_of_matrices else getattr(axes, "__name__", repr(axes))
         raise ValueError(
             f"axes: nothing is changed, since {shown} applies to none of: {a_few(floats, 5)}. The default, ints and "
-            "fan_in are for rank 2 and more; axes=None gives each leaf one norm, axes={'*bias': None} each bias"
+            "fan_in are for rank 2 and more; axes=None gives each leaf one norm, axes={'*bias': None} each bias. A "
+            "mapping is only for the leaves that its patterns match"
         )
     return found

@@ -51,7 +51,7 @@ def at_step(name: str, bound: Any, least: float = 0, *, scalar: bool = False) ->
             return jnp.maximum(bound, least) if isinstance(bound, jax.core.Tracer) else bound
         if step is None:
             raise ValueError(
-                f"{name} is a schedule and needs the step: give a projection that is called step=, and give "
+                f"{name} is a schedule and needs the step: pass step=, as in project(params, step=step), and to "
                 "update the state that init returned"
             )
         return jnp.maximum(bound(step), least)

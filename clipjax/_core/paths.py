@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.tree_util import DictKey, GetAttrKey
+from jax.tree_util import GetAttrKey
 
 
 class Leaf(NamedTuple):
@@ -29,14 +30,25 @@ class Leaf(NamedTuple):
 
 
 def path_name(path: tuple[Any, ...]) -> str:
-    """Format a key path, such as `"encoder/Dense_0/kernel"`.
+    """Format a key path, such as `"encoder/Dense_0/kernel"`."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def with_paths(tree: Any, is_leaf: Callable[[Any], bool] = lambda _: False) -> list[tuple[tuple[Any, ...], Any]]:
+    """Return the leaves of a tree with their key paths.
 
     Flax keeps an array in a box (`nnx.Variable`, `nn.Partitioned`) at `value`, which is left out.
     """
-    last = len(path) - 1
-    boxed = [i > 0 and (i == last or isinstance(path[i - 1], DictKey)) for i in range(len(path))]
-    kept = [key for key, box in zip(path, boxed, strict=True) if not (box and key == GetAttrKey("value"))]
-    return jax.tree_util.keystr(tuple(kept), simple=True, separator="/")
+    found = []
+    for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: _is_box(x) or is_leaf(x)):
+        for inner, leaf in jax.tree_util.tree_leaves_with_path(node, is_leaf) if _is_box(node) else [((), node)]:
+            found.append(((*path, *itertools.dropwhile(GetAttrKey("value").__eq__, inner)), leaf))
+    return found
+
+
+def _is_box(node: Any) -> bool:
+    each = type(node).__mro__
+    return any(x.__name__ in ("Variable", "AxisMetadata") and x.__module__.startswith("flax.") for x in each)
 
 
 def leaves_of(tree: Any) -> tuple[list[Leaf], Callable[[Sequence[Any]], Any]]:
@@ -47,9 +59,8 @@ def leaves_of(tree: Any) -> tuple[list[Leaf], Callable[[Sequence[Any]], Any]]:
     Raises:
       TypeError: a leaf is not an array, such as the functions in an Equinox module.
     """
-    treedef: Any
-    paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    return [Leaf(path, _as_array(path, leaf)) for path, leaf in paths], treedef.unflatten
+    treedef: Any = jax.tree.structure(tree)
+    return [Leaf(path, _as_array(path, leaf)) for path, leaf in with_paths(tree)], treedef.unflatten
 
 
 def _as_array(path: tuple[Any, ...], leaf: Any) -> Any:
@@ -79,7 +90,7 @@ def first_matches(argument: str, patterns: Sequence[str], tree: Any) -> list[str
       ValueError: a pattern matches no leaf, nor any None in the tree. In a tree from which `optax.masked` or
         `optax.partition` has removed leaves, a pattern may stand for one of those.
     """
-    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_absent)
+    found = with_paths(tree, _is_absent)
     names = [path_name(path) for path, _ in found]  # two may be the same: those of {"a/b": x, "a": {"b": y}}
     if names and not any(isinstance(node, optax.MaskedNode) for _, node in found):
         for pattern in patterns:

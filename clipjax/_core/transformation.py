@@ -14,9 +14,6 @@ from jax import lax
 from clipjax._core.bounds import short_repr
 from clipjax._core.paths import a_few, leaves_of
 
-# What `clipjax.metrics` adds.
-_OURS = {"steps", "nonfinite_count", "clipped_fraction"}
-
 Act = Callable[[Any, Any, Any, Any], tuple[Any, dict[str, jax.Array], Any]]
 
 
@@ -85,8 +82,9 @@ def with_metrics(
         return returned
 
     def full(metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        if taken := _OURS & set(metrics):
-            raise ValueError(f"act: {sorted(taken)} of {name} are names of metrics that clipjax adds; choose others")
+        shares = {f"{key}_fraction" for key, x in metrics.items() if jnp.result_type(x).kind == "b"}
+        if taken := {"steps", "nonfinite_count", *shares} & set(metrics):
+            raise ValueError(f"metrics: {sorted(taken)} of {name} are names that clipjax adds; choose others")
         if "norm" in metrics:
             metrics = {**metrics, "nonfinite_count": (~jnp.isfinite(metrics["norm"])).astype(np.int32)}
         for key, x in metrics.items():

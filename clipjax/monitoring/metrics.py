@@ -68,8 +68,13 @@ def _states_in(tree: Any) -> Iterator[MetricsState]:
 
 def _metrics_of(state: MetricsState) -> dict[str, jax.Array]:
     last, totals, shares = ({k: _array(x) for k, x in part.items()} for part in state[1:4])
-    steps = jnp.maximum(_array(state.step), 1).astype(np.float32)
-    return last | totals | {f"{key}_fraction": x.astype(np.float32) / steps for key, x in shares.items()}
+    steps = _array(state.step)
+    return last | totals | {f"{key}_fraction": _share(x, steps) for key, x in shares.items()}
+
+
+@jax.jit  # so that outside jit no constant goes to the device, which transfer guards forbid
+def _share(count: jax.Array, steps: jax.Array) -> jax.Array:
+    return count.astype(np.float32) / jnp.maximum(steps, 1).astype(np.float32)
 
 
 def _array(x: Any) -> jax.Array:

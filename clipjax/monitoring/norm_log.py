@@ -53,7 +53,7 @@ class NormLog:
         self._waiting: list[Any] = []  # norms on the device, with the numbers of their steps if known
         self._chunks = [np.zeros(0)]  # fetched
         self._count = 0  # of all that were fetched
-        self._step = 0  # of the last one
+        self._last = (0, 0.0)  # the step and norm of the last one
 
     def append(self, norm: Any) -> None:
         """Add the norm of one step: a number, a scalar array, or what `clipjax.metrics` returns."""
@@ -71,8 +71,9 @@ class NormLog:
             found = [key for key in keys if key in norms]
             if len(found) != 1:
                 raise ValueError(f"name must say which norm to log, of {every or list(norms)}; it is {self.name!r}")
-            steps, norms = norms.get(f"{found[0].partition('/')[0]}/steps"), norms[found[0]]
-            steps = steps if steps is None else jnp.copy(steps)
+            prefixes = [found[0][:i] for i, x in enumerate(found[0]) if x == "/"]
+            steps = next((jnp.copy(norms[f"{x}/steps"]) for x in prefixes if f"{x}/steps" in norms), None)
+            norms = norms[found[0]]
         if isinstance(norms, jax.core.Tracer):
             raise TypeError("norms must be known: return them from the compiled function, then log them")
         norms = jnp.copy(norms) if isinstance(norms, jax.Array) else np.array(norms)
@@ -89,9 +90,10 @@ class NormLog:
         batch, self._waiting = jax.device_get(self._waiting[:count]), self._waiting[count:]
         for norms, steps in batch:
             new = np.ravel(norms).astype(np.float64)
-            if steps is not None:  # a transformation that took no step shows its last norm again
-                steps = np.append(self._step, steps)
-                new, self._step = new[np.diff(steps) != 0], steps[-1]
+            if steps is not None and new.size:  # a transformation that took no step shows its last norm again
+                steps, every = np.append(self._last[0], steps), np.append(self._last[1], new)
+                is_new = (np.diff(steps) != 0) | (np.diff(every.view(np.int64)) != 0)  # NaN may be the same NaN
+                new, self._last = new[is_new], (steps[-1], every[-1])
             self._chunks.append(new)
             self._count += len(new)
         if self.capacity is not None or not self._waiting:

@@ -129,11 +129,11 @@ def _step_to(wanted: Any, after: Any, param: Any, update: Any) -> Any:
     """
     if wanted is after or not is_float(param):
         return update
-    dtype = max(update.dtype, param.dtype, key=lambda dtype: jnp.finfo(dtype).bits)
-    if jnp.finfo(dtype).bits < 32 and update.dtype != param.dtype:
-        dtype = np.float32
-    step = wanted.astype(dtype) - param.astype(dtype)
-    return step if jnp.finfo(dtype).bits >= 32 else jnp.where(wanted == after, update, step)
+    if update.dtype == param.dtype and jnp.finfo(param.dtype).bits < 32:
+        return jnp.where(wanted == after, update, wanted - param)
+    both = np.result_type(wide(param.dtype), wide(update.dtype))
+    dtype = param.dtype if jnp.iscomplexobj(param) else both
+    return wanted.astype(dtype) - param.astype(dtype)
 
 
 # What a tree with all variables of a Flax model holds beside its weights: collections of Linen, variables of NNX.

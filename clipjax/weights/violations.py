@@ -38,7 +38,7 @@ def violations(
     """List the weights that a projection would still change, those that would move farthest first.
 
     Args:
-      params: the weights, which must be concrete.
+      params: the weights, which must be concrete and on devices of this process.
       projection: a projection such as `clipjax.max_norm(3.0)`, a function of the weights, or a sequence of
         these; each is compared with the same weights.
       step: the step at which bounds that are schedules are evaluated.
@@ -61,6 +61,9 @@ def violations(
       []
     """
     leaves, _ = leaves_of(params)
+    for leaf in leaves:
+        if not isinstance(leaf.value, jax.core.Tracer) and not getattr(leaf.value, "is_fully_addressable", True):
+            raise ValueError(f"params: {leaf} is on devices of several processes: gather it to one first")
     found: list[Violation] = []
     for each in _projections(projection):
         units = axes_of_leaves(each.axes, params)

@@ -1,5 +1,6 @@
 """`chain`, `metrics`, `with_metrics`, `matching` and `record_norms`."""
 
+import collections
 from typing import Any
 
 import jax
@@ -135,6 +136,11 @@ def test_matching_chooses_leaves_by_their_paths() -> None:
     assert len(chosen("*")) == 5
     with pytest.raises(ValueError, match=r"patterns: the pattern 'decoder/\*' matches no leaf.*encoder/layer_0/w"):
         chosen("encoder/*", "decoder/*")
+    attention = collections.namedtuple("Attention", "query value")(np.ones(2), np.ones(2))
+    assert clipjax.matching("value")({"attention": attention})["attention"] == (
+        False,
+        True,
+    )  # Flax' boxes have that name
     for wrong in ((), (3,)):
         with pytest.raises(TypeError, match="patterns must be one or several path patterns"):
             clipjax.matching(*wrong)

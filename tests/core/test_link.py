@@ -47,6 +47,14 @@ def test_updates_of_another_dtype_keep_weights_inside(dtype: str, of_weights: st
         np.testing.assert_allclose(after, projection(after), rtol=0, atol=float(jnp.finfo(of_weights).eps) / 2)
 
 
+@pytest.mark.parametrize(("param", "update"), [(3.0 + 4.0j, 0.0), (3.0, 0)])
+def test_updates_of_other_kinds(param: complex, update: float) -> None:
+    """Of real and of whole numbers, which `optax.apply_updates` takes, too."""
+    params, updates = jnp.array([[param]]), jnp.array([[update]])
+    step, _ = clipjax.max_norm(1.0).update(updates, optax.EmptyState(), params)
+    np.testing.assert_allclose(optax.apply_updates(params, step), np.array([[param]]) / abs(param), rtol=2e-6)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_no_compiler_may_leave_out_the_rounding(dtype: str) -> None:
     """A compiler may measure p + u without its rounding to 16 bits, as those for a CPU seldom do."""

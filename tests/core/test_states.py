@@ -31,6 +31,14 @@ def test_metrics_before_the_first_step_are_numbers() -> None:
     assert all(np.isfinite(x) for x in clipjax.metrics(tx.init(jnp.ones(2))).values())
 
 
+def test_metrics_are_read_without_transfers() -> None:
+    tx = clipjax.clip_by_global_norm(1.0)
+    _, state = tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
+    with jax.transfer_guard("disallow"):
+        found = clipjax.metrics(state)
+    assert found["clip_by_global_norm/clipped_fraction"] == 1
+
+
 def test_parameters_without_updates_are_left_out() -> None:
     params = {"frozen": jnp.ones(3), "w": jnp.array([[3.0], [4.0]])}
     updates = {"frozen": None, "w": jnp.array([[3.0], [4.0]])}

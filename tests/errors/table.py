@@ -100,6 +100,7 @@ THEMES = {
         *crossed(c.PATTERNS, ("'kernal'", ValueError, "'kernal' matches no leaf", "bias, kernel")),
         *all_of("'key/kernel' of shape (4, 2, 3)", c.ATTENTION, ("", ValueError, "attention heads", "Pass")),
         of_value("max_norm(3.0, axes=(0, 0))(params)", "axes", "(0, 0)", "twice", "'kernel'"),
+        of_value("max_norm(3.0, axes={'bias': SKIP})(params)", "axes", "nothing is changed", "its patterns match"),
         of_value("max_norm(3.0)({'bias': x})", "axes", "nothing is changed", "'bias'", "(3,)"),
         of_value("clip_by_norm(1.0, axes=0).init({'bias': x})", "axes", "nothing is changed", "'bias'"),
         of_value("spectral_cap(1.0)({'bias': x})", "flatten", "nothing is changed", "'bias'"),
@@ -143,7 +144,8 @@ THEMES = {
         of_type("with_metrics('a/b', lambda *args: args)", "name", "'a/b'"),
         of_type("with_metrics('', lambda *args: args)", "name", "''"),
         of_type("with_metrics('a', 3)", "act", "got 3"),
-        of_value("with_metrics('a', lambda u, *_: (u, {'steps': x[0]}, ())).init(x)", "act", "'steps'", "of a"),
+        of_value("with_metrics('a', lambda u, *_: (u, {'steps': x[0]}, ())).init(x)", "metrics", "'steps'", "of a"),
+        of_value("record_norms(name='steps').init(x)", "metrics", "'steps'", "of record_norms"),
         of_value("with_metrics('a', lambda u, *_: (u, {'norms': x}, ())).init(x)", "act", "'norms'", "scalar", "(3,)"),
     ],
     "trees": [  # Parameters and gradients.

@@ -83,6 +83,15 @@ def test_steps_that_were_not_taken_add_no_norm() -> None:
             assert (stacked.dropped, single.dropped) == (0, len(stacked) - 2)
 
 
+def test_runs_of_one_step_and_prefixes() -> None:
+    """Norms of new states count although their steps are the same, and a prefix does not hide the steps."""
+    log, tx = clipjax.NormLog("train/clip_by_norm/norm"), clipjax.clip_by_norm(1.0)
+    for size in (1.0, 2.0, 2.0, 3.0):
+        _, state = tx.update(jnp.array([size]), tx.init(jnp.ones(1)))
+        log.append({f"train/{key}": x for key, x in clipjax.metrics(state).items()})
+    np.testing.assert_array_equal(log.norms, [1.0, 2.0, 3.0])
+
+
 def test_the_name_says_which_norm() -> None:
     seen = {"a/norm": 1.0, "a/scale": 2.0, "b/norm": 3.0, "record_norms/updates/head": 4.0}
     for name, norm in {"a": 1, "b/norm": 3, "record_norms/updates/head": 4}.items():
