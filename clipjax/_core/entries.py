@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from clipjax._core.bounds import fitting
 from clipjax._core.norms import is_float, largest, norm
@@ -54,6 +55,7 @@ def metrics_of_entries(before: list[jax.Array], after: list[jax.Array], bound: A
 
     Where one number bounds absolute values, that norm decides the rest.
     """
+    before, after = lax.stop_gradient((before, after))  # a maximum over devices has no derivative
     size = largest(norm(x, None, jnp.inf) for x in before)
     if bound is not None and np.ndim(bound) == 0:
         rest = jnp.minimum(size, jnp.asarray(bound, size.dtype))

@@ -61,7 +61,7 @@ def box(
       >>> print(projected["bias"], projected["scale"])
       [ 3. -3.] [1.  0.5]
     """
-    lower, upper = _limits("low", low, -np.inf), _limits("high", high, np.inf)
+    lower, upper = _limits("low", low), _limits("high", high)
     by_path = isinstance(low, Mapping) or isinstance(high, Mapping)
     if not by_path:
         check_order(low, high)
@@ -73,11 +73,13 @@ def box(
         leaves, rebuild = leaves_of(params)
         values = [leaf.value for leaf in leaves]
         each = zip(leaves, chosen(params), lower(params), upper(params), strict=True)
-        for i, (leaf, yes, bottom, top) in enumerate(each):
-            if yes and by_path and not counts:
-                check_order(bottom(step), top(step), leaf)
-            if yes:
-                values[i] = clip_entries(leaf, bottom(step), top(step))
+        for i, (leaf, yes, bottom_at, top_at) in enumerate(each):
+            if yes and (bottom_at or top_at):
+                bottom = bottom_at(step) if bottom_at else -np.inf
+                top = top_at(step) if top_at else np.inf
+                if by_path and not counts:
+                    check_order(bottom, top, leaf)
+                values[i] = clip_entries(leaf, bottom, top)
         return rebuild(values)
 
     name = f"clipjax.box({short_repr(low)}, {short_repr(high)})"
@@ -108,8 +110,8 @@ def non_negative(*, where: Where = None) -> Projection:
     return Projection("clipjax.non_negative()", projection.constrain)
 
 
-def _limits(name: str, limit: Any, otherwise: float) -> Callable[[Any], list[Callable[[Any], Any]]]:
-    """Return the function from a tree to the limit of each leaf, as a function of the step."""
+def _limits(name: str, limit: Any) -> Callable[[Any], list[Callable[[Any], Any] | None]]:
+    """Return the function from a tree to the limit of each leaf, as a function of the step; None for no limit."""
     if isinstance(limit, list | tuple):
         raise TypeError(f"{name} must be a number, an array, a schedule or a mapping, got {short_repr(limit)}")
     if not isinstance(limit, Mapping):
@@ -117,8 +119,7 @@ def _limits(name: str, limit: Any, otherwise: float) -> Callable[[Any], list[Cal
         return lambda tree: [everywhere] * len(leaves_of(tree)[0])
     patterns = check_patterns(name, tuple(limit))
     each: dict[str | None, Any] = {p: at_step(f"{name}[{p!r}]", limit[p], -np.inf) for p in patterns}
-    each[None] = lambda _: otherwise
-    return lambda tree: [each[pattern] for pattern in first_matches(name, patterns, tree)]
+    return lambda tree: [each.get(pattern) for pattern in first_matches(name, patterns, tree)]
 
 
 def _choice(where: Any) -> Callable[[Any], list[bool]]:

@@ -136,11 +136,12 @@ def test_matching_chooses_leaves_by_their_paths() -> None:
     assert len(chosen("*")) == 5
     with pytest.raises(ValueError, match=r"patterns: the pattern 'decoder/\*' matches no leaf.*encoder/layer_0/w"):
         chosen("encoder/*", "decoder/*")
+    # The arrays in Flax' boxes are at `value`, which paths leave out there, and only there.
     attention = collections.namedtuple("Attention", "query value")(np.ones(2), np.ones(2))
     assert clipjax.matching("value")({"attention": attention})["attention"] == (
         False,
         True,
-    )  # Flax' boxes have that name
+    )
     for wrong in ((), (3,)):
         with pytest.raises(TypeError, match="patterns must be one or several path patterns"):
             clipjax.matching(*wrong)

@@ -78,6 +78,7 @@ THEMES = {
         of_type("jax.jit(lambda n: autoclip(window=n).init(params))(10)", "window", "static_args"),
         of_type("jax.jit(lambda n: skip_spikes(sgd, window=n).init(params))(10)", "window", "static_args"),
         of_type("clip_by_global_norm(params)", "max_norm", "kernel"),
+        of_type("clip_by_global_norm(optax.adam).init(params)", "max_norm", "schedule", "returned"),
         of_type("clip_by_group_norm(1.0)", "max_norms", "1.0"),
         of_type("clip_by_group_norm({0: 1.0})", "max_norms", "{0: 1.0}"),
         of_value("clip_by_group_norm({})", "max_norms", "empty"),
