@@ -54,8 +54,8 @@ def at_step(name: str, bound: Any, least: float = 0, *, scalar: bool = False) ->
                 f"{name} is a schedule and needs the step: pass step=, as in project(params, step=step), and to "
                 "update the state that init returned"
             )
-        value = bound(step)
-        if not isinstance(value, jax.Array | np.ndarray | np.generic | int | float):
+        value: Any = bound(step)
+        if not isinstance(value, jax.Array | np.ndarray | np.number | int | float):
             raise TypeError(f"{name} must be a schedule that returns a number, but it returned {short_repr(value)}")
         return jnp.maximum(value, least)
 

@@ -80,7 +80,8 @@ def _as_array(path: tuple[Any, ...], leaf: Any) -> Any:
 
 def matches(pattern: str, name: str) -> bool:
     """Return whether a glob matches a whole path, or its last components; with a leading slash, only the former."""
-    return fnmatch.fnmatchcase(f"/{name}", pattern if pattern.startswith("/") else f"*/{pattern}")
+    whole = pattern.startswith("/")
+    return fnmatch.fnmatchcase(f"/{name}", pattern if whole else f"*/{pattern}") or pattern == name
 
 
 def first_matches(argument: str, patterns: Sequence[str], tree: Any) -> list[str | None]:

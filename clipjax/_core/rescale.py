@@ -51,7 +51,7 @@ def _quotient(inside: jax.Array, target: jax.Array, norm: jax.Array) -> jax.Arra
 
 
 def rescale(x: jax.Array, factor: jax.Array) -> jax.Array:
-    """Return x * factor, rounded once: the only product.
+    """Return x * factor, rounded once: the one product of all clips and projections of norms.
 
     Where the factor is 1 that is x, bit for bit; XLA on a CPU would flush subnormal numbers in the product.
     """

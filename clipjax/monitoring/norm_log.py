@@ -72,7 +72,8 @@ class NormLog:
             if len(found) != 1:
                 raise ValueError(f"name must say which norm to log, of {every or list(norms)}; it is {self.name!r}")
             prefixes = [found[0][:i] for i, x in enumerate(found[0]) if x == "/"]
-            steps = next((jnp.copy(norms[f"{x}/steps"]) for x in prefixes if f"{x}/steps" in norms), None)
+            steps = next((norms[f"{x}/steps"] for x in prefixes if f"{x}/steps" in norms), None)
+            steps = jnp.copy(steps) if isinstance(steps, jax.Array) else steps
             norms = norms[found[0]]
         if isinstance(norms, jax.core.Tracer):
             raise TypeError("norms must be known: return them from the compiled function, then log them")
@@ -162,7 +163,7 @@ class NormLog:
         """Write the log to a file in NumPy's `.npz` format, at exactly this path."""
         norms, name, capacity = self.norms, self.name or "", self.capacity or 0
         with Path(path).open("wb") as file:
-            np.savez_compressed(file, norms=norms, name=name, dropped=self.dropped, capacity=capacity)
+            np.savez_compressed(file, norms=norms, name=name, dropped=self.dropped, capacity=capacity, last=self._last)
 
     @classmethod
     def load(cls, path: str | Path) -> NormLog:
@@ -170,7 +171,8 @@ class NormLog:
         with np.load(path, allow_pickle=False) as file:
             log = cls(str(file["name"]) or None, capacity=int(file["capacity"]) or None)
             log.extend(file["norms"])
-            log._count += int(file["dropped"])
+            log._fetch(1)
+            log._count, log._last = log._count + int(file["dropped"]), tuple(file["last"].tolist())
         return log
 
 

@@ -81,6 +81,8 @@ class Projection(_TheirClass):
 
     def __call__(self, params: T, step: Any = None, **extra: Any) -> T:
         """Project weights; `step` is needed if a bound is a schedule."""
+        if extra and not self.check:
+            raise TypeError(f"{self} takes params and step, got {', '.join(extra)}, too")
         return self.constrain(params, step, **extra)
 
     def __iter__(self) -> Iterator[Any]:
@@ -193,7 +195,7 @@ def as_projection(name: str, function: Any) -> Projection:
     hint = ""
     if isinstance(function, optax.GradientTransformation):
         hint = ", a gradient transformation" + (": clips are for clip=" if name == "project" else "")
-    elif str(getattr(function, "__module__", "")).startswith(f"{__package__}."):
+    elif str(getattr(function, "__module__", "")).startswith("clipjax."):
         hint = ": call it, as in clipjax.max_norm(3.0)"
     if hint or not callable(function):
         raise TypeError(f"{name} must be a projection or a function of the weights, got {short_repr(function)}{hint}")

@@ -44,7 +44,8 @@ def spectral_cap(bound: optax.ScalarOrSchedule, *, flatten: Flatten = None) -> P
         or a tuple, such as `((0, 1, 2), 3)` for a convolution (h, w, in, out), or `(1, 2)` for stacked Dense
         layers (layer, in, out), where the other axes stack matrices. Or a rule `(path, leaf) -> pair`, or a
         mapping from path patterns to these. `clipjax.SKIP` in place of a pair: the leaf is not changed. By
-        default leaves of rank 2 are matrices, lower ranks are not changed, and higher ranks are an error.
+        default, and where no pattern matches, leaves of rank 2 are matrices, lower ranks are not changed, and
+        higher ranks are an error.
 
     Returns:
       A :class:`Projection`. It costs one singular value decomposition of each matrix.

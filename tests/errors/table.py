@@ -132,6 +132,7 @@ THEMES = {
         of_type("project(3)", "function", "got 3"),
         of_type("bounded(adam, project=3.0)", "project", "3.0"), of_type("project(None)", "function", "None"),
         of_type("bounded(adam, project=max_norm)", "project", "max_norm", "call it"),
+        of_type("bounded(adam, project=clip_by_norm)", "project", "clip_by_norm", "call it"),
         of_value("bounded(optax.MultiSteps(adam, 4).gradient_transformation())", "optimizer", "accumulate=k"),
         of_value("bounded(optax.MultiSteps(adam, 4))", "optimizer", "accumulate=k"),
         of_value("bounded(adam, nonfinite='ignore')", "nonfinite", "'skip'", "'ignore'"),
@@ -197,6 +198,7 @@ THEMES = {
         of_value("qk_clip()({'a': heads}, max_logits={'layer': jnp.ones(2)})", "max_logits", "'layer'"),
         of_type("qk_clip()(heads, max_logits='2.0')", "max_logits", "'2.0'"),
         of_value("violations(heads, qk_clip())", "max_logits"),
+        of_type("max_norm(1.0)(params, max_logits=x)", "clipjax.max_norm(1.0)", "max_logits"),
     ],
     "metrics": [  # Metrics and logs.
         of_value("metrics(adam.init(params))", "opt_state", "no state", "tx.init"),

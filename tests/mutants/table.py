@@ -72,7 +72,7 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("if floats and all(", "if not floats and all(", AXES),
     ],
     "_core/bounds.py": [
-        ("return jnp.maximum(bound(step), least)", "return bound(step)", STATES),
+        ("return jnp.maximum(value, least)", "return value", STATES),
         ("jnp.maximum(bound, least) if isinstance(bound, jax.core.Tracer) else bound", "bound", "core/test_limits.py"),
         ("(value < least).any()", "(value < least).all()", STATES),
         ("float64) > np.asarray(high", "float64) >= np.asarray(high", "core/test_limits.py"),
@@ -92,7 +92,7 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("if np.shape(update.value) != np.shape(param.value):", "if False:", "core/test_states.py"),
     ],
     "_core/paths.py": [
-        ('pattern if pattern.startswith("/") else f"*/{pattern}"', 'f"/{pattern.lstrip(\'/\')}"', AXES),
+        ('pattern if whole else f"*/{pattern}"', 'f"/{pattern.lstrip(\'/\')}"', AXES),
         ("for p in patterns if matches(p, name)), None)", "for p in reversed(patterns) if matches(p, name)), None)",
          AXES),
         ("zip(names, found, strict=True) if not _is_absent(node)]", "zip(names, found, strict=True)]", LEAVES),
