@@ -23,7 +23,7 @@ try:
     from matplotlib import pyplot as plt
     from matplotlib.ticker import MaxNLocator
 except ImportError as error:
-    raise ImportError('clipjax.plots needs Matplotlib: pip install "clipjax[plots]"') from error
+    raise ImportError("clipjax.plots needs Matplotlib: pip install matplotlib") from error
 
 # Okabe and Ito's colors that are visible on white and on black.
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
@@ -86,7 +86,9 @@ def group_norms(history: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, ax:
       ['encoder', 'head']
     """
     if not isinstance(history, Mapping):
-        rows = jax.device_get(list(history))
+        rows = jax.device_get(list(history)) if isinstance(history, Sequence) else [history]
+        if not all(isinstance(row, Mapping) and any(key.startswith("record_norms") for key in row) for row in rows):
+            raise TypeError(f"history must be norms by name, or metrics with record_norms, got {short_repr(history)}")
         history = {key: [row[key] for row in rows] for key in rows[0]} if rows else {}
     recorded = [key for key in history if key.startswith("record_norms") and not key.endswith("/steps")]
     of = {key.removeprefix("record_norms/"): history[key] for key in recorded or history}

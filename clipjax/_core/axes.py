@@ -79,8 +79,8 @@ def _fan_in_of_matrices(path: Any, leaf: Any) -> tuple[int, ...] | Skip:
         raise ValueError(
             f"axes: {Leaf(path, leaf)} may be the kernel of a convolution, of attention heads, or a stack of layers. "
             "Pass axes=unit_axes(model) of clipjax.flax or clipjax.equinox, which asks the layers (in Linen "
-            "unit_axes(model, key, x)), clipjax.fan_in for convolutions (*window, in, out), or the axes to reduce: "
-            f"axes={{{path_name(path)!r}: {tuple(range(rank - 1))}}}"
+            "unit_axes(model, key, x)), clipjax.fan_in for convolutions (*window, in, out), or the axes to reduce, "
+            f"as in axes={{{path_name(path)!r}: ...}}"
         )
     return fan_in(path, leaf)
 

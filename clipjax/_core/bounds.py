@@ -26,7 +26,9 @@ def check_bound(name: str, bound: Any, least: float = 0, *, scalar: bool = False
         return bound
     forms = "a number, an array or a schedule"
     if isinstance(bound, bool | str | bytes | list | tuple | dict) or bound is None:
-        raise TypeError(f"{name} must be {forms}, got {short_repr(bound)}")
+        tree = isinstance(bound, list | tuple | dict)
+        hint = "; trees go to clipjax.functional, or to a projection, as in max_norm(3.0)(params)" if tree else ""
+        raise TypeError(f"{name} must be {forms}, got {short_repr(bound)}{hint}")
     value = np.asarray(jax.device_get(bound))  # an explicit transfer, which transfer guards allow
     if not (jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)):
         raise TypeError(f"{name} must be {forms} of real numbers, got {short_repr(bound)}")

@@ -84,13 +84,17 @@ def matches(pattern: str, name: str) -> bool:
     return fnmatch.fnmatchcase(f"/{name}", pattern if whole else f"*/{pattern}") or pattern == name
 
 
-def first_matches(argument: str, patterns: Sequence[str], tree: Any) -> list[str | None]:
+def first_matches(argument: str, patterns: Sequence[str], tree: Any, *, in_order: bool = True) -> list[str | None]:
     """Return the first of `patterns` that matches each leaf of a tree, or None.
 
     Raises:
-      ValueError: a pattern matches no leaf, nor any None in the tree. In a tree from which `optax.masked` or
-        `optax.partition` has removed leaves, a pattern may stand for one of those.
+      ValueError: a pattern matches no leaf, nor any None in the tree; if they are `in_order`, it is never the first.
+        In a tree from which `optax.masked` or `optax.partition` has removed leaves, it may be for one of those.
     """
+
+    def first(name: str) -> str | None:
+        return next((p for p in patterns if matches(p, name)), None)
+
     found = with_paths(tree, _is_absent)
     names = [path_name(path) for path, _ in found]  # two may be the same: those of {"a/b": x, "a": {"b": y}}
     if names and not any(isinstance(node, optax.MaskedNode) for _, node in found):
@@ -101,8 +105,9 @@ def first_matches(argument: str, patterns: Sequence[str], tree: Any) -> list[str
                 raise ValueError(
                     f"{argument}: the pattern {pattern!r} matches no leaf{hint}. The paths are: {a_few(names)}"
                 )
-    present = [name for name, (_, node) in zip(names, found, strict=True) if not _is_absent(node)]
-    return [next((p for p in patterns if matches(p, name)), None) for name in present]
+        if in_order and (late := set(patterns) - set(map(first, names))):
+            raise ValueError(f"{argument}: {a_few(sorted(late))} comes after patterns that match all of its leaves")
+    return [first(name) for name, (_, node) in zip(names, found, strict=True) if not _is_absent(node)]
 
 
 def _is_absent(node: Any) -> bool:
@@ -152,7 +157,7 @@ def matching(*patterns: str) -> Callable[[Any], Any]:
     check_patterns("patterns", patterns)
 
     def mask(tree: Any) -> Any:
-        found = first_matches("patterns", patterns, tree)
+        found = first_matches("patterns", patterns, tree, in_order=False)
         return jax.tree.unflatten(jax.tree.structure(tree), [pattern is not None for pattern in found])
 
     return mask

@@ -17,7 +17,6 @@ from clipjax._core import (
     is_float,
     largest,
     leaves_of,
-    matches,
     short_repr,
     smallest,
     with_metrics,
@@ -71,8 +70,6 @@ def clip_by_group_norm(
         values, norms = [leaf.value for leaf in leaves], []
         metrics: dict[str, Any] = {}
         for pattern, bound in bounds.items():
-            if pattern not in groups and any(matches(pattern, leaf.name) for leaf in leaves):
-                raise ValueError(f"max_norms: {pattern!r} comes after patterns that match all of its leaves")
             places = [i for i, group in enumerate(groups) if group == pattern and is_float(values[i])]
             clipped, found = clip_tree([values[i] for i in places], bound(step), p_norm)
             for i, x in zip(places, clipped, strict=True):

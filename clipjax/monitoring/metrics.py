@@ -43,8 +43,8 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
     states = list(_states_in(opt_state))
     if not states:
         raise ValueError(
-            f"opt_state: there is no state of a clipjax transformation in {short_repr(opt_state)}; pass the state "
-            "that tx.init and tx.update return"
+            f"opt_state: there is no state with metrics in {short_repr(opt_state)}; pass the state that tx.init and "
+            "tx.update return. A projection has none: add a clip, nonfinite='skip' or record_norms()"
         )
     for state in states:
         each = _metrics_of(state)

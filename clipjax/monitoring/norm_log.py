@@ -70,6 +70,7 @@ class NormLog:
             keys = every if self.name is None else [self.name, f"{self.name}/norm"]
             found = [key for key in keys if key in norms]
             if len(found) != 1:
+                every += [key for key in norms if key.startswith("record_norms") and not key.endswith("/steps")]
                 raise ValueError(f"name must say which norm to log, of {every or list(norms)}; it is {self.name!r}")
             prefixes = [found[0][:i] for i, x in enumerate(found[0]) if x == "/"]
             steps = next((norms[f"{x}/steps"] for x in prefixes if f"{x}/steps" in norms), None)
@@ -77,9 +78,14 @@ class NormLog:
             norms = norms[found[0]]
         if isinstance(norms, jax.core.Tracer):
             raise TypeError("norms must be known: return them from the compiled function, then log them")
-        norms = jnp.copy(norms) if isinstance(norms, jax.Array) else np.array(norms)
-        if not any(jnp.issubdtype(norms.dtype, kind) for kind in (jnp.floating, jnp.integer)):
-            raise TypeError(f"norms must be real numbers or clipjax.metrics(state), got {short_repr(norms)}")
+        given = norms
+        try:
+            norms = jnp.copy(norms) if isinstance(norms, jax.Array) else np.array(norms)
+            real = any(jnp.issubdtype(norms.dtype, kind) for kind in (jnp.floating, jnp.integer))
+        except ValueError:  # of rows that are not equally long
+            real = False
+        if not real:
+            raise TypeError(f"norms must be real numbers or clipjax.metrics(state), got {short_repr(given)}")
         if norms.ndim != rank:
             raise ValueError(f"append takes a scalar, and extend shape (steps,); got shape {norms.shape}")
         self._waiting.append((norms, steps))

@@ -133,7 +133,7 @@ def _choice(where: Any) -> Callable[[Any], list[bool]]:
         elif patterns is None:
             found = [bool(where(leaf.path, leaf.value)) for leaf in leaves]
         else:
-            found = [pattern is not None for pattern in first_matches("where", patterns, tree)]
+            found = [pattern is not None for pattern in first_matches("where", patterns, tree, in_order=False)]
         chosen = [yes and is_float(leaf.value) for yes, leaf in zip(found, leaves, strict=True)]
         if where is not None and any(is_float(leaf.value) for leaf in leaves) and not any(chosen):
             raise ValueError(f"where: {short_repr(where)} chooses no float leaf of: {a_few(leaves, 5)}")

@@ -138,8 +138,9 @@ def _step_to(wanted: Any, after: Any, param: Any, update: Any) -> Any:
     return wanted.astype(dtype) - param.astype(dtype)
 
 
-# What a tree with all variables of a Flax model holds beside its weights: collections of Linen, variables of NNX.
-_NO_WEIGHTS = ("batch_stats", "cache", "intermediates", "BatchStat", "Cache", "Intermediate")
+# What a tree with all variables of a Flax model holds beside its weights: collections of Linen, variables of NNX, and
+# the moments in a TrainState, whose paths end as those of the weights.
+_NO_WEIGHTS = ("batch_stats", "cache", "intermediates", "BatchStat", "Cache", "Intermediate", "opt_state")
 
 
 def _check_are_weights(params: Any, wanted: Any) -> None:
@@ -148,7 +149,7 @@ def _check_are_weights(params: Any, wanted: Any) -> None:
     def is_other(node: Any) -> bool:
         return type(node).__name__ in _NO_WEIGHTS and type(node).__module__.startswith("flax.")
 
-    other = isinstance(params, Mapping) and "params" in params
+    other = "params" in params if isinstance(params, Mapping) else hasattr(params, "opt_state")
     each = zip(
         jax.tree_util.tree_leaves_with_path(params, is_leaf=is_other),
         jax.tree.leaves(wanted, is_leaf=is_other),
@@ -161,7 +162,7 @@ def _check_are_weights(params: Any, wanted: Any) -> None:
         ):
             raise ValueError(
                 f"params: {path_name(path)!r}, of {kind}, is not a weight, but would be changed: pass only the "
-                "weights, as in variables['params'] or nnx.state(model, nnx.Param)"
+                "weights, as in variables['params'], train_state.params or nnx.state(model, nnx.Param)"
             )
 
 

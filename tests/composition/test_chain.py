@@ -81,7 +81,7 @@ def test_metrics_are_found_in_any_nest_and_repeated_names_get_numbers() -> None:
     np.testing.assert_allclose(found["clip_by_global_norm_2/norm"], 1.0, rtol=3e-6)
     assert found["clip_by_norm/steps"] == 2
     for nothing in (optax.adam(0.1).init(TREE), (), PROJECTION.init({"w": np.ones((2, 2))})):
-        with pytest.raises(ValueError, match="opt_state: there is no state of a clipjax transformation"):
+        with pytest.raises(ValueError, match="opt_state: there is no state with metrics"):
             clipjax.metrics(nothing)
 
 

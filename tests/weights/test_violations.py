@@ -107,3 +107,12 @@ def test_errors() -> None:
     for wrong, message in ((chain, "pass the last link of a chain"), (3, "a function of the weights, got 3")):
         with pytest.raises(TypeError, match=message):
             violations(params, wrong)  # type: ignore[arg-type]
+
+
+def test_a_train_state_is_no_tree_of_weights() -> None:
+    """The paths of its moments end as those of the weights."""
+    train_state = pytest.importorskip("flax.training.train_state")
+    params = {"kernel": jnp.full((4, 3), 2.0)}
+    state = train_state.TrainState.create(apply_fn=None, params=params, tx=optax.sgd(1.0, momentum=0.9))
+    with pytest.raises(ValueError, match=r"opt_state.*is not a weight.*train_state.params"):
+        max_norm(1.0, axes={"kernel": 0})(state)
