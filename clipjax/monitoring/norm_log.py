@@ -64,18 +64,7 @@ class NormLog:
         self._add(norms, rank=1)
 
     def _add(self, norms: Any, rank: int) -> None:
-        steps = None
-        if isinstance(norms, Mapping):
-            every = [key for key in norms if key.endswith("/norm")]
-            keys = every if self.name is None else [self.name, f"{self.name}/norm"]
-            found = [key for key in keys if key in norms]
-            if len(found) != 1:
-                every += [key for key in norms if key.startswith("record_norms") and not key.endswith("/steps")]
-                raise ValueError(f"name must say which norm to log, of {every or list(norms)}; it is {self.name!r}")
-            prefixes = [found[0][:i] for i, x in enumerate(found[0]) if x == "/"]
-            steps = next((norms[f"{x}/steps"] for x in prefixes if f"{x}/steps" in norms), None)
-            steps = jnp.copy(steps) if isinstance(steps, jax.Array) else steps
-            norms = norms[found[0]]
+        norms, steps = _chosen(norms, self.name) if isinstance(norms, Mapping) else (norms, None)
         if isinstance(norms, jax.core.Tracer):
             raise TypeError("norms must be known: return them from the compiled function, then log them")
         given = norms
@@ -180,6 +169,18 @@ class NormLog:
             log._fetch(1)
             log._count, log._last = log._count + int(file["dropped"]), tuple(file["last"].tolist())
         return log
+
+
+def _chosen(seen: Mapping[str, Any], name: str | None) -> tuple[Any, Any]:
+    """Return a norm of metrics, and the number of its step if they have it."""
+    every = [key for key in seen if key.endswith("/norm")]
+    found = [key for key in (every if name is None else [name, f"{name}/norm"]) if key in seen]
+    if len(found) != 1:
+        every += [key for key in seen if key.startswith("record_norms") and not key.endswith("/steps")]
+        raise ValueError(f"name must say which norm to log, of {every or list(seen)}; it is {name!r}")
+    counters = (f"{found[0][:i]}/steps" for i, letter in enumerate(found[0]) if letter == "/")
+    steps = next((seen[key] for key in counters if key in seen), None)
+    return seen[found[0]], jnp.copy(steps) if isinstance(steps, jax.Array) else steps
 
 
 def _replayed(name: str, tx: optax.GradientTransformation, norms: np.ndarray) -> dict[str, float]:
