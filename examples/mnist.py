@@ -128,7 +128,8 @@ def main():
                 f"largest norm of a unit's weights {unit_norms(params).max():.2f}"
             )
     draw(args.plot, runs)
-    print(f"The accuracy is the mean of the last five measurements. Picture: {args.plot}")
+    print("Accuracies are means of the last five measurements.")
+    print(f"picture: {args.plot}")
 
 
 if __name__ == "__main__":

@@ -112,7 +112,9 @@ def main():
     for ax in axes:
         ax.legend()
     figure.savefig(args.plot, dpi=90)
-    print(f"picture: {args.plot}" + (", of a run too short to learn the task" if args.quick else ""))
+    if args.quick:
+        print("This run is too short to learn the task.")
+    print(f"picture: {args.plot}")
 
 
 if __name__ == "__main__":
