@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+import jax
 import optax
 
-from clipjax._core import check_count, check_transformation, short_repr
+from clipjax._core import check_count, check_transformation, not_static, short_repr
 from clipjax.gradients.nonfinite import skip_nonfinite, zero_nonfinite
 from clipjax.monitoring.record_norms import Recorder
 from clipjax.weights.projection import as_projection, is_projection
@@ -69,7 +70,8 @@ def bounded(
       project: one or several projections after it, such as `clipjax.max_norm(3.0)`, or functions of the weights.
         The weights end inside the bound of the last one.
       nonfinite: what happens to gradients that are not finite. "propagate": they spread, as NaN. "zero": their
-        entries become 0 and are counted (:func:`zero_nonfinite`). "skip": the step is skipped, and the state
+        entries become 0 and are counted (:func:`zero_nonfinite`), before the clips and after them, as a norm may
+        overflow. "skip": the step is skipped, and the state
         stays as it was (:func:`skip_nonfinite`).
       accumulate: how many micro-batches share one clip and one step, for their mean gradient
         (`optax.MultiSteps`). With `nonfinite="skip"`, a micro-batch that is not finite is left out and counted,
@@ -92,8 +94,12 @@ def bounded(
     """
     if nonfinite not in ("propagate", "zero", "skip"):
         raise ValueError(f"nonfinite must be 'propagate', 'zero' or 'skip', got {short_repr(nonfinite)}")
+    if isinstance(accumulate, jax.Array):  # a traced one would fail under jit only
+        raise not_static("accumulate", accumulate)
     steps = check_count("accumulate", accumulate, 1)
     before = [_check_before("clip", each) for each in _several(clip)]
+    if nonfinite == "zero" and before:  # a norm may overflow although the entries do not
+        before.append(zero_nonfinite())
     after = [as_projection("project", each) for each in _several(project)]
     tx = chain(*before, _check_before("optimizer", optimizer), *after)
     if steps > 1:

@@ -30,8 +30,8 @@ def unit_axes(model: Any, other: Mapping[str, Any] | None = None) -> dict[str, A
       other: axes by path pattern, for parameters of other layers; they win over those of known layers.
 
     Returns:
-      A dict from each parameter's path to its axes or :data:`clipjax.SKIP`, for `axes=`. To change some, put
-      them first: `{"head/*": clipjax.SKIP} | unit_axes(model)`.
+      A dict from each parameter's path to its axes or :data:`clipjax.SKIP`, for `axes=`. To change some,
+      name them in `other`: `{"layers/1/*": clipjax.SKIP}`.
 
     Raises:
       TypeError: `model` contains no Equinox module; `other` is not a mapping to axes.

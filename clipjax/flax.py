@@ -43,7 +43,7 @@ def unit_axes(
 
     Returns:
       A dict from each parameter's path to its axes or :data:`clipjax.SKIP`, for `axes=`, also for trees with
-      an outer `"params"`. To change some, put them first: `{"head/*": clipjax.SKIP} | unit_axes(model)`.
+      an outer `"params"`. To change some, name them in `other`: `{"head/*": clipjax.SKIP}`.
 
     Raises:
       TypeError: `model` is not a Flax module; arguments are missing for Linen, or given for NNX; `other` is

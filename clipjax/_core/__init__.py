@@ -31,6 +31,7 @@ from clipjax._core.bounds import (
     check_order,
     fitting,
     known,
+    not_static,
     short_repr,
 )
 from clipjax._core.entries import clip_entries, metrics_of_entries
@@ -44,6 +45,7 @@ from clipjax._core.paths import (
     matches,
     matching,
     path_name,
+    unboxed,
     with_paths,
 )
 from clipjax._core.rescale import factor_between, factor_to, margin, rescale, weak_like

@@ -8,6 +8,7 @@ from typing import Any, Final, TypeAlias
 
 import jax
 
+from clipjax._core.bounds import not_static
 from clipjax._core.norms import is_float
 from clipjax._core.paths import Leaf, a_few, first_matches, leaves_of, path_name
 
@@ -133,7 +134,7 @@ def check_axes(axes: Any, name: str = "axes") -> Any:
     if axes is None or callable(axes) or isinstance(axes, Skip):
         return axes
     if isinstance(axes, jax.core.Tracer):
-        raise TypeError(f"{name} must be known: name it in static_args of optax.inject_hyperparams, got {axes!r}")
+        raise not_static(name, axes)
     several = isinstance(axes, Sequence)
     try:
         each = tuple(operator.index(axis) for axis in (axes if several else [axes]))

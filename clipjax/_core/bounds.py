@@ -64,6 +64,13 @@ def at_step(name: str, bound: Any, least: float = 0, *, scalar: bool = False) ->
     return evaluate
 
 
+def not_static(name: str, value: Any) -> TypeError:
+    """Return the error for a traced number on which the program itself depends, such as a size."""
+    return TypeError(
+        f"{name} must be known: name it in static_args of optax.inject_hyperparams, got {short_repr(value)}"
+    )
+
+
 def known(name: str, value: Any) -> Any:
     """Return a value, or raise an error if it is a schedule: for functions that have no step."""
     if callable(value):

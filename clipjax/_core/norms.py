@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from clipjax._core.bounds import not_static
+
 
 def is_float(x: Any) -> bool:
     """Return whether a leaf has a norm: float and complex ones do; ints, bools, keys and float0 do not."""
@@ -151,7 +153,7 @@ def check_ord(ord: Any) -> float:
     if ord is None:  # the default of transformations, since `optax.inject_hyperparams` would trace a number
         return 2.0
     if isinstance(ord, jax.Array):
-        raise TypeError(f"ord must be known: name it in static_args of optax.inject_hyperparams, got {ord!r}")
+        raise not_static("ord", ord)
     if isinstance(ord, bool) or not isinstance(ord, int | float | np.number):
         raise TypeError(f"ord must be 1, 2, a number of at least 1 or infinity, got {ord!r}")
     if not ord >= 1:

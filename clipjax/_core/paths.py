@@ -51,6 +51,11 @@ def _is_box(node: Any) -> bool:
     return any(x.__name__ in ("Variable", "AxisMetadata") and x.__module__.startswith("flax.") for x in each)
 
 
+def unboxed(tree: Any) -> Any:
+    """Return a tree with arrays in place of Flax's boxes around them."""
+    return jax.tree.map(lambda node: jax.tree.leaves(node)[0] if _is_box(node) else node, tree, is_leaf=_is_box)
+
+
 def leaves_of(tree: Any) -> tuple[list[Leaf], Callable[[Sequence[Any]], Any]]:
     """Return the leaves of a tree, and the function that puts other values in their places.
 
@@ -91,23 +96,21 @@ def first_matches(argument: str, patterns: Sequence[str], tree: Any, *, in_order
       ValueError: a pattern matches no leaf, nor any None in the tree; if they are `in_order`, it is never the first.
         In a tree from which `optax.masked` or `optax.partition` has removed leaves, it may be for one of those.
     """
-
-    def first(name: str) -> str | None:
-        return next((p for p in patterns if matches(p, name)), None)
-
     found = with_paths(tree, _is_absent)
     names = [path_name(path) for path, _ in found]  # two may be the same: those of {"a/b": x, "a": {"b": y}}
+    each = [[pattern for pattern in patterns if matches(pattern, name)] for name in names]
+    first = [which[0] if which else None for which in each]
     if names and not any(isinstance(node, optax.MaskedNode) for _, node in found):
-        for pattern in patterns:
-            if not any(matches(pattern, name) for name in names):
-                inside = any(matches(f"{pattern}/*", name) for name in names)
-                hint = f"; {pattern + '/*'!r} matches some" if inside else ""
-                raise ValueError(
-                    f"{argument}: the pattern {pattern!r} matches no leaf{hint}. The paths are: {a_few(names)}"
-                )
-        if in_order and (late := set(patterns) - set(map(first, names))):
+        used = set(itertools.chain(*each))
+        for pattern in (p for p in patterns if p not in used):
+            inside = any(matches(f"{pattern}/*", name) for name in names)
+            hint = f"; {pattern + '/*'!r} matches some" if inside else ""
+            raise ValueError(
+                f"{argument}: the pattern {pattern!r} matches no leaf{hint}. The paths are: {a_few(names)}"
+            )
+        if in_order and (late := set(patterns) - set(first)):
             raise ValueError(f"{argument}: {a_few(sorted(late))} comes after patterns that match all of its leaves")
-    return [first(name) for name, (_, node) in zip(names, found, strict=True) if not _is_absent(node)]
+    return [which for which, (_, node) in zip(first, found, strict=True) if not _is_absent(node)]
 
 
 def _is_absent(node: Any) -> bool:

@@ -24,7 +24,7 @@ class MetricsState(NamedTuple):
     """
 
     step: jax.Array  # int32: how many updates there were
-    last: dict[str, jax.Array]  # float metrics, of the last update
+    last: dict[str, jax.Array]  # metrics of the last update
     totals: dict[str, jax.Array]  # int32, of int metrics: their sums over all updates
     shares: dict[str, jax.Array]  # int32, of bool metrics: the updates at which they were true
     memory: Any  # what the transformation itself remembers

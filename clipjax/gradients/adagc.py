@@ -24,6 +24,7 @@ from clipjax._core import (
     short_repr,
     smallest,
     tree_norm,
+    unboxed,
     units_of,
     with_metrics,
 )
@@ -106,7 +107,7 @@ def adagc(
         return each, [norm(units.leaf.value, units.axes) for units in each]
 
     def remember(params: Any) -> AdagcMemory:
-        leaves, rebuild = leaves_of(params)
+        leaves, rebuild = leaves_of(unboxed(params))  # a box may have a sharding, which is not that of the norms
         norms: list[Any] = [None] * len(leaves)
         for units, n in zip(*measure(params), strict=True):
             norms[units.place] = jnp.full_like(n, jnp.inf)  # with the sharding of the norms

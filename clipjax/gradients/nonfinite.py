@@ -9,7 +9,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from clipjax._core import is_float, leaves_of, over_devices, plus, weak_like, with_metrics
+from clipjax._core import is_float, leaves_of, over_devices, weak_like, with_metrics
 from clipjax.gradients.skipping import Verdict, skipping
 
 
@@ -36,13 +36,15 @@ def zero_nonfinite() -> optax.GradientTransformationExtraArgs:
 
     def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:
         leaves, rebuild = leaves_of(updates)
-        values, zeroed = [leaf.value for leaf in leaves], jnp.zeros((), np.int32)
+        # Counted in float32, which rounds large counts, but does not wrap where billions of entries are NaN.
+        values, zeroed = [leaf.value for leaf in leaves], jnp.zeros((), np.float32)
         for i, x in enumerate(values):
             if is_float(x):
                 finite = jnp.isfinite(x)
-                zeroed = plus(zeroed, over_devices(lax.psum, jnp.sum(~finite, dtype=np.int32)))
+                zeroed += over_devices(lax.psum, jnp.sum(~finite, dtype=np.float32))
                 values[i] = weak_like(x, jnp.where(finite, x, jnp.zeros((), x.dtype)))
-        metrics = {"zeroed_entries": zeroed, "nonfinite_steps": (zeroed > 0).astype(np.int32)}
+        entries = jnp.minimum(zeroed, np.float32(2**31 - 128)).astype(np.int32)
+        metrics = {"zeroed_entries": entries, "nonfinite_steps": (zeroed > 0).astype(np.int32)}
         return rebuild(values), metrics, memory
 
     return with_metrics("zero_nonfinite", act)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from clipjax._core import check_count, check_number
+from clipjax._core import check_count, check_number, not_static
 from clipjax.gradients.history import clip_by_history
 
 
@@ -68,10 +68,7 @@ def autoclip(percentile: float = 10.0, *, window: int = 1000) -> optax.GradientT
 
     def remember(dtype: Any) -> AutoclipMemory:
         if isinstance(window, jax.core.Tracer):
-            raise TypeError(
-                "window must be known, since it is the size of the state: name it in static_args of "
-                "optax.inject_hyperparams"
-            )
+            raise not_static("window", window)
         return AutoclipMemory(jnp.full(int(window), jnp.inf, dtype), jnp.zeros((), np.int32))
 
     def bound_of(norm: jax.Array, memory: AutoclipMemory, step: Any) -> tuple[jax.Array, AutoclipMemory]:

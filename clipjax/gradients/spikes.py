@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from clipjax._core import at_step, check_count, plus
+from clipjax._core import at_step, check_count, not_static, plus
 from clipjax.gradients.skipping import Verdict, skipping
 
 # For normally distributed numbers, the median of |x - median| times this is the standard deviation.
@@ -78,7 +78,7 @@ def skip_spikes(
     """
     highest, cap = at_step("z_threshold", z_threshold, scalar=True), at_step("max_norm", max_norm, scalar=True)
     if isinstance(window, jax.core.Tracer):
-        raise TypeError("window sets a shape: name it in static_args of optax.inject_hyperparams")
+        raise not_static("window", window)
     length = check_count("window", window, 1)
     enough = max(1, length // 2) if warmup_steps is None else check_count("warmup_steps", warmup_steps, 1)
     if not isinstance(enough, jax.core.Tracer) and enough > length:

@@ -15,6 +15,7 @@ from clipjax._core import (
     Units,
     at_step,
     check_axes,
+    check_bound,
     check_order,
     factor_between,
     factor_to,
@@ -52,17 +53,7 @@ def max_norm(radius: optax.ScalarOrSchedule, *, axes: Axes = FAN_IN_OF_MATRICES)
       [[0.6 0.3]
        [0.8 0.4]]
     """
-    bound = at_step("radius", radius)
-
-    def factor_at(step: Any) -> Callable[[Units, jax.Array], jax.Array]:
-        limit = bound(step)
-
-        def factor_of(units: Units, norms: jax.Array) -> jax.Array:
-            return factor_to(fitting("radius", limit, norms, units.leaf), norms, units.leaf.value.dtype)
-
-        return factor_of
-
-    return _rescaling(f"clipjax.max_norm({short_repr(radius)})", factor_at, axes, counts=callable(radius))
+    return _rescaling(f"clipjax.max_norm({short_repr(radius)})", factor_to, axes, radius=radius)
 
 
 def min_max_norm(
@@ -99,23 +90,14 @@ def min_max_norm(
        [1.6 0.8]]
     """
     check_order(low, high)
-    lower, upper, share = at_step("low", low), at_step("high", high), at_step("rate", rate)
+    check_bound("rate", rate)
     for name, value, most in (("low", low, np.finfo(np.float64).max), ("rate", rate, 1)):
         if not (callable(value) or isinstance(value, jax.core.Tracer)) and np.any(np.asarray(value) > most):
             wanted = "finite" if name == "low" else "at most 1"
             raise ValueError(f"{name} must be {wanted}, got {short_repr(value)}")
 
-    def factor_at(step: Any) -> Callable[[Units, jax.Array], jax.Array]:
-        limits = {"low": lower(step), "high": upper(step), "rate": share(step)}
-
-        def factor_of(units: Units, norms: jax.Array) -> jax.Array:
-            low, high, rate = (fitting(name, limit, norms, units.leaf) for name, limit in limits.items())
-            return factor_between(low, high, rate, norms, units.leaf.value.dtype)
-
-        return factor_of
-
     name = f"clipjax.min_max_norm({short_repr(low)}, {short_repr(high)}, rate={short_repr(rate)})"
-    return _rescaling(name, factor_at, axes, counts=any(map(callable, (low, high, rate))))
+    return _rescaling(name, factor_between, axes, low=low, high=high, rate=rate)
 
 
 def unit_norm(*, axes: Axes = FAN_IN_OF_MATRICES) -> Projection:
@@ -141,18 +123,20 @@ def unit_norm(*, axes: Axes = FAN_IN_OF_MATRICES) -> Projection:
       [[0.6 0.6 0. ]
        [0.8 0.8 0. ]]
     """
-
-    def factor_at(step: Any) -> Callable[[Units, jax.Array], jax.Array]:
-        return lambda units, norms: factor_between(1, 1, 1, norms, units.leaf.value.dtype)
-
-    return _rescaling("clipjax.unit_norm()", factor_at, axes, counts=False)
+    return _rescaling("clipjax.unit_norm()", factor_between, axes, low=1, high=1, rate=1)
 
 
-def _rescaling(name: str, factor_at: Callable[[Any], Any], axes: Any, *, counts: bool) -> Projection:
-    """Make the projection that multiplies units by `factor_at(step)(units, norms)`."""
-    axes = check_axes(axes)
+def _rescaling(name: str, factor: Callable[..., jax.Array], axes: Any, **limits: Any) -> Projection:
+    """Make the projection that multiplies units by `factor(*limits, norms, dtype)`."""
+    axes, each = check_axes(axes), {limit: at_step(limit, value) for limit, value in limits.items()}
 
     def constrain(params: Any, step: Any) -> Any:
-        return rescale_units(params, axes, factor_at(step))[0]
+        now = {limit: value(step) for limit, value in each.items()}
 
-    return Projection(name, constrain, counts=counts, axes=axes)
+        def factor_of(units: Units, norms: jax.Array) -> jax.Array:
+            fitted = (fitting(limit, value, norms, units.leaf) for limit, value in now.items())
+            return factor(*fitted, norms, units.leaf.value.dtype)
+
+        return rescale_units(params, axes, factor_of)[0]
+
+    return Projection(name, constrain, counts=any(map(callable, limits.values())), axes=axes)

@@ -144,6 +144,16 @@ def test_sequences_are_chained_in_their_order() -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), bent, moved)
 
 
+def test_zero_also_zeroes_what_a_norm_that_overflows_made_nan() -> None:
+    tx = TRANSFORMATIONS["zero", 1]
+    grads = {"kernel": np.full((4, 3), 2e19, np.float32), "bias": np.ones(3, np.float32)}
+    updates, state = jax.jit(tx.update)(grads, tx.init(START), START)
+    assert not any(np.any(x) for x in updates.values())
+    read = clipjax.metrics(state)
+    assert (read["zero_nonfinite/zeroed_entries"], read["zero_nonfinite_1/zeroed_entries"]) == (0, 15)
+    assert read["clip_by_global_norm/nonfinite_count"] == 1
+
+
 def test_a_schedule_counts_optimizer_steps() -> None:
     tx = clipjax.bounded(
         optax.identity(), clip=clipjax.clip_by_global_norm(lambda step: 1.0 + step), nonfinite="skip", accumulate=2
@@ -173,6 +183,7 @@ NORM, MULTI = clipjax.max_norm(1.0), optax.MultiSteps(SGD, 2)
         (ValueError, "accumulate must be a whole number of at least 1, got 0", {"accumulate": 0}),
         (ValueError, "accumulate must be a whole number", {"accumulate": True}),
         (TypeError, "accumulate must be a whole number, got 1.5", {"accumulate": 1.5}),
+        (TypeError, "accumulate must be known: name it in static_args", {"accumulate": jnp.array(2)}),
     ],
 )
 def test_wrong_arguments_raise_errors(error: type[Exception], message: str, arguments: dict[str, Any]) -> None:

@@ -84,6 +84,13 @@ def test_the_memory_of_each_leaf_is_mapped_like_a_parameter() -> None:
     assert jax.tree.leaves(kinds.memory.gammas) == ["p", "p"]
 
 
+def test_the_memory_of_each_leaf_is_not_sharded_like_a_flax_parameter() -> None:
+    nn = pytest.importorskip("flax.linen")
+    boxed = {"kernel": nn.Partitioned(jnp.ones((4, 3)), ("data", "model")), "bias": jnp.ones(3)}
+    specs = nn.get_partition_spec(clipjax.adagc().init(boxed))
+    assert jax.tree.leaves(specs.memory.gammas) == [jax.sharding.PartitionSpec()] * 2
+
+
 def test_a_projection_is_a_leaf_a_function_and_survives_copies() -> None:
     cloudpickle = pytest.importorskip("cloudpickle")
     expected = jax.jit(PROJECTION)(PARAMS)
