@@ -14,24 +14,8 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from clipjax._core import (
-    Axes,
-    at_step,
-    check_fits,
-    check_order,
-    clip_entries,
-    clip_tree,
-    clip_units,
-    fitting,
-    floats_of,
-    is_float,
-    known,
-    leaves_of,
-    literal,
-    rescale,
-    short_repr,
-    wide,
-)
+from clipjax import _core
+from clipjax._core import Axes
 
 T = TypeVar("T")
 
@@ -58,14 +42,14 @@ def clip_gradient_by_value(x: T, low: ArrayLike, high: ArrayLike) -> T:
       >>> float(jax.grad(loss)(2.0))
       1.0
     """
-    check_order(known("low", low), known("high", high))
+    low, high = _core.constant("low", low, -np.inf), _core.constant("high", high, -np.inf)
+    _core.check_order(low, high)
 
     def clip(gradient: Any, low: Any, high: Any) -> Any:
-        leaves, rebuild = leaves_of(gradient)
-        return rebuild([clip_entries(leaf, low, high) for leaf in leaves])
+        leaves, rebuild = _core.leaves_of(gradient)
+        return rebuild([_core.clip_entries(leaf, low, high) for leaf in leaves])
 
-    limits = [at_step(name, limit, -np.inf)(None) for name, limit in (("low", low), ("high", high))]
-    return _with_gradient(clip, x, *limits)
+    return _with_gradient(clip, x, low, high)
 
 
 def clip_gradient_by_norm(x: T, max_norm: ArrayLike, axes: Axes = None) -> T:
@@ -95,11 +79,11 @@ def clip_gradient_by_norm(x: T, max_norm: ArrayLike, axes: Axes = None) -> T:
       >>> print(jax.grad(loss)(jnp.ones(2)).round(3))
       [0.6 0.8]
     """
-    axes = literal(axes)
+    axes = _core.literal_axes(axes)
     return _with_gradient(
-        lambda gradient, bound: clip_units(gradient, axes, bound)[0],
+        lambda gradient, bound: _core.clip_units(gradient, axes, bound)[0],
         x,
-        at_step("max_norm", known("max_norm", max_norm))(None),
+        _core.constant("max_norm", max_norm),
     )
 
 
@@ -126,14 +110,14 @@ def clip_gradient_by_global_norm(tree: T, max_norm: ArrayLike) -> T:
       >>> print(gradient["a"].round(3), gradient["b"].round(3))
       0.6 0.8
     """
-    bound = at_step("max_norm", known("max_norm", max_norm), scalar=True)(None)
-    return _with_gradient(lambda gradient, bound: clip_tree(gradient, bound)[0], tree, bound)
+    bound = _core.constant("max_norm", max_norm, scalar=True)
+    return _with_gradient(lambda gradient, bound: _core.clip_tree(gradient, bound)[0], tree, bound)
 
 
 def _with_gradient(change: Callable[..., Any], tree: T, *bounds: Any) -> T:
     """Return a tree whose gradient becomes `change(gradient, *bounds)`; None stands for leaves without one."""
-    leaves, rebuild = leaves_of(tree)
-    kinds, floats = [is_float(leaf.value) for leaf in leaves], floats_of(tree)
+    leaves, rebuild = _core.leaves_of(tree)
+    kinds, floats = [_core.is_float(leaf.value) for leaf in leaves], _core.floats_of(tree)
 
     def as_tree(values: Any) -> Any:
         rest = iter(values)
@@ -145,7 +129,7 @@ def _with_gradient(change: Callable[..., Any], tree: T, *bounds: Any) -> T:
 
     def changed(arrays: dict[int, Any], gradient: Any) -> list[Any]:
         every = {**numbers, **arrays}
-        return floats_of(change(as_tree(gradient), *(every[i] for i in range(len(bounds)))))
+        return _core.floats_of(change(as_tree(gradient), *(every[i] for i in range(len(bounds)))))
 
     @jax.custom_vjp
     def identity(floats: list[Any], arrays: dict[int, Any]) -> list[Any]:
@@ -183,16 +167,16 @@ def scale_gradient(x: T, factor: ArrayLike) -> T:
       >>> float(jax.grad(lambda x: clipjax.scale_gradient(x, 5.0))(2.0))
       5.0
     """
-    value = at_step("factor", known("factor", factor), -np.inf)(None)
+    value = _core.constant("factor", factor, -np.inf)
     if not isinstance(value, jax.core.Tracer) and not np.isfinite(value).all():
-        raise ValueError(f"factor must be finite, got {short_repr(factor)}")
-    leaves, rebuild = leaves_of(x)
+        raise ValueError(f"factor must be finite, got {_core.short_repr(factor)}")
+    leaves, rebuild = _core.leaves_of(x)
 
     def scale(leaf: Any) -> Any:
-        if not is_float(leaf.value):
+        if not _core.is_float(leaf.value):
             return leaf.value
-        check_fits("factor", value, leaf.value.shape, leaf)
-        return _scaled(leaf.value, jnp.asarray(fitting("factor", value, leaf.value, leaf), wide(leaf.value.dtype)))
+        fitting = _core.broadcastable("factor", value, leaf.value, leaf)
+        return _scaled(leaf.value, jnp.asarray(fitting, _core.wide(leaf.value.dtype)))
 
     return rebuild([scale(leaf) for leaf in leaves])
 
@@ -200,14 +184,13 @@ def scale_gradient(x: T, factor: ArrayLike) -> T:
 @jax.custom_jvp
 def _scaled(x: jax.Array, factor: jax.Array) -> jax.Array:
     """Return x; its tangents are multiplied by the factor."""
-    del factor
     return x
 
 
 @_scaled.defjvp
 def _scaled_jvp(primals: Any, tangents: Any) -> Any:
     x, factor = primals
-    return _scaled(x, factor), rescale(tangents[0], factor)
+    return _scaled(x, factor), _core.rescale(tangents[0], factor)
 
 
 def replace_gradient(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -238,18 +221,18 @@ def replace_gradient(forward: Callable[..., Any], backward: Callable[..., Any]) 
     """
     for name, given in (("forward", forward), ("backward", backward)):
         if not callable(given):
-            raise TypeError(f"{name} must be a function, got {short_repr(given)}")
+            raise TypeError(f"{name} must be a function, got {_core.short_repr(given)}")
 
     def function(*args: Any, **kwargs: Any) -> Any:
         fixed_args, fixed_kwargs = jax.tree.map(_without_gradient, (args, kwargs))
-        values, rebuild = leaves_of(forward(*fixed_args, **fixed_kwargs))
-        others, _ = leaves_of(backward(*args, **kwargs))
+        values, rebuild = _core.leaves_of(forward(*fixed_args, **fixed_kwargs))
+        others, _ = _core.leaves_of(backward(*args, **kwargs))
         kinds = [[(x.name, x.value.shape, x.value.dtype) for x in each] for each in (values, others)]
         if kinds[0] != kinds[1]:
             shown = " and ".join(str([f"{name} {dtype}{list(shape)}" for name, shape, dtype in kind]) for kind in kinds)
             raise TypeError(f"forward and backward must return the same structure, shapes and dtypes, got {shown}")
         each = zip(values, others, strict=True)
-        return rebuild([_replaced(a.value, b.value) if is_float(a.value) else a.value for a, b in each])
+        return rebuild([_replaced(a.value, b.value) if _core.is_float(a.value) else a.value for a, b in each])
 
     return function
 
@@ -261,7 +244,6 @@ def _without_gradient(x: Any) -> Any:
 @jax.custom_jvp
 def _replaced(value: jax.Array, substitute: jax.Array) -> jax.Array:
     """Return the value; its tangents are those of the substitute."""
-    del substitute
     return value
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import jax
 import optax
 
-from clipjax._core import check_count, check_transformation, not_static, short_repr
+from clipjax import _core
 from clipjax.gradients.nonfinite import skip_nonfinite, zero_nonfinite
 from clipjax.monitoring.record_norms import Recorder
 from clipjax.weights.projection import as_projection, is_projection
@@ -44,7 +44,7 @@ def chain(*links: optax.GradientTransformation) -> optax.GradientTransformationE
         raise ValueError("links: a chain needs at least one")
     last = None
     for i, link in enumerate(links):
-        check_transformation(f"links[{i}]", link)
+        _core.check_transformation(f"links[{i}]", link)
         if is_projection(link):
             last = i
         elif last is not None and not isinstance(link, Recorder):
@@ -93,11 +93,16 @@ def bounded(
       ... )
     """
     if nonfinite not in ("propagate", "zero", "skip"):
-        raise ValueError(f"nonfinite must be 'propagate', 'zero' or 'skip', got {short_repr(nonfinite)}")
+        raise ValueError(f"nonfinite must be 'propagate', 'zero' or 'skip', got {_core.short_repr(nonfinite)}")
     if isinstance(accumulate, jax.Array):  # a traced one would fail under jit only
-        raise not_static("accumulate", accumulate)
-    steps = check_count("accumulate", accumulate, 1)
+        raise _core.not_static("accumulate", accumulate)
+    steps = _core.check_count("accumulate", accumulate, 1)
     before = [_check_before("clip", each) for each in _several(clip)]
+    if before and isinstance(getattr(getattr(optimizer, "update", None), "__self__", None), optax.MultiSteps):
+        raise ValueError(
+            "optimizer: optax.MultiSteps inside bounded would accumulate clipped gradients: use bounded(..., "
+            "accumulate=k) instead"
+        )
     if nonfinite == "zero" and before:  # a norm may overflow although the entries do not
         before.append(zero_nonfinite())
     after = [as_projection("project", each) for each in _several(project)]
@@ -121,9 +126,4 @@ def _check_before(name: str, value: Any) -> Any:
     """Return a transformation that may come before projections, or raise an error."""
     if is_projection(value):
         raise ValueError(f"{name}: {value!r} is a projection: pass it to bounded as project=")
-    if isinstance(getattr(getattr(value, "update", None), "__self__", None), optax.MultiSteps):
-        raise ValueError(
-            f"{name}: optax.MultiSteps inside bounded would accumulate clipped gradients: use bounded(..., "
-            "accumulate=k) instead"
-        )
-    return check_transformation(name, value)
+    return _core.check_transformation(name, value)

@@ -16,7 +16,7 @@ from flax import nnx
 from flax.core import DenyList
 from jax.tree_util import DictKey
 
-from clipjax._core import SKIP, Skip, path_name, with_paths
+from clipjax import _core
 from clipjax._layers import Param, axes_by_path
 
 __all__ = ["unit_axes"]
@@ -98,13 +98,13 @@ def _linen_params(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
     with nn.intercept_methods(watch):
         params = jax.eval_shape(init, arrays)
-    for path, leaf in with_paths(params):
+    for path, leaf in _core.with_paths(params):
         names = _names(path)
         depth = max(i for i in range(len(names)) if names[:i] in layers)
-        name = path_name(path[depth:])
+        name = _core.path_name(path[depth:])
         each = [(layer, _axes(layer, name)) for layer in layers[names[:depth]]]
         layer, axes = next((known for known in each if known[1] is not None), each[-1])
-        yield Param(path_name(path), leaf.shape, layer, name, axes, own_shapes.get(names, leaf.shape))
+        yield Param(_core.path_name(path), leaf.shape, layer, name, axes, own_shapes.get(names, leaf.shape))
 
 
 def _names(path: Sequence[Any]) -> Names:
@@ -123,8 +123,8 @@ def _nnx_params(model: nnx.Module, wrt: Any) -> Iterator[Param]:
                 break
             if isinstance(node, nnx.Module):
                 layer, depth = node, i + 1
-        name, own_shape = path_name(path[depth:]), _own_shape(layer, leaf.shape)
-        yield Param(path_name(path), leaf.shape, layer, name, _axes(layer, name), own_shape)
+        name, own_shape = _core.path_name(path[depth:]), _own_shape(layer, leaf.shape)
+        yield Param(_core.path_name(path), leaf.shape, layer, name, _axes(layer, name), own_shape)
 
 
 def _own_shape(layer: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -156,7 +156,7 @@ _SKIPPED = {
 }
 
 
-def _axes(layer: Any, name: str) -> tuple[int, ...] | Skip | None:
+def _axes(layer: Any, name: str) -> tuple[int, ...] | _core.Skip | None:
     """Return the axes to reduce in a layer's parameter, counted from the right; None if they are unknown."""
     if name == "kernel":
         return _kernel_axes(layer)
@@ -164,7 +164,7 @@ def _axes(layer: Any, name: str) -> tuple[int, ...] | Skip | None:
         return (-1,)
     if name in ("lora_a", "lora_b") and isinstance(layer, nnx.LoRA):
         return (-2,)
-    return SKIP if isinstance(layer, (*_REPARAMETRIZED, *_SKIPPED.get(name, ()))) else None
+    return _core.SKIP if isinstance(layer, (*_REPARAMETRIZED, *_SKIPPED.get(name, ()))) else None
 
 
 def _kernel_axes(layer: Any) -> tuple[int, ...] | None:

@@ -12,25 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from clipjax._core import (
-    Axes,
-    at_step,
-    check_bound,
-    check_fits,
-    check_ord,
-    check_order,
-    clip_entries,
-    clip_tree,
-    clip_units,
-    floats_of,
-    is_float,
-    known,
-    leaves_of,
-    literal,
-    tree_norm,
-    units_of,
-)
-from clipjax._core import norm as norm_of
+from clipjax import _core
+from clipjax._core import Axes
 
 __all__ = [
     "clip_by_global_norm",
@@ -63,7 +46,7 @@ def global_norm(tree: Any, ord: float = 2) -> jax.Array:
       >>> float(functional.global_norm([jnp.array([3.0]), jnp.array([[4.0]])]))
       5.0
     """
-    return tree_norm(floats_of(tree), check_ord(ord))
+    return _core.tree_norm(_core.floats_of(tree), _core.check_ord(ord))
 
 
 def leaf_norms(tree: T, ord: float = 2) -> T:
@@ -85,9 +68,10 @@ def leaf_norms(tree: T, ord: float = 2) -> T:
       >>> functional.leaf_norms([jnp.array([3.0, 4.0]), jnp.array([-2.0])])
       [Array(5., dtype=float32), Array(2., dtype=float32)]
     """
-    p = check_ord(ord)
-    leaves, rebuild = leaves_of(tree)
-    norms = [norm_of(x.value, None, p) if is_float(x.value) else jnp.zeros((), np.float32) for x in leaves]
+    p = _core.check_ord(ord)
+    _core.warn_if_local()
+    leaves, rebuild = _core.leaves_of(tree)
+    norms = [_core.norm(x.value, None, p) if _core.is_float(x.value) else jnp.zeros((), np.float32) for x in leaves]
     return rebuild(norms)
 
 
@@ -112,10 +96,10 @@ def unitwise_norms(tree: Any, axes: Axes, ord: float = 2) -> Any:
       >>> functional.unitwise_norms(jnp.array([[3.0, 0.0], [4.0, 1.0]]), axes=0)
       Array([5., 1.], dtype=float32)
     """
-    leaves, rebuild = leaves_of(tree)
+    leaves, rebuild = _core.leaves_of(tree)
     norms: list[Any] = [None] * len(leaves)
-    for units in units_of(tree, literal(axes)):
-        found = norm_of(units.leaf.value, units.axes, check_ord(ord))
+    for units in _core.units_of(tree, _core.literal_axes(axes)):
+        found = _core.norm(units.leaf.value, units.axes, _core.check_ord(ord))
         norms[units.place] = found if units.axes is None else found.squeeze(units.axes)
     return rebuild(norms)
 
@@ -140,10 +124,10 @@ def clip_by_value(tree: T, low: ArrayLike, high: ArrayLike) -> T:
       >>> functional.clip_by_value(jnp.array([-3.0, 0.5, 3.0]), -1.0, 1.0)
       Array([-1. ,  0.5,  1. ], dtype=float32)
     """
-    check_order(known("low", low), known("high", high))
-    bottom, top = (at_step(name, x, -np.inf)(None) for name, x in (("low", low), ("high", high)))
-    leaves, rebuild = leaves_of(tree)
-    return rebuild([clip_entries(leaf, bottom, top) for leaf in leaves])
+    bottom, top = _core.constant("low", low, -np.inf), _core.constant("high", high, -np.inf)
+    _core.check_order(bottom, top)
+    leaves, rebuild = _core.leaves_of(tree)
+    return rebuild([_core.clip_entries(leaf, bottom, top) for leaf in leaves])
 
 
 def clip_by_norm(tree: T, max_norm: ArrayLike, axes: Axes = None, ord: float = 2) -> T:
@@ -170,8 +154,8 @@ def clip_by_norm(tree: T, max_norm: ArrayLike, axes: Axes = None, ord: float = 2
       [[0.6 0.8]
        [0.3 0.4]]
     """
-    bound = at_step("max_norm", known("max_norm", max_norm))(None)
-    return clip_units(tree, literal(axes), bound, check_ord(ord))[0]
+    bound = _core.constant("max_norm", max_norm)
+    return _core.clip_units(tree, _core.literal_axes(axes), bound, _core.check_ord(ord))[0]
 
 
 def clip_by_global_norm(
@@ -203,11 +187,11 @@ def clip_by_global_norm(
       >>> print(norm, [x.round(3) for x in clipped])
       5.0 [Array([0.6], dtype=float32), Array([0.8], dtype=float32)]
     """
-    bound = at_step("max_norm", known("max_norm", max_norm), scalar=True)(None)
+    bound = _core.constant("max_norm", max_norm, scalar=True)
     if norm is not None:
-        check_fits("norm", norm, (), "the whole tree")
-        if not isinstance(norm, jax.Array) and norm == norm:  # NaN is a norm that is not finite
-            check_bound("norm", norm)
+        _core.check_fits("norm", norm, (), "the whole tree")
+        if isinstance(norm, jax.core.Tracer) or norm == norm:  # NaN is a norm that is not finite
+            norm = _core.constant("norm", norm)
         norm = jnp.asarray(norm, jnp.promote_types(jnp.result_type(norm), np.float32))
-    clipped, metrics = clip_tree(tree, bound, check_ord(ord), norm)
+    clipped, metrics = _core.clip_tree(tree, bound, _core.check_ord(ord), norm)
     return clipped, metrics["norm"]

@@ -17,7 +17,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from clipjax._core import FAN_IN_OF_MATRICES, Axes, check_axes, check_bound, known, margin, norm, short_repr, units_of
+from clipjax import _core
+from clipjax._core import FAN_IN_OF_MATRICES, Axes
 
 try:
     from matplotlib import pyplot as plt
@@ -50,11 +51,11 @@ def norms(norms: Any, *, threshold: Any = None, scale: Any = None, ax: Any = Non
       >>> [line.get_label() for line in ax.lines]
       ['norm', 'clipped (50.0%)', 'threshold 1']
     """
-    first, values = getattr(norms, "dropped", 0) + 1, _per_step("norms", getattr(norms, "norms", norms))
+    values = _per_step("norms", getattr(norms, "norms", norms))
     limits = _per_step("threshold", np.inf if threshold is None else threshold, values.shape)
     finite = np.isfinite(values)
     above = values > limits if scale is None else _per_step("scale", scale, values.shape) < 1
-    ax, steps, clipped = _new(ax), first + np.arange(len(values)), finite & above
+    ax, steps, clipped = _new(ax), 1 + np.arange(len(values)), finite & above
     _line(ax, steps, values, color="#8a8a8a", linewidth=1, label="norm")
     if threshold is not None or scale is not None:
         count, label = clipped.sum(), f"clipped ({clipped.sum() / max(1, finite.sum()):.1%})"
@@ -88,7 +89,9 @@ def group_norms(history: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, ax:
     if not isinstance(history, Mapping):
         rows = jax.device_get(list(history)) if isinstance(history, Sequence) else [history]
         if not all(isinstance(row, Mapping) and any(key.startswith("record_norms") for key in row) for row in rows):
-            raise TypeError(f"history must be norms by name, or metrics with record_norms, got {short_repr(history)}")
+            raise TypeError(
+                f"history must be norms by name, or metrics with record_norms, got {_core.short_repr(history)}"
+            )
         history = {key: [row[key] for row in rows] for key in rows[0]} if rows else {}
     recorded = [key for key in history if key.startswith("record_norms") and not key.endswith("/steps")]
     of = {key.removeprefix("record_norms/"): history[key] for key in recorded or history}
@@ -124,11 +127,11 @@ def unit_norms(params: Any, *, axes: Axes = FAN_IN_OF_MATRICES, radius: Any = No
       >>> [line.get_label() for line in ax.lines]
       ['kernel (50%)', 'radius 2']
     """
-    bound = np.inf if radius is None else float(known("radius", check_bound("radius", radius, scalar=True)))
+    bound = float(_core.constant("radius", np.inf if radius is None else radius, scalar=True))
     lines = {}
-    for units in units_of(params, check_axes(axes)):
-        sizes = np.sort(np.asarray(norm(units.leaf.value, units.axes), np.float64), axis=None)
-        at_bound = sizes >= bound * (1 - 4 * margin(units.leaf.value.dtype))
+    for units in _core.units_of(params, _core.check_axes(axes)):
+        sizes = np.sort(np.asarray(_core.norm(units.leaf.value, units.axes), np.float64), axis=None)
+        at_bound = sizes >= bound * (1 - 4 * _core.margin(units.leaf.value.dtype))
         share = f" ({at_bound.sum() / max(1, sizes.size):.0%})" if bound < np.inf else ""
         lines[units.leaf.name + share] = (100 * (np.arange(sizes.size) + 0.5) / max(1, sizes.size), sizes)
     ax = _new(ax)
@@ -140,7 +143,7 @@ def _per_step(name: str, values: Any, shape: tuple[int, ...] | None = None) -> n
     try:
         array = np.asarray(jax.device_get(values), np.float64)
     except (TypeError, ValueError) as error:
-        raise TypeError(f"{name} must be numbers, one for each step, got {short_repr(values)}") from error
+        raise TypeError(f"{name} must be numbers, one for each step, got {_core.short_repr(values)}") from error
     array = array if array.ndim or not shape else np.full(shape, array)
     if array.ndim != 1 or not array.size or array.shape != (shape or array.shape):
         raise ValueError(f"{name} must have shape {shape or '(steps,)'}, got {array.shape}")

@@ -20,29 +20,38 @@ from clipjax._core.axes import (
     check_axes,
     fan_in,
     fan_in_or_all,
-    literal,
+    literal_axes,
 )
 from clipjax._core.bounds import (
-    at_step,
+    as_schedule,
+    broadcastable,
     check_bound,
     check_count,
     check_fits,
     check_number,
     check_order,
-    fitting,
-    known,
+    constant,
     not_static,
     short_repr,
 )
 from clipjax._core.entries import clip_entries, metrics_of_entries
-from clipjax._core.norms import check_ord, is_float, largest, mesh_axes, norm, over_devices, tree_norm, wide
+from clipjax._core.norms import (
+    check_ord,
+    is_float,
+    largest,
+    mesh_axes,
+    norm,
+    over_devices,
+    tree_norm,
+    warn_if_local,
+    wide,
+)
 from clipjax._core.paths import (
     Leaf,
     a_few,
     check_patterns,
     first_matches,
     leaves_of,
-    matches,
     matching,
     path_name,
     unboxed,
@@ -53,9 +62,18 @@ from clipjax._core.transformation import (
     MetricsState,
     check_state,
     check_transformation,
-    matched,
     next_state,
-    plus,
+    params_for,
+    saturating_add,
     with_metrics,
 )
-from clipjax._core.units import Units, clip_tree, clip_units, entries_of, floats_of, rescale_units, smallest, units_of
+from clipjax._core.units import (
+    Units,
+    clip_tree,
+    clip_units,
+    entries_per_unit,
+    floats_of,
+    rescale_units,
+    smallest,
+    units_of,
+)

@@ -46,7 +46,6 @@ def fan_in(path: Any, leaf: Any) -> tuple[int, ...] | Skip:
       >>> clipjax.fan_in((), jnp.ones(32))
       clipjax.SKIP
     """
-    del path
     rank = len(leaf.shape)
     return tuple(range(rank - 1)) if rank >= 2 else SKIP
 
@@ -145,11 +144,11 @@ def check_axes(axes: Any, name: str = "axes") -> Any:
     return each if several else each[0]
 
 
-def literal(axes: Any) -> Any:
+def literal_axes(axes: Any) -> Any:
     """Return checked `axes` that apply to leaves of every rank, as NumPy's do, instead of to matrices only."""
     axes = check_axes(axes)
     if isinstance(axes, Mapping):
-        return {pattern: literal(each) for pattern, each in axes.items()}
+        return {pattern: literal_axes(each) for pattern, each in axes.items()}
     return (lambda path, leaf: axes) if isinstance(axes, int | tuple) else axes
 
 

@@ -17,17 +17,25 @@ def short_repr(value: Any, most: int = 80) -> str:
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
-def check_bound(name: str, bound: Any, least: float = 0, *, scalar: bool = False) -> Any:
+def check_bound(
+    name: str,
+    bound: Any,
+    least: float = 0,
+    *,
+    scalar: bool = False,
+    forms: str = "a number, an array or a schedule",
+) -> Any:
     """Return a number, an array or a schedule, or raise an error that names it.
 
-    Traced arrays and schedules have values only later; :func:`at_step` raises those to `least`.
+    Of a traced array the value is not known: it is raised to `least`, as what a schedule returns.
     """
-    if callable(bound) or isinstance(bound, jax.core.Tracer):
+    if callable(bound):
         return bound
-    forms = "a number, an array or a schedule"
+    if isinstance(bound, jax.core.Tracer):
+        return jnp.maximum(bound, least)
     if isinstance(bound, bool | str | bytes | list | tuple | dict) or bound is None:
-        tree = isinstance(bound, list | tuple | dict)
-        hint = "; trees go to clipjax.functional, or to a projection, as in max_norm(3.0)(params)" if tree else ""
+        hint = "; trees go to clipjax.functional, or to a projection, as in max_norm(3.0)(params)"
+        hint = hint if isinstance(bound, list | tuple | dict) and "schedule" in forms else ""
         raise TypeError(f"{name} must be {forms}, got {short_repr(bound)}{hint}")
     value = np.asarray(jax.device_get(bound))  # an explicit transfer, which transfer guards allow
     if not (jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)):
@@ -41,16 +49,23 @@ def check_bound(name: str, bound: Any, least: float = 0, *, scalar: bool = False
     return bound
 
 
-def at_step(name: str, bound: Any, least: float = 0, *, scalar: bool = False) -> Callable[[Any], Any]:
+def constant(name: str, bound: Any, least: float = 0, *, scalar: bool = False) -> Any:
+    """Return a checked number or array, for functions that have no step."""
+    if callable(bound):
+        raise TypeError(f"{name} must be a number or an array here, not a schedule: got {short_repr(bound)}")
+    return check_bound(name, bound, least, scalar=scalar, forms="a number or an array")
+
+
+def as_schedule(name: str, bound: Any, least: float = 0, *, scalar: bool = False) -> Callable[[Any], Any]:
     """Check a bound, and return the function from the step to its value, which is never below `least`.
 
     So a schedule that falls below 0 clips to 0, and flips no sign. NaN stays NaN.
     """
-    check_bound(name, bound, least, scalar=scalar)
+    checked = check_bound(name, bound, least, scalar=scalar)
+    if not callable(bound):
+        return lambda step: checked
 
     def evaluate(step: Any) -> Any:
-        if not callable(bound):
-            return jnp.maximum(bound, least) if isinstance(bound, jax.core.Tracer) else bound
         if step is None:
             raise ValueError(
                 f"{name} is a schedule and needs the step: pass step=, as in project(params, step=step), and to "
@@ -71,14 +86,7 @@ def not_static(name: str, value: Any) -> TypeError:
     )
 
 
-def known(name: str, value: Any) -> Any:
-    """Return a value, or raise an error if it is a schedule: for functions that have no step."""
-    if callable(value):
-        raise TypeError(f"{name} must be a number or an array here, not a schedule: got {short_repr(value)}")
-    return value
-
-
-def fitting(name: str, bound: Any, norms: jax.Array, of: Any) -> Any:
+def broadcastable(name: str, bound: Any, norms: jax.Array, of: Any) -> Any:
     """Return a bound for norms: a scalar as it is, an array of the rank of the norms."""
     if np.ndim(bound) == 0:
         return bound
@@ -112,18 +120,19 @@ def check_order(low: Any, high: Any, of: Any = None) -> None:
         raise ValueError(f"low must not be above high{where}, got low={short_repr(low)}, high={short_repr(high)}")
 
 
-def check_number(name: str, value: Any, low: float, high: float = np.inf, *, open_at: str = "") -> Any:
-    """Return a number from `low` to `high`, without the ends that `open_at` names ("low", "high" or both)."""
-    check_bound(name, value, -np.inf)
+def check_number(
+    name: str, value: Any, low: float, high: float = np.inf, *, open_low: bool = False, open_high: bool = False
+) -> Any:
+    """Return a number from `low` to `high`, without the ends that are open."""
+    check_bound(name, value, -np.inf, forms="a number")
     if callable(value) or np.ndim(value):
         raise TypeError(f"{name} must be a number, got {short_repr(value)}")
     if not isinstance(value, jax.core.Tracer):
-        too_low = value <= low if "low" in open_at else value < low
-        too_high = value >= high if "high" in open_at else value > high
+        too_low = value <= low if open_low else value < low
+        too_high = value >= high if open_high else value > high
         if too_low or too_high:
-            ends = ("(" if "low" in open_at else "[") + f"{low:g}, {high:g}"
-            ends += ")" if "high" in open_at or high == np.inf else "]"
-            raise ValueError(f"{name} must be in {ends}, got {short_repr(value)}")
+            start, end = "(" if open_low else "[", ")" if open_high or high == np.inf else "]"
+            raise ValueError(f"{name} must be in {start}{low:g}, {high:g}{end}, got {short_repr(value)}")
     return value
 
 

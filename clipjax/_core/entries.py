@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from clipjax._core.bounds import fitting
+from clipjax._core.bounds import broadcastable
 from clipjax._core.norms import is_float, largest, norm
 from clipjax._core.paths import Leaf
 from clipjax._core.rescale import factor_to, rescale, weak_like
@@ -43,9 +43,9 @@ def clip_entries(leaf: Leaf, low: Any, high: Any) -> jax.Array:
                 "clip_by_value(1.0), clips |z|"
             )
         sizes = norm(x, axes=())  # each entry is a unit
-        return rescale(x, factor_to(fitting("bound", high, x, leaf), sizes, x.dtype))
-    top = inward(fitting("bound" if low is None else "high", high, x, leaf), x.dtype, -np.inf)
-    bottom = -top if low is None else inward(fitting("low", low, x, leaf), x.dtype, np.inf)
+        return rescale(x, factor_to(broadcastable("bound", high, x, leaf), sizes, x.dtype))
+    top = inward(broadcastable("bound" if low is None else "high", high, x, leaf), x.dtype, -np.inf)
+    bottom = -top if low is None else inward(broadcastable("low", low, x, leaf), x.dtype, np.inf)
     # XLA on a CPU flushes subnormal numbers in a maximum, but not in a choice.
     return weak_like(x, jnp.where((bottom < x) & (x < top), x, jnp.clip(x, bottom, top)))
 

@@ -115,9 +115,9 @@ def tree_norm(leaves: Iterable[jax.Array], ord: float = 2) -> jax.Array:
 
 
 def largest(values: Iterable[jax.Array], least: float = 0) -> jax.Array:
-    """Return the largest of all numbers, on all devices; inf if one is NaN, and `least` if there are none.
+    """Return the largest of all numbers on all devices, for metrics: it has no derivative.
 
-    It is for metrics, and has no derivative.
+    It is inf if one number is NaN, and `least` if there are none.
     """
     each = map(lax.stop_gradient, values)
     scalars = [jnp.max(_nan_as_inf(x), initial=least) if x.ndim else x for x in each]

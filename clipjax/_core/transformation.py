@@ -73,14 +73,6 @@ def with_metrics(
     if not (remember is None or callable(remember)):
         raise TypeError(f"remember must be a function of the parameters or None, got {remember!r}")
 
-    def acted(*args: Any) -> tuple[Any, dict[str, jax.Array], Any]:
-        returned = act(*args)
-        if not (isinstance(returned, tuple) and len(returned) == 3 and isinstance(returned[1], Mapping)):
-            raise TypeError(
-                f"act of {name} must return (updates, a dict of metrics, memory), got {short_repr(returned)}"
-            )
-        return returned
-
     def full(metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:
         shares = {f"{key}_fraction" for key, x in metrics.items() if jnp.result_type(x).kind == "b"}
         if taken := {"steps", "nonfinite_count", *shares} & set(metrics):
@@ -92,20 +84,26 @@ def with_metrics(
                 raise ValueError(f"act: the metric {key!r} of {name} must be a scalar, got shape {np.shape(x)}")
         return {f"{name}/{key}": jnp.asarray(x) for key, x in metrics.items()}
 
+    def first_metrics(params: Any, memory: Any) -> dict[str, jax.Array]:
+        returned = act(params, params, jnp.zeros((), np.int32), memory)
+        if not (isinstance(returned, tuple) and len(returned) == 3 and isinstance(returned[1], Mapping)):
+            raise TypeError(
+                f"act of {name} must return (updates, a dict of metrics, memory), got {short_repr(returned)}"
+            )
+        return full(returned[1])
+
     def init(params: Any) -> MetricsState:
         leaves_of(params)  # for its errors
         memory = () if remember is None else remember(params)
-        shapes = jax.eval_shape(lambda p, m: full(acted(p, p, jnp.zeros((), np.int32), m)[1]), params, memory)
-        return first_state(shapes, memory)
+        return first_state(jax.eval_shape(first_metrics, params, memory), memory)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        del extra
         if state is None or isinstance(state, optax.EmptyState):
             if remember is not None:
                 raise ValueError(f"state: {name} needs the state that init returned, got {state!r}")
-            return acted(updates, params, None, ())[0], state
+            return act(updates, params, None, ())[0], state
         check_state(name, MetricsState, state)
-        updates, metrics, memory = acted(updates, params, state.step, state.memory)
+        updates, metrics, memory = act(updates, params, state.step, state.memory)
         return updates, next_state(state, full(metrics), memory)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -137,13 +135,13 @@ def next_state(state: MetricsState, metrics: dict[str, jax.Array], memory: Any) 
     return MetricsState(
         optax.safe_increment(state.step),
         {key: metrics[key].astype(old.dtype) for key, old in state.last.items()},
-        {key: plus(old, metrics[key]) for key, old in state.totals.items()},
-        {key: plus(old, metrics[key]) for key, old in state.shares.items()},
+        {key: saturating_add(old, metrics[key]) for key, old in state.totals.items()},
+        {key: saturating_add(old, metrics[key]) for key, old in state.shares.items()},
         memory,
     )
 
 
-def plus(counter: jax.Array, more: jax.Array) -> jax.Array:
+def saturating_add(counter: jax.Array, more: jax.Array) -> jax.Array:
     """Add a number to an int32 counter, which stops at its largest value."""
     more, most = more.astype(np.int32), np.iinfo(np.int32).max
     return jnp.where(counter > most - jnp.maximum(more, 0), most, counter + more)
@@ -167,7 +165,7 @@ def check_transformation(name: str, value: Any) -> Any:
     return value
 
 
-def matched(name: str, updates: Any, params: Any) -> Any:
+def params_for(name: str, updates: Any, params: Any) -> Any:
     """Return the parameters, with None where the updates have None.
 
     Raises:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from clipjax._core.axes import Skip, axes_of_leaves
-from clipjax._core.bounds import check_fits, fitting
+from clipjax._core.bounds import broadcastable, check_fits
 from clipjax._core.norms import is_float, largest, mesh_axes, norm, tree_norm, warn_if_local
 from clipjax._core.paths import Leaf, leaves_of
 from clipjax._core.rescale import factor_to, rescale
@@ -35,7 +35,7 @@ def floats_of(tree: Any) -> list[jax.Array]:
     return [leaf.value for leaf in leaves_of(tree)[0] if is_float(leaf.value)]
 
 
-def entries_of(units: Units) -> int:
+def entries_per_unit(units: Units) -> int:
     """Return how many entries share a norm, on all devices."""
     shape = units.leaf.value.shape
     local = math.prod(shape if units.axes is None else [shape[axis] for axis in units.axes])
@@ -94,7 +94,7 @@ def clip_units(
 
     def factor_of(units: Units, norms: jax.Array) -> jax.Array:
         relative.append(norms / size_of(units))
-        return factor_to(fitting(name, bound, norms, units.leaf), relative[-1], units.leaf.value.dtype)
+        return factor_to(broadcastable(name, bound, norms, units.leaf), relative[-1], units.leaf.value.dtype)
 
     clipped, factors = rescale_units(tree, axes, factor_of, ord)
     norm = largest(relative)

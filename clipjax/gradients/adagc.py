@@ -9,25 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from clipjax._core import (
-    Axes,
-    Units,
-    at_step,
-    check_axes,
-    check_count,
-    check_number,
-    factor_to,
-    largest,
-    leaves_of,
-    norm,
-    rescale,
-    short_repr,
-    smallest,
-    tree_norm,
-    unboxed,
-    units_of,
-    with_metrics,
-)
+from clipjax import _core
+from clipjax._core import Axes
 from clipjax.gradients.history import if_finite
 
 WarmupNorms = Literal["before", "after"]
@@ -94,35 +77,35 @@ def adagc(
       >>> print(clipped["a"], f"{clipped['b'][0]:.3f}")
       [0.3 0.4] 0.520
     """
-    ratio_at = at_step("relative_bound", relative_bound, scalar=True)
-    cap_at = at_step("max_norm", max_norm, scalar=True)
-    check_number("decay", decay, 0, 1, open_at="high")
-    check_count("warmup_steps", warmup_steps, 0)
+    ratio_at = _core.as_schedule("relative_bound", relative_bound, scalar=True)
+    cap_at = _core.as_schedule("max_norm", max_norm, scalar=True)
+    _core.check_number("decay", decay, 0, 1, open_high=True)
+    _core.check_count("warmup_steps", warmup_steps, 0)
     if warmup_norms not in get_args(WarmupNorms):
-        raise ValueError(f"warmup_norms must be one of {get_args(WarmupNorms)}, got {short_repr(warmup_norms)}")
-    axes = check_axes(axes)
+        raise ValueError(f"warmup_norms must be one of {get_args(WarmupNorms)}, got {_core.short_repr(warmup_norms)}")
+    axes = _core.check_axes(axes)
 
-    def measure(tree: Any) -> tuple[list[Units], list[jax.Array]]:
-        each = units_of(tree, axes)
-        return each, [norm(units.leaf.value, units.axes) for units in each]
+    def measure(tree: Any) -> tuple[list[_core.Units], list[jax.Array]]:
+        each = _core.units_of(tree, axes)
+        return each, [_core.norm(units.leaf.value, units.axes) for units in each]
 
     def remember(params: Any) -> AdagcMemory:
-        leaves, rebuild = leaves_of(unboxed(params))  # a box may have a sharding, which is not that of the norms
+        # A box of Flax may have a sharding, which is not that of the norms.
+        leaves, rebuild = _core.leaves_of(_core.unboxed(params))
         norms: list[Any] = [None] * len(leaves)
         for units, n in zip(*measure(params), strict=True):
             norms[units.place] = jnp.full_like(n, jnp.inf)  # with the sharding of the norms
         return AdagcMemory(rebuild(norms), jnp.zeros((), np.int32))
 
     def act(updates: Any, params: Any, step: Any, memory: AdagcMemory) -> Any:
-        del params
         each, norms = measure(updates)
         gammas, steps = jax.tree.leaves(memory.gammas), memory.steps
         _check_units(each, norms, gammas)
-        warming, total = steps < warmup_steps, tree_norm(norms)
+        warming, total = steps < warmup_steps, _core.tree_norm(norms)
         cap, ratio = (jnp.asarray(at(step), total.dtype) for at in (cap_at, ratio_at))
-        together = factor_to(cap, total)
+        together = _core.factor_to(cap, total)
 
-        leaves, rebuild = leaves_of(updates)
+        leaves, rebuild = _core.leaves_of(updates)
         values = [leaf.value for leaf in leaves]
         bounds, factors, after, new_gammas = [], [], [], []
         for units, n, gamma in zip(each, norms, gammas, strict=True):
@@ -130,8 +113,8 @@ def adagc(
             known = jnp.where(is_known, gamma, n)
             bound = jnp.where(is_known, ratio.astype(n.dtype) * known, jnp.inf)
             most = jnp.where(warming, cap.astype(n.dtype), bound)
-            factor = factor_to(most, jnp.where(warming, total.astype(n.dtype), n), units.leaf.value.dtype)
-            values[units.place] = rescale(units.leaf.value, factor)
+            factor = _core.factor_to(most, jnp.where(warming, total.astype(n.dtype), n), units.leaf.value.dtype)
+            values[units.place] = _core.rescale(units.leaf.value, factor)
 
             clipped = jnp.where(warming, n * together.astype(n.dtype), jnp.minimum(n, bound))
             taken = clipped if warmup_norms == "after" else jnp.where(warming, n, clipped)
@@ -142,18 +125,18 @@ def adagc(
             factors.append(factor)
             after.append(clipped)
 
-        scale, least = smallest(factors), -largest((-bound for bound in bounds), least=-jnp.inf)
-        metrics = {"norm": total, "norm_after": tree_norm(after), "scale": scale, "clipped": scale < 1}
+        scale, least = _core.smallest(factors), -_core.largest((-bound for bound in bounds), least=-jnp.inf)
+        metrics = {"norm": total, "norm_after": _core.tree_norm(after), "scale": scale, "clipped": scale < 1}
         metrics["threshold"] = jnp.where(warming, cap, least.astype(cap.dtype))
         new_memory = AdagcMemory(
             jax.tree.unflatten(jax.tree.structure(memory.gammas), new_gammas), optax.safe_increment(steps)
         )
         return rebuild(values), metrics, if_finite(total, new_memory, memory)
 
-    return with_metrics("adagc", act, remember)
+    return _core.with_metrics("adagc", act, remember)
 
 
-def _check_units(each: list[Units], norms: list[jax.Array], gammas: list[jax.Array]) -> None:
+def _check_units(each: list[_core.Units], norms: list[jax.Array], gammas: list[jax.Array]) -> None:
     """Raise an error if the state was made for other leaves or units than those of the updates."""
     if len(each) != len(gammas):
         raise ValueError(

@@ -7,23 +7,8 @@ from typing import Any
 import numpy as np
 import optax
 
-from clipjax._core import (
-    Axes,
-    Units,
-    at_step,
-    check_axes,
-    check_ord,
-    check_order,
-    clip_entries,
-    clip_tree,
-    clip_units,
-    entries_of,
-    floats_of,
-    leaves_of,
-    metrics_of_entries,
-    short_repr,
-    with_metrics,
-)
+from clipjax import _core
+from clipjax._core import Axes
 
 
 def clip_by_global_norm(
@@ -56,12 +41,12 @@ def clip_by_global_norm(
       >>> print(clipped["w"].round(3), metrics["clip_by_global_norm/norm"])
       [0.6] 5.0
     """
-    bound, p = at_step("max_norm", max_norm, scalar=True), check_ord(ord)
+    bound, p = _core.as_schedule("max_norm", max_norm, scalar=True), _core.check_ord(ord)
 
     def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:
-        return *clip_tree(updates, bound(step), p), memory
+        return *_core.clip_tree(updates, bound(step), p), memory
 
-    return with_metrics("clip_by_global_norm", act)
+    return _core.with_metrics("clip_by_global_norm", act)
 
 
 def clip_by_norm(
@@ -94,12 +79,12 @@ def clip_by_norm(
       [[0.6 0.3]
        [0.8 0.4]]
     """
-    bound, p, axes = at_step("max_norm", max_norm), check_ord(ord), check_axes(axes)
+    bound, p, axes = _core.as_schedule("max_norm", max_norm), _core.check_ord(ord), _core.check_axes(axes)
 
     def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:
-        return *clip_units(updates, axes, bound(step), p), memory
+        return *_core.clip_units(updates, axes, bound(step), p), memory
 
-    return with_metrics("clip_by_norm", act)
+    return _core.with_metrics("clip_by_norm", act)
 
 
 def clip_by_rms(threshold: optax.ScalarOrSchedule, *, axes: Axes = None) -> optax.GradientTransformationExtraArgs:
@@ -128,15 +113,15 @@ def clip_by_rms(threshold: optax.ScalarOrSchedule, *, axes: Axes = None) -> opta
       >>> print(tx.update(grads, tx.init(grads))[0].round(3))
       [1. 1. 1. 1.]
     """
-    bound, axes = at_step("threshold", threshold), check_axes(axes)
+    bound, axes = _core.as_schedule("threshold", threshold), _core.check_axes(axes)
 
-    def root(units: Units) -> float:
-        return max(entries_of(units), 1) ** 0.5
+    def root(units: _core.Units) -> float:
+        return max(_core.entries_per_unit(units), 1) ** 0.5
 
     def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:
-        return *clip_units(updates, axes, bound(step), name="threshold", size_of=root), memory
+        return *_core.clip_units(updates, axes, bound(step), name="threshold", size_of=root), memory
 
-    return with_metrics("clip_by_rms", act)
+    return _core.with_metrics("clip_by_rms", act)
 
 
 def clip_by_value(
@@ -175,22 +160,23 @@ def clip_by_value(
     if low is None and high is not None:
         bound, low = None, bound  # clip_by_value(low, high)
     if (bound is None) == (low is None) or (low is None) != (high is None):
-        listed = ", ".join(f"{name}={short_repr(value)}" for name, value in given.items() if value is not None)
+        listed = ", ".join(f"{name}={_core.short_repr(value)}" for name, value in given.items() if value is not None)
         raise TypeError(
             "clip_by_value takes one bound, as in clip_by_value(1.0), or low and high, where infinity means no "
             f"limit; got {listed or 'nothing'}"
         )
     if bound is None:
-        check_order(low, high)
-        lower, upper = at_step("low", low, -np.inf), at_step("high", high, -np.inf)
+        _core.check_order(low, high)
+        lower, upper = _core.as_schedule("low", low, -np.inf), _core.as_schedule("high", high, -np.inf)
     else:
-        lower, upper = (lambda _: None), at_step("bound", bound)
+        lower, upper = (lambda _: None), _core.as_schedule("bound", bound)
 
     def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:
-        leaves, rebuild = leaves_of(updates)
+        leaves, rebuild = _core.leaves_of(updates)
         bottom, top = lower(step), upper(step)
-        clipped = [clip_entries(leaf, bottom, top) for leaf in leaves]
-        metrics = metrics_of_entries(floats_of(updates), floats_of(clipped), top if bottom is None else None)
+        clipped = [_core.clip_entries(leaf, bottom, top) for leaf in leaves]
+        before, after = _core.floats_of(updates), _core.floats_of(clipped)
+        metrics = _core.metrics_of_entries(before, after, top if bottom is None else None)
         return rebuild(clipped), metrics, memory
 
-    return with_metrics("clip_by_value", act)
+    return _core.with_metrics("clip_by_value", act)

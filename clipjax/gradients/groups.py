@@ -9,18 +9,7 @@ from typing import Any
 
 import optax
 
-from clipjax._core import (
-    at_step,
-    check_ord,
-    clip_tree,
-    first_matches,
-    is_float,
-    largest,
-    leaves_of,
-    short_repr,
-    smallest,
-    with_metrics,
-)
+from clipjax import _core
 
 
 def clip_by_group_norm(
@@ -58,32 +47,32 @@ def clip_by_group_norm(
       5.0
     """
     if not isinstance(max_norms, Mapping) or not all(isinstance(pattern, str) for pattern in max_norms):
-        raise TypeError(f"max_norms must map path patterns to bounds, got {short_repr(max_norms)}")
+        raise TypeError(f"max_norms must map path patterns to bounds, got {_core.short_repr(max_norms)}")
     if not max_norms:
         raise ValueError("max_norms must have at least one pattern, got an empty mapping")
-    bounds = {p: at_step(f"max_norms[{p!r}]", bound, scalar=True) for p, bound in max_norms.items()}
-    p_norm = check_ord(ord)
+    bounds = {p: _core.as_schedule(f"max_norms[{p!r}]", bound, scalar=True) for p, bound in max_norms.items()}
+    p_norm = _core.check_ord(ord)
 
     def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:
-        leaves, rebuild = leaves_of(updates)
-        groups = first_matches("max_norms", tuple(bounds), updates)
+        leaves, rebuild = _core.leaves_of(updates)
+        groups = _core.first_matches("max_norms", tuple(bounds), updates)
         values, norms = [leaf.value for leaf in leaves], []
         metrics: dict[str, Any] = {}
         for pattern, bound in bounds.items():
-            places = [i for i, group in enumerate(groups) if group == pattern and is_float(values[i])]
-            clipped, found = clip_tree([values[i] for i in places], bound(step), p_norm)
+            places = [i for i, group in enumerate(groups) if group == pattern and _core.is_float(values[i])]
+            clipped, found = _core.clip_tree([values[i] for i in places], bound(step), p_norm)
             for i, x in zip(places, clipped, strict=True):
                 values[i] = x
             norms.append(found)
             metrics |= {f"{pattern}/{key}": x for key, x in found.items()}
         return rebuild(values), metrics | _together(norms), memory
 
-    return with_metrics("clip_by_group_norm", act)
+    return _core.with_metrics("clip_by_group_norm", act)
 
 
 def _together(found: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the metrics of all groups: the largest norms, the smallest scale, and whether one was clipped."""
-    norms, after = (largest(each[key] for each in found) for key in ("norm", "norm_after"))
-    scale = smallest([each["scale"] for each in found])
+    norms, after = (_core.largest(each[key] for each in found) for key in ("norm", "norm_after"))
+    scale = _core.smallest([each["scale"] for each in found])
     clipped = functools.reduce(operator.or_, (each["clipped"] for each in found))
     return {"norm": norms, "norm_after": after, "scale": scale, "clipped": clipped}

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from clipjax._core import clip_tree, floats_of, tree_norm, with_metrics
+from clipjax import _core
 
 
 def clip_by_history(
@@ -31,17 +31,16 @@ def clip_by_history(
     """
 
     def first(params: Any) -> Any:
-        return remember(jax.eval_shape(lambda tree: tree_norm(floats_of(tree)), params).dtype)
+        return remember(jax.eval_shape(lambda tree: _core.tree_norm(_core.floats_of(tree)), params).dtype)
 
     def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:
-        del params
-        norm = tree_norm(floats_of(updates))
+        norm = _core.tree_norm(_core.floats_of(updates))
         bound, new = bound_of(norm, memory, step)
         bound = jnp.asarray(bound, norm.dtype)
-        clipped, metrics = clip_tree(updates, bound, norm=norm)
+        clipped, metrics = _core.clip_tree(updates, bound, norm=norm)
         return clipped, metrics | {"threshold": bound}, if_finite(norm, new, memory)
 
-    return with_metrics(name, act, first)
+    return _core.with_metrics(name, act, first)
 
 
 def if_finite(norm: jax.Array, new: Any, old: Any) -> Any:

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from clipjax._core import is_float, leaves_of, over_devices, weak_like, with_metrics
+from clipjax import _core
 from clipjax.gradients.skipping import Verdict, skipping
 
 
@@ -35,19 +35,19 @@ def zero_nonfinite() -> optax.GradientTransformationExtraArgs:
     """
 
     def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:
-        leaves, rebuild = leaves_of(updates)
+        leaves, rebuild = _core.leaves_of(updates)
         # Counted in float32, which rounds large counts, but does not wrap where billions of entries are NaN.
         values, zeroed = [leaf.value for leaf in leaves], jnp.zeros((), np.float32)
         for i, x in enumerate(values):
-            if is_float(x):
+            if _core.is_float(x):
                 finite = jnp.isfinite(x)
-                zeroed += over_devices(lax.psum, jnp.sum(~finite, dtype=np.float32))
-                values[i] = weak_like(x, jnp.where(finite, x, jnp.zeros((), x.dtype)))
+                zeroed += _core.over_devices(lax.psum, jnp.sum(~finite, dtype=np.float32))
+                values[i] = _core.weak_like(x, jnp.where(finite, x, jnp.zeros((), x.dtype)))
         entries = jnp.minimum(zeroed, np.float32(2**31 - 128)).astype(np.int32)
         metrics = {"zeroed_entries": entries, "nonfinite_steps": (zeroed > 0).astype(np.int32)}
         return rebuild(values), metrics, memory
 
-    return with_metrics("zero_nonfinite", act)
+    return _core.with_metrics("zero_nonfinite", act)
 
 
 def skip_nonfinite(

@@ -8,19 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from clipjax._core import (
-    FAN_IN_OR_ALL,
-    Axes,
-    Units,
-    at_step,
-    check_axes,
-    clip_units,
-    fitting,
-    leaves_of,
-    matched,
-    norm,
-    with_metrics,
-)
+from clipjax import _core
+from clipjax._core import FAN_IN_OR_ALL, Axes
 
 # Below this no norm is measured, and divided by it none overflows.
 _LEAST = 1e-18
@@ -61,16 +50,16 @@ def adaptive_grad_clip(
       >>> print(jnp.linalg.norm(clipped, axis=0).round(6))
       [5.e-02 1.e-05]
     """
-    share, least = at_step("clipping", clipping), at_step("eps", eps)
-    axes = check_axes(axes)
+    share, least = _core.as_schedule("clipping", clipping), _core.as_schedule("eps", eps)
+    axes = _core.check_axes(axes)
 
     def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:
-        weights, floor = leaves_of(matched("adaptive_grad_clip", updates, params))[0], least(step)
+        weights, floor = _core.leaves_of(_core.params_for("adaptive_grad_clip", updates, params))[0], least(step)
 
-        def size_of(units: Units) -> jax.Array:
-            size = norm(weights[units.place].value, units.axes)
-            return jnp.maximum(jnp.maximum(size, fitting("eps", floor, size, units.leaf)), _LEAST)
+        def size_of(units: _core.Units) -> jax.Array:
+            size = _core.norm(weights[units.place].value, units.axes)
+            return jnp.maximum(jnp.maximum(size, _core.broadcastable("eps", floor, size, units.leaf)), _LEAST)
 
-        return *clip_units(updates, axes, share(step), name="clipping", size_of=size_of), memory
+        return *_core.clip_units(updates, axes, share(step), name="clipping", size_of=size_of), memory
 
-    return with_metrics("adaptive_grad_clip", act)
+    return _core.with_metrics("adaptive_grad_clip", act)

@@ -11,18 +11,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from clipjax._core import (
-    MetricsState,
-    check_count,
-    check_state,
-    check_transformation,
-    floats_of,
-    mesh_axes,
-    next_state,
-    over_devices,
-    short_repr,
-    tree_norm,
-)
+from clipjax import _core
 
 
 class SkipMemory(NamedTuple):
@@ -52,26 +41,26 @@ def skipping(
 
     `compare(norm, loss, past, step)` says whether they are a spike, and `remember()` makes the first past.
     """
-    inner = optax.with_extra_args_support(check_transformation("optimizer", optimizer))
-    most = None if max_consecutive is None else check_count("max_consecutive", max_consecutive, 1)
+    inner = optax.with_extra_args_support(_core.check_transformation("optimizer", optimizer))
+    most = None if max_consecutive is None else _core.check_count("max_consecutive", max_consecutive, 1)
 
-    def init(params: Any) -> MetricsState:
+    def init(params: Any) -> _core.MetricsState:
         past, zero = remember(), jnp.zeros((), np.float32)
         verdict = jax.eval_shape(compare, zero, zero, past, jnp.zeros((), np.int32))
         keys = ("skipped", "nonfinite_count", "nonfinite_loss_count", *verdict.counts)
         totals = {f"{name}/{key}": jnp.zeros((), np.int32) for key in keys}
         last = {f"{name}/{key}": jnp.zeros((), np.int32) for key in ("skipped_last", "skipped_in_a_row")}
         last |= {f"{name}/{key}": jnp.zeros((), x.dtype) for key, x in verdict.last.items()}
-        return MetricsState(jnp.zeros((), np.int32), last, totals, {}, SkipMemory(past, inner.init(params)))
+        return _core.MetricsState(jnp.zeros((), np.int32), last, totals, {}, SkipMemory(past, inner.init(params)))
 
     def update(
         updates: Any, state: Any, params: Any = None, *, loss: Any = None, **extra: Any
-    ) -> tuple[Any, MetricsState]:
-        check_state(name, MetricsState, state)
+    ) -> tuple[Any, _core.MetricsState]:
+        _core.check_state(name, _core.MetricsState, state)
         if loss is not None:
             extra["loss"] = loss  # the inner transformation may use it, too
             loss = _mean_of_devices(loss)
-        norm = lax.stop_gradient(tree_norm(floats_of(updates)))
+        norm = lax.stop_gradient(_core.tree_norm(_core.floats_of(updates)))
         verdict = compare(norm, loss, state.memory.past, state.step)
         bad_norm, bad_loss = ~jnp.isfinite(norm), jnp.zeros((), bool) if loss is None else ~jnp.isfinite(loss)
         fine = ~(bad_norm | bad_loss | verdict.spike)
@@ -93,7 +82,7 @@ def skipping(
         }
         counted = {f"{name}/{key}": x.astype(np.int32) for key, x in metrics.items()}
         logged = {f"{name}/{key}": x for key, x in verdict.last.items()}
-        return updates, next_state(state, counted | logged, SkipMemory(verdict.past, inner_state))
+        return updates, _core.next_state(state, counted | logged, SkipMemory(verdict.past, inner_state))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -106,7 +95,7 @@ def _step_if(taken: jax.Array, step: Callable[..., Any], updates: Any, state: An
 
     def skip(updates: Any, state: Any) -> tuple[Any, Any]:
         like, like_state = jax.eval_shape(step, updates, state)
-        # Some optimizers return updates of another structure than they get, such as optax.lookahead.
+        # Zeros like the updates keep weak types; but optax.lookahead, say, returns another structure than it gets.
         before: Any
         before, after = jax.tree.structure(updates), jax.tree.structure(like)
         zeros = jax.tree.map(jnp.zeros_like, updates if before == after else like)
@@ -121,7 +110,7 @@ def _step_if(taken: jax.Array, step: Callable[..., Any], updates: Any, state: An
 def _typed_as(like: Any, x: Any) -> jax.Array:
     """Return x with the dtype of `like`, and inside `shard_map` differing over the same mesh axes."""
     x = jnp.asarray(x)
-    missing = tuple(name for name in mesh_axes(like) if name not in mesh_axes(x))
+    missing = tuple(name for name in _core.mesh_axes(like) if name not in _core.mesh_axes(x))
     x = x if x.dtype == like.dtype else x.astype(like.dtype)
     return lax.pcast(x, missing, to="varying") if missing else x
 
@@ -131,7 +120,7 @@ def _mean_of_devices(loss: Any) -> jax.Array:
     value = jnp.asarray(loss) if not isinstance(loss, bool | str) else None
     real = value is not None and (jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer))
     if value is None or not real or value.ndim:
-        given = short_repr(loss) if value is None or not value.ndim else f"shape {value.shape}"
+        given = _core.short_repr(loss) if value is None or not value.ndim else f"shape {value.shape}"
         raise TypeError(f"loss must be a real scalar, such as the mean over the batch, got {given}")
     value = lax.stop_gradient(value.astype(jnp.promote_types(value.dtype, np.float32)))
-    return over_devices(lax.pmean, value)
+    return _core.over_devices(lax.pmean, value)

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from clipjax._core import at_step, check_count, not_static, plus
+from clipjax import _core
 from clipjax.gradients.skipping import Verdict, skipping
 
 # For normally distributed numbers, the median of |x - median| times this is the standard deviation.
@@ -19,6 +19,9 @@ _STD_PER_MAD = 1.4826
 # The smallest standard deviations of logarithms: a norm within 5% of the usual one is never an outlier, nor a loss
 # within 1%, since bfloat16 rounds a loss in steps of up to 0.8%.
 _LEAST_STD, _LEAST_STD_OF_LOSS = 0.05, 0.01
+
+# In place of 0 and less, which have no logarithm.
+_LEAST_VALUE = 1e-30
 
 
 class Window(NamedTuple):
@@ -76,11 +79,12 @@ def skip_spikes(
       >>> print(updates, clipjax.metrics(state)["skip_spikes/skipped"])
       [0. 0.] 1
     """
-    highest, cap = at_step("z_threshold", z_threshold, scalar=True), at_step("max_norm", max_norm, scalar=True)
+    highest = _core.as_schedule("z_threshold", z_threshold, scalar=True)
+    cap = _core.as_schedule("max_norm", max_norm, scalar=True)
     if isinstance(window, jax.core.Tracer):
-        raise not_static("window", window)
-    length = check_count("window", window, 1)
-    enough = max(1, length // 2) if warmup_steps is None else check_count("warmup_steps", warmup_steps, 1)
+        raise _core.not_static("window", window)
+    length = _core.check_count("window", window, 1)
+    enough = max(1, length // 2) if warmup_steps is None else _core.check_count("warmup_steps", warmup_steps, 1)
     if not isinstance(enough, jax.core.Tracer) and enough > length:
         raise ValueError(f"warmup_steps must be at most window={length}, got {enough}")
 
@@ -116,7 +120,7 @@ def _compared(value: jax.Array, window: Window, highest: Any, enough: Any, least
     floor = least * jnp.where(positive, 1, jnp.abs(median))
     std = jnp.maximum(_STD_PER_MAD * _median(jnp.abs(past - median), held), floor)
     limit = median + highest * std
-    scaled = jnp.where(positive, jnp.log(jnp.maximum(value, 0)), value)
+    scaled = jnp.where(positive, jnp.log(jnp.maximum(value, _LEAST_VALUE)), value)
     warm = jnp.minimum(window.entered, window.ring.size) >= enough
     threshold = jnp.where(positive, jnp.exp(limit), limit)
     return jnp.where(warm, (scaled - median) / std, 0), jnp.where(warm, threshold, jnp.inf)
@@ -133,4 +137,4 @@ def _entered(window: Window, value: jax.Array, enters: jax.Array) -> Window:
     """Return the window with a value that enters in place of the oldest."""
     place = window.entered % window.ring.size
     kept = lax.stop_gradient(jnp.where(enters, value, window.ring[place])).astype(window.ring.dtype)
-    return Window(window.ring.at[place].set(kept), plus(window.entered, enters))
+    return Window(window.ring.at[place].set(kept), _core.saturating_add(window.entered, enters))

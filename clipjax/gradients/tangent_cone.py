@@ -8,23 +8,8 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from clipjax._core import (
-    FAN_IN_OF_MATRICES,
-    Axes,
-    at_step,
-    check_axes,
-    fitting,
-    largest,
-    leaves_of,
-    margin,
-    matched,
-    norm,
-    over_devices,
-    units_of,
-    weak_like,
-    wide,
-    with_metrics,
-)
+from clipjax import _core
+from clipjax._core import FAN_IN_OF_MATRICES, Axes
 
 
 def tangent_cone(
@@ -62,27 +47,28 @@ def tangent_cone(
       [[-0.64 -1.  ]
        [ 0.48  0.  ]]
     """
-    bound, axes = at_step("radius", radius), check_axes(axes)
+    bound, axes = _core.as_schedule("radius", radius), _core.check_axes(axes)
 
     def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:
-        weights, limit = leaves_of(matched("tangent_cone", updates, params))[0], bound(step)
-        leaves, rebuild = leaves_of(updates)
+        weights, limit = _core.leaves_of(_core.params_for("tangent_cone", updates, params))[0], bound(step)
+        leaves, rebuild = _core.leaves_of(updates)
         values, removed = [leaf.value for leaf in leaves], []
-        for units in units_of(updates, axes):
-            x = units.leaf.value
-            dtype = x.dtype if jnp.iscomplexobj(x) else wide(x.dtype)
-            g, w = x.astype(dtype), weights[units.place].value.astype(dtype)
-            size = norm(w, units.axes)
+        for units in _core.units_of(updates, axes):
+            x, weight = units.leaf.value, weights[units.place].value
+            dtype = x.dtype if jnp.iscomplexobj(x) else _core.wide(x.dtype)
+            g, w = x.astype(dtype), weight.astype(dtype)
+            size = _core.norm(w, units.axes)
             product = jnp.sum((g * jnp.conj(w)).real, axis=units.axes, keepdims=units.axes is not None)
-            product = over_devices(lax.psum, product) if units.axes is None else product
+            product = _core.over_devices(lax.psum, product) if units.axes is None else product
             # max_norm leaves a unit a margin or two below the radius.
-            near = fitting("radius", limit, size, units.leaf) * (1 - 4 * margin(weights[units.place].value.dtype))
+            near = _core.broadcastable("radius", limit, size, units.leaf) * (1 - 4 * _core.margin(weight.dtype))
             outward = ~(size < near) & ~(product >= 0)  # NaN counts as outward
             # One number for each unit. Measuring what is left would keep the whole gradient in memory.
             part = jnp.where(outward, product, 0) / jnp.where(outward & (size > 0), size * size, 1)
-            values[units.place] = weak_like(x, jnp.where(part == 0, x, (g - w * part.astype(dtype)).astype(x.dtype)))
+            new = (g - w * part.astype(dtype)).astype(x.dtype)
+            values[units.place] = _core.weak_like(x, jnp.where(part == 0, x, new))
             removed.append(-part * size)
-        most = largest(removed)
+        most = _core.largest(removed)
         return rebuild(values), {"norm": most, "removed": most > 0}, memory
 
-    return with_metrics("tangent_cone", act)
+    return _core.with_metrics("tangent_cone", act)

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from clipjax._core import at_step, check_count, check_number, short_repr
+from clipjax import _core
 from clipjax.gradients.history import clip_by_history
 
 ZclipMode = Literal["adaptive", "mean", "percentile"]
@@ -83,16 +83,16 @@ def zclip(
       >>> print(f"{clipped[0]:.3f}")  # 2 + 2.5**2 * 1 / 10
       2.625
     """
-    check_number("z_threshold", z_threshold, 0, open_at="high")
-    check_number("decay", decay, 0, 1, open_at="high")
-    check_count("warmup_steps", warmup_steps, 0)
-    check_number("clip_factor", clip_factor, 0, open_at="high")
-    check_number("eps", eps, 0, open_at="high")
+    _core.check_number("z_threshold", z_threshold, 0, open_high=True)
+    _core.check_number("decay", decay, 0, 1, open_high=True)
+    _core.check_count("warmup_steps", warmup_steps, 0)
+    _core.check_number("clip_factor", clip_factor, 0, open_high=True)
+    _core.check_number("eps", eps, 0, open_high=True)
     if mode not in get_args(ZclipMode):
-        raise ValueError(f"mode must be one of {get_args(ZclipMode)}, got {short_repr(mode)}")
+        raise ValueError(f"mode must be one of {get_args(ZclipMode)}, got {_core.short_repr(mode)}")
     if not isinstance(update_on_spike, bool):
-        raise TypeError(f"update_on_spike must be a bool, got {short_repr(update_on_spike)}")
-    cap = at_step("max_norm", jnp.inf if max_norm is None else max_norm, scalar=True)
+        raise TypeError(f"update_on_spike must be a bool, got {_core.short_repr(update_on_spike)}")
+    cap = _core.as_schedule("max_norm", jnp.inf if max_norm is None else max_norm, scalar=True)
 
     def bound_of(norm: jax.Array, memory: ZclipMemory, step: Any) -> tuple[jax.Array, ZclipMemory]:
         mean, std, steps = memory
@@ -161,10 +161,10 @@ def clip_by_lognormal(
       >>> print(f"{clipped[0]:.3f}, {jnp.exp(state.memory.mean):.3f}")
       1.774, 1.774
     """
-    check_number("std_factor", std_factor, 0)
-    check_number("decay", decay, 0, 1, open_at="high")
-    check_number("eps", eps, 0, open_at="low, high")
-    cap = at_step("max_norm", jnp.inf if max_norm is None else max_norm, scalar=True)
+    _core.check_number("std_factor", std_factor, 0)
+    _core.check_number("decay", decay, 0, 1, open_high=True)
+    _core.check_number("eps", eps, 0, open_low=True, open_high=True)
+    cap = _core.as_schedule("max_norm", jnp.inf if max_norm is None else max_norm, scalar=True)
 
     def bound_of(norm: jax.Array, memory: LognormalMemory, step: Any) -> tuple[jax.Array, LognormalMemory]:
         mean, std, steps = memory

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.typing import ArrayLike
+from numpy.typing import ArrayLike
 
-from clipjax._core import check_count, check_transformation, short_repr
+from clipjax import _core
 from clipjax.gradients.quantiles import autoclip, clip_by_quantile
 from clipjax.gradients.zclip import clip_by_lognormal, zclip
 from clipjax.monitoring.metrics import metrics
@@ -32,7 +32,6 @@ class NormLog:
     Args:
       name: which norm to take from `clipjax.metrics`: a transformation, such as `"zclip"`, or a whole key.
         Not needed if only one key ends with `"/norm"`.
-      capacity: how many of the last norms to keep; None keeps all.
 
     Example:
       >>> import clipjax, jax.numpy as jnp
@@ -45,14 +44,12 @@ class NormLog:
       [1. 2. 3. 4.] 2.5 [0.75 0.25]
     """
 
-    def __init__(self, name: str | None = None, *, capacity: int | None = None) -> None:
+    def __init__(self, name: str | None = None) -> None:
         if not isinstance(name, str | None):
-            raise TypeError(f"name must be a str or None, got {short_repr(name)}")
+            raise TypeError(f"name must be a str or None, got {_core.short_repr(name)}")
         self.name = name
-        self.capacity = None if capacity is None else check_count("capacity", capacity, 1)
         self._waiting: list[Any] = []  # norms on the device, with the numbers of their steps if known
         self._chunks = [np.zeros(0)]  # fetched
-        self._count = 0  # of all that were fetched
         self._last = (0, 0.0)  # the step and norm of the last one
 
     def append(self, norm: Any) -> None:
@@ -74,7 +71,7 @@ class NormLog:
         except ValueError:  # of rows that are not equally long
             real = False
         if not real:
-            raise TypeError(f"norms must be real numbers or clipjax.metrics(state), got {short_repr(given)}")
+            raise TypeError(f"norms must be real numbers or clipjax.metrics(state), got {_core.short_repr(given)}")
         if norms.ndim != rank:
             raise ValueError(f"append takes a scalar, and extend shape (steps,); got shape {norms.shape}")
         self._waiting.append((norms, steps))
@@ -82,7 +79,7 @@ class NormLog:
             self._fetch(_BATCH)
 
     def _fetch(self, count: int) -> None:
-        """Fetch the first norms that wait, and drop the oldest beyond the capacity."""
+        """Fetch the first norms that wait."""
         batch, self._waiting = jax.device_get(self._waiting[:count]), self._waiting[count:]
         for norms, steps in batch:
             new = np.ravel(norms).astype(np.float64)
@@ -91,29 +88,21 @@ class NormLog:
                 is_new = (np.diff(steps) != 0) | (np.diff(every.view(np.int64)) != 0)  # NaN may be the same NaN
                 new, self._last = new[is_new], (steps[-1], every[-1])
             self._chunks.append(new)
-            self._count += len(new)
-        if self.capacity is not None or not self._waiting:
-            self._chunks = [np.concatenate(self._chunks)[-(self.capacity or 0) :]]  # -0: all
 
     @property
     def norms(self) -> np.ndarray:
-        """The norms that are kept, float64 of shape `(len(log),)`, with those that are not finite."""
+        """The norms, float64 of shape `(len(log),)`, with those that are not finite."""
         self._fetch(len(self._waiting))
+        self._chunks = [np.concatenate(self._chunks)]
         return self._chunks[0].copy()
 
     @property
-    def dropped(self) -> int:
-        """How many norms there were before the first that is kept."""
-        kept = len(self)  # fetches
-        return self._count - kept
-
-    @property
     def nonfinite_count(self) -> int:
-        """How many of the norms that are kept are NaN or infinite."""
+        """How many of the norms are NaN or infinite."""
         return int(np.sum(~np.isfinite(self.norms)))
 
     def __len__(self) -> int:
-        """Return how many norms are kept."""
+        """Return how many norms there are."""
         return len(self.norms)
 
     def _finite(self) -> np.ndarray:
@@ -126,13 +115,13 @@ class NormLog:
         """Return quantiles of the finite norms, interpolated linearly, in the shape of `q`."""
         shares = np.asarray(q)
         if not np.all((shares >= 0) & (shares <= 1)):
-            raise ValueError(f"q must be in [0, 1], got {short_repr(q)}")
+            raise ValueError(f"q must be in [0, 1], got {_core.short_repr(q)}")
         return np.asarray(np.quantile(self._finite(), shares))
 
     def clip_rate(self, thresholds: ArrayLike) -> np.ndarray:
         """Return the share of the finite norms that is above each threshold, in the shape of `thresholds`."""
         if np.asarray(thresholds).dtype.kind in "OSUbc" or np.isnan(thresholds).any():
-            raise ValueError(f"thresholds must be real numbers, not NaN, got {short_repr(thresholds)}")
+            raise ValueError(f"thresholds must be real numbers, not NaN, got {_core.short_repr(thresholds)}")
         norms = np.sort(self._finite())
         return np.asarray(1 - np.searchsorted(norms, np.asarray(thresholds), side="right") / len(norms))
 
@@ -151,23 +140,22 @@ class NormLog:
         if rules is None:
             rules = {make.__name__: make() for make in (autoclip, zclip, clip_by_quantile, clip_by_lognormal)}
         if not isinstance(rules, Mapping):
-            raise TypeError(f"rules must be a mapping from names to transformations, got {short_repr(rules)}")
+            raise TypeError(f"rules must be a mapping from names to transformations, got {_core.short_repr(rules)}")
         return {name: _replayed(name, tx, self._finite()) for name, tx in rules.items()}
 
     def save(self, path: str | Path) -> None:
         """Write the log to a file in NumPy's `.npz` format, at exactly this path."""
-        norms, name, capacity = self.norms, self.name or "", self.capacity or 0
         with Path(path).open("wb") as file:
-            np.savez_compressed(file, norms=norms, name=name, dropped=self.dropped, capacity=capacity, last=self._last)
+            np.savez_compressed(file, norms=self.norms, name=self.name or "", last=self._last)
 
     @classmethod
     def load(cls, path: str | Path) -> NormLog:
         """Read a log that :meth:`save` wrote; it can be appended to."""
         with np.load(path, allow_pickle=False) as file:
-            log = cls(str(file["name"]) or None, capacity=int(file["capacity"]) or None)
+            log = cls(str(file["name"]) or None)
             log.extend(file["norms"])
             log._fetch(1)
-            log._count, log._last = log._count + int(file["dropped"]), tuple(file["last"].tolist())
+            log._last = tuple(file["last"].tolist())
         return log
 
 
@@ -185,7 +173,7 @@ def _chosen(seen: Mapping[str, Any], name: str | None) -> tuple[Any, Any]:
 
 def _replayed(name: str, tx: optax.GradientTransformation, norms: np.ndarray) -> dict[str, float]:
     zero = jnp.zeros((), np.float32)
-    state = check_transformation(f"rules[{name!r}]", tx).init(zero)
+    state = _core.check_transformation(f"rules[{name!r}]", tx).init(zero)
     try:
         keys = [key for key in metrics(state) if key.endswith("/threshold")]
     except ValueError:  # it is no transformation of clipjax

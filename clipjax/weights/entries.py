@@ -8,17 +8,7 @@ from typing import Any
 import numpy as np
 import optax
 
-from clipjax._core import (
-    a_few,
-    at_step,
-    check_order,
-    check_patterns,
-    clip_entries,
-    first_matches,
-    is_float,
-    leaves_of,
-    short_repr,
-)
+from clipjax import _core
 from clipjax.weights.projection import Projection
 
 Where = str | Sequence[str] | Callable[[Any, Any], bool] | None
@@ -64,13 +54,13 @@ def box(
     lower, upper = _limits("low", low), _limits("high", high)
     by_path = isinstance(low, Mapping) or isinstance(high, Mapping)
     if not by_path:
-        check_order(low, high)
+        _core.check_order(low, high)
     chosen = _choice(where)
     limits = [x for each in (low, high) for x in (each.values() if isinstance(each, Mapping) else [each])]
     counts = any(map(callable, limits))
 
     def constrain(params: Any, step: Any) -> Any:
-        leaves, rebuild = leaves_of(params)
+        leaves, rebuild = _core.leaves_of(params)
         values = [leaf.value for leaf in leaves]
         each = zip(leaves, chosen(params), lower(params), upper(params), strict=True)
         for i, (leaf, yes, bottom_at, top_at) in enumerate(each):
@@ -78,11 +68,11 @@ def box(
                 bottom = bottom_at(step) if bottom_at else -np.inf
                 top = top_at(step) if top_at else np.inf
                 if by_path and not counts:
-                    check_order(bottom, top, leaf)
-                values[i] = clip_entries(leaf, bottom, top)
+                    _core.check_order(bottom, top, leaf)
+                values[i] = _core.clip_entries(leaf, bottom, top)
         return rebuild(values)
 
-    name = f"clipjax.box({short_repr(low)}, {short_repr(high)})"
+    name = f"clipjax.box({_core.short_repr(low)}, {_core.short_repr(high)})"
     return Projection(name, constrain, counts=counts)
 
 
@@ -113,30 +103,30 @@ def non_negative(*, where: Where = None) -> Projection:
 def _limits(name: str, limit: Any) -> Callable[[Any], list[Callable[[Any], Any] | None]]:
     """Return the function from a tree to the limit of each leaf, as a function of the step; None for no limit."""
     if isinstance(limit, list | tuple):
-        raise TypeError(f"{name} must be a number, an array, a schedule or a mapping, got {short_repr(limit)}")
+        raise TypeError(f"{name} must be a number, an array, a schedule or a mapping, got {_core.short_repr(limit)}")
     if not isinstance(limit, Mapping):
-        everywhere = at_step(name, limit, -np.inf)
-        return lambda tree: [everywhere] * len(leaves_of(tree)[0])
-    patterns = check_patterns(name, tuple(limit))
-    each: dict[str | None, Any] = {p: at_step(f"{name}[{p!r}]", limit[p], -np.inf) for p in patterns}
-    return lambda tree: [each.get(pattern) for pattern in first_matches(name, patterns, tree)]
+        everywhere = _core.as_schedule(name, limit, -np.inf)
+        return lambda tree: [everywhere] * len(_core.leaves_of(tree)[0])
+    patterns = _core.check_patterns(name, tuple(limit))
+    each: dict[str | None, Any] = {p: _core.as_schedule(f"{name}[{p!r}]", limit[p], -np.inf) for p in patterns}
+    return lambda tree: [each.get(pattern) for pattern in _core.first_matches(name, patterns, tree)]
 
 
 def _choice(where: Any) -> Callable[[Any], list[bool]]:
     """Return the function from a tree to whether each leaf is chosen."""
-    patterns = None if where is None or callable(where) else check_patterns("where", where)
+    patterns = None if where is None or callable(where) else _core.check_patterns("where", where)
 
     def choose(tree: Any) -> list[bool]:
-        leaves, _ = leaves_of(tree)
+        leaves, _ = _core.leaves_of(tree)
         if where is None:
             found = [True] * len(leaves)
         elif patterns is None:
             found = [bool(where(leaf.path, leaf.value)) for leaf in leaves]
         else:
-            found = [pattern is not None for pattern in first_matches("where", patterns, tree, in_order=False)]
-        chosen = [yes and is_float(leaf.value) for yes, leaf in zip(found, leaves, strict=True)]
-        if where is not None and any(is_float(leaf.value) for leaf in leaves) and not any(chosen):
-            raise ValueError(f"where: {short_repr(where)} chooses no float leaf of: {a_few(leaves, 5)}")
+            found = [pattern is not None for pattern in _core.first_matches("where", patterns, tree, in_order=False)]
+        chosen = [yes and _core.is_float(leaf.value) for yes, leaf in zip(found, leaves, strict=True)]
+        if where is not None and any(_core.is_float(leaf.value) for leaf in leaves) and not any(chosen):
+            raise ValueError(f"where: {_core.short_repr(where)} chooses no float leaf of: {_core.a_few(leaves, 5)}")
         return chosen
 
     return choose

@@ -9,20 +9,8 @@ import jax
 import numpy as np
 import optax
 
-from clipjax._core import (
-    FAN_IN_OF_MATRICES,
-    Axes,
-    Units,
-    at_step,
-    check_axes,
-    check_bound,
-    check_order,
-    factor_between,
-    factor_to,
-    fitting,
-    rescale_units,
-    short_repr,
-)
+from clipjax import _core
+from clipjax._core import FAN_IN_OF_MATRICES, Axes
 from clipjax.weights.projection import Projection
 
 
@@ -53,7 +41,7 @@ def max_norm(radius: optax.ScalarOrSchedule, *, axes: Axes = FAN_IN_OF_MATRICES)
       [[0.6 0.3]
        [0.8 0.4]]
     """
-    return _rescaling(f"clipjax.max_norm({short_repr(radius)})", factor_to, axes, radius=radius)
+    return _rescaling(f"clipjax.max_norm({_core.short_repr(radius)})", _core.factor_to, axes, radius=radius)
 
 
 def min_max_norm(
@@ -89,15 +77,15 @@ def min_max_norm(
       [[1.2 0.6]
        [1.6 0.8]]
     """
-    check_order(low, high)
-    check_bound("rate", rate)
+    _core.check_order(low, high)
+    _core.check_bound("rate", rate)
     for name, value, most in (("low", low, np.finfo(np.float64).max), ("rate", rate, 1)):
         if not (callable(value) or isinstance(value, jax.core.Tracer)) and np.any(np.asarray(value) > most):
             wanted = "finite" if name == "low" else "at most 1"
-            raise ValueError(f"{name} must be {wanted}, got {short_repr(value)}")
+            raise ValueError(f"{name} must be {wanted}, got {_core.short_repr(value)}")
 
-    name = f"clipjax.min_max_norm({short_repr(low)}, {short_repr(high)}, rate={short_repr(rate)})"
-    return _rescaling(name, factor_between, axes, low=low, high=high, rate=rate)
+    name = f"clipjax.min_max_norm({_core.short_repr(low)}, {_core.short_repr(high)}, rate={_core.short_repr(rate)})"
+    return _rescaling(name, _core.factor_between, axes, low=low, high=high, rate=rate)
 
 
 def unit_norm(*, axes: Axes = FAN_IN_OF_MATRICES) -> Projection:
@@ -123,20 +111,20 @@ def unit_norm(*, axes: Axes = FAN_IN_OF_MATRICES) -> Projection:
       [[0.6 0.6 0. ]
        [0.8 0.8 0. ]]
     """
-    return _rescaling("clipjax.unit_norm()", factor_between, axes, low=1, high=1, rate=1)
+    return _rescaling("clipjax.unit_norm()", _core.factor_between, axes, low=1, high=1, rate=1)
 
 
 def _rescaling(name: str, factor: Callable[..., jax.Array], axes: Any, **limits: Any) -> Projection:
     """Make the projection that multiplies units by `factor(*limits, norms, dtype)`."""
-    axes, each = check_axes(axes), {limit: at_step(limit, value) for limit, value in limits.items()}
+    axes, each = _core.check_axes(axes), {limit: _core.as_schedule(limit, value) for limit, value in limits.items()}
 
     def constrain(params: Any, step: Any) -> Any:
         now = {limit: value(step) for limit, value in each.items()}
 
-        def factor_of(units: Units, norms: jax.Array) -> jax.Array:
-            fitted = (fitting(limit, value, norms, units.leaf) for limit, value in now.items())
+        def factor_of(units: _core.Units, norms: jax.Array) -> jax.Array:
+            fitted = (_core.broadcastable(limit, value, norms, units.leaf) for limit, value in now.items())
             return factor(*fitted, norms, units.leaf.value.dtype)
 
-        return rescale_units(params, axes, factor_of)[0]
+        return _core.rescale_units(params, axes, factor_of)[0]
 
     return Projection(name, constrain, counts=any(map(callable, limits.values())), axes=axes)

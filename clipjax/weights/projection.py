@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from clipjax._core import SKIP, Leaf, check_state, is_float, leaves_of, matched, path_name, short_repr, wide
+from clipjax import _core
 
 T = TypeVar("T")
 # Optax and type checkers ask for Optax's class. A subclass of it would be a tuple, and jax.jit(projection) would fail.
@@ -41,7 +41,13 @@ class Projection(_TheirClass):
     __class__ = property(lambda _: optax.GradientTransformationExtraArgs)
 
     def __init__(
-        self, name: str, constrain: Callable[..., Any], *, counts: bool = False, axes: Any = SKIP, check: Any = None
+        self,
+        name: str,
+        constrain: Callable[..., Any],
+        *,
+        counts: bool = False,
+        axes: Any = _core.SKIP,
+        check: Any = None,
     ) -> None:
         """Make a projection from `constrain(params, step)`; `counts` if it depends on the step.
 
@@ -55,7 +61,7 @@ class Projection(_TheirClass):
             return wanted
 
         def init(params: Any) -> Any:
-            leaves_of(params)
+            _core.leaves_of(params)
             if check is None:
                 jax.eval_shape(constrain_now, params)  # for their errors
             else:
@@ -67,12 +73,12 @@ class Projection(_TheirClass):
 
         def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
             if counts:
-                check_state(name, ProjectionState, state)
-            params = matched(name, updates, params)
-            (before, as_params), (changes, as_updates) = leaves_of(params), leaves_of(updates)
+                _core.check_state(name, ProjectionState, state)
+            params = _core.params_for(name, updates, params)
+            (before, as_params), (changes, as_updates) = _core.leaves_of(params), _core.leaves_of(updates)
             after = [applied(p.value, u.value) for p, u in zip(before, changes, strict=True)]
             wanted = constrained(as_params(after), state.step if counts else None, **(extra if check else {}))
-            each = zip(before, changes, after, leaves_of(wanted)[0], strict=True)
+            each = zip(before, changes, after, _core.leaves_of(wanted)[0], strict=True)
             steps = as_updates([_step_to(new.value, old, p.value, u.value) for p, u, old, new in each])
             return steps, ProjectionState(optax.safe_increment(state.step)) if counts else state
 
@@ -110,12 +116,12 @@ def applied(param: Any, update: Any) -> Any:
     Inside a program XLA may leave out the rounding to 16 bits, but not a `reduce_precision`, which makes
     subnormal numbers 0: in float16 those are up to 6e-5.
     """
-    if not is_float(param):
+    if not _core.is_float(param):
         return param
     if jnp.finfo(param.dtype).bits >= 32:
         return (param + update).astype(param.dtype)
     info = jnp.finfo(param.dtype)
-    total = param.astype(wide(param.dtype)) + update.astype(wide(param.dtype))
+    total = param.astype(_core.wide(param.dtype)) + update.astype(_core.wide(param.dtype))
     if info.bits < 16:  # some have no infinity, for which reduce_precision would keep the largest exponent
         return total.astype(param.dtype)
     rounded = lax.reduce_precision(total, info.nexp, info.nmant)
@@ -127,13 +133,13 @@ def applied(param: Any, update: Any) -> Any:
 def _step_to(wanted: Any, after: Any, param: Any, update: Any) -> Any:
     """Return the update that takes a parameter to `wanted`, in a dtype that holds both.
 
-    For float32, p + ((p + u) - p) is p + u. In 16 bits only the choice keeps it so.
+    For float32, p + ((p + u) - p) is p + u. In 16 bits it may not be: there an entry inside keeps its update.
     """
-    if wanted is after or not is_float(param):
+    if wanted is after or not _core.is_float(param):
         return update
     if update.dtype == param.dtype and jnp.finfo(param.dtype).bits < 32:
         return jnp.where(wanted == after, update, wanted - param)
-    both = np.result_type(wide(param.dtype), wide(update.dtype))
+    both = np.result_type(_core.wide(param.dtype), _core.wide(update.dtype))
     dtype = param.dtype if jnp.iscomplexobj(param) else both
     return wanted.astype(dtype) - param.astype(dtype)
 
@@ -156,12 +162,12 @@ def _check_are_weights(params: Any, wanted: Any) -> None:
         strict=True,
     )
     for (path, old), new in each:
-        kind = type(old).__name__ if is_other(old) else path_name(path[:1]) if other else ""
+        kind = type(old).__name__ if is_other(old) else _core.path_name(path[:1]) if other else ""
         if kind in _NO_WEIGHTS and any(
             isinstance(a, jax.Array) and a is not b for a, b in zip(*map(jax.tree.leaves, (old, new)), strict=True)
         ):
             raise ValueError(
-                f"params: {path_name(path)!r}, of {kind}, is not a weight, but would be changed: pass only the "
+                f"params: {_core.path_name(path)!r}, of {kind}, is not a weight, but would be changed: pass only the "
                 "weights, as in variables['params'], train_state.params or nnx.state(model, nnx.Param)"
             )
 
@@ -199,23 +205,24 @@ def as_projection(name: str, function: Any) -> Projection:
     elif str(getattr(function, "__module__", "")).startswith("clipjax."):
         hint = ": call it, as in clipjax.max_norm(3.0)"
     if hint or not callable(function):
-        raise TypeError(f"{name} must be a projection or a function of the weights, got {short_repr(function)}{hint}")
+        raise TypeError(
+            f"{name} must be a projection or a function of the weights, got {_core.short_repr(function)}{hint}"
+        )
 
     def constrain(params: Any, step: Any) -> Any:
-        del step
         projected = function(params)
         given: Any
         given, returned = jax.tree.structure(params), jax.tree.structure(projected)
         if returned != given:
             raise TypeError(f"function must keep the structure of the weights, {given}, but returned {returned}")
-        for old, new in zip(leaves_of(params)[0], leaves_of(projected)[0], strict=True):
+        for old, new in zip(_core.leaves_of(params)[0], _core.leaves_of(projected)[0], strict=True):
             _check_kept(old, new)
         return projected
 
-    return Projection(f"clipjax.project({short_repr(function)})", constrain)
+    return Projection(f"clipjax.project({_core.short_repr(function)})", constrain)
 
 
-def _check_kept(old: Leaf, new: Leaf) -> None:
+def _check_kept(old: _core.Leaf, new: _core.Leaf) -> None:
     if (old.value.shape, old.value.dtype) != (new.value.shape, new.value.dtype):
         raise TypeError(
             f"function must keep shapes and dtypes, but made {new.value.dtype}{list(new.value.shape)} of {old}, "

@@ -11,7 +11,7 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from clipjax._core import Leaf, a_few, at_step, factor_to, fitting, is_float, leaves_of, path_name, rescale, short_repr
+from clipjax import _core
 from clipjax.weights.projection import Projection
 
 
@@ -53,27 +53,26 @@ def qk_clip(threshold: optax.ScalarOrSchedule = 100.0, *, query: str = "query", 
       [[1.  1.  1. ]
        [0.5 0.5 0.5]]
     """
-    bound = at_step("threshold", threshold)
+    bound = _core.as_schedule("threshold", threshold)
     if not all(isinstance(each, str) and each and "/" not in each for each in (query, key)) or query == key:
         raise ValueError(f"query and key must be two components of paths, got {query!r} and {key!r}")
 
     def constrain(params: Any, step: Any, max_logits: Any = None, **other: Any) -> Any:
-        del other
         if max_logits is None:
             raise ValueError(
                 "max_logits: qk_clip needs the largest logit of each head, as in "
                 "tx.update(grads, state, params, max_logits=max_logits)"
             )
-        leaves, rebuild = leaves_of(params)
+        leaves, rebuild = _core.leaves_of(params)
         values, limit = [leaf.value for leaf in leaves], bound(step)
         for path, logits, sides in _by_layer(max_logits, _layers_of(params, query, key)):
             finite = jnp.where(jnp.isfinite(logits), logits, 0)
-            factor = factor_to(fitting("threshold", limit, finite, f"the logits of {path!r}"), finite)
+            factor = _core.factor_to(_core.broadcastable("threshold", limit, finite, f"the logits of {path!r}"), finite)
             for side, scale in zip(sides, _scales(sides, factor), strict=True):
-                values[side.place] = rescale(side.leaf.value, scale)
+                values[side.place] = _core.rescale(side.leaf.value, scale)
         return rebuild(values)
 
-    name = f"clipjax.qk_clip({short_repr(threshold)})"
+    name = f"clipjax.qk_clip({_core.short_repr(threshold)})"
     return Projection(name, constrain, counts=callable(threshold), check=lambda params: _layers_of(params, query, key))
 
 
@@ -81,7 +80,7 @@ class _Side(NamedTuple):
     """A parameter that makes the queries or the keys of a layer, or of a stack of layers."""
 
     place: int  # among the leaves of the tree
-    leaf: Leaf
+    leaf: _core.Leaf
     is_query: bool
     rest: str  # of the path, such as "kernel"
 
@@ -89,16 +88,16 @@ class _Side(NamedTuple):
 def _layers_of(params: Any, query: str, key: str) -> dict[str, list[_Side]]:
     """Return the layers that have both queries and keys, by path."""
     found: dict[str, list[_Side]] = {}
-    leaves, _ = leaves_of(params)
+    leaves, _ = _core.leaves_of(params)
     for i, leaf in enumerate(leaves):
         parts = leaf.name.split("/")
         at = max((j for j, part in enumerate(parts) if part in (query, key)), default=None)
-        if at is not None and is_float(leaf.value):
+        if at is not None and _core.is_float(leaf.value):
             side = _Side(i, leaf, parts[at] == query, "/".join(parts[at + 1 :]))
             found.setdefault("/".join(parts[:at]), []).append(side)
     layers = {path: sides for path, sides in found.items() if len({side.is_query for side in sides}) == 2}
     if leaves and not layers:
-        paths = a_few([leaf.name for leaf in leaves])
+        paths = _core.a_few([leaf.name for leaf in leaves])
         raise ValueError(f"query, key: no layer has both {query!r} and {key!r}. The paths are: {paths}")
     return layers
 
@@ -109,15 +108,19 @@ def _by_layer(max_logits: Any, layers: dict[str, list[_Side]]) -> list[tuple[str
     for path, value in jax.tree_util.tree_leaves_with_path(max_logits):
         known = isinstance(value, jax.Array | np.ndarray | np.number | float | int)
         if not known or isinstance(value, bool) or jnp.result_type(value).kind in "bc":
-            raise TypeError(f"max_logits must be a real array or a mapping to such arrays, got {short_repr(value)}")
-        layer = _layer_at(path_name(path), list(layers))
+            raise TypeError(
+                f"max_logits must be a real array or a mapping to such arrays, got {_core.short_repr(value)}"
+            )
+        layer = _layer_at(_core.path_name(path), list(layers))
         logits = jnp.asarray(lax.stop_gradient(value)).astype(np.float32)
         sharding = jax.typeof(logits).sharding
         if any(sharding.spec):  # over explicit mesh axes
             logits = jax.sharding.reshard(logits, NamedSharding(sharding.mesh, PartitionSpec()))
         found[layer] = jnp.maximum(found[layer], logits) if layer in found else logits
     if layers and not found:
-        raise ValueError(f"max_logits: {short_repr(max_logits)} names none of the layers: {a_few(list(layers))}")
+        raise ValueError(
+            f"max_logits: {_core.short_repr(max_logits)} names none of the layers: {_core.a_few(list(layers))}"
+        )
     return [(path, logits, layers[path]) for path, logits in found.items()]
 
 
@@ -133,7 +136,7 @@ def _layer_at(name: str, layers: list[str]) -> str:
     if not name and len(layers) == 1:
         return layers[0]
     what = f"the path {name!r}" if name else "an array without a path"
-    raise ValueError(f"max_logits: {what} does not name one of the attention layers: {a_few(layers)}")
+    raise ValueError(f"max_logits: {what} does not name one of the attention layers: {_core.a_few(layers)}")
 
 
 def _scales(sides: list[_Side], factor: jax.Array) -> list[jax.Array]:

@@ -14,25 +14,11 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from clipjax._core import (
-    Leaf,
-    Skip,
-    a_few,
-    at_step,
-    check_fits,
-    first_matches,
-    is_float,
-    leaves_of,
-    margin,
-    mesh_axes,
-    short_repr,
-    weak_like,
-    wide,
-)
+from clipjax import _core
 from clipjax.weights.projection import Projection
 
 Sides: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
-Flatten: TypeAlias = Sequence[int | Sequence[int]] | Callable[[Any, Any], Any] | Skip | Mapping[str, Any] | None
+Flatten: TypeAlias = Sequence[int | Sequence[int]] | Callable[[Any, Any], Any] | _core.Skip | Mapping[str, Any] | None
 
 
 def spectral_cap(bound: optax.ScalarOrSchedule, *, flatten: Flatten = None) -> Projection:
@@ -67,31 +53,31 @@ def spectral_cap(bound: optax.ScalarOrSchedule, *, flatten: Flatten = None) -> P
       [[1.  0. ]
        [0.  0.5]]
     """
-    limit, flatten = at_step("bound", bound), _check_flatten(flatten)
+    limit, flatten = _core.as_schedule("bound", bound), _check_flatten(flatten)
 
     def constrain(params: Any, step: Any) -> Any:
-        leaves, rebuild = leaves_of(params)
+        leaves, rebuild = _core.leaves_of(params)
         each = zip(leaves, _sides_of_leaves(params, flatten), strict=True)
         return rebuild([leaf.value if not sides else _capped(leaf, sides, limit(step)) for leaf, sides in each])
 
-    return Projection(f"clipjax.spectral_cap({short_repr(bound)})", constrain, counts=callable(bound))
+    return Projection(f"clipjax.spectral_cap({_core.short_repr(bound)})", constrain, counts=callable(bound))
 
 
-def _capped(leaf: Leaf, sides: Sides, bound: Any) -> jax.Array:
+def _capped(leaf: _core.Leaf, sides: Sides, bound: Any) -> jax.Array:
     """Cap the matrices of a leaf, as one array (*stack, long side, short side)."""
     x = leaf.value
     if not x.size:
         return x
-    if mesh_axes(x):
+    if _core.mesh_axes(x):
         raise ValueError(
-            f"spectral_cap: inside shard_map, {leaf} differs over {mesh_axes(x)}, and its type does not say "
+            f"spectral_cap: inside shard_map, {leaf} differs over {_core.mesh_axes(x)}, and its type does not say "
             "which of its axes are split. Project singular values outside shard_map, under jit"
         )
     long, short = sorted(sides, key=lambda side: -math.prod(x.shape[axis] for axis in side))
     stack = tuple(axis for axis in range(x.ndim) if axis not in long + short)
     batch = tuple(x.shape[axis] for axis in stack)
-    check_fits("bound", bound, batch, f"the matrices of {leaf}")
-    bounds = jnp.broadcast_to(jnp.asarray(bound, wide(x.dtype)), batch)
+    _core.check_fits("bound", bound, batch, f"the matrices of {leaf}")
+    bounds = jnp.broadcast_to(jnp.asarray(bound, _core.wide(x.dtype)), batch)
 
     # On explicit mesh axes a matrix must not be split, but a stack may be. Other types name no axes here.
     sharding = jax.typeof(x).sharding
@@ -101,10 +87,10 @@ def _capped(leaf: Leaf, sides: Sides, bound: Any) -> jax.Array:
     moved = jnp.transpose(whole, stack + long + short)
     w = moved.reshape(*batch, *(math.prod(x.shape[axis] for axis in side) for side in (long, short)))
     # A decomposition is less exact than a norm.
-    room = margin(x.dtype) + (2.0**-44 if wide(x.dtype) == np.float64 else 2.0**-16)
-    capped = _cap(w.astype(x.dtype if jnp.iscomplexobj(x) else wide(x.dtype)), bounds, room).astype(x.dtype)
+    room = _core.margin(x.dtype) + (2.0**-44 if _core.wide(x.dtype) == np.float64 else 2.0**-16)
+    capped = _cap(w.astype(x.dtype if jnp.iscomplexobj(x) else _core.wide(x.dtype)), bounds, room).astype(x.dtype)
     result = jnp.transpose(capped.reshape(moved.shape), tuple(np.argsort(stack + long + short)))
-    return weak_like(x, jax.sharding.reshard(result, sharding) if split else result)
+    return _core.weak_like(x, jax.sharding.reshard(result, sharding) if split else result)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
@@ -161,27 +147,29 @@ def _adjoint(x: jax.Array) -> jax.Array:
 
 def _sides_of_leaves(tree: Any, flatten: Any) -> list[Sides | None]:
     """Return the axes of rows and of columns of each leaf, None if it is not changed."""
-    leaves, _ = leaves_of(tree)
+    leaves, _ = _core.leaves_of(tree)
     if isinstance(flatten, Mapping):
-        found = first_matches("flatten", tuple(flatten), tree)
+        found = _core.first_matches("flatten", tuple(flatten), tree)
         rules = [None if pattern is None else flatten[pattern] for pattern in found]
     else:  # a pair is for kernels of higher rank: those of Dense layers beside them are matrices already
         is_pair = isinstance(flatten, tuple)
         rules = [None if is_pair and np.ndim(leaf.value) <= 2 else flatten for leaf in leaves]
-    sides = [_sides_of(rule, leaf) if is_float(leaf.value) else None for rule, leaf in zip(rules, leaves, strict=True)]
-    floats = [leaf for leaf in leaves if is_float(leaf.value) and leaf.value.size]
+    sides = [
+        _sides_of(rule, leaf) if _core.is_float(leaf.value) else None for rule, leaf in zip(rules, leaves, strict=True)
+    ]
+    floats = [leaf for leaf in leaves if _core.is_float(leaf.value) and leaf.value.size]
     given = flatten.values() if isinstance(flatten, Mapping) else [flatten]
-    asked = callable(flatten) or any(isinstance(each, Skip) for each in given)
+    asked = callable(flatten) or any(isinstance(each, _core.Skip) for each in given)
     if floats and not asked and not any(sides):
-        raise ValueError(f"flatten: nothing is changed, since none of these is a matrix: {a_few(floats, 5)}")
+        raise ValueError(f"flatten: nothing is changed, since none of these is a matrix: {_core.a_few(floats, 5)}")
     return sides
 
 
-def _sides_of(rule: Any, leaf: Leaf) -> Sides | None:
+def _sides_of(rule: Any, leaf: _core.Leaf) -> Sides | None:
     rank = leaf.value.ndim
     if callable(rule):
         rule = _check_flatten(rule(leaf.path, leaf.value), f"flatten of {leaf.name!r}, by the rule,")
-    if isinstance(rule, Skip) or (rule is None and rank < 2):
+    if isinstance(rule, _core.Skip) or (rule is None and rank < 2):
         return None
     if rule is None and rank > 2:
         raise ValueError(
@@ -202,7 +190,7 @@ def _check_flatten(flatten: Any, name: str = "flatten") -> Any:
     """Return `flatten`, with pairs as pairs of tuples, or raise an error if it is invalid for any tree."""
     if isinstance(flatten, Mapping) and flatten and all(isinstance(pattern, str) for pattern in flatten):
         return {pattern: _check_flatten(each, f"{name}[{pattern!r}]") for pattern, each in flatten.items()}
-    if flatten is None or callable(flatten) or isinstance(flatten, Skip):
+    if flatten is None or callable(flatten) or isinstance(flatten, _core.Skip):
         return flatten
     if isinstance(flatten, tuple | list) and len(flatten) == 2:
         sides = tuple(tuple(side) if isinstance(side, tuple | list) else (side,) for side in flatten)
@@ -210,5 +198,5 @@ def _check_flatten(flatten: Any, name: str = "flatten") -> Any:
             return sides
     raise TypeError(
         f"{name} must be a pair (axes of rows, axes of columns), a rule (path, leaf) -> pair, a mapping from "
-        f"path patterns to these, or None, got {short_repr(flatten)}"
+        f"path patterns to these, or None, got {_core.short_repr(flatten)}"
     )

@@ -172,8 +172,9 @@ NORM, MULTI = clipjax.max_norm(1.0), optax.MultiSteps(SGD, 2)
 @pytest.mark.parametrize(
     ("error", "message", "arguments"),
     [
-        (ValueError, "optimizer: optax.MultiSteps inside bounded .*accumulate=k", {"optimizer": MULTI}),
-        (ValueError, "optimizer: optax.MultiSteps", {"optimizer": MULTI.gradient_transformation()}),
+        (ValueError, "optimizer: optax.MultiSteps inside bounded .*accumulate=k", {"optimizer": MULTI, **CLIPPED}),
+        (ValueError, "optimizer: optax.MultiSteps", {"optimizer": MULTI.gradient_transformation(), **CLIPPED}),
+        (TypeError, r"optimizer must be .*write .gradient_transformation\(\) after it", {"optimizer": MULTI}),
         (ValueError, "clip: .*max_norm.*pass it to bounded as project=", {"clip": NORM}),
         (ValueError, "optimizer: .*max_norm.*project=", {"optimizer": NORM}),
         (TypeError, "optimizer must be a gradient transformation.*call it, as in adam", {"optimizer": optax.adam}),

@@ -9,16 +9,16 @@ import optax
 import pytest
 
 import clipjax
-from clipjax._core.transformation import matched, plus
+from clipjax._core.transformation import params_for, saturating_add
 
 MOST = np.iinfo(np.int32).max
 
 
 def test_counters_stop_at_their_largest_value() -> None:
-    assert plus(jnp.int32(MOST - 1), jnp.array(True)) == MOST
-    assert plus(jnp.int32(MOST), jnp.array(True)) == MOST
-    assert plus(jnp.int32(MOST - 3), jnp.int32(7)) == MOST
-    assert plus(jnp.int32(2), jnp.int32(-3)) == -1
+    assert saturating_add(jnp.int32(MOST - 1), jnp.array(True)) == MOST
+    assert saturating_add(jnp.int32(MOST), jnp.array(True)) == MOST
+    assert saturating_add(jnp.int32(MOST - 3), jnp.int32(7)) == MOST
+    assert saturating_add(jnp.int32(2), jnp.int32(-3)) == -1
     tx = clipjax.clip_by_global_norm(1.0)
     state = jax.tree.map(lambda x: jnp.full_like(x, MOST) if x.dtype == np.int32 else x, tx.init(jnp.ones(2)))
     _, state = tx.update(jnp.full(2, jnp.nan), state)
@@ -42,13 +42,13 @@ def test_metrics_are_read_without_transfers() -> None:
 def test_parameters_without_updates_are_left_out() -> None:
     params = {"frozen": jnp.ones(3), "w": jnp.array([[3.0], [4.0]])}
     updates = {"frozen": None, "w": jnp.array([[3.0], [4.0]])}
-    assert matched("clip", updates, params)["frozen"] is None
+    assert params_for("clip", updates, params)["frozen"] is None
     for tx in (clipjax.adaptive_grad_clip(0.1), clipjax.max_norm(1.0), clipjax.tangent_cone(1.0)):
         result, _ = tx.update(updates, tx.init(params), params)
         assert result["frozen"] is None
         assert result["w"].shape == (2, 1)
     with pytest.raises(ValueError, match="got shape"):
-        matched("clip", {"frozen": jnp.ones(2), "w": None}, params)
+        params_for("clip", {"frozen": jnp.ones(2), "w": None}, params)
 
 
 def test_a_step_inside_the_bound_does_not_count_as_clipped() -> None:

@@ -32,7 +32,6 @@ COUNTS = [
     ("warmup_steps", "adagc(warmup_steps=$)"), ("window", "skip_spikes(sgd, window=$)"),
     ("warmup_steps", "skip_spikes(sgd, warmup_steps=$)"), ("max_consecutive", "skip_spikes(sgd, max_consecutive=$)"),
     ("max_consecutive", "skip_nonfinite(sgd, max_consecutive=$)"), ("accumulate", "bounded(adam, accumulate=$)"),
-    ("capacity", "NormLog(capacity=$)"),
 ]  # fmt: skip
 ORDERS = [
     "clip_by_global_norm(1.0, ord=$)", "clip_by_norm(1.0, ord=$)", "clip_by_group_norm({'*': 1.0}, ord=$)",
