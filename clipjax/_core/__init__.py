@@ -31,6 +31,7 @@ from clipjax._core.bounds import (
     check_number,
     check_order,
     constant,
+    is_real,
     not_static,
     short_repr,
 )

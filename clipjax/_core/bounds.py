@@ -17,6 +17,13 @@ def short_repr(value: Any, most: int = 80) -> str:
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
+def is_real(value: Any) -> bool:
+    """Return whether a value is a real number, or an array of real numbers."""
+    if isinstance(value, jax.Array | np.ndarray | np.generic):
+        return any(jnp.issubdtype(value.dtype, kind) for kind in (jnp.floating, jnp.integer))
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def check_bound(
     name: str,
     bound: Any,
@@ -31,15 +38,15 @@ def check_bound(
     """
     if callable(bound):
         return bound
-    if isinstance(bound, jax.core.Tracer):
+    if isinstance(bound, jax.core.Tracer) and is_real(bound):
         return jnp.maximum(bound, least)
     if isinstance(bound, bool | str | bytes | list | tuple | dict) or bound is None:
         hint = "; trees go to clipjax.functional, or to a projection, as in max_norm(3.0)(params)"
         hint = hint if isinstance(bound, list | tuple | dict) and "schedule" in forms else ""
         raise TypeError(f"{name} must be {forms}, got {short_repr(bound)}{hint}")
-    value = np.asarray(jax.device_get(bound))  # an explicit transfer, which transfer guards allow
-    if not (jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)):
+    if not is_real(bound):
         raise TypeError(f"{name} must be {forms} of real numbers, got {short_repr(bound)}")
+    value = np.asarray(jax.device_get(bound))  # an explicit transfer, which transfer guards allow
     if np.isnan(value.astype(np.float64)).any():
         raise ValueError(f"{name} must not be NaN, got {short_repr(bound)}")
     if (value < least).any():
@@ -72,7 +79,7 @@ def as_schedule(name: str, bound: Any, least: float = 0, *, scalar: bool = False
                 "update the state that init returned"
             )
         value: Any = bound(step)
-        if not isinstance(value, jax.Array | np.ndarray | np.number | int | float):
+        if not is_real(value):
             raise TypeError(f"{name} must be a schedule that returns a number, but it returned {short_repr(value)}")
         return jnp.maximum(value, least)
 

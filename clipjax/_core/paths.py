@@ -73,12 +73,12 @@ def _as_array(path: tuple[Any, ...], leaf: Any) -> Any:
         return leaf
     if isinstance(leaf, bool | int | float | complex) or hasattr(leaf, "__jax_array__"):
         return jnp.asarray(leaf)
-    if isinstance(leaf, np.ndarray | np.generic):
+    if isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind not in "OSUMm":
         return leaf if leaf.dtype == jax.dtypes.float0 else jnp.asarray(leaf)
     if isinstance(leaf, jax.ShapeDtypeStruct):
         raise TypeError(f"leaf {path_name(path)!r} must be an array: for shapes use jax.eval_shape(tx.init, params)")
     raise TypeError(
-        f"leaf {path_name(path)!r} must be an array, got {type(leaf).__name__}: pass only the arrays, of an "
+        f"leaf {path_name(path)!r} must be an array of numbers, got {type(leaf).__name__}: pass only the arrays, of an "
         "Equinox module eqx.filter(model, eqx.is_inexact_array)"
     )
 

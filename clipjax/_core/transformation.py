@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from clipjax._core.bounds import short_repr
+from clipjax._core.bounds import is_real, short_repr
 from clipjax._core.paths import a_few, leaves_of
 
 Act = Callable[[Any, Any, Any, Any], tuple[Any, dict[str, jax.Array], Any]]
@@ -74,14 +74,15 @@ def with_metrics(
         raise TypeError(f"remember must be a function of the parameters or None, got {remember!r}")
 
     def full(metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        for key, x in metrics.items():
+            if np.ndim(x) or not (is_real(x) or isinstance(x, bool) or getattr(x, "dtype", "") == "bool"):
+                given = f"shape {np.shape(x)}" if np.ndim(x) else short_repr(x)
+                raise TypeError(f"act: the metric {key!r} of {name} must be a real scalar or a bool, got {given}")
         shares = {f"{key}_fraction" for key, x in metrics.items() if jnp.result_type(x).kind == "b"}
         if taken := {"steps", "nonfinite_count", *shares} & set(metrics):
             raise ValueError(f"metrics: {sorted(taken)} of {name} are names that clipjax adds; choose others")
         if "norm" in metrics:
             metrics = {**metrics, "nonfinite_count": (~jnp.isfinite(metrics["norm"])).astype(np.int32)}
-        for key, x in metrics.items():
-            if np.ndim(x):
-                raise ValueError(f"act: the metric {key!r} of {name} must be a scalar, got shape {np.shape(x)}")
         return {f"{name}/{key}": jnp.asarray(x) for key, x in metrics.items()}
 
     def first_metrics(params: Any, memory: Any) -> dict[str, jax.Array]:

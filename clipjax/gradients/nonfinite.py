@@ -85,4 +85,4 @@ def skip_nonfinite(
     def compare(norm: Any, loss: Any, past: Any, step: Any) -> Verdict:
         return Verdict(jnp.zeros((), bool), past, {}, {"norm": norm})
 
-    return skipping("skip_nonfinite", optimizer, max_consecutive, compare, lambda: ())
+    return skipping("skip_nonfinite", optimizer, max_consecutive, compare, lambda dtype: ())

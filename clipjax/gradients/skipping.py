@@ -35,18 +35,20 @@ def skipping(
     optimizer: optax.GradientTransformation,
     max_consecutive: int | None,
     compare: Callable[[Any, Any, Any, Any], Verdict],
-    remember: Callable[[], Any],
+    remember: Callable[[Any], Any],
 ) -> optax.GradientTransformationExtraArgs:
     """Make a transformation that skips steps whose norm or loss is not finite or a spike.
 
-    `compare(norm, loss, past, step)` says whether they are a spike, and `remember()` makes the first past.
+    `compare(norm, loss, past, step)` says whether they are a spike, and `remember(dtype)` makes the first past, from
+    the dtype of the norm.
     """
     inner = optax.with_extra_args_support(_core.check_transformation("optimizer", optimizer))
     most = None if max_consecutive is None else _core.check_count("max_consecutive", max_consecutive, 1)
 
     def init(params: Any) -> _core.MetricsState:
-        past, zero = remember(), jnp.zeros((), np.float32)
-        verdict = jax.eval_shape(compare, zero, zero, past, jnp.zeros((), np.int32))
+        norm = jax.eval_shape(lambda tree: _core.tree_norm(_core.floats_of(tree)), params)
+        past = remember(norm.dtype)
+        verdict = jax.eval_shape(compare, norm, jnp.zeros(()), past, jnp.zeros((), np.int32))
         keys = ("skipped", "nonfinite_count", "nonfinite_loss_count", *verdict.counts)
         totals = {f"{name}/{key}": jnp.zeros((), np.int32) for key in keys}
         last = {f"{name}/{key}": jnp.zeros((), np.int32) for key in ("skipped_last", "skipped_in_a_row")}
@@ -117,10 +119,9 @@ def _typed_as(like: Any, x: Any) -> jax.Array:
 
 def _mean_of_devices(loss: Any) -> jax.Array:
     """Return the mean of a loss over devices, or raise if it is not a real scalar."""
-    value = jnp.asarray(loss) if not isinstance(loss, bool | str) else None
-    real = value is not None and (jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer))
-    if value is None or not real or value.ndim:
-        given = _core.short_repr(loss) if value is None or not value.ndim else f"shape {value.shape}"
+    if not _core.is_real(loss) or np.ndim(loss):
+        given = f"shape {np.shape(loss)}" if _core.is_real(loss) else _core.short_repr(loss)
         raise TypeError(f"loss must be a real scalar, such as the mean over the batch, got {given}")
+    value = jnp.asarray(loss)
     value = lax.stop_gradient(value.astype(jnp.promote_types(value.dtype, np.float32)))
     return _core.over_devices(lax.pmean, value)

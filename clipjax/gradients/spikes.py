@@ -27,7 +27,7 @@ _LEAST_VALUE = 1e-30
 class Window(NamedTuple):
     """The last values of a norm or a loss."""
 
-    ring: jax.Array  # float32 (window,): the values, the newest in place of the oldest
+    ring: jax.Array  # float (window,): the values, the newest in place of the oldest
     entered: jax.Array  # int32: how many have entered
 
 
@@ -91,10 +91,10 @@ def skip_spikes(
     def compare(norm: Any, loss: Any, past: Any, step: Any) -> Verdict:
         norms, losses = past
         z_score, threshold = _compared(norm, norms, highest(step), enough, _LEAST_STD)
-        threshold = jnp.minimum(threshold, cap(step))
+        threshold = jnp.minimum(threshold, jnp.asarray(cap(step), threshold.dtype))
         spike, finite = jnp.isfinite(norm) & (norm > threshold), jnp.isfinite(norm)
         last = {"norm": norm, "z_score": z_score, "threshold": threshold}
-        seen = jnp.zeros((), np.float32) if loss is None else loss
+        seen = jnp.zeros((), losses.ring.dtype) if loss is None else loss.astype(losses.ring.dtype)
         loss_z_score, limit = _compared(seen, losses, highest(step), enough, _LEAST_STD_OF_LOSS)
         loss_spike = jnp.isfinite(seen) & (seen > limit) & (loss is not None)
         finite &= jnp.isfinite(seen)
@@ -103,8 +103,9 @@ def skip_spikes(
         past = _entered(norms, norm, finite & (norm > 0)), _entered(losses, seen, finite & (seen != 0))
         return Verdict(spike | loss_spike, past, counts, last)
 
-    def remember() -> tuple[Window, Window]:
-        first, second = (Window(jnp.zeros(length, np.float32), jnp.zeros((), np.int32)) for _ in range(2))
+    def remember(dtype: Any) -> tuple[Window, Window]:
+        # A loss may be float64 wherever that is enabled.
+        first, second = (Window(jnp.zeros(length, x), jnp.zeros((), np.int32)) for x in (dtype, float))
         return first, second
 
     return skipping("skip_spikes", optimizer, max_consecutive, compare, remember)
@@ -119,7 +120,7 @@ def _compared(value: jax.Array, window: Window, highest: Any, enough: Any, least
     median = _median(past, held)
     floor = least * jnp.where(positive, 1, jnp.abs(median))
     std = jnp.maximum(_STD_PER_MAD * _median(jnp.abs(past - median), held), floor)
-    limit = median + highest * std
+    limit = median + jnp.asarray(highest, std.dtype) * std
     scaled = jnp.where(positive, jnp.log(jnp.maximum(value, _LEAST_VALUE)), value)
     warm = jnp.minimum(window.entered, window.ring.size) >= enough
     threshold = jnp.where(positive, jnp.exp(limit), limit)

@@ -67,7 +67,7 @@ class NormLog:
         given = norms
         try:
             norms = jnp.copy(norms) if isinstance(norms, jax.Array) else np.array(norms)
-            real = any(jnp.issubdtype(norms.dtype, kind) for kind in (jnp.floating, jnp.integer))
+            real = _core.is_real(norms)
         except ValueError:  # of rows that are not equally long
             real = False
         if not real:

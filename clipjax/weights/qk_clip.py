@@ -106,8 +106,7 @@ def _by_layer(max_logits: Any, layers: dict[str, list[_Side]]) -> list[tuple[str
     """Return the layers that are named, with their logits: the largest, where there are several arrays."""
     found: dict[str, jax.Array] = {}
     for path, value in jax.tree_util.tree_leaves_with_path(max_logits):
-        known = isinstance(value, jax.Array | np.ndarray | np.number | float | int)
-        if not known or isinstance(value, bool) or jnp.result_type(value).kind in "bc":
+        if not _core.is_real(value):
             raise TypeError(
                 f"max_logits must be a real array or a mapping to such arrays, got {_core.short_repr(value)}"
             )

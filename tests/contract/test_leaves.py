@@ -136,3 +136,5 @@ def test_python_numbers_and_numpy_arrays_count() -> None:
 def test_what_is_no_array_raises() -> None:
     with pytest.raises(TypeError, match="leaf 'f' must be an array"):
         functional.global_norm({"f": jnp.tanh})
+    with pytest.raises(TypeError, match="leaf 'f' must be an array"):
+        functional.global_norm({"f": np.array(["text"])})

@@ -78,6 +78,9 @@ THEMES = {
         of_type("jax.jit(lambda n: autoclip(window=n).init(params))(10)", "window", "static_args"),
         of_type("jax.jit(lambda n: skip_spikes(sgd, window=n).init(params))(10)", "window", "static_args"),
         of_type("clip_by_global_norm(params)", "max_norm", "kernel"),
+        of_type("clip_by_global_norm(lambda step: 1j).init(params)", "max_norm", "schedule", "returned 1j"),
+        of_type("clip_by_norm(lambda step: step >= 0).init(params)", "max_norm", "schedule", "returned"),
+        of_type("jax.jit(lambda b: functional.clip_by_norm(x, b))(1j)", "max_norm", "real numbers"),
         of_type("clip_by_global_norm(optax.adam).init(params)", "max_norm", "schedule", "returned"),
         of_type("clip_by_group_norm(1.0)", "max_norms", "1.0"),
         of_type("clip_by_group_norm({0: 1.0})", "max_norms", "{0: 1.0}"),
@@ -154,7 +157,8 @@ THEMES = {
         of_type("with_metrics('a', 3)", "act", "got 3"),
         of_value("with_metrics('a', lambda u, *_: (u, {'steps': x[0]}, ())).init(x)", "metrics", "'steps'", "of a"),
         of_value("record_norms(name='steps').init(x)", "metrics", "'steps'", "of record_norms"),
-        of_value("with_metrics('a', lambda u, *_: (u, {'norms': x}, ())).init(x)", "act", "'norms'", "scalar", "(3,)"),
+        *[of_type(f"with_metrics('a', lambda u, *_: (u, {{'b': {value}}}, ())).init(x)", "act", "'b'", "scalar", word)
+          for value, word in (("x", "(3,)"), ("'s'", "'s'"), ("1j", "1j"))],
     ],
     "trees": [  # Parameters and gradients.
         *[of_value(f"({tx}).update(grads, state_of({tx}))", "params", name) for name, tx in c.WITH_PARAMS],
@@ -177,7 +181,7 @@ THEMES = {
         of_value("chain(adam, box(0.5, 1.0)).init(variables)", "batch_stats", "'batch_stats/mean'"),
         *[of_type(f"tx = {tx}(sgd); tx.update(grads, tx.init(params), params, loss={loss})", "loss", "scalar", word)
           for tx in ("skip_nonfinite", "skip_spikes")
-          for loss, word in (("x", "(3,)"), ("True", "True"), ("'1.0'", "'1.0'"), ("1j", "1j"))],
+          for loss, word in (("x", "(3,)"), ("True", "True"), ("'1.0'", "'1.0'"), ("1j", "1j"), ("{'a': 1}", "'a'"))],
     ],
     "states": [  # States and steps.
         *[of_type(f"({tx}).update(grads, adam.init(params), params)", "state", name, "tuple") for name, tx in c.STATES],

@@ -31,7 +31,7 @@ def test_runs_and_draws(script, tmp_path):
 
 
 def test_the_main_job_learns_and_keeps_its_bounds(tmp_path):
-    out = run("mnist", "--plot", tmp_path / "picture.png")
+    out = run("digits", "--plot", tmp_path / "picture.png")
     rows = {line.split(":")[0]: line for line in out.splitlines()}
     accuracy = {name: float(row.split("accuracy ")[1].split("%")[0]) for name, row in rows.items() if "accuracy" in row}
     assert accuracy["constrained"] >= 97

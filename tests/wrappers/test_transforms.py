@@ -137,3 +137,11 @@ def test_float64_leaves_have_norms_and_bounds_in_float64() -> None:
             assert (norms >= 1 - 2.0**-47).all()
         same = projection(grads | {"w": kernel / 2})["w"]
         np.testing.assert_array_equal(same, kernel / 2)
+        # Norms and losses of 1e100 are finite, and enter the past as they are.
+        skip, large = clipjax.skip_spikes(optax.identity(), warmup_steps=1), {"w": jnp.full(4, 1e100)}
+        update, state = jax.jit(skip.update), skip.init(large)
+        for factor in (1.0, 1.0, 100.0):
+            _, state = update(jax.tree.map(lambda g, f=factor: f * g, large), state, large, loss=jnp.float64(1e100))
+        found = clipjax.metrics(state)
+        assert (found["skip_spikes/norm"], found["skip_spikes/skipped"]) == (2e102, 1)
+        assert np.isfinite([found["skip_spikes/z_score"], found["skip_spikes/threshold"]]).all()

@@ -1,6 +1,6 @@
 """Train a small network on handwritten digits: as it is, and with clipped gradients and constrained weights.
 
-    python examples/mnist.py
+    python examples/digits.py
 
 The digits come with scikit-learn. Both networks are trained once with the right labels, and once with a fifth of them
 wrong, which a network can learn by heart if its weights may grow. The picture shows the runs side by side.
@@ -111,7 +111,7 @@ def main():
     """Train the networks, print their accuracies and draw them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer steps")
-    parser.add_argument("--plot", default="mnist.png", help="where to save the picture")
+    parser.add_argument("--plot", default="digits.png", help="where to save the picture")
     args = parser.parse_args()
     images, labels = load_digits(return_X_y=True)
     data = train_test_split(np.float32(images / 16), labels, test_size=0.2, stratify=labels, random_state=0)
