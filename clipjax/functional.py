@@ -192,6 +192,6 @@ def clip_by_global_norm(
         _core.check_fits("norm", norm, (), "the whole tree")
         if isinstance(norm, jax.core.Tracer) or norm == norm:  # NaN is a norm that is not finite
             norm = _core.constant("norm", norm)
-        norm = jnp.asarray(norm, jnp.promote_types(jnp.result_type(norm), np.float32))
+        norm = jnp.asarray(norm, _core.wide(jnp.result_type(norm)))
     clipped, metrics = _core.clip_tree(tree, bound, _core.check_ord(ord), norm)
     return clipped, metrics["norm"]

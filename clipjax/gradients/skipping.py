@@ -122,6 +122,5 @@ def _mean_of_devices(loss: Any) -> jax.Array:
     if not _core.is_real(loss) or np.ndim(loss):
         given = f"shape {np.shape(loss)}" if _core.is_real(loss) else _core.short_repr(loss)
         raise TypeError(f"loss must be a real scalar, such as the mean over the batch, got {given}")
-    value = jnp.asarray(loss)
-    value = lax.stop_gradient(value.astype(jnp.promote_types(value.dtype, np.float32)))
-    return _core.over_devices(lax.pmean, value)
+    value = jnp.asarray(loss, _core.wide(jnp.result_type(loss)))
+    return _core.over_devices(lax.pmean, lax.stop_gradient(value))

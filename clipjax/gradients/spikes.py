@@ -63,8 +63,8 @@ def skip_spikes(
       TypeError, ValueError: `optimizer` is not a gradient transformation; a number is of a wrong type or out of
         range; in `update`, `loss` is not a real scalar.
 
-    What is not finite, or 0, does not enter the window; a spike does, since a few cannot move a median. If norms
-    stay at a new level, steps are taken again after half a window.
+    A step whose norm or loss is not finite enters neither window, nor does a 0 its own; a spike does, since a few
+    cannot move a median. If norms stay at a new level, steps are taken again after half a window.
 
     References:
       Leys et al., 2013, Detecting outliers: do not use standard deviation around the mean, use absolute deviation

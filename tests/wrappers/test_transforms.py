@@ -83,6 +83,10 @@ def test_strict_modes_and_leak_checks_find_nothing() -> None:
                 found = jax.eval_shape(lambda p, tx=tx: tx.update(p, tx.init(p), p), params)
                 for a, b in zip(jax.tree.leaves(found[0]), jax.tree.leaves(params), strict=True):
                     assert (a.shape, a.dtype) == (b.shape, b.dtype), name
+        skip = clipjax.skip_spikes(optax.sgd(0.1))
+        for number in (jnp.bfloat16(2), jnp.int32(2), 2):
+            jax.eval_shape(lambda p, x=number: skip.update(p, skip.init(p), p, loss=x), PARAMS)
+            jax.eval_shape(lambda p, x=number: clipjax.functional.clip_by_global_norm(p, 1.0, norm=x), PARAMS)
     with jax.checking_leaks():
         for name in ("clip_by_global_norm", "min_max_norm", "bounded"):
             jax.eval_shape(lambda p, tx=members[name]: tx.update(p, tx.init(p), p), PARAMS)
