@@ -190,7 +190,8 @@ def clip_by_global_norm(
     bound = _core.constant("max_norm", max_norm, scalar=True)
     if norm is not None:
         _core.check_fits("norm", norm, (), "the whole tree")
-        if isinstance(norm, jax.core.Tracer) or norm == norm:  # NaN is a norm that is not finite
+        is_known = _core.is_real(norm) and not isinstance(norm, jax.core.Tracer)
+        if not (is_known and np.isnan(jax.device_get(norm))):  # NaN is a norm that is not finite
             norm = _core.constant("norm", norm)
         norm = jnp.asarray(norm, _core.wide(jnp.result_type(norm)))
     clipped, metrics = _core.clip_tree(tree, bound, _core.check_ord(ord), norm)
