@@ -2,10 +2,10 @@
 
 They need Matplotlib, which `import clipjax` does not load. Each function takes `ax`, the axes to draw on, and
 returns them; None makes a new figure: `plots.norms(log).figure.savefig("norms.png")`. The legend is beside
-the axes if the figure has a layout, such as "constrained". Lines differ in style and in colors that can be
-told apart by people who cannot tell red from green. A scale is logarithmic if values differ by more than a
-factor of 20. Crosses at the top are values that are not finite. Shapes that do not match, and no steps, raise
-a ValueError.
+the axes if the figure has a layout, such as "constrained". Lines differ in colors that can be told apart by
+people who cannot tell red from green; from the seventh on they are dashed. A scale is logarithmic if values
+differ by more than a factor of 20. Crosses at the top are values that are not finite. Shapes that do not match,
+and no steps, raise a ValueError.
 """
 
 from __future__ import annotations
@@ -28,12 +28,11 @@ except ImportError as error:
 
 # Okabe and Ito's colors that are visible on white and on black.
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-_STYLES = ("-", "--", "-.", ":")
 _BOUND: dict[str, Any] = {"linestyle": (0, (6, 2)), "linewidth": 1.6}
 
 
 def norms(norms: Any, *, threshold: Any = None, scale: Any = None, ax: Any = None) -> Any:
-    """Draw the gradient norm over the steps, the threshold, and which steps were clipped.
+    """Draw the gradient norm over the steps, from 0 on, the threshold, and which steps were clipped.
 
     Args:
       norms: the norms before clipping, `(steps,)`, or a :class:`clipjax.NormLog`.
@@ -55,7 +54,7 @@ def norms(norms: Any, *, threshold: Any = None, scale: Any = None, ax: Any = Non
     limits = _per_step("threshold", np.inf if threshold is None else threshold, values.shape)
     finite = np.isfinite(values)
     above = values > limits if scale is None else _per_step("scale", scale, values.shape) < 1
-    ax, steps, clipped = _new(ax), 1 + np.arange(len(values)), finite & above
+    ax, steps, clipped = _new(ax), np.arange(len(values)), finite & above
     _line(ax, steps, values, color="#8a8a8a", linewidth=1, label="norm")
     if threshold is not None or scale is not None:
         count, label = clipped.sum(), f"clipped ({clipped.sum() / max(1, finite.sum()):.1%})"
@@ -100,7 +99,7 @@ def group_norms(history: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, ax:
         raise ValueError(f"history must have one or more groups with equally many steps, got {list(groups)[:20]}")
     ax = _new(ax)
     ax.set(xlabel="step", ylabel="norm")
-    return _lines(ax, {name: (1 + np.arange(len(x)), x) for name, x in groups.items()}, "groups")
+    return _lines(ax, {name: (np.arange(len(x)), x) for name, x in groups.items()}, "groups")
 
 
 def unit_norms(params: Any, *, axes: Axes = FAN_IN_OF_MATRICES, radius: Any = None, ax: Any = None) -> Any:
@@ -168,7 +167,7 @@ def _lines(ax: Any, lines: dict[str, Any], what: str, bound: float = np.inf) -> 
     many = len(lines) > 12
     named = np.linspace(0, len(lines) - 1, 6).astype(int) if many else range(len(lines))
     for i, name in enumerate(order):
-        style: dict[str, Any] = {"color": _COLORS[i % 6], "linestyle": _STYLES[i % 4], "linewidth": 1.4}
+        style: dict[str, Any] = {"color": _COLORS[i % 6], "linestyle": "--" if i >= 6 else "-", "linewidth": 1.2}
         if many:
             style = {"color": plt.get_cmap("viridis")(0.9 * i / len(lines)), "linewidth": 0.8, "alpha": 0.8}
         _line(ax, *lines[name], label=name if i in named else f"_{name}", **style)
