@@ -98,7 +98,10 @@ def clip_units(
 
     clipped, factors = rescale_units(tree, axes, factor_of, ord)
     norm = largest(relative)
-    return clipped, metrics_of(norm, factor_to(bound, norm) if jnp.ndim(bound) == 0 else smallest(factors))
+    if jnp.ndim(bound) == 0:
+        return clipped, metrics_of(norm, factor_to(bound, norm))
+    after = largest(n * factor for n, factor in zip(relative, factors, strict=True))
+    return clipped, metrics_of(norm, smallest(factors)) | {"norm_after": after}
 
 
 def clip_tree(

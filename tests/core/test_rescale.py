@@ -55,6 +55,15 @@ def test_the_scale_of_groups_is_the_smallest() -> None:
     np.testing.assert_allclose(clipjax.metrics(state)["clip_by_group_norm/scale"], 1 / 8, rtol=2e-6)
 
 
+def test_the_norm_after_is_the_largest_where_units_have_bounds_of_their_own() -> None:
+    grads = jnp.array([[5.0, 0.0], [0.0, 2.0]])
+    for make, least in ((clipjax.clip_by_norm, 1.0), (clipjax.clip_by_rms, 0.5**0.5)):
+        tx = make(least * jnp.array([10.0, 1.0]), axes=0)
+        found = clipjax.metrics(tx.update(grads, tx.init(grads))[1])
+        (after,) = (x for key, x in found.items() if key.endswith("/norm_after"))
+        np.testing.assert_allclose(after, 5 * least, rtol=2e-6)  # of the unit that is inside
+
+
 def test_nan_is_the_largest() -> None:
     """A maximum may lose NaN, so it counts as infinite."""
     assert largest([jnp.array([1.0, NAN]), jnp.array(2.0)]) == INF

@@ -53,6 +53,8 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("if not ord >= 1:", "if not ord >= 0:", "errors/test_errors.py"),
     ],
     "_core/units.py": [
+        ('metrics_of(norm, smallest(factors)) | {"norm_after": after}', "metrics_of(norm, smallest(factors))",
+         "core/test_rescale.py"),
         ("factor_to(bound, norm, dtype) for", "factor_to(bound, norm) for", BOUNDS),
         ("return local * math.prod(lax.axis_size(name) for name in mesh_axes(units.leaf.value))", "return local",
          DEVICES),
