@@ -190,7 +190,7 @@ def _scaled(x: jax.Array, factor: jax.Array) -> jax.Array:
 @_scaled.defjvp
 def _scaled_jvp(primals: Any, tangents: Any) -> Any:
     x, factor = primals
-    return _scaled(x, factor), _core.rescale(tangents[0], factor)
+    return _scaled(x, factor), _core.rescale(jnp.asarray(tangents[0]), factor)
 
 
 def replace_gradient(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -22,6 +22,7 @@ from clipjax._core import FAN_IN_OF_MATRICES, Axes
 
 try:
     from matplotlib import pyplot as plt
+    from matplotlib.lines import Line2D
     from matplotlib.ticker import MaxNLocator
 except ImportError as error:
     raise ImportError("clipjax.plots needs Matplotlib: pip install matplotlib") from error
@@ -64,7 +65,7 @@ def norms(norms: Any, *, threshold: Any = None, scale: Any = None, ax: Any = Non
         label = "threshold" if np.ndim(threshold) else f"threshold {limits[0]:.4g}"
         _line(ax, steps, limits, color=_COLORS[0], zorder=2.5, label=label, **_BOUND)
     ax.set(xlabel="step", ylabel="norm of the gradient")
-    return _finished(ax, [(steps, values)], limits)
+    return _finished(ax, [(steps, values)])
 
 
 def group_norms(history: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, ax: Any = None) -> Any:
@@ -175,29 +176,30 @@ def _lines(ax: Any, lines: dict[str, Any], what: str, bound: float = np.inf) -> 
     if bound < np.inf:
         ax.axhline(bound, c=plt.rcParams["text.color"], zorder=1.5, label=f"radius {bound:.4g}", **_BOUND)
         title.append("(share of units at the bound)")
-    return _finished(ax, list(lines.values()), np.array([bound]), "\n".join(title))
+    return _finished(ax, list(lines.values()), "\n".join(title))
 
 
-def _finished(ax: Any, points: Sequence[Any], bounds: np.ndarray, title: str = "") -> Any:
+def _finished(ax: Any, points: Sequence[Any], title: str = "") -> Any:
     """Mark what is not finite, choose the scale for what is, and add the legend."""
     ax.margins(y=0.08)
     bad = np.concatenate([[], *(x[~np.isfinite(y)] for x, y in points)])
     if bad.size:
         top, ink = ax.get_xaxis_transform(), plt.rcParams["text.color"]
         ax.plot(bad, np.full(bad.shape, 0.98), "x", color=ink, ms=4, transform=top, label="not finite")
-    values = np.concatenate([bounds, *(y for _, y in points)])
-    positive = values[np.isfinite(values) & (values > 0)]
-    if positive.size and positive.max() > 20 * positive.min():
-        with_zero = {"linthresh": 10 ** np.floor(np.log10(positive.min())), "linscale": 0.5}
-        ax.set_yscale("symlog", **with_zero) if (values == 0).any() else ax.set_yscale("log")
-        ax.set_ylim(bottom=0 if (values == 0).any() else None)
-    elif positive.size:
-        ax.set_ylim(0, 1.08 * positive.max())
+    ax.autoscale(axis="y")
+    least, top, zeros = ax.dataLim.minposy, ax.dataLim.y1, ax.dataLim.y0 <= 0  # of all that is drawn
+    if top > 20 * least:
+        with_zero = {"linthresh": 10 ** np.floor(np.log10(least)), "linscale": 0.5}
+        ax.set_yscale("symlog", **with_zero) if zeros else ax.set_yscale("log")
+        ax.set_ylim(bottom=0 if zeros else None)
+    elif top > 0:
+        ax.set_ylim(0, 1.08 * top)
     ax.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))
     ax.grid(alpha=0.25)
     outside = {"loc": "upper left", "bbox_to_anchor": (1.01, 1), "frameon": False}
     place = outside if ax.figure.get_layout_engine() else {"loc": "upper right"}
     legend = ax.legend(title=title or None, alignment="left", fontsize="small", title_fontsize="small", **place)
     for handle in legend.legend_handles:
-        handle.set_markersize(5)
+        if isinstance(handle, Line2D):  # the axes may have other artists
+            handle.set_markersize(5)
     return ax

@@ -52,8 +52,13 @@ def _is_box(node: Any) -> bool:
 
 
 def unboxed(tree: Any) -> Any:
-    """Return a tree with arrays in place of Flax's boxes around them."""
-    return jax.tree.map(lambda node: jax.tree.leaves(node)[0] if _is_box(node) else node, tree, is_leaf=_is_box)
+    """Return a tree with arrays in place of Flax's boxes around them, which may be empty inside `optax.masked`."""
+
+    def content(node: Any) -> Any:
+        leaves = jax.tree.leaves(node)
+        return leaves[0] if len(leaves) == 1 else leaves
+
+    return jax.tree.map(lambda node: content(node) if _is_box(node) else node, tree, is_leaf=_is_box)
 
 
 def leaves_of(tree: Any) -> tuple[list[Leaf], Callable[[Sequence[Any]], Any]]:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import clipjax
 from tests.contract.members import ROWS, Row
 from tests.support import oracles
 from tests.support.programs import apply, start
@@ -75,3 +76,11 @@ def test_they_are_right(row: Row) -> None:
         for bound in (0.0, OUTSIDE):
             found = slopes(tree, state, bound)[: 2 if row.twice else 1]
             assert all(np.isfinite(x).all() for x in jax.tree.leaves(found)), bound
+
+
+def test_forward_mode_takes_tangents_of_all_kinds() -> None:
+    def scaled(x: Any) -> Any:
+        return clipjax.scale_gradient(x, -0.5)
+
+    assert jax.jvp(scaled, (3.0,), (1.0,))[1] == -0.5
+    np.testing.assert_array_equal(jax.jvp(scaled, (jnp.ones(2),), (np.ones(2, np.float32),))[1], [-0.5, -0.5])

@@ -97,3 +97,16 @@ def test_what_cannot_be_drawn_is_an_error() -> None:
         with pytest.raises(ValueError, match=error):
             draw(value)
     assert not plt.get_fignums()
+
+
+def test_what_is_on_the_axes_stays_in_the_picture() -> None:
+    ax = plt.subplots()[1]
+    ax.axvspan(0, 1, label="warm-up")
+    plots.norms([10.0, 9.0, 8.0], ax=ax)
+    plots.norms([1.0, 2.0, 3.0], ax=ax)
+    assert ax.get_ylim()[0] <= 1
+    assert ax.get_ylim()[1] >= 10
+    plots.norms([0.1, 2.0], ax=ax)
+    assert ax.get_yscale() == "log"
+    assert "warm-up" in [text.get_text() for text in ax.legend_.get_texts()]
+    drawn(ax)

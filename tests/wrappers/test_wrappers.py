@@ -89,6 +89,10 @@ def test_the_memory_of_each_leaf_is_not_sharded_like_a_flax_parameter() -> None:
     boxed = {"kernel": nn.Partitioned(jnp.ones((4, 3)), ("data", "model")), "bias": jnp.ones(3)}
     specs = nn.get_partition_spec(clipjax.adagc().init(boxed))
     assert jax.tree.leaves(specs.memory.gammas) == [jax.sharding.PartitionSpec()] * 2
+    for patterns, shapes in ((["kernel"], [()]), (["bias"], [()]), (["*"], [(), ()])):  # masked boxes are empty
+        tx = optax.masked(clipjax.adagc(), clipjax.matching(*patterns))
+        _, state = tx.update(boxed, tx.init(boxed))
+        assert [x.shape for x in jax.tree.leaves(state.inner_state.memory.gammas)] == shapes
 
 
 def test_a_projection_is_a_leaf_a_function_and_survives_copies() -> None:
