@@ -72,7 +72,7 @@ def autoclip(percentile: float = 10.0, *, window: int = 1000) -> optax.GradientT
         return AutoclipMemory(jnp.full(int(window), jnp.inf, dtype), jnp.zeros((), np.int32))
 
     def bound_of(norm: jax.Array, memory: AutoclipMemory, step: Any) -> tuple[jax.Array, AutoclipMemory]:
-        history, steps = memory
+        history, steps = jnp.asarray(memory.history), memory.steps  # NumPy's, if it was restored
         size = len(history)
         history = history.at[steps % size].set(norm.astype(history.dtype))
         last = jnp.minimum(steps, size - 1)  # the place of the largest, after sorting

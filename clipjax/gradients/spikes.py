@@ -138,4 +138,4 @@ def _entered(window: Window, value: jax.Array, enters: jax.Array) -> Window:
     """Return the window with a value that enters in place of the oldest."""
     place = window.entered % window.ring.size
     kept = lax.stop_gradient(jnp.where(enters, value, window.ring[place])).astype(window.ring.dtype)
-    return Window(window.ring.at[place].set(kept), _core.saturating_add(window.entered, enters))
+    return Window(jnp.asarray(window.ring).at[place].set(kept), _core.saturating_add(window.entered, enters))

@@ -182,8 +182,9 @@ def _replayed(name: str, tx: optax.GradientTransformation, norms: np.ndarray) ->
         raise ValueError(f"rules[{name!r}] must have one metric threshold, got {keys}")
 
     def step(state: Any, norm: jax.Array) -> Any:
-        update, state = tx.update(norm, state, zero)
-        return state, (metrics(state)[keys[0]], update < norm)
+        _, state = tx.update(norm, state, zero)
+        threshold = metrics(state)[keys[0]]
+        return state, (threshold, norm > threshold)
 
     thresholds, clipped = jax.jit(lambda *args: lax.scan(step, *args)[1])(state, norms.astype(np.float32))
     last = np.asarray(thresholds)[-max(1, len(norms) // 4) :]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -199,10 +200,11 @@ def as_projection(name: str, function: Any) -> Projection:
     """Return a projection, or make one from a function, or raise an error that names the argument."""
     if is_projection(function):
         return function
+    ours = isinstance(function, types.FunctionType) and str(function.__module__).startswith("clipjax.")
     hint = ""
     if isinstance(function, optax.GradientTransformation):
         hint = ", a gradient transformation" + (": clips are for clip=" if name == "project" else "")
-    elif str(getattr(function, "__module__", "")).startswith("clipjax."):
+    elif ours and not hasattr(function, "__wrapped__"):  # which jax.vmap(max_norm(3.0)) has
         hint = ": call it, as in clipjax.max_norm(3.0)"
     if hint or not callable(function):
         raise TypeError(

@@ -41,10 +41,14 @@ def nothing() -> dict[str, Any]:
 
 def once(row: Row, tree: Any, bound: Any = BOUND) -> Any:
     """Apply a row from its first state to a tree, which is also the weights."""
+    return with_state(row, tree, bound)[0]
+
+
+def with_state(row: Row, tree: Any, bound: Any) -> Any:
     state = row.make(bound).init(tree) if is_transformation(row) else None
     if row.kind == "layer":  # integers have gradients of float0: test_layers_pass_integers
         tree = {k: x for k, x in tree.items() if k not in others()}
-    return apply(row, tree, state, tree if row.params else None, bound)[0]
+    return apply(row, tree, state, tree if row.params else None, bound)
 
 
 @pytest.mark.parametrize(
@@ -55,16 +59,19 @@ def test_others_count_for_nothing(row: Row) -> None:
     @jax.jit
     def program(tree: Any, bound: Any) -> Any:
         extra = others()
-        result = once(row, {**tree, **extra, **nothing()}, bound)
+        result, state = with_state(row, {**tree, **extra, **nothing()}, bound)
         for name, x in extra.items() if row.name not in SKIPS and row.kind != "layer" else ():
             assert result[name] is x
         assert result["none"] is None
         assert isinstance(result["masked"], optax.MaskedNode)
         assert result["empty"].shape == (0, 3)
-        return {k: result[k] for k in tree}, once(row, tree, bound)
+        alone, state_alone = with_state(row, tree, bound)
+        metrics = [clipjax.metrics(x) if row.kind in ("clip", "step") else {} for x in (state, state_alone)]
+        return {k: result[k] for k in tree}, alone, *metrics
 
-    beside, alone = program(FLOATS, BOUND)
+    beside, alone, *metrics = program(FLOATS, BOUND)
     assert not changed(alone, beside)
+    jax.tree.map(np.testing.assert_array_equal, *metrics)
     if row.keeps and row.bounds and not row.warm and not row.params:
         assert changed(FLOATS, alone)
 

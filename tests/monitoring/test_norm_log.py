@@ -118,6 +118,9 @@ def test_quantiles_rates_and_rules_see_the_finite_norms() -> None:
     np.testing.assert_allclose(found["clip_rate"], np.mean((exact > thresholds) & (np.arange(600) >= 10)))
     assert short.suggest({"mine": mine}) == {"mine": {"threshold": INF, "clip_rate": 0.0}}
 
+    whole = optax.chain(clipjax.zclip(), optax.adam(1e-3))
+    assert log.suggest({"": whole})[""] == log.suggest({"": clipjax.zclip()})[""]
+
     found = log.suggest()
     assert list(found) == ["autoclip", "zclip", "clip_by_quantile", "clip_by_lognormal"]
     for rule in found.values():

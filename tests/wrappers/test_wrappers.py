@@ -114,6 +114,8 @@ def test_a_projection_is_a_leaf_a_function_and_survives_copies() -> None:
         kept = jax.lax.cond(i == 0, PROJECTION, lambda p: p, params)
         return chosen, kept, jax.checkpoint(PROJECTION)(params), jax.vmap(PROJECTION)({"w": jnp.stack([W / 20] * 2)})
 
+    for wrapped in (jax.jit(PROJECTION), PROJECTION.__call__):
+        jax.tree.map(np.testing.assert_array_equal, clipjax.project(wrapped)(PARAMS), PROJECTION(PARAMS))
     chosen, kept, checked, many = branches(0, PARAMS)
     for found in (chosen, kept, checked):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, expected)
@@ -170,6 +172,12 @@ def test_equinox_and_haiku_parameters() -> None:
     updates, state = masked.update(params, masked.init(params))
     np.testing.assert_array_equal(updates["linear"]["b"], params["linear"]["b"])
     assert clipjax.max_norm(0.5)(params)["linear"]["w"].shape == (2, 3)
+
+
+def test_a_state_of_numpy_arrays_works_without_jit() -> None:
+    for tx in (clipjax.autoclip(), clipjax.zclip(), clipjax.adagc(), clipjax.skip_spikes(optax.sgd(0.1))):
+        state = jax.tree.map(np.asarray, tx.init(PARAMS))
+        jax.tree.map(np.testing.assert_array_equal, tx.update(GRADS, state)[0], tx.update(GRADS, tx.init(PARAMS))[0])
 
 
 def test_orbax_restores_a_state(tmp_path: Path) -> None:
