@@ -68,10 +68,10 @@ def leaf_norms(tree: T, ord: float = 2) -> T:
       >>> functional.leaf_norms([jnp.array([3.0, 4.0]), jnp.array([-2.0])])
       [Array(5., dtype=float32), Array(2., dtype=float32)]
     """
-    p = _core.check_ord(ord)
+    order = _core.check_ord(ord)
     _core.warn_if_local()
     leaves, rebuild = _core.leaves_of(tree)
-    norms = [_core.norm(x.value, None, p) if _core.is_float(x.value) else jnp.zeros((), np.float32) for x in leaves]
+    norms = [_core.norm(x.value, None, order) if _core.is_float(x.value) else jnp.zeros((), np.float32) for x in leaves]
     return rebuild(norms)
 
 

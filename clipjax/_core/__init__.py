@@ -74,6 +74,7 @@ from clipjax._core.units import (
     clip_units,
     entries_per_unit,
     floats_of,
+    metrics_of,
     rescale_units,
     smallest,
     units_of,

@@ -38,6 +38,8 @@ def check_bound(
     """
     if callable(bound):
         return bound
+    if scalar and is_real(bound):
+        check_fits(name, bound, (), "the norm of all leaves")
     if isinstance(bound, jax.core.Tracer) and is_real(bound):
         return jnp.maximum(bound, least)
     if isinstance(bound, bool | str | bytes | list | tuple | dict) or bound is None:
@@ -51,8 +53,6 @@ def check_bound(
         raise ValueError(f"{name} must not be NaN, got {short_repr(bound)}")
     if (value < least).any():
         raise ValueError(f"{name} must be at least {least:g}, got {short_repr(bound)}")
-    if scalar:
-        check_fits(name, value, (), "the norm of all leaves")
     return bound
 
 
@@ -81,6 +81,8 @@ def as_schedule(name: str, bound: Any, least: float = 0, *, scalar: bool = False
         value: Any = bound(step)
         if not is_real(value):
             raise TypeError(f"{name} must be a schedule that returns a number, but it returned {short_repr(value)}")
+        if scalar:
+            check_fits(name, value, (), "the norm of all leaves")
         return jnp.maximum(value, least)
 
     return evaluate
@@ -89,7 +91,8 @@ def as_schedule(name: str, bound: Any, least: float = 0, *, scalar: bool = False
 def not_static(name: str, value: Any) -> TypeError:
     """Return the error for a traced number on which the program itself depends, such as a size."""
     return TypeError(
-        f"{name} must be known: name it in static_args of optax.inject_hyperparams, got {short_repr(value)}"
+        f"{name} must be known before compiling: pass a Python value, and name it in static_args of "
+        f"optax.inject_hyperparams, got {short_repr(value)}"
     )
 
 

@@ -64,5 +64,6 @@ def metrics_of_entries(before: list[jax.Array], after: list[jax.Array], bound: A
         rest = largest(norm(x, None, jnp.inf) for x in after)
         changes = (jnp.any((x != y) & (x == x)) for x, y in zip(before, after, strict=True))
         clipped = largest(change.astype(np.float32) for change in changes) > 0
-    scale = jnp.where(rest < size, rest, 1) / jnp.where(rest < size, size, 1)
-    return {"norm": size, "norm_after": rest, "scale": scale, "clipped": clipped & (size < jnp.inf)}
+    scale, finite = jnp.where(rest < size, rest, 1) / jnp.where(rest < size, size, 1), size < jnp.inf
+    rest, scale = (jnp.where(finite, x, jnp.nan) for x in (rest, scale))
+    return {"norm": size, "norm_after": rest, "scale": scale, "clipped": clipped & finite}

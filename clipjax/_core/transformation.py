@@ -73,7 +73,7 @@ def with_metrics(
     if not (remember is None or callable(remember)):
         raise TypeError(f"remember must be a function of the parameters or None, got {remember!r}")
 
-    def full(metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    def named(metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:
         for key, x in metrics.items():
             if np.ndim(x) or not (is_real(x) or isinstance(x, bool) or getattr(x, "dtype", "") == "bool"):
                 given = f"shape {np.shape(x)}" if np.ndim(x) else short_repr(x)
@@ -91,7 +91,7 @@ def with_metrics(
             raise TypeError(
                 f"act of {name} must return (updates, a dict of metrics, memory), got {short_repr(returned)}"
             )
-        return full(returned[1])
+        return named(returned[1])
 
     def init(params: Any) -> MetricsState:
         leaves_of(params)  # for its errors
@@ -105,7 +105,7 @@ def with_metrics(
             return act(updates, params, None, ())[0], state
         check_state(name, MetricsState, state)
         updates, metrics, memory = act(updates, params, state.step, state.memory)
-        return updates, next_state(state, full(metrics), memory)
+        return updates, next_state(state, named(metrics), memory)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -161,7 +161,8 @@ def check_transformation(name: str, value: Any) -> Any:
     """Return a gradient transformation, or raise an error that says what it is instead."""
     if not isinstance(value, optax.GradientTransformation):
         hint = f": call it, as in {getattr(value, '__name__', 'it')}(...)" if callable(value) else ""
-        hint = ": write .gradient_transformation() after it" if isinstance(value, optax.MultiSteps) else hint
+        if isinstance(value, optax.MultiSteps):
+            hint = ": write .gradient_transformation() after it"
         raise TypeError(f"{name} must be a gradient transformation, got {short_repr(value)}{hint}")
     return value
 

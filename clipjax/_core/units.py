@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from clipjax._core.axes import Skip, axes_of_leaves
-from clipjax._core.bounds import broadcastable, check_fits
+from clipjax._core.bounds import broadcastable
 from clipjax._core.norms import is_float, largest, mesh_axes, norm, tree_norm, warn_if_local
 from clipjax._core.paths import Leaf, leaves_of
 from clipjax._core.rescale import factor_to, rescale
@@ -101,7 +101,7 @@ def clip_units(
     if jnp.ndim(bound) == 0:
         return clipped, metrics_of(norm, factor_to(bound, norm))
     after = largest(n * factor for n, factor in zip(relative, factors, strict=True))
-    return clipped, metrics_of(norm, smallest(factors)) | {"norm_after": after}
+    return clipped, metrics_of(norm, smallest(factors), after)
 
 
 def clip_tree(
@@ -111,7 +111,6 @@ def clip_tree(
     norm: jax.Array | None = None,
 ) -> tuple[Any, Metrics]:
     """Clip the norm of all leaves together: every leaf is multiplied by the same factor."""
-    check_fits("max_norm", bound, (), "the norm of all leaves")
     leaves, rebuild = leaves_of(tree)
     values = [leaf.value for leaf in leaves]
     floats = [x for x in values if is_float(x)]
@@ -122,9 +121,10 @@ def clip_tree(
     return rebuild(clipped), metrics_of(norm, factor_to(bound, norm))
 
 
-def metrics_of(norm: jax.Array, scale: jax.Array) -> Metrics:
-    """Return the metrics of a clip from the norm before and the factor."""
-    return {"norm": norm, "norm_after": norm * scale, "scale": scale, "clipped": scale < 1}
+def metrics_of(norm: jax.Array, scale: jax.Array, after: jax.Array | None = None) -> Metrics:
+    """Return the metrics of a clip from the norm before and the factor; after it, if that is not their product."""
+    after = norm * scale if after is None else jnp.where(norm < jnp.inf, after, jnp.nan)
+    return {"norm": norm, "norm_after": after, "scale": scale, "clipped": scale < 1}
 
 
 def smallest(factors: list[jax.Array]) -> jax.Array:

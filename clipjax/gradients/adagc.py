@@ -60,8 +60,8 @@ def adagc(
 
     A leaf that is not finite makes all leaves NaN in the warm-up, and later only itself. Such a step changes no gamma.
 
-    Equals the authors' code: for PaddlePaddle with "before", except that it has one more step of warm-up, and
-    for Megatron with "after". There, a leaf whose gradient is 0 once in the warm-up stays 0 forever.
+    Equals the authors' code: for PaddlePaddle with "before", except that theirs has one more step of warm-up, and
+    for Megatron with "after", except that in theirs a leaf whose gradient is 0 once in the warm-up stays 0 forever.
 
     References:
       Wang et al., 2025, AdaGC: enhancing LLM pretraining stability via adaptive gradient clipping,
@@ -103,7 +103,7 @@ def adagc(
         _check_units(each, norms, gammas)
         warming, total = steps < warmup_steps, _core.tree_norm(norms)
         cap, ratio = (jnp.asarray(at(step), total.dtype) for at in (cap_at, ratio_at))
-        together = _core.factor_to(cap, total)
+        tree_factor = _core.factor_to(cap, total)
 
         leaves, rebuild = _core.leaves_of(updates)
         values = [leaf.value for leaf in leaves]
@@ -116,17 +116,17 @@ def adagc(
             factor = _core.factor_to(most, jnp.where(warming, total.astype(n.dtype), n), units.leaf.value.dtype)
             values[units.place] = _core.rescale(units.leaf.value, factor)
 
-            clipped = jnp.where(warming, n * together.astype(n.dtype), jnp.minimum(n, bound))
-            taken = clipped if warmup_norms == "after" else jnp.where(warming, n, clipped)
-            average = decay * known + (1 - decay) * taken
-            new = jnp.where(warming, jnp.minimum(gamma, taken), average)
-            new_gammas.append(jnp.where(taken > 0, new, gamma))
+            n_after = jnp.where(warming, n * tree_factor.astype(n.dtype), jnp.minimum(n, bound))
+            entering = n_after if warmup_norms == "after" else jnp.where(warming, n, n_after)
+            average = decay * known + (1 - decay) * entering
+            new = jnp.where(warming, jnp.minimum(gamma, entering), average)
+            new_gammas.append(jnp.where(entering > 0, new, gamma))
             bounds.append(bound)
             factors.append(factor)
-            after.append(clipped)
+            after.append(n_after)
 
-        scale, least = _core.smallest(factors), -_core.largest((-bound for bound in bounds), least=-jnp.inf)
-        metrics = {"norm": total, "norm_after": _core.tree_norm(after), "scale": scale, "clipped": scale < 1}
+        metrics = _core.metrics_of(total, _core.smallest(factors), _core.tree_norm(after))
+        least = -_core.largest((-bound for bound in bounds), least=-jnp.inf)
         metrics["threshold"] = jnp.where(warming, cap, least.astype(cap.dtype))
         new_memory = AdagcMemory(
             jax.tree.unflatten(jax.tree.structure(memory.gammas), new_gammas), optax.safe_increment(steps)

@@ -41,10 +41,10 @@ def clip_by_global_norm(
       >>> print(clipped["w"].round(3), metrics["clip_by_global_norm/norm"])
       [0.6] 5.0
     """
-    bound, p = _core.as_schedule("max_norm", max_norm, scalar=True), _core.check_ord(ord)
+    bound, order = _core.as_schedule("max_norm", max_norm, scalar=True), _core.check_ord(ord)
 
     def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:
-        return *_core.clip_tree(updates, bound(step), p), memory
+        return *_core.clip_tree(updates, bound(step), order), memory
 
     return _core.with_metrics("clip_by_global_norm", act)
 
@@ -79,10 +79,10 @@ def clip_by_norm(
       [[0.6 0.3]
        [0.8 0.4]]
     """
-    bound, p, axes = _core.as_schedule("max_norm", max_norm), _core.check_ord(ord), _core.check_axes(axes)
+    bound, order, axes = _core.as_schedule("max_norm", max_norm), _core.check_ord(ord), _core.check_axes(axes)
 
     def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:
-        return *_core.clip_units(updates, axes, bound(step), p), memory
+        return *_core.clip_units(updates, axes, bound(step), order), memory
 
     return _core.with_metrics("clip_by_norm", act)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -51,28 +49,24 @@ def clip_by_group_norm(
     if not max_norms:
         raise ValueError("max_norms must have at least one pattern, got an empty mapping")
     bounds = {p: _core.as_schedule(f"max_norms[{p!r}]", bound, scalar=True) for p, bound in max_norms.items()}
-    p_norm = _core.check_ord(ord)
+    order = _core.check_ord(ord)
 
     def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:
         leaves, rebuild = _core.leaves_of(updates)
         groups = _core.first_matches("max_norms", tuple(bounds), updates)
-        values, norms = [leaf.value for leaf in leaves], []
-        metrics: dict[str, Any] = {}
+        values, of_groups = [leaf.value for leaf in leaves], {}
         for pattern, bound in bounds.items():
             places = [i for i, group in enumerate(groups) if group == pattern and _core.is_float(values[i])]
-            clipped, found = _core.clip_tree([values[i] for i in places], bound(step), p_norm)
+            clipped, of_groups[pattern] = _core.clip_tree([values[i] for i in places], bound(step), order)
             for i, x in zip(places, clipped, strict=True):
                 values[i] = x
-            norms.append(found)
-            metrics |= {f"{pattern}/{key}": x for key, x in found.items()}
-        return rebuild(values), metrics | _together(norms), memory
+        metrics = {f"{pattern}/{key}": x for pattern, each in of_groups.items() for key, x in each.items()}
+        return rebuild(values), metrics | _together(list(of_groups.values())), memory
 
     return _core.with_metrics("clip_by_group_norm", act)
 
 
-def _together(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the metrics of all groups: the largest norms, the smallest scale, and whether one was clipped."""
-    norms, after = (_core.largest(each[key] for each in found) for key in ("norm", "norm_after"))
-    scale = _core.smallest([each["scale"] for each in found])
-    clipped = functools.reduce(operator.or_, (each["clipped"] for each in found))
-    return {"norm": norms, "norm_after": after, "scale": scale, "clipped": clipped}
+def _together(of_groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the metrics of all groups: the largest norms, and the smallest scale."""
+    norm, after = (_core.largest(each[key] for each in of_groups) for key in ("norm", "norm_after"))
+    return _core.metrics_of(norm, _core.smallest([each["scale"] for each in of_groups]), after)

@@ -26,7 +26,7 @@ class Verdict(NamedTuple):
 
     spike: Any  # bool
     past: Any  # for the next step
-    counts: dict[str, Any]  # int32: events that are counted
+    counts: dict[str, Any]  # bools: events that are counted
     last: dict[str, Any]  # floats to log
 
 

@@ -63,8 +63,8 @@ def skip_spikes(
       TypeError, ValueError: `optimizer` is not a gradient transformation; a number is of a wrong type or out of
         range; in `update`, `loss` is not a real scalar.
 
-    A step whose norm or loss is not finite enters neither window, nor does a 0 its own; a spike does, since a few
-    cannot move a median. If norms stay at a new level, steps are taken again after half a window.
+    A step whose norm or loss is not finite enters neither window, and a norm or loss of 0 is left out. Spikes enter,
+    since a few cannot move a median. If norms stay at a new level, steps are taken again after half a window.
 
     References:
       Leys et al., 2013, Detecting outliers: do not use standard deviation around the mean, use absolute deviation
@@ -99,7 +99,7 @@ def skip_spikes(
         loss_spike = jnp.isfinite(seen) & (seen > limit) & (loss is not None)
         finite &= jnp.isfinite(seen)
         last |= {"loss": seen, "loss_z_score": loss_z_score, "loss_threshold": limit}
-        counts = {"norm_spike_count": spike.astype(np.int32), "loss_spike_count": loss_spike.astype(np.int32)}
+        counts = {"norm_spike_count": spike, "loss_spike_count": loss_spike}
         past = _entered(norms, norm, finite & (norm > 0)), _entered(losses, seen, finite & (seen != 0))
         return Verdict(spike | loss_spike, past, counts, last)
 

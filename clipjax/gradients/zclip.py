@@ -16,19 +16,11 @@ from clipjax.gradients.history import clip_by_history
 ZclipMode = Literal["adaptive", "mean", "percentile"]
 
 
-class ZclipMemory(NamedTuple):
-    """What :func:`zclip` remembers."""
+class Moments(NamedTuple):
+    """What :func:`zclip` remembers of the norms, and :func:`clip_by_lognormal` of their logarithms."""
 
-    mean: jax.Array  # float: the moving mean of the norms
-    std: jax.Array  # float: their moving standard deviation
-    steps: jax.Array  # int32: how many steps had a finite norm
-
-
-class LognormalMemory(NamedTuple):
-    """What :func:`clip_by_lognormal` remembers."""
-
-    mean: jax.Array  # float: the moving mean of the logarithms of the norms
-    std: jax.Array  # float: their moving standard deviation
+    mean: jax.Array  # float: the moving mean
+    std: jax.Array  # float: the moving standard deviation
     steps: jax.Array  # int32: how many steps had a finite norm
 
 
@@ -94,7 +86,7 @@ def zclip(
         raise TypeError(f"update_on_spike must be a bool, got {_core.short_repr(update_on_spike)}")
     cap = _core.as_schedule("max_norm", jnp.inf if max_norm is None else max_norm, scalar=True)
 
-    def bound_of(norm: jax.Array, memory: ZclipMemory, step: Any) -> tuple[jax.Array, ZclipMemory]:
+    def bound_of(norm: jax.Array, memory: Moments, step: Any) -> tuple[jax.Array, Moments]:
         mean, std, steps = memory
         warming = steps < jnp.maximum(warmup_steps, 1)
         width = std if mode == "percentile" else std + eps
@@ -107,17 +99,18 @@ def zclip(
             of_spike = mean if mode == "mean" else limit
         bound = jnp.where(warming, jnp.inf, jnp.where(spike, of_spike, limit))
 
-        # Plain averages in the warm-up. Later, the paper's variance is about the new mean: (1 - rate) * away.
+        # Plain averages in the warm-up. Later, the paper's variance is about the new mean, which is (1 - rate) * away
+        # from the norm.
         rate = jnp.where(warming, 1 / (steps.astype(norm.dtype) + 1), 1 - decay)
         away = lax.stop_gradient(jnp.where(spike, of_spike, norm)) - mean
         share = jnp.where(warming, rate * (1 - rate), rate * (1 - rate) ** 2)
         new_std = jnp.hypot(jnp.sqrt(1 - rate) * std, jnp.sqrt(share) * away)
-        new = ZclipMemory(mean + rate * away, new_std, optax.safe_increment(steps))
+        new = Moments(mean + rate * away, new_std, optax.safe_increment(steps))
         if not update_on_spike:
             new = jax.tree.map(lambda after, before: jnp.where(spike, before, after), new, memory)
         return jnp.minimum(bound, jnp.asarray(cap(step), norm.dtype)), new
 
-    return clip_by_history("zclip", lambda dtype: ZclipMemory(*_no_moments(dtype)), bound_of)
+    return clip_by_history("zclip", _no_moments, bound_of)
 
 
 def clip_by_lognormal(
@@ -166,7 +159,7 @@ def clip_by_lognormal(
     _core.check_number("eps", eps, 0, open_low=True, open_high=True)
     cap = _core.as_schedule("max_norm", jnp.inf if max_norm is None else max_norm, scalar=True)
 
-    def bound_of(norm: jax.Array, memory: LognormalMemory, step: Any) -> tuple[jax.Array, LognormalMemory]:
+    def bound_of(norm: jax.Array, memory: Moments, step: Any) -> tuple[jax.Array, Moments]:
         mean, std, steps = memory
         rate = jnp.maximum(1 - decay, 1 / (steps.astype(norm.dtype) + 1))
         away = jnp.log(norm + eps) - mean
@@ -174,12 +167,11 @@ def clip_by_lognormal(
         variance = (1 - rate) * std**2 + rate * (1 - rate) * away**2
         limit = jnp.exp(mean + std_factor * jnp.sqrt(jnp.maximum(variance, eps)))
         bound = jnp.where(norm < limit, limit, jnp.exp(mean))
-        new = LognormalMemory(mean, jnp.sqrt(lax.stop_gradient(variance)), optax.safe_increment(steps))
+        new = Moments(mean, jnp.sqrt(lax.stop_gradient(variance)), optax.safe_increment(steps))
         return jnp.minimum(bound, jnp.asarray(cap(step), norm.dtype)), new
 
-    return clip_by_history("clip_by_lognormal", lambda dtype: LognormalMemory(*_no_moments(dtype)), bound_of)
+    return clip_by_history("clip_by_lognormal", _no_moments, bound_of)
 
 
-def _no_moments(dtype: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the mean, the standard deviation and the count before the first norm."""
-    return jnp.zeros((), dtype), jnp.zeros((), dtype), jnp.zeros((), np.int32)
+def _no_moments(dtype: Any) -> Moments:
+    return Moments(jnp.zeros((), dtype), jnp.zeros((), dtype), jnp.zeros((), np.int32))

@@ -61,6 +61,8 @@ def record_norms(
         raise ValueError("name must not be 'params' if both are measured: that is what the weights are called")
     patterns: tuple[str, ...] | None = None
     depth: int | None = None
+    if isinstance(groups, jax.Array):
+        raise _core.not_static("groups", groups)
     if isinstance(groups, int):
         depth = _core.check_count("groups", groups, 1)
     elif groups is not None and groups != "leaf":

@@ -51,29 +51,7 @@ def box(
       >>> print(projected["bias"], projected["scale"])
       [ 3. -3.] [1.  0.5]
     """
-    lower, upper = _limits("low", low), _limits("high", high)
-    by_path = isinstance(low, Mapping) or isinstance(high, Mapping)
-    if not by_path:
-        _core.check_order(low, high)
-    chosen = _choice(where)
-    limits = [x for each in (low, high) for x in (each.values() if isinstance(each, Mapping) else [each])]
-    counts = any(map(callable, limits))
-
-    def constrain(params: Any, step: Any) -> Any:
-        leaves, rebuild = _core.leaves_of(params)
-        values = [leaf.value for leaf in leaves]
-        each = zip(leaves, chosen(params), lower(params), upper(params), strict=True)
-        for i, (leaf, yes, bottom_at, top_at) in enumerate(each):
-            if yes and (bottom_at or top_at):
-                bottom = bottom_at(step) if bottom_at else -np.inf
-                top = top_at(step) if top_at else np.inf
-                if by_path and not counts:
-                    _core.check_order(bottom, top, leaf)
-                values[i] = _core.clip_entries(leaf, bottom, top)
-        return rebuild(values)
-
-    name = f"clipjax.box({_core.short_repr(low)}, {_core.short_repr(high)})"
-    return Projection(name, constrain, counts=counts)
+    return _box(f"clipjax.box({_core.short_repr(low)}, {_core.short_repr(high)})", low, high, where)
 
 
 def non_negative(*, where: Where = None) -> Projection:
@@ -96,8 +74,32 @@ def non_negative(*, where: Where = None) -> Projection:
       >>> print(clipjax.non_negative()(jnp.array([-1.0, 0.0, 2.0])))
       [0. 0. 2.]
     """
-    projection = box(0.0, np.inf, where=where)
-    return Projection("clipjax.non_negative()", projection.constrain)
+    return _box("clipjax.non_negative()", 0.0, np.inf, where)
+
+
+def _box(name: str, low: Any, high: Any, where: Where) -> Projection:
+    lower, upper = _limits("low", low), _limits("high", high)
+    by_path = isinstance(low, Mapping) or isinstance(high, Mapping)
+    if not by_path:
+        _core.check_order(low, high)
+    chosen = _choice(where)
+    limits = [x for each in (low, high) for x in (each.values() if isinstance(each, Mapping) else [each])]
+    counts = any(map(callable, limits))
+
+    def constrain(params: Any, step: Any) -> Any:
+        leaves, rebuild = _core.leaves_of(params)
+        values = [leaf.value for leaf in leaves]
+        each = zip(leaves, chosen(params), lower(params), upper(params), strict=True)
+        for i, (leaf, yes, bottom_at, top_at) in enumerate(each):
+            if yes and (bottom_at or top_at):
+                bottom = bottom_at(step) if bottom_at else -np.inf
+                top = top_at(step) if top_at else np.inf
+                if by_path and not counts:
+                    _core.check_order(bottom, top, leaf)
+                values[i] = _core.clip_entries(leaf, bottom, top)
+        return rebuild(values)
+
+    return Projection(name, constrain, counts=counts)
 
 
 def _limits(name: str, limit: Any) -> Callable[[Any], list[Callable[[Any], Any] | None]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -56,34 +57,32 @@ class Projection(_TheirClass):
         takes what is given to `update`, and `check(params)` raises the errors of `init`, where that is not known yet.
         """
 
-        def constrained(params: Any, step: Any, **extra: Any) -> Any:
+        def checked(params: Any, step: Any, **extra: Any) -> Any:
             wanted = constrain(params, step, **extra)
             _check_are_weights(params, wanted)
             return wanted
 
         def init(params: Any) -> Any:
             _core.leaves_of(params)
-            if check is None:
-                jax.eval_shape(constrain_now, params)  # for their errors
+            if check is None:  # for its errors
+                jax.eval_shape(lambda tree: checked(tree, jnp.zeros((), np.int32) if counts else None), params)
             else:
                 check(params)
             return ProjectionState(jnp.zeros((), np.int32)) if counts else optax.EmptyState()
-
-        def constrain_now(params: Any) -> Any:
-            return constrained(params, jnp.zeros((), np.int32) if counts else None)
 
         def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
             if counts:
                 _core.check_state(name, ProjectionState, state)
             params = _core.params_for(name, updates, params)
             (before, as_params), (changes, as_updates) = _core.leaves_of(params), _core.leaves_of(updates)
-            after = [applied(p.value, u.value) for p, u in zip(before, changes, strict=True)]
-            wanted = constrained(as_params(after), state.step if counts else None, **(extra if check else {}))
-            each = zip(before, changes, after, _core.leaves_of(wanted)[0], strict=True)
-            steps = as_updates([_step_to(new.value, old, p.value, u.value) for p, u, old, new in each])
+            summed = [applied(p.value, u.value) for p, u in zip(before, changes, strict=True)]
+            wanted = checked(as_params(summed), state.step if counts else None, **(extra if check else {}))
+            each = zip(_core.leaves_of(wanted)[0], summed, before, changes, strict=True)
+            steps = as_updates([_step_to(new.value, old, p.value, u.value) for new, old, p, u in each])
             return steps, ProjectionState(optax.safe_increment(state.step)) if counts else state
 
-        self.name, self.constrain, self.counts, self.axes, self.check = name, constrained, counts, axes, check
+        self.name, self.unchecked, self.counts, self.axes, self.check = name, constrain, counts, axes, check
+        self.constrain = checked
         self.init, self.update = init, update
 
     def __call__(self, params: T, step: Any = None, **extra: Any) -> T:
@@ -99,11 +98,8 @@ class Projection(_TheirClass):
         return self.name
 
     def __reduce__(self) -> Any:
-        return _rebuilt, (self.name, self.constrain, self.counts, self.axes, self.check)
-
-
-def _rebuilt(name: str, constrain: Callable[..., Any], counts: bool, axes: Any, check: Any) -> Projection:
-    return Projection(name, constrain, counts=counts, axes=axes, check=check)
+        made = functools.partial(Projection, counts=self.counts, axes=self.axes, check=self.check)
+        return made, (self.name, self.unchecked)
 
 
 def is_projection(value: Any) -> bool:
@@ -131,15 +127,15 @@ def applied(param: Any, update: Any) -> Any:
     return rounded.astype(param.dtype)
 
 
-def _step_to(wanted: Any, after: Any, param: Any, update: Any) -> Any:
+def _step_to(wanted: Any, summed: Any, param: Any, update: Any) -> Any:
     """Return the update that takes a parameter to `wanted`, in a dtype that holds both.
 
     For float32, p + ((p + u) - p) is p + u. In 16 bits it may not be: there an entry inside keeps its update.
     """
-    if wanted is after or not _core.is_float(param):
+    if wanted is summed or not _core.is_float(param):
         return update
     if update.dtype == param.dtype and jnp.finfo(param.dtype).bits < 32:
-        return jnp.where(wanted == after, update, wanted - param)
+        return jnp.where(wanted == summed, update, wanted - param)
     both = np.result_type(_core.wide(param.dtype), _core.wide(update.dtype))
     dtype = param.dtype if jnp.iscomplexobj(param) else both
     return wanted.astype(dtype) - param.astype(dtype)

@@ -33,7 +33,8 @@ def qk_clip(threshold: optax.ScalarOrSchedule = 100.0, *, query: str = "query", 
       largest logits of the forward pass, after the scale 1 / sqrt(head_dim) and before the softmax, over all
       tokens, examples and devices. It is an array (heads,) of query heads, (layers, heads) for a stack, or a
       mapping, possibly nested, from the paths of layers, or their last components, to such arrays. Layers
-      that it does not name are not changed, and logits that are not finite clip nothing.
+      that it does not name are not changed, and logits that are not finite clip nothing. With `accumulate=k`,
+      those of the last micro-batch count: pass the largest of all k with it.
 
     Raises:
       TypeError, ValueError: `threshold` is negative, NaN or not a number, or does not fit the logits; `query`

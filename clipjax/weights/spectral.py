@@ -27,8 +27,8 @@ def spectral_cap(bound: optax.ScalarOrSchedule, *, flatten: Flatten = None) -> P
     Args:
       bound: a number, an array that broadcasts to the stack of matrices of each leaf, or a schedule.
       flatten: how leaves of rank 3 and more are matrices: a pair (axes of rows, axes of columns), each an int
-        or a tuple, such as `((0, 1, 2), 3)` for a convolution (h, w, in, out), or `(1, 2)` for stacked Dense
-        layers (layer, in, out), where the other axes stack matrices. Or a rule `(path, leaf) -> pair`, or a
+        or a tuple, such as `((0, 1, 2), 3)` for a convolution (h, w, in, out), or `(1, 2)`, rows 1 and columns 2, for
+        stacked Dense layers (layer, in, out): the other axes stack matrices. Or a rule `(path, leaf) -> pair`, or a
         mapping from path patterns to these. `clipjax.SKIP` in place of a pair: the leaf is not changed. By
         default, and where no pattern matches, leaves of rank 2 are matrices, lower ranks are not changed, and
         higher ranks are an error.

@@ -184,7 +184,7 @@ NORM, MULTI = clipjax.max_norm(1.0), optax.MultiSteps(SGD, 2)
         (ValueError, "accumulate must be a whole number of at least 1, got 0", {"accumulate": 0}),
         (ValueError, "accumulate must be a whole number", {"accumulate": True}),
         (TypeError, "accumulate must be a whole number, got 1.5", {"accumulate": 1.5}),
-        (TypeError, "accumulate must be known: name it in static_args", {"accumulate": jnp.array(2)}),
+        (TypeError, "accumulate must be known .*name it in static_args", {"accumulate": jnp.array(2)}),
     ],
 )
 def test_wrong_arguments_raise_errors(error: type[Exception], message: str, arguments: dict[str, Any]) -> None:

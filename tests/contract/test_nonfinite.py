@@ -66,13 +66,15 @@ def test_it_is_counted_and_the_past_stays(row: Row) -> None:
     params, bound = weights_of(row), BOUND * row.times
     state = start(row, tree_of(row), params, bound)
     _, state = run(row, tree_of(row, seed=3), bound, params, state)
-    before = [bits(x) for x in jax.tree.leaves(state.memory)]
+    before, clipped = [bits(x) for x in jax.tree.leaves(state.memory)], state.shares[f"{row.name}/clipped"]
     huge = HUGE if row.ord in (2, 3) and row.shares != "entry" else INF
     for count, value in enumerate((NAN, INF, huge), 1):
         _, state = run(row, spoiled(row, value), bound, params, state)
         found = clipjax.metrics(state)
         assert found[f"{row.name}/nonfinite_count"] == count
         assert not np.isfinite(found[f"{row.name}/norm"])
+        assert np.isnan([found[f"{row.name}/norm_after"], found[f"{row.name}/scale"]]).all()
+        assert state.shares[f"{row.name}/clipped"] == clipped
         assert [bits(x) for x in jax.tree.leaves(state.memory)] == before
 
 
