@@ -86,14 +86,16 @@ def group_norms(history: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, ax:
       >>> [line.get_label() for line in ax.lines]
       ['encoder', 'head']
     """
-    if not isinstance(history, Mapping):
+    at_each_step = not isinstance(history, Mapping)
+    given = _core.short_repr(history)
+    if at_each_step:
         rows = jax.device_get(list(history)) if isinstance(history, Sequence) else [history]
-        if not all(isinstance(row, Mapping) and any(key.startswith("record_norms") for key in row) for row in rows):
-            raise TypeError(
-                f"history must be norms by name, or metrics with record_norms, got {_core.short_repr(history)}"
-            )
+        if not all(isinstance(row, Mapping) and row.keys() == rows[0].keys() for row in rows):
+            raise TypeError(f"history must be norms by name, or metrics of the same names at each step, got {given}")
         history = {key: [row[key] for row in rows] for key in rows[0]} if rows else {}
     recorded = [key for key in history if key.startswith("record_norms") and not key.endswith("/steps")]
+    if not recorded and any(at_each_step or key.endswith("/steps") for key in history):
+        raise TypeError(f"history must be norms by name, or metrics with record_norms, got {given}")
     of = {key.removeprefix("record_norms/"): history[key] for key in recorded or history}
     groups = {name: _per_step(f"history[{name!r}]", x) for name, x in of.items()}
     if len({x.shape for x in groups.values()}) != 1:

@@ -139,7 +139,7 @@ def check_axes(axes: Any, name: str = "axes") -> Any:
         each = tuple(operator.index(axis) for axis in (axes if several else [axes]))
     except TypeError:
         each = None
-    if each is None or isinstance(axes, bool | str):
+    if each is None or isinstance(axes, bool | str | bytes):
         raise TypeError(f"{name} must be ints, a rule (path, leaf) -> axes, a mapping or None, got {axes!r}")
     return each if several else each[0]
 

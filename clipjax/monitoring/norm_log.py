@@ -113,17 +113,15 @@ class NormLog:
 
     def quantiles(self, q: ArrayLike) -> np.ndarray:
         """Return quantiles of the finite norms, interpolated linearly, in the shape of `q`."""
-        shares = np.asarray(q)
+        shares = _real_numbers("q", q)
         if not np.all((shares >= 0) & (shares <= 1)):
             raise ValueError(f"q must be in [0, 1], got {_core.short_repr(q)}")
         return np.asarray(np.quantile(self._finite(), shares))
 
     def clip_rate(self, thresholds: ArrayLike) -> np.ndarray:
         """Return the share of the finite norms that is above each threshold, in the shape of `thresholds`."""
-        if np.asarray(thresholds).dtype.kind in "OSUbc" or np.isnan(thresholds).any():
-            raise ValueError(f"thresholds must be real numbers, not NaN, got {_core.short_repr(thresholds)}")
-        norms = np.sort(self._finite())
-        return np.asarray(1 - np.searchsorted(norms, np.asarray(thresholds), side="right") / len(norms))
+        limits, norms = _real_numbers("thresholds", thresholds), np.sort(self._finite())
+        return np.asarray(1 - np.searchsorted(norms, limits, side="right") / len(norms))
 
     def suggest(self, rules: Mapping[str, optax.GradientTransformation] | None = None) -> dict[str, dict[str, float]]:
         """Replay the finite norms through rules that follow the past, and return where each has settled.
@@ -157,6 +155,13 @@ class NormLog:
             log._fetch(1)
             log._last = tuple(file["last"].tolist())
         return log
+
+
+def _real_numbers(name: str, values: ArrayLike) -> np.ndarray:
+    array = np.asarray(values)
+    if not _core.is_real(array) or np.isnan(array).any():
+        raise ValueError(f"{name} must be real numbers, not NaN, got {_core.short_repr(values)}")
+    return array
 
 
 def _chosen(seen: Mapping[str, Any], name: str | None) -> tuple[Any, Any]:

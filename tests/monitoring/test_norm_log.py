@@ -136,6 +136,8 @@ def test_what_cannot_work_is_an_error() -> None:
         (jax.jit(log.append), 1.0, TypeError, "return them from the compiled function"),
         (log.append, jnp.ones(2), ValueError, "append takes a scalar"),
         (log.extend, 1.0, ValueError, r"extend shape \(steps,\); got shape \(\)"),
+        *((seen.quantiles, bad, ValueError, "q must be real numbers") for bad in ("x", None, True, NAN)),
+        *((seen.clip_rate, bad, ValueError, "thresholds must be real numbers") for bad in ("x", None, True, NAN)),
         (log.quantiles, 0.5, ValueError, "the log has no finite norm, among 0"),
         (seen.suggest, {"a": clipjax.clip_by_norm(1)}, ValueError, r"rules\['a'\] must have one metric"),
     ):

@@ -96,6 +96,13 @@ def test_what_cannot_be_drawn_is_an_error() -> None:
     ):
         with pytest.raises(ValueError, match=error):
             draw(value)
+    for history in (
+        {"clip_by_norm/norm": [1.0], "clip_by_norm/steps": [1]},
+        [{"clip_by_norm/norm": 1.0}],
+        [{"record_norms/updates": 1.0}, {"record_norms/params": 1.0}],
+    ):
+        with pytest.raises(TypeError, match="history must be norms by name, or metrics"):
+            plots.group_norms(history)
     assert not plt.get_fignums()
 
 
