@@ -86,9 +86,8 @@ def group_norms(history: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, ax:
       >>> [line.get_label() for line in ax.lines]
       ['encoder', 'head']
     """
-    at_each_step = not isinstance(history, Mapping)
-    given = _core.short_repr(history)
-    if at_each_step:
+    given, at_each_step = _core.short_repr(history), not isinstance(history, Mapping)
+    if not isinstance(history, Mapping):
         rows = jax.device_get(list(history)) if isinstance(history, Sequence) else [history]
         if not all(isinstance(row, Mapping) and row.keys() == rows[0].keys() for row in rows):
             raise TypeError(f"history must be norms by name, or metrics of the same names at each step, got {given}")
