@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from clipjax import _core
@@ -81,7 +82,8 @@ def bounded(
       A transformation; :func:`metrics` reads what all of its parts did.
 
     Raises:
-      TypeError, ValueError: an argument is of the wrong kind, or in the wrong place.
+      TypeError, ValueError: an argument is of the wrong kind, or in the wrong place. In `init`: a leaf is complex,
+        and `accumulate` is above 1.
 
     Example:
       >>> import clipjax, optax
@@ -108,11 +110,22 @@ def bounded(
     after = [as_projection("project", each) for each in _several(project)]
     tx = chain(*before, _check_before("optimizer", optimizer), *after)
     if steps > 1:
-        accumulated = optax.MultiSteps(tx, steps)
-        tx = optax.GradientTransformationExtraArgs(accumulated.init, accumulated.update)
+        tx = _accumulating(tx, steps)
     if nonfinite == "zero":
         return optax.chain(zero_nonfinite(), tx)
     return skip_nonfinite(tx) if nonfinite == "skip" else tx
+
+
+def _accumulating(tx: optax.GradientTransformation, steps: int) -> optax.GradientTransformationExtraArgs:
+    accumulated = optax.MultiSteps(tx, steps, accumulator_dtype=float)  # float64 where that is enabled
+
+    def init(params: Any) -> Any:
+        for leaf in _core.leaves_of(params)[0]:
+            if _core.is_float(leaf.value) and jnp.iscomplexobj(leaf.value):
+                raise TypeError(f"accumulate: {leaf} is complex, of which optax.MultiSteps would lose imaginary parts")
+        return accumulated.init(params)
+
+    return optax.GradientTransformationExtraArgs(init, accumulated.update)
 
 
 def _several(value: Any) -> list[Any]:

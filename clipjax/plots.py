@@ -37,8 +37,8 @@ def norms(norms: Any, *, threshold: Any = None, scale: Any = None, ax: Any = Non
 
     Args:
       norms: the norms before clipping, `(steps,)`, or a :class:`clipjax.NormLog`.
-      threshold: a number, or one for each step, `(steps,)`.
-      scale: what each gradient was multiplied by, `(steps,)`: the metric `scale`. If it is given, the steps
+      threshold: a number, or one for each step, `(steps,)` or a `NormLog("zclip/threshold")`.
+      scale: what each gradient was multiplied by, in the same forms: the metric `scale`. If it is given, the steps
         whose scale is below 1 count as clipped, else those whose norm is above the threshold.
       ax: the axes to draw on; None makes a new figure.
 
@@ -51,7 +51,7 @@ def norms(norms: Any, *, threshold: Any = None, scale: Any = None, ax: Any = Non
       >>> [line.get_label() for line in ax.lines]
       ['norm', 'clipped (50.0%)', 'threshold 1']
     """
-    values = _per_step("norms", getattr(norms, "norms", norms))
+    values, threshold = _per_step("norms", norms), getattr(threshold, "norms", threshold)
     limits = _per_step("threshold", np.inf if threshold is None else threshold, values.shape)
     finite = np.isfinite(values)
     above = values > limits if scale is None else _per_step("scale", scale, values.shape) < 1
@@ -73,7 +73,8 @@ def group_norms(history: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, ax:
 
     Args:
       history: the norms of each group, `(steps,)`, by name; or, of a chain with :func:`clipjax.record_norms`,
-        what `clipjax.metrics` returned at each step, in a list or stacked by a `scan`.
+        what `clipjax.metrics` returned at each step, in a list or stacked by a `scan`; a step that was skipped,
+        or is accumulated, adds no norm.
       ax: the axes to draw on; None makes a new figure.
 
     Returns:
@@ -95,8 +96,7 @@ def group_norms(history: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, ax:
     recorded = [key for key in history if key.startswith("record_norms") and not key.endswith("/steps")]
     if not recorded and any(at_each_step or key.endswith("/steps") for key in history):
         raise TypeError(f"history must be norms by name, or metrics with record_norms, got {given}")
-    of = {key.removeprefix("record_norms/"): history[key] for key in recorded or history}
-    groups = {name: _per_step(f"history[{name!r}]", x) for name, x in of.items()}
+    groups = {key.removeprefix("record_norms/"): _taken(history, key) for key in recorded or history}
     if len({x.shape for x in groups.values()}) != 1:
         raise ValueError(f"history must have one or more groups with equally many steps, got {list(groups)[:20]}")
     ax = _new(ax)
@@ -142,13 +142,21 @@ def unit_norms(params: Any, *, axes: Axes = FAN_IN_OF_MATRICES, radius: Any = No
 
 def _per_step(name: str, values: Any, shape: tuple[int, ...] | None = None) -> np.ndarray:
     try:
-        array = np.asarray(jax.device_get(values), np.float64)
+        array = np.asarray(jax.device_get(getattr(values, "norms", values)), np.float64)  # those of a NormLog
     except (TypeError, ValueError) as error:
         raise TypeError(f"{name} must be numbers, one for each step, got {_core.short_repr(values)}") from error
     array = array if array.ndim or not shape else np.full(shape, array)
     if array.ndim != 1 or not array.size or array.shape != (shape or array.shape):
         raise ValueError(f"{name} must have shape {shape or '(steps,)'}, got {array.shape}")
     return array
+
+
+def _taken(history: Mapping[str, Any], key: str) -> np.ndarray:
+    """Return the values of a metric at the steps that its transformation took; it shows the last one at others."""
+    values, counter = _per_step(f"history[{key!r}]", history[key]), f"{key.partition('/')[0]}/steps"
+    if counter not in history:
+        return values
+    return values[np.diff(_per_step(counter, history[counter], values.shape), prepend=0) != 0]
 
 
 def _new(ax: Any) -> Any:

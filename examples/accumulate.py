@@ -90,8 +90,7 @@ def main():
     )
     left.set(title="Loss of each micro-batch", xlabel="micro-batch", ylabel="loss")
     left.legend()
-    groups = [{key: x for key, x in row.items() if key.startswith("record_norms")} for row in history[ACCUMULATE:]]
-    plots.group_norms(groups[::ACCUMULATE], ax=right).set_title("Gradient norm of each layer")
+    plots.group_norms(history, ax=right).set_title("Gradient norm of each layer")
     figure.savefig(args.plot, dpi=90)
     print(f"picture: {args.plot}")
 

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from clipjax._core.bounds import broadcastable
-from clipjax._core.norms import is_float, largest, norm
+from clipjax._core.norms import is_float, largest, norm, warn_if_local
 from clipjax._core.paths import Leaf
 from clipjax._core.rescale import factor_to, rescale, weak_like
 
@@ -55,6 +55,7 @@ def metrics_of_entries(before: list[jax.Array], after: list[jax.Array], bound: A
 
     Where one number bounds absolute values, that norm decides the rest.
     """
+    warn_if_local()
     before, after = lax.stop_gradient((before, after))  # a maximum over devices has no derivative
     size = largest(norm(x, None, jnp.inf) for x in before)
     if bound is not None and np.ndim(bound) == 0:

@@ -35,6 +35,7 @@ def zero_nonfinite() -> optax.GradientTransformationExtraArgs:
     """
 
     def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:
+        _core.warn_if_local()
         leaves, rebuild = _core.leaves_of(updates)
         # Counted in float32, which rounds large counts, but does not wrap where billions of entries are NaN.
         values, zeroed = [leaf.value for leaf in leaves], jnp.zeros((), np.float32)

@@ -56,6 +56,7 @@ def spectral_cap(bound: optax.ScalarOrSchedule, *, flatten: Flatten = None) -> P
     limit, flatten = _core.as_schedule("bound", bound), _check_flatten(flatten)
 
     def constrain(params: Any, step: Any) -> Any:
+        _core.warn_if_local()
         leaves, rebuild = _core.leaves_of(params)
         each = zip(leaves, _sides_of_leaves(params, flatten), strict=True)
         return rebuild([leaf.value if not sides else _capped(leaf, sides, limit(step)) for leaf, sides in each])

@@ -22,7 +22,8 @@ def drawn(ax: Any) -> dict[str, tuple[list[float], list[float]]]:
 
 
 def test_norms_show_the_threshold_what_was_clipped_and_what_is_not_finite() -> None:
-    log = clipjax.NormLog()
+    limits, log = clipjax.NormLog(), clipjax.NormLog()
+    limits.extend([1.0] * 6)
     log.extend([0.5, 4.0, NAN, 2.0, 0.25, INF])
     ax = plots.norms(log, threshold=1.0)
     found = drawn(ax)
@@ -32,6 +33,7 @@ def test_norms_show_the_threshold_what_was_clipped_and_what_is_not_finite() -> N
     assert found["not finite"][0] == [2, 5]
     assert (ax.get_xlabel(), ax.get_ylabel(), ax.get_yscale()) == ("step", "norm of the gradient", "linear")
     assert [text.get_text() for text in ax.legend_.get_texts()] == list(found)
+    assert drawn(plots.norms(log, threshold=limits))["threshold"] == found["threshold 1"]
     found = drawn(plots.norms(log.norms, scale=[0.5, 1, NAN, 1, 1, 0], threshold=[INF, INF, 3, 3, 3, 3]))
     assert (found["clipped (25.0%)"], found["threshold"][0]) == (([0], [0.5]), [2, 3, 4, 5])
 
@@ -60,6 +62,8 @@ def test_groups_are_lines_from_metrics_however_they_come() -> None:
         found = drawn(plots.group_norms(history))
         assert list(found) == ["updates/layer_1", "updates/layer_2", "updates/layer_10", "not finite"]
         np.testing.assert_allclose(found["updates/layer_10"], [[0, 1], [2**0.5, 8**0.5]], rtol=1e-6)
+    waits = {"record_norms/steps": [0, 0, 1, 1, 2], "record_norms/updates": [0.0, 0.0, 3.0, 3.0, 3.0]}
+    assert drawn(plots.group_norms(waits)) == {"updates": ([0, 1], [3, 3])}
     few = plots.group_norms({f"g{i}": [1.0, 2.0] for i in range(12)})
     assert len({(line.get_color(), line.get_linestyle()) for line in few.lines}) == 12
     many = plots.group_norms({f"g{i}": [1.0, i] for i in range(200)}, ax=few.figure.add_subplot())

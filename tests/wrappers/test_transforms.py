@@ -141,6 +141,10 @@ def test_float64_leaves_have_norms_and_bounds_in_float64() -> None:
             assert (norms >= 1 - 2.0**-47).all()
         same = projection(grads | {"w": kernel / 2})["w"]
         np.testing.assert_array_equal(same, kernel / 2)
+        accumulate = clipjax.bounded(optax.sgd(1.0), accumulate=2)
+        _, state = accumulate.update(grads, accumulate.init(grads), grads)
+        updates, _ = accumulate.update(grads, state, grads)
+        np.testing.assert_allclose(updates["w"], -grads["w"], rtol=1e-15)
         # Norms and losses of 1e100 are finite, and enter the past as they are.
         skip, large = clipjax.skip_spikes(optax.identity(), warmup_steps=1), {"w": jnp.full(4, 1e100)}
         update, state = jax.jit(skip.update), skip.init(large)
