@@ -3,9 +3,8 @@
 They need Matplotlib, which `import clipjax` does not load. Each function takes `ax`, the axes to draw on, and
 returns them; None makes a new figure: `plots.norms(log).figure.savefig("norms.png")`. The legend is beside
 the axes if the figure has a layout, such as "constrained". Lines differ in colors that can be told apart by
-people who cannot tell red from green; from the seventh on they are dashed. A scale is logarithmic if values
-differ by more than a factor of 20. Crosses at the top are values that are not finite. Shapes that do not match,
-and no steps, raise a ValueError.
+people who cannot tell red from green. A scale is logarithmic if values differ by more than a factor of 20.
+Crosses at the top are values that are not finite. Shapes that do not match, and no steps, raise a ValueError.
 """
 
 from __future__ import annotations
@@ -78,8 +77,8 @@ def group_norms(history: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, ax:
       ax: the axes to draw on; None makes a new figure.
 
     Returns:
-      The axes. Groups are sorted by name, `layer_2` before `layer_10`. More than 12 are colored in this
-      order, from dark to bright, with a few of them in the legend.
+      The axes. Groups are sorted by name, `layer_2` before `layer_10`. More than 6 are colored in this order,
+      from dark to bright, and of more than 12 a few are in the legend.
 
     Example:
       >>> from clipjax import plots
@@ -177,8 +176,8 @@ def _lines(ax: Any, lines: dict[str, Any], what: str, bound: float = np.inf) -> 
     many = len(lines) > 12
     named = np.linspace(0, len(lines) - 1, 6).astype(int) if many else range(len(lines))
     for i, name in enumerate(order):
-        style: dict[str, Any] = {"color": _COLORS[i % 6], "linestyle": "--" if i >= 6 else "-", "linewidth": 1.2}
-        if many:
+        style: dict[str, Any] = {"color": _COLORS[i % 6], "linewidth": 1.2}
+        if len(lines) > 6:
             style = {"color": plt.get_cmap("viridis")(0.9 * i / len(lines)), "linewidth": 0.8, "alpha": 0.8}
         _line(ax, *lines[name], label=name if i in named else f"_{name}", **style)
     title = [f"{len(named)} of {len(lines)} {what}"] if many else []

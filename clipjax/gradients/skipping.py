@@ -46,6 +46,7 @@ def skipping(
     most = None if max_consecutive is None else _core.check_count("max_consecutive", max_consecutive, 1)
 
     def init(params: Any) -> _core.MetricsState:
+        _core.leaves_of(params)  # for its errors
         norm = jax.eval_shape(lambda tree: _core.tree_norm(_core.floats_of(tree)), params)
         past = remember(norm.dtype)
         verdict = jax.eval_shape(compare, norm, jnp.zeros(()), past, jnp.zeros((), np.int32))

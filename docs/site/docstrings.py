@@ -11,7 +11,8 @@ ROLE = re.compile(r":(?:func|class|meth|data):`(?:clipjax\.)?(?P<name>[\w.]+)`")
 SOURCE = "https://github.com/clipjax/clipjax/blob/main"
 PROSE = re.compile(r"^(?P<title>Returns|References):\n(?P<text>(?: {2}.*\n?|\n(?= {2}))+)", re.MULTILINE)
 ERRORS = re.compile(r"^( +)TypeError, ValueError: ", re.MULTILINE)
-DEFAULTS = {"FAN_IN_OF_MATRICES": "fan_in", "FAN_IN_OR_ALL": "fan_in_or_all"}
+# The first is fan_in for matrices, and an error for higher ranks, as the text says.
+DEFAULTS = {"FAN_IN_OF_MATRICES": "...", "FAN_IN_OR_ALL": "fan_in_or_all"}
 
 
 class Docstrings(griffe.Extension):

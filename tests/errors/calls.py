@@ -57,6 +57,7 @@ WITH_PARAMS = [
 ]  # fmt: skip
 TAKE_A_TREE = [
     "clip.init($)", "clip.update($, None)", "clip_by_value(1.0).update($, None)", "zero_nonfinite().init($)",
+    "skip_nonfinite(sgd).init($)", "skip_spikes(sgd).init($)", "bounded(sgd, clip=clip, nonfinite='skip').init($)",
     "autoclip().init($)", "adagc().init($)", "record_norms().init($)", "max_norm(3.0, axes=None)($)",
     "box(0.0, 1.0)($)", "spectral_cap(1.0)($)", "qk_clip().init($)", "project(lambda w: w)($)",
     "violations($, max_norm(3.0, axes=None))", "functional.global_norm($)", "functional.leaf_norms($)",
