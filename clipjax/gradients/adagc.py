@@ -94,7 +94,8 @@ def adagc(
         leaves, rebuild = _core.leaves_of(_core.unboxed(params))
         norms: list[Any] = [None] * len(leaves)
         for units, n in zip(*measure(params), strict=True):
-            norms[units.place] = jnp.full_like(n, jnp.inf)  # with the sharding of the norms
+            # Units with the sharding of their norms; a scalar constant with that of a mesh cannot be compiled alone.
+            norms[units.place] = jnp.full_like(n, jnp.inf) if n.ndim else jnp.full((), jnp.inf, n.dtype)
         return AdagcMemory(rebuild(norms), jnp.zeros((), np.int32))
 
     def act(updates: Any, params: Any, step: Any, memory: AdagcMemory) -> Any:

@@ -59,3 +59,13 @@ def test_every_member_returns_what_one_device_does(on_one_device: Any, kind: Axi
             for leaf, x in updates.items():
                 assert x.sharding.is_equivalent_to(shardings[leaf], x.ndim), (name, leaf)
         assert all(x.sharding.is_fully_replicated for x in found[3]["all"].values())
+
+
+def test_states_are_made_outside_the_context_of_a_mesh() -> None:
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit, AxisType.Explicit))
+    params = jax.device_put(TREES[0], {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()})
+    table = MEMBERS | {"adagc of leaves": clipjax.adagc()}
+    made = jax.jit(lambda params: init(table, params))(params)
+    alone = jax.jit(clipjax.adagc().init)(params)
+    assert_same(made, init(table, TREES[0]))
+    assert_same({"adagc": alone}, {"adagc": clipjax.adagc().init(TREES[0])})
