@@ -94,8 +94,8 @@ def adagc(
         leaves, rebuild = _core.leaves_of(_core.unboxed(params))
         norms: list[Any] = [None] * len(leaves)
         for units, n in zip(*measure(params), strict=True):
-            # Units with the sharding of their norms; a scalar constant with that of a mesh cannot be compiled alone.
-            norms[units.place] = jnp.full_like(n, jnp.inf) if n.ndim else jnp.full((), jnp.inf, n.dtype)
+            # No norm is below 0: infinity, sharded as the norms. A constant would need the context of their mesh.
+            norms[units.place] = jnp.where(n < 0, n, jnp.inf)
         return AdagcMemory(rebuild(norms), jnp.zeros((), np.int32))
 
     def act(updates: Any, params: Any, step: Any, memory: AdagcMemory) -> Any:
