@@ -97,7 +97,8 @@ def clip_by_quantile(
     Args:
       quantile: the share of the steps that is not clipped, in (0, 1).
       learning_rate: bounds the change of log c in one step; above 0.
-      initial_max_norm: the bound of the first step, above 0.
+      initial_max_norm: the bound of the first step, above 0; best a usual norm. A bound far above all norms falls
+        by `learning_rate * (1 - quantile)` of itself a step.
 
     Returns:
       A transformation with the metrics of a clip and `threshold`, the bound c of this step.
