@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 
 def short_repr(value: Any, most: int = 80) -> str:
@@ -36,6 +37,8 @@ def check_bound(
 
     Of a traced array the value is not known: it is raised to `least`, as what a schedule returns.
     """
+    if isinstance(bound, optax.GradientTransformation):  # a projection is callable, too
+        raise TypeError(f"{name} must be {forms}, got {short_repr(bound)}")
     if callable(bound):
         return bound
     if scalar and is_real(bound):

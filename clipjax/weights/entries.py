@@ -27,7 +27,7 @@ def box(
         `step -> limit`, or a mapping from path patterns to these, where the first match wins and other leaves
         have no lower limit.
       high: the upper limit, likewise.
-      where: which leaves are projected: one or several path patterns, or a rule `(path, leaf) -> bool`. None is
+      where: which leaves are projected: one or several path patterns, or a rule `(key path, leaf) -> bool`. None is
         all float leaves.
 
     Returns:

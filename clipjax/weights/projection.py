@@ -199,7 +199,7 @@ def as_projection(name: str, function: Any) -> Projection:
     ours = isinstance(function, types.FunctionType) and str(function.__module__).startswith("clipjax.")
     hint = ""
     if isinstance(function, optax.GradientTransformation):
-        hint = ", a gradient transformation; clips are for clip=, and optax.projections have functions of the weights"
+        hint = ", a gradient transformation; clips are for clip=, and masks are written as axes= or where="
     elif ours and not hasattr(function, "__wrapped__"):  # which jax.vmap(max_norm(3.0)) has
         hint = ": call it, as in clipjax.max_norm(3.0)"
     if hint or not callable(function):

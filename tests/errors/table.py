@@ -148,6 +148,8 @@ THEMES = {
         of_value("functional.clip_by_global_norm(x, 1.0, norm=jnp.array(-5.0))", "norm", "-5."),
         of_type("functional.clip_by_global_norm(x, 1.0, norm=jnp.array(True))", "norm", "True"),
         of_type("bounded(optax.MultiSteps(adam, 4))", "optimizer", ".gradient_transformation()"),
+        of_type("tangent_cone(max_norm(3.0))", "radius", "clipjax.max_norm(3.0)"),
+        of_type("skip_spikes(sgd, max_norm=unit_norm())", "max_norm", "clipjax.unit_norm()"),
         of_type("bounded(adam, accumulate=2).init({'z': 1j * x})", "accumulate", "'z'", "complex"),
         of_type("jax.jit(lambda n: bounded(adam, accumulate=n).init(params))(2)", "accumulate", "static_args"),
         of_value("bounded(adam, nonfinite='ignore')", "nonfinite", "'skip'", "'ignore'"),
