@@ -86,15 +86,17 @@ def group_norms(history: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, ax:
       >>> [line.get_label() for line in ax.lines]
       ['encoder', 'head']
     """
-    given, at_each_step = _core.short_repr(history), not isinstance(history, Mapping)
+    given, at_each_step = history, not isinstance(history, Mapping)
     if not isinstance(history, Mapping):
         rows = jax.device_get(list(history)) if isinstance(history, Sequence) else [history]
         if not all(isinstance(row, Mapping) and row.keys() == rows[0].keys() for row in rows):
-            raise TypeError(f"history must be norms by name, or metrics of the same names at each step, got {given}")
+            shown = _core.short_repr(given)
+            raise TypeError(f"history must be norms by name, or metrics of the same names at each step, got {shown}")
         history = {key: [row[key] for row in rows] for key in rows[0]} if rows else {}
     recorded = [key for key in history if key.startswith("record_norms") and not key.endswith("/steps")]
     if not recorded and any(at_each_step or key.endswith("/steps") for key in history):
-        raise TypeError(f"history must be norms by name, or metrics with record_norms, got {given}")
+        shown = _core.short_repr(given)
+        raise TypeError(f"history must be norms by name, or metrics with record_norms, got {shown}")
     groups = {key.removeprefix("record_norms/"): _taken(history, key) for key in recorded or history}
     if len({x.shape for x in groups.values()}) != 1:
         raise ValueError(f"history must have one or more groups with equally many steps, got {list(groups)[:20]}")

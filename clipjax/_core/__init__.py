@@ -75,6 +75,7 @@ from clipjax._core.units import (
     entries_per_unit,
     floats_of,
     metrics_of,
+    norm_dtype,
     rescale_units,
     smallest,
     units_of,

@@ -35,6 +35,11 @@ def floats_of(tree: Any) -> list[jax.Array]:
     return [leaf.value for leaf in leaves_of(tree)[0] if is_float(leaf.value)]
 
 
+def norm_dtype(tree: Any) -> Any:
+    """Return the dtype of the norm of all leaves together."""
+    return jax.eval_shape(lambda tree: tree_norm(floats_of(tree)), tree).dtype
+
+
 def entries_per_unit(units: Units) -> int:
     """Return how many entries share a norm, on all devices."""
     shape = units.leaf.value.shape

@@ -31,7 +31,7 @@ def clip_by_history(
     """
 
     def first(params: Any) -> Any:
-        return remember(jax.eval_shape(lambda tree: _core.tree_norm(_core.floats_of(tree)), params).dtype)
+        return remember(_core.norm_dtype(params))
 
     def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:
         norm = _core.tree_norm(_core.floats_of(updates))

@@ -47,9 +47,9 @@ def skipping(
 
     def init(params: Any) -> _core.MetricsState:
         _core.leaves_of(params)  # for its errors
-        norm = jax.eval_shape(lambda tree: _core.tree_norm(_core.floats_of(tree)), params)
-        past = remember(norm.dtype)
-        verdict = jax.eval_shape(compare, norm, jnp.zeros(()), past, jnp.zeros((), np.int32))
+        dtype = _core.norm_dtype(params)
+        past = remember(dtype)
+        verdict = jax.eval_shape(compare, jnp.zeros((), dtype), jnp.zeros(()), past, jnp.zeros((), np.int32))
         keys = ("skipped", "nonfinite_count", "nonfinite_loss_count", *verdict.counts)
         totals = {f"{name}/{key}": jnp.zeros((), np.int32) for key in keys}
         last = {f"{name}/{key}": jnp.zeros((), np.int32) for key in ("skipped_last", "skipped_in_a_row")}
