@@ -164,7 +164,11 @@ def matching(*patterns: str) -> Callable[[Any], Any]:
     """
     check_patterns("patterns", patterns)
 
-    def mask(tree: Any) -> Any:
+    def mask(tree: Any, *more: Any) -> Any:
+        if more:  # called as a rule (path, leaf)
+            raise TypeError(
+                f"matching{patterns} is a mask for optax.masked; axes= and where= take the patterns themselves"
+            )
         found = first_matches("patterns", patterns, tree, in_order=False)
         return jax.tree.unflatten(jax.tree.structure(tree), [pattern is not None for pattern in found])
 

@@ -127,6 +127,8 @@ THEMES = {
         of_type("box({0: 0.0}, 1.0)", "low", "(0,)"), of_type("non_negative(where=1)", "where", "got 1"),
         of_type("non_negative(where=())", "where", "()"), of_type("matching(1)", "patterns", "(1,)"),
         of_value("non_negative(where=lambda path, leaf: False)(params)", "where", "'bias'"),
+        of_type("non_negative(where=matching('kernel'))(params)", "matching('kernel',)", "where= take the patterns"),
+        of_type("max_norm(3.0, axes=matching('kernel'))(params)", "matching('kernel',)", "axes= and where= take"),
     ],
     "chains": [  # Chains, wrappers, and what is no transformation.
         *crossed(c.TRANSFORMATIONS, *each(TypeError, "1.0", "'adam'", "{'a': 1}")),
