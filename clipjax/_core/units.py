@@ -121,7 +121,7 @@ def clip_tree(
     floats = [x for x in values if is_float(x)]
     norm = tree_norm(floats, ord) if norm is None else norm
 
-    factors = {dtype: factor_to(bound, norm, dtype) for dtype in {x.dtype for x in floats}}
+    factors = {dtype: factor_to(bound, norm, dtype) for dtype in dict.fromkeys(x.dtype for x in floats)}
     clipped = [rescale(x, factors[x.dtype]) if is_float(x) else x for x in values]
     return rebuild(clipped), metrics_of(norm, factor_to(bound, norm))
 

@@ -56,6 +56,7 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("metrics_of(norm, smallest(factors), after)", "metrics_of(norm, smallest(factors))",
          "core/test_rescale.py"),
         ("factor_to(bound, norm, dtype) for", "factor_to(bound, norm) for", BOUNDS),
+        ("dict.fromkeys(x.dtype for x in floats)", "{x.dtype for x in floats}", "programs/test_same.py"),
         ("return local * math.prod(lax.axis_size(name) for name in mesh_axes(units.leaf.value))", "return local",
          DEVICES),
         ("if reduced is not None and mesh_axes(leaf.value):", "if False:", DEVICES),
