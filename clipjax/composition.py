@@ -71,9 +71,8 @@ def bounded(
       project: one or several projections after it, such as `clipjax.max_norm(3.0)`, or functions of the weights.
         The weights end inside the bound of the last one.
       nonfinite: what happens to gradients that are not finite. "propagate": they spread, as NaN. "zero": their
-        entries become 0 and are counted (:func:`zero_nonfinite`), before the clips and after them, as a norm may
-        overflow. "skip": the step is skipped, and the state
-        stays as it was (:func:`skip_nonfinite`).
+        entries become 0 and are counted (:func:`zero_nonfinite`): before the clips, and again after them, since a norm
+        may overflow. "skip": the step is skipped, and weights and state stay as they were (:func:`skip_nonfinite`).
       accumulate: how many micro-batches share one clip and one step, for their mean gradient
         (`optax.MultiSteps`). With `nonfinite="skip"`, a micro-batch that is not finite is left out and counted,
         and the next one takes its place.

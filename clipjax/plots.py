@@ -71,9 +71,9 @@ def group_norms(history: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, ax:
     """Draw the norm of each group, such as a layer, over the steps, as one line.
 
     Args:
-      history: the norms of each group, `(steps,)`, by name; or, of a chain with :func:`clipjax.record_norms`,
-        what `clipjax.metrics` returned at each step, in a list or stacked by a `scan`; a step that was skipped,
-        or is accumulated, adds no norm.
+      history: the norms of each group, `(steps,)`, by name; or, of a chain with :func:`clipjax.record_norms` or
+        :func:`clipjax.clip_by_group_norm`, what `clipjax.metrics` returned at each step, in a list or stacked by a
+        `scan`; a step that was skipped, or is accumulated, adds no norm.
       ax: the axes to draw on; None makes a new figure.
 
     Returns:
@@ -93,11 +93,11 @@ def group_norms(history: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, ax:
             shown = _core.short_repr(given)
             raise TypeError(f"history must be norms by name, or metrics of the same names at each step, got {shown}")
         history = {key: [row[key] for row in rows] for key in rows[0]} if rows else {}
-    recorded = [key for key in history if key.startswith("record_norms") and not key.endswith("/steps")]
+    recorded = _groups_in(history)
     if not recorded and any(at_each_step or key.endswith("/steps") for key in history):
         shown = _core.short_repr(given)
-        raise TypeError(f"history must be norms by name, or metrics with record_norms, got {shown}")
-    groups = {key.removeprefix("record_norms/"): _taken(history, key) for key in recorded or history}
+        raise TypeError(f"history must be norms by name, or metrics with record_norms or groups, got {shown}")
+    groups = {name: _taken(history, key) for key, name in (recorded or {key: key for key in history}).items()}
     if len({x.shape for x in groups.values()}) != 1:
         raise ValueError(f"history must have one or more groups with equally many steps, got {list(groups)[:20]}")
     ax = _new(ax)
@@ -150,6 +150,14 @@ def _per_step(name: str, values: Any, shape: tuple[int, ...] | None = None) -> n
     if array.ndim != 1 or not array.size or array.shape != (shape or array.shape):
         raise ValueError(f"{name} must have shape {shape or '(steps,)'}, got {array.shape}")
     return array
+
+
+def _groups_in(history: Mapping[str, Any]) -> dict[str, str]:
+    """Return the names of the groups whose norms are among metrics, by key."""
+    recorded = [key for key in history if key.startswith("record_norms") and not key.endswith("/steps")]
+    clipped = [key for key in history if re.fullmatch("clip_by_group_norm[^/]*/.+/norm", key)]
+    names = {key: key.removesuffix("/norm").removeprefix("clip_by_group_norm/") for key in clipped}
+    return {key: key.removeprefix("record_norms/") for key in recorded} or names
 
 
 def _taken(history: Mapping[str, Any], key: str) -> np.ndarray:

@@ -41,6 +41,7 @@ from clipjax._core.norms import (
     is_float,
     largest,
     mesh_axes,
+    nan_unless,
     norm,
     over_devices,
     tree_norm,

@@ -10,13 +10,13 @@ import numpy as np
 from jax import lax
 
 from clipjax._core.bounds import broadcastable
-from clipjax._core.norms import is_float, largest, norm, warn_if_local
+from clipjax._core.norms import is_float, largest, nan_unless, norm, warn_if_local
 from clipjax._core.paths import Leaf
 from clipjax._core.rescale import factor_to, rescale, weak_like
 
 
-def inward(limit: Any, dtype: Any, end: float) -> Any:
-    """Return a limit in a leaf's dtype, rounded toward `end`, so that no entry is beyond what the user wrote.
+def inward(limit: Any, dtype: Any, toward: float) -> Any:
+    """Return a limit in a leaf's dtype, rounded `toward` -inf or inf, so that no entry is beyond what the user wrote.
 
     A limit that is known is compared in float64, since 0.1 is not a float32.
     """
@@ -24,11 +24,11 @@ def inward(limit: Any, dtype: Any, end: float) -> Any:
     xp, exact = (np, np.asarray(limit, np.float64)) if known else (jnp, limit)
     if np.isnan(np.asarray(np.inf).astype(dtype)):  # 8 bits without an infinity, which would become NaN
         most = float(jnp.finfo(dtype).max)
-        end, exact = np.copysign(most, end), xp.clip(exact, -most, most)
+        toward, exact = np.copysign(most, toward), xp.clip(exact, -most, most)
     with np.errstate(over="ignore"):
         near = exact.astype(dtype)
-    beyond = near.astype(exact.dtype) > exact if end < 0 else near.astype(exact.dtype) < exact
-    return xp.where(beyond, xp.nextafter(near, xp.asarray(end, dtype)), near)
+    beyond = near.astype(exact.dtype) > exact if toward < 0 else near.astype(exact.dtype) < exact
+    return xp.where(beyond, xp.nextafter(near, xp.asarray(toward, dtype)), near)
 
 
 def clip_entries(leaf: Leaf, low: Any, high: Any) -> jax.Array:
@@ -66,5 +66,5 @@ def metrics_of_entries(before: list[jax.Array], after: list[jax.Array], bound: A
         changes = (jnp.any((x != y) & (x == x)) for x, y in zip(before, after, strict=True))
         clipped = largest(change.astype(np.float32) for change in changes) > 0
     scale, finite = jnp.where(rest < size, rest, 1) / jnp.where(rest < size, size, 1), size < jnp.inf
-    rest, scale = (jnp.where(finite, x, jnp.nan) for x in (rest, scale))
+    rest, scale = (nan_unless(finite, x) for x in (rest, scale))
     return {"norm": size, "norm_after": rest, "scale": scale, "clipped": clipped & finite}

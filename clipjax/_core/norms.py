@@ -45,9 +45,9 @@ def warn_if_local() -> None:
     for name in jax.sharding.get_abstract_mesh().manual_axes:
         if not mesh_axes(lax.axis_index(name)):
             warnings.warn(
-                f"norms are those of each device alone, since over the axis {name!r} JAX does not track which arrays "
-                "differ. They are right where gradients are the same on all devices, as after lax.pmean. Where these "
-                "are split, use jit, or shard_map with check_vma=True.",
+                f"norms and losses are those of each device alone, since over the axis {name!r} JAX does not track "
+                "which arrays differ. They are right where gradients and losses are the same on all devices, as after "
+                "lax.pmean. Where these are split, use jit, or shard_map with check_vma=True.",
                 stacklevel=2,
             )
 
@@ -73,6 +73,11 @@ def _powers(x: jax.Array, ord: float) -> jax.Array:
 def _nan_as_inf(x: jax.Array) -> jax.Array:
     """Return x with inf for NaN, since XLA may lose NaN in a maximum."""
     return jnp.where(x < jnp.inf, x, jnp.inf)
+
+
+def nan_unless(fine: jax.Array, x: jax.Array) -> jax.Array:
+    """Return x where `fine`, else NaN. As a constant, NaN would raise under `jax_debug_nans` where nothing is wrong."""
+    return jnp.where(fine, x, 0 * jnp.where(fine, 0, jnp.inf))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from clipjax._core.norms import wide
+from clipjax._core.norms import nan_unless, wide
 
 
 def margin(dtype: Any) -> float:
@@ -31,10 +31,11 @@ def factor_to(bound: Any, norm: jax.Array, dtype: Any = np.float32) -> jax.Array
 def factor_between(low: Any, high: Any, rate: Any, norm: jax.Array, dtype: Any) -> jax.Array:
     """Return 1 inside the two bounds, else the factor that takes a norm `rate` of the way to the nearer one.
 
-    What has grown to `low` may measure up to 4 margins less, and counts as inside. 0 has no direction to grow.
+    A unit that was brought up to `low` ends a margin or two below it, so up to 4 margins below count as inside. 0 has
+    no direction to grow.
     """
     low, high, rate = (jnp.asarray(x, norm.dtype) for x in (low, high, rate))
-    low, small = jnp.minimum(low, high), margin(dtype)
+    low, rate, small = jnp.minimum(low, high), jnp.minimum(rate, 1), margin(dtype)
     inside = (norm <= high) & ((norm >= low * (1 - 4 * small)) | (norm == 0)) & (norm < jnp.inf)
     target = rate * (1 - small) * jnp.clip(norm, low, high) + (1 - rate) * norm
     return _quotient(inside, target, norm)
@@ -46,7 +47,7 @@ def _quotient(inside: jax.Array, target: jax.Array, norm: jax.Array) -> jax.Arra
     The division comes last: XLA computes a division once, but what follows it once for each entry that reads
     it, which would triple the time it takes to compile hundreds of leaves.
     """
-    outside = jnp.where(norm < jnp.inf, norm, jnp.nan)
+    outside = nan_unless(norm < jnp.inf, norm)
     return jnp.where(inside, 1, target) / jnp.where(inside, 1, outside)
 
 

@@ -45,8 +45,8 @@ def with_metrics(
         change. None if there is none; then `memory` is `()`.
 
     Returns:
-      A gradient transformation. `update` with the state None or `optax.EmptyState()` computes no metrics, for
-      an `act` that remembers nothing.
+      A gradient transformation. `update` with the state None or `optax.EmptyState()` keeps no metrics, for an
+      `act` that remembers nothing.
 
     Raises:
       TypeError: `name` is not a string without `/`, or `act` is not a function.
@@ -91,6 +91,9 @@ def with_metrics(
             raise TypeError(
                 f"act of {name} must return (updates, a dict of metrics, memory), got {short_repr(returned)}"
             )
+        kinds = [jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(np.shape(x))}", m) for m in (memory, returned[2])]
+        if len({(jax.tree.structure(kind), *jax.tree.leaves(kind)) for kind in kinds}) > 1:
+            raise TypeError(f"act of {name} must return memory in the shapes and dtypes {kinds[0]}, got {kinds[1]}")
         return named(returned[1])
 
     def init(params: Any) -> MetricsState:

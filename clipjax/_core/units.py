@@ -15,7 +15,7 @@ from jax import lax
 
 from clipjax._core.axes import Skip, axes_of_leaves
 from clipjax._core.bounds import broadcastable
-from clipjax._core.norms import is_float, largest, mesh_axes, norm, tree_norm, warn_if_local
+from clipjax._core.norms import is_float, largest, mesh_axes, nan_unless, norm, tree_norm, warn_if_local
 from clipjax._core.paths import Leaf, leaves_of
 from clipjax._core.rescale import factor_to, rescale
 
@@ -128,11 +128,11 @@ def clip_tree(
 
 def metrics_of(norm: jax.Array, scale: jax.Array, after: jax.Array | None = None) -> Metrics:
     """Return the metrics of a clip from the norm before and the factor; after it, if that is not their product."""
-    after = norm * scale if after is None else jnp.where(norm < jnp.inf, after, jnp.nan)
+    after = norm * scale if after is None else nan_unless(norm < jnp.inf, after)
     return {"norm": norm, "norm_after": after, "scale": scale, "clipped": scale < 1}
 
 
 def smallest(factors: list[jax.Array]) -> jax.Array:
     """Return the smallest of factors from 0 to 1; NaN if one is NaN."""
     least = -largest([-factor for factor in factors], least=-1)
-    return jnp.where(least > -jnp.inf, least, jnp.nan)
+    return nan_unless(least > -jnp.inf, least)

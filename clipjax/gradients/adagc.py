@@ -94,7 +94,7 @@ def adagc(
         leaves, rebuild = _core.leaves_of(_core.unboxed(params))
         norms: list[Any] = [None] * len(leaves)
         for units, n in zip(*measure(params), strict=True):
-            # No norm is below 0: infinity, sharded as the norms. A constant would need the context of their mesh.
+            # No norm is below 0: infinity, sharded as the norms. `jnp.full` would need to be told their mesh.
             norms[units.place] = jnp.where(n < 0, n, jnp.inf)
         return AdagcMemory(rebuild(norms), jnp.zeros((), np.int32))
 

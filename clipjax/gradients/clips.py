@@ -58,7 +58,8 @@ def clip_by_norm(
     """Clip the norm of each leaf, or of each unit along `axes`: x * min(1, max_norm / |x|).
 
     Args:
-      max_norm: the bound: a number, an array that broadcasts to the norms, or a schedule.
+      max_norm: the bound: a number, an array that broadcasts to the norms, whose reduced axes have size 1, or a
+        schedule.
       axes: the axes that are reduced. None: each leaf has one norm.
       ord: the order of the norm: 1, 2 (the default), any p >= 1, or `jax.numpy.inf`.
 
@@ -133,7 +134,7 @@ def clip_by_value(
     """Clip each entry to `[-bound, bound]`, or to `[low, high]`: min(max(x, low), high).
 
     Args:
-      bound: the bound on absolute values; of two positional arguments, the first is `low`.
+      bound: the bound on absolute values. Two positional arguments are `low` and `high`.
       high: the upper limit: a number, an array that broadcasts to every leaf, or a schedule; infinity for none.
       low: the lower limit, likewise.
 

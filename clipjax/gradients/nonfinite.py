@@ -56,7 +56,8 @@ def skip_nonfinite(
 ) -> optax.GradientTransformationExtraArgs:
     """Skip every step whose gradients, or whose loss, are NaN or infinite.
 
-    Such a step returns zero updates and keeps the whole inner state: moments, schedules and statistics.
+    Such a step returns zero updates and keeps the whole inner state: moments, schedules and statistics. What the
+    model stores in its forward pass, such as the running statistics of batch norm, is not part of it.
 
     Args:
       optimizer: a gradient transformation, usually a whole chain.
@@ -66,7 +67,7 @@ def skip_nonfinite(
     Returns:
       A transformation with the metrics `norm`, `skipped`, `skipped_last` (1 or 0), `skipped_in_a_row`, and by
       reason `nonfinite_count` for gradients and `nonfinite_loss_count`. `update(grads, state, params, loss=loss)`
-      checks a loss as well, and passes it on; on several devices their mean.
+      checks a loss as well, and passes it on; on several devices their mean. In `pmap` take that yourself.
 
     Raises:
       TypeError, ValueError: `optimizer` is not a gradient transformation; `max_consecutive` is below 1; in

@@ -36,7 +36,7 @@ def adaptive_grad_clip(
         parameters are missing, or do not match the updates.
 
     Equals the rule of the paper, of timm and of `optax.adaptive_grad_clip`, except that kernels of rank 3 are
-    reduced over all axes but the last.
+    reduced over all axes but the last, and that Optax takes a kernel (1, out) for one vector.
 
     References:
       Brock et al., 2021, High-performance large-scale image recognition without normalization, arXiv:2102.06171.

@@ -104,7 +104,9 @@ def zclip(
         rate = jnp.where(warming, 1 / (steps.astype(norm.dtype) + 1), 1 - decay)
         away = lax.stop_gradient(jnp.where(spike, of_spike, norm)) - mean
         share = jnp.where(warming, rate * (1 - rate), rate * (1 - rate) ** 2)
-        new_std = jnp.hypot(jnp.sqrt(1 - rate) * std, jnp.sqrt(share) * away)
+        parts = jnp.stack([jnp.sqrt(1 - rate) * std, jnp.sqrt(share) * jnp.abs(away)])
+        most = jnp.maximum(jnp.max(parts), np.finfo(parts.dtype).tiny)  # the squares of norms would leave float32
+        new_std = most * jnp.sqrt(jnp.sum((parts / most) ** 2))
         new = Moments(mean + rate * away, new_std, optax.safe_increment(steps))
         if not update_on_spike:
             new = jax.tree.map(lambda after, before: jnp.where(spike, before, after), new, memory)

@@ -23,7 +23,7 @@ _TheirClass: Any = optax.GradientTransformationExtraArgs if TYPE_CHECKING else o
 class ProjectionState(NamedTuple):
     """The state of a projection whose bound is a schedule.
 
-    Others have none: a norm over all leaves would keep all of them in memory until it is known.
+    Others have no state, and no metrics: for the largest norm, say, all new weights would have to stay in memory.
     """
 
     step: jax.Array  # int32: how many updates there were
@@ -53,11 +53,14 @@ class Projection(_TheirClass):
     ) -> None:
         """Make a projection from `constrain(params, step)`; `counts` if it depends on the step.
 
-        `axes` are those of the units that it rescales, if it does. If it needs more, `constrain(params, step, **extra)`
-        takes what is given to `update`, and `check(params)` raises the errors of `init`, where that is not known yet.
+        `axes` are those of the units that it rescales, if it does. If it needs more than the weights,
+        `constrain(params, step, **extra)` gets what is given to `update`, and `check(params)` raises the errors of
+        `init`, where that is not known yet.
         """
 
         def checked(params: Any, step: Any, **extra: Any) -> Any:
+            leaves, rebuild = _core.leaves_of(params)
+            params = rebuild([leaf.value for leaf in leaves])  # JAX's, so that what is not changed is the same object
             wanted = constrain(params, step, **extra)
             _check_are_weights(params, wanted)
             return wanted
@@ -89,6 +92,8 @@ class Projection(_TheirClass):
         """Project weights; `step` is needed if a bound is a schedule."""
         if extra and not self.check:
             raise TypeError(f"{self} takes params and step, got {', '.join(extra)}, too")
+        if step is not None and not (_core.is_real(step) and np.ndim(step) == 0):
+            raise TypeError(f"step must be a number, got {_core.short_repr(step)}")
         return self.constrain(params, step, **extra)
 
     def __iter__(self) -> Iterator[Any]:
@@ -160,9 +165,7 @@ def _check_are_weights(params: Any, wanted: Any) -> None:
     )
     for (path, old), new in each:
         kind = type(old).__name__ if is_other(old) else _core.path_name(path[:1]) if other else ""
-        if kind in _NO_WEIGHTS and any(
-            isinstance(a, jax.Array) and a is not b for a, b in zip(*map(jax.tree.leaves, (old, new)), strict=True)
-        ):
+        if kind in _NO_WEIGHTS and any(a is not b for a, b in zip(*map(jax.tree.leaves, (old, new)), strict=True)):
             raise ValueError(
                 f"params: {_core.path_name(path)!r}, of {kind}, is not a weight, but would be changed: pass only the "
                 "weights, as in variables['params'], train_state.params or nnx.state(model, nnx.Param)"

@@ -107,7 +107,7 @@ def _cap_and_factors(w: jax.Array, bound: jax.Array, room: float) -> tuple[jax.A
     limit = (bound * (1 - room))[..., None]
     outside = ~jnp.all(s <= bound[..., None], axis=-1)[..., None, None]
     result = jnp.where(outside, _product(u * jnp.minimum(s, limit)[..., None, :].astype(u.dtype), vh), w)
-    return jnp.where(finite, result, jnp.nan), u, s, vh, limit, outside, finite
+    return _core.nan_unless(finite, result), u, s, vh, limit, outside, finite
 
 
 @_cap.defjvp
@@ -134,7 +134,7 @@ def _cap_jvp(room: float, primals: Any, tangents: Any) -> tuple[jax.Array, jax.A
     inside = odd * (inner + _adjoint(inner)) / 2 + even * (inner - _adjoint(inner)) / 2
     rest = _product(dw, v) - _product(u, inner)
     tangent = _product(_product(u, inside) + u * column(by_bound) + rest * column(ratio), vh)
-    return result, jnp.where(finite, jnp.where(outside, tangent, dw), jnp.nan)
+    return result, _core.nan_unless(finite, jnp.where(outside, tangent, dw))
 
 
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:

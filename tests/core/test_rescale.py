@@ -38,6 +38,11 @@ def test_the_upper_bound_wins_where_traced_bounds_cross() -> None:
         np.testing.assert_array_equal(once, projected(once, 5.0, 1.0))
 
 
+def test_a_rate_that_rises_above_1_turns_no_weights_over() -> None:
+    projected = clipjax.min_max_norm(1.0, 2.0, rate=lambda step: 3.0)(jnp.array([[3.0], [4.0]]), step=0)
+    np.testing.assert_allclose(projected, [[1.2], [1.6]], rtol=2e-6)
+
+
 def test_the_smallest_factor_is_nan_if_one_is() -> None:
     assert np.isnan(smallest([jnp.array([0.5, NAN]), jnp.array([1.0])]))
     assert smallest([jnp.array([0.5, 1.0]), jnp.array([0.25])]) == 0.25

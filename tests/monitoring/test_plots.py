@@ -64,6 +64,10 @@ def test_groups_are_lines_from_metrics_however_they_come() -> None:
         np.testing.assert_allclose(found["updates/layer_10"], [[0, 1], [2**0.5, 8**0.5]], rtol=1e-6)
     waits = {"record_norms/steps": [0, 0, 1, 1, 2], "record_norms/updates": [0.0, 0.0, 3.0, 3.0, 3.0]}
     assert drawn(plots.group_norms(waits)) == {"updates": ([0, 1], [3, 3])}
+    clip = clipjax.clip_by_group_norm({"layer_1": 1.0, "*": 2.0})
+    state = clip.update(params, clip.init(params))[1]
+    clips = drawn(plots.group_norms([clipjax.metrics(state)]))
+    assert {name: round(y[0], 3) for name, (_, y) in clips.items()} == {"*": 2.0, "layer_1": 1.414}
     few = plots.group_norms({f"g{i}": [1.0, 2.0] for i in range(12)})
     assert len({(line.get_color(), line.get_linestyle()) for line in few.lines}) == 12
     many = plots.group_norms({f"g{i}": [1.0, i] for i in range(200)}, ax=few.figure.add_subplot())

@@ -101,6 +101,9 @@ def test_debug_nans_finds_nothing_at_zero() -> None:
 
     with jax.debug_nans(True):
         jax.jit(jax.value_and_grad(loss))(zeros)
+        with jax.disable_jit():  # as one looks for a NaN of one's own
+            for grads in (zeros, at(0)):
+                loss(grads)
 
 
 def test_without_jit_and_with_checkpoint() -> None:
