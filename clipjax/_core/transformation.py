@@ -163,7 +163,8 @@ def check_state(name: str, kind: type[Any], state: Any) -> None:
 def check_transformation(name: str, value: Any) -> Any:
     """Return a gradient transformation, or raise an error that says what it is instead."""
     if not isinstance(value, optax.GradientTransformation):
-        hint = f": call it, as in {getattr(value, '__name__', 'it')}(...)" if callable(value) else ""
+        called = f"{getattr(value, '__name__', 'it')}(...)"
+        hint = f": call it, as in {called}; functions of weights go into clipjax.project" if callable(value) else ""
         if isinstance(value, optax.MultiSteps):
             hint = ": write .gradient_transformation() after it"
         raise TypeError(f"{name} must be a gradient transformation, got {short_repr(value)}{hint}")
