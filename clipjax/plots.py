@@ -148,7 +148,7 @@ def _per_step(name: str, values: Any, shape: tuple[int, ...] | None = None) -> n
         raise TypeError(f"{name} must be numbers, one for each step, got {_core.short_repr(values)}") from error
     array = array if array.ndim or not shape else np.full(shape, array)
     if array.ndim != 1 or not array.size or array.shape != (shape or array.shape):
-        raise ValueError(f"{name} must have shape {shape or '(steps,)'}, got {array.shape}")
+        raise ValueError(f"{name} must have shape {shape or '(steps,), with at least one'}, got {array.shape}")
     return array
 
 

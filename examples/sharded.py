@@ -58,7 +58,7 @@ def train(mesh, steps, images, labels):
     )
     shardings = {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
     params = jax.device_put(first_params(), shardings)
-    state = jax.jit(tx.init)(params)
+    state = tx.init(params)
     of_batch = NamedSharding(mesh, PartitionSpec("data"))
 
     @jax.jit

@@ -140,7 +140,8 @@ def matching(*patterns: str) -> Callable[[Any], Any]:
     """Make a mask from path patterns, for `optax.masked`.
 
     A pattern is a glob for the whole path of a leaf, such as `"encoder/*"`, or for its last components, such
-    as `"kernel"` or `"Dense_*/kernel"`. One that begins with a slash is for the whole path only.
+    as `"kernel"` or `"Dense_*/kernel"`. One that begins with a slash is for the whole path only. `*` matches
+    slashes, too: `"Dense*"` is for all that is inside of `Dense_0`.
 
     Args:
       *patterns: one or several; a leaf is chosen if one of them matches it.

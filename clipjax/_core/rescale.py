@@ -21,9 +21,12 @@ def margin(dtype: Any) -> float:
     return (2.0**-48 if wide(dtype) == np.float64 else 2.0**-20) + (float(info.eps) / 2 if info.bits < 32 else 0)
 
 
-def factor_to(bound: Any, norm: jax.Array, dtype: Any = np.float32) -> jax.Array:
-    """Return 1 inside the bound, else a little less than bound / norm; NaN for a norm that is not finite."""
-    bound = jnp.asarray(bound, norm.dtype)
+def factor_to(bound: Any, norm: jax.Array, dtype: Any = None) -> jax.Array:
+    """Return 1 inside the bound, else a little less than bound / norm; NaN for a norm that is not finite.
+
+    How much less depends on the dtype of the leaf; None is that of the norm.
+    """
+    bound, dtype = jnp.asarray(bound, norm.dtype), norm.dtype if dtype is None else dtype
     inside = (norm <= bound) & (norm < jnp.inf)
     return _quotient(inside, bound * (1 - margin(dtype)), norm)
 

@@ -60,7 +60,7 @@ def clip_by_norm(
     Args:
       max_norm: the bound: a number, an array that broadcasts to the norms, whose reduced axes have size 1, or a
         schedule.
-      axes: the axes that are reduced. None: each leaf has one norm.
+      axes: the axes that are reduced, where ints are for leaves of rank 2 and more. None: each leaf has one norm.
       ord: the order of the norm: 1, 2 (the default), any p >= 1, or `jax.numpy.inf`.
 
     Returns:
@@ -93,7 +93,7 @@ def clip_by_rms(threshold: optax.ScalarOrSchedule, *, axes: Axes = None) -> opta
 
     Args:
       threshold: the bound on the RMS: a number, an array that broadcasts to the units, or a schedule.
-      axes: the axes that are reduced. None: each leaf has one RMS.
+      axes: the axes that are reduced, as in :func:`clip_by_norm`. None: each leaf has one RMS.
 
     Returns:
       A transformation with the metrics of a clip; `norm` is the largest RMS.

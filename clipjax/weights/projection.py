@@ -45,30 +45,30 @@ class Projection(_TheirClass):
     def __init__(
         self,
         name: str,
-        constrain: Callable[..., Any],
+        function: Callable[..., Any],
         *,
         counts: bool = False,
         axes: Any = _core.SKIP,
         check: Any = None,
     ) -> None:
-        """Make a projection from `constrain(params, step)`; `counts` if it depends on the step.
+        """Make a projection from `function(params, step)`; `counts` if it depends on the step.
 
         `axes` are those of the units that it rescales, if it does. If it needs more than the weights,
-        `constrain(params, step, **extra)` gets what is given to `update`, and `check(params)` raises the errors of
+        `function(params, step, **extra)` gets what is given to `update`, and `check(params)` raises the errors of
         `init`, where that is not known yet.
         """
 
-        def checked(params: Any, step: Any, **extra: Any) -> Any:
+        def constrain(params: Any, step: Any, **extra: Any) -> Any:
             leaves, rebuild = _core.leaves_of(params)
             params = rebuild([leaf.value for leaf in leaves])  # JAX's, so that what is not changed is the same object
-            wanted = constrain(params, step, **extra)
+            wanted = function(params, step, **extra)
             _check_are_weights(params, wanted)
             return wanted
 
         def init(params: Any) -> Any:
             _core.leaves_of(params)
             if check is None:  # for its errors
-                jax.eval_shape(lambda tree: checked(tree, jnp.zeros((), np.int32) if counts else None), params)
+                jax.eval_shape(lambda tree: constrain(tree, jnp.zeros((), np.int32) if counts else None), params)
             else:
                 check(params)
             return ProjectionState(jnp.zeros((), np.int32)) if counts else optax.EmptyState()
@@ -79,14 +79,13 @@ class Projection(_TheirClass):
             params = _core.params_for(name, updates, params)
             (before, as_params), (changes, as_updates) = _core.leaves_of(params), _core.leaves_of(updates)
             summed = [applied(p.value, u.value) for p, u in zip(before, changes, strict=True)]
-            wanted = checked(as_params(summed), state.step if counts else None, **(extra if check else {}))
+            wanted = constrain(as_params(summed), state.step if counts else None, **(extra if check else {}))
             each = zip(_core.leaves_of(wanted)[0], summed, before, changes, strict=True)
             steps = as_updates([_step_to(new.value, old, p.value, u.value) for new, old, p, u in each])
             return steps, ProjectionState(optax.safe_increment(state.step)) if counts else state
 
-        self.name, self.unchecked, self.counts, self.axes, self.check = name, constrain, counts, axes, check
-        self.constrain = checked
-        self.init, self.update = init, update
+        self.name, self.function, self.counts, self.axes, self.check = name, function, counts, axes, check
+        self.constrain, self.init, self.update = constrain, init, update
 
     def __call__(self, params: T, step: Any = None, **extra: Any) -> T:
         """Project weights; `step` is needed if a bound is a schedule."""
@@ -104,7 +103,7 @@ class Projection(_TheirClass):
 
     def __reduce__(self) -> Any:
         made = functools.partial(Projection, counts=self.counts, axes=self.axes, check=self.check)
-        return made, (self.name, self.unchecked)
+        return made, (self.name, self.function)
 
 
 def is_projection(value: Any) -> bool:
@@ -211,7 +210,11 @@ def as_projection(name: str, function: Any) -> Projection:
         )
 
     def constrain(params: Any, step: Any) -> Any:
-        projected = function(params)
+        try:
+            projected = function(params)
+        except TypeError as error:
+            error.add_note("The function gets the whole tree of weights; for each leaf, use jax.tree.map in it.")
+            raise
         given: Any
         given, returned = jax.tree.structure(params), jax.tree.structure(projected)
         if returned != given:

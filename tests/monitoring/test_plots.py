@@ -96,7 +96,7 @@ def test_units_are_sorted_and_those_at_the_bound_are_counted() -> None:
 def test_what_cannot_be_drawn_is_an_error() -> None:
     plt.close("all")  # those of other tests in this process
     for draw, value, error in (
-        (plots.norms, [], r"norms must have shape \(steps,\), got \(0,\)"),
+        (plots.norms, [], r"norms must have shape \(steps,\), with at least one, got \(0,\)"),
         (lambda x: plots.norms([1.0], threshold=x), [1.0, 2.0], r"threshold must have shape \(1,\), got \(2,\)"),
         (plots.group_norms, {"a": [1.0], "b": [1.0, 2.0]}, r"equally many steps, got \['a', 'b'\]"),
         (plots.group_norms, [], r"equally many steps, got \[\]"),
