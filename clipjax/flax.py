@@ -123,11 +123,12 @@ def _nnx_params(model: nnx.Module, wrt: Any) -> Iterator[Param]:
                 break
             if isinstance(node, nnx.Module):
                 layer, depth = node, i + 1
-        name, own_shape = _core.path_name(path[depth:]), _own_shape(layer, leaf.shape)
+        name = _core.path_name(path[depth:])
+        own_shape = _own_shape(layer, name, leaf.shape)
         yield Param(_core.path_name(path), leaf.shape, layer, name, _axes(layer, name), own_shape)
 
 
-def _own_shape(layer: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
+def _own_shape(layer: Any, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape of a layer's kernel before layers are stacked; of other layers the given shape."""
     match layer:
         case nnx.Linear():
@@ -138,6 +139,8 @@ def _own_shape(layer: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
             return tuple(layer.kernel_shape)
         case nnx.Embed():
             return (layer.num_embeddings, layer.features)
+        case nnx.LoRA():
+            return (layer.in_features, *shape[-1:]) if name == "lora_a" else (*shape[-2:-1], layer.out_features)
     return shape
 
 

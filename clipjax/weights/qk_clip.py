@@ -154,7 +154,13 @@ def _scales(sides: list[_Side], factor: jax.Array) -> list[jax.Array]:
         last = (count,) if alone else (count, 1)
         shapes.append((*stack, *(1,) * (len(own) - len(last)), *last))
     shared_by = heads // max(max(counts[False]), 1)
-    if counts[True] != {heads} or not heads or any(count * shared_by != heads for count in counts[False]):
+    has_kernel = any(side.is_query and side.leaf.value.ndim >= len(stack) + 3 for side in sides)
+    if (
+        not has_kernel
+        or counts[True] != {heads}
+        or not heads
+        or any(count * shared_by != heads for count in counts[False])
+    ):
         found = ", ".join(str(side.leaf) for side in sides)
         raise ValueError(
             f"max_logits: shape {factor.shape} does not fit {found}. It must be (heads,), or (layers, heads) "

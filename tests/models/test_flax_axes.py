@@ -166,6 +166,9 @@ def test_an_nnx_model_in_a_projection() -> None:
     assert unit_axes(model, wrt=nnx.LoRAParam) == {"head/lora_a": (0,), "head/lora_b": (0,)}
     with pytest.raises(ValueError, match=r"w/0 of shape \(2, 3\): '0' of List, which is not known"):
         unit_axes(model)
+    model.head.in_features = 3
+    with pytest.raises(ValueError, match=r"head/lora_a.*of LoRA, itself of shape \(3, 2\): which axes"):
+        unit_axes(model, wrt=nnx.LoRAParam)
     model.stack.in_features = 3  # as if the stack were along the axis 1
     with pytest.raises(ValueError, match=r"stack/kernel.*of Linear, itself of shape \(3, 5\): which axes"):
         unit_axes(model)

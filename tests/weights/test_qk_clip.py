@@ -164,6 +164,9 @@ def test_errors() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             qk_clip()({"a": layer(key_heads)}, max_logits=logits)
+    kernels = {name: side["kernel"] for name, side in layer(HEADS).items()}
+    with pytest.raises(ValueError, match="does not fit"):  # logits of a batch: kernels are no stack of biases
+        qk_clip()(kernels, max_logits=np.ones((WIDTH, HEADS)))
     for names in ({"query": "a/b"}, {"key": ""}, {"query": "key"}, {"key": None}):
         with pytest.raises(ValueError, match="query and key must be two components"):
             qk_clip(**names)  # type: ignore[arg-type]
