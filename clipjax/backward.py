@@ -147,7 +147,7 @@ def _with_gradient(change: Callable[..., Any], tree: T, *bounds: Any) -> T:
 def scale_gradient(x: T, factor: ArrayLike) -> T:
     """Return `x`, and multiply its gradient by `factor`.
 
-    A factor of -1 reverses the gradient, as domain-adversarial training does; 0 stops it.
+    A factor of -1 reverses the gradient, as domain-adversarial training does; 0 stops it, except NaN.
 
     Args:
       x: a pytree of arrays.

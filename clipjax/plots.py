@@ -189,7 +189,8 @@ def _lines(ax: Any, lines: dict[str, Any], what: str, bound: float = np.inf) -> 
         style: dict[str, Any] = {"color": _COLORS[i % 6], "linewidth": 1.2}
         if len(lines) > 6:
             style = {"color": plt.get_cmap("viridis")(0.9 * i / len(lines)), "linewidth": 0.8, "alpha": 0.8}
-        _line(ax, *lines[name], label=name if i in named else f"_{name}", **style)
+        label = f" {name}" if name.startswith("_") else name  # labels that begin with "_" are not in the legend
+        _line(ax, *lines[name], label=label if i in named else f"_{name}", **style)
     title = [f"{len(named)} of {len(lines)} {what}"] if many else []
     if bound < np.inf:
         ax.axhline(bound, c=plt.rcParams["text.color"], zorder=1.5, label=f"radius {bound:.4g}", **_BOUND)

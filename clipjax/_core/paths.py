@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import glob
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -103,7 +104,7 @@ def first_matches(argument: str, patterns: Sequence[str], tree: Any, *, in_order
     """
     found = with_paths(tree, _is_absent)
     names = [path_name(path) for path, _ in found]  # two may be the same: those of {"a/b": x, "a": {"b": y}}
-    each = [[pattern for pattern in patterns if matches(pattern, name)] for name in names]
+    each = _all_matches(patterns, names)
     first = [which[0] if which else None for which in each]
     if names and not any(isinstance(node, optax.MaskedNode) for _, node in found):
         used = set(itertools.chain(*each))
@@ -116,6 +117,20 @@ def first_matches(argument: str, patterns: Sequence[str], tree: Any, *, in_order
         if in_order and (late := set(patterns) - set(first)):
             raise ValueError(f"{argument}: {a_few(sorted(late))} comes after patterns that match all of its leaves")
     return [which for which, (_, node) in zip(first, found, strict=True) if not _is_absent(node)]
+
+
+def _all_matches(patterns: Sequence[str], names: Sequence[str]) -> list[list[str]]:
+    """Return the patterns that match each name, in their order.
+
+    Those without wildcards are looked up: `unit_axes` has one for each leaf, and would take quadratic time.
+    """
+    place, globs = {pattern: i for i, pattern in enumerate(patterns)}, [p for p in patterns if glob.has_magic(p)]
+    each = []
+    for name in names:
+        ends = {f"/{name}", *(name.split("/", i)[-1] for i in range(name.count("/") + 1))}
+        found = {*(end for end in ends if end in place), *(p for p in globs if matches(p, name))}
+        each.append(sorted(found, key=place.__getitem__))
+    return each
 
 
 def _is_absent(node: Any) -> bool:

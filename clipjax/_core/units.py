@@ -91,7 +91,7 @@ def clip_units(
     name: str = "max_norm",
     size_of: Callable[[Units], Any] = lambda units: 1,
 ) -> tuple[Any, Metrics]:
-    """Clip the norm of each unit, divided by its size, to a bound.
+    """Clip the norm of each unit, divided by `size_of` the unit, to a bound.
 
     Where the bound is one number, the largest norm decides the metrics, so that they cost one reduction a leaf.
     """

@@ -111,15 +111,15 @@ def adagc(
         bounds, factors, after, new_gammas = [], [], [], []
         for units, n, gamma in zip(each, norms, gammas, strict=True):
             is_known = gamma < jnp.inf
-            known = jnp.where(is_known, gamma, n)
-            bound = jnp.where(is_known, ratio.astype(n.dtype) * known, jnp.inf)
+            usual = jnp.where(is_known, gamma, n)
+            bound = jnp.where(is_known, ratio.astype(n.dtype) * usual, jnp.inf)
             most = jnp.where(warming, cap.astype(n.dtype), bound)
             factor = _core.factor_to(most, jnp.where(warming, total.astype(n.dtype), n), units.leaf.value.dtype)
             values[units.place] = _core.rescale(units.leaf.value, factor)
 
             n_after = jnp.where(warming, n * tree_factor.astype(n.dtype), jnp.minimum(n, bound))
             entering = n_after if warmup_norms == "after" else jnp.where(warming, n, n_after)
-            average = decay * known + (1 - decay) * entering
+            average = decay * usual + (1 - decay) * entering
             new = jnp.where(warming, jnp.minimum(gamma, entering), average)
             new_gammas.append(jnp.where(entering > 0, new, gamma))
             bounds.append(bound)

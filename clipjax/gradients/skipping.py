@@ -80,7 +80,7 @@ def skipping(
             "nonfinite_loss_count": bad_loss,
             **verdict.counts,
             "skipped_last": ~taken,
-            # Unchanged while bad steps are taken, so that all are taken until one is fine.
+            # It stays at `max_consecutive`, so that bad steps are taken until a fine one makes it 0.
             "skipped_in_a_row": jnp.where(fine, 0, in_a_row + (~taken).astype(np.int32)),
         }
         counted = {f"{name}/{key}": x.astype(np.int32) for key, x in metrics.items()}

@@ -55,7 +55,7 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
         if each:
             each[f"{name}/steps"] = _array(state.step)
         found |= {label + key.removeprefix(name): value for key, value in each.items()}
-    return found
+    return dict(sorted(found.items()))  # as those that a jitted function returns
 
 
 def _states_in(tree: Any) -> Iterator[_core.MetricsState]:

@@ -97,9 +97,12 @@ def _layers_of(params: Any, query: str, key: str) -> dict[str, list[_Side]]:
             side = _Side(i, leaf, parts[at] == query, "/".join(parts[at + 1 :]))
             found.setdefault("/".join(parts[:at]), []).append(side)
     layers = {path: sides for path, sides in found.items() if len({side.is_query for side in sides}) == 2}
+    layers = {path: sides for path, sides in layers.items() if max(s.leaf.value.ndim for s in sides if s.is_query) > 2}
     if leaves and not layers:
-        paths = _core.a_few([leaf.name for leaf in leaves])
-        raise ValueError(f"query, key: no layer has both {query!r} and {key!r}. The paths are: {paths}")
+        raise ValueError(
+            f"query, key: no layer has both {query!r} and {key!r}, with kernels (in, heads, head_dim): reshape others "
+            f"first. The leaves are: {_core.a_few(leaves)}"
+        )
     return layers
 
 

@@ -95,6 +95,7 @@ def test_metrics_of_a_clip(row: Row) -> None:
     found = clipjax.metrics(row.make(BOUND).init(TREE))
     keys = {"norm", "norm_after", "scale", "clipped_fraction", "nonfinite_count", "steps"}
     assert {f"{row.name}/{key}" for key in keys} <= set(found)
+    assert list(found) == sorted(found)  # as after a jitted step
     assert all(x.shape == () for x in found.values())
     assert ("threshold" in {key.split("/")[-1] for key in found}) == (row not in STATELESS)
 

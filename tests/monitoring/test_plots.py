@@ -91,6 +91,8 @@ def test_units_are_sorted_and_those_at_the_bound_are_counted() -> None:
     assert found["radius 1.5"][1] == [1.5, 1.5]
     assert list(drawn(plots.unit_norms({"w": jnp.zeros((2, 3))}, radius=0))) == ["w (100%)", "radius 0"]
     assert list(drawn(plots.unit_norms(params, axes={"a": 1}))) == ["a"]
+    hidden = plots.unit_norms({"_w": jnp.ones((2, 3))})  # as Matplotlib would hide it
+    assert [text.get_text() for text in hidden.legend_.get_texts()] == [" _w"]
 
 
 def test_what_cannot_be_drawn_is_an_error() -> None:

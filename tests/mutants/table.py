@@ -96,7 +96,7 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     ],
     "_core/paths.py": [
         ('pattern if whole else f"*/{pattern}"', 'f"/{pattern.lstrip(\'/\')}"', AXES),
-        ("for pattern in patterns if matches(", "for pattern in reversed(patterns) if matches(", AXES),
+        ("sorted(found, key=place.__getitem__)", "sorted(found, key=place.__getitem__, reverse=True)", AXES),
         ("zip(first, found, strict=True) if not _is_absent(node)]", "zip(first, found, strict=True)]", LEAVES),
     ],
     "gradients/clips.py": [

@@ -170,8 +170,11 @@ def test_errors() -> None:
     for names in ({"query": "a/b"}, {"key": ""}, {"query": "key"}, {"key": None}):
         with pytest.raises(ValueError, match="query and key must be two components"):
             qk_clip(**names)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"query, key: no layer has both 'q' and 'key'. The paths are: key/bias"):
+    with pytest.raises(ValueError, match=r"query, key: no layer has both 'q' and 'key', .*: leaf 'key/bias' of shape"):
         qk_clip(query="q").init(layer(HEADS))
+    flat = {name: jnp.ones((WIDTH, WIDTH)) for name in ("query", "key")}
+    with pytest.raises(ValueError, match=r"kernels \(in, heads, head_dim\): .* leaf 'query' of shape \(16, 16\)"):
+        qk_clip().init(flat)
     with pytest.raises(ValueError, match="threshold must be at least 0"):
         qk_clip(-1.0)
     with pytest.raises(ValueError, match=r"threshold must broadcast to shape .4,., for the logits of ''"):
