@@ -21,7 +21,7 @@ def qk_clip(threshold: optax.ScalarOrSchedule = 100.0, *, query: str = "query", 
     S then becomes `threshold`, as a logit is linear in each of the two. Kernels are (in, heads, head_dim) and
     biases (heads, head_dim), as in Flax. A key may have fewer heads than the query, or no axis for them: each
     of its heads serves equally many consecutive query heads, is scaled for the largest of their logits, and
-    each query head is scaled by the rest.
+    each query head is scaled by the rest, but never up: a head inside the threshold may lose by its neighbors.
 
     Args:
       threshold: the largest logit: a number, an array that broadcasts to the logits, or a schedule.
