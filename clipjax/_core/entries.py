@@ -13,6 +13,7 @@ from clipjax._core.bounds import broadcastable
 from clipjax._core.norms import is_float, largest, nan_unless, norm, warn_if_local
 from clipjax._core.paths import Leaf
 from clipjax._core.rescale import factor_to, rescale, weak_like
+from clipjax._core.units import metrics_of
 
 
 def inward(limit: Any, dtype: Any, toward: float) -> Any:
@@ -66,5 +67,4 @@ def metrics_of_entries(before: list[jax.Array], after: list[jax.Array], bound: A
         changes = (jnp.any((x != y) & (x == x)) for x, y in zip(before, after, strict=True))
         clipped = largest(change.astype(np.float32) for change in changes) > 0
     scale, finite = jnp.where(rest < size, rest, 1) / jnp.where(rest < size, size, 1), size < jnp.inf
-    rest, scale = (nan_unless(finite, x) for x in (rest, scale))
-    return {"norm": size, "norm_after": rest, "scale": scale, "clipped": clipped & finite}
+    return metrics_of(size, nan_unless(finite, scale), rest) | {"clipped": clipped & finite}

@@ -59,8 +59,6 @@ class Projection(_TheirClass):
         """
 
         def constrain(params: Any, step: Any, **extra: Any) -> Any:
-            leaves, rebuild = _core.leaves_of(params)
-            params = rebuild([leaf.value for leaf in leaves])  # JAX's, so that what is not changed is the same object
             wanted = function(params, step, **extra)
             _check_are_weights(params, wanted)
             return wanted
@@ -93,7 +91,8 @@ class Projection(_TheirClass):
             raise TypeError(f"{self} takes params and step, got {', '.join(extra)}, too")
         if step is not None and not (_core.is_real(step) and np.ndim(step) == 0):
             raise TypeError(f"step must be a number, got {_core.short_repr(step)}")
-        return self.constrain(params, step, **extra)
+        leaves, rebuild = _core.leaves_of(params)  # JAX's arrays, of which those that do not change stay the same
+        return self.constrain(rebuild([leaf.value for leaf in leaves]), step, **extra)
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.init, self.update))

@@ -96,14 +96,18 @@ def _layers_of(params: Any, query: str, key: str) -> dict[str, list[_Side]]:
         if at is not None and _core.is_float(leaf.value):
             side = _Side(i, leaf, parts[at] == query, "/".join(parts[at + 1 :]))
             found.setdefault("/".join(parts[:at]), []).append(side)
-    layers = {path: sides for path, sides in found.items() if len({side.is_query for side in sides}) == 2}
-    layers = {path: sides for path, sides in layers.items() if max(s.leaf.value.ndim for s in sides if s.is_query) > 2}
+    layers = {path: sides for path, sides in found.items() if len({s.is_query for s in sides}) == 2 and _kernels(sides)}
     if leaves and not layers:
         raise ValueError(
             f"query, key: no layer has both {query!r} and {key!r}, with kernels (in, heads, head_dim): reshape others "
             f"first. The leaves are: {_core.a_few(leaves)}"
         )
     return layers
+
+
+def _kernels(sides: list[_Side], stacked: int = 0) -> list[_Side]:
+    """Return the kernels (in, heads, head_dim) of queries, behind the axes of a stack."""
+    return [side for side in sides if side.is_query and side.leaf.value.ndim >= stacked + 3]
 
 
 def _by_layer(max_logits: Any, layers: dict[str, list[_Side]]) -> list[tuple[str, jax.Array, list[_Side]]]:
@@ -157,13 +161,8 @@ def _scales(sides: list[_Side], factor: jax.Array) -> list[jax.Array]:
         last = (count,) if alone else (count, 1)
         shapes.append((*stack, *(1,) * (len(own) - len(last)), *last))
     shared_by = heads // max(max(counts[False]), 1)
-    has_kernel = any(side.is_query and side.leaf.value.ndim >= len(stack) + 3 for side in sides)
-    if (
-        not has_kernel
-        or counts[True] != {heads}
-        or not heads
-        or any(count * shared_by != heads for count in counts[False])
-    ):
+    heads_fit = counts[True] == {heads} and heads and all(count * shared_by == heads for count in counts[False])
+    if not (heads_fit and _kernels(sides, len(stack))):
         found = ", ".join(str(side.leaf) for side in sides)
         raise ValueError(
             f"max_logits: shape {factor.shape} does not fit {found}. It must be (heads,), or (layers, heads) "
