@@ -4,7 +4,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from clipjax import functional
-from clipjax._core import SKIP, fan_in, fan_in_or_all, matching, with_metrics
+from clipjax._core.transformation import with_metrics
+from clipjax._core.units import SKIP, fan_in, fan_in_or_all
 from clipjax.backward import (
     clip_gradient_by_global_norm,
     clip_gradient_by_norm,
@@ -22,6 +23,7 @@ from clipjax.gradients.relative import adaptive_grad_clip
 from clipjax.gradients.spikes import skip_spikes
 from clipjax.gradients.tangent_cone import tangent_cone
 from clipjax.gradients.zclip import clip_by_lognormal, zclip
+from clipjax.matching import matching
 from clipjax.monitoring.metrics import metrics
 from clipjax.monitoring.norm_log import NormLog
 from clipjax.monitoring.record_norms import record_norms
@@ -32,7 +34,7 @@ from clipjax.weights.qk_clip import qk_clip
 from clipjax.weights.spectral import spectral_cap
 from clipjax.weights.violations import violations
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "SKIP",
@@ -77,29 +79,11 @@ __all__ = [
     "zero_nonfinite",
 ]
 
-_INSTEAD = {
-    "Axes": "plain ints, tuples, rules and mappings",
-    "Bound": "jax.typing.ArrayLike or optax.Schedule",
-    "Projection": "clipjax.project, which makes one from a function",
-    "Replay": "NormLog.suggest(), which returns a dict",
-    "Suggestion": "NormLog.suggest(), which returns a dict",
-    "Violation": "clipjax.violations",
-    "clip_by_moving_max": "clip_by_quantile or clip_by_value",
-    "clip_by_spectral_norm": "spectral_cap, for weights",
-    "fan_in_or_whole": "fan_in_or_all",
-    "hyperball": "chain(optax.adam(...), min_max_norm(radius, radius))",
-    "normalize_by_moving_norm": "zclip or autoclip",
-    "raise_if_skipping": 'metrics(state)["skip_nonfinite/skipped_in_a_row"]',
-    "tangent_space": "tangent_cone",
-    "verify": "violations",
-}
-
 
 if not TYPE_CHECKING:  # type checkers would accept any name
 
     def __getattr__(name: str) -> Any:
-        """Import what needs more packages on first use; for names of version 0.1, say what to write instead."""
+        """Import what needs more packages on first use."""
         if name in ("flax", "equinox", "plots"):
             return importlib.import_module(f"clipjax.{name}")
-        instead = f": since version 0.2, use {_INSTEAD[name]}" if name in _INSTEAD else ""
-        raise AttributeError(f"module 'clipjax' has no attribute {name!r}{instead}")
+        raise AttributeError(f"module 'clipjax' has no attribute {name!r}")

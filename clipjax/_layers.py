@@ -6,7 +6,7 @@ import glob
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from clipjax import _core
+from clipjax._core import bounds, trees, units
 
 
 class Param(NamedTuple):
@@ -16,7 +16,7 @@ class Param(NamedTuple):
     shape: tuple[int, ...]
     layer: Any
     name: str  # in the layer
-    axes: tuple[int, ...] | _core.Skip | None  # those to reduce, counted from the right; None if they are unknown
+    axes: tuple[int, ...] | units.Skip | None  # those to reduce, counted from the right; None if they are unknown
     own_shape: tuple[int, ...]  # the last sizes of `shape`, as the layer says
 
     @property
@@ -34,10 +34,10 @@ class Param(NamedTuple):
 def axes_by_path(params: Iterable[Param], other: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the axes of each parameter, by a pattern that is its path; `other` wins over what is known."""
     if not isinstance(other, Mapping | None):
-        raise TypeError(f"other must be a mapping from path patterns to axes, got {_core.short_repr(other)}")
-    other = _core.check_axes(other, "other") if other else {}
+        raise TypeError(f"other must be a mapping from path patterns to axes, got {bounds.short_repr(other)}")
+    other = units.check_axes(other, "other") if other else {}
     by_path = {param.path: param for param in params}
-    patterns = _core.first_matches("other", list(other), dict.fromkeys(by_path, 0))
+    patterns = trees.first_matches("other", list(other), dict.fromkeys(by_path, 0))
     axes: dict[str, Any] = {}
     mistakes = []
     for path, pattern in zip(sorted(by_path), patterns, strict=True):  # as JAX sorts the keys of a dict

@@ -14,8 +14,8 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from clipjax import _core
-from clipjax._core import Axes
+from clipjax import _checks, functional
+from clipjax._core import bounds, clipping, norms, trees, units
 
 T = TypeVar("T")
 
@@ -42,17 +42,12 @@ def clip_gradient_by_value(x: T, low: ArrayLike, high: ArrayLike) -> T:
       >>> float(jax.grad(loss)(2.0))
       1.0
     """
-    low, high = _core.constant("low", low, -np.inf), _core.constant("high", high, -np.inf)
-    _core.check_order(low, high)
-
-    def clip(gradient: Any, low: Any, high: Any) -> Any:
-        leaves, rebuild = _core.leaves_of(gradient)
-        return rebuild([_core.clip_entries(leaf, low, high) for leaf in leaves])
-
-    return _with_gradient(clip, x, low, high)
+    low, high = bounds.check_constant("low", low, -np.inf), bounds.check_constant("high", high, -np.inf)
+    _checks.check_order(low, high)
+    return _with_gradient(functional.clip_by_value, x, low, high)
 
 
-def clip_gradient_by_norm(x: T, max_norm: ArrayLike, axes: Axes = None) -> T:
+def clip_gradient_by_norm(x: T, max_norm: ArrayLike, axes: units.Axes = None) -> T:
     """Return `x`, and clip the norm of its gradient: of each leaf, or of each unit along `axes`.
 
     In a recurrent network it clips at every step. Under `vmap` each example is clipped alone.
@@ -79,12 +74,8 @@ def clip_gradient_by_norm(x: T, max_norm: ArrayLike, axes: Axes = None) -> T:
       >>> print(jax.grad(loss)(jnp.ones(2)).round(3))
       [0.6 0.8]
     """
-    axes = _core.literal_axes(axes)
-    return _with_gradient(
-        lambda gradient, bound: _core.clip_units(gradient, axes, bound)[0],
-        x,
-        _core.constant("max_norm", max_norm),
-    )
+    bound = bounds.check_constant("max_norm", max_norm)
+    return _with_gradient(lambda gradient, bound: functional.clip_by_norm(gradient, bound, axes), x, bound)
 
 
 def clip_gradient_by_global_norm(tree: T, max_norm: ArrayLike) -> T:
@@ -110,26 +101,26 @@ def clip_gradient_by_global_norm(tree: T, max_norm: ArrayLike) -> T:
       >>> print(gradient["a"].round(3), gradient["b"].round(3))
       0.6 0.8
     """
-    bound = _core.constant("max_norm", max_norm, scalar=True)
-    return _with_gradient(lambda gradient, bound: _core.clip_tree(gradient, bound)[0], tree, bound)
+    bound = bounds.check_constant("max_norm", max_norm, scalar=True)
+    return _with_gradient(lambda gradient, bound: functional.clip_by_global_norm(gradient, bound)[0], tree, bound)
 
 
-def _with_gradient(change: Callable[..., Any], tree: T, *bounds: Any) -> T:
-    """Return a tree whose gradient becomes `change(gradient, *bounds)`; None stands for leaves without one."""
-    leaves, rebuild = _core.leaves_of(tree)
-    kinds, floats = [_core.is_float(leaf.value) for leaf in leaves], _core.floats_of(tree)
+def _with_gradient(change: Callable[..., Any], tree: T, *limits: Any) -> T:
+    """Return a tree whose gradient becomes `change(gradient, *limits)`; None stands for leaves without one."""
+    leaves, rebuild = trees.leaves_of(tree)
+    kinds, floats = [trees.is_float(leaf.value) for leaf in leaves], trees.floats_of(tree)
 
     def as_tree(values: Any) -> Any:
         rest = iter(values)
         return rebuild([next(rest) if kind else None for kind in kinds])
 
     # Arrays are arguments, since a custom derivative must not close over tracers; numbers stay exact.
-    arrays = {i: bound for i, bound in enumerate(bounds) if isinstance(bound, jax.Array)}
-    numbers = {i: bound for i, bound in enumerate(bounds) if i not in arrays}
+    arrays = {i: bound for i, bound in enumerate(limits) if isinstance(bound, jax.Array)}
+    numbers = {i: bound for i, bound in enumerate(limits) if i not in arrays}
 
     def changed(arrays: dict[int, Any], gradient: Any) -> list[Any]:
         every = {**numbers, **arrays}
-        return _core.floats_of(change(as_tree(gradient), *(every[i] for i in range(len(bounds)))))
+        return trees.floats_of(change(as_tree(gradient), *(every[i] for i in range(len(limits)))))
 
     @jax.custom_vjp
     def identity(floats: list[Any], arrays: dict[int, Any]) -> list[Any]:
@@ -139,7 +130,7 @@ def _with_gradient(change: Callable[..., Any], tree: T, *bounds: Any) -> T:
         return changed(arrays, gradient), None
 
     identity.defvjp(lambda floats, arrays: (floats, arrays), backward)
-    jax.eval_shape(changed, arrays, floats)  # for its errors
+    jax.eval_shape(changed, arrays, floats)  # raises its errors now
     rest = iter(identity(floats, arrays))
     return rebuild([next(rest) if kind else leaf.value for kind, leaf in zip(kinds, leaves, strict=True)])
 
@@ -167,16 +158,16 @@ def scale_gradient(x: T, factor: ArrayLike) -> T:
       >>> float(jax.grad(lambda x: clipjax.scale_gradient(x, 5.0))(2.0))
       5.0
     """
-    value = _core.constant("factor", factor, -np.inf)
+    value = bounds.check_constant("factor", factor, -np.inf)
     if not isinstance(value, jax.core.Tracer) and not np.isfinite(value).all():
-        raise ValueError(f"factor must be finite, got {_core.short_repr(factor)}")
-    leaves, rebuild = _core.leaves_of(x)
+        raise ValueError(f"factor must be finite, got {bounds.short_repr(factor)}")
+    leaves, rebuild = trees.leaves_of(x)
 
     def scale(leaf: Any) -> Any:
-        if not _core.is_float(leaf.value):
+        if not trees.is_float(leaf.value):
             return leaf.value
-        fitting = _core.broadcastable("factor", value, leaf.value, leaf)
-        return _scaled(leaf.value, jnp.asarray(fitting, _core.wide(leaf.value.dtype)))
+        fitting = bounds.fit_bound("factor", value, leaf.value, leaf)
+        return _scaled(leaf.value, jnp.asarray(fitting, norms.sum_dtype(leaf.value.dtype)))
 
     return rebuild([scale(leaf) for leaf in leaves])
 
@@ -190,7 +181,7 @@ def _scaled(x: jax.Array, factor: jax.Array) -> jax.Array:
 @_scaled.defjvp
 def _scaled_jvp(primals: Any, tangents: Any) -> Any:
     x, factor = primals
-    return _scaled(x, factor), _core.rescale(jnp.asarray(tangents[0]), factor)
+    return _scaled(x, factor), clipping.rescale(jnp.asarray(tangents[0]), factor)
 
 
 def replace_gradient(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -221,18 +212,18 @@ def replace_gradient(forward: Callable[..., Any], backward: Callable[..., Any]) 
     """
     for name, given in (("forward", forward), ("backward", backward)):
         if not callable(given):
-            raise TypeError(f"{name} must be a function, got {_core.short_repr(given)}")
+            raise TypeError(f"{name} must be a function, got {bounds.short_repr(given)}")
 
     def function(*args: Any, **kwargs: Any) -> Any:
         fixed_args, fixed_kwargs = jax.tree.map(_without_gradient, (args, kwargs))
-        values, rebuild = _core.leaves_of(forward(*fixed_args, **fixed_kwargs))
-        others, _ = _core.leaves_of(backward(*args, **kwargs))
+        values, rebuild = trees.leaves_of(forward(*fixed_args, **fixed_kwargs))
+        others, _ = trees.leaves_of(backward(*args, **kwargs))
         kinds = [[(x.name, x.value.shape, x.value.dtype) for x in each] for each in (values, others)]
         if kinds[0] != kinds[1]:
             shown = " and ".join(str([f"{name} {dtype}{list(shape)}" for name, shape, dtype in kind]) for kind in kinds)
             raise TypeError(f"forward and backward must return the same structure, shapes and dtypes, got {shown}")
         each = zip(values, others, strict=True)
-        return rebuild([_replaced(a.value, b.value) if _core.is_float(a.value) else a.value for a, b in each])
+        return rebuild([_replaced(a.value, b.value) if trees.is_float(a.value) else a.value for a, b in each])
 
     return function
 

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from clipjax import _core
+from clipjax import _checks
+from clipjax._core import bounds, trees
 from clipjax.gradients.nonfinite import skip_nonfinite, zero_nonfinite
 from clipjax.monitoring.record_norms import Recorder
 from clipjax.weights.projection import as_projection, is_projection
@@ -45,7 +46,7 @@ def chain(*links: optax.GradientTransformation) -> optax.GradientTransformationE
         raise ValueError("links: a chain needs at least one")
     last = None
     for i, link in enumerate(links):
-        _core.check_transformation(f"links[{i}]", link)
+        _checks.check_transformation(f"links[{i}]", link)
         if is_projection(link):
             last = i
         elif last is not None and not isinstance(link, Recorder):
@@ -94,10 +95,10 @@ def bounded(
       ... )
     """
     if nonfinite not in ("propagate", "zero", "skip"):
-        raise ValueError(f"nonfinite must be 'propagate', 'zero' or 'skip', got {_core.short_repr(nonfinite)}")
+        raise ValueError(f"nonfinite must be 'propagate', 'zero' or 'skip', got {bounds.short_repr(nonfinite)}")
     if isinstance(accumulate, jax.Array):  # a traced one would fail under jit only
-        raise _core.not_static("accumulate", accumulate)
-    steps = _core.check_count("accumulate", accumulate, 1)
+        raise bounds.traced_error("accumulate", accumulate)
+    steps = _checks.check_count("accumulate", accumulate, 1)
     before = [_check_before("clip", each) for each in _several(clip)]
     if before and isinstance(getattr(getattr(optimizer, "update", None), "__self__", None), optax.MultiSteps):
         raise ValueError(
@@ -119,8 +120,8 @@ def _accumulating(tx: optax.GradientTransformation, steps: int) -> optax.Gradien
     accumulated = optax.MultiSteps(tx, steps, accumulator_dtype=float)  # float64 where that is enabled
 
     def init(params: Any) -> Any:
-        for leaf in _core.leaves_of(params)[0]:
-            if _core.is_float(leaf.value) and jnp.iscomplexobj(leaf.value):
+        for leaf in trees.leaves_of(params)[0]:
+            if trees.is_float(leaf.value) and jnp.iscomplexobj(leaf.value):
                 raise TypeError(f"accumulate: {leaf} is complex, of which optax.MultiSteps would lose imaginary parts")
         return accumulated.init(params)
 
@@ -138,4 +139,4 @@ def _check_before(name: str, value: Any) -> Any:
     """Return a transformation that may come before projections, or raise an error."""
     if is_projection(value):
         raise ValueError(f"{name}: {value!r} is a projection: pass it to bounded as project=")
-    return _core.check_transformation(name, value)
+    return _checks.check_transformation(name, value)

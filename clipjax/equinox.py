@@ -12,7 +12,7 @@ import equinox as eqx
 import jax
 from equinox import nn
 
-from clipjax import _core
+from clipjax._core import bounds, trees, units
 from clipjax._layers import Param, axes_by_path
 
 __all__ = ["unit_axes"]
@@ -49,7 +49,7 @@ def unit_axes(model: Any, other: Mapping[str, Any] | None = None) -> dict[str, A
     """
     nodes = jax.tree.leaves(model, is_leaf=lambda node: isinstance(node, eqx.Module))
     if not any(isinstance(node, eqx.Module) for node in nodes):
-        given = f"the class {model.__name__}" if isinstance(model, type) else _core.short_repr(model)
+        given = f"the class {model.__name__}" if isinstance(model, type) else bounds.short_repr(model)
         raise TypeError(f"unit_axes: model must be an Equinox module, or a tree of them, got {given}")
     return axes_by_path(_params(model, ()), other)
 
@@ -63,11 +63,11 @@ def _params(layer: Any, at: tuple[Any, ...]) -> Iterator[Param]:
     for path, leaf in jax.tree_util.tree_leaves_with_path(layer, is_leaf=is_inside):
         if is_inside(leaf):
             yield from _params(leaf, (*at, *path))
-        elif hasattr(leaf, "shape") and hasattr(leaf, "dtype") and _core.is_float(leaf):
-            name = _core.path_name(path)
+        elif hasattr(leaf, "shape") and hasattr(leaf, "dtype") and trees.is_float(leaf):
+            name = trees.path_name(path)
             sizes = _incoming(layer, name)
-            axes = _core.SKIP if sizes == () else sizes and tuple(range(-len(sizes), 0))
-            yield Param(_core.path_name((*at, *path)), leaf.shape, layer, name, axes, sizes or ())
+            axes = units.SKIP if sizes == () else sizes and tuple(range(-len(sizes), 0))
+            yield Param(trees.path_name((*at, *path)), leaf.shape, layer, name, axes, sizes or ())
 
 
 def _incoming(layer: Any, name: str) -> tuple[int, ...] | None:

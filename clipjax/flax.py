@@ -16,7 +16,7 @@ from flax import nnx
 from flax.core import DenyList
 from jax.tree_util import DictKey
 
-from clipjax import _core
+from clipjax._core import trees, units
 from clipjax._layers import Param, axes_by_path
 
 __all__ = ["unit_axes"]
@@ -98,13 +98,13 @@ def _linen_params(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
     with nn.intercept_methods(watch):
         params = jax.eval_shape(init, arrays)
-    for path, leaf in _core.with_paths(params):
+    for path, leaf in trees.with_paths(params):
         names = _names(path)
         depth = max(i for i in range(len(names)) if names[:i] in layers)
-        name = _core.path_name(path[depth:])
+        name = trees.path_name(path[depth:])
         each = [(layer, _axes(layer, name)) for layer in layers[names[:depth]]]
         layer, axes = next((known for known in each if known[1] is not None), each[-1])
-        yield Param(_core.path_name(path), leaf.shape, layer, name, axes, own_shapes.get(names, leaf.shape))
+        yield Param(trees.path_name(path), leaf.shape, layer, name, axes, own_shapes.get(names, leaf.shape))
 
 
 def _names(path: Sequence[Any]) -> Names:
@@ -123,9 +123,9 @@ def _nnx_params(model: nnx.Module, wrt: Any) -> Iterator[Param]:
                 break
             if isinstance(node, nnx.Module):
                 layer, depth = node, i + 1
-        name = _core.path_name(path[depth:])
+        name = trees.path_name(path[depth:])
         own_shape = _own_shape(layer, name, leaf.shape)
-        yield Param(_core.path_name(path), leaf.shape, layer, name, _axes(layer, name), own_shape)
+        yield Param(trees.path_name(path), leaf.shape, layer, name, _axes(layer, name), own_shape)
 
 
 def _own_shape(layer: Any, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -159,7 +159,7 @@ _SKIPPED = {
 }
 
 
-def _axes(layer: Any, name: str) -> tuple[int, ...] | _core.Skip | None:
+def _axes(layer: Any, name: str) -> tuple[int, ...] | units.Skip | None:
     """Return the axes to reduce in a layer's parameter, counted from the right; None if they are unknown."""
     if name == "kernel":
         return _kernel_axes(layer)
@@ -167,7 +167,7 @@ def _axes(layer: Any, name: str) -> tuple[int, ...] | _core.Skip | None:
         return (-1,)
     if name in ("lora_a", "lora_b") and isinstance(layer, nnx.LoRA):
         return (-2,)
-    return _core.SKIP if isinstance(layer, (*_REPARAMETRIZED, *_SKIPPED.get(name, ()))) else None
+    return units.SKIP if isinstance(layer, (*_REPARAMETRIZED, *_SKIPPED.get(name, ()))) else None
 
 
 def _kernel_axes(layer: Any) -> tuple[int, ...] | None:

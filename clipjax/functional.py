@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from clipjax import _core
-from clipjax._core import Axes
+from clipjax import _checks
+from clipjax._core import bounds, clipping, norms, trees, units
 
 __all__ = [
     "clip_by_global_norm",
@@ -46,7 +46,7 @@ def global_norm(tree: Any, ord: float = 2) -> jax.Array:
       >>> float(functional.global_norm([jnp.array([3.0]), jnp.array([[4.0]])]))
       5.0
     """
-    return _core.tree_norm(_core.floats_of(tree), _core.check_ord(ord))
+    return norms.tree_norm(trees.floats_of(tree), _checks.check_ord(ord))
 
 
 def leaf_norms(tree: T, ord: float = 2) -> T:
@@ -68,14 +68,14 @@ def leaf_norms(tree: T, ord: float = 2) -> T:
       >>> functional.leaf_norms([jnp.array([3.0, 4.0]), jnp.array([-2.0])])
       [Array(5., dtype=float32), Array(2., dtype=float32)]
     """
-    order = _core.check_ord(ord)
-    _core.warn_if_local()
-    leaves, rebuild = _core.leaves_of(tree)
-    norms = [_core.norm(x.value, None, order) if _core.is_float(x.value) else jnp.zeros((), np.float32) for x in leaves]
-    return rebuild(norms)
+    order = _checks.check_ord(ord)
+    norms.warn_if_local()
+    leaves, rebuild = trees.leaves_of(tree)
+    zero = jnp.zeros((), np.float32)
+    return rebuild([norms.norm(x.value, None, order) if trees.is_float(x.value) else zero for x in leaves])
 
 
-def unitwise_norms(tree: Any, axes: Axes, ord: float = 2) -> Any:
+def unitwise_norms(tree: Any, axes: units.Axes, ord: float = 2) -> Any:
     """Measure the norm of each unit along `axes`.
 
     Args:
@@ -96,12 +96,12 @@ def unitwise_norms(tree: Any, axes: Axes, ord: float = 2) -> Any:
       >>> functional.unitwise_norms(jnp.array([[3.0, 0.0], [4.0, 1.0]]), axes=0)
       Array([5., 1.], dtype=float32)
     """
-    leaves, rebuild = _core.leaves_of(tree)
-    norms: list[Any] = [None] * len(leaves)
-    for units in _core.units_of(tree, _core.literal_axes(axes)):
-        found = _core.norm(units.leaf.value, units.axes, _core.check_ord(ord))
-        norms[units.place] = found if units.axes is None else found.squeeze(units.axes)
-    return rebuild(norms)
+    leaves, rebuild = trees.leaves_of(tree)
+    measured: list[Any] = [None] * len(leaves)
+    found = units.of_tree(tree, units.literal_axes(axes))
+    for each, norm in zip(found, units.norms_of(found, _checks.check_ord(ord)), strict=True):
+        measured[each.place] = norm if each.axes is None else norm.squeeze(each.axes)
+    return rebuild(measured)
 
 
 def clip_by_value(tree: T, low: ArrayLike, high: ArrayLike) -> T:
@@ -124,13 +124,13 @@ def clip_by_value(tree: T, low: ArrayLike, high: ArrayLike) -> T:
       >>> functional.clip_by_value(jnp.array([-3.0, 0.5, 3.0]), -1.0, 1.0)
       Array([-1. ,  0.5,  1. ], dtype=float32)
     """
-    bottom, top = _core.constant("low", low, -np.inf), _core.constant("high", high, -np.inf)
-    _core.check_order(bottom, top)
-    leaves, rebuild = _core.leaves_of(tree)
-    return rebuild([_core.clip_entries(leaf, bottom, top) for leaf in leaves])
+    bottom, top = bounds.check_constant("low", low, -np.inf), bounds.check_constant("high", high, -np.inf)
+    _checks.check_order(bottom, top)
+    leaves, rebuild = trees.leaves_of(tree)
+    return rebuild([clipping.clip_entries(leaf, bottom, top) for leaf in leaves])
 
 
-def clip_by_norm(tree: T, max_norm: ArrayLike, axes: Axes = None, ord: float = 2) -> T:
+def clip_by_norm(tree: T, max_norm: ArrayLike, axes: units.Axes = None, ord: float = 2) -> T:
     """Clip the norm of each leaf, or of each unit along `axes`, like `tf.clip_by_norm`.
 
     Args:
@@ -154,8 +154,9 @@ def clip_by_norm(tree: T, max_norm: ArrayLike, axes: Axes = None, ord: float = 2
       [[0.6 0.8]
        [0.3 0.4]]
     """
-    bound = _core.constant("max_norm", max_norm)
-    return _core.clip_units(tree, _core.literal_axes(axes), bound, _core.check_ord(ord))[0]
+    bound = bounds.check_constant("max_norm", max_norm)
+    found = units.of_tree(tree, units.literal_axes(axes))
+    return clipping.clip_units(tree, found, units.norms_of(found, _checks.check_ord(ord)), bound)[0]
 
 
 def clip_by_global_norm(
@@ -187,12 +188,12 @@ def clip_by_global_norm(
       >>> print(norm, [x.round(3) for x in clipped])
       5.0 [Array([0.6], dtype=float32), Array([0.8], dtype=float32)]
     """
-    bound = _core.constant("max_norm", max_norm, scalar=True)
+    bound = bounds.check_constant("max_norm", max_norm, scalar=True)
     if norm is not None:
-        _core.check_fits("norm", norm, (), "the whole tree")
-        is_known = _core.is_real(norm) and not isinstance(norm, jax.core.Tracer)
+        bounds.check_fits("norm", norm, (), "the whole tree")
+        is_known = bounds.is_real(norm) and not isinstance(norm, jax.core.Tracer)
         if not (is_known and np.isnan(jax.device_get(norm))):  # NaN is a norm that is not finite
-            norm = _core.constant("norm", norm)
-        norm = jnp.asarray(norm, _core.wide(jnp.result_type(norm)))
-    clipped, metrics = _core.clip_tree(tree, bound, _core.check_ord(ord), norm)
+            norm = bounds.check_constant("norm", norm)
+        norm = jnp.asarray(norm, norms.sum_dtype(jnp.result_type(norm)))
+    clipped, metrics = clipping.clip_tree(tree, bound, _checks.check_ord(ord), norm)
     return clipped, metrics["norm"]

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
 
-from clipjax import _core
-from clipjax._core import FAN_IN_OF_MATRICES, Axes
+from clipjax._core import bounds, clipping, units
 
 try:
     from matplotlib import pyplot as plt
@@ -90,12 +89,12 @@ def group_norms(history: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, ax:
     if not isinstance(history, Mapping):
         rows = jax.device_get(list(history)) if isinstance(history, Sequence) else [history]
         if not all(isinstance(row, Mapping) and row.keys() == rows[0].keys() for row in rows):
-            shown = _core.short_repr(given)
+            shown = bounds.short_repr(given)
             raise TypeError(f"history must be norms by name, or metrics of the same names at each step, got {shown}")
         history = {key: [row[key] for row in rows] for key in rows[0]} if rows else {}
     recorded = _groups_in(history)
     if not recorded and any(at_each_step or key.endswith("/steps") for key in history):
-        shown = _core.short_repr(given)
+        shown = bounds.short_repr(given)
         raise TypeError(f"history must be norms by name, or metrics with record_norms or groups, got {shown}")
     groups = {name: _taken(history, key) for key, name in (recorded or {key: key for key in history}).items()}
     if len({x.shape for x in groups.values()}) != 1:
@@ -105,7 +104,7 @@ def group_norms(history: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, ax:
     return _lines(ax, {name: (np.arange(len(x)), x) for name, x in groups.items()}, "groups")
 
 
-def unit_norms(params: Any, *, axes: Axes = FAN_IN_OF_MATRICES, radius: Any = None, ax: Any = None) -> Any:
+def unit_norms(params: Any, *, axes: units.Axes | Literal["auto"] = "auto", radius: Any = None, ax: Any = None) -> Any:
     """Draw the norms of the units of weights, sorted in each leaf, and their bound.
 
     Args:
@@ -129,13 +128,14 @@ def unit_norms(params: Any, *, axes: Axes = FAN_IN_OF_MATRICES, radius: Any = No
       >>> [line.get_label() for line in ax.lines]
       ['kernel (50%)', 'radius 2']
     """
-    bound = float(_core.constant("radius", np.inf if radius is None else radius, scalar=True))
+    bound = float(bounds.check_constant("radius", np.inf if radius is None else radius, scalar=True))
     lines = {}
-    for units in _core.units_of(params, _core.check_axes(axes)):
-        sizes = np.sort(np.asarray(_core.norm(units.leaf.value, units.axes), np.float64), axis=None)
-        at_bound = sizes >= bound * (1 - 4 * _core.margin(units.leaf.value.dtype))
+    found = units.of_tree(params, units.check_axes(axes, auto=units.fan_in_of_matrices))
+    for each, norm in zip(found, units.norms_of(found), strict=True):
+        sizes = np.sort(np.asarray(norm, np.float64), axis=None)
+        at_bound = sizes >= bound * (1 - 4 * clipping.margin(each.leaf.value.dtype))
         share = f" ({at_bound.sum() / max(1, sizes.size):.0%})" if bound < np.inf else ""
-        lines[units.leaf.name + share] = (100 * (np.arange(sizes.size) + 0.5) / max(1, sizes.size), sizes)
+        lines[each.leaf.name + share] = (100 * (np.arange(sizes.size) + 0.5) / max(1, sizes.size), sizes)
     ax = _new(ax)
     ax.set(xlabel="units of a leaf, sorted by norm (%)", ylabel="norm of a unit's weights", xlim=(-2, 102))
     return _lines(ax, lines, "leaves", bound)
@@ -145,7 +145,7 @@ def _per_step(name: str, values: Any, shape: tuple[int, ...] | None = None) -> n
     try:
         array = np.asarray(jax.device_get(getattr(values, "norms", values)), np.float64)  # those of a NormLog
     except (TypeError, ValueError) as error:
-        raise TypeError(f"{name} must be numbers, one for each step, got {_core.short_repr(values)}") from error
+        raise TypeError(f"{name} must be numbers, one for each step, got {bounds.short_repr(values)}") from error
     array = array if array.ndim or not shape else np.full(shape, array)
     if array.ndim != 1 or not array.size or array.shape != (shape or array.shape):
         raise ValueError(f"{name} must have shape {shape or '(steps,), with at least one'}, got {array.shape}")

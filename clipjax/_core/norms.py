@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -12,16 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from clipjax._core.bounds import not_static
+from clipjax._core import trees
+
+Axes = tuple[int, ...] | None  # those that are reduced, and kept with size 1; None: all, which are not kept
 
 
-def is_float(x: Any) -> bool:
-    """Return whether a leaf has a norm: float and complex ones do; ints, bools, keys and float0 do not."""
-    return bool(jnp.issubdtype(x.dtype, jnp.inexact))
-
-
-def wide(dtype: Any) -> Any:
-    """Return the real dtype in which the norms of such leaves are added."""
+def sum_dtype(dtype: Any) -> Any:
+    """Return the real dtype in which norms of leaves of a dtype are added."""
     return np.float64 if dtype in (np.float64, np.complex128) else np.float32
 
 
@@ -52,22 +49,53 @@ def warn_if_local() -> None:
             )
 
 
-def _sizes(x: jax.Array) -> jax.Array:
-    """Return |x|. The modulus of a complex 0 has no derivative, so a root that has one is taken."""
-    return _root(_squares(x), 2) if jnp.iscomplexobj(x) else jnp.abs(x.astype(wide(x.dtype)))
+def nan_unless(fine: jax.Array, x: jax.Array) -> jax.Array:
+    """Return x where `fine`, else NaN. As a constant, NaN would raise under `jax_debug_nans` where nothing is wrong."""
+    return jnp.where(fine, x, 0 * jnp.where(fine, 0, jnp.inf))
 
 
-def _squares(x: jax.Array) -> jax.Array:
-    parts = (x.real, x.imag) if jnp.iscomplexobj(x) else (x,)
-    return sum(jnp.square(part.astype(wide(x.dtype))) for part in parts)  # type: ignore[return-value]
+def norm(x: jax.Array, axes: Axes = None, ord: float = 2) -> jax.Array:
+    """Return the norm along `axes`; that of the whole leaf is over all devices."""
+    total = _total(_powers(x, ord), axes, ord)
+    if axes is None:
+        total = over_devices(lax.pmax if ord == jnp.inf else lax.psum, total)
+    return _root(total, ord)
+
+
+def tree_norm(leaves: Iterable[jax.Array], ord: float = 2) -> jax.Array:
+    """Return the norm of all leaves together, with one all-reduce for each set of mesh axes."""
+    warn_if_local()
+    return _root(_on_all([_total(_powers(x, ord), None, ord) for x in leaves], ord), ord)
+
+
+def norm_dtype(tree: Any) -> Any:
+    """Return the dtype of the norm of all leaves together."""
+    return jax.eval_shape(lambda tree: tree_norm(trees.floats_of(tree)), tree).dtype
+
+
+def largest(values: Iterable[jax.Array], empty: float = 0) -> jax.Array:
+    """Return the largest of all numbers on all devices, for metrics: it has no derivative.
+
+    It is inf if one number is NaN, and `empty` if there are none.
+    """
+    each = map(lax.stop_gradient, values)
+    return _on_all([jnp.max(_nan_as_inf(x), initial=empty) if x.ndim else x for x in each], jnp.inf, empty)
 
 
 def _powers(x: jax.Array, ord: float) -> jax.Array:
+    """Return |x| to the power `ord`, or |x| if that is infinite."""
+    parts = [part.astype(sum_dtype(x.dtype)) for part in ((x.real, x.imag) if jnp.iscomplexobj(x) else (x,))]
     if ord == 2:
-        return _squares(x)
+        return functools.reduce(jnp.add, map(jnp.square, parts))
+    # The modulus of a complex 0 has no derivative, so a root that has one is taken.
+    size = jnp.abs(parts[0]) if len(parts) == 1 else _root(_powers(x, 2), 2)
+    return size if ord in (1, jnp.inf) else size ** (int(ord) if ord == int(ord) else ord)
+
+
+def _total(powers: jax.Array, axes: Axes, ord: float) -> jax.Array:
     if ord == jnp.inf:
-        return _nan_as_inf(_sizes(x))
-    return _sizes(x) if ord == 1 else _sizes(x) ** (int(ord) if ord == int(ord) else ord)
+        return jnp.max(_nan_as_inf(powers), axis=axes, keepdims=axes is not None, initial=0)
+    return jnp.sum(powers, axis=axes, keepdims=axes is not None)
 
 
 def _nan_as_inf(x: jax.Array) -> jax.Array:
@@ -75,9 +103,21 @@ def _nan_as_inf(x: jax.Array) -> jax.Array:
     return jnp.where(x < jnp.inf, x, jnp.inf)
 
 
-def nan_unless(fine: jax.Array, x: jax.Array) -> jax.Array:
-    """Return x where `fine`, else NaN. As a constant, NaN would raise under `jax_debug_nans` where nothing is wrong."""
-    return jnp.where(fine, x, 0 * jnp.where(fine, 0, jnp.inf))
+def _on_all(scalars: list[jax.Array], ord: float, empty: float = 0) -> jax.Array:
+    """Return the sum of scalars of all leaves and devices, or the largest if `ord` is infinite."""
+
+    def combine(each: list[jax.Array]) -> jax.Array:
+        if ord < jnp.inf:
+            return functools.reduce(jnp.add, each)
+        return jnp.max(_nan_as_inf(jnp.stack(each)))  # XLA on a CPU takes 3 GB to compile 1,000 maxima of two
+
+    if not scalars:
+        return jnp.full((), empty, np.float32)
+    widest = max((x.dtype for x in scalars), key=lambda dtype: dtype.itemsize)
+    local: dict[tuple[str, ...], list[jax.Array]] = {}
+    for x in scalars:
+        local.setdefault(mesh_axes(x), []).append(x if x.dtype == widest else x.astype(widest))
+    return combine([over_devices(lax.psum if ord < jnp.inf else lax.pmax, combine(each)) for each in local.values()])
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
@@ -93,74 +133,3 @@ def _root_jvp(ord: float, primals: Any, tangents: Any) -> tuple[jax.Array, jax.A
     root = _root(primals[0], ord)
     slope = jnp.where(root > 0, jnp.where(root > 0, root, 1) ** (1 - ord) / ord, 0)
     return root, tangents[0] * (1.0 if ord in (1, jnp.inf) else slope)
-
-
-def _add(powers: jax.Array, axes: tuple[int, ...] | None, ord: float) -> jax.Array:
-    keep = axes is not None
-    if ord == jnp.inf:
-        return jnp.max(powers, axis=axes, keepdims=keep, initial=0)
-    return jnp.sum(powers, axis=axes, keepdims=keep)
-
-
-def norm(x: jax.Array, axes: tuple[int, ...] | None = None, ord: float = 2) -> jax.Array:
-    """Return the norm along `axes`, which are kept with size 1; with None that of the whole leaf."""
-    total = _add(_powers(x, ord), axes, ord)
-    if axes is None:
-        total = over_devices(lax.pmax if ord == jnp.inf else lax.psum, total)
-    return _root(total, ord)
-
-
-def tree_norm(leaves: Iterable[jax.Array], ord: float = 2) -> jax.Array:
-    """Return the norm of all leaves together, with one all-reduce for each set of mesh axes."""
-    warn_if_local()
-    powers = [_add(_powers(x, ord), None, ord) for x in leaves]
-    if ord == jnp.inf:
-        return _over_leaves(_most, lax.pmax, powers)
-    return _root(_over_leaves(_sum, lax.psum, powers), ord)
-
-
-def largest(values: Iterable[jax.Array], least: float = 0) -> jax.Array:
-    """Return the largest of all numbers on all devices, for metrics: it has no derivative.
-
-    It is inf if one number is NaN, and `least` if there are none.
-    """
-    each = map(lax.stop_gradient, values)
-    scalars = [jnp.max(_nan_as_inf(x), initial=least) if x.ndim else x for x in each]
-    return _over_leaves(_most, lax.pmax, scalars, least)
-
-
-def _sum(scalars: Sequence[jax.Array]) -> jax.Array:
-    return functools.reduce(jnp.add, scalars)
-
-
-def _most(scalars: Sequence[jax.Array]) -> jax.Array:
-    """Return the largest, of one array: on a CPU XLA takes 3 GB to compile 1,000 maxima of two."""
-    return jnp.max(_nan_as_inf(jnp.stack(scalars)))
-
-
-def _over_leaves(
-    combine: Callable[[Sequence[jax.Array]], jax.Array],
-    over: Callable[..., jax.Array],
-    scalars: list[jax.Array],
-    start: float = 0,
-) -> jax.Array:
-    """Combine scalars, and those of other devices; `start` if there are none."""
-    local: dict[tuple[str, ...], list[jax.Array]] = {}
-    widest = max((x.dtype for x in scalars), key=lambda dtype: dtype.itemsize, default=None)
-    for x in (x if x.dtype == widest else x.astype(widest) for x in scalars):
-        local.setdefault(mesh_axes(x), []).append(x)
-    totals = [over_devices(over, combine(each)) for each in local.values()]
-    return combine(totals) if totals else jnp.full((), start, np.float32)
-
-
-def check_ord(ord: Any) -> float:
-    """Return the order of a norm, 2 for None, or raise an error that names it."""
-    if ord is None:  # the default of transformations, since `optax.inject_hyperparams` would trace a number
-        return 2.0
-    if isinstance(ord, jax.Array):
-        raise not_static("ord", ord)
-    if isinstance(ord, bool) or not isinstance(ord, int | float | np.number):
-        raise TypeError(f"ord must be 1, 2, a number of at least 1 or infinity, got {ord!r}")
-    if not ord >= 1:
-        raise ValueError(f"ord must be at least 1, got {ord!r}")
-    return float(ord)

@@ -1,7 +1,9 @@
-"""From `act(updates, params, step, memory)` to an Optax transformation whose state holds metrics."""
+"""From `act(updates, params, step, memory, **extra)` to an Optax transformation whose state holds metrics."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -11,10 +13,9 @@ import numpy as np
 import optax
 from jax import lax
 
-from clipjax._core.bounds import is_real, short_repr
-from clipjax._core.paths import a_few, leaves_of
+from clipjax._core import bounds, trees
 
-Act = Callable[[Any, Any, Any, Any], tuple[Any, dict[str, jax.Array], Any]]
+Act = Callable[..., tuple[Any, dict[str, jax.Array], Any]]
 
 
 class MetricsState(NamedTuple):
@@ -40,7 +41,8 @@ def with_metrics(
       act: a function `act(updates, params, step, memory) -> (updates, metrics, memory)`. `metrics` is a dict of
         scalars, always of the same names. A float is logged as it was at the last step; an int as its sum over
         all steps; a bool as the share of the steps at which it was true, `clipped` as `clipped_fraction`. With
-        a float named `norm`, the steps at which it is not finite are counted in `nonfinite_count`.
+        a float named `norm`, the steps at which it is not finite are counted in `nonfinite_count`. If `act` takes
+        `**extra`, it gets the keyword arguments of `update`; `init` gives none.
       remember: makes the memory before the first step from the parameters: arrays whose shapes and dtypes never
         change. None if there is none; then `memory` is `()`.
 
@@ -73,10 +75,15 @@ def with_metrics(
     if not (remember is None or callable(remember)):
         raise TypeError(f"remember must be a function of the parameters or None, got {remember!r}")
 
+    takes_extra = any(each.kind is each.VAR_KEYWORD for each in inspect.signature(act).parameters.values())
+
+    def act_with(extra: dict[str, Any]) -> Act:
+        return functools.partial(act, **extra) if takes_extra else act
+
     def named(metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:
         for key, x in metrics.items():
-            if np.ndim(x) or not (is_real(x) or isinstance(x, bool) or getattr(x, "dtype", "") == "bool"):
-                given = f"shape {np.shape(x)}" if np.ndim(x) else short_repr(x)
+            if np.ndim(x) or not (bounds.is_real(x) or isinstance(x, bool) or getattr(x, "dtype", "") == "bool"):
+                given = f"shape {np.shape(x)}" if np.ndim(x) else bounds.short_repr(x)
                 raise TypeError(f"act: the metric {key!r} of {name} must be a real scalar or a bool, got {given}")
         shares = {f"{key}_fraction" for key, x in metrics.items() if jnp.result_type(x).kind == "b"}
         if taken := {"steps", "nonfinite_count", *shares} & set(metrics):
@@ -88,16 +95,16 @@ def with_metrics(
     def first_metrics(params: Any, memory: Any) -> dict[str, jax.Array]:
         returned = act(params, params, jnp.zeros((), np.int32), memory)
         if not (isinstance(returned, tuple) and len(returned) == 3 and isinstance(returned[1], Mapping)):
-            raise TypeError(
-                f"act of {name} must return (updates, a dict of metrics, memory), got {short_repr(returned)}"
-            )
+            given = bounds.short_repr(returned)
+            raise TypeError(f"act of {name} must return (updates, a dict of metrics, memory), got {given}")
         kinds = [jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(np.shape(x))}", m) for m in (memory, returned[2])]
+        # Not kinds[0] != kinds[1]: placeholders of optax.tree.map_params equal only themselves.
         if len({(jax.tree.structure(kind), *jax.tree.leaves(kind)) for kind in kinds}) > 1:
             raise TypeError(f"act of {name} must return memory in the shapes and dtypes {kinds[0]}, got {kinds[1]}")
         return named(returned[1])
 
     def init(params: Any) -> MetricsState:
-        leaves_of(params)  # for its errors
+        trees.check_leaves(params)
         memory = () if remember is None else remember(params)
         return first_state(jax.eval_shape(first_metrics, params, memory), memory)
 
@@ -105,9 +112,9 @@ def with_metrics(
         if state is None or isinstance(state, optax.EmptyState):
             if remember is not None:
                 raise ValueError(f"state: {name} needs the state that init returned, got {state!r}")
-            return act(updates, params, None, ())[0], state
+            return act_with(extra)(updates, params, None, ())[0], state
         check_state(name, MetricsState, state)
-        updates, metrics, memory = act(updates, params, state.step, state.memory)
+        updates, metrics, memory = act_with(extra)(updates, params, state.step, state.memory)
         return updates, next_state(state, named(metrics), memory)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -133,7 +140,7 @@ def next_state(state: MetricsState, metrics: dict[str, jax.Array], memory: Any) 
     """
     known = {*state.last, *state.totals, *state.shares}
     if known != set(metrics):
-        more, less = (a_few(sorted(x), 5) or "none" for x in (set(metrics) - known, known - set(metrics)))
+        more, less = (trees.a_few(sorted(x), 5) or "none" for x in (set(metrics) - known, known - set(metrics)))
         raise ValueError(f"state: it was made for other metrics; this step has {more} more, and {less} less")
     metrics = lax.stop_gradient(metrics)
     return MetricsState(
@@ -158,38 +165,3 @@ def check_state(name: str, kind: type[Any], state: Any) -> None:
     if not isinstance(state, kind) or others:
         given = f"that of {', '.join(sorted(others))}" if others else type(state).__name__
         raise TypeError(f"state: {name} needs the state that its init returned, got {given}")
-
-
-def check_transformation(name: str, value: Any) -> Any:
-    """Return a gradient transformation, or raise an error that says what it is instead."""
-    if not isinstance(value, optax.GradientTransformation):
-        called = f"{getattr(value, '__name__', 'it')}(...)"
-        hint = f": call it, as in {called}; functions of weights go into clipjax.project" if callable(value) else ""
-        if isinstance(value, optax.MultiSteps):
-            hint = ": write .gradient_transformation() after it"
-        raise TypeError(f"{name} must be a gradient transformation, got {short_repr(value)}{hint}")
-    return value
-
-
-def params_for(name: str, updates: Any, params: Any) -> Any:
-    """Return the parameters, with None where the updates have None.
-
-    Raises:
-      ValueError: the parameters are missing, or of another structure or other shapes than the updates.
-    """
-    if params is None:
-        raise ValueError(f"params: {name} needs them: tx.update(updates, state, params)")
-    try:
-        params = jax.tree.map(lambda u, p: None if u is None else p, updates, params, is_leaf=lambda x: x is None)
-    except ValueError as error:
-        raise ValueError(f"params: {name} needs them in the structure of the updates: {error}") from error
-    wanted, given = leaves_of(updates)[0], leaves_of(params)[0]
-    if missing := {leaf.name for leaf in wanted} - {leaf.name for leaf in given}:
-        raise ValueError(f"params: {name} needs one for each update, but has none for {a_few(sorted(missing))}")
-    for update, param in zip(wanted, given, strict=True):
-        if np.shape(update.value) != np.shape(param.value):
-            raise ValueError(
-                f"updates: {name} got shape {np.shape(update.value)} for the parameter {param.name!r} of shape "
-                f"{np.shape(param.value)}"
-            )
-    return params

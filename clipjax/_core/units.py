@@ -1,138 +1,184 @@
-"""Norms of whole trees and of units, compared with bounds: what every clip and projection of norms calls.
-
-A unit is the entries of a leaf that share a norm, those along the axes that are reduced.
-"""
+"""Units: which entries of a leaf share a norm, as `axes` say, those that are reduced."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 
-from clipjax._core.axes import Skip, axes_of_leaves
-from clipjax._core.bounds import broadcastable
-from clipjax._core.norms import is_float, largest, mesh_axes, nan_unless, norm, tree_norm, warn_if_local
-from clipjax._core.paths import Leaf, leaves_of
-from clipjax._core.rescale import factor_to, rescale
-
-Metrics = dict[str, jax.Array]
+from clipjax._core import bounds, norms, trees
 
 
-class Units(NamedTuple):
-    """A leaf whose entries are rescaled in units."""
+class Skip:
+    """The type of :data:`SKIP`."""
+
+    def __repr__(self) -> str:
+        return "clipjax.SKIP"
+
+
+SKIP: Final = Skip()
+"""The axes of a leaf that is not changed."""
+
+Rule: TypeAlias = Callable[[Any, Any], Any]
+Axes: TypeAlias = int | Sequence[int] | Rule | Skip | Mapping[str, Any] | None
+
+
+def fan_in(path: Any, leaf: Any) -> tuple[int, ...] | Skip:
+    """Reduce over the incoming weights of each unit: all axes but the last.
+
+    A rule for `axes`, right for kernels of Dense `(in, out)` and Conv `(*window, in, out)`. Biases and scales (rank 0
+    and 1) are not changed. Attention kernels, embeddings and stacked layers need other axes, by path.
+
+    Example:
+      >>> import clipjax, jax.numpy as jnp
+      >>> kernel, bias = jnp.ones((3, 3, 16, 32)), jnp.ones(32)
+      >>> clipjax.fan_in((), kernel), clipjax.fan_in((), bias)
+      ((0, 1, 2), clipjax.SKIP)
+    """
+    rank = len(leaf.shape)
+    return tuple(range(rank - 1)) if rank >= 2 else SKIP
+
+
+def fan_in_or_all(path: Any, leaf: Any) -> tuple[int, ...] | None:
+    """Reduce as :func:`fan_in`, and over all of a bias or a scale, which is one unit.
+
+    Example:
+      >>> import clipjax, jax.numpy as jnp
+      >>> kernel, bias = jnp.ones((3, 3, 16, 32)), jnp.ones(32)
+      >>> clipjax.fan_in_or_all((), kernel), clipjax.fan_in_or_all((), bias)
+      ((0, 1, 2), None)
+    """
+    axes = fan_in(path, leaf)
+    return None if isinstance(axes, Skip) else axes
+
+
+def fan_in_of_matrices(path: Any, leaf: Any) -> tuple[int, ...] | Skip:
+    """Return `fan_in`, or raise an error for higher ranks: what "auto" stands for where weights are bounded."""
+    if len(leaf.shape) > 2:
+        raise unclear(path, leaf)
+    return fan_in(path, leaf)
+
+
+def unclear(path: Any, leaf: Any) -> ValueError:
+    """Return the error for a leaf whose rank does not tell what it is."""
+    return ValueError(
+        f"axes: {trees.Leaf(path, leaf)} may be the kernel of a convolution, of attention heads, or a stack of layers. "
+        "Pass axes=unit_axes(model) of clipjax.flax or clipjax.equinox, which asks the layers (in Linen "
+        "unit_axes(model, key, x)), clipjax.fan_in for convolutions (*window, in, out), or the axes to reduce, "
+        f"as in axes={{{trees.path_name(path)!r}: ...}}"
+    )
+
+
+class LeafUnits(NamedTuple):
+    """A leaf that has units: entries that share a norm."""
 
     place: int  # among the leaves of the tree
-    leaf: Leaf
-    axes: tuple[int, ...] | None  # those that are reduced; None: the whole leaf
+    leaf: trees.Leaf
+    axes: tuple[int, ...] | None  # those that are reduced; None: the whole leaf is one unit
 
 
-def floats_of(tree: Any) -> list[jax.Array]:
-    """Return the leaves that have a norm."""
-    return [leaf.value for leaf in leaves_of(tree)[0] if is_float(leaf.value)]
-
-
-def norm_dtype(tree: Any) -> Any:
-    """Return the dtype of the norm of all leaves together."""
-    return jax.eval_shape(lambda tree: tree_norm(floats_of(tree)), tree).dtype
-
-
-def entries_per_unit(units: Units) -> int:
-    """Return how many entries share a norm, on all devices."""
-    shape = units.leaf.value.shape
-    local = math.prod(shape if units.axes is None else [shape[axis] for axis in units.axes])
-    return local * math.prod(lax.axis_size(name) for name in mesh_axes(units.leaf.value))
-
-
-def units_of(tree: Any, axes: Any) -> list[Units]:
-    """Return the leaves of a tree that have units, as checked `axes` say.
+def of_tree(tree: Any, axes: Any, chosen: Sequence[bool] | None = None) -> list[LeafUnits]:
+    """Return the leaves of a tree that have units, as checked `axes` say, of all leaves or of those that are chosen.
 
     Raises:
       ValueError: as `axes_of_leaves`; inside `shard_map`, a leaf may be split along the axes that are reduced.
     """
-    warn_if_local()
+    norms.warn_if_local()
     found = []
-    for i, (leaf, reduced) in enumerate(zip(leaves_of(tree)[0], axes_of_leaves(axes, tree), strict=True)):
+    for i, (leaf, reduced) in enumerate(zip(trees.leaves_of(tree)[0], axes_of_leaves(axes, tree, chosen), strict=True)):
         if isinstance(reduced, Skip):
             continue
-        if reduced is not None and mesh_axes(leaf.value):
+        if reduced is not None and norms.mesh_axes(leaf.value):
             raise ValueError(
-                f"axes: inside shard_map, {leaf} differs over {mesh_axes(leaf.value)}, and its type does not say "
+                f"axes: inside shard_map, {leaf} differs over {norms.mesh_axes(leaf.value)}, and its type does not say "
                 "which of its axes are split. Clip and project norms of units outside shard_map, under jit"
             )
-        found.append(Units(i, leaf, reduced))
+        found.append(LeafUnits(i, leaf, reduced))
     return found
 
 
-def rescale_units(
-    tree: Any,
-    axes: Any,
-    factor_of: Callable[[Units, jax.Array], jax.Array],
-    ord: float = 2,
-) -> tuple[Any, list[jax.Array]]:
-    """Multiply each unit by `factor_of(units, norms)`; return the tree and the factors."""
-    leaves, rebuild = leaves_of(tree)
-    values, factors = [leaf.value for leaf in leaves], []
-    for units in units_of(tree, axes):
-        factors.append(factor_of(units, norm(units.leaf.value, units.axes, ord)))
-        values[units.place] = rescale(units.leaf.value, factors[-1])
-    return rebuild(values), factors
+def norms_of(found: Sequence[LeafUnits], ord: float = 2) -> list[jax.Array]:
+    """Return the norms of units, for each leaf."""
+    return [norms.norm(each.leaf.value, each.axes, ord) for each in found]
 
 
-def clip_units(
-    tree: Any,
-    axes: Any,
-    bound: Any,
-    ord: float = 2,
-    *,
-    name: str = "max_norm",
-    size_of: Callable[[Units], Any] = lambda units: 1,
-) -> tuple[Any, Metrics]:
-    """Clip the norm of each unit, divided by `size_of` the unit, to a bound.
+def check_axes(axes: Any, name: str = "axes", *, auto: Rule | None = None) -> Any:
+    """Return `axes`, with ints as Python's and the rule `auto` for "auto", or raise an error for invalid ones.
 
-    Where the bound is one number, the largest norm decides the metrics, so that they cost one reduction a leaf.
+    The default is that word and no function, since `optax.inject_hyperparams` takes functions for schedules.
     """
-    relative = []
-
-    def factor_of(units: Units, norms: jax.Array) -> jax.Array:
-        relative.append(norms / size_of(units))
-        return factor_to(broadcastable(name, bound, norms, units.leaf), relative[-1], units.leaf.value.dtype)
-
-    clipped, factors = rescale_units(tree, axes, factor_of, ord)
-    norm = largest(relative)
-    if jnp.ndim(bound) == 0:
-        return clipped, metrics_of(norm, factor_to(bound, norm))
-    after = largest(n * factor for n, factor in zip(relative, factors, strict=True))
-    return clipped, metrics_of(norm, smallest(factors), after)
-
-
-def clip_tree(
-    tree: Any,
-    bound: Any,
-    ord: float = 2,
-    norm: jax.Array | None = None,
-) -> tuple[Any, Metrics]:
-    """Clip the norm of all leaves together: every leaf is multiplied by the same factor."""
-    leaves, rebuild = leaves_of(tree)
-    values = [leaf.value for leaf in leaves]
-    floats = [x for x in values if is_float(x)]
-    norm = tree_norm(floats, ord) if norm is None else norm
-
-    factors = {dtype: factor_to(bound, norm, dtype) for dtype in dict.fromkeys(x.dtype for x in floats)}
-    clipped = [rescale(x, factors[x.dtype]) if is_float(x) else x for x in values]
-    return rebuild(clipped), metrics_of(norm, factor_to(bound, norm))
+    if isinstance(axes, str) and axes == "auto" and auto:
+        return auto
+    if isinstance(axes, Mapping):
+        if not axes or not all(isinstance(pattern, str) for pattern in axes):
+            raise TypeError(f"{name}: a mapping must be from path patterns, got {axes!r}")
+        return {pattern: check_axes(each, f"{name}[{pattern!r}]") for pattern, each in axes.items()}
+    if axes is None or callable(axes) or isinstance(axes, Skip):
+        return axes
+    if isinstance(axes, jax.core.Tracer):
+        raise bounds.traced_error(name, axes)
+    several = isinstance(axes, Sequence)
+    try:
+        each = tuple(operator.index(axis) for axis in (axes if several else [axes]))
+    except TypeError:
+        each = None
+    if each is None or isinstance(axes, bool | str | bytes):
+        raise TypeError(f"{name} must be ints, a rule (path, leaf) -> axes, a mapping or None, got {axes!r}")
+    return each if several else each[0]
 
 
-def metrics_of(norm: jax.Array, scale: jax.Array, after: jax.Array | None = None) -> Metrics:
-    """Return the metrics of a clip from the norm before and the factor; after it, if that is not their product."""
-    after = norm * scale if after is None else nan_unless(norm < jnp.inf, after)
-    return {"norm": norm, "norm_after": after, "scale": scale, "clipped": scale < 1}
+def literal_axes(axes: Any) -> Any:
+    """Return checked `axes` that apply to leaves of every rank, as NumPy's do, instead of to matrices only."""
+    axes = check_axes(axes)
+    if isinstance(axes, Mapping):
+        return {pattern: literal_axes(each) for pattern, each in axes.items()}
+    return (lambda path, leaf: axes) if isinstance(axes, int | tuple) else axes
 
 
-def smallest(factors: list[jax.Array]) -> jax.Array:
-    """Return the smallest of factors from 0 to 1; NaN if one is NaN."""
-    least = -largest([-factor for factor in factors], least=-1)
-    return nan_unless(least > -jnp.inf, least)
+def axes_of_leaves(axes: Any, tree: Any, chosen: Sequence[bool] | None = None) -> list[tuple[int, ...] | Skip | None]:
+    """Return the axes to reduce in each leaf of a tree, or SKIP, also for leaves that are not chosen.
+
+    Raises:
+      ValueError: an axis is out of range or repeated; a pattern matches no leaf; every leaf is skipped, and
+        neither a rule nor SKIP in a mapping asked for that.
+    """
+    leaves, rules = trees.leaves_of(tree)[0], trees.per_leaf("axes", axes, tree, SKIP)
+    counts = [trees.is_float(leaf.value) and (chosen is None or chosen[i]) for i, leaf in enumerate(leaves)]
+    each = zip(rules, leaves, counts, strict=True)
+    found = [_resolve(rule, leaf) if counted else SKIP for rule, leaf, counted in each]
+    floats = [leaf for leaf, counted in zip(leaves, counts, strict=True) if counted and leaf.value.size]
+    if isinstance(axes, Mapping):  # one that skips some leaves may find no others
+        asked = 0 < sum(isinstance(each, Skip) for each in axes.values()) < len(axes)
+    else:
+        asked = isinstance(axes, Skip) or (callable(axes) and axes not in (fan_in, fan_in_of_matrices))
+    if floats and not asked and all(isinstance(each, Skip) for each in found):
+        shown = "'auto'" if axes is fan_in_of_matrices else getattr(axes, "__name__", repr(axes))
+        raise ValueError(
+            f"axes: nothing is changed, since {shown} applies to none of: {trees.a_few(floats, 5)}. 'auto', ints and "
+            "fan_in are for rank 2 and more; axes=None gives each leaf one norm, axes={'*bias': None} each bias. A "
+            "mapping is only for the leaves that its patterns match"
+        )
+    return found
+
+
+def _resolve(axes: Any, leaf: trees.Leaf) -> tuple[int, ...] | Skip | None:
+    """Return the axes to reduce in a leaf, as sorted non-negative ints; None for the whole leaf."""
+    shape = leaf.value.shape
+    rank = len(shape)
+    if callable(axes):
+        axes = check_axes(axes(leaf.path, leaf.value), f"axes of {leaf.name!r}, by the rule,")
+    elif axes is not None and not isinstance(axes, Skip) and rank < 2:
+        return SKIP
+    if axes is None or isinstance(axes, Skip):
+        return axes
+    if callable(axes) or isinstance(axes, Mapping):
+        raise TypeError(f"axes of {leaf.name!r}, by the rule, must be ints, None or SKIP, got {axes!r}")
+    each = (axes,) if isinstance(axes, int) else tuple(axes)
+    if any(not -rank <= axis < rank for axis in each):
+        raise ValueError(f"axes: {axes} is out of range for {leaf}")
+    found = {axis % rank for axis in each}
+    if len(found) < len(each):
+        raise ValueError(f"axes: {axes} names an axis twice for {leaf}")
+    return tuple(sorted(found))

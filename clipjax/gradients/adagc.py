@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from clipjax import _core
-from clipjax._core import Axes
+from clipjax import _checks
+from clipjax._core import bounds, clipping, norms, transformation, trees, units
 from clipjax.gradients.history import if_finite
 
 WarmupNorms = Literal["before", "after"]
@@ -26,13 +26,13 @@ class AdagcMemory(NamedTuple):
 
 
 def adagc(
-    relative_bound: optax.ScalarOrSchedule = 1.04,
+    relative_bound: bounds.Bound = 1.04,
     *,
     decay: float = 0.99,
     warmup_steps: int = 100,
-    max_norm: optax.ScalarOrSchedule = 1.0,
+    max_norm: bounds.Bound = 1.0,
     warmup_norms: WarmupNorms = "before",
-    axes: Axes = None,
+    axes: units.Axes = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Clip the norm of each leaf, or unit along `axes`, to a little more than its moving average gamma.
 
@@ -77,75 +77,78 @@ def adagc(
       >>> print(clipped["a"], f"{clipped['b'][0]:.3f}")
       [0.3 0.4] 0.520
     """
-    ratio_at = _core.as_schedule("relative_bound", relative_bound, scalar=True)
-    cap_at = _core.as_schedule("max_norm", max_norm, scalar=True)
-    _core.check_number("decay", decay, 0, 1, open_high=True)
-    _core.check_count("warmup_steps", warmup_steps, 0)
+    ratio_at = bounds.as_schedule("relative_bound", relative_bound, scalar=True)
+    cap_at = bounds.as_schedule("max_norm", max_norm, scalar=True)
+    _checks.check_number("decay", decay, "[0, 1)")
+    _checks.check_count("warmup_steps", warmup_steps, 0)
     if warmup_norms not in get_args(WarmupNorms):
-        raise ValueError(f"warmup_norms must be one of {get_args(WarmupNorms)}, got {_core.short_repr(warmup_norms)}")
-    axes = _core.check_axes(axes)
-
-    def measure(tree: Any) -> tuple[list[_core.Units], list[jax.Array]]:
-        each = _core.units_of(tree, axes)
-        return each, [_core.norm(units.leaf.value, units.axes) for units in each]
+        raise ValueError(f"warmup_norms must be one of {get_args(WarmupNorms)}, got {bounds.short_repr(warmup_norms)}")
+    axes = units.check_axes(axes)
 
     def remember(params: Any) -> AdagcMemory:
         # A box of Flax may have a sharding, which is not that of the norms.
-        leaves, rebuild = _core.leaves_of(_core.unboxed(params))
-        norms: list[Any] = [None] * len(leaves)
-        for units, n in zip(*measure(params), strict=True):
+        leaves, rebuild = trees.leaves_of(_unboxed(params))
+        gammas: list[Any] = [None] * len(leaves)
+        found = units.of_tree(params, axes)
+        for each, n in zip(found, units.norms_of(found), strict=True):
             # No norm is below 0: infinity, sharded as the norms. `jnp.full` would need to be told their mesh.
-            norms[units.place] = jnp.where(n < 0, n, jnp.inf)
-        return AdagcMemory(rebuild(norms), jnp.zeros((), np.int32))
+            gammas[each.place] = jnp.where(n < 0, n, jnp.inf)
+        return AdagcMemory(rebuild(gammas), jnp.zeros((), np.int32))
 
     def act(updates: Any, params: Any, step: Any, memory: AdagcMemory) -> Any:
-        each, norms = measure(updates)
-        gammas, steps = jax.tree.leaves(memory.gammas), memory.steps
-        _check_units(each, norms, gammas)
-        warming, total = steps < warmup_steps, _core.tree_norm(norms)
+        found = units.of_tree(updates, axes)
+        sizes, gammas, steps = units.norms_of(found), jax.tree.leaves(memory.gammas), memory.steps
+        _check_units(found, sizes, gammas)
+        warming, total = steps < warmup_steps, norms.tree_norm(sizes)
         cap, ratio = (jnp.asarray(at(step), total.dtype) for at in (cap_at, ratio_at))
-        tree_factor = _core.factor_to(cap, total)
+        tree_factor = clipping.factor_to(cap, total)
 
-        leaves, rebuild = _core.leaves_of(updates)
-        values = [leaf.value for leaf in leaves]
-        bounds, factors, after, new_gammas = [], [], [], []
-        for units, n, gamma in zip(each, norms, gammas, strict=True):
+        limits, factors, after, new_gammas = [], [], [], []
+        for each, n, gamma in zip(found, sizes, gammas, strict=True):
             is_known = gamma < jnp.inf
             usual = jnp.where(is_known, gamma, n)
             bound = jnp.where(is_known, ratio.astype(n.dtype) * usual, jnp.inf)
             most = jnp.where(warming, cap.astype(n.dtype), bound)
-            factor = _core.factor_to(most, jnp.where(warming, total.astype(n.dtype), n), units.leaf.value.dtype)
-            values[units.place] = _core.rescale(units.leaf.value, factor)
-
+            seen = jnp.where(warming, total.astype(n.dtype), n)
+            factors.append(clipping.factor_to(most, seen, each.leaf.value.dtype))
             n_after = jnp.where(warming, n * tree_factor.astype(n.dtype), jnp.minimum(n, bound))
             entering = n_after if warmup_norms == "after" else jnp.where(warming, n, n_after)
             average = decay * usual + (1 - decay) * entering
             new = jnp.where(warming, jnp.minimum(gamma, entering), average)
             new_gammas.append(jnp.where(entering > 0, new, gamma))
-            bounds.append(bound)
-            factors.append(factor)
+            limits.append(bound)
             after.append(n_after)
 
-        metrics = _core.metrics_of(total, _core.smallest(factors), _core.tree_norm(after))
-        least = -_core.largest((-bound for bound in bounds), least=-jnp.inf)
+        metrics = clipping.metrics_of(total, clipping.smallest(factors), norms.tree_norm(after))
+        least = -norms.largest((-bound for bound in limits), empty=-jnp.inf)
         metrics["threshold"] = jnp.where(warming, cap, least.astype(cap.dtype))
         new_memory = AdagcMemory(
             jax.tree.unflatten(jax.tree.structure(memory.gammas), new_gammas), optax.safe_increment(steps)
         )
-        return rebuild(values), metrics, if_finite(total, new_memory, memory)
+        return clipping.rescaled(updates, found, factors), metrics, if_finite(total, new_memory, memory)
 
-    return _core.with_metrics("adagc", act, remember)
+    return transformation.with_metrics("adagc", act, remember)
 
 
-def _check_units(each: list[_core.Units], norms: list[jax.Array], gammas: list[jax.Array]) -> None:
+def _check_units(found: list[units.LeafUnits], sizes: list[jax.Array], gammas: list[jax.Array]) -> None:
     """Raise an error if the state was made for other leaves or units than those of the updates."""
-    if len(each) != len(gammas):
+    if len(found) != len(gammas):
         raise ValueError(
-            f"updates: adagc got {len(each)} leaves to clip; the parameters given to init had {len(gammas)}"
+            f"updates: adagc got {len(found)} leaves to clip; the parameters given to init had {len(gammas)}"
         )
-    for units, n, gamma in zip(each, norms, gammas, strict=True):
+    for each, n, gamma in zip(found, sizes, gammas, strict=True):
         if n.shape != gamma.shape:
             raise ValueError(
-                f"updates: adagc got {units.leaf}, whose norms have shape {n.shape}; those of the parameters "
+                f"updates: adagc got {each.leaf}, whose norms have shape {n.shape}; those of the parameters "
                 f"given to init had {gamma.shape}"
             )
+
+
+def _unboxed(tree: Any) -> Any:
+    """Return a tree with arrays in place of Flax's boxes around them, which may be empty inside `optax.masked`."""
+
+    def content(node: Any) -> Any:
+        leaves = jax.tree.leaves(node)
+        return leaves[0] if len(leaves) == 1 else leaves
+
+    return jax.tree.map(lambda node: content(node) if trees.is_box(node) else node, tree, is_leaf=trees.is_box)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 
-from clipjax import _core
-from clipjax._core import Axes
+from clipjax import _checks
+from clipjax._core import bounds, clipping, norms, transformation, trees, units
 
 
-def clip_by_global_norm(
-    max_norm: optax.ScalarOrSchedule, *, ord: float | None = None
-) -> optax.GradientTransformationExtraArgs:
+def clip_by_global_norm(max_norm: bounds.Bound, *, ord: float | None = None) -> optax.GradientTransformationExtraArgs:
     """Clip the norm of all leaves together: each is multiplied by min(1, max_norm / norm).
 
     Args:
@@ -41,18 +43,18 @@ def clip_by_global_norm(
       >>> print(clipped["w"].round(3), metrics["clip_by_global_norm/norm"])
       [0.6] 5.0
     """
-    bound, order = _core.as_schedule("max_norm", max_norm, scalar=True), _core.check_ord(ord)
+    bound, order = bounds.as_schedule("max_norm", max_norm, scalar=True), _checks.check_ord(ord)
 
     def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:
-        return *_core.clip_tree(updates, bound(step), order), memory
+        return *clipping.clip_tree(updates, bound(step), order), memory
 
-    return _core.with_metrics("clip_by_global_norm", act)
+    return transformation.with_metrics("clip_by_global_norm", act)
 
 
 def clip_by_norm(
-    max_norm: optax.ScalarOrSchedule,
+    max_norm: bounds.Bound,
     *,
-    axes: Axes = None,
+    axes: units.Axes = None,
     ord: float | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Clip the norm of each leaf, or of each unit along `axes`: x * min(1, max_norm / |x|).
@@ -80,15 +82,16 @@ def clip_by_norm(
       [[0.6 0.3]
        [0.8 0.4]]
     """
-    bound, order, axes = _core.as_schedule("max_norm", max_norm), _core.check_ord(ord), _core.check_axes(axes)
+    bound, order, axes = bounds.as_schedule("max_norm", max_norm), _checks.check_ord(ord), units.check_axes(axes)
 
     def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:
-        return *_core.clip_units(updates, axes, bound(step), order), memory
+        found = units.of_tree(updates, axes)
+        return *clipping.clip_units(updates, found, units.norms_of(found, order), bound(step)), memory
 
-    return _core.with_metrics("clip_by_norm", act)
+    return transformation.with_metrics("clip_by_norm", act)
 
 
-def clip_by_rms(threshold: optax.ScalarOrSchedule, *, axes: Axes = None) -> optax.GradientTransformationExtraArgs:
+def clip_by_rms(threshold: bounds.Bound, *, axes: units.Axes = None) -> optax.GradientTransformationExtraArgs:
     """Clip the root mean square of each leaf, or of each unit along `axes`: x * min(1, threshold / rms(x)).
 
     Args:
@@ -114,22 +117,29 @@ def clip_by_rms(threshold: optax.ScalarOrSchedule, *, axes: Axes = None) -> opta
       >>> print(tx.update(grads, tx.init(grads))[0].round(3))
       [1. 1. 1. 1.]
     """
-    bound, axes = _core.as_schedule("threshold", threshold), _core.check_axes(axes)
-
-    def root(units: _core.Units) -> float:
-        return max(_core.entries_per_unit(units), 1) ** 0.5
+    bound, axes = bounds.as_schedule("threshold", threshold), units.check_axes(axes)
 
     def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:
-        return *_core.clip_units(updates, axes, bound(step), name="threshold", size_of=root), memory
+        found = units.of_tree(updates, axes)
+        each = zip(found, units.norms_of(found), strict=True)
+        sizes = [norm / max(_entries_per_unit(of), 1) ** 0.5 for of, norm in each]
+        return *clipping.clip_units(updates, found, sizes, bound(step), "threshold"), memory
 
-    return _core.with_metrics("clip_by_rms", act)
+    return transformation.with_metrics("clip_by_rms", act)
+
+
+def _entries_per_unit(each: units.LeafUnits) -> int:
+    """Return how many entries share a norm, of which this device may hold a part."""
+    shape = each.leaf.value.shape
+    local = shape if each.axes is None else [shape[axis] for axis in each.axes]
+    return math.prod([*local, *map(lax.axis_size, norms.mesh_axes(each.leaf.value))])
 
 
 def clip_by_value(
-    bound: optax.ScalarOrSchedule | None = None,
-    high: optax.ScalarOrSchedule | None = None,
+    bound: bounds.Bound | None = None,
+    high: bounds.Bound | None = None,
     *,
-    low: optax.ScalarOrSchedule | None = None,
+    low: bounds.Bound | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Clip each entry to `[-bound, bound]`, or to `[low, high]`: min(max(x, low), high).
 
@@ -161,23 +171,42 @@ def clip_by_value(
     if low is None and high is not None:
         bound, low = None, bound  # clip_by_value(low, high)
     if (bound is None) == (low is None) or (low is None) != (high is None):
-        listed = ", ".join(f"{name}={_core.short_repr(value)}" for name, value in given.items() if value is not None)
+        listed = ", ".join(f"{name}={bounds.short_repr(value)}" for name, value in given.items() if value is not None)
         raise TypeError(
             "clip_by_value takes one bound, as in clip_by_value(1.0), or low and high, where infinity means no "
             f"limit; got {listed or 'nothing'}"
         )
     if bound is None:
-        _core.check_order(low, high)
-        lower, upper = _core.as_schedule("low", low, -np.inf), _core.as_schedule("high", high, -np.inf)
+        _checks.check_order(low, high)
+        lower, upper = bounds.as_schedule("low", low, -np.inf), bounds.as_schedule("high", high, -np.inf)
     else:
-        lower, upper = (lambda _: None), _core.as_schedule("bound", bound)
+        lower, upper = (lambda _: None), bounds.as_schedule("bound", bound)
 
     def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:
-        leaves, rebuild = _core.leaves_of(updates)
+        leaves, rebuild = trees.leaves_of(updates)
         bottom, top = lower(step), upper(step)
-        clipped = [_core.clip_entries(leaf, bottom, top) for leaf in leaves]
-        before, after = _core.floats_of(updates), _core.floats_of(clipped)
-        metrics = _core.metrics_of_entries(before, after, top if bottom is None else None)
+        clipped = [clipping.clip_entries(leaf, bottom, top) for leaf in leaves]
+        before, after = trees.floats_of(updates), trees.floats_of(clipped)
+        metrics = _metrics_of_entries(before, after, top if bottom is None else None)
         return rebuild(clipped), metrics, memory
 
-    return _core.with_metrics("clip_by_value", act)
+    return transformation.with_metrics("clip_by_value", act)
+
+
+def _metrics_of_entries(before: list[jax.Array], after: list[jax.Array], bound: Any) -> dict[str, jax.Array]:
+    """Return the metrics of clipped entries, whose norm is the largest absolute value.
+
+    Where one number bounds absolute values, that norm decides the rest.
+    """
+    norms.warn_if_local()
+    before, after = lax.stop_gradient((before, after))  # a maximum over devices has no derivative
+    size = norms.largest(norms.norm(x, None, jnp.inf) for x in before)
+    if bound is not None and np.ndim(bound) == 0:
+        rest = jnp.minimum(size, jnp.asarray(bound, size.dtype))
+        clipped = size > rest
+    else:
+        rest = norms.largest(norms.norm(x, None, jnp.inf) for x in after)
+        changes = (jnp.any((x != y) & (x == x)) for x, y in zip(before, after, strict=True))
+        clipped = norms.largest(change.astype(np.float32) for change in changes) > 0
+    scale, finite = jnp.where(rest < size, rest, 1) / jnp.where(rest < size, size, 1), size < jnp.inf
+    return clipping.metrics_of(size, norms.nan_unless(finite, scale), rest) | {"clipped": clipped & finite}

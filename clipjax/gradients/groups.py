@@ -7,11 +7,12 @@ from typing import Any
 
 import optax
 
-from clipjax import _core
+from clipjax import _checks
+from clipjax._core import bounds, clipping, norms, transformation, trees
 
 
 def clip_by_group_norm(
-    max_norms: Mapping[str, optax.ScalarOrSchedule],
+    max_norms: Mapping[str, bounds.Bound],
     *,
     ord: float | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -45,28 +46,28 @@ def clip_by_group_norm(
       5.0
     """
     if not isinstance(max_norms, Mapping) or not all(isinstance(pattern, str) for pattern in max_norms):
-        raise TypeError(f"max_norms must map path patterns to bounds, got {_core.short_repr(max_norms)}")
+        raise TypeError(f"max_norms must map path patterns to bounds, got {bounds.short_repr(max_norms)}")
     if not max_norms:
         raise ValueError("max_norms must have at least one pattern, got an empty mapping")
-    bounds = {p: _core.as_schedule(f"max_norms[{p!r}]", bound, scalar=True) for p, bound in max_norms.items()}
-    order = _core.check_ord(ord)
+    limits = {p: bounds.as_schedule(f"max_norms[{p!r}]", bound, scalar=True) for p, bound in max_norms.items()}
+    order = _checks.check_ord(ord)
 
     def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:
-        leaves, rebuild = _core.leaves_of(updates)
-        groups = _core.first_matches("max_norms", tuple(bounds), updates)
+        leaves, rebuild = trees.leaves_of(updates)
+        groups = trees.first_matches("max_norms", tuple(limits), updates)
         values, of_groups = [leaf.value for leaf in leaves], {}
-        for pattern, bound in bounds.items():
-            places = [i for i, group in enumerate(groups) if group == pattern and _core.is_float(values[i])]
-            clipped, of_groups[pattern] = _core.clip_tree([values[i] for i in places], bound(step), order)
+        for pattern, bound in limits.items():
+            places = [i for i, group in enumerate(groups) if group == pattern and trees.is_float(values[i])]
+            clipped, of_groups[pattern] = clipping.clip_tree([values[i] for i in places], bound(step), order)
             for i, x in zip(places, clipped, strict=True):
                 values[i] = x
         metrics = {f"{pattern}/{key}": x for pattern, each in of_groups.items() for key, x in each.items()}
         return rebuild(values), metrics | _together(list(of_groups.values())), memory
 
-    return _core.with_metrics("clip_by_group_norm", act)
+    return transformation.with_metrics("clip_by_group_norm", act)
 
 
 def _together(of_groups: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the metrics of all groups: the largest norms, and the smallest scale."""
-    norm, after = (_core.largest(each[key] for each in of_groups) for key in ("norm", "norm_after"))
-    return _core.metrics_of(norm, _core.smallest([each["scale"] for each in of_groups]), after)
+    norm, after = (norms.largest(each[key] for each in of_groups) for key in ("norm", "norm_after"))
+    return clipping.metrics_of(norm, clipping.smallest([each["scale"] for each in of_groups]), after)

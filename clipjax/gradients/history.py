@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from clipjax import _core
+from clipjax._core import clipping, norms, transformation, trees
 
 
 def clip_by_history(
@@ -31,16 +31,16 @@ def clip_by_history(
     """
 
     def first(params: Any) -> Any:
-        return remember(_core.norm_dtype(params))
+        return remember(norms.norm_dtype(params))
 
     def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:
-        norm = _core.tree_norm(_core.floats_of(updates))
+        norm = norms.tree_norm(trees.floats_of(updates))
         bound, new = bound_of(norm, memory, step)
         bound = jnp.asarray(bound, norm.dtype)
-        clipped, metrics = _core.clip_tree(updates, bound, norm=norm)
+        clipped, metrics = clipping.clip_tree(updates, bound, norm=norm)
         return clipped, metrics | {"threshold": bound}, if_finite(norm, new, memory)
 
-    return _core.with_metrics(name, act, first)
+    return transformation.with_metrics(name, act, first)
 
 
 def if_finite(norm: jax.Array, new: Any, old: Any) -> Any:

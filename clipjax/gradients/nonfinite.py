@@ -9,7 +9,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from clipjax import _core
+from clipjax._core import clipping, norms, transformation, trees
 from clipjax.gradients.skipping import Verdict, skipping
 
 
@@ -35,20 +35,20 @@ def zero_nonfinite() -> optax.GradientTransformationExtraArgs:
     """
 
     def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:
-        _core.warn_if_local()
-        leaves, rebuild = _core.leaves_of(updates)
+        norms.warn_if_local()
+        leaves, rebuild = trees.leaves_of(updates)
         # Counted in float32, which rounds large counts, but does not wrap where billions of entries are NaN.
         values, zeroed = [leaf.value for leaf in leaves], jnp.zeros((), np.float32)
         for i, x in enumerate(values):
-            if _core.is_float(x):
+            if trees.is_float(x):
                 finite = jnp.isfinite(x)
-                zeroed += _core.over_devices(lax.psum, jnp.sum(~finite, dtype=np.float32))
-                values[i] = _core.weak_like(x, jnp.where(finite, x, jnp.zeros((), x.dtype)))
+                zeroed += norms.over_devices(lax.psum, jnp.sum(~finite, dtype=np.float32))
+                values[i] = clipping.weak_like(x, jnp.where(finite, x, jnp.zeros((), x.dtype)))
         entries = jnp.minimum(zeroed, np.float32(2**31 - 128)).astype(np.int32)
         metrics = {"zeroed_entries": entries, "nonfinite_steps": (zeroed > 0).astype(np.int32)}
         return rebuild(values), metrics, memory
 
-    return _core.with_metrics("zero_nonfinite", act)
+    return transformation.with_metrics("zero_nonfinite", act)
 
 
 def skip_nonfinite(
@@ -85,6 +85,6 @@ def skip_nonfinite(
     """
 
     def compare(norm: Any, loss: Any, past: Any, step: Any) -> Verdict:
-        return Verdict(jnp.zeros((), bool), past, {}, {"norm": norm})
+        return Verdict(jnp.zeros((), bool), past, {}, {})
 
     return skipping("skip_nonfinite", optimizer, max_consecutive, compare, lambda dtype: ())

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from clipjax import _core
+from clipjax import _checks
+from clipjax._core import bounds
 from clipjax.gradients.history import clip_by_history
 
 
@@ -58,17 +59,17 @@ def autoclip(percentile: float = 10.0, *, window: int = 1000) -> optax.GradientT
       >>> print(clipped.round(3), clipjax.metrics(state)["autoclip/threshold"])
       [2. 0.] 2.0
     """
-    _core.check_number("percentile", percentile, 0, 100)
+    _checks.check_number("percentile", percentile, "[0, 100]")
     if not isinstance(percentile, jax.core.Tracer) and 0 < percentile < 1:
         raise ValueError(
             f"percentile is in percent, such as 10.0 for the tenth percentile, got {percentile}; "
             "clip_by_quantile takes a share"
         )
-    _core.check_count("window", window, 1)
+    _checks.check_count("window", window, 1)
 
     def remember(dtype: Any) -> AutoclipMemory:
         if isinstance(window, jax.core.Tracer):
-            raise _core.not_static("window", window)
+            raise bounds.traced_error("window", window)
         return AutoclipMemory(jnp.full(int(window), jnp.inf, dtype), jnp.zeros((), np.int32))
 
     def bound_of(norm: jax.Array, memory: AutoclipMemory, step: Any) -> tuple[jax.Array, AutoclipMemory]:
@@ -119,9 +120,9 @@ def clip_by_quantile(
       >>> print(clipped.round(3), state.memory.max_norm.round(3))  # exp(0.2 * 0.5)
       [0.6 0.8] 1.105
     """
-    _core.check_number("quantile", quantile, 0, 1, open_low=True, open_high=True)
-    _core.check_number("learning_rate", learning_rate, 0, open_low=True)
-    _core.check_number("initial_max_norm", initial_max_norm, 0, open_low=True, open_high=True)
+    _checks.check_number("quantile", quantile, "(0, 1)")
+    _checks.check_number("learning_rate", learning_rate, "(0, inf)")
+    _checks.check_number("initial_max_norm", initial_max_norm, "(0, inf)")
 
     def remember(dtype: Any) -> QuantileMemory:
         return QuantileMemory(jnp.array(initial_max_norm, dtype))

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 import optax
 
-from clipjax import _core
-from clipjax._core import FAN_IN_OR_ALL, Axes
+from clipjax import _checks
+from clipjax._core import bounds, norms, transformation, trees, units
+from clipjax._core.clipping import clip_units  # `clipping` is a parameter, as in Optax
 
 # Below this no norm is measured, and divided by it none overflows.
 _LEAST = 1e-18
 
 
 def adaptive_grad_clip(
-    clipping: optax.ScalarOrSchedule = 0.01, eps: optax.ScalarOrSchedule = 1e-3, *, axes: Axes = FAN_IN_OR_ALL
+    clipping: bounds.Bound = 0.01, eps: bounds.Bound = 1e-3, *, axes: units.Axes | Literal["auto"] = "auto"
 ) -> optax.GradientTransformationExtraArgs:
     """Clip the gradient of each unit to a share of the norm of its weights: |g| <= clipping * max(|w|, eps).
 
@@ -25,7 +25,8 @@ def adaptive_grad_clip(
     Args:
       clipping: the share: a number, an array that broadcasts to the units, or a schedule.
       eps: the smallest norm of weights that counts, so that weights of 0 can move; in the same forms.
-      axes: the axes that are reduced. By default :func:`clipjax.fan_in_or_all`.
+      axes: the axes that are reduced. "auto": those of :func:`clipjax.fan_in_or_all` for ranks 2 and 4, and all for
+        less; rank 3, and 5 and more, may be stacks of layers or heads, and are an error.
 
     Returns:
       A transformation that needs `params` in `update`. Its metric `norm` is the largest |g| / max(|w|, eps), the
@@ -35,8 +36,8 @@ def adaptive_grad_clip(
       TypeError, ValueError: an argument is negative, NaN or not a number; `axes` is invalid. In `update`: the
         parameters are missing, or do not match the updates.
 
-    Equals the rule of the paper, of timm and of `optax.adaptive_grad_clip`, except that kernels of rank 3 are
-    reduced over all axes but the last, and that Optax takes a kernel (1, out) for one vector.
+    Equals the rule of the paper, of timm and of `optax.adaptive_grad_clip`, except that Optax takes a kernel (1, out)
+    for one vector, and reduces the first axis of rank 3.
 
     References:
       Brock et al., 2021, High-performance large-scale image recognition without normalization, arXiv:2102.06171.
@@ -50,16 +51,24 @@ def adaptive_grad_clip(
       >>> print(jnp.linalg.norm(clipped, axis=0).round(6))
       [5.e-02 1.e-05]
     """
-    share, least = _core.as_schedule("clipping", clipping), _core.as_schedule("eps", eps)
-    axes = _core.check_axes(axes)
+    share, least = bounds.as_schedule("clipping", clipping), bounds.as_schedule("eps", eps)
+    axes = units.check_axes(axes, auto=_fan_in_or_all_by_rank)
 
     def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:
-        weights, floor = _core.leaves_of(_core.params_for("adaptive_grad_clip", updates, params))[0], least(step)
+        weights, floor = trees.leaves_of(_checks.params_for("adaptive_grad_clip", updates, params))[0], least(step)
 
-        def size_of(units: _core.Units) -> jax.Array:
-            size = _core.norm(weights[units.place].value, units.axes)
-            return jnp.maximum(jnp.maximum(size, _core.broadcastable("eps", floor, size, units.leaf)), _LEAST)
+        found, relative = units.of_tree(updates, axes), []
+        for each, norm in zip(found, units.norms_of(found), strict=True):
+            size = norms.norm(weights[each.place].value, each.axes)
+            size = jnp.maximum(jnp.maximum(size, bounds.fit_bound("eps", floor, size, each.leaf)), _LEAST)
+            relative.append(norm / size)
+        return *clip_units(updates, found, relative, share(step), "clipping"), memory
 
-        return *_core.clip_units(updates, axes, share(step), name="clipping", size_of=size_of), memory
+    return transformation.with_metrics("adaptive_grad_clip", act)
 
-    return _core.with_metrics("adaptive_grad_clip", act)
+
+def _fan_in_or_all_by_rank(path: Any, leaf: Any) -> tuple[int, ...] | None:
+    """Return `fan_in_or_all` for the ranks of the paper; kernels of others may be stacks or heads."""
+    if len(leaf.shape) in (0, 1, 2, 4):
+        return units.fan_in_or_all(path, leaf)
+    raise units.unclear(path, leaf)

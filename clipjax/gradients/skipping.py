@@ -11,18 +11,20 @@ import numpy as np
 import optax
 from jax import lax
 
-from clipjax import _core
+from clipjax import _checks
+from clipjax._core import bounds, norms, transformation, trees
 
 
 class SkipMemory(NamedTuple):
     """What a transformation that skips steps remembers."""
 
     past: Any  # what it compares a step with
+    in_a_row: jax.Array  # int32: how many steps it has skipped since it took one
     inner: Any  # the state of the inner transformation
 
 
 class Verdict(NamedTuple):
-    """Whether a step is a spike, and what to remember, count and log of it."""
+    """What `compare` decided about a step."""
 
     spike: Any  # bool
     past: Any  # for the next step
@@ -42,50 +44,47 @@ def skipping(
     `compare(norm, loss, past, step)` says whether they are a spike, and `remember(dtype)` makes the first past, from
     the dtype of the norm.
     """
-    inner = optax.with_extra_args_support(_core.check_transformation("optimizer", optimizer))
-    most = None if max_consecutive is None else _core.check_count("max_consecutive", max_consecutive, 1)
+    inner = optax.with_extra_args_support(_checks.check_transformation("optimizer", optimizer))
+    most = None if max_consecutive is None else _checks.check_count("max_consecutive", max_consecutive, 1)
 
-    def init(params: Any) -> _core.MetricsState:
-        _core.leaves_of(params)  # for its errors
-        dtype = _core.norm_dtype(params)
-        past = remember(dtype)
-        verdict = jax.eval_shape(compare, jnp.zeros((), dtype), jnp.zeros(()), past, jnp.zeros((), np.int32))
-        keys = ("skipped", "nonfinite_count", "nonfinite_loss_count", *verdict.counts)
-        totals = {f"{name}/{key}": jnp.zeros((), np.int32) for key in keys}
-        last = {f"{name}/{key}": jnp.zeros((), np.int32) for key in ("skipped_last", "skipped_in_a_row")}
-        last |= {f"{name}/{key}": jnp.zeros((), x.dtype) for key, x in verdict.last.items()}
-        return _core.MetricsState(jnp.zeros((), np.int32), last, totals, {}, SkipMemory(past, inner.init(params)))
+    def judge(updates: Any, params: Any, step: Any, memory: Any, **extra: Any) -> Any:
+        past, in_a_row = memory
+        loss = None if extra.get("loss") is None else _mean_of_devices(extra["loss"])
+        norm = lax.stop_gradient(norms.tree_norm(trees.floats_of(updates)))
+        verdict = compare(norm, loss, past, step)
+        bad_loss = jnp.zeros((), bool) if loss is None else ~jnp.isfinite(loss)
+        fine = ~(~jnp.isfinite(norm) | bad_loss | verdict.spike)
+        skipped = ~(fine if most is None else fine | (in_a_row >= most))
+        # It stays at `max_consecutive`, so that bad steps are taken until a fine one makes it 0.
+        in_a_row = jnp.where(fine, 0, in_a_row + skipped.astype(np.int32))
+        counts = {"skipped": skipped, "nonfinite_loss_count": bad_loss, **verdict.counts}
+        last = {"norm": norm, "skipped_last": skipped, "skipped_in_a_row": in_a_row}
+        metrics = {key: x.astype(np.int32) for key, x in counts.items()}
+        metrics |= {key: x.astype(norm.dtype) for key, x in last.items()} | verdict.last
+        return updates, metrics, (verdict.past, in_a_row)
 
-    def update(
-        updates: Any, state: Any, params: Any = None, *, loss: Any = None, **extra: Any
-    ) -> tuple[Any, _core.MetricsState]:
-        _core.check_state(name, _core.MetricsState, state)
-        if loss is not None:
-            extra["loss"] = loss  # the inner transformation may use it, too
-            loss = _mean_of_devices(loss)
-        norm = lax.stop_gradient(_core.tree_norm(_core.floats_of(updates)))
-        verdict = compare(norm, loss, state.memory.past, state.step)
-        bad_norm, bad_loss = ~jnp.isfinite(norm), jnp.zeros((), bool) if loss is None else ~jnp.isfinite(loss)
-        fine = ~(bad_norm | bad_loss | verdict.spike)
-        in_a_row = state.last[f"{name}/skipped_in_a_row"]
-        taken = fine if most is None else fine | (in_a_row >= most)
+    def before(params: Any) -> Any:
+        return remember(norms.norm_dtype(params)), jnp.zeros((), np.int32)
+
+    watch = transformation.with_metrics(name, judge, before)
+
+    def init(params: Any) -> transformation.MetricsState:
+        state = watch.init(params)
+        past, in_a_row = state.memory
+        return state._replace(memory=SkipMemory(past, in_a_row, inner.init(params)))
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, transformation.MetricsState]:
+        transformation.check_state(name, transformation.MetricsState, state)
+        past, in_a_row, inner_state = state.memory
+        _, watched = watch.update(updates, state._replace(memory=(past, in_a_row)), params, **extra)
+        past, in_a_row = watched.memory
+        taken = watched.last[f"{name}/skipped_last"] == 0
 
         def step(updates: Any, inner_state: Any) -> tuple[Any, Any]:
             return inner.update(updates, inner_state, params, **extra)
 
-        updates, inner_state = _step_if(taken, step, updates, state.memory.inner)
-        metrics = {
-            "skipped": ~taken,
-            "nonfinite_count": bad_norm,
-            "nonfinite_loss_count": bad_loss,
-            **verdict.counts,
-            "skipped_last": ~taken,
-            # It stays at `max_consecutive`, so that bad steps are taken until a fine one makes it 0.
-            "skipped_in_a_row": jnp.where(fine, 0, in_a_row + (~taken).astype(np.int32)),
-        }
-        counted = {f"{name}/{key}": x.astype(np.int32) for key, x in metrics.items()}
-        logged = {f"{name}/{key}": x for key, x in verdict.last.items()}
-        return updates, _core.next_state(state, counted | logged, SkipMemory(verdict.past, inner_state))
+        updates, inner_state = _step_if(taken, step, updates, inner_state)
+        return updates, watched._replace(memory=SkipMemory(past, in_a_row, inner_state))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -113,15 +112,15 @@ def _step_if(taken: jax.Array, step: Callable[..., Any], updates: Any, state: An
 def _typed_as(like: Any, x: Any) -> jax.Array:
     """Return x with the dtype of `like`, and inside `shard_map` differing over the same mesh axes."""
     x = jnp.asarray(x)
-    missing = tuple(name for name in _core.mesh_axes(like) if name not in _core.mesh_axes(x))
+    missing = tuple(name for name in norms.mesh_axes(like) if name not in norms.mesh_axes(x))
     x = x if x.dtype == like.dtype else x.astype(like.dtype)
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
 def _mean_of_devices(loss: Any) -> jax.Array:
     """Return the mean of a loss over devices, or raise if it is not a real scalar."""
-    if not _core.is_real(loss) or np.ndim(loss):
-        given = f"shape {np.shape(loss)}" if _core.is_real(loss) else _core.short_repr(loss)
+    if not bounds.is_real(loss) or np.ndim(loss):
+        given = f"shape {np.shape(loss)}" if bounds.is_real(loss) else bounds.short_repr(loss)
         raise TypeError(f"loss must be a real scalar, such as the mean over the batch, got {given}")
-    value = jnp.asarray(loss, _core.wide(jnp.result_type(loss)))
-    return _core.over_devices(lax.pmean, lax.stop_gradient(value))
+    value = jnp.asarray(loss, norms.sum_dtype(jnp.result_type(loss)))
+    return norms.over_devices(lax.pmean, lax.stop_gradient(value))

@@ -10,7 +10,8 @@ import numpy as np
 import optax
 from jax import lax
 
-from clipjax import _core
+from clipjax import _checks
+from clipjax._core import bounds, transformation
 from clipjax.gradients.skipping import Verdict, skipping
 
 # For normally distributed numbers, the median of |x - median| times this is the standard deviation.
@@ -33,9 +34,9 @@ class Window(NamedTuple):
 
 def skip_spikes(
     optimizer: optax.GradientTransformation,
-    z_threshold: optax.ScalarOrSchedule = 6.0,
+    z_threshold: bounds.Bound = 6.0,
     *,
-    max_norm: optax.ScalarOrSchedule = jnp.inf,
+    max_norm: bounds.Bound = jnp.inf,
     window: int = 128,
     warmup_steps: int | None = None,
     max_consecutive: int | None = None,
@@ -79,28 +80,28 @@ def skip_spikes(
       >>> print(updates, clipjax.metrics(state)["skip_spikes/skipped"])
       [0. 0.] 1
     """
-    highest = _core.as_schedule("z_threshold", z_threshold, scalar=True)
-    cap = _core.as_schedule("max_norm", max_norm, scalar=True)
+    highest = bounds.as_schedule("z_threshold", z_threshold, scalar=True)
+    cap = bounds.as_schedule("max_norm", max_norm, scalar=True)
     if isinstance(window, jax.core.Tracer):
-        raise _core.not_static("window", window)
-    length = _core.check_count("window", window, 1)
-    enough = max(1, length // 2) if warmup_steps is None else _core.check_count("warmup_steps", warmup_steps, 1)
+        raise bounds.traced_error("window", window)
+    length = _checks.check_count("window", window, 1)
+    enough = max(1, length // 2) if warmup_steps is None else _checks.check_count("warmup_steps", warmup_steps, 1)
     if not isinstance(enough, jax.core.Tracer) and enough > length:
         raise ValueError(f"warmup_steps must be at most window={length}, got {enough}")
 
     def compare(norm: Any, loss: Any, past: Any, step: Any) -> Verdict:
-        norms, losses = past
-        z_score, threshold = _compared(norm, norms, highest(step), enough, _LEAST_STD)
+        past_norms, losses = past
+        z_score, threshold = _compared(norm, past_norms, highest(step), enough, _LEAST_STD)
         threshold = jnp.minimum(threshold, jnp.asarray(cap(step), threshold.dtype))
         spike, finite = jnp.isfinite(norm) & (norm > threshold), jnp.isfinite(norm)
-        last = {"norm": norm, "z_score": z_score, "threshold": threshold}
+        last = {"z_score": z_score, "threshold": threshold}
         seen = jnp.zeros((), losses.ring.dtype) if loss is None else loss.astype(losses.ring.dtype)
         loss_z_score, limit = _compared(seen, losses, highest(step), enough, _LEAST_STD_OF_LOSS)
         loss_spike = jnp.isfinite(seen) & (seen > limit) & (loss is not None)
         finite &= jnp.isfinite(seen)
         last |= {"loss": seen, "loss_z_score": loss_z_score, "loss_threshold": limit}
         counts = {"norm_spike_count": spike, "loss_spike_count": loss_spike}
-        past = _entered(norms, norm, finite & (norm > 0)), _entered(losses, seen, finite & (seen != 0))
+        past = _entered(past_norms, norm, finite & (norm > 0)), _entered(losses, seen, finite & (seen != 0))
         return Verdict(spike | loss_spike, past, counts, last)
 
     def remember(dtype: Any) -> tuple[Window, Window]:
@@ -138,4 +139,4 @@ def _entered(window: Window, value: jax.Array, enters: jax.Array) -> Window:
     """Return the window with a value that enters in place of the oldest."""
     place = window.entered % window.ring.size
     kept = lax.stop_gradient(jnp.where(enters, value, window.ring[place])).astype(window.ring.dtype)
-    return Window(jnp.asarray(window.ring).at[place].set(kept), _core.saturating_add(window.entered, enters))
+    return Window(jnp.asarray(window.ring).at[place].set(kept), transformation.saturating_add(window.entered, enters))

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import optax
 from jax import lax
 
-from clipjax import _core
-from clipjax._core import FAN_IN_OF_MATRICES, Axes
+from clipjax import _checks
+from clipjax._core import bounds, clipping, norms, transformation, trees, units
 
 
 def tangent_cone(
-    radius: optax.ScalarOrSchedule, *, axes: Axes = FAN_IN_OF_MATRICES
+    radius: bounds.Bound, *, axes: units.Axes | Literal["auto"] = "auto"
 ) -> optax.GradientTransformationExtraArgs:
     """Remove what would push a unit on the sphere further out: g - w ⟨g, w⟩ / |w|² where |w| >= radius, ⟨g, w⟩ < 0.
 
@@ -47,28 +47,28 @@ def tangent_cone(
       [[-0.64 -1.  ]
        [ 0.48  0.  ]]
     """
-    bound, axes = _core.as_schedule("radius", radius), _core.check_axes(axes)
+    bound, axes = bounds.as_schedule("radius", radius), units.check_axes(axes, auto=units.fan_in_of_matrices)
 
     def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:
-        weights, limit = _core.leaves_of(_core.params_for("tangent_cone", updates, params))[0], bound(step)
-        leaves, rebuild = _core.leaves_of(updates)
+        weights, limit = trees.leaves_of(_checks.params_for("tangent_cone", updates, params))[0], bound(step)
+        leaves, rebuild = trees.leaves_of(updates)
         values, removed = [leaf.value for leaf in leaves], []
-        for units in _core.units_of(updates, axes):
-            x, weight = units.leaf.value, weights[units.place].value
-            dtype = x.dtype if jnp.iscomplexobj(x) else _core.wide(x.dtype)
+        for each in units.of_tree(updates, axes):
+            x, weight = each.leaf.value, weights[each.place].value
+            dtype = x.dtype if jnp.iscomplexobj(x) else norms.sum_dtype(x.dtype)
             g, w = x.astype(dtype), weight.astype(dtype)
-            size = _core.norm(w, units.axes)
-            product = jnp.sum((g * jnp.conj(w)).real, axis=units.axes, keepdims=units.axes is not None)
-            product = _core.over_devices(lax.psum, product) if units.axes is None else product
+            size = norms.norm(w, each.axes)
+            product = jnp.sum((g * jnp.conj(w)).real, axis=each.axes, keepdims=each.axes is not None)
+            product = norms.over_devices(lax.psum, product) if each.axes is None else product
             # max_norm leaves a unit a margin or two below the radius.
-            near = _core.broadcastable("radius", limit, size, units.leaf) * (1 - 4 * _core.margin(weight.dtype))
+            near = bounds.fit_bound("radius", limit, size, each.leaf) * (1 - 4 * clipping.margin(weight.dtype))
             outward = ~(size < near) & ~(product >= 0)  # NaN counts as outward
             # One number for each unit. Measuring what is left would keep the whole gradient in memory.
             part = jnp.where(outward, product, 0) / jnp.where(outward & (size > 0), size * size, 1)
             new = (g - w * part.astype(dtype)).astype(x.dtype)
-            values[units.place] = _core.weak_like(x, jnp.where(part == 0, x, new))
+            values[each.place] = clipping.weak_like(x, jnp.where(part == 0, x, new))
             removed.append(-part * size)
-        most = _core.largest(removed)
+        most = norms.largest(removed)
         return rebuild(values), {"norm": most, "removed": most > 0}, memory
 
-    return _core.with_metrics("tangent_cone", act)
+    return transformation.with_metrics("tangent_cone", act)

@@ -10,7 +10,8 @@ import numpy as np
 import optax
 from jax import lax
 
-from clipjax import _core
+from clipjax import _checks
+from clipjax._core import bounds
 from clipjax.gradients.history import clip_by_history
 
 ZclipMode = Literal["adaptive", "mean", "percentile"]
@@ -29,7 +30,7 @@ def zclip(
     *,
     decay: float = 0.97,
     warmup_steps: int = 25,
-    max_norm: optax.ScalarOrSchedule | None = None,
+    max_norm: bounds.Bound | None = None,
     mode: ZclipMode = "adaptive",
     clip_factor: float = 1.0,
     eps: float = 1e-6,
@@ -75,16 +76,16 @@ def zclip(
       >>> print(f"{clipped[0]:.3f}")  # 2 + 2.5**2 * 1 / 10
       2.625
     """
-    _core.check_number("z_threshold", z_threshold, 0, open_high=True)
-    _core.check_number("decay", decay, 0, 1, open_high=True)
-    _core.check_count("warmup_steps", warmup_steps, 0)
-    _core.check_number("clip_factor", clip_factor, 0, open_high=True)
-    _core.check_number("eps", eps, 0, open_high=True)
+    _checks.check_number("z_threshold", z_threshold, "[0, inf)")
+    _checks.check_number("decay", decay, "[0, 1)")
+    _checks.check_count("warmup_steps", warmup_steps, 0)
+    _checks.check_number("clip_factor", clip_factor, "[0, inf)")
+    _checks.check_number("eps", eps, "[0, inf)")
     if mode not in get_args(ZclipMode):
-        raise ValueError(f"mode must be one of {get_args(ZclipMode)}, got {_core.short_repr(mode)}")
+        raise ValueError(f"mode must be one of {get_args(ZclipMode)}, got {bounds.short_repr(mode)}")
     if not isinstance(update_on_spike, bool):
-        raise TypeError(f"update_on_spike must be a bool, got {_core.short_repr(update_on_spike)}")
-    cap = _core.as_schedule("max_norm", jnp.inf if max_norm is None else max_norm, scalar=True)
+        raise TypeError(f"update_on_spike must be a bool, got {bounds.short_repr(update_on_spike)}")
+    cap = bounds.as_schedule("max_norm", jnp.inf if max_norm is None else max_norm, scalar=True)
 
     def bound_of(norm: jax.Array, memory: Moments, step: Any) -> tuple[jax.Array, Moments]:
         mean, std, steps = memory
@@ -119,7 +120,7 @@ def clip_by_lognormal(
     std_factor: float = 2.0,
     *,
     decay: float = 0.95,
-    max_norm: optax.ScalarOrSchedule | None = None,
+    max_norm: bounds.Bound | None = None,
     eps: float = 1e-8,
 ) -> optax.GradientTransformationExtraArgs:
     """Clip the norm of all leaves, if its logarithm is an outlier, to the geometric mean of the norms.
@@ -156,10 +157,10 @@ def clip_by_lognormal(
       >>> print(f"{clipped[0]:.3f}, {jnp.exp(state.memory.mean):.3f}")
       1.774, 1.774
     """
-    _core.check_number("std_factor", std_factor, 0)
-    _core.check_number("decay", decay, 0, 1, open_high=True)
-    _core.check_number("eps", eps, 0, open_low=True, open_high=True)
-    cap = _core.as_schedule("max_norm", jnp.inf if max_norm is None else max_norm, scalar=True)
+    _checks.check_number("std_factor", std_factor, "[0, inf)")
+    _checks.check_number("decay", decay, "[0, 1)")
+    _checks.check_number("eps", eps, "(0, inf)")
+    cap = bounds.as_schedule("max_norm", jnp.inf if max_norm is None else max_norm, scalar=True)
 
     def bound_of(norm: jax.Array, memory: Moments, step: Any) -> tuple[jax.Array, Moments]:
         mean, std, steps = memory

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clipjax import _core
+from clipjax._core import bounds, transformation
 
 
 def metrics(opt_state: Any) -> dict[str, jax.Array]:
@@ -43,7 +43,7 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
     states = list(_states_in(opt_state))
     if not states:
         raise ValueError(
-            f"opt_state: there is no state with metrics in {_core.short_repr(opt_state)}; pass the state that tx.init "
+            f"opt_state: there is no state with metrics in {bounds.short_repr(opt_state)}; pass the state that tx.init "
             "and tx.update return. A projection has none: add a clip, nonfinite='skip' or record_norms()"
         )
     for state in states:
@@ -58,15 +58,15 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
     return dict(sorted(found.items()))  # as those that a jitted function returns
 
 
-def _states_in(tree: Any) -> Iterator[_core.MetricsState]:
+def _states_in(tree: Any) -> Iterator[transformation.MetricsState]:
     """Yield the states in a tree, outer states before those in their memories."""
-    for node in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, _core.MetricsState)):
-        if isinstance(node, _core.MetricsState):
+    for node in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, transformation.MetricsState)):
+        if isinstance(node, transformation.MetricsState):
             yield node
             yield from _states_in(node.memory)
 
 
-def _metrics_of(state: _core.MetricsState) -> dict[str, jax.Array]:
+def _metrics_of(state: transformation.MetricsState) -> dict[str, jax.Array]:
     last, totals, shares = ({k: _array(x) for k, x in part.items()} for part in state[1:4])
     steps = _array(state.step)
     return last | totals | {f"{key}_fraction": _share(x, steps) for key, x in shares.items()}

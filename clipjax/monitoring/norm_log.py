@@ -13,7 +13,8 @@ import optax
 from jax import lax
 from numpy.typing import ArrayLike
 
-from clipjax import _core
+from clipjax import _checks
+from clipjax._core import bounds
 from clipjax.gradients.quantiles import autoclip, clip_by_quantile
 from clipjax.gradients.zclip import clip_by_lognormal, zclip
 from clipjax.monitoring.metrics import metrics
@@ -46,7 +47,7 @@ class NormLog:
 
     def __init__(self, name: str | None = None) -> None:
         if not isinstance(name, str | None):
-            raise TypeError(f"name must be a str or None, got {_core.short_repr(name)}")
+            raise TypeError(f"name must be a str or None, got {bounds.short_repr(name)}")
         self.name = name
         self._waiting: list[Any] = []  # norms on the device, with the numbers of their steps if known
         self._chunks = [np.zeros(0)]  # fetched
@@ -67,11 +68,11 @@ class NormLog:
         given = norms
         try:
             norms = jnp.copy(norms) if isinstance(norms, jax.Array) else np.array(norms)
-            real = _core.is_real(norms)
+            real = bounds.is_real(norms)
         except ValueError:  # of rows that are not equally long
             real = False
         if not real:
-            raise TypeError(f"norms must be real numbers or clipjax.metrics(state), got {_core.short_repr(given)}")
+            raise TypeError(f"norms must be real numbers or clipjax.metrics(state), got {bounds.short_repr(given)}")
         if norms.ndim != rank:
             raise ValueError(f"append takes a scalar, and extend shape (steps,); got shape {norms.shape}")
         self._waiting.append((norms, steps))
@@ -115,7 +116,7 @@ class NormLog:
         """Return quantiles of the finite norms, interpolated linearly, in the shape of `q`."""
         shares = _real_numbers("q", q)
         if not np.all((shares >= 0) & (shares <= 1)):
-            raise ValueError(f"q must be in [0, 1], got {_core.short_repr(q)}")
+            raise ValueError(f"q must be in [0, 1], got {bounds.short_repr(q)}")
         return np.asarray(np.quantile(self._finite(), shares))
 
     def clip_rate(self, thresholds: ArrayLike) -> np.ndarray:
@@ -138,7 +139,7 @@ class NormLog:
         if rules is None:
             rules = {make.__name__: make() for make in (autoclip, zclip, clip_by_quantile, clip_by_lognormal)}
         if not isinstance(rules, Mapping):
-            raise TypeError(f"rules must be a mapping from names to transformations, got {_core.short_repr(rules)}")
+            raise TypeError(f"rules must be a mapping from names to transformations, got {bounds.short_repr(rules)}")
         return {name: _replayed(name, tx, self._finite()) for name, tx in rules.items()}
 
     def save(self, path: str | Path) -> None:
@@ -159,8 +160,8 @@ class NormLog:
 
 def _real_numbers(name: str, values: ArrayLike) -> np.ndarray:
     array = np.asarray(values)
-    if not _core.is_real(array) or np.isnan(array).any():
-        raise ValueError(f"{name} must be real numbers, not NaN, got {_core.short_repr(values)}")
+    if not bounds.is_real(array) or np.isnan(array).any():
+        raise ValueError(f"{name} must be real numbers, not NaN, got {bounds.short_repr(values)}")
     return array
 
 
@@ -178,7 +179,7 @@ def _chosen(seen: Mapping[str, Any], name: str | None) -> tuple[Any, Any]:
 
 def _replayed(name: str, tx: optax.GradientTransformation, norms: np.ndarray) -> dict[str, float]:
     zero = jnp.zeros((), np.float32)
-    state = _core.check_transformation(f"rules[{name!r}]", tx).init(zero)
+    state = _checks.check_transformation(f"rules[{name!r}]", tx).init(zero)
     try:
         keys = [key for key in metrics(state) if key.endswith("/threshold")]
     except ValueError:  # it is no transformation of clipjax

@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import optax
 
-from clipjax import _core
+from clipjax import _checks
+from clipjax._core import bounds, norms, transformation, trees
 
 
 class Recorder(optax.GradientTransformationExtraArgs):
@@ -50,40 +51,40 @@ def record_norms(
     """
     measured = (of,) if isinstance(of, str) else tuple(of) if isinstance(of, Iterable) else ()
     if not measured or any(each not in ("updates", "params") for each in measured):
-        raise ValueError(f"of must be 'updates', 'params' or both, got {_core.short_repr(of)}")
+        raise ValueError(f"of must be 'updates', 'params' or both, got {bounds.short_repr(of)}")
     if not isinstance(name, str) or not name:
-        raise TypeError(f"name must be a str, got {_core.short_repr(name)}")
+        raise TypeError(f"name must be a str, got {bounds.short_repr(name)}")
     if name != "updates" and "updates" not in measured:
         raise ValueError(
-            f"name is what the updates are called, got {name!r}, but of={_core.short_repr(of)} leaves them out"
+            f"name is what the updates are called, got {name!r}, but of={bounds.short_repr(of)} leaves them out"
         )
     if name == "params" and len(set(measured)) == 2:
         raise ValueError("name must not be 'params' if both are measured: that is what the weights are called")
     patterns: tuple[str, ...] | None = None
     depth: int | None = None
     if isinstance(groups, jax.Array):
-        raise _core.not_static("groups", groups)
+        raise bounds.traced_error("groups", groups)
     if isinstance(groups, int):
-        depth = _core.check_count("groups", groups, 1)
+        depth = _checks.check_count("groups", groups, 1)
     elif groups is not None and groups != "leaf":
-        patterns = _core.check_patterns("groups", groups)
+        patterns = _checks.check_patterns("groups", groups)
 
     def groups_of(tree: Any) -> list[str | None]:
         if patterns is not None:
-            return _core.first_matches("groups", patterns, tree)
-        return ["" if groups is None else _core.path_name(leaf.path[:depth]) for leaf in _core.leaves_of(tree)[0]]
+            return trees.first_matches("groups", patterns, tree)
+        return ["" if groups is None else trees.path_name(leaf.path[:depth]) for leaf in trees.leaves_of(tree)[0]]
 
-    def norms(label: str, tree: Any) -> dict[str, jax.Array]:
+    def measured_in(label: str, tree: Any) -> dict[str, jax.Array]:
         members: dict[str, list[jax.Array]] = {"": []} if groups is None else {}
-        for group, leaf in zip(groups_of(tree), _core.leaves_of(tree)[0], strict=True):
-            if group is not None and _core.is_float(leaf.value):
+        for group, leaf in zip(groups_of(tree), trees.leaves_of(tree)[0], strict=True):
+            if group is not None and trees.is_float(leaf.value):
                 members.setdefault(group, []).append(leaf.value)
-        return {f"{label}/{group}".rstrip("/"): _core.tree_norm(leaves) for group, leaves in members.items()}
+        return {f"{label}/{group}".rstrip("/"): norms.tree_norm(leaves) for group, leaves in members.items()}
 
     def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:
-        metrics = norms(name, updates) if "updates" in measured else {}
+        metrics = measured_in(name, updates) if "updates" in measured else {}
         if "params" in measured:
-            metrics |= norms("params", _core.params_for("record_norms", updates, params))
+            metrics |= measured_in("params", _checks.params_for("record_norms", updates, params))
         return updates, metrics, memory
 
-    return Recorder(*_core.with_metrics("record_norms", act))
+    return Recorder(*transformation.with_metrics("record_norms", act))

@@ -6,17 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import optax
 
-from clipjax import _core
-from clipjax.weights.projection import Projection
+from clipjax import _checks
+from clipjax._core import bounds, clipping, trees
+from clipjax.weights import limits
+from clipjax.weights.projection import Projection, written
 
 Where = str | Sequence[str] | Callable[[Any, Any], bool] | None
 
 
 def box(
-    low: optax.ScalarOrSchedule | Mapping[str, optax.ScalarOrSchedule],
-    high: optax.ScalarOrSchedule | Mapping[str, optax.ScalarOrSchedule],
+    low: limits.Limit,
+    high: limits.Limit,
     *,
     where: Where = None,
 ) -> Projection:
@@ -51,7 +52,7 @@ def box(
       >>> print(projected["bias"], projected["scale"])
       [ 3. -3.] [1.  0.5]
     """
-    return _box(f"clipjax.box({_core.short_repr(low)}, {_core.short_repr(high)})", low, high, where)
+    return _box(written("box", low, high, where=where), low, high, where)
 
 
 def non_negative(*, where: Where = None) -> Projection:
@@ -74,61 +75,50 @@ def non_negative(*, where: Where = None) -> Projection:
       >>> print(clipjax.non_negative()(jnp.array([-1.0, 0.0, 2.0])))
       [0. 0. 2.]
     """
-    return _box("clipjax.non_negative()", 0.0, np.inf, where)
+    return _box(written("non_negative", where=where), 0.0, np.inf, where)
 
 
 def _box(name: str, low: Any, high: Any, where: Where) -> Projection:
-    lower, upper = _limits("low", low), _limits("high", high)
-    by_path = isinstance(low, Mapping) or isinstance(high, Mapping)
+    for limit, value in (("low", low), ("high", high)):
+        if isinstance(value, list | tuple):
+            wanted = "a number, an array, a schedule or a mapping"
+            raise TypeError(f"{limit} must be {wanted}, got {bounds.short_repr(value)}")
+    lower, upper = limits.by_leaf("low", low, -np.inf), limits.by_leaf("high", high, -np.inf)
+    by_path, scheduled = isinstance(low, Mapping) or isinstance(high, Mapping), lower.scheduled or upper.scheduled
     if not by_path:
-        _core.check_order(low, high)
-    chosen = _choice(where)
-    limits = [x for each in (low, high) for x in (each.values() if isinstance(each, Mapping) else [each])]
-    counts = any(map(callable, limits))
+        _checks.check_order(low, high)
+    choose = _choice(where)
 
-    def constrain(params: Any, step: Any) -> Any:
-        leaves, rebuild = _core.leaves_of(params)
-        values = [leaf.value for leaf in leaves]
-        each = zip(leaves, chosen(params), lower(params), upper(params), strict=True)
-        for i, (leaf, yes, bottom_at, top_at) in enumerate(each):
-            if yes and (bottom_at or top_at):
-                bottom = bottom_at(step) if bottom_at else -np.inf
-                top = top_at(step) if top_at else np.inf
-                if by_path and not counts:
-                    _core.check_order(bottom, top, leaf)
-                values[i] = _core.clip_entries(leaf, bottom, top)
+    def clip(params: Any, step: Any) -> Any:
+        leaves, rebuild = trees.leaves_of(params)
+        values, bottoms, tops = [leaf.value for leaf in leaves], lower.at(step), upper.at(step)
+        each = zip(leaves, choose(params), lower.patterns(params), upper.patterns(params), strict=True)
+        for i, (leaf, chosen, of_low, of_high) in enumerate(each):
+            if chosen and not of_low is of_high is None:
+                bottom, top = bottoms.get(of_low, -np.inf), tops.get(of_high, np.inf)
+                if by_path and not scheduled:
+                    _checks.check_order(bottom, top, leaf)
+                values[i] = clipping.clip_entries(leaf, bottom, top)
         return rebuild(values)
 
-    return Projection(name, constrain, counts=counts)
-
-
-def _limits(name: str, limit: Any) -> Callable[[Any], list[Callable[[Any], Any] | None]]:
-    """Return the function from a tree to the limit of each leaf, as a function of the step; None for no limit."""
-    if isinstance(limit, list | tuple):
-        raise TypeError(f"{name} must be a number, an array, a schedule or a mapping, got {_core.short_repr(limit)}")
-    if not isinstance(limit, Mapping):
-        everywhere = _core.as_schedule(name, limit, -np.inf)
-        return lambda tree: [everywhere] * len(_core.leaves_of(tree)[0])
-    patterns = _core.check_patterns(name, tuple(limit))
-    each: dict[str | None, Any] = {p: _core.as_schedule(f"{name}[{p!r}]", limit[p], -np.inf) for p in patterns}
-    return lambda tree: [each.get(pattern) for pattern in _core.first_matches(name, patterns, tree)]
+    return Projection(name, clip, scheduled=scheduled)
 
 
 def _choice(where: Any) -> Callable[[Any], list[bool]]:
     """Return the function from a tree to whether each leaf is chosen."""
-    patterns = None if where is None or callable(where) else _core.check_patterns("where", where)
+    patterns = None if where is None or callable(where) else _checks.check_patterns("where", where)
 
     def choose(tree: Any) -> list[bool]:
-        leaves, _ = _core.leaves_of(tree)
+        leaves, _ = trees.leaves_of(tree)
         if where is None:
             found = [True] * len(leaves)
         elif patterns is None:
             found = [bool(where(leaf.path, leaf.value)) for leaf in leaves]
         else:
-            found = [pattern is not None for pattern in _core.first_matches("where", patterns, tree, in_order=False)]
-        chosen = [yes and _core.is_float(leaf.value) for yes, leaf in zip(found, leaves, strict=True)]
-        if where is not None and any(_core.is_float(leaf.value) for leaf in leaves) and not any(chosen):
-            raise ValueError(f"where: {_core.short_repr(where)} chooses no float leaf of: {_core.a_few(leaves, 5)}")
+            found = [pattern is not None for pattern in trees.first_matches("where", patterns, tree, in_order=False)]
+        chosen = [yes and trees.is_float(leaf.value) for yes, leaf in zip(found, leaves, strict=True)]
+        if where is not None and any(trees.is_float(leaf.value) for leaf in leaves) and not any(chosen):
+            raise ValueError(f"where: {bounds.short_repr(where)} chooses no float leaf of: {trees.a_few(leaves, 5)}")
         return chosen
 
     return choose

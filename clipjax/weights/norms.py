@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-import optax
 
-from clipjax import _core
-from clipjax._core import FAN_IN_OF_MATRICES, Axes
-from clipjax.weights.projection import Projection
+from clipjax import _checks
+from clipjax._core import bounds, clipping, units
+from clipjax.weights import limits
+from clipjax.weights.projection import Projection, written
+
+Axes = units.Axes | Literal["auto"]
 
 
-def max_norm(radius: optax.ScalarOrSchedule, *, axes: Axes = FAN_IN_OF_MATRICES) -> Projection:
+def max_norm(radius: limits.Limit, *, axes: Axes = "auto") -> Projection:
     """Project each unit's weights onto the ball of a radius: w * min(1, radius / |w|).
 
     Args:
-      radius: a number, an array that broadcasts to the units, or a schedule `step -> radius`.
-      axes: the axes that are reduced. By default `clipjax.fan_in` for kernels (in, out) of rank 2, and an error
-        for higher ranks; biases are not changed.
+      radius: a number, an array that broadcasts to the units, a schedule `step -> radius`, or a mapping from path
+        patterns to these, where the first match wins and other leaves are not changed.
+      axes: the axes that are reduced. "auto": `clipjax.fan_in` for kernels (in, out) of rank 2, and an error for
+        higher ranks; biases are not changed.
 
     Returns:
       A :class:`Projection`: a function of the weights, and the last link of a chain.
 
     Raises:
       TypeError, ValueError: `radius` is negative, NaN or not a number, or does not fit the units; `axes` is
-        invalid, or applies to no leaf.
+        invalid, or applies to no leaf; a pattern matches no leaf.
 
     Equals `keras.constraints.MaxNorm`, whose `axis` is `axes`.
 
@@ -41,21 +45,22 @@ def max_norm(radius: optax.ScalarOrSchedule, *, axes: Axes = FAN_IN_OF_MATRICES)
       [[0.6 0.3]
        [0.8 0.4]]
     """
-    return _rescaling(f"clipjax.max_norm({_core.short_repr(radius)})", _core.factor_to, axes, radius=radius)
+    name = written("max_norm", radius, axes=axes)
+    return _rescaling(name, lambda norm, dtype, radius: clipping.factor_to(radius, norm, dtype), axes, radius=radius)
 
 
 def min_max_norm(
-    low: optax.ScalarOrSchedule,
-    high: optax.ScalarOrSchedule,
+    low: limits.Limit,
+    high: limits.Limit,
     *,
-    rate: optax.ScalarOrSchedule = 1.0,
-    axes: Axes = FAN_IN_OF_MATRICES,
+    rate: bounds.Bound = 1.0,
+    axes: Axes = "auto",
 ) -> Projection:
     """Bring each unit's norm between two: w * (rate * clip(|w|, low, high) / |w| + 1 - rate).
 
     Args:
-      low: the smallest norm: a number, an array that broadcasts to the units, or a schedule; finite.
-      high: the largest norm, likewise.
+      low: the smallest norm, in the forms of :func:`max_norm`; finite. Where no pattern of a mapping matches, 0.
+      high: the largest norm, likewise; infinity where no pattern matches.
       rate: the share of the way to the limit that a unit outside moves at each call, from 0 to 1. 1 projects.
       axes: the axes that are reduced, as in :func:`max_norm`.
 
@@ -77,18 +82,24 @@ def min_max_norm(
       [[1.2 0.6]
        [1.6 0.8]]
     """
-    _core.check_order(low, high)
-    _core.check_bound("rate", rate)
-    for name, value, most in (("low", low, np.finfo(np.float64).max), ("rate", rate, 1)):
-        if not (callable(value) or isinstance(value, jax.core.Tracer)) and np.any(np.asarray(value) > most):
-            wanted = "finite" if name == "low" else "at most 1"
-            raise ValueError(f"{name} must be {wanted}, got {_core.short_repr(value)}")
+    if not (isinstance(low, Mapping) or isinstance(high, Mapping)):
+        _checks.check_order(low, high)
+    bounds.check_bound("rate", rate)
+    _check_at_most("rate", rate, 1, "at most 1")
+    for value in low.values() if isinstance(low, Mapping) else [low]:
+        _check_at_most("low", value, np.finfo(np.float64).max, "finite")
 
-    name = f"clipjax.min_max_norm({_core.short_repr(low)}, {_core.short_repr(high)}, rate={_core.short_repr(rate)})"
-    return _rescaling(name, _core.factor_between, axes, low=low, high=high, rate=rate)
+    return _rescaling(
+        written("min_max_norm", low, high, rate=rate, axes=axes), _factor_between, axes, low=low, high=high, rate=rate
+    )
 
 
-def unit_norm(*, axes: Axes = FAN_IN_OF_MATRICES) -> Projection:
+def _check_at_most(name: str, value: Any, most: float, wanted: str) -> None:
+    if not (callable(value) or isinstance(value, jax.core.Tracer)) and np.any(np.asarray(value) > most):
+        raise ValueError(f"{name} must be {wanted}, got {bounds.short_repr(value)}")
+
+
+def unit_norm(*, axes: Axes = "auto") -> Projection:
     """Bring each unit's norm to 1: w / |w|.
 
     Args:
@@ -111,20 +122,41 @@ def unit_norm(*, axes: Axes = FAN_IN_OF_MATRICES) -> Projection:
       [[0.6 0.6 0. ]
        [0.8 0.8 0. ]]
     """
-    return _rescaling("clipjax.unit_norm()", _core.factor_between, axes, low=1, high=1, rate=1)
+    return _rescaling(written("unit_norm", axes=axes), _factor_between, axes, low=1, high=1, rate=1)
 
 
-def _rescaling(name: str, factor: Callable[..., jax.Array], axes: Any, **limits: Any) -> Projection:
-    """Make the projection that multiplies units by `factor(*limits, norms, dtype)`."""
-    axes, each = _core.check_axes(axes), {limit: _core.as_schedule(limit, value) for limit, value in limits.items()}
+def _rescaling(name: str, factor: Callable[..., jax.Array], axes: Any, **given: Any) -> Projection:
+    """Make the projection that multiplies units by `factor(norms, dtype, **limits)`."""
+    axes = units.check_axes(axes, auto=units.fan_in_of_matrices)
+    each_limit = {key: limits.by_leaf(key, value) for key, value in given.items()}
 
-    def constrain(params: Any, step: Any) -> Any:
-        now = {limit: value(step) for limit, value in each.items()}
+    def find(params: Any) -> list[units.LeafUnits]:
+        patterns = zip(*(each.patterns(params) for key, each in each_limit.items() if key != "rate"), strict=True)
+        return units.of_tree(params, axes, [any(p is not None for p in of_leaf) for of_leaf in patterns])
 
-        def factor_of(units: _core.Units, norms: jax.Array) -> jax.Array:
-            fitted = (_core.broadcastable(limit, value, norms, units.leaf) for limit, value in now.items())
-            return factor(*fitted, norms, units.leaf.value.dtype)
+    def rescale(params: Any, step: Any) -> Any:
+        now = {key: (each.patterns(params), each.at(step)) for key, each in each_limit.items()}
+        found, factors = find(params), []
+        for each, norm in zip(found, units.norms_of(found), strict=True):
+            here = {key: at.get(of_leaf[each.place], _FREE.get(key)) for key, (of_leaf, at) in now.items()}
+            fitted = {key: bounds.fit_bound(key, limit, norm, each.leaf) for key, limit in here.items()}
+            factors.append(factor(norm, each.leaf.value.dtype, **fitted))
+        return clipping.rescaled(params, found, factors)
 
-        return _core.rescale_units(params, axes, factor_of)[0]
+    return Projection(name, rescale, scheduled=any(each.scheduled for each in each_limit.values()), find=find)
 
-    return Projection(name, constrain, counts=any(map(callable, limits.values())), axes=axes)
+
+# The limits of a leaf that no pattern matches.
+_FREE = {"low": 0.0, "high": np.inf}
+
+
+def _factor_between(norm: jax.Array, dtype: Any, low: Any, high: Any, rate: Any) -> jax.Array:
+    """Return 1 inside the two bounds, else the factor that takes a norm `rate` of the way to the nearer one.
+
+    A unit that was brought up to `low` ends a margin or two below it, so up to 4 margins below count as inside. 0 has
+    no direction to grow.
+    """
+    low, high, rate = (jnp.asarray(x, norm.dtype) for x in (low, high, rate))
+    low, rate, small = jnp.minimum(low, high), jnp.minimum(rate, 1), clipping.margin(dtype)
+    inside = (norm <= high) & ((norm >= low * (1 - 4 * small)) | (norm == 0))
+    return clipping.quotient_or_1(inside, rate * (1 - small) * jnp.clip(norm, low, high) + (1 - rate) * norm, norm)

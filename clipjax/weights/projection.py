@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import jax
@@ -13,11 +13,13 @@ import numpy as np
 import optax
 from jax import lax
 
-from clipjax import _core
+from clipjax import _checks
+from clipjax._core import bounds, norms, transformation, trees, units
 
 T = TypeVar("T")
-# Optax and type checkers ask for Optax's class. A subclass of it would be a tuple, and jax.jit(projection) would fail.
-_TheirClass: Any = optax.GradientTransformationExtraArgs if TYPE_CHECKING else object
+# Optax and type checkers ask for Optax's class. A subclass of it would be a tuple, which takes no weak references, so
+# that jax.jit(projection) would fail.
+_OptaxClass: Any = optax.GradientTransformationExtraArgs if TYPE_CHECKING else object
 
 
 class ProjectionState(NamedTuple):
@@ -29,16 +31,13 @@ class ProjectionState(NamedTuple):
     step: jax.Array  # int32: how many updates there were
 
 
-class Projection(_TheirClass):
+class Projection(_OptaxClass):
     """A projection of weights, as a function and as the last link of a chain.
 
     Called, it projects the weights: `params = max_norm(3.0)(params)`. As the last link of a chain it changes the
     update so that the weights end there: `clipjax.chain(optax.adam(1e-3), max_norm(3.0))`. A link after it would
     move them again, which :func:`clipjax.chain` refuses.
     """
-
-    init: optax.TransformInitFn
-    update: optax.TransformUpdateExtraArgsFn
 
     __class__ = property(lambda _: optax.GradientTransformationExtraArgs)
 
@@ -47,52 +46,54 @@ class Projection(_TheirClass):
         name: str,
         function: Callable[..., Any],
         *,
-        counts: bool = False,
-        axes: Any = _core.SKIP,
-        check: Any = None,
+        scheduled: bool = False,
+        find: Callable[[Any], list[units.LeafUnits]] | None = None,
+        check: Callable[[Any], Any] | None = None,
     ) -> None:
-        """Make a projection from `function(params, step)`; `counts` if it depends on the step.
+        """Make a projection from `function(params, step)`; it is scheduled if it depends on the step.
 
-        `axes` are those of the units that it rescales, if it does. If it needs more than the weights,
+        `find(params)` returns the units that it rescales, if it does. If it needs more than the weights,
         `function(params, step, **extra)` gets what is given to `update`, and `check(params)` raises the errors of
         `init`, where that is not known yet.
         """
-
-        def constrain(params: Any, step: Any, **extra: Any) -> Any:
-            wanted = function(params, step, **extra)
-            _check_are_weights(params, wanted)
-            return wanted
-
-        def init(params: Any) -> Any:
-            _core.leaves_of(params)
-            if check is None:  # for its errors
-                jax.eval_shape(lambda tree: constrain(tree, jnp.zeros((), np.int32) if counts else None), params)
-            else:
-                check(params)
-            return ProjectionState(jnp.zeros((), np.int32)) if counts else optax.EmptyState()
-
-        def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-            if counts:
-                _core.check_state(name, ProjectionState, state)
-            params = _core.params_for(name, updates, params)
-            (before, as_params), (changes, as_updates) = _core.leaves_of(params), _core.leaves_of(updates)
-            summed = [applied(p.value, u.value) for p, u in zip(before, changes, strict=True)]
-            wanted = constrain(as_params(summed), state.step if counts else None, **(extra if check else {}))
-            each = zip(_core.leaves_of(wanted)[0], summed, before, changes, strict=True)
-            steps = as_updates([_step_to(new.value, old, p.value, u.value) for new, old, p, u in each])
-            return steps, ProjectionState(optax.safe_increment(state.step)) if counts else state
-
-        self.name, self.function, self.counts, self.axes, self.check = name, function, counts, axes, check
-        self.constrain, self.init, self.update = constrain, init, update
+        self.name, self.function, self.scheduled, self.find, self.check = name, function, scheduled, find, check
 
     def __call__(self, params: T, step: Any = None, **extra: Any) -> T:
         """Project weights; `step` is needed if a bound is a schedule."""
         if extra and not self.check:
             raise TypeError(f"{self} takes params and step, got {', '.join(extra)}, too")
-        if step is not None and not (_core.is_real(step) and np.ndim(step) == 0):
-            raise TypeError(f"step must be a number, got {_core.short_repr(step)}")
-        leaves, rebuild = _core.leaves_of(params)  # JAX's arrays, of which those that do not change stay the same
-        return self.constrain(rebuild([leaf.value for leaf in leaves]), step, **extra)
+        if step is not None and not (bounds.is_real(step) and np.ndim(step) == 0):
+            raise TypeError(f"step must be a number, got {bounds.short_repr(step)}")
+        leaves, rebuild = trees.leaves_of(params)  # JAX's arrays, of which those that do not change stay the same
+        return self._projected(rebuild([leaf.value for leaf in leaves]), step, **extra)
+
+    def init(self, params: Any) -> Any:
+        """Raise errors, and return the state."""
+        step = jnp.zeros((), np.int32) if self.scheduled else None
+        trees.check_leaves(params)
+        if self.check is None:
+            jax.eval_shape(lambda tree: self._projected(tree, step), params)  # raises its errors
+        else:
+            self.check(params)
+        return optax.EmptyState() if step is None else ProjectionState(step)
+
+    def update(self, updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        """Return the updates that take the weights to the projection of `params + updates`."""
+        if self.scheduled:
+            transformation.check_state(self.name, ProjectionState, state)
+        params = _checks.params_for(self.name, updates, params)
+        (before, as_params), (changes, as_updates) = trees.leaves_of(params), trees.leaves_of(updates)
+        summed = [applied(p.value, u.value) for p, u in zip(before, changes, strict=True)]
+        step = state.step if self.scheduled else None
+        wanted = self._projected(as_params(summed), step, **(extra if self.check else {}))
+        each = zip(trees.leaves_of(wanted)[0], summed, before, changes, strict=True)
+        steps = as_updates([_step_to(new.value, old, p.value, u.value) for new, old, p, u in each])
+        return steps, ProjectionState(optax.safe_increment(step)) if self.scheduled else state
+
+    def _projected(self, params: Any, step: Any, **extra: Any) -> Any:
+        wanted = self.function(params, step, **extra)
+        _checks.check_are_weights(params, wanted)
+        return wanted
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.init, self.update))
@@ -100,8 +101,14 @@ class Projection(_TheirClass):
     def __repr__(self) -> str:
         return self.name
 
+    def __copy__(self) -> Projection:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Projection:
+        return self  # a copied TrainState has the same structure
+
     def __reduce__(self) -> Any:
-        made = functools.partial(Projection, counts=self.counts, axes=self.axes, check=self.check)
+        made = functools.partial(Projection, scheduled=self.scheduled, find=self.find, check=self.check)
         return made, (self.name, self.function)
 
 
@@ -110,18 +117,30 @@ def is_projection(value: Any) -> bool:
     return type(value) is Projection
 
 
+def written(name: str, *args: Any, **options: Any) -> str:
+    """Return the call that made a projection, without the options that are defaults."""
+    given = [*map(bounds.short_repr, args)]
+    given += [f"{key}={bounds.short_repr(x)}" for key, x in options.items() if not _is_default(key, x)]
+    return f"clipjax.{name}({', '.join(given)})"
+
+
+def _is_default(key: str, value: Any) -> bool:
+    default = {"axes": "auto", "rate": 1.0, "where": None, "flatten": None}[key]
+    return value is default or (isinstance(value, str | float) and value == default)
+
+
 def applied(param: Any, update: Any) -> Any:
     """Return what `optax.apply_updates` makes of a parameter.
 
     Inside a program XLA may leave out the rounding to 16 bits, but not a `reduce_precision`, which makes
     subnormal numbers 0: in float16 those are up to 6e-5.
     """
-    if not _core.is_float(param):
+    if not trees.is_float(param):
         return param
     if jnp.finfo(param.dtype).bits >= 32:
         return (param + update).astype(param.dtype)
     info = jnp.finfo(param.dtype)
-    total = param.astype(_core.wide(param.dtype)) + update.astype(_core.wide(param.dtype))
+    total = param.astype(norms.sum_dtype(param.dtype)) + update.astype(norms.sum_dtype(param.dtype))
     if info.bits < 16:  # some have no infinity, for which reduce_precision would keep the largest exponent
         return total.astype(param.dtype)
     rounded = lax.reduce_precision(total, info.nexp, info.nmant)
@@ -135,39 +154,13 @@ def _step_to(wanted: Any, summed: Any, param: Any, update: Any) -> Any:
 
     For float32, p + ((p + u) - p) is p + u. In 16 bits it may not be: there an entry inside keeps its update.
     """
-    if wanted is summed or not _core.is_float(param):
+    if wanted is summed or not trees.is_float(param):
         return update
     if update.dtype == param.dtype and jnp.finfo(param.dtype).bits < 32:
         return jnp.where(wanted == summed, update, wanted - param)
-    both = np.result_type(_core.wide(param.dtype), _core.wide(update.dtype))
+    both = np.result_type(norms.sum_dtype(param.dtype), norms.sum_dtype(update.dtype))
     dtype = param.dtype if jnp.iscomplexobj(param) else both
     return wanted.astype(dtype) - param.astype(dtype)
-
-
-# What a tree with all variables of a Flax model holds beside its weights: collections of Linen, variables of NNX, and
-# the moments in a TrainState, whose paths end as those of the weights.
-_NO_WEIGHTS = ("batch_stats", "cache", "intermediates", "BatchStat", "Cache", "Intermediate", "opt_state")
-
-
-def _check_are_weights(params: Any, wanted: Any) -> None:
-    """Raise an error if a projection would change what is known not to be a weight."""
-
-    def is_other(node: Any) -> bool:
-        return type(node).__name__ in _NO_WEIGHTS and type(node).__module__.startswith("flax.")
-
-    other = "params" in params if isinstance(params, Mapping) else hasattr(params, "opt_state")
-    each = zip(
-        jax.tree_util.tree_leaves_with_path(params, is_leaf=is_other),
-        jax.tree.leaves(wanted, is_leaf=is_other),
-        strict=True,
-    )
-    for (path, old), new in each:
-        kind = type(old).__name__ if is_other(old) else _core.path_name(path[:1]) if other else ""
-        if kind in _NO_WEIGHTS and any(a is not b for a, b in zip(*map(jax.tree.leaves, (old, new)), strict=True)):
-            raise ValueError(
-                f"params: {_core.path_name(path)!r}, of {kind}, is not a weight, but would be changed: pass only the "
-                "weights, as in variables['params'], train_state.params or nnx.state(model, nnx.Param)"
-            )
 
 
 def project(function: Callable[[Any], Any]) -> Projection:
@@ -205,10 +198,10 @@ def as_projection(name: str, function: Any) -> Projection:
         hint = ": call it, as in clipjax.max_norm(3.0)"
     if hint or not callable(function):
         raise TypeError(
-            f"{name} must be a projection or a function of the weights, got {_core.short_repr(function)}{hint}"
+            f"{name} must be a projection or a function of the weights, got {bounds.short_repr(function)}{hint}"
         )
 
-    def constrain(params: Any, step: Any) -> Any:
+    def call(params: Any, step: Any) -> Any:
         try:
             projected = function(params)
         except TypeError as error:
@@ -218,14 +211,14 @@ def as_projection(name: str, function: Any) -> Projection:
         given, returned = jax.tree.structure(params), jax.tree.structure(projected)
         if returned != given:
             raise TypeError(f"function must keep the structure of the weights, {given}, but returned {returned}")
-        for old, new in zip(_core.leaves_of(params)[0], _core.leaves_of(projected)[0], strict=True):
+        for old, new in zip(trees.leaves_of(params)[0], trees.leaves_of(projected)[0], strict=True):
             _check_kept(old, new)
         return projected
 
-    return Projection(f"clipjax.project({_core.short_repr(function)})", constrain)
+    return Projection(f"clipjax.project({bounds.short_repr(function)})", call)
 
 
-def _check_kept(old: _core.Leaf, new: _core.Leaf) -> None:
+def _check_kept(old: trees.Leaf, new: trees.Leaf) -> None:
     if (old.value.shape, old.value.dtype) != (new.value.shape, new.value.dtype):
         raise TypeError(
             f"function must keep shapes and dtypes, but made {new.value.dtype}{list(new.value.shape)} of {old}, "

@@ -7,15 +7,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from clipjax import _core
+from clipjax._core import bounds, clipping, trees
 from clipjax.weights.projection import Projection
 
 
-def qk_clip(threshold: optax.ScalarOrSchedule = 100.0, *, query: str = "query", key: str = "key") -> Projection:
+def qk_clip(threshold: bounds.Bound = 100.0, *, query: str = "query", key: str = "key") -> Projection:
     """Scale each head's queries and keys by sqrt(min(1, threshold / S)), where S is its largest logit.
 
     S then becomes `threshold`, as a logit is linear in each of the two. Kernels are (in, heads, head_dim) and
@@ -54,34 +53,33 @@ def qk_clip(threshold: optax.ScalarOrSchedule = 100.0, *, query: str = "query", 
       [[1.  1.  1. ]
        [0.5 0.5 0.5]]
     """
-    bound = _core.as_schedule("threshold", threshold)
+    bound = bounds.as_schedule("threshold", threshold)
     if not all(isinstance(each, str) and each and "/" not in each for each in (query, key)) or query == key:
         raise ValueError(f"query and key must be two components of paths, got {query!r} and {key!r}")
 
-    def constrain(params: Any, step: Any, max_logits: Any = None, **other: Any) -> Any:
+    def clip(params: Any, step: Any, max_logits: Any = None, **other: Any) -> Any:
         if max_logits is None:
             raise ValueError(
                 "max_logits: qk_clip needs the largest logit of each head, as in "
                 "tx.update(grads, state, params, max_logits=max_logits)"
             )
-        leaves, rebuild = _core.leaves_of(params)
-        values, limit = [leaf.value for leaf in leaves], bound(step)
+        limit, each, scales = bound(step), [], []
         for path, logits, sides in _by_layer(max_logits, _layers_of(params, query, key)):
             finite = jnp.where(jnp.isfinite(logits), logits, 0)
-            factor = _core.factor_to(_core.broadcastable("threshold", limit, finite, f"the logits of {path!r}"), finite)
-            for side, scale in zip(sides, _scales(sides, factor), strict=True):
-                values[side.place] = _core.rescale(side.leaf.value, scale)
-        return rebuild(values)
+            factor = clipping.factor_to(bounds.fit_bound("threshold", limit, finite, f"the logits of {path!r}"), finite)
+            each += sides
+            scales += _scales(sides, factor)
+        return clipping.rescaled(params, each, scales)
 
-    name = f"clipjax.qk_clip({_core.short_repr(threshold)})"
-    return Projection(name, constrain, counts=callable(threshold), check=lambda params: _layers_of(params, query, key))
+    name = f"clipjax.qk_clip({bounds.short_repr(threshold)})"
+    return Projection(name, clip, scheduled=callable(threshold), check=lambda params: _layers_of(params, query, key))
 
 
 class _Side(NamedTuple):
     """A parameter that makes the queries or the keys of a layer, or of a stack of layers."""
 
     place: int  # among the leaves of the tree
-    leaf: _core.Leaf
+    leaf: trees.Leaf
     is_query: bool
     rest: str  # of the path, such as "kernel"
 
@@ -89,18 +87,18 @@ class _Side(NamedTuple):
 def _layers_of(params: Any, query: str, key: str) -> dict[str, list[_Side]]:
     """Return the layers that have both queries and keys, by path."""
     found: dict[str, list[_Side]] = {}
-    leaves, _ = _core.leaves_of(params)
+    leaves, _ = trees.leaves_of(params)
     for i, leaf in enumerate(leaves):
         parts = leaf.name.split("/")
         at = max((j for j, part in enumerate(parts) if part in (query, key)), default=None)
-        if at is not None and _core.is_float(leaf.value):
+        if at is not None and trees.is_float(leaf.value):
             side = _Side(i, leaf, parts[at] == query, "/".join(parts[at + 1 :]))
             found.setdefault("/".join(parts[:at]), []).append(side)
     layers = {path: sides for path, sides in found.items() if len({s.is_query for s in sides}) == 2 and _kernels(sides)}
     if leaves and not layers:
         raise ValueError(
             f"query, key: no layer has both {query!r} and {key!r}, with kernels (in, heads, head_dim): reshape others "
-            f"first. The leaves are: {_core.a_few(leaves)}"
+            f"first. The leaves are: {trees.a_few(leaves)}"
         )
     return layers
 
@@ -114,11 +112,11 @@ def _by_layer(max_logits: Any, layers: dict[str, list[_Side]]) -> list[tuple[str
     """Return the layers that are named, with their logits: the largest, where there are several arrays."""
     found: dict[str, jax.Array] = {}
     for path, value in jax.tree_util.tree_leaves_with_path(max_logits):
-        if not _core.is_real(value):
+        if not bounds.is_real(value):
             raise TypeError(
-                f"max_logits must be a real array or a mapping to such arrays, got {_core.short_repr(value)}"
+                f"max_logits must be a real array or a mapping to such arrays, got {bounds.short_repr(value)}"
             )
-        layer = _layer_at(_core.path_name(path), list(layers))
+        layer = _layer_at(trees.path_name(path), list(layers))
         logits = jnp.asarray(lax.stop_gradient(value)).astype(np.float32)
         sharding = jax.typeof(logits).sharding
         if any(sharding.spec):  # over explicit mesh axes
@@ -126,7 +124,7 @@ def _by_layer(max_logits: Any, layers: dict[str, list[_Side]]) -> list[tuple[str
         found[layer] = jnp.maximum(found[layer], logits) if layer in found else logits
     if layers and not found:
         raise ValueError(
-            f"max_logits: {_core.short_repr(max_logits)} names none of the layers: {_core.a_few(list(layers))}"
+            f"max_logits: {bounds.short_repr(max_logits)} names none of the layers: {trees.a_few(list(layers))}"
         )
     return [(path, logits, layers[path]) for path, logits in found.items()]
 
@@ -143,7 +141,7 @@ def _layer_at(name: str, layers: list[str]) -> str:
     if not name and len(layers) == 1:
         return layers[0]
     what = f"the path {name!r}" if name else "an array without a path"
-    raise ValueError(f"max_logits: {what} does not name one of the attention layers: {_core.a_few(layers)}")
+    raise ValueError(f"max_logits: {what} does not name one of the attention layers: {trees.a_few(layers)}")
 
 
 def _scales(sides: list[_Side], factor: jax.Array) -> list[jax.Array]:

@@ -10,18 +10,17 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from clipjax import _core
-from clipjax.weights.projection import Projection
+from clipjax._core import bounds, clipping, norms, trees, units
+from clipjax.weights.projection import Projection, written
 
 Sides: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
-Flatten: TypeAlias = Sequence[int | Sequence[int]] | Callable[[Any, Any], Any] | _core.Skip | Mapping[str, Any] | None
+Flatten: TypeAlias = Sequence[int | Sequence[int]] | Callable[[Any, Any], Any] | units.Skip | Mapping[str, Any] | None
 
 
-def spectral_cap(bound: optax.ScalarOrSchedule, *, flatten: Flatten = None) -> Projection:
+def spectral_cap(bound: bounds.Bound, *, flatten: Flatten = None) -> Projection:
     """Reduce the singular values above a bound to it, and keep the others: U min(S, bound) Vᴴ.
 
     Args:
@@ -53,32 +52,32 @@ def spectral_cap(bound: optax.ScalarOrSchedule, *, flatten: Flatten = None) -> P
       [[1.  0. ]
        [0.  0.5]]
     """
-    limit, flatten = _core.as_schedule("bound", bound), _check_flatten(flatten)
+    limit, flatten = bounds.as_schedule("bound", bound), _check_flatten(flatten)
 
-    def constrain(params: Any, step: Any) -> Any:
-        _core.warn_if_local()
-        leaves, rebuild = _core.leaves_of(params)
+    def cap(params: Any, step: Any) -> Any:
+        norms.warn_if_local()
+        leaves, rebuild = trees.leaves_of(params)
         each = zip(leaves, _sides_of_leaves(params, flatten), strict=True)
         return rebuild([leaf.value if not sides else _capped(leaf, sides, limit(step)) for leaf, sides in each])
 
-    return Projection(f"clipjax.spectral_cap({_core.short_repr(bound)})", constrain, counts=callable(bound))
+    return Projection(written("spectral_cap", bound, flatten=flatten), cap, scheduled=callable(bound))
 
 
-def _capped(leaf: _core.Leaf, sides: Sides, bound: Any) -> jax.Array:
+def _capped(leaf: trees.Leaf, sides: Sides, bound: Any) -> jax.Array:
     """Cap the matrices of a leaf, as one array (*stack, long side, short side)."""
     x = leaf.value
     if not x.size:
         return x
-    if _core.mesh_axes(x):
+    if norms.mesh_axes(x):
         raise ValueError(
-            f"spectral_cap: inside shard_map, {leaf} differs over {_core.mesh_axes(x)}, and its type does not say "
+            f"spectral_cap: inside shard_map, {leaf} differs over {norms.mesh_axes(x)}, and its type does not say "
             "which of its axes are split. Project singular values outside shard_map, under jit"
         )
     long, short = sorted(sides, key=lambda side: -math.prod(x.shape[axis] for axis in side))
     stack = tuple(axis for axis in range(x.ndim) if axis not in long + short)
     batch = tuple(x.shape[axis] for axis in stack)
-    _core.check_fits("bound", bound, batch, f"the matrices of {leaf}")
-    bounds = jnp.broadcast_to(jnp.asarray(bound, _core.wide(x.dtype)), batch)
+    bounds.check_fits("bound", bound, batch, f"the matrices of {leaf}")
+    limits = jnp.broadcast_to(jnp.asarray(bound, norms.sum_dtype(x.dtype)), batch)
 
     # On explicit mesh axes a matrix must not be split, but a stack may be. Other types name no axes here.
     sharding = jax.typeof(x).sharding
@@ -88,10 +87,10 @@ def _capped(leaf: _core.Leaf, sides: Sides, bound: Any) -> jax.Array:
     moved = jnp.transpose(whole, stack + long + short)
     w = moved.reshape(*batch, *(math.prod(x.shape[axis] for axis in side) for side in (long, short)))
     # A decomposition is less exact than a norm.
-    room = _core.margin(x.dtype) + (2.0**-44 if _core.wide(x.dtype) == np.float64 else 2.0**-16)
-    capped = _cap(w.astype(x.dtype if jnp.iscomplexobj(x) else _core.wide(x.dtype)), bounds, room).astype(x.dtype)
+    room = clipping.margin(x.dtype) + (2.0**-44 if norms.sum_dtype(x.dtype) == np.float64 else 2.0**-16)
+    capped = _cap(w.astype(x.dtype if jnp.iscomplexobj(x) else norms.sum_dtype(x.dtype)), limits, room).astype(x.dtype)
     result = jnp.transpose(capped.reshape(moved.shape), tuple(np.argsort(stack + long + short)))
-    return _core.weak_like(x, jax.sharding.reshard(result, sharding) if split else result)
+    return clipping.weak_like(x, jax.sharding.reshard(result, sharding) if split else result)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
@@ -107,7 +106,7 @@ def _cap_and_factors(w: jax.Array, bound: jax.Array, room: float) -> tuple[jax.A
     limit = (bound * (1 - room))[..., None]
     outside = ~jnp.all(s <= bound[..., None], axis=-1)[..., None, None]
     result = jnp.where(outside, _product(u * jnp.minimum(s, limit)[..., None, :].astype(u.dtype), vh), w)
-    return _core.nan_unless(finite, result), u, s, vh, limit, outside, finite
+    return norms.nan_unless(finite, result), u, s, vh, limit, outside, finite
 
 
 @_cap.defjvp
@@ -134,7 +133,7 @@ def _cap_jvp(room: float, primals: Any, tangents: Any) -> tuple[jax.Array, jax.A
     inside = odd * (inner + _adjoint(inner)) / 2 + even * (inner - _adjoint(inner)) / 2
     rest = _product(dw, v) - _product(u, inner)
     tangent = _product(_product(u, inside) + u * column(by_bound) + rest * column(ratio), vh)
-    return result, _core.nan_unless(finite, jnp.where(outside, tangent, dw))
+    return result, norms.nan_unless(finite, jnp.where(outside, tangent, dw))
 
 
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -148,29 +147,25 @@ def _adjoint(x: jax.Array) -> jax.Array:
 
 def _sides_of_leaves(tree: Any, flatten: Any) -> list[Sides | None]:
     """Return the axes of rows and of columns of each leaf, None if it is not changed."""
-    leaves, _ = _core.leaves_of(tree)
-    if isinstance(flatten, Mapping):
-        found = _core.first_matches("flatten", tuple(flatten), tree)
-        rules = [None if pattern is None else flatten[pattern] for pattern in found]
-    else:  # a pair is for kernels of higher rank: those of Dense layers beside them are matrices already
-        is_pair = isinstance(flatten, tuple)
-        rules = [None if is_pair and np.ndim(leaf.value) <= 2 else flatten for leaf in leaves]
+    leaves, rules = trees.leaves_of(tree)[0], trees.per_leaf("flatten", flatten, tree, None)
+    if isinstance(flatten, tuple):  # for kernels of higher rank: those of Dense layers beside them are matrices already
+        rules = [None if np.ndim(leaf.value) <= 2 else flatten for leaf in leaves]
     sides = [
-        _sides_of(rule, leaf) if _core.is_float(leaf.value) else None for rule, leaf in zip(rules, leaves, strict=True)
+        _sides_of(rule, leaf) if trees.is_float(leaf.value) else None for rule, leaf in zip(rules, leaves, strict=True)
     ]
-    floats = [leaf for leaf in leaves if _core.is_float(leaf.value) and leaf.value.size]
+    floats = [leaf for leaf in leaves if trees.is_float(leaf.value) and leaf.value.size]
     given = flatten.values() if isinstance(flatten, Mapping) else [flatten]
-    asked = callable(flatten) or any(isinstance(each, _core.Skip) for each in given)
+    asked = callable(flatten) or any(isinstance(each, units.Skip) for each in given)
     if floats and not asked and not any(sides):
-        raise ValueError(f"flatten: nothing is changed, since none of these is a matrix: {_core.a_few(floats, 5)}")
+        raise ValueError(f"flatten: nothing is changed, since none of these is a matrix: {trees.a_few(floats, 5)}")
     return sides
 
 
-def _sides_of(rule: Any, leaf: _core.Leaf) -> Sides | None:
+def _sides_of(rule: Any, leaf: trees.Leaf) -> Sides | None:
     rank = leaf.value.ndim
     if callable(rule):
         rule = _check_flatten(rule(leaf.path, leaf.value), f"flatten of {leaf.name!r}, by the rule,")
-    if isinstance(rule, _core.Skip) or (rule is None and rank < 2):
+    if isinstance(rule, units.Skip) or (rule is None and rank < 2):
         return None
     if rule is None and rank > 2:
         raise ValueError(
@@ -191,7 +186,7 @@ def _check_flatten(flatten: Any, name: str = "flatten") -> Any:
     """Return `flatten`, with pairs as pairs of tuples, or raise an error if it is invalid for any tree."""
     if isinstance(flatten, Mapping) and flatten and all(isinstance(pattern, str) for pattern in flatten):
         return {pattern: _check_flatten(each, f"{name}[{pattern!r}]") for pattern, each in flatten.items()}
-    if flatten is None or callable(flatten) or isinstance(flatten, _core.Skip):
+    if flatten is None or callable(flatten) or isinstance(flatten, units.Skip):
         return flatten
     if isinstance(flatten, tuple | list) and len(flatten) == 2:
         sides = tuple(tuple(side) if isinstance(side, tuple | list) else (side,) for side in flatten)
@@ -199,5 +194,5 @@ def _check_flatten(flatten: Any, name: str = "flatten") -> Any:
             return sides
     raise TypeError(
         f"{name} must be a pair (axes of rows, axes of columns), a rule (path, leaf) -> pair, a mapping from "
-        f"path patterns to these, or None, got {_core.short_repr(flatten)}"
+        f"path patterns to these, or None, got {bounds.short_repr(flatten)}"
     )

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import optax
 
-from clipjax import _core
+from clipjax._core import trees, units
 from clipjax.weights.projection import Projection, as_projection, is_projection
 
 
@@ -60,18 +60,18 @@ def violations(
       >>> clipjax.violations(params, clipjax.max_norm(6.0))
       []
     """
-    leaves, _ = _core.leaves_of(params)
+    leaves, _ = trees.leaves_of(params)
     for leaf in leaves:
         if not isinstance(leaf.value, jax.core.Tracer) and not getattr(leaf.value, "is_fully_addressable", True):
             raise ValueError(f"params: {leaf} is on devices of several processes: gather it to one first")
     found: list[Violation] = []
     for each in _projections(projection):
-        units = _core.axes_of_leaves(each.axes, params)
-        for old, new, axes in zip(leaves, _core.leaves_of(each(params, step))[0], units, strict=True):
+        axes_at = {found.place: found.axes for found in each.find(params)} if each.find else {}
+        for i, (old, new) in enumerate(zip(leaves, trees.leaves_of(each(params, step))[0], strict=True)):
             if isinstance(old.value, jax.core.Tracer) or isinstance(new.value, jax.core.Tracer):
                 raise TypeError(f"params: {old}, or its bound, is traced: call violations outside jit")
-            if _core.is_float(old.value):
-                found += _violations_of(old, new, axes)
+            if trees.is_float(old.value):
+                found += _violations_of(old, new, axes_at.get(i, units.SKIP))
     return sorted(found, key=lambda violation: -violation.change)
 
 
@@ -86,11 +86,11 @@ def _projections(projection: Any) -> list[Projection]:
 
 
 @np.errstate(all="ignore")
-def _violations_of(old: _core.Leaf, new: _core.Leaf, axes: tuple[int, ...] | _core.Skip | None) -> list[Violation]:
+def _violations_of(old: trees.Leaf, new: trees.Leaf, axes: tuple[int, ...] | units.Skip | None) -> list[Violation]:
     exact = [np.asarray(leaf.value) for leaf in (old, new)]
     changed = exact[0] != exact[1]  # NaN differs from itself
     before, after = (np.asarray(abs(x) if np.iscomplexobj(x) else x, np.float64) for x in exact)
-    if isinstance(axes, _core.Skip):
+    if isinstance(axes, units.Skip):
         axes = ()
         distance = np.where(changed, np.nan_to_num(abs(after - before), nan=np.inf), -1)
         counts = np.full(before.shape, changed.sum())

@@ -11,8 +11,6 @@ ROLE = re.compile(r":(?:func|class|meth|data):`(?:clipjax\.)?(?P<name>[\w.]+)`")
 SOURCE = "https://github.com/clipjax/clipjax/blob/main"
 PROSE = re.compile(r"^(?P<title>Returns|References):\n(?P<text>(?: {2}.*\n?|\n(?= {2}))+)", re.MULTILINE)
 ERRORS = re.compile(r"^( +)TypeError, ValueError: ", re.MULTILINE)
-# The first is fan_in for matrices, and an error for higher ranks, as the text says.
-DEFAULTS = {"FAN_IN_OF_MATRICES": "...", "FAN_IN_OR_ALL": "fan_in_or_all"}
 
 
 class Docstrings(griffe.Extension):
@@ -33,7 +31,6 @@ class Docstrings(griffe.Extension):
                 item.returns = None
                 for parameter in item.parameters:
                     parameter.annotation = None
-                    parameter.default = DEFAULTS.get(str(parameter.default), parameter.default)
             if item.docstring:
                 text = ROLE.sub(link, item.docstring.value)
                 text = ERRORS.sub(r"\1TypeError or ValueError: ", text)

@@ -25,14 +25,6 @@ FUNCTIONS = [
     "global_norm", "leaf_norms", "unitwise_norms", "clip_by_value", "clip_by_norm", "clip_by_global_norm",
 ]  # fmt: skip
 
-REMOVED = {
-    "Axes": "plain ints", "Bound": "ArrayLike", "Projection": "project", "Replay": "NormLog.suggest",
-    "Suggestion": "NormLog.suggest", "Violation": "violations", "clip_by_moving_max": "clip_by_quantile",
-    "clip_by_spectral_norm": "spectral_cap", "fan_in_or_whole": "fan_in_or_all", "hyperball": "min_max_norm",
-    "normalize_by_moving_norm": "zclip", "raise_if_skipping": "skipped_in_a_row", "tangent_space": "tangent_cone",
-    "verify": "violations",
-}  # fmt: skip
-
 
 def test_the_public_names_are_these() -> None:
     assert sorted(clipjax.__all__) == sorted(NAMES)
@@ -56,12 +48,6 @@ def test_every_member_has_a_row() -> None:
     assert with_rows | OTHERS == public
     assert not with_rows & OTHERS
     assert len({row.id for row in ROWS}) == len(ROWS)
-
-
-@pytest.mark.parametrize("name", REMOVED)
-def test_a_removed_name_says_what_to_write(name: str) -> None:
-    with pytest.raises(AttributeError, match=f"no attribute '{name}': since version 0.2, use .*{REMOVED[name]}"):
-        getattr(clipjax, name)
 
 
 def test_an_unknown_name_raises_as_usual() -> None:

@@ -9,7 +9,8 @@ import optax
 import pytest
 
 import clipjax
-from clipjax._core.transformation import params_for, saturating_add
+from clipjax._checks import params_for
+from clipjax._core.transformation import saturating_add
 
 MOST = np.iinfo(np.int32).max
 

@@ -27,6 +27,14 @@ LIMITS = [
     ("low", "functional.clip_by_value(x, $, 9.0)"), ("high", "clip_gradient_by_value(x, -9.0, $)"),
     ("factor", "scale_gradient(x, $)"),
 ]  # fmt: skip
+# Numbers that infinity would turn into nonsense: those of the adaptive clips.
+FINITE = [
+    ("z_threshold", "zclip($)"), ("decay", "zclip(decay=$)"), ("clip_factor", "zclip(clip_factor=$)"),
+    ("eps", "zclip(eps=$)"), ("std_factor", "clip_by_lognormal($)"), ("decay", "clip_by_lognormal(decay=$)"),
+    ("eps", "clip_by_lognormal(eps=$)"), ("quantile", "clip_by_quantile($)"),
+    ("learning_rate", "clip_by_quantile(learning_rate=$)"), ("percentile", "autoclip($)"),
+    ("initial_max_norm", "clip_by_quantile(initial_max_norm=$)"), ("decay", "adagc(decay=$)"),
+]  # fmt: skip
 COUNTS = [
     ("window", "autoclip(window=$)"), ("warmup_steps", "zclip(warmup_steps=$)"),
     ("warmup_steps", "adagc(warmup_steps=$)"), ("window", "skip_spikes(sgd, window=$)"),
@@ -108,5 +116,6 @@ PATTERNS = [
     ("max_norms", "clip_by_group_norm({$: 1.0}).init(params)"), ("groups", "record_norms([$]).init(params)"),
     ("low", "box({$: 0.0}, 1.0)(params)"), ("where", "non_negative(where=$)(params)"),
     ("patterns", "optax.masked(clip, matching($)).init(params)"), ("axes", "max_norm(3.0, axes={$: 0})(params)"),
-    ("flatten", "spectral_cap(1.0, flatten={$: (0, 1)})(params)"),
+    ("flatten", "spectral_cap(1.0, flatten={$: (0, 1)})(params)"), ("radius", "max_norm({$: 1.0})(params)"),
+    ("low", "min_max_norm({$: 1.0}, 2.0)(params)"),
 ]  # fmt: skip

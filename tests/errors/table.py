@@ -46,7 +46,8 @@ THEMES = {
         *all_of("ord", c.ORDERS, *each(ValueError, "0.5", "-1", "0"), *each(TypeError, "'fro'", "True", "[2]")),
         *all_of("low=2.0", c.IN_ORDER, ("2.0, 1.0", ValueError, "high=1.0")),
         of_value("clip_by_norm(1.0, ord=jnp.nan)", "ord", "nan"), of_type("clip_by_value()", "one bound", "nothing"),
-        of_type("clip_by_value(low=0.0)", "low=0.0", "low and high"), of_type("max_norm(params)", "radius", "kernel"),
+        of_type("clip_by_value(low=0.0)", "low=0.0", "low and high"),
+        of_type("max_norm({'layer': params})", "radius['layer']", "kernel"),
         of_type("clip_by_value(high=1.0)", "high=1.0", "low and high"),
         of_type("clip_by_value(1.0, low=0.0, high=1.0)", "bound=1.0", "low and high"),
         of_value("min_max_norm(jnp.inf, jnp.inf)", "low", "finite", "inf"),
@@ -64,7 +65,7 @@ THEMES = {
         of_value("autoclip(101)", "percentile", "[0, 100]", "101"),
         of_value("clip_by_quantile(50)", "quantile", "(0, 1)", "got 50"),
         of_value("clip_by_quantile(learning_rate=0.0)", "learning_rate", "got 0.0"),
-        of_value("clip_by_quantile(initial_max_norm=jnp.inf)", "initial_max_norm", "inf"),
+        *crossed(c.FINITE, ("jnp.inf", ValueError, "inf")),
         of_value("clip_by_lognormal(eps=0.0)", "eps", "got 0.0"),
         of_value("zclip(decay=1.0)", "decay", "[0, 1)", "1.0"),
         of_value("adagc(decay=2.0)", "decay", "[0, 1)", "2.0"),
@@ -257,7 +258,5 @@ THEMES = {
         of_type("max_norm(3.0, axis=0)", "max_norm", "'axis'"), of_type("max_norm()", "max_norm", "radius"),
         of_type("functional.clip_by_global_norm(grads, 1.0, use_norm=5.0)", "clip_by_global_norm", "'use_norm'"),
         of_type("bounded(adam, clip)", "bounded", "positional"),
-        *[Row(f"clipjax.{name}", AttributeError, (name, "since version 0.2, use"))
-          for name in ("verify", "hyperball", "fan_in_or_whole")],
     ],
 }  # fmt: skip

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from clipjax._core.axes import SKIP
+from clipjax._core.units import SKIP
 from clipjax.weights.spectral import spectral_cap
 
 BOUND = 0.7

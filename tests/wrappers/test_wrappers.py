@@ -122,7 +122,7 @@ def test_a_projection_is_a_leaf_a_function_and_survives_copies() -> None:
     np.testing.assert_allclose(many["w"][1], expected["w"], rtol=1e-6)
     np.testing.assert_array_equal(branches(1, PARAMS)[0]["w"], PARAMS["w"])
     init, update = PROJECTION
-    assert update is PROJECTION.update
+    assert update == PROJECTION.update
     assert init(PARAMS) == optax.EmptyState()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import glob
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -30,6 +30,11 @@ class Leaf(NamedTuple):
         return f"leaf {self.name!r} of shape {tuple(np.shape(self.value))}"
 
 
+def is_float(x: Any) -> bool:
+    """Return whether a leaf has a norm: float and complex ones do; ints, bools, keys and float0 do not."""
+    return bool(jnp.issubdtype(x.dtype, jnp.inexact))
+
+
 def path_name(path: tuple[Any, ...]) -> str:
     """Format a key path, such as `"encoder/Dense_0/kernel"`."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
@@ -41,25 +46,15 @@ def with_paths(tree: Any, is_leaf: Callable[[Any], bool] = lambda _: False) -> l
     Flax keeps an array in a box (`nnx.Variable`, `nn.Partitioned`) at `value`, which is left out.
     """
     found = []
-    for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: _is_box(x) or is_leaf(x)):
-        for inner, leaf in jax.tree_util.tree_leaves_with_path(node, is_leaf) if _is_box(node) else [((), node)]:
+    for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: is_box(x) or is_leaf(x)):
+        for inner, leaf in jax.tree_util.tree_leaves_with_path(node, is_leaf) if is_box(node) else [((), node)]:
             found.append(((*path, *itertools.dropwhile(GetAttrKey("value").__eq__, inner)), leaf))
     return found
 
 
-def _is_box(node: Any) -> bool:
+def is_box(node: Any) -> bool:
     each = type(node).__mro__
     return any(x.__name__ in ("Variable", "AxisMetadata") and x.__module__.startswith("flax.") for x in each)
-
-
-def unboxed(tree: Any) -> Any:
-    """Return a tree with arrays in place of Flax's boxes around them, which may be empty inside `optax.masked`."""
-
-    def content(node: Any) -> Any:
-        leaves = jax.tree.leaves(node)
-        return leaves[0] if len(leaves) == 1 else leaves
-
-    return jax.tree.map(lambda node: content(node) if _is_box(node) else node, tree, is_leaf=_is_box)
 
 
 def leaves_of(tree: Any) -> tuple[list[Leaf], Callable[[Sequence[Any]], Any]]:
@@ -72,6 +67,16 @@ def leaves_of(tree: Any) -> tuple[list[Leaf], Callable[[Sequence[Any]], Any]]:
     """
     treedef: Any = jax.tree.structure(tree)
     return [Leaf(path, _as_array(path, leaf)) for path, leaf in with_paths(tree)], treedef.unflatten
+
+
+def floats_of(tree: Any) -> list[jax.Array]:
+    """Return the leaves that have a norm."""
+    return [leaf.value for leaf in leaves_of(tree)[0] if is_float(leaf.value)]
+
+
+def check_leaves(tree: Any) -> None:
+    """Raise an error if a leaf is not an array."""
+    leaves_of(tree)
 
 
 def _as_array(path: tuple[Any, ...], leaf: Any) -> Any:
@@ -137,55 +142,14 @@ def _is_absent(node: Any) -> bool:
     return node is None or isinstance(node, optax.MaskedNode)
 
 
+def per_leaf(argument: str, given: Any, tree: Any, other: Any) -> list[Any]:
+    """Return what is given for each leaf: the same for all, or by path patterns, with `other` where none matches."""
+    if not isinstance(given, Mapping):
+        return [given] * len(leaves_of(tree)[0])
+    return [other if pattern is None else given[pattern] for pattern in first_matches(argument, tuple(given), tree)]
+
+
 def a_few(names: Sequence[Any], most: int = 20) -> str:
     """List the first names, and say how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(map(str, names[:most])) + more
-
-
-def check_patterns(argument: str, patterns: Any) -> tuple[str, ...]:
-    """Return one pattern or several as a tuple, or raise an error."""
-    each = (patterns,) if isinstance(patterns, str) else patterns
-    if not isinstance(each, Sequence) or not each or not all(isinstance(p, str) for p in each):
-        raise TypeError(f"{argument} must be one or several path patterns, got {patterns!r}")
-    return tuple(each)
-
-
-def matching(*patterns: str) -> Callable[[Any], Any]:
-    """Make a mask from path patterns, for `optax.masked`.
-
-    A pattern is a glob for the whole path of a leaf, such as `"encoder/*"`, or for its last components, such
-    as `"kernel"` or `"Dense_*/kernel"`. One that begins with a slash is for the whole path only. `*` matches
-    slashes, too: `"Dense*"` is for all that is inside of `Dense_0`.
-
-    Args:
-      *patterns: one or several; a leaf is chosen if one of them matches it.
-
-    Returns:
-      A function from a tree to a tree of bools of the same structure.
-
-    Raises:
-      TypeError: a pattern is not a string.
-      ValueError: when called, a pattern matches no leaf.
-
-    Example:
-      >>> import clipjax, jax.numpy as jnp, optax
-      >>> w = jnp.array([3.0, 4.0])
-      >>> grads = {"encoder": {"w": w}, "head": {"w": w}}
-      >>> clip = clipjax.clip_by_norm(1.0)
-      >>> tx = optax.masked(clip, clipjax.matching("encoder/*"))
-      >>> clipped, _ = tx.update(grads, tx.init(grads))
-      >>> print(clipped["encoder"]["w"].round(3), clipped["head"]["w"])
-      [0.6 0.8] [3. 4.]
-    """
-    check_patterns("patterns", patterns)
-
-    def mask(tree: Any, *more: Any) -> Any:
-        if more:  # called as a rule (path, leaf)
-            raise TypeError(
-                f"matching{patterns} is a mask for optax.masked; axes= and where= take the patterns themselves"
-            )
-        found = first_matches("patterns", patterns, tree, in_order=False)
-        return jax.tree.unflatten(jax.tree.structure(tree), [pattern is not None for pattern in found])
-
-    return mask

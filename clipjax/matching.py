@@ -1,0 +1,51 @@
+"""Masks from path patterns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from clipjax._checks import check_patterns
+from clipjax._core import trees
+
+
+def matching(*patterns: str) -> Callable[[Any], Any]:
+    """Make a mask from path patterns, for `optax.masked`.
+
+    A pattern is a glob for the whole path of a leaf, such as `"encoder/*"`, or for its last components, such
+    as `"kernel"` or `"Dense_*/kernel"`. One that begins with a slash is for the whole path only. `*` matches
+    slashes, too: `"Dense*"` is for all that is inside of `Dense_0`.
+
+    Args:
+      *patterns: one or several; a leaf is chosen if one of them matches it.
+
+    Returns:
+      A function from a tree to a tree of bools of the same structure.
+
+    Raises:
+      TypeError: a pattern is not a string.
+      ValueError: when called, a pattern matches no leaf.
+
+    Example:
+      >>> import clipjax, jax.numpy as jnp, optax
+      >>> w = jnp.array([3.0, 4.0])
+      >>> grads = {"encoder": {"w": w}, "head": {"w": w}}
+      >>> clip = clipjax.clip_by_norm(1.0)
+      >>> tx = optax.masked(clip, clipjax.matching("encoder/*"))
+      >>> clipped, _ = tx.update(grads, tx.init(grads))
+      >>> print(clipped["encoder"]["w"].round(3), clipped["head"]["w"])
+      [0.6 0.8] [3. 4.]
+    """
+    check_patterns("patterns", patterns)
+
+    def mask(tree: Any, *more: Any) -> Any:
+        if more:  # called as a rule (path, leaf)
+            raise TypeError(
+                f"matching{patterns} is a mask for optax.masked; axes= and where= take the patterns themselves"
+            )
+        found = trees.first_matches("patterns", patterns, tree, in_order=False)
+        return jax.tree.unflatten(jax.tree.structure(tree), [pattern is not None for pattern in found])
+
+    return mask

@@ -1,0 +1,37 @@
+"""Limits of weights that are the same for all leaves, or differ by path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from clipjax import _checks
+from clipjax._core import bounds, trees
+
+Limit = bounds.Bound | Mapping[str, bounds.Bound]
+
+
+class Limits(NamedTuple):
+    """Which limit each leaf of a tree has, and what the limits are at a step."""
+
+    patterns: Callable[[Any], list[str | None]]  # from a tree; None: the leaf has no limit
+    at: Callable[[Any], dict[str | None, Any]]  # from a step; by pattern, without None
+    scheduled: bool
+
+
+def by_leaf(name: str, limit: Any, least: float = 0) -> Limits:
+    """Return the limits that a number, an array, a schedule, or a mapping from path patterns to these stands for."""
+    by_path = isinstance(limit, Mapping)
+    patterns = _checks.check_patterns(name, tuple(limit)) if by_path else ("*",)
+    given = {pattern: limit[pattern] if by_path else limit for pattern in patterns}
+    schedules = {p: bounds.as_schedule(f"{name}[{p!r}]" if by_path else name, x, least) for p, x in given.items()}
+
+    def find(tree: Any) -> list[str | None]:
+        if by_path:
+            return trees.first_matches(name, patterns, tree)
+        return ["*"] * len(trees.leaves_of(tree)[0])
+
+    def at(step: Any) -> dict[str | None, Any]:
+        return {pattern: schedule(step) for pattern, schedule in schedules.items()}
+
+    return Limits(find, at, any(map(callable, given.values())))
