@@ -25,8 +25,10 @@ class Row(NamedTuple):
     shares: str  # which entries share a norm: "tree", "group", "leaf", "unit", "entry", or "none"
     title: str = ""  # tells rows of one member apart
     ord: float = 2  # of the norm; 1 also where entries are not squared, and so do not overflow before they are infinite
-    measures: bool = True  # its metric `norm` is the largest norm, and no multiple of it
+    measure: Callable[[np.ndarray], Any] | None = None  # what it bounds of a leaf, if not a norm
+    logs: str = "largest"  # its metric `norm`: the "largest" norm, that of the "tree", or a "multiple" of a norm
     bounds: bool = True  # it promises a bound
+    ends: bool = True  # which may be 0 or infinite
     keeps: bool = True  # there is an inside, where nothing changes
     wide: bool = True  # norms are measured from 1e-18 to 1.8e19
     times: float = 1  # the bounds of the tests are larger by this
@@ -34,6 +36,12 @@ class Row(NamedTuple):
     params: bool = False  # it needs the weights
     tree: str = "main"  # "matrices" and "heads" are smaller
     below: float | None = None  # how far below the bound a float32 result may be, if not 2e-6
+    rounds: str = "entry"  # what rounding is relative to: each "entry", or the largest of the "input" or the "result"
+    idempotent: bool = True  # a second call changes nothing
+    skips: bool = False  # it may skip a whole step
+    orders: bool = False  # it needs an order, which complex numbers do not have
+    passes: bool = True  # what is no float passes through
+    same_code: bool = False  # another row differentiates what it calls
     axes: Callable[..., Any] | None = None  # from the bound and axes=
     schedule: bool = True  # the bound is passed on as it is: wrong ones, and schedules unless it is a function
     twice: bool = True  # second derivatives are finite at 0, too
@@ -60,6 +68,10 @@ def _capped(bound: Any) -> Any:
     return clipjax.project(lambda tree: functional.clip_by_norm(tree, bound, clipjax.fan_in))
 
 
+def _largest_singular_value(x: np.ndarray) -> Any:
+    return np.linalg.norm(x, 2) if x.ndim == 2 else np.zeros(())
+
+
 LOGITS = (0.5, 4.0, 64.0)  # of each head, as multiples of the bound
 SYMMETRIC = o.of_entries(lambda b: -b, lambda b: b)
 LOPSIDED = o.of_entries(lambda b: -b, lambda b: 2 * b)
@@ -79,12 +91,12 @@ CLIPS = [
         wide=False),
     Row("clip_by_norm", "clip", lambda b: clipjax.clip_by_norm(b, axes=0), UNITS, "unit", "axes=0",
         axes=clipjax.clip_by_norm),
-    Row("clip_by_rms", "clip", clipjax.clip_by_rms, o.of_leaves(rms=True), "leaf", measures=False,
+    Row("clip_by_rms", "clip", clipjax.clip_by_rms, o.of_leaves(rms=True), "leaf", logs="multiple",
         axes=clipjax.clip_by_rms),
     Row("clip_by_rms", "clip", lambda b: clipjax.clip_by_rms(b, axes=0), o.of_units(rms=True), "unit", "axes=0"),
     Row("clip_by_value", "clip", clipjax.clip_by_value, SYMMETRIC, "entry"),
     Row("clip_by_value", "clip", lambda b: clipjax.clip_by_value(low=-b, high=2 * b), LOPSIDED, "entry", "low, high",
-        schedule=False),
+        schedule=False, orders=True),
     Row("clip_by_value", "clip", lambda b: clipjax.clip_by_value(0.1), TENTH, "entry", "0.1", keeps=False,
         schedule=False),
     Row("clip_by_group_norm", "clip",
@@ -93,24 +105,29 @@ CLIPS = [
     Row("adaptive_grad_clip", "clip", _agc, o.of_units(relative_to=1e-3), "unit", params=True, axes=_agc),
     Row("autoclip", "clip", lambda b: clipjax.autoclip(window=8), TREE, "tree", warm="tree", schedule=False),
     Row("clip_by_quantile", "clip", lambda b: clipjax.clip_by_quantile(initial_max_norm=b), TREE, "tree",
-        schedule=False),
+        schedule=False, ends=False),
     Row("zclip", "clip", lambda b: clipjax.zclip(warmup_steps=2, mode="mean", eps=0.0), TREE, "tree", warm="tree",
         schedule=False),
     Row("clip_by_lognormal", "clip", lambda b: clipjax.clip_by_lognormal(max_norm=b), TREE, "tree"),
-    Row("adagc", "clip", _adagc, o.of_leaves(), "leaf", warm="leaf", axes=_adagc, schedule=False),
+    Row("adagc", "clip", _adagc, o.of_leaves(), "leaf", warm="leaf", axes=_adagc, schedule=False,
+        logs="tree"),
 ]  # fmt: skip
 
 STEPS = [
     Row("tangent_cone", "step", clipjax.tangent_cone, o.of_cone, "none", bounds=False, params=True,
-        axes=clipjax.tangent_cone),
+        axes=clipjax.tangent_cone, rounds="input", idempotent=False),
     Row("zero_nonfinite", "step", lambda b: clipjax.zero_nonfinite(), o.times(1), "none", bounds=False,
         schedule=False),
-    Row("skip_nonfinite", "step", lambda b: clipjax.skip_nonfinite(clipjax.clip_by_norm(b)), o.of_leaves(), "none"),
-    Row("skip_spikes", "step", lambda b: clipjax.skip_spikes(clipjax.clip_by_norm(b)), o.of_leaves(), "none"),
-    Row("record_norms", "step", lambda b: clipjax.record_norms(), o.times(1), "none", bounds=False, schedule=False),
+    Row("skip_nonfinite", "step", lambda b: clipjax.skip_nonfinite(clipjax.clip_by_norm(b)), o.of_leaves(), "none",
+        skips=True),
+    Row("skip_spikes", "step", lambda b: clipjax.skip_spikes(clipjax.clip_by_norm(b)), o.of_leaves(), "none",
+        skips=True, same_code=True),
+    Row("record_norms", "step", lambda b: clipjax.record_norms(), o.times(1), "none", bounds=False, schedule=False,
+        same_code=True),
     Row("bounded", "step", lambda b: clipjax.bounded(optax.identity(), clip=clipjax.clip_by_norm(b)), o.of_leaves(),
-        "leaf"),
-    Row("chain", "step", lambda b: clipjax.chain(clipjax.clip_by_norm(b), optax.identity()), o.of_leaves(), "leaf"),
+        "leaf", same_code=True),
+    Row("chain", "step", lambda b: clipjax.chain(clipjax.clip_by_norm(b), optax.identity()), o.of_leaves(), "leaf",
+        same_code=True),
 ]  # fmt: skip
 
 PROJECTIONS = [
@@ -122,33 +139,33 @@ PROJECTIONS = [
     Row("unit_norm", "projection", lambda b: clipjax.unit_norm(), o.between(lambda b: 1, lambda b: 1), "unit",
         keeps=False, schedule=False, axes=lambda b, **axes: clipjax.unit_norm(**axes)),
     Row("non_negative", "projection", lambda b: clipjax.non_negative(), o.of_entries(lambda b: 0, lambda b: np.inf),
-        "entry", keeps=False, schedule=False),
-    Row("box", "projection", lambda b: clipjax.box(-b, 2 * b), LOPSIDED, "entry", schedule=False),
-    Row("project", "projection", _capped, UNITS, "unit", schedule=False),
+        "entry", keeps=False, schedule=False, orders=True),
+    Row("box", "projection", lambda b: clipjax.box(-b, 2 * b), LOPSIDED, "entry", schedule=False, orders=True),
+    Row("project", "projection", _capped, UNITS, "unit", schedule=False, same_code=True),
     Row("spectral_cap", "projection", lambda b: clipjax.spectral_cap(b), o.of_singular_values, "leaf",
-        tree="matrices", below=4e-5, twice=False),
+        tree="matrices", below=4e-5, twice=False, ord=1, measure=_largest_singular_value, rounds="result"),
     Row("qk_clip", "projection", _qk_clip, o.of_heads(LOGITS), "none", bounds=False, keeps=False, tree="heads",
-        schedule=False),
+        schedule=False, idempotent=False),
 ]  # fmt: skip
 
 FUNCTIONS = [
     Row("functional.clip_by_global_norm", "function", lambda b: lambda x: functional.clip_by_global_norm(x, b)[0],
-        TREE, "tree"),
+        TREE, "tree", same_code=True),
     Row("functional.clip_by_norm", "function", lambda b: lambda x: functional.clip_by_norm(x, b), o.of_leaves(),
-        "leaf"),
+        "leaf", same_code=True),
     Row("functional.clip_by_value", "function", lambda b: lambda x: functional.clip_by_value(x, -b, 2 * b), LOPSIDED,
-        "entry", schedule=False),
+        "entry", schedule=False, orders=True, same_code=True),
     Row("clip_gradient_by_global_norm", "layer", lambda b: lambda x: clipjax.clip_gradient_by_global_norm(x, b),
         TREE, "tree"),
     Row("clip_gradient_by_norm", "layer", lambda b: lambda x: clipjax.clip_gradient_by_norm(x, b), o.of_leaves(),
         "leaf"),
     Row("clip_gradient_by_value", "layer", lambda b: lambda x: clipjax.clip_gradient_by_value(x, -b, 2 * b),
-        LOPSIDED, "entry", schedule=False),
+        LOPSIDED, "entry", schedule=False, orders=True),
     Row("scale_gradient", "layer", lambda b: lambda x: clipjax.scale_gradient(x, -2.0), o.times(-2), "none",
-        bounds=False, keeps=False, schedule=False),
+        bounds=False, keeps=False, schedule=False, idempotent=False),
     Row("replace_gradient", "layer",
         lambda b: clipjax.replace_gradient(lambda x: x, lambda x: jax.tree.map(lambda v: 4 * v, x)),
-        o.times(4), "none", bounds=False, keeps=False, schedule=False),
+        o.times(4), "none", bounds=False, keeps=False, schedule=False, idempotent=False, passes=False),
 ]  # fmt: skip
 
 ROWS = CLIPS + STEPS + PROJECTIONS + FUNCTIONS

@@ -44,7 +44,7 @@ FORMS: list[tuple[Any, list[Any]]] = [
 ]
 
 WITH_AXES = [row for row in ROWS if row.axes]
-SCALING = [row for row in WITH_AXES if row.name not in ("adagc", "tangent_cone")]
+SCALING = [row for row in WITH_AXES if row.bounds and not row.warm]
 DEFAULT_IS_FAN_IN = [
     clipjax.max_norm(1.0), clipjax.min_max_norm(0.5, 1.0), clipjax.unit_norm(), clipjax.tangent_cone(1.0),
 ]  # fmt: skip

@@ -22,10 +22,6 @@ COTANGENT = {"a_float32": [[0.3, -1.1], [0.8, 0.9], [-0.6, 0.5]], "c_float32": [
 DIRECTION = {"a_float32": [[-0.5, 0.2], [1.0, -0.7], [0.4, 0.3]], "c_float32": [0.9, 0.6]}
 OUTSIDE, INSIDE = 0.6875, 64.0
 
-# These call what other rows differentiate.
-SAME_CODE = ("bounded", "chain", "project", "record_norms", "skip_spikes", "functional.clip_by_global_norm",
-    "functional.clip_by_norm", "functional.clip_by_value")  # fmt: skip
-
 
 def dot(a: Any, b: Any) -> Any:
     return sum((a[k] * b[k]).sum() for k in a)
@@ -38,7 +34,7 @@ def in_tree(row: Row, tree: Any, kind: Any) -> Any:
     return {k: kind(x) for k, x in tree.items()}
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row.name not in SAME_CODE], ids=lambda row: row.id)
+@pytest.mark.parametrize("row", [row for row in ROWS if not row.same_code], ids=lambda row: row.id)
 def test_they_are_right(row: Row) -> None:
     def float32(x: Any) -> Any:
         return jnp.asarray(x, np.float32)

@@ -9,11 +9,8 @@ from tests.contract.test_bounds import BOUND, RUNS
 from tests.support.programs import run, tree_of, weights_of
 from tests.support.trees import changed
 
-# They multiply again each time; and what tangent_cone leaves points outward by rounding alone.
-NOT_TWICE = ("qk_clip", "scale_gradient", "replace_gradient", "tangent_cone")
 
-
-@pytest.mark.parametrize("row", [row for row in ROWS if row.name not in NOT_TWICE], ids=lambda row: row.id)
+@pytest.mark.parametrize("row", [row for row in ROWS if row.idempotent], ids=lambda row: row.id)
 def test_twice_is_once(row: Row) -> None:
     params = weights_of(row)
     for kind, exponent in RUNS[:3]:

@@ -12,7 +12,7 @@ import pytest
 
 import clipjax
 from clipjax import functional
-from tests.contract.members import LOPSIDED, ROWS, Row
+from tests.contract.members import ROWS, Row
 from tests.support.programs import apply, is_transformation
 from tests.support.tolerances import tolerance
 from tests.support.trees import changed, exact
@@ -20,8 +20,6 @@ from tests.support.trees import changed, exact
 FLOATS = {"a": jnp.array([[3.0, -2.0], [1.0, 4.0]]), "c_vector": jnp.array([5.0, 0.1, 1.0])}
 COMPLEX = {k: x * jnp.exp(1j * jnp.arange(x.size).reshape(x.shape)) for k, x in FLOATS.items()}
 BOUND = 0.6875
-USERS = ("replace_gradient",)  # its functions are the user's
-SKIPS = ("skip_nonfinite", "skip_spikes")  # a branch returns other objects
 
 
 def others() -> dict[str, Any]:
@@ -51,16 +49,14 @@ def with_state(row: Row, tree: Any, bound: Any) -> Any:
     return apply(row, tree, state, tree if row.params else None, bound)
 
 
-@pytest.mark.parametrize(
-    "row", [row for row in ROWS if row.tree != "heads" and row.name not in USERS], ids=lambda row: row.id
-)
+@pytest.mark.parametrize("row", [row for row in ROWS if row.tree != "heads" and row.passes], ids=lambda row: row.id)
 def test_others_count_for_nothing(row: Row) -> None:
 
     @jax.jit
     def program(tree: Any, bound: Any) -> Any:
         extra = others()
         result, state = with_state(row, {**tree, **extra, **nothing()}, bound)
-        for name, x in extra.items() if row.name not in SKIPS and row.kind != "layer" else ():
+        for name, x in extra.items() if row.kind != "layer" and not row.skips else ():  # a choice is another object
             assert result[name] is x
         assert result["none"] is None
         assert isinstance(result["masked"], optax.MaskedNode)
@@ -76,9 +72,7 @@ def test_others_count_for_nothing(row: Row) -> None:
         assert changed(FLOATS, alone)
 
 
-@pytest.mark.parametrize(
-    "row", [row for row in ROWS if row.kind == "layer" and row.name not in USERS], ids=lambda row: row.id
-)
+@pytest.mark.parametrize("row", [row for row in ROWS if row.kind == "layer" and row.passes], ids=lambda row: row.id)
 def test_layers_pass_integers(row: Row) -> None:
     tree = {**FLOATS, **others(), **nothing()}
     result = row.make(BOUND)(tree)
@@ -89,10 +83,9 @@ def test_layers_pass_integers(row: Row) -> None:
     assert slopes["n"].dtype == jax.dtypes.float0
 
 
-@pytest.mark.parametrize("name", SKIPS)
-def test_skipping_keeps_keys(name: str) -> None:
+@pytest.mark.parametrize("row", [row for row in ROWS if row.skips], ids=lambda row: row.id)
+def test_skipping_keeps_keys(row: Row) -> None:
     """A skipped step returns leaves of the same dtypes."""
-    row = next(row for row in ROWS if row.name == name)
     tree = {"w": jnp.array([jnp.nan]), "key": jax.random.key(3), "n": jnp.arange(2)}
     tx = row.make(BOUND)
     updates, _ = jax.jit(tx.update)(tree, tx.init(tree))
@@ -109,11 +102,11 @@ def test_empty_trees_work(row: Row) -> None:
 
 @pytest.mark.parametrize(
     "row",
-    [row for row in ROWS if row.tree != "heads" and not row.warm and row.name != "zero_nonfinite"],
+    [row for row in ROWS if row.tree != "heads" and not row.warm],
     ids=lambda row: row.id,
 )
 def test_complex_leaves_count_by_modulus(row: Row) -> None:
-    if row.oracle is LOPSIDED or row.name == "non_negative":
+    if row.orders:
         with pytest.raises(TypeError, match="complex"):
             jax.eval_shape(lambda: once(row, COMPLEX))
         return

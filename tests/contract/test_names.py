@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import typing
+from pathlib import Path
 
 import pytest
 
@@ -48,6 +50,18 @@ def test_every_member_has_a_row() -> None:
     assert with_rows | OTHERS == public
     assert not with_rows & OTHERS
     assert len({row.id for row in ROWS}) == len(ROWS)
+
+
+def test_every_member_is_in_the_tables_that_a_new_one_needs() -> None:
+    """CONTRIBUTING lists these places; the errors and the reference have tests of their own."""
+    own = {"spectral_cap", "qk_clip"}  # on many devices they have tests in tests/weights
+    wanted = {
+        "devices/members.py": {row.name for row in ROWS if row.kind in ("clip", "step", "projection")} - own,
+        "soak.py": {row.name for row in ROWS if row.kind == "clip"},
+    }
+    for place, names in wanted.items():
+        text = (Path(__file__).parents[1] / place).read_text()
+        assert not [name for name in names if not re.search(rf"\b{name}\b", text)], f"add these to tests/{place}"
 
 
 def test_an_unknown_name_raises_as_usual() -> None:

@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
-# Names of bounds, which are at least 0, and calls that have one in the place of $.
+# Names of bounds, which are at least 0, calls that have one in the place of $, and which forms it has: "scalar" is no
+# array, "constant" no schedule, "optional" may be None.
 BOUNDS = [
-    ("max_norm", "clip_by_global_norm($)"), ("max_norm", "clip_by_norm($)"), ("threshold", "clip_by_rms($)"),
-    ("bound", "clip_by_value(bound=$)"), ("max_norms['*']", "clip_by_group_norm({'*': $})"),
-    ("clipping", "adaptive_grad_clip($)"), ("eps", "adaptive_grad_clip(0.01, $)"), ("radius", "tangent_cone($)"),
-    ("radius", "max_norm($)"), ("high", "min_max_norm(0.0, $)"), ("low", "min_max_norm($, 9.0)"),
-    ("rate", "min_max_norm(0.0, 1.0, rate=$)"), ("bound", "spectral_cap($)"), ("threshold", "qk_clip($)"),
-    ("max_norm", "functional.clip_by_norm(x, $)"), ("max_norm", "functional.clip_by_global_norm(x, $)"),
-    ("max_norm", "clip_gradient_by_norm(x, $)"), ("max_norm", "clip_gradient_by_global_norm(x, $)"),
-    ("relative_bound", "adagc($)"), ("max_norm", "adagc(max_norm=$)"), ("z_threshold", "zclip($)"),
-    ("clip_factor", "zclip(clip_factor=$)"), ("eps", "zclip(eps=$)"), ("max_norm", "zclip(max_norm=$)"),
-    ("std_factor", "clip_by_lognormal($)"), ("eps", "clip_by_lognormal(eps=$)"),
-    ("max_norm", "clip_by_lognormal(max_norm=$)"), ("percentile", "autoclip($)"), ("quantile", "clip_by_quantile($)"),
-    ("learning_rate", "clip_by_quantile(learning_rate=$)"),
-    ("initial_max_norm", "clip_by_quantile(initial_max_norm=$)"), ("decay", "zclip(decay=$)"),
-    ("decay", "clip_by_lognormal(decay=$)"), ("decay", "adagc(decay=$)"), ("z_threshold", "skip_spikes(sgd, $)"),
-    ("max_norm", "skip_spikes(sgd, max_norm=$)"),
+    ("max_norm", "clip_by_global_norm($)", "scalar"), ("max_norm", "clip_by_norm($)", ""),
+    ("threshold", "clip_by_rms($)", ""), ("bound", "clip_by_value(bound=$)", "optional"),
+    ("max_norms['*']", "clip_by_group_norm({'*': $})", "scalar"), ("clipping", "adaptive_grad_clip($)", ""),
+    ("eps", "adaptive_grad_clip(0.01, $)", ""), ("radius", "tangent_cone($)", ""), ("radius", "max_norm($)", ""),
+    ("high", "min_max_norm(0.0, $)", ""), ("low", "min_max_norm($, 9.0)", ""),
+    ("rate", "min_max_norm(0.0, 1.0, rate=$)", ""), ("bound", "spectral_cap($)", ""), ("threshold", "qk_clip($)", ""),
+    ("max_norm", "functional.clip_by_norm(x, $)", "constant"),
+    ("max_norm", "functional.clip_by_global_norm(x, $)", "scalar constant"),
+    ("max_norm", "clip_gradient_by_norm(x, $)", "constant"),
+    ("max_norm", "clip_gradient_by_global_norm(x, $)", "scalar constant"), ("relative_bound", "adagc($)", "scalar"),
+    ("max_norm", "adagc(max_norm=$)", "scalar"), ("z_threshold", "zclip($)", "constant"),
+    ("clip_factor", "zclip(clip_factor=$)", "constant"), ("eps", "zclip(eps=$)", "constant"),
+    ("max_norm", "zclip(max_norm=$)", "scalar optional"), ("std_factor", "clip_by_lognormal($)", "constant"),
+    ("eps", "clip_by_lognormal(eps=$)", "constant"), ("max_norm", "clip_by_lognormal(max_norm=$)", "scalar optional"),
+    ("percentile", "autoclip($)", "constant"), ("quantile", "clip_by_quantile($)", "constant"),
+    ("learning_rate", "clip_by_quantile(learning_rate=$)", "constant"),
+    ("initial_max_norm", "clip_by_quantile(initial_max_norm=$)", "constant"), ("decay", "zclip(decay=$)", "constant"),
+    ("decay", "clip_by_lognormal(decay=$)", "constant"), ("decay", "adagc(decay=$)", "constant"),
+    ("z_threshold", "skip_spikes(sgd, $)", "scalar"), ("max_norm", "skip_spikes(sgd, max_norm=$)", "scalar"),
 ]  # fmt: skip
 # Limits of any sign.
 LIMITS = [
-    ("low", "clip_by_value(low=$, high=1.0)"), ("high", "clip_by_value(low=-1.0, high=$)"), ("low", "box($, 9.0)"),
-    ("high", "box(-9.0, $)"), ("low['kernel']", "box({'kernel': $}, 9.0)"),
-    ("low", "functional.clip_by_value(x, $, 9.0)"), ("high", "clip_gradient_by_value(x, -9.0, $)"),
-    ("factor", "scale_gradient(x, $)"),
+    ("low", "clip_by_value(low=$, high=1.0)", "optional"), ("high", "clip_by_value(low=-1.0, high=$)", "optional"),
+    ("low", "box($, 9.0)", ""), ("high", "box(-9.0, $)", ""), ("low['kernel']", "box({'kernel': $}, 9.0)", ""),
+    ("low", "functional.clip_by_value(x, $, 9.0)", "constant"),
+    ("high", "clip_gradient_by_value(x, -9.0, $)", "constant"), ("factor", "scale_gradient(x, $)", "constant"),
 ]  # fmt: skip
 # Numbers that infinity would turn into nonsense: those of the adaptive clips.
 FINITE = [
@@ -82,16 +87,6 @@ STATES = [
     ("max_norm", "max_norm(schedule)"),
 ]  # fmt: skip
 NUMBERS = BOUNDS + LIMITS
-MAY_BE_NONE = ("zclip(max_norm", "clip_by_lognormal(max_norm", "clip_by_value(")
-NO_SCHEDULES = (
-    "functional.", "clip_gradient_", "scale_gradient", "zclip($", "zclip(clip_f", "zclip(eps", "zclip(decay",
-    "clip_by_lognormal($", "clip_by_lognormal(eps", "clip_by_lognormal(decay", "clip_by_quantile", "adagc(decay",
-    "autoclip",
-)  # fmt: skip
-SCALARS = (
-    "clip_by_global_norm", "clip_by_group", "adagc($", "adagc(max", "zclip(max", "clip_by_lognormal(max", "skip_spikes",
-    "functional.clip_by_global", "clip_gradient_by_global",
-)  # fmt: skip
 BY_LEAF = [
     ("threshold", "clip_by_rms($).init(params)"), ("bound", "clip_by_value($).init(params)"),
     ("low", "clip_by_value(low=-$, high=1.0).init(params)"), ("clipping", "adaptive_grad_clip($).init(params)"),

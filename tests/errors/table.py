@@ -23,9 +23,14 @@ def of_value(call: str, *words: str) -> Row:
     return Row(call, ValueError, words)
 
 
-def crossed(calls: list[tuple[str, str]], *wrong: tuple[Any, ...]) -> list[Row]:
+def crossed(calls: list[Any], *wrong: tuple[Any, ...]) -> list[Row]:
     """Return a row for each call and each `(wrong value, exception, *words)`, beside the name of the argument."""
-    return [Row(call.replace("$", x), error, (name, *words)) for name, call in calls for x, error, *words in wrong]
+    return [Row(call.replace("$", x), error, (name, *words)) for name, call, *_ in calls for x, error, *words in wrong]
+
+
+def with_form(form: str, *, have: bool = True) -> list[Any]:
+    """Return the calls with a number that has a form, or has not."""
+    return [each for each in c.NUMBERS if (form in each[2].split()) == have]
 
 
 def all_of(name: str, calls: list[str], *wrong: tuple[Any, ...]) -> list[Row]:
@@ -40,8 +45,8 @@ THEMES = {
     "numbers": [  # Bounds and other numbers.
         *crossed(c.NUMBERS, *each(TypeError, "True", "'1.0'", "[1.0]", "1j"), ("jnp.nan", ValueError, "got nan")),
         *crossed(c.BOUNDS, ("-1.0", ValueError, "-1.0")),
-        *crossed([x for x in c.NUMBERS if not x[1].startswith(c.MAY_BE_NONE)], *each(TypeError, "None")),
-        *crossed([x for x in c.NUMBERS if x[1].startswith(c.NO_SCHEDULES)], ("schedule", TypeError, "a number")),
+        *crossed(with_form("optional", have=False), *each(TypeError, "None")),
+        *crossed(with_form("constant"), ("schedule", TypeError, "a number")),
         *crossed(c.COUNTS, *each(TypeError, "1.5", "'1'"), *each(ValueError, "True", "-1")),
         *all_of("ord", c.ORDERS, *each(ValueError, "0.5", "-1", "0"), *each(TypeError, "'fro'", "True", "[2]")),
         *all_of("low=2.0", c.IN_ORDER, ("2.0, 1.0", ValueError, "high=1.0")),
@@ -93,7 +98,7 @@ THEMES = {
         of_value("clip_by_group_norm({})", "max_norms", "empty"),
     ],
     "shapes": [  # of bounds, other than what they bound
-        *crossed([x for x in c.BOUNDS if x[1].startswith(c.SCALARS)], ("jnp.ones(3)", ValueError, "scalar", "(3,)")),
+        *crossed(with_form("scalar"), ("jnp.ones(3)", ValueError, "scalar", "(3,)")),
         *crossed(c.BY_LEAF, ("jnp.ones(5)", ValueError, "(5,)", "'bias' of shape (3,)")),
         *crossed(c.BY_UNIT, ("jnp.ones(5)", ValueError, "(5,)", "'kernel' of shape (4, 3)")),
         of_value("functional.clip_by_global_norm(x, 1.0, norm=jnp.ones(3))", "norm", "scalar", "(3,)"),
