@@ -90,13 +90,19 @@ def of_tree(tree: Any, axes: Any, chosen: Sequence[bool] | None = None) -> list[
     for i, (leaf, reduced) in enumerate(zip(trees.leaves_of(tree)[0], axes_of_leaves(axes, tree, chosen), strict=True)):
         if isinstance(reduced, Skip):
             continue
-        if reduced is not None and norms.mesh_axes(leaf.value):
-            raise ValueError(
-                f"axes: inside shard_map, {leaf} differs over {norms.mesh_axes(leaf.value)}, and its type does not say "
-                "which of its axes are split. Clip and project norms of units outside shard_map, under jit"
-            )
+        if reduced is not None:
+            check_whole("axes", leaf)
         found.append(LeafUnits(i, leaf, reduced))
     return found
+
+
+def check_whole(name: str, leaf: trees.Leaf) -> None:
+    """Raise an error inside `shard_map` if this device may hold a part of each unit."""
+    if axes := norms.mesh_axes(leaf.value):
+        raise ValueError(
+            f"{name}: inside shard_map, {leaf} differs over {axes}, and its type does not say which of its axes are "
+            "split. Clip, project and measure parts of leaves outside shard_map, under jit"
+        )
 
 
 def norms_of(found: Sequence[LeafUnits], ord: float = 2) -> list[jax.Array]:

@@ -9,7 +9,7 @@ import jax
 import optax
 
 from clipjax import _checks
-from clipjax._core import bounds, norms, transformation, trees
+from clipjax._core import bounds, norms, transformation, trees, units
 
 
 class Recorder(optax.GradientTransformationExtraArgs):
@@ -21,6 +21,7 @@ def record_norms(
     *,
     of: str | Sequence[str] = ("updates",),
     name: str = "updates",
+    stacked: str | Sequence[str] = (),
 ) -> Recorder:
     """Record norms for a logger, and change nothing.
 
@@ -30,6 +31,8 @@ def record_norms(
         leaves belong to the first pattern that matches them, and others are left out.
       of: what is measured: `"updates"`, `"params"`, or both.
       name: what the updates are called in the metrics: `"gradients"` in front of a clip.
+      stacked: path patterns of leaves that stack layers along their first axis, as `nn.scan` and `nnx.vmap` make them:
+        each layer is a group of its own, `<group>/<index>`. All stacks of a group have equally many layers.
 
     Returns:
       A transformation with the metrics `record_norms/<name>`, and `record_norms/<name>/<group>` for groups. With
@@ -37,7 +40,7 @@ def record_norms(
 
     Raises:
       TypeError, ValueError: an argument has none of these forms; a pattern matches no leaf; the parameters are
-        missing.
+        missing; a stack is a scalar, or as long as no other of its group.
 
     Example:
       >>> import clipjax, optax, jax.numpy as jnp
@@ -69,17 +72,29 @@ def record_norms(
     elif groups is not None and groups != "leaf":
         patterns = _checks.check_patterns("groups", groups)
 
+    stacks = _checks.check_patterns("stacked", stacked) if stacked else ()
+
     def groups_of(tree: Any) -> list[str | None]:
         if patterns is not None:
             return trees.first_matches("groups", patterns, tree)
         return ["" if groups is None else trees.path_name(leaf.path[:depth]) for leaf in trees.leaves_of(tree)[0]]
 
     def measured_in(label: str, tree: Any) -> dict[str, jax.Array]:
-        members: dict[str, list[jax.Array]] = {"": []} if groups is None else {}
-        for group, leaf in zip(groups_of(tree), trees.leaves_of(tree)[0], strict=True):
+        members: dict[str, list[jax.Array]] = {"": []} if groups is None and not stacks else {}
+        layers: dict[str, list[trees.Leaf]] = {}
+        leaves = trees.leaves_of(tree)[0]
+        found = trees.first_matches("stacked", stacks, tree) if stacks else [None] * len(leaves)
+        for group, stack, leaf in zip(groups_of(tree), found, leaves, strict=True):
             if group is not None and trees.is_float(leaf.value):
-                members.setdefault(group, []).append(leaf.value)
-        return {f"{label}/{group}".rstrip("/"): norms.tree_norm(leaves) for group, leaves in members.items()}
+                if stack is None:
+                    members.setdefault(group, []).append(leaf.value)
+                else:
+                    layers.setdefault(group, []).append(leaf)
+        each = {f"{label}/{group}".rstrip("/"): norms.tree_norm(values) for group, values in members.items()}
+        for group, stacked_leaves in layers.items():
+            prefix = f"{label}/{group}".rstrip("/")
+            each |= {f"{prefix}/{i}": norm for i, norm in enumerate(_norms_of_layers(stacked_leaves))}
+        return each
 
     def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:
         metrics = measured_in(name, updates) if "updates" in measured else {}
@@ -88,3 +103,15 @@ def record_norms(
         return updates, metrics, memory
 
     return Recorder(*transformation.with_metrics("record_norms", act))
+
+
+def _norms_of_layers(stacks: list[trees.Leaf]) -> list[jax.Array]:
+    """Return the norm of each layer of stacks along the first axis."""
+    lengths = {leaf.value.shape[:1] for leaf in stacks}
+    if len(lengths) > 1 or () in lengths:
+        raise ValueError(f"stacked: these must have equally many layers along their first axis: {trees.a_few(stacks)}")
+    for leaf in stacks:
+        units.check_whole("stacked", leaf)
+    of_leaves = [norms.norm(leaf.value, tuple(range(1, leaf.value.ndim))).reshape(-1) for leaf in stacks]
+    (count,) = lengths.pop()
+    return [norms.tree_norm([each[i] for each in of_leaves]) for i in range(count)]

@@ -125,8 +125,9 @@ def written(name: str, *args: Any, **options: Any) -> str:
 
 
 def _is_default(key: str, value: Any) -> bool:
-    default = {"axes": "auto", "rate": 1.0, "where": None, "flatten": None}[key]
-    return value is default or (isinstance(value, str | float) and value == default)
+    defaults = {"axes": "auto", "rate": 1.0, "where": None, "flatten": None, "query": "query", "key": "key", "rope": 0}
+    default = defaults[key]
+    return value is default or (isinstance(value, str | float | int) and value == default)
 
 
 def applied(param: Any, update: Any) -> Any:

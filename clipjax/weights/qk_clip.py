@@ -10,35 +10,41 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from clipjax import _checks
 from clipjax._core import bounds, clipping, trees
-from clipjax.weights.projection import Projection
+from clipjax.weights.projection import Projection, written
 
 
-def qk_clip(threshold: bounds.Bound = 100.0, *, query: str = "query", key: str = "key") -> Projection:
+def qk_clip(threshold: bounds.Bound = 100.0, *, query: str = "query", key: str = "key", rope: int = 0) -> Projection:
     """Scale each head's queries and keys by sqrt(min(1, threshold / S)), where S is its largest logit.
 
     S then becomes `threshold`, as a logit is linear in each of the two. Kernels are (in, heads, head_dim) and
     biases (heads, head_dim), as in Flax. A key may have fewer heads than the query, or no axis for them: each
     of its heads serves equally many consecutive query heads, is scaled for the largest of their logits, and
     each query head is scaled by the rest, but never up: a head inside the threshold may lose by its neighbors.
+    Megatron scales all queries of a group by its largest logit instead, and so more.
 
     Args:
       threshold: the largest logit: a number, an array that broadcasts to the logits, or a schedule.
       query: the component of a path that names queries, as in `"encoder/attention/query/kernel"`.
       key: the component of a path that names keys. The components before it name the layer.
+      rope: for multi-head latent attention, as in `qk_clip(query="wq_b", key="wkv_b", rope=64)`: how many of the last
+        components of a query head meet a rotary key that all heads share. They are scaled by the whole factor, since
+        that key must not change; nor do the components of `key` that meet none of the query, which are values.
 
     Returns:
       A :class:`Projection`. Its call, and `update` where it is a link, need the argument `max_logits`: the
-      largest logits of the forward pass, after the scale 1 / sqrt(head_dim) and before the softmax, over all
-      tokens, examples and devices. It is an array (heads,) of query heads, (layers, heads) for a stack, or a
+      largest logits of the forward pass, after the scale 1 / sqrt(head_dim) and the mask, and before the softmax, over
+      all tokens, examples and devices. It is an array (heads,) of query heads, (layers, heads) for a stack, or a
       mapping, possibly nested, from the paths of layers, or their last components, to such arrays. Layers
       that it does not name are not changed, and logits that are not finite clip nothing. With `accumulate=k`,
       those of the last micro-batch count: pass the largest of all k with it.
 
     Raises:
       TypeError, ValueError: `threshold` is negative, NaN or not a number, or does not fit the logits; `query`
-        or `key` is not one component of a path. In `init`, or when called: no layer has both; `max_logits` is
-        missing, does not fit the heads, or names no layer.
+        or `key` is not one component of a path. In `init`, or when called: no layer has both; heads of the two differ
+        in size, or in rank, as those of a fused kernel, so that it is not known what meets what. When called:
+        `max_logits` is missing, does not fit the heads, or names no layer.
 
     References:
       Kimi Team, 2025, Kimi K2: open agentic intelligence, arXiv:2507.20534, algorithm 1.
@@ -53,9 +59,15 @@ def qk_clip(threshold: bounds.Bound = 100.0, *, query: str = "query", key: str =
       [[1.  1.  1. ]
        [0.5 0.5 0.5]]
     """
-    bound = bounds.as_schedule("threshold", threshold)
+    bound, rope = bounds.as_schedule("threshold", threshold), _checks.check_count("rope", rope, 0)
     if not all(isinstance(each, str) and each and "/" not in each for each in (query, key)) or query == key:
         raise ValueError(f"query and key must be two components of paths, got {query!r} and {key!r}")
+
+    def find(params: Any) -> dict[str, list[_Side]]:
+        layers = _layers_of(params, query, key)
+        for path, sides in layers.items():
+            _check_heads(path, sides, rope)
+        return layers
 
     def clip(params: Any, step: Any, max_logits: Any = None, **other: Any) -> Any:
         if max_logits is None:
@@ -64,15 +76,15 @@ def qk_clip(threshold: bounds.Bound = 100.0, *, query: str = "query", key: str =
                 "tx.update(grads, state, params, max_logits=max_logits)"
             )
         limit, each, scales = bound(step), [], []
-        for path, logits, sides in _by_layer(max_logits, _layers_of(params, query, key)):
+        for path, logits, sides in _by_layer(max_logits, find(params)):
             finite = jnp.where(jnp.isfinite(logits), logits, 0)
             factor = clipping.factor_to(bounds.fit_bound("threshold", limit, finite, f"the logits of {path!r}"), finite)
             each += sides
-            scales += _scales(sides, factor)
+            scales += _scales(sides, factor, rope)
         return clipping.rescaled(params, each, scales)
 
-    name = f"clipjax.qk_clip({bounds.short_repr(threshold)})"
-    return Projection(name, clip, scheduled=callable(threshold), check=lambda params: _layers_of(params, query, key))
+    name = written("qk_clip", threshold, query=query, key=key, rope=rope)
+    return Projection(name, clip, scheduled=callable(threshold), check=find)
 
 
 class _Side(NamedTuple):
@@ -101,6 +113,25 @@ def _layers_of(params: Any, query: str, key: str) -> dict[str, list[_Side]]:
             f"first. The leaves are: {trees.a_few(leaves)}"
         )
     return layers
+
+
+def _check_heads(path: str, sides: list[_Side], rope: int) -> None:
+    """Raise an error if the shapes of a layer do not say which components of queries and keys meet."""
+    ranks = {side.rest: side.leaf.value.ndim for side in sides if side.is_query}
+    widths = {
+        is_query: {s.leaf.value.shape[-1:] for s in sides if s.is_query is is_query} for is_query in (True, False)
+    }
+    ranks_fit = all(ranks.get(s.rest, s.leaf.value.ndim) - s.leaf.value.ndim in (0, 1) for s in sides if not s.is_query)
+    if ranks_fit and all(len(each) == 1 for each in widths.values()):
+        of_query, of_key = (next(iter(widths[is_query]))[0] for is_query in (True, False))
+        if of_query == of_key if rope == 0 else 0 < of_query - rope <= of_key:
+            return
+    found = ", ".join(str(side.leaf) for side in sides)
+    raise ValueError(
+        f"query, key: in the layer {path!r}, the heads of queries and keys do not meet: {found}. Both are (in, heads, "
+        "head_dim). Heads of two sizes are those of multi-head latent attention, where rope= says how many of the last "
+        f"components of a query are rotary, got {rope}. Split or reshape fused and flat kernels first"
+    )
 
 
 def _kernels(sides: list[_Side], stacked: int = 0) -> list[_Side]:
@@ -144,7 +175,7 @@ def _layer_at(name: str, layers: list[str]) -> str:
     raise ValueError(f"max_logits: {what} does not name one of the attention layers: {trees.a_few(layers)}")
 
 
-def _scales(sides: list[_Side], factor: jax.Array) -> list[jax.Array]:
+def _scales(sides: list[_Side], factor: jax.Array, rope: int) -> list[jax.Array]:
     """Return what multiplies the parameters of a layer, for a factor of each query head's logits."""
     *stack, heads = factor.shape or (0,)
     ranks = {side.rest: side.leaf.value.ndim for side in sides if side.is_query}
@@ -171,5 +202,13 @@ def _scales(sides: list[_Side], factor: jax.Array) -> list[jax.Array]:
     given = jnp.repeat(of_key, shared_by, axis=-1)
     # At most 1: a query does not grow to make up for the key that it shares.
     of_query = jnp.where(factor < given, factor, 1) / jnp.where(factor < given, given, 1)
-    scales = (of_query if side.is_query else of_key for side in sides)
-    return [scale.reshape(shape) for scale, shape in zip(scales, shapes, strict=True)]
+    if rope == 0:
+        return [(of_query if s.is_query else of_key).reshape(shape) for s, shape in zip(sides, shapes, strict=True)]
+    of_rotary, of_values = factor, jnp.ones_like(of_key)
+    both = {True: (of_query, of_rotary), False: (of_key, of_values)}
+    width = next(side.leaf.value.shape[-1] for side in sides if side.is_query) - rope  # of what both have
+    scales = []
+    for side, shape in zip(sides, shapes, strict=True):
+        own, rest = (scale.reshape(shape) for scale in both[side.is_query])
+        scales.append(jnp.where(jnp.arange(side.leaf.value.shape[-1]) < width, own, rest))
+    return scales

@@ -60,7 +60,7 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("    warn_if_local()\n    return _root", "    return _root", DEVICES),
     ],
     "_core/units.py": [
-        ("if reduced is not None and norms.mesh_axes(leaf.value):", "if False:", DEVICES),
+        ("if axes := norms.mesh_axes(leaf.value):", "if axes := ():", DEVICES),
         ("and rank < 2:", "and rank < 1:", AXES),
         ("if len(leaf.shape) > 2:", "if len(leaf.shape) > 3:", AXES),
         ("-rank <= axis < rank", "-rank <= axis <= rank", AXES),

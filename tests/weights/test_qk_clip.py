@@ -179,3 +179,66 @@ def test_errors() -> None:
         qk_clip(-1.0)
     with pytest.raises(ValueError, match=r"threshold must broadcast to shape .4,., for the logits of ''"):
         qk_clip(np.ones(3))(layer(HEADS), max_logits=np.ones(HEADS))
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+def test_multi_head_latent_attention(dtype: Any, stacked: bool) -> None:
+    """Queries are (nope, rope), keys and values share a kernel, and all heads share a rotary key: logits by hand."""
+    nope, rope, values = 8, 4, 6
+    rng = np.random.default_rng(3)
+    shapes = {"wq_b": (WIDTH, HEADS, nope + rope), "wkv_b": (WIDTH, HEADS, nope + values), "wk_rope": (WIDTH, rope)}
+    params = {name: {"kernel": jnp.asarray(rng.normal(size=shape), dtype)} for name, shape in shapes.items()}
+
+    def logits(params: Any) -> np.ndarray:
+        one = {name: np.asarray(side["kernel"], np.float64) for name, side in params.items()}
+        q, kv = (np.tensordot(TOKENS, one[name], 1) for name in ("wq_b", "wkv_b"))
+        rotary = np.einsum("thd,sd->hts", q[..., nope:], TOKENS @ one["wk_rope"])
+        return (np.einsum("thd,shd->hts", q[..., :nope], kv[..., :nope]) + rotary).max(axis=(1, 2))
+
+    before = logits(params)
+    threshold = float(np.sort(before)[1:3].mean())  # two heads are outside
+    clip = qk_clip(threshold, query="wq_b", key="wkv_b", rope=rope)
+    if stacked:
+        stack = jax.tree.map(lambda x: jnp.stack([x, x]), {"blocks": params})
+        clipped = jax.jit(clip)(stack, max_logits={"blocks": np.stack([before, np.zeros(HEADS)])})
+        jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[1], y), clipped["blocks"], params)
+        clipped = jax.tree.map(lambda x: x[0], clipped["blocks"])
+    else:
+        clipped = clip(params, max_logits=before)
+    # Logits are rounded to float32; in bfloat16 each weight once more.
+    np.testing.assert_allclose(
+        logits(clipped), np.minimum(before, threshold), rtol=1e-5 if dtype == np.float32 else 2e-2
+    )
+    inside = before <= threshold
+    np.testing.assert_array_equal(clipped["wq_b"]["kernel"][:, inside], params["wq_b"]["kernel"][:, inside])
+    np.testing.assert_array_equal(clipped["wkv_b"]["kernel"][..., nope:], params["wkv_b"]["kernel"][..., nope:])
+    np.testing.assert_array_equal(clipped["wk_rope"]["kernel"], params["wk_rope"]["kernel"])
+    updates, _ = (link := optax.chain(clip)).update(
+        jax.tree.map(jnp.zeros_like, params), link.init(params), params, max_logits=before
+    )
+    for x, y in zip(
+        jax.tree.leaves(optax.apply_updates(params, updates)),
+        jax.tree.leaves(clip(params, max_logits=before)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(
+            np.asarray(x, np.float32), np.asarray(y, np.float32), rtol=1e-6 if dtype == np.float32 else 1e-2
+        )
+
+
+def test_shapes_that_do_not_say_what_meets_are_refused_at_init() -> None:
+    query = jnp.ones((WIDTH, HEADS, DIM))
+    for key, rope in (
+        ((WIDTH, HEADS, 2 * DIM), 0),  # keys and values in one kernel
+        ((WIDTH, 2, HEADS, DIM), 0), ((2, WIDTH, HEADS, DIM), 0),  # the same with an axis for the two
+        ((WIDTH, HEADS * DIM), 0),  # flat
+        ((WIDTH, HEADS, DIM), DIM), ((WIDTH, HEADS, DIM), DIM + 1), ((WIDTH, HEADS, 3), 4),  # too much left, or nothing
+    ):  # fmt: skip
+        with pytest.raises(
+            ValueError, match=r"in the layer 'a', .* do not meet: .* shape \(16, 4, 8\).*" f"got {rope}"
+        ):
+            qk_clip(rope=rope).init({"a": {"query": query, "key": jnp.ones(key)}})
+    with pytest.raises(ValueError, match="rope must be a whole number of at least 0, got -1"):
+        qk_clip(rope=-1)
+    assert repr(qk_clip(50.0, rope=64)) == "clipjax.qk_clip(50.0, rope=64)"
