@@ -56,7 +56,7 @@ def nan_unless(fine: jax.Array, x: jax.Array) -> jax.Array:
 
 def norm(x: jax.Array, axes: Axes = None, ord: float = 2) -> jax.Array:
     """Return the norm along `axes`; that of the whole leaf is over all devices."""
-    total = _total(_powers(x, ord), axes, ord)
+    total = _total(x, axes, ord)
     if axes is None:
         total = over_devices(lax.pmax if ord == jnp.inf else lax.psum, total)
     return _root(total, ord)
@@ -65,7 +65,7 @@ def norm(x: jax.Array, axes: Axes = None, ord: float = 2) -> jax.Array:
 def tree_norm(leaves: Iterable[jax.Array], ord: float = 2) -> jax.Array:
     """Return the norm of all leaves together, with one all-reduce for each set of mesh axes."""
     warn_if_local()
-    return _root(_on_all([_total(_powers(x, ord), None, ord) for x in leaves], ord), ord)
+    return _root(_on_all([_total(x, None, ord) for x in leaves], ord), ord)
 
 
 def norm_dtype(tree: Any) -> Any:
@@ -92,10 +92,22 @@ def _powers(x: jax.Array, ord: float) -> jax.Array:
     return size if ord in (1, jnp.inf) else size ** (int(ord) if ord == int(ord) else ord)
 
 
-def _total(powers: jax.Array, axes: Axes, ord: float) -> jax.Array:
+def _total(x: jax.Array, axes: Axes, ord: float) -> jax.Array:
+    powers = _powers(x, ord)
     if ord == jnp.inf:
-        return jnp.max(_nan_as_inf(powers), axis=axes, keepdims=axes is not None, initial=0)
+        return maximum(powers, jnp.isnan(x), axes)
     return jnp.sum(powers, axis=axes, keepdims=axes is not None)
+
+
+def maximum(x: jax.Array, is_nan: jax.Array, axes: Axes = None, empty: float = 0) -> jax.Array:
+    """Return the largest entry along `axes`, `empty` if there is none, and inf if one is NaN, which XLA may lose.
+
+    Whether one is NaN is a maximum of numbers, too, so that devices exchange both at once. They pass through bytes,
+    which take the least memory where XLA stores them, as on a CPU.
+    """
+    flags = is_nan.astype(np.uint8).astype(x.dtype)
+    most, any_nan = (jnp.max(each, axis=axes, keepdims=axes is not None, initial=empty) for each in (x, flags))
+    return jnp.where(any_nan > 0, jnp.inf, most)
 
 
 def _nan_as_inf(x: jax.Array) -> jax.Array:

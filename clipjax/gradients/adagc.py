@@ -11,7 +11,7 @@ import optax
 
 from clipjax import _checks
 from clipjax._core import bounds, clipping, norms, transformation, trees, units
-from clipjax.gradients.history import if_finite
+from clipjax.gradients.history import if_counted
 
 WarmupNorms = Literal["before", "after"]
 
@@ -38,7 +38,8 @@ def adagc(
 
     In the warm-up, the norm of all leaves is clipped to `max_norm`, and gamma is the smallest norm so far.
     After it, each leaf is clipped to relative_bound * gamma, and with n, its norm after the clip,
-    gamma <- decay * gamma + (1 - decay) * n. A norm of 0 does not change gamma.
+    gamma <- decay * gamma + (1 - decay) * n. A norm of 0 does not change gamma. So where norms stay at a higher level,
+    gamma rises by (1 - decay) * (relative_bound - 1) of itself a step: by default 0.04%, or tenfold in 5,800 steps.
 
     Args:
       relative_bound: how many times gamma a norm may be: a number, a scalar array or a schedule.
@@ -99,35 +100,51 @@ def adagc(
         found = units.of_tree(updates, axes)
         sizes, gammas, steps = units.norms_of(found), jax.tree.leaves(memory.gammas), memory.steps
         _check_units(found, sizes, gammas)
-        warming, total = steps < warmup_steps, norms.tree_norm(sizes)
+        # The metrics are computed of all leaves together: the share of each would be another kernel to compile.
+        all_sizes, all_gammas = _stacked(sizes), _stacked(gammas)
+        warming, total = steps < warmup_steps, norms.tree_norm(all_sizes)
         cap, ratio = (jnp.asarray(at(step), total.dtype) for at in (cap_at, ratio_at))
         tree_factor = clipping.factor_to(cap, total)
 
-        limits, factors, after, new_gammas = [], [], [], []
-        for each, n, gamma in zip(found, sizes, gammas, strict=True):
+        def follow(n: jax.Array, gamma: jax.Array) -> Any:
+            """Return the bound, what is compared with what, the norm after the clip, and the next gamma."""
             is_known = gamma < jnp.inf
             usual = jnp.where(is_known, gamma, n)
             bound = jnp.where(is_known, ratio.astype(n.dtype) * usual, jnp.inf)
             most = jnp.where(warming, cap.astype(n.dtype), bound)
             seen = jnp.where(warming, total.astype(n.dtype), n)
-            factors.append(clipping.factor_to(most, seen, each.leaf.value.dtype))
             n_after = jnp.where(warming, n * tree_factor.astype(n.dtype), jnp.minimum(n, bound))
             entering = n_after if warmup_norms == "after" else jnp.where(warming, n, n_after)
-            average = decay * usual + (1 - decay) * entering
+            average = usual + (1 - decay) * (entering - usual)
             new = jnp.where(warming, jnp.minimum(gamma, entering), average)
-            new_gammas.append(jnp.where(entering > 0, new, gamma))
-            limits.append(bound)
-            after.append(n_after)
+            return bound, most, seen, n_after, jnp.where(entering > 0, new, gamma)
 
-        metrics = clipping.metrics_of(total, clipping.smallest(factors), norms.tree_norm(after))
+        factors, new_gammas = [], []
+        for each, n, gamma in zip(found, sizes, gammas, strict=True):
+            _, most, seen, _, new = follow(n, gamma)
+            factors.append(clipping.factor_to(most, seen, each.leaf.value.dtype))
+            new_gammas.append(new)
+
+        limits, mosts, all_seen, after, _ = zip(*map(follow, all_sizes, all_gammas), strict=True) if found else [()] * 5
+        scales = list(map(clipping.factor_to, mosts, all_seen))
+        metrics = clipping.metrics_of(total, clipping.smallest(scales), norms.tree_norm(after))
         least = -norms.largest((-bound for bound in limits), empty=-jnp.inf)
         metrics["threshold"] = jnp.where(warming, cap, least.astype(cap.dtype))
         new_memory = AdagcMemory(
             jax.tree.unflatten(jax.tree.structure(memory.gammas), new_gammas), optax.safe_increment(steps)
         )
-        return clipping.rescaled(updates, found, factors), metrics, if_finite(total, new_memory, memory)
+        return clipping.rescaled(updates, found, factors), metrics, if_counted(total, new_memory, memory)
 
     return transformation.with_metrics("adagc", act, remember)
+
+
+def _stacked(each: list[jax.Array]) -> list[jax.Array]:
+    """Stack the scalars among arrays, by dtype."""
+    scalars: dict[Any, list[jax.Array]] = {}
+    for x in each:
+        if x.ndim == 0:
+            scalars.setdefault(x.dtype, []).append(x)
+    return [*map(jnp.stack, scalars.values()), *(x for x in each if x.ndim)]
 
 
 def _check_units(found: list[units.LeafUnits], sizes: list[jax.Array], gammas: list[jax.Array]) -> None:

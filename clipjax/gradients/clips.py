@@ -186,27 +186,34 @@ def clip_by_value(
         leaves, rebuild = trees.leaves_of(updates)
         bottom, top = lower(step), upper(step)
         clipped = [clipping.clip_entries(leaf, bottom, top) for leaf in leaves]
-        before, after = trees.floats_of(updates), trees.floats_of(clipped)
-        metrics = _metrics_of_entries(before, after, top if bottom is None else None)
+        metrics = _metrics_of_entries(trees.floats_of(updates), trees.floats_of(clipped), bottom, top)
         return rebuild(clipped), metrics, memory
 
     return transformation.with_metrics("clip_by_value", act)
 
 
-def _metrics_of_entries(before: list[jax.Array], after: list[jax.Array], bound: Any) -> dict[str, jax.Array]:
+def _metrics_of_entries(before: list[jax.Array], after: list[jax.Array], low: Any, high: Any) -> dict[str, jax.Array]:
     """Return the metrics of clipped entries, whose norm is the largest absolute value.
 
-    Where one number bounds absolute values, that norm decides the rest.
+    Where the limits are numbers, the largest and the smallest entry decide the rest.
     """
     norms.warn_if_local()
     before, after = lax.stop_gradient((before, after))  # a maximum over devices has no derivative
-    size = norms.largest(norms.norm(x, None, jnp.inf) for x in before)
-    if bound is not None and np.ndim(bound) == 0:
-        rest = jnp.minimum(size, jnp.asarray(bound, size.dtype))
-        clipped = size > rest
-    else:
-        rest = norms.largest(norms.norm(x, None, jnp.inf) for x in after)
+    if np.ndim(high) or (low is not None and np.ndim(low)):
+        size, rest = (norms.largest(norms.norm(x, None, jnp.inf) for x in each) for each in (before, after))
         changes = (jnp.any((x != y) & (x == x)) for x, y in zip(before, after, strict=True))
         clipped = norms.largest(change.astype(np.float32) for change in changes) > 0
+    elif low is None:
+        size = norms.largest(norms.norm(x, None, jnp.inf) for x in before)
+        rest = jnp.minimum(size, jnp.asarray(high, size.dtype))
+        clipped = size > rest
+    else:
+        wide = [(x.astype(norms.sum_dtype(x.dtype)), jnp.isnan(x)) for x in before]
+        most = norms.largest((norms.maximum(x, is_nan, empty=-jnp.inf) for x, is_nan in wide), -jnp.inf)
+        least = -norms.largest((norms.maximum(-x, is_nan, empty=-jnp.inf) for x, is_nan in wide), -jnp.inf)
+        low, high = jnp.asarray(low, most.dtype), jnp.asarray(high, most.dtype)
+        size, clipped = jnp.maximum(jnp.maximum(most, -least), 0), (most > high) | (least < low)
+        ends = jnp.maximum(jnp.abs(jnp.clip(most, low, high)), jnp.abs(jnp.clip(least, low, high)))
+        rest = jnp.where(clipped, ends, size)
     scale, finite = jnp.where(rest < size, rest, 1) / jnp.where(rest < size, size, 1), size < jnp.inf
     return clipping.metrics_of(size, norms.nan_unless(finite, scale), rest) | {"clipped": clipped & finite}

@@ -27,7 +27,7 @@ def clip_by_history(
         constant, and the norm of this step is not.
 
     Returns:
-      A transformation. A norm that is not finite does not change its memory.
+      A transformation. A norm that is 0 or not finite does not change its memory.
     """
 
     def first(params: Any) -> Any:
@@ -38,15 +38,24 @@ def clip_by_history(
         bound, new = bound_of(norm, memory, step)
         bound = jnp.asarray(bound, norm.dtype)
         clipped, metrics = clipping.clip_tree(updates, bound, norm=norm)
-        return clipped, metrics | {"threshold": bound}, if_finite(norm, new, memory)
+        return clipped, metrics | {"threshold": bound}, if_counted(norm, new, memory)
 
     return transformation.with_metrics(name, act, first)
 
 
-def if_finite(norm: jax.Array, new: Any, old: Any) -> Any:
-    """Return the new memory if the norm of the step is finite, else the old one; a constant for derivatives."""
+def next_place(entered: jax.Array, size: int) -> jax.Array:
+    """Return how many values have entered a ring, one more; kept below twice its size, so that it never overflows."""
+    return jnp.where(entered >= 2 * size - 1, size, entered + 1)
+
+
+def if_counted(norm: jax.Array, new: Any, old: Any) -> Any:
+    """Return the new memory if the norm of the step says something, else the old one; a constant for derivatives.
+
+    One that is not finite does not, nor does 0, as of a masked batch: it would pull thresholds to 0, for good.
+    """
+    counts = (norm > 0) & (norm < jnp.inf)
 
     def choose(new: jax.Array, old: jax.Array) -> jax.Array:
-        return lax.stop_gradient(jnp.where(jnp.isfinite(norm), new.astype(old.dtype), old))
+        return lax.stop_gradient(jnp.where(counts, new.astype(old.dtype), old))
 
     return jax.tree.map(choose, new, old)

@@ -42,7 +42,8 @@ def zero_nonfinite() -> optax.GradientTransformationExtraArgs:
         for i, x in enumerate(values):
             if trees.is_float(x):
                 finite = jnp.isfinite(x)
-                zeroed += norms.over_devices(lax.psum, jnp.sum(~finite, dtype=np.float32))
+                # Of one byte each, since XLA on a CPU writes what it counts to memory.
+                zeroed += norms.over_devices(lax.psum, jnp.sum((~finite).astype(np.uint8), dtype=np.float32))
                 values[i] = clipping.weak_like(x, jnp.where(finite, x, jnp.zeros((), x.dtype)))
         entries = jnp.minimum(zeroed, np.float32(2**31 - 128)).astype(np.int32)
         metrics = {"zeroed_entries": entries, "nonfinite_steps": (zeroed > 0).astype(np.int32)}
@@ -56,8 +57,8 @@ def skip_nonfinite(
 ) -> optax.GradientTransformationExtraArgs:
     """Skip every step whose gradients, or whose loss, are NaN or infinite.
 
-    Such a step returns zero updates and keeps the whole inner state: moments, schedules and statistics. What the
-    model stores in its forward pass, such as the running statistics of batch norm, is not part of it.
+    Such a step returns updates of -0.0, which change no bit of the weights, and keeps the whole inner state: moments,
+    schedules and statistics. The inner step is computed all the same, and not used. What the model stores in its forward pass, such as the running statistics of batch norm, is not part of it.
 
     Args:
       optimizer: a gradient transformation, usually a whole chain.
@@ -80,8 +81,9 @@ def skip_nonfinite(
       >>> tx = clipjax.skip_nonfinite(optax.sgd(0.1, momentum=0.9))
       >>> w = jnp.array([1.0, 2.0])
       >>> updates, state = tx.update(jnp.array([jnp.nan, 1.0]), tx.init(w), w)
-      >>> print(updates, clipjax.metrics(state)["skip_nonfinite/skipped"])
-      [0. 0.] 1
+      >>> w = optax.apply_updates(w, updates)
+      >>> print(w, clipjax.metrics(state)["skip_nonfinite/skipped"])
+      [1. 2.] 1
     """
 
     def compare(norm: Any, loss: Any, past: Any, step: Any) -> Verdict:

@@ -11,14 +11,14 @@ import optax
 
 from clipjax import _checks
 from clipjax._core import bounds
-from clipjax.gradients.history import clip_by_history
+from clipjax.gradients.history import clip_by_history, next_place
 
 
 class AutoclipMemory(NamedTuple):
     """What :func:`autoclip` remembers."""
 
     history: jax.Array  # float (window,): the last norms, as a ring; infinite where there is none yet
-    steps: jax.Array  # int32: how many steps had a finite norm
+    entered: jax.Array  # int32: how many norms have entered, counted from `window` again at twice as many
 
 
 class QuantileMemory(NamedTuple):
@@ -42,7 +42,7 @@ def autoclip(percentile: float = 10.0, *, window: int = 1000) -> optax.GradientT
       TypeError, ValueError: `percentile` or `window` is not a number, or is out of range. In `init`: `window`
         is traced.
 
-    The first step is never clipped.
+    The first step is never clipped. A norm of 0 is left out.
 
     Equals the authors' `autoclip` for the first `window` steps. Their history has no end.
 
@@ -65,7 +65,7 @@ def autoclip(percentile: float = 10.0, *, window: int = 1000) -> optax.GradientT
             f"percentile is in percent, such as 10.0 for the tenth percentile, got {percentile}; "
             "clip_by_quantile takes a share"
         )
-    _checks.check_count("window", window, 1)
+    window = _checks.check_count("window", window, 1)
 
     def remember(dtype: Any) -> AutoclipMemory:
         if isinstance(window, jax.core.Tracer):
@@ -73,16 +73,18 @@ def autoclip(percentile: float = 10.0, *, window: int = 1000) -> optax.GradientT
         return AutoclipMemory(jnp.full(int(window), jnp.inf, dtype), jnp.zeros((), np.int32))
 
     def bound_of(norm: jax.Array, memory: AutoclipMemory, step: Any) -> tuple[jax.Array, AutoclipMemory]:
-        history, steps = jnp.asarray(memory.history), memory.steps  # NumPy's, if it was restored
+        history, entered = jnp.asarray(memory.history), memory.entered  # NumPy's, if it was restored
         size = len(history)
-        history = history.at[steps % size].set(norm.astype(history.dtype))
-        last = jnp.minimum(steps, size - 1)  # the place of the largest, after sorting
+        if not isinstance(window, jax.core.Tracer) and size != window:
+            raise ValueError(f"window: the state was made with {size}, got {bounds.short_repr(window)}")
+        history = history.at[entered % size].set(norm.astype(history.dtype))
+        last = jnp.minimum(entered, size - 1)  # the place of the largest, after sorting
         rank = percentile / 100 * last.astype(norm.dtype)
         low = jnp.floor(rank).astype(np.int32)
         ascending = jnp.sort(history)
         below, above = ascending[low], ascending[jnp.minimum(low + 1, last)]
         bound = below + (above - below) * (rank - jnp.floor(rank))
-        return bound, AutoclipMemory(history, optax.safe_increment(steps))
+        return bound, AutoclipMemory(history, next_place(entered, size))
 
     return clip_by_history("autoclip", remember, bound_of)
 

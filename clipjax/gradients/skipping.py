@@ -56,7 +56,7 @@ def skipping(
         fine = ~(~jnp.isfinite(norm) | bad_loss | verdict.spike)
         skipped = ~(fine if most is None else fine | (in_a_row >= most))
         # It stays at `max_consecutive`, so that bad steps are taken until a fine one makes it 0.
-        in_a_row = jnp.where(fine, 0, in_a_row + skipped.astype(np.int32))
+        in_a_row = jnp.where(fine, 0, transformation.saturating_add(in_a_row, skipped))
         counts = {"skipped": skipped, "nonfinite_loss_count": bad_loss, **verdict.counts}
         last = {"norm": norm, "skipped_last": skipped, "skipped_in_a_row": in_a_row}
         metrics = {key: x.astype(np.int32) for key, x in counts.items()}
@@ -92,21 +92,19 @@ def skipping(
 def _step_if(taken: jax.Array, step: Callable[..., Any], updates: Any, state: Any) -> tuple[Any, Any]:
     """Return what `step(updates, state)` returns if the step is taken, else zero updates and the same state.
 
-    Selecting the old or the new state instead of branching compiles for minutes at hundreds of leaves.
+    Entries are selected: a `lax.cond` copies the state and keeps all updates on a TPU, and waits for the host on a GPU.
     """
 
-    def skip(updates: Any, state: Any) -> tuple[Any, Any]:
-        like, like_state = jax.eval_shape(step, updates, state)
-        # Zeros like the updates keep weak types; but optax.lookahead, say, returns another structure than it gets.
-        before: Any
-        before, after = jax.tree.structure(updates), jax.tree.structure(like)
-        zeros = jax.tree.map(jnp.zeros_like, updates if before == after else like)
-        zeros = jax.tree.map(_typed_as, like, zeros)
-        return zeros, jax.tree.map(_typed_as, like_state, state)
+    def select(new: Any, old: Any) -> Any:
+        new = jnp.asarray(new)
+        return lax.select(taken, new, _typed_as(new, old))
 
-    if not isinstance(taken, jax.core.Tracer):  # without jit, each branch would be compiled at each step
-        return step(updates, state) if taken else skip(updates, state)
-    return lax.cond(taken, step, skip, updates, state)
+    def nothing(x: Any) -> Any:
+        zeros = jnp.zeros_like(x)
+        return -zeros if trees.is_float(zeros) else zeros  # -0.0 + 0.0 would be 0.0
+
+    updates, new_state = step(updates, state)
+    return jax.tree.map(select, updates, jax.tree.map(nothing, updates)), jax.tree.map(select, new_state, state)
 
 
 def _typed_as(like: Any, x: Any) -> jax.Array:

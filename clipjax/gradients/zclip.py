@@ -17,12 +17,17 @@ from clipjax.gradients.history import clip_by_history
 ZclipMode = Literal["adaptive", "mean", "percentile"]
 
 
+# A clipped step counts 1, another one takes 4 away. At this number they are no spikes, but a new level.
+_NO_SPIKES, _ORDINARY = 100, 4
+
+
 class Moments(NamedTuple):
     """What :func:`zclip` remembers of the norms, and :func:`clip_by_lognormal` of their logarithms."""
 
     mean: jax.Array  # float: the moving mean
     std: jax.Array  # float: the moving standard deviation
-    steps: jax.Array  # int32: how many steps had a finite norm
+    steps: jax.Array  # int32: how many norms they have taken in
+    spikes: jax.Array  # int32: how many of the last norms were spikes; 0 of `clip_by_lognormal`
 
 
 def zclip(
@@ -60,7 +65,10 @@ def zclip(
     Raises:
       TypeError, ValueError: an argument is not a number, or is out of range; `mode` is not one of the three.
 
-    Equals the authors' `ZClip`, where `max_grad_norm` is 1 by default, and "adaptive" and "mean" are the
+    A norm of 0 is left out. At 100 spikes in a row, where any other step takes 4 from the count, norms have come to a
+    higher level, and the statistics start anew, with a warm-up: they would clip each step forever.
+
+    Until then equals the authors' `ZClip`, where `max_grad_norm` is 1 by default, and "adaptive" and "mean" are the
     `clip_option` of mode "zscore". As there, equal norms in the warm-up give s = 0, and then any larger norm
     is a spike.
 
@@ -88,7 +96,7 @@ def zclip(
     cap = bounds.as_schedule("max_norm", jnp.inf if max_norm is None else max_norm, scalar=True)
 
     def bound_of(norm: jax.Array, memory: Moments, step: Any) -> tuple[jax.Array, Moments]:
-        mean, std, steps = memory
+        mean, std, steps, spikes = memory
         warming = steps < jnp.maximum(warmup_steps, 1)
         width = std if mode == "percentile" else std + eps
         limit = mean + z_threshold * width
@@ -104,13 +112,19 @@ def zclip(
         # from the norm.
         rate = jnp.where(warming, 1 / (steps.astype(norm.dtype) + 1), 1 - decay)
         away = lax.stop_gradient(jnp.where(spike, of_spike, norm)) - mean
-        share = jnp.where(warming, rate * (1 - rate), rate * (1 - rate) ** 2)
-        parts = jnp.stack([jnp.sqrt(1 - rate) * std, jnp.sqrt(share) * jnp.abs(away)])
-        most = jnp.maximum(jnp.max(parts), np.finfo(parts.dtype).tiny)  # the squares of norms would leave float32
-        new_std = most * jnp.sqrt(jnp.sum((parts / most) ** 2))
-        new = Moments(mean + rate * away, new_std, optax.safe_increment(steps))
+        kept = jnp.where(warming, 1 - rate, (1 - rate) ** 2)
+        largest = jnp.maximum(jnp.maximum(std, jnp.abs(away)), np.finfo(norm.dtype).tiny)
+        before = std / largest  # the squares of norms would leave float32
+        # Steps from the old averages, not decay * old + rate * new: in float32 the two shares of a long one are not 1.
+        change = rate * (kept * (away / largest) ** 2 - before**2)
+        total = before + jnp.sqrt(before**2 + change)  # of the old and the new root
+        wider = largest * (change / jnp.where(total > 0, total, 1))
+        new = Moments(mean + rate * away, std + wider, optax.safe_increment(steps), spikes)
         if not update_on_spike:
             new = jax.tree.map(lambda after, before: jnp.where(spike, before, after), new, memory)
+        spikes = jnp.maximum(spikes + jnp.where(spike, 1, -_ORDINARY), 0)
+        anew = spikes >= _NO_SPIKES  # the first of a warm-up replaces the averages
+        new = new._replace(steps=jnp.where(anew, 0, new.steps), spikes=jnp.where(anew, 0, spikes))
         return jnp.minimum(bound, jnp.asarray(cap(step), norm.dtype)), new
 
     return clip_by_history("zclip", _no_moments, bound_of)
@@ -163,18 +177,18 @@ def clip_by_lognormal(
     cap = bounds.as_schedule("max_norm", jnp.inf if max_norm is None else max_norm, scalar=True)
 
     def bound_of(norm: jax.Array, memory: Moments, step: Any) -> tuple[jax.Array, Moments]:
-        mean, std, steps = memory
+        mean, std, steps, spikes = memory
         rate = jnp.maximum(1 - decay, 1 / (steps.astype(norm.dtype) + 1))
         away = jnp.log(norm + eps) - mean
         mean = mean + rate * away
-        variance = (1 - rate) * std**2 + rate * (1 - rate) * away**2
+        variance = std**2 + rate * ((1 - rate) * away**2 - std**2)
         limit = jnp.exp(mean + std_factor * jnp.sqrt(jnp.maximum(variance, eps)))
         bound = jnp.where(norm < limit, limit, jnp.exp(mean))
-        new = Moments(mean, jnp.sqrt(lax.stop_gradient(variance)), optax.safe_increment(steps))
+        new = Moments(mean, jnp.sqrt(lax.stop_gradient(variance)), optax.safe_increment(steps), spikes)
         return jnp.minimum(bound, jnp.asarray(cap(step), norm.dtype)), new
 
     return clip_by_history("clip_by_lognormal", _no_moments, bound_of)
 
 
 def _no_moments(dtype: Any) -> Moments:
-    return Moments(jnp.zeros((), dtype), jnp.zeros((), dtype), jnp.zeros((), np.int32))
+    return Moments(jnp.zeros((), dtype), jnp.zeros((), dtype), jnp.zeros((), np.int32), jnp.zeros((), np.int32))

@@ -172,3 +172,28 @@ def test_zero_nonfinite_is_optax_zero_nans_and_zeroes_infinities() -> None:
     assert (read(many, "zeroed_entries")[0] > 2**31 - 200, read(many, "nonfinite_steps")) == (True, [1])
     z = np.array([1 + 2j, complex(np.nan, 1), complex(0, np.inf)], np.complex64)
     np.testing.assert_array_equal(tx.update(z, None)[0], [1 + 2j, 0, 0])
+
+
+def test_a_skipped_step_keeps_the_sign_of_zero() -> None:
+    weights = {"w": jnp.array([-0.0, 0.0, 1.0])}
+    tx = clipjax.skip_nonfinite(optax.sgd(0.1))
+    updates, _ = jax.jit(tx.update)({"w": jnp.full(3, np.nan)}, tx.init(weights), weights)
+    after = jax.jit(optax.apply_updates)(weights, updates)
+    np.testing.assert_array_equal(np.signbit(after["w"]), [True, False, False])
+
+
+def test_no_skip_has_a_conditional() -> None:
+    """It would wait for the host on a GPU, and copy the state on a TPU."""
+    inner = optax.chain(clipjax.zclip(), optax.adam(0.1), clipjax.max_norm(1.0, axes=None))
+    for tx in (
+        clipjax.skip_nonfinite(inner),
+        clipjax.skip_spikes(inner, max_consecutive=3),
+        clipjax.bounded(
+            optax.adam(0.1), clip=clipjax.autoclip(), project=clipjax.max_norm(1.0, axes=None), nonfinite="skip"
+        ),
+    ):
+        params = jax.tree.map(jnp.ones_like, gradients())
+        text = jax.jit(tx.update).lower(params, tx.init(params), params).as_text()
+        assert "stablehlo.case" not in text
+        assert "stablehlo.if" not in text
+        assert "stablehlo.select" in text

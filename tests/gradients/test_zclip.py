@@ -25,7 +25,8 @@ def zclip(
     first = max(warmup_steps, 1)
     mean, var = norms[:first].mean(), norms[:first].var()
     after = [min(n, max_norm) for n in norms[:first]]
-    for n in norms[first:]:
+    spikes = 0
+    for i, n in enumerate(norms[first:], first):
         std = math.sqrt(var)
         width = std if mode == "percentile" else std + eps
         spike = n > mean + z_threshold * width
@@ -38,6 +39,10 @@ def zclip(
         if not spike or update_on_spike:
             mean = decay * mean + (1 - decay) * to
             var = decay * var + (1 - decay) * (to - mean) ** 2
+        spikes = spikes + 1 if spike else max(spikes - 4, 0)
+        if spikes == 100:  # ours alone: a new level
+            options = (z_threshold, decay, warmup_steps, max_norm, mode, clip_factor, eps, update_on_spike)
+            return after + zclip(norms[i + 1 :], *options)
     return after
 
 
@@ -72,6 +77,18 @@ def test_zclip_follows_the_paper() -> None:
     for options in ZCLIP:
         check_against(zclip, done[str(options)], stacks, options)
         assert done[str(options)].state.shares["zclip/clipped"].max() >= 5
+
+
+def test_a_level_that_lasts_starts_the_statistics_anew() -> None:
+    norms = np.repeat(np.float32([1, 5]), [40, 140]) * np.exp(0.02 * np.random.default_rng(0).standard_normal(180))
+    done = runs(
+        {"zclip": clipjax.zclip()}, {"w": norms[None, :, None].astype(np.float32)}, {"w": np.ones(1, np.float32)}
+    )
+    after = np.abs(done["zclip"].updates["w"][0, :, 0])
+    assert (after[40:140] < 1.3).all()  # the paper's rule, which takes them for spikes
+    np.testing.assert_array_equal(after[140:165], norms[140:165].astype(np.float32))  # a warm-up
+    np.testing.assert_array_equal(np.isinf(done["zclip"].thresholds[0][140:165]), True)
+    assert np.mean(after[165:] < norms[165:] * 0.999) < 0.2
 
 
 def test_the_lognormal_rule_follows_tensorflow() -> None:

@@ -17,6 +17,7 @@ class Mutant(NamedTuple):
 _CONTRACT = ("bounds", "inside", "nonfinite", "derivatives", "axes", "states", "leaves")
 BOUNDS, INSIDE, NONFINITE, DERIVATIVES, AXES, STATES, LEAVES = (f"contract/test_{name}.py" for name in _CONTRACT)
 DEVICES = "devices/test_shard_map.py"
+SPECTRAL = "weights/test_spectral.py"
 _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     "_core/clipping.py": [
         ("else 2.0**-20", "else 0.0", BOUNDS),
@@ -52,7 +53,8 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("jnp.where(x < jnp.inf, x, jnp.inf)", "x", "core/test_rescale.py"),
         ("jnp.where(root > 0, jnp.where(root > 0, root, 1) ** (1 - ord) / ord, 0)", "root ** (1 - ord) / ord",
          DERIVATIVES),
-        (", keepdims=axes is not None, initial=0)", ", keepdims=axes is not None)", LEAVES),
+        (", keepdims=axes is not None, initial=empty)", ", keepdims=axes is not None)", LEAVES),
+        ("jnp.where(any_nan > 0, jnp.inf, most)", "most", "core/test_rescale.py"),
         ("over_devices(lax.pmax if ord == jnp.inf else lax.psum, total)", "over_devices(lax.psum, total)", DEVICES),
         ("over_devices(lax.psum if ord < jnp.inf else lax.pmax, combine(each))",
          "over_devices(lax.psum, combine(each))", DEVICES),
@@ -109,10 +111,14 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         (" * (1 - 4 * clipping.margin(weight.dtype))", "", "core/test_link.py"),
     ],
     "gradients/history.py": [
-        ("jnp.where(jnp.isfinite(norm), new.astype(old.dtype), old)", "new.astype(old.dtype)", NONFINITE),
+        ("jnp.where(counts, new.astype(old.dtype), old)", "new.astype(old.dtype)", NONFINITE),
+        ("(norm > 0) & (norm < jnp.inf)", "norm < jnp.inf", "gradients/test_levels.py"),
+        ("jnp.where(entered >= 2 * size - 1, size, entered + 1)", "entered + 1", "gradients/test_levels.py"),
     ],
     "gradients/zclip.py": [
-        ("rate * (1 - rate) ** 2", "rate * (1 - rate)", "gradients/test_zclip.py"),
+        ("jnp.where(warming, 1 - rate, (1 - rate) ** 2)", "1 - rate", "gradients/test_zclip.py"),
+        ("anew = spikes >= _NO_SPIKES", "anew = spikes < 0", "gradients/test_levels.py"),
+        ("jnp.where(spike, 1, -_ORDINARY)", "jnp.where(spike, 1, 0)", "gradients/test_zclip.py"),
         ("jnp.maximum(1 - decay, 1 /", "jnp.minimum(1 - decay, 1 /", "gradients/test_zclip.py"),
     ],
     "gradients/quantiles.py": [
@@ -123,11 +129,13 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("trees.leaves_of(_unboxed(params))", "trees.leaves_of(params)", "wrappers/test_wrappers.py"),
     ],
     "gradients/nonfinite.py": [
-        ("jnp.sum(~finite, dtype=np.float32)", "jnp.sum(~finite, dtype=np.int32)", "composition/test_skipping.py"),
+        ("astype(np.uint8), dtype=np.float32)", "astype(np.uint8), dtype=np.int32)", "composition/test_skipping.py"),
     ],
     "gradients/skipping.py": [
         ("fine | (in_a_row >= most)", "fine | (in_a_row > most)", "composition/test_skipping.py"),
-        ("in_a_row + skipped.astype(np.int32)", "in_a_row + 1", "core/test_states.py"),
+        ("-zeros if trees.is_float(zeros) else zeros", "zeros", "composition/test_skipping.py"),
+        ("lax.select(taken, new, _typed_as(new, old))", "new", NONFINITE),
+        ("transformation.saturating_add(in_a_row, skipped)", "in_a_row + 1", "core/test_states.py"),
     ],
     "gradients/spikes.py": [
         ("_STD_PER_MAD = 1.4826", "_STD_PER_MAD = 1.0", "composition/test_skipping.py"),
@@ -138,6 +146,34 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("low * (1 - 4 * small)", "low", "contract/test_idempotent.py"),
         ("((norm >= low * (1 - 4 * small)) | (norm == 0))", "(norm >= low * (1 - 4 * small))", DERIVATIVES),
         ("_FREE.get(key)", "0.0", "weights/test_limits.py"),
+    ],
+    "weights/singular_values.py": [
+        ("jnp.where(changed, bound * (1 - rounding), bound)", "bound", SPECTRAL),
+        ("finite &= (most < jnp.inf) & ~jnp.isnan(bound)", "finite &= most < jnp.inf", SPECTRAL),
+        ("level / _RATIO,", "level / (4 * _RATIO),", SPECTRAL),
+        ("jnp.where(_of_each(above, w), capped, w)", "capped", SPECTRAL),
+        ("(1 + 1e-5) * entry", "entry / 2", SPECTRAL),
+        ("jnp.maximum(most * most - 1, 1)", "jnp.ones_like(most)", SPECTRAL),
+        ("axis=-1) >= 1", "axis=-1) >= 3", SPECTRAL),
+        ("axis=-1) >= 1", "axis=-1) > 0", SPECTRAL),
+        ("(1 - room / 8) ** 2 * one", "(1 + room) ** 2 * one", SPECTRAL),
+        ("gram / (1 - room) ** 2 - one", "gram - one", SPECTRAL),
+        ("2 / (2 * (total / 3) ** 1.5 + ends)", "2.2 / (2 * (total / 3) ** 1.5 + ends)", SPECTRAL),
+        ("total + _product(_adjoint(rows), rows)", "_product(_adjoint(rows), rows)", SPECTRAL),
+    ],
+    "weights/spectral.py": [
+        ("if any(sharding.spec):", "if False:", SPECTRAL),
+    ],
+    "weights/qk_clip.py": [
+        ("jnp.arange(side.leaf.value.shape[-1]) < width", "jnp.arange(side.leaf.value.shape[-1]) <= width",
+         "weights/test_qk_clip.py"),
+        ("of_rotary, of_values = factor, jnp.ones_like(of_key)", "of_rotary, of_values = of_query, of_key",
+         "weights/test_qk_clip.py"),
+        ("if of_query == of_key if rope == 0 else 0 < of_query - rope <= of_key:", "if True:",
+         "weights/test_qk_clip.py"),
+    ],
+    "monitoring/record_norms.py": [
+        ("tuple(range(1, leaf.value.ndim))", "tuple(range(2, leaf.value.ndim))", "monitoring/test_stacks.py"),
     ],
     "weights/projection.py": [
         ("rounded = lax.reduce_precision(total, info.nexp, info.nmant)", "rounded = total", "core/test_link.py"),

@@ -64,3 +64,10 @@ def test_violations_are_those_of_the_leaves_with_a_bound() -> None:
     found = clipjax.violations(PARAMS, clipjax.max_norm({"head/kernel": 1.0}))
     assert {each.path for each in found} == {"head/kernel"}
     assert len(found) == 4
+
+
+def test_spectral_cap_takes_a_bound_for_each_path() -> None:
+    capped = clipjax.spectral_cap({"head/kernel": 1.0, "kernel": lambda step: 2.0 + step})(PARAMS, step=1)
+    for path, bound in (("encoder", 3.0), ("head", 1.0)):
+        np.testing.assert_allclose(np.linalg.norm(np.asarray(capped[path]["kernel"], np.float64), 2), bound, rtol=5e-5)
+    np.testing.assert_array_equal(capped["stack"], PARAMS["stack"])
