@@ -58,8 +58,8 @@ def skip_nonfinite(
     """Skip every step whose gradients, or whose loss, are NaN or infinite.
 
     Such a step returns updates of -0.0, which change no bit of the weights, and keeps the whole inner state: moments,
-    schedules and statistics. The inner step is computed all the same, and not used. What the model stores in its forward
-    pass, such as the running statistics of batch norm, is not part of it.
+    schedules and statistics. The inner step is computed all the same, and not used. What the model stores in its
+    forward pass, such as the running statistics of batch norm, is not part of it.
 
     Args:
       optimizer: a gradient transformation, usually a whole chain.

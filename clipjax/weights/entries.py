@@ -52,7 +52,7 @@ def box(
       >>> print(projected["bias"], projected["scale"])
       [ 3. -3.] [1.  0.5]
     """
-    return _box(written("box", low, high, where=where), low, high, where)
+    return _box(written("box", low, high, where=(where, None)), low, high, where)
 
 
 def non_negative(*, where: Where = None) -> Projection:
@@ -75,7 +75,7 @@ def non_negative(*, where: Where = None) -> Projection:
       >>> print(clipjax.non_negative()(jnp.array([-1.0, 0.0, 2.0])))
       [0. 0. 2.]
     """
-    return _box(written("non_negative", where=where), 0.0, np.inf, where)
+    return _box(written("non_negative", where=(where, None)), 0.0, np.inf, where)
 
 
 def _box(name: str, low: Any, high: Any, where: Where) -> Projection:

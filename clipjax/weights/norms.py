@@ -45,7 +45,7 @@ def max_norm(radius: limits.Limit, *, axes: Axes = "auto") -> Projection:
       [[0.6 0.3]
        [0.8 0.4]]
     """
-    name = written("max_norm", radius, axes=axes)
+    name = written("max_norm", radius, axes=(axes, "auto"))
     return _rescaling(name, lambda norm, dtype, radius: clipping.factor_to(radius, norm, dtype), axes, radius=radius)
 
 
@@ -90,7 +90,12 @@ def min_max_norm(
         _check_at_most("low", value, np.finfo(np.float64).max, "finite")
 
     return _rescaling(
-        written("min_max_norm", low, high, rate=rate, axes=axes), _factor_between, axes, low=low, high=high, rate=rate
+        written("min_max_norm", low, high, rate=(rate, 1.0), axes=(axes, "auto")),
+        _factor_between,
+        axes,
+        low=low,
+        high=high,
+        rate=rate,
     )
 
 
@@ -122,7 +127,7 @@ def unit_norm(*, axes: Axes = "auto") -> Projection:
       [[0.6 0.6 0. ]
        [0.8 0.8 0. ]]
     """
-    return _rescaling(written("unit_norm", axes=axes), _factor_between, axes, low=1, high=1, rate=1)
+    return _rescaling(written("unit_norm", axes=(axes, "auto")), _factor_between, axes, low=1, high=1, rate=1)
 
 
 def _rescaling(name: str, factor: Callable[..., jax.Array], axes: Any, **given: Any) -> Projection:

@@ -105,11 +105,11 @@ class Projection(_OptaxClass):
     def __repr__(self) -> str:
         return self.name
 
+    def __deepcopy__(self, memo: Any) -> Projection:
+        return self  # so that a copied TrainState has the same structure
+
     def __copy__(self) -> Projection:
         return self
-
-    def __deepcopy__(self, memo: Any) -> Projection:
-        return self  # a copied TrainState has the same structure
 
     def __reduce__(self) -> Any:
         made = functools.partial(Projection, scheduled=self.scheduled, find=self.find, check=self.check)
@@ -121,17 +121,11 @@ def is_projection(value: Any) -> bool:
     return type(value) is Projection
 
 
-def written(name: str, *args: Any, **options: Any) -> str:
-    """Return the call that made a projection, without the options that are defaults."""
-    given = [*map(bounds.short_repr, args)]
-    given += [f"{key}={bounds.short_repr(x)}" for key, x in options.items() if not _is_default(key, x)]
+def written(name: str, *args: Any, **options: tuple[Any, Any]) -> str:
+    """Return the call that made a projection; of options, `(value, default)`, those that are not the default."""
+    shown = {key: tuple(map(bounds.short_repr, pair)) for key, pair in options.items()}
+    given = [*map(bounds.short_repr, args), *(f"{key}={x}" for key, (x, default) in shown.items() if x != default)]
     return f"clipjax.{name}({', '.join(given)})"
-
-
-def _is_default(key: str, value: Any) -> bool:
-    defaults = {"axes": "auto", "rate": 1.0, "where": None, "flatten": None, "query": "query", "key": "key", "rope": 0}
-    default = defaults[key]
-    return value is default or (isinstance(value, str | float | int) and value == default)
 
 
 def applied(param: Any, update: Any) -> Any:

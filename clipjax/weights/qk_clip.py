@@ -83,7 +83,7 @@ def qk_clip(threshold: bounds.Bound = 100.0, *, query: str = "query", key: str =
             scales += _scales(sides, factor, rope)
         return clipping.rescaled(params, each, scales)
 
-    name = written("qk_clip", threshold, query=query, key=key, rope=rope)
+    name = written("qk_clip", threshold, query=(query, "query"), key=(key, "key"), rope=(rope, 0))
     return Projection(name, clip, scheduled=callable(threshold), check=find)
 
 

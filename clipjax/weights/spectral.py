@@ -64,7 +64,7 @@ def spectral_cap(bound: limits.Limit, *, flatten: Flatten = None) -> Projection:
         each = zip(leaves, sides, patterns, strict=True)
         return rebuild([_capped(leaf, of, now[pattern]) if of else leaf.value for leaf, of, pattern in each])
 
-    return Projection(written("spectral_cap", bound, flatten=flatten), project, scheduled=limit.scheduled)
+    return Projection(written("spectral_cap", bound, flatten=(flatten, None)), project, scheduled=limit.scheduled)
 
 
 def _capped(leaf: trees.Leaf, sides: Sides, bound: Any) -> jax.Array:
