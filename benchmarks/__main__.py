@@ -18,6 +18,7 @@ if {"--compiled", "--collectives"} & set(sys.argv):
 import jax
 
 from benchmarks import compiled, platforms, tables, timing
+from benchmarks.members import MEMBERS, weigh
 from benchmarks.steps import ALONE, STEPS
 from benchmarks.trees import TREES
 
@@ -27,6 +28,7 @@ def _arguments() -> argparse.Namespace:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--compiled", action="store_true", help="compile for TPUs and GPUs instead of timing")
     what.add_argument("--collectives", action="store_true", help="count collectives on 256 and 4,096 TPUs")
+    parser.add_argument("--members", action="store_true", help="every public member, beside Adam alone")
     parser.add_argument("--quick", action="store_true", help="a small tree and few repetitions, for CI")
     parser.add_argument("--steps", nargs="+", choices=STEPS | ALONE, metavar="STEP")
     parser.add_argument("--trees", nargs="+", choices=TREES, metavar="TREE", help="default: big gpt small")
@@ -45,6 +47,8 @@ def _jobs(args: argparse.Namespace) -> tuple[list[str], list[Callable[[], tables
     steps = [(STEPS | ALONE)[name] for name in names]
     dtypes = args.dtypes or (["float32"] if args.quick else ["float32", "bfloat16"])
     trees = args.trees or (["quick"] if args.quick else ["big", "gpt", "small"])
+    if args.members:
+        return _members(args, dtypes)
     if args.collectives:
         places = args.platforms or (["v5e"] if args.quick else ["v5e", "v5p"])
         cases = itertools.product(places, args.trees or ["quick" if args.quick else "gpt"], steps)
@@ -69,6 +73,21 @@ def _jobs(args: argparse.Namespace) -> tuple[list[str], list[Callable[[], tables
     ]
 
 
+def _members(args: argparse.Namespace, dtypes: list[str]) -> tuple[list[str], list[Callable[[], tables.Row]]]:
+    every = list(MEMBERS.values())[:: 10 if args.quick else 1]
+    if args.compiled:
+        places, trees = args.platforms or ["v5e", "v6e", "h100"], args.trees or ["huge", "wide"]
+        return ["member", "device", "tree", "dtype"], [
+            lambda p=p, t=t, d=d, m=m: weigh(m, p, t, d)
+            for p, t, d, m in itertools.product(places, trees, dtypes, every)
+        ]
+    trees, rounds = args.trees or ["big", "gpt"], 5 if args.quick else args.rounds
+    return ["member", "compared with", "tree", "dtype"], [
+        lambda t=t, d=d, m=m: timing.race(m.step, t, d, rounds=rounds, compiles=1)
+        for t, d, m in itertools.product(trees, dtypes, every)
+    ]
+
+
 def _progress(done: int, total: int, begin: float) -> None:
     """Draw a bar on stderr, if that is a terminal."""
     if sys.stderr.isatty():
@@ -88,10 +107,16 @@ def main() -> None:
         rows.append(job())
     _progress(len(jobs), len(jobs), begin)
     here = "as compiled" if args.compiled or args.collectives else f"on {jax.devices()[0].device_kind}"
-    title = f"clipjax beside Optax or the formula by hand, {here}, JAX {jax.__version__}"
-    print(title, tables.as_text(head, rows), tables.summary(rows), sep="\n\n")
+    what = "every member with Adam" if args.members else "beside Optax or the formula by hand"
+    title = f"clipjax {what}, {here}, JAX {jax.__version__}"
+    unit = (
+        "Bytes and scratch are in units of the parameters'."
+        if args.members and args.compiled
+        else "Ratios are ours to theirs."
+    )
+    print(title, tables.as_text(head, rows), tables.summary(rows, unit), sep="\n\n")
     if args.markdown:
-        args.markdown.write_text(f"{title}\n\n{tables.as_markdown(head, rows)}\n\n{tables.summary(rows)}\n")
+        args.markdown.write_text(f"{title}\n\n{tables.as_markdown(head, rows)}\n\n{tables.summary(rows, unit)}\n")
     if args.plot:
         tables.plot(args.plot, rows, title)
 

@@ -170,26 +170,12 @@ STEPS: dict[str, Step] = {
     ),
 }
 
-# What clips and constraints add to Adam: only by the clock.
-_NO_GOALS = Goals((None, None, None), None, 1, 1, 1)
-_CALLED = Recipe(optax.chain(clipjax.clip_by_global_norm(GLOBAL), adam()), clipjax.max_norm(RADIUS))
 ALONE: dict[str, Step] = {
-    "clip-alone": Step(
-        "clip_by_global_norm + Adam",
-        _chain(clipjax.clip_by_global_norm(GLOBAL), adam()),
-        Recipe(adam()),
-        "Adam alone",
-        _NO_GOALS,
-    ),
-    "called-alone": Step("clip + Adam, max_norm called", _CALLED, Recipe(adam()), "Adam alone", _NO_GOALS),
     "called-clip": Step(
         "clip + Adam, max_norm called",
-        _CALLED,
+        Recipe(optax.chain(clipjax.clip_by_global_norm(GLOBAL), adam()), clipjax.max_norm(RADIUS)),
         Recipe(optax.chain(optax.clip_by_global_norm(GLOBAL), adam()), _max_norm),
         "Optax's clip, Keras' formula",
-        _NO_GOALS,
-    ),
-    "bounded-alone": Step(
-        "bounded: clip, Adam, max_norm, skip", Recipe(_BOUNDED), Recipe(adam()), "Adam alone", _NO_GOALS
+        Goals((None, None, None), None, 1, 1, 1),
     ),
 }

@@ -59,11 +59,11 @@ def as_markdown(head: Sequence[str], rows: Sequence[Row]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in [lines[0], ["---"] * len(lines[0]), *marked])
 
 
-def summary(rows: Sequence[Row]) -> str:
+def summary(rows: Sequence[Row], unit: str) -> str:
     """Say how many goals are met."""
     figures = [x for row in rows for x in row.figures.values() if x.goal is not None]
     met = f"{sum(not x.missed for x in figures)} of {len(figures)} goals met"
-    return f"{met}. Ratios are ours to theirs, pairs ours / theirs; `>` is above the goal."
+    return f"{met}. {unit} `>` is above the goal."
 
 
 def plot(path: Path, rows: Sequence[Row], title: str) -> None:

@@ -37,6 +37,8 @@ TREES: dict[str, Callable[[], Shapes]] = {
     "gpt": gpt,  # 25 million parameters in 80 leaves
     "small": lambda: squares(300, 16),  # nothing but overhead
     "many": lambda: squares(3000, 32),
+    "huge": lambda: squares(12, 4096),  # larger than a TPU's own memory, which flatters smaller trees
+    "wide": lambda: gpt(12, 1024, 4096),
     "quick": lambda: gpt(2, 128, 512),
 }
 
