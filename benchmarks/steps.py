@@ -152,7 +152,7 @@ STEPS: dict[str, Step] = {
         Recipe(_BOUNDED),
         _skipping(),
         "optax.apply_if_finite",
-        Goals((0.9, 1.0, 1.1), 1.5, 1.05, 1.2, 1.2),
+        Goals((1.45, 1.45, 1.1), 1.5, 1.05, 1.2, 1.2),
     ),
     "zclip": Step(
         "zclip + Adam",

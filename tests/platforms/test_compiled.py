@@ -15,6 +15,7 @@ import jax
 import pytest
 
 from benchmarks.compiled import collectives_of
+from benchmarks.members import MEMBERS, weigh
 from benchmarks.platforms import compile_step, devices_of, missing
 from benchmarks.steps import STEPS
 from benchmarks.trees import shapes_of
@@ -48,6 +49,23 @@ def test_a_tpu_reads_and_computes_no_more(name: str, dtype: str) -> None:
     # What a leaf costs is in the larger trees; here a kernel for the metrics counts as much as one for a leaf.
     assert ours.bytes <= theirs.bytes * (STEPS[name].goals.bytes + 0.05)
     assert ours.operations <= theirs.operations * STEPS[name].goals.operations
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.parametrize("name", MEMBERS)
+def test_a_member_costs_a_tpu_what_its_arithmetic_needs(name: str) -> None:
+    """Bytes and scratch of a whole step, on a tree that does not fit in the chip's own memory."""
+    skip_where_missing("v5e")
+    missed = {key: str(x) for key, x in weigh(MEMBERS[name], "v5e", "huge", "float32").figures.items() if x.missed}
+    assert not missed
+
+
+@pytest.mark.gpu_compile
+@pytest.mark.parametrize("name", MEMBERS)
+def test_a_member_costs_a_gpu_what_its_arithmetic_needs(name: str) -> None:
+    skip_where_missing("h100")
+    missed = {key: str(x) for key, x in weigh(MEMBERS[name], "h100", "huge", "float32").figures.items() if x.missed}
+    assert not missed
 
 
 @pytest.mark.gpu_compile
