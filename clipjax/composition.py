@@ -125,7 +125,11 @@ def _accumulating(tx: optax.GradientTransformation, steps: int) -> optax.Gradien
                 raise TypeError(f"accumulate: {leaf} is complex, of which optax.MultiSteps would lose imaginary parts")
         return accumulated.init(params)
 
-    return optax.GradientTransformationExtraArgs(init, accumulated.update)
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        trees.check_leaves(updates)
+        return accumulated.update(updates, state, params, **extra)
+
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _several(value: Any) -> list[Any]:

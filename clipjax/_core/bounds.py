@@ -11,6 +11,7 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
+Number: TypeAlias = float | np.number[Any] | jax.Array
 Bound: TypeAlias = ArrayLike | optax.Schedule
 
 

@@ -28,7 +28,7 @@ class AdagcMemory(NamedTuple):
 def adagc(
     relative_bound: bounds.Bound = 1.04,
     *,
-    decay: float = 0.99,
+    decay: bounds.Number = 0.99,
     warmup_steps: int = 100,
     max_norm: bounds.Bound = 1.0,
     warmup_norms: WarmupNorms = "before",

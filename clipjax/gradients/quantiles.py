@@ -27,7 +27,7 @@ class QuantileMemory(NamedTuple):
     max_norm: jax.Array  # float: the bound of the next step
 
 
-def autoclip(percentile: float = 10.0, *, window: int = 1000) -> optax.GradientTransformationExtraArgs:
+def autoclip(percentile: bounds.Number = 10.0, *, window: int = 1000) -> optax.GradientTransformationExtraArgs:
     """Clip the norm of all leaves to a percentile of the last norms, this step's among them.
 
     Args:
@@ -90,7 +90,7 @@ def autoclip(percentile: float = 10.0, *, window: int = 1000) -> optax.GradientT
 
 
 def clip_by_quantile(
-    quantile: float = 0.5, *, learning_rate: float = 0.2, initial_max_norm: float = 1.0
+    quantile: bounds.Number = 0.5, *, learning_rate: bounds.Number = 0.2, initial_max_norm: bounds.Number = 1.0
 ) -> optax.GradientTransformationExtraArgs:
     """Clip the norm of all leaves to a bound that tracks a quantile of the norms, without a history.
 

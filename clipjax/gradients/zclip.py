@@ -31,14 +31,14 @@ class Moments(NamedTuple):
 
 
 def zclip(
-    z_threshold: float = 2.5,
+    z_threshold: bounds.Number = 2.5,
     *,
-    decay: float = 0.97,
+    decay: bounds.Number = 0.97,
     warmup_steps: int = 25,
     max_norm: bounds.Bound | None = None,
     mode: ZclipMode = "adaptive",
-    clip_factor: float = 1.0,
-    eps: float = 1e-6,
+    clip_factor: bounds.Number = 1.0,
+    eps: bounds.Number = 1e-6,
     update_on_spike: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
     """Clip the norm of all leaves if its z-score among past norms makes it a spike.
@@ -131,11 +131,11 @@ def zclip(
 
 
 def clip_by_lognormal(
-    std_factor: float = 2.0,
+    std_factor: bounds.Number = 2.0,
     *,
-    decay: float = 0.95,
+    decay: bounds.Number = 0.95,
     max_norm: bounds.Bound | None = None,
-    eps: float = 1e-8,
+    eps: bounds.Number = 1e-8,
 ) -> optax.GradientTransformationExtraArgs:
     """Clip the norm of all leaves, if its logarithm is an outlier, to the geometric mean of the norms.
 

@@ -53,6 +53,9 @@ class NormLog:
         self._chunks = [np.zeros(0)]  # fetched
         self._last = (0, 0.0)  # the step and norm of the last one
 
+    def __repr__(self) -> str:
+        return f"NormLog({'' if self.name is None else repr(self.name)}) of {len(self)} norms"
+
     def append(self, norm: Any) -> None:
         """Add the norm of one step: a number, a scalar array, or what `clipjax.metrics` returns."""
         self._add(norm, rank=0)

@@ -198,3 +198,10 @@ def test_unknown_arguments_and_missing_parameters_raise_errors() -> None:
     tx = clipjax.bounded(SGD, project=clipjax.max_norm(1.0))
     with pytest.raises(ValueError, match=r"params: clipjax.max_norm\(1.0\) needs them"):
         tx.update(START, tx.init(START))
+
+
+def test_accumulation_says_what_is_no_array_in_update_too() -> None:
+    tx = clipjax.bounded(optax.sgd(0.1), accumulate=2)
+    state = tx.init({"w": jnp.ones(2)})
+    with pytest.raises(TypeError, match="leaf 'w' must be an array of numbers, got function"):
+        tx.update({"w": lambda x: x}, state)

@@ -194,3 +194,12 @@ def test_orbax_restores_a_state(tmp_path: Path) -> None:
     jax.tree.map(np.testing.assert_array_equal, restored, state)
     assert clipjax.metrics(restored).keys() == clipjax.metrics(state).keys()
     jax.tree.map(np.testing.assert_array_equal, pickle.loads(pickle.dumps(state)), state)
+
+
+def test_what_is_printed_says_what_it_is_and_copies_are_the_same() -> None:
+    projection = clipjax.max_norm(1.0, axes=0)
+    assert repr(projection) == "clipjax.max_norm(1.0, axes=0)"
+    assert copy.deepcopy(projection) == copy.copy(projection) == projection
+    log = clipjax.NormLog("zclip")
+    log.extend([1.0, 2.0])
+    assert repr(log) == "NormLog('zclip') of 2 norms"
