@@ -63,7 +63,7 @@ def check_order(low: Any, high: Any, of: Any = None) -> None:
 
 def check_ord(ord: Any) -> float:
     """Return the order of a norm, 2 for None, or raise an error that names it."""
-    if ord is None:  # the default of transformations, since `optax.inject_hyperparams` would trace a number
+    if ord is None:  # the default, since `optax.inject_hyperparams` would trace a number
         return 2.0
     if isinstance(ord, jax.Array):
         raise bounds.traced_error("ord", ord)

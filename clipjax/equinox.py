@@ -18,7 +18,7 @@ from clipjax._layers import Param, axes_by_path
 __all__ = ["unit_axes"]
 
 
-def unit_axes(model: Any, other: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def unit_axes(model: Any, *, other: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the axes to reduce in each parameter of an Equinox model, by the layer that it belongs to.
 
     A unit is the weights that compute one output: a row of a Linear weight `(out, in)`, a filter of a

@@ -27,12 +27,12 @@ __all__ = [
 T = TypeVar("T")
 
 
-def global_norm(tree: Any, ord: float = 2) -> jax.Array:
+def global_norm(tree: Any, *, ord: float | None = None) -> jax.Array:
     """Measure the norm of all leaves together, as of one long vector.
 
     Args:
       tree: a pytree of arrays.
-      ord: 1, 2, any p >= 1, or `jax.numpy.inf`.
+      ord: 1, 2 (the default), any p >= 1, or `jax.numpy.inf`.
 
     Returns:
       A scalar, float32 or float64; 0 for a tree without float leaves.
@@ -49,12 +49,12 @@ def global_norm(tree: Any, ord: float = 2) -> jax.Array:
     return norms.tree_norm(trees.floats_of(tree), _checks.check_ord(ord))
 
 
-def leaf_norms(tree: T, ord: float = 2) -> T:
+def leaf_norms(tree: T, *, ord: float | None = None) -> T:
     """Measure the norm of each leaf.
 
     Args:
       tree: a pytree of arrays.
-      ord: 1, 2, any p >= 1, or `jax.numpy.inf`.
+      ord: 1, 2 (the default), any p >= 1, or `jax.numpy.inf`.
 
     Returns:
       A tree of scalars with the same structure; 0 for a leaf that has no norm.
@@ -75,13 +75,13 @@ def leaf_norms(tree: T, ord: float = 2) -> T:
     return rebuild([norms.norm(x.value, None, order) if trees.is_float(x.value) else zero for x in leaves])
 
 
-def unitwise_norms(tree: Any, axes: units.Axes, ord: float = 2) -> Any:
+def unitwise_norms(tree: Any, axes: units.Axes, *, ord: float | None = None) -> Any:
     """Measure the norm of each unit along `axes`.
 
     Args:
       tree: a pytree of arrays.
       axes: the axes that are reduced, in leaves of every rank, biases too.
-      ord: 1, 2, any p >= 1, or `jax.numpy.inf`.
+      ord: 1, 2 (the default), any p >= 1, or `jax.numpy.inf`.
 
     Returns:
       A tree of the same structure; a leaf of shape (in, out) reduced over axis 0 becomes (out,), and a leaf
@@ -130,14 +130,14 @@ def clip_by_value(tree: T, low: ArrayLike, high: ArrayLike) -> T:
     return rebuild([clipping.clip_entries(leaf, bottom, top) for leaf in leaves])
 
 
-def clip_by_norm(tree: T, max_norm: ArrayLike, axes: units.Axes = None, ord: float = 2) -> T:
+def clip_by_norm(tree: T, max_norm: ArrayLike, axes: units.Axes = None, *, ord: float | None = None) -> T:
     """Clip the norm of each leaf, or of each unit along `axes`, like `tf.clip_by_norm`.
 
     Args:
       tree: a pytree of arrays.
       max_norm: the bound, a number or an array that broadcasts to the norms.
       axes: the axes that are reduced, in leaves of every rank, biases too; None for the whole leaf.
-      ord: 1, 2, any p >= 1, or `jax.numpy.inf`.
+      ord: 1, 2 (the default), any p >= 1, or `jax.numpy.inf`.
 
     Returns:
       The clipped tree.
@@ -163,7 +163,7 @@ def clip_by_global_norm(
     tree: T,
     max_norm: ArrayLike,
     *,
-    ord: float = 2,
+    ord: float | None = None,
     norm: ArrayLike | None = None,
 ) -> tuple[T, jax.Array]:
     """Clip the norm of all leaves together, like `tf.clip_by_global_norm`.
@@ -171,7 +171,7 @@ def clip_by_global_norm(
     Args:
       tree: a pytree of arrays.
       max_norm: the bound, a number or a scalar array.
-      ord: 1, 2, any p >= 1, or `jax.numpy.inf`.
+      ord: 1, 2 (the default), any p >= 1, or `jax.numpy.inf`.
       norm: the global norm, if it is known: TensorFlow's `use_norm`, or one that is summed over devices by hand.
 
     Returns:

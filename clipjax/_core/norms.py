@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,6 +17,9 @@ from jax import lax
 from clipjax._core import trees
 
 Axes = tuple[int, ...] | None  # those that are reduced, and kept with size 1; None: all, which are not kept
+
+# A warning is about the first line outside installed packages and outside this one.
+_LIBRARIES = str(Path(jax.__file__).parents[1]), str(Path(__file__).parents[1])
 
 
 def sum_dtype(dtype: Any) -> Any:
@@ -39,13 +44,15 @@ def over_devices(combine: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
 
 def warn_if_local() -> None:
     """Warn where types do not say over which devices leaves differ: in `pmap` and unchecked `shard_map`."""
+    # Before Python 3.12, the line that calls `update` of a clip of all leaves.
+    at: Any = {"skip_file_prefixes": _LIBRARIES} if sys.version_info >= (3, 12) else {"stacklevel": 6}
     for name in jax.sharding.get_abstract_mesh().manual_axes:
-        if not mesh_axes(lax.axis_index(name)):
+        if lax.axis_size(name) > 1 and not mesh_axes(lax.axis_index(name)):
             warnings.warn(
                 f"norms and losses are those of each device alone, since over the axis {name!r} JAX does not track "
                 "which arrays differ. They are right where gradients and losses are the same on all devices, as after "
                 "lax.pmean. Where these are split, use jit, or shard_map with check_vma=True.",
-                stacklevel=2,
+                **at,
             )
 
 

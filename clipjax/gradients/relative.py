@@ -16,7 +16,7 @@ _LEAST = 1e-18
 
 
 def adaptive_grad_clip(
-    clipping: bounds.Bound = 0.01, eps: bounds.Bound = 1e-3, *, axes: units.Axes | Literal["auto"] = "auto"
+    clipping: bounds.Bound = 0.01, *, eps: bounds.Number = 1e-3, axes: units.Axes | Literal["auto"] = "auto"
 ) -> optax.GradientTransformationExtraArgs:
     """Clip the gradient of each unit to a share of the norm of its weights: |g| <= clipping * max(|w|, eps).
 
@@ -24,7 +24,7 @@ def adaptive_grad_clip(
 
     Args:
       clipping: the share: a number, an array that broadcasts to the units, or a schedule.
-      eps: the smallest norm of weights that counts, so that weights of 0 can move; in the same forms.
+      eps: the smallest norm of weights that counts, so that weights of 0 can move: a number, at least 0.
       axes: the axes that are reduced. "auto": those of :func:`clipjax.fan_in_or_all` for ranks 2 and 4, and all for
         less; rank 3, and 5 and more, may be stacks of layers or heads, and are an error.
 
@@ -51,17 +51,16 @@ def adaptive_grad_clip(
       >>> print(jnp.linalg.norm(clipped, axis=0).round(6))
       [5.e-02 1.e-05]
     """
-    share, least = bounds.as_schedule("clipping", clipping), bounds.as_schedule("eps", eps)
+    share = bounds.as_schedule("clipping", clipping)
+    _checks.check_number("eps", eps, "[0, inf)")
     axes = units.check_axes(axes, auto=_fan_in_or_all_by_rank)
 
     def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:
-        weights, floor = trees.leaves_of(_checks.params_for("adaptive_grad_clip", updates, params))[0], least(step)
-
+        weights = trees.leaves_of(_checks.params_for("adaptive_grad_clip", updates, params))[0]
         found, relative = units.of_tree(updates, axes), []
         for each, norm in zip(found, units.norms_of(found), strict=True):
             size = norms.norm(weights[each.place].value, each.axes)
-            size = jnp.maximum(jnp.maximum(size, bounds.fit_bound("eps", floor, size, each.leaf)), _LEAST)
-            relative.append(norm / size)
+            relative.append(norm / jnp.maximum(size, jnp.maximum(eps, _LEAST)))
         return *clip_units(updates, found, relative, share(step), "clipping"), memory
 
     return transformation.with_metrics("adaptive_grad_clip", act)

@@ -31,11 +31,11 @@ class Moments(NamedTuple):
 
 
 def zclip(
-    z_threshold: bounds.Number = 2.5,
+    z_threshold: bounds.Bound = 2.5,
     *,
     decay: bounds.Number = 0.97,
     warmup_steps: int = 25,
-    max_norm: bounds.Bound | None = None,
+    max_norm: bounds.Bound = jnp.inf,
     mode: ZclipMode = "adaptive",
     clip_factor: bounds.Number = 1.0,
     eps: bounds.Number = 1e-6,
@@ -48,10 +48,10 @@ def zclip(
     Then m and s take in n, or what a spike was clipped to before `max_norm` applies.
 
     Args:
-      z_threshold: at least 0.
+      z_threshold: a number of at least 0, a scalar array or a schedule.
       decay: the decay of the moving averages, in [0, 1).
       warmup_steps: how many norms, at least one, give the first m and s; only `max_norm` clips them.
-      max_norm: another bound, at all steps: a number, a scalar array, a schedule, or None.
+      max_norm: another bound, at all steps, in the same forms.
       mode: what a spike is clipped to. "adaptive": (m + z_threshold**2 * s / z) * clip_factor, which is lower
         for larger spikes; "mean": m; "percentile": m + z_threshold * s.
       clip_factor: used in mode "adaptive", at least 0.
@@ -84,7 +84,7 @@ def zclip(
       >>> print(f"{clipped[0]:.3f}")  # 2 + 2.5**2 * 1 / 10
       2.625
     """
-    _checks.check_number("z_threshold", z_threshold, "[0, inf)")
+    highest = bounds.as_schedule("z_threshold", z_threshold, scalar=True)
     _checks.check_number("decay", decay, "[0, 1)")
     _checks.check_count("warmup_steps", warmup_steps, 0)
     _checks.check_number("clip_factor", clip_factor, "[0, inf)")
@@ -93,17 +93,19 @@ def zclip(
         raise ValueError(f"mode must be one of {get_args(ZclipMode)}, got {bounds.short_repr(mode)}")
     if not isinstance(update_on_spike, bool):
         raise TypeError(f"update_on_spike must be a bool, got {bounds.short_repr(update_on_spike)}")
-    cap = bounds.as_schedule("max_norm", jnp.inf if max_norm is None else max_norm, scalar=True)
+    cap = bounds.as_schedule("max_norm", max_norm, scalar=True)
 
     def bound_of(norm: jax.Array, memory: Moments, step: Any) -> tuple[jax.Array, Moments]:
         mean, std, steps, spikes = memory
+        tiny = np.finfo(norm.dtype).tiny
         warming = steps < jnp.maximum(warmup_steps, 1)
-        width = std if mode == "percentile" else std + eps
-        limit = mean + z_threshold * width
+        most, wide = jnp.asarray(highest(step), norm.dtype), jnp.maximum(std, tiny)  # infinity times 0 would be NaN
+        width = wide if mode == "percentile" else wide + eps
+        limit = mean + most * width
         spike = ~warming & (norm > limit)
         if mode == "adaptive":
             excess = jnp.where(spike, norm - mean, 1)  # z * width; never 0
-            of_spike = (mean + z_threshold * std * (z_threshold * width / excess)) * clip_factor
+            of_spike = (mean + most * wide * (most * width / excess)) * clip_factor
         else:
             of_spike = mean if mode == "mean" else limit
         bound = jnp.where(warming, jnp.inf, jnp.where(spike, of_spike, limit))
@@ -113,7 +115,7 @@ def zclip(
         rate = jnp.where(warming, 1 / (steps.astype(norm.dtype) + 1), 1 - decay)
         away = lax.stop_gradient(jnp.where(spike, of_spike, norm)) - mean
         kept = jnp.where(warming, 1 - rate, (1 - rate) ** 2)
-        largest = jnp.maximum(jnp.maximum(std, jnp.abs(away)), np.finfo(norm.dtype).tiny)
+        largest = jnp.maximum(jnp.maximum(std, jnp.abs(away)), tiny)
         before = std / largest  # the squares of norms would leave float32
         # Steps from the old averages, not decay * old + rate * new: in float32 the two shares of a long one are not 1.
         change = rate * (kept * (away / largest) ** 2 - before**2)
@@ -131,32 +133,33 @@ def zclip(
 
 
 def clip_by_lognormal(
-    std_factor: bounds.Number = 2.0,
+    z_threshold: bounds.Bound = 2.0,
     *,
     decay: bounds.Number = 0.95,
-    max_norm: bounds.Bound | None = None,
+    max_norm: bounds.Bound = jnp.inf,
     eps: bounds.Number = 1e-8,
 ) -> optax.GradientTransformationExtraArgs:
     """Clip the norm of all leaves, if its logarithm is an outlier, to the geometric mean of the norms.
 
     With m and s the moving mean and standard deviation of log(norm + eps), this step's among them, a norm of
-    exp(m + std_factor * s) or more is clipped to exp(m).
+    exp(m + z_threshold * s) or more is clipped to exp(m).
 
     Args:
-      std_factor: at least 0.
+      z_threshold: a number of at least 0, a scalar array or a schedule.
       decay: the decay of the moving averages, in [0, 1). After t norms it is at most t / (t + 1), so that the
         first averages are plain means.
-      max_norm: another bound, at all steps: a number, a scalar array, a schedule, or None.
+      max_norm: another bound, at all steps, in the same forms.
       eps: keeps the logarithm finite, and is the smallest variance; above 0.
 
     Returns:
-      A transformation with the metrics of a clip and `threshold`: exp(m + std_factor * s), or exp(m) for an
+      A transformation with the metrics of a clip and `threshold`: exp(m + z_threshold * s), or exp(m) for an
       outlier, and at most `max_norm`.
 
     Raises:
       TypeError, ValueError: an argument is not a number, or is out of range.
 
-    Equals `tf.contrib.layers.adaptive_clipping_fn` of TensorFlow 1 with its `global_step`.
+    Equals `tf.contrib.layers.adaptive_clipping_fn` of TensorFlow 1 with its `global_step` and, as `std_factor`,
+    `z_threshold`.
 
     References:
       Chorowski et al., 2014, End-to-end continuous speech recognition using attention-based recurrent NN,
@@ -171,10 +174,10 @@ def clip_by_lognormal(
       >>> print(f"{clipped[0]:.3f}, {jnp.exp(state.memory.mean):.3f}")
       1.774, 1.774
     """
-    _checks.check_number("std_factor", std_factor, "[0, inf)")
+    highest = bounds.as_schedule("z_threshold", z_threshold, scalar=True)
     _checks.check_number("decay", decay, "[0, 1)")
     _checks.check_number("eps", eps, "(0, inf)")
-    cap = bounds.as_schedule("max_norm", jnp.inf if max_norm is None else max_norm, scalar=True)
+    cap = bounds.as_schedule("max_norm", max_norm, scalar=True)
 
     def bound_of(norm: jax.Array, memory: Moments, step: Any) -> tuple[jax.Array, Moments]:
         mean, std, steps, spikes = memory
@@ -182,7 +185,8 @@ def clip_by_lognormal(
         away = jnp.log(norm + eps) - mean
         mean = mean + rate * away
         variance = std**2 + rate * ((1 - rate) * away**2 - std**2)
-        limit = jnp.exp(mean + std_factor * jnp.sqrt(jnp.maximum(variance, eps)))
+        most = jnp.asarray(highest(step), norm.dtype)
+        limit = jnp.exp(mean + most * jnp.sqrt(jnp.maximum(variance, eps)))
         bound = jnp.where(norm < limit, limit, jnp.exp(mean))
         new = Moments(mean, jnp.sqrt(lax.stop_gradient(variance)), optax.safe_increment(steps), spikes)
         return jnp.minimum(bound, jnp.asarray(cap(step), norm.dtype)), new

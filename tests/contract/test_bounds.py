@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -105,10 +106,8 @@ def test_norms_are_right(kind: str) -> None:
 
     @jax.jit
     def measure(tree: Any) -> Any:
-        return [
-            (functional.global_norm(tree, p), functional.leaf_norms(tree, p), functional.unitwise_norms(tree, 0, p))
-            for p in orders
-        ]
+        measures = functional.global_norm, functional.leaf_norms, functools.partial(functional.unitwise_norms, axes=0)
+        return [[each(tree, ord=p) for each in measures] for p in orders]
 
     tree = draw(kind, 0, SHAPES, DTYPES)
     for p, (together, each, units) in zip(orders, measure(tree), strict=True):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import re
 import subprocess
 import sys
 import typing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,6 +44,33 @@ def test_the_types_of_arguments_are_known_at_runtime() -> None:
         for name in room.__all__:
             if callable(member := getattr(room, name)):
                 assert typing.get_type_hints(member) is not None
+
+
+# What a name may be beside its rule, and why.
+OTHERWISE = {
+    "axes": "None is the whole leaf for gradients, 'auto' asks for weights; functions of trees take it by position",
+    "warmup_steps": "None is half of the window",
+    "name": "of a transformation, or which one a log reads",
+    "threshold": "that of a picture is what was recorded, None if it is not drawn",
+}
+
+
+def test_one_parameter_is_one_thing() -> None:
+    """What has no default is positional. Where it has one, a name has one kind, default type and annotation."""
+    rules: dict[str, dict[Any, str]] = {}
+    for room in ("", ".functional", ".flax", ".equinox", ".plots"):
+        module = importlib.import_module(f"clipjax{room}")
+        public = getattr(module, "__all__", None) or [n for n in vars(module) if re.match("(group_|unit_)?norms$", n)]
+        for function in filter(callable, (getattr(module, name) for name in public)):
+            for name, each in inspect.signature(function).parameters.items():
+                if each.default is not each.empty:
+                    rule = each.kind, type(each.default), each.annotation
+                    rules.setdefault(name, {}).setdefault(rule, f"{module.__name__}.{function.__name__}")
+                else:
+                    assert each.kind is not each.KEYWORD_ONLY, (function, name)
+    assert len(rules) > 30
+    assert {name: rule for name, rule in rules.items() if len(rule) > 1 and name not in OTHERWISE} == {}
+    assert all(len(rules[name]) > 1 for name in OTHERWISE)
 
 
 def test_every_member_has_a_row() -> None:

@@ -1,6 +1,7 @@
 """Inside `shard_map`: norms over the mesh axes in each leaf's type, states that stay replicated, few collectives."""
 
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -124,12 +125,16 @@ def test_where_types_do_not_say_what_differs_norms_are_local_with_a_warning(mesh
     unchecked = jax.shard_map(
         update, mesh=mesh, in_specs=P(("data", "model")), out_specs=P(("data", "model")), check_vma=False
     )
-    with pytest.warns(UserWarning, match="each device alone"):
+    with pytest.warns(UserWarning, match="each device alone") as warned:
         found = jax.jit(unchecked)(tree)
+    assert __file__ in {each.filename for each in warned}  # the line of the user
     np.testing.assert_allclose(found["w"], np.ones(8), rtol=2e-6)
     with pytest.warns(UserWarning, match="each device alone, since over the axis 'i'"):
         found = jax.pmap(update, axis_name="i")({"w": tree["w"].reshape(8, 1)})
     np.testing.assert_allclose(found["w"], np.ones((8, 1)), rtol=2e-6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        jax.pmap(update, axis_name="i", devices=jax.devices()[:1])(jax.tree.map(lambda x: x[None], tree))
 
 
 def test_backward_layers_clip_the_norm_on_all_devices(mesh: Any) -> None:

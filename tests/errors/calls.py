@@ -8,17 +8,17 @@ BOUNDS = [
     ("max_norm", "clip_by_global_norm($)", "scalar"), ("max_norm", "clip_by_norm($)", ""),
     ("threshold", "clip_by_rms($)", ""), ("bound", "clip_by_value(bound=$)", "optional"),
     ("max_norms['*']", "clip_by_group_norm({'*': $})", "scalar"), ("clipping", "adaptive_grad_clip($)", ""),
-    ("eps", "adaptive_grad_clip(0.01, $)", ""), ("radius", "tangent_cone($)", ""), ("radius", "max_norm($)", ""),
+    ("eps", "adaptive_grad_clip(eps=$)", "constant"), ("radius", "tangent_cone($)", ""), ("radius", "max_norm($)", ""),
     ("high", "min_max_norm(0.0, $)", ""), ("low", "min_max_norm($, 9.0)", ""),
     ("rate", "min_max_norm(0.0, 1.0, rate=$)", ""), ("bound", "spectral_cap($)", ""), ("threshold", "qk_clip($)", ""),
     ("max_norm", "functional.clip_by_norm(x, $)", "constant"),
     ("max_norm", "functional.clip_by_global_norm(x, $)", "scalar constant"),
     ("max_norm", "clip_gradient_by_norm(x, $)", "constant"),
     ("max_norm", "clip_gradient_by_global_norm(x, $)", "scalar constant"), ("relative_bound", "adagc($)", "scalar"),
-    ("max_norm", "adagc(max_norm=$)", "scalar"), ("z_threshold", "zclip($)", "constant"),
+    ("max_norm", "adagc(max_norm=$)", "scalar"), ("z_threshold", "zclip($)", "scalar"),
     ("clip_factor", "zclip(clip_factor=$)", "constant"), ("eps", "zclip(eps=$)", "constant"),
-    ("max_norm", "zclip(max_norm=$)", "scalar optional"), ("std_factor", "clip_by_lognormal($)", "constant"),
-    ("eps", "clip_by_lognormal(eps=$)", "constant"), ("max_norm", "clip_by_lognormal(max_norm=$)", "scalar optional"),
+    ("max_norm", "zclip(max_norm=$)", "scalar"), ("z_threshold", "clip_by_lognormal($)", "scalar"),
+    ("eps", "clip_by_lognormal(eps=$)", "constant"), ("max_norm", "clip_by_lognormal(max_norm=$)", "scalar"),
     ("percentile", "autoclip($)", "constant"), ("quantile", "clip_by_quantile($)", "constant"),
     ("learning_rate", "clip_by_quantile(learning_rate=$)", "constant"),
     ("initial_max_norm", "clip_by_quantile(initial_max_norm=$)", "constant"), ("decay", "zclip(decay=$)", "constant"),
@@ -34,9 +34,9 @@ LIMITS = [
 ]  # fmt: skip
 # Numbers that infinity would turn into nonsense: those of the adaptive clips.
 FINITE = [
-    ("z_threshold", "zclip($)"), ("decay", "zclip(decay=$)"), ("clip_factor", "zclip(clip_factor=$)"),
-    ("eps", "zclip(eps=$)"), ("std_factor", "clip_by_lognormal($)"), ("decay", "clip_by_lognormal(decay=$)"),
-    ("eps", "clip_by_lognormal(eps=$)"), ("quantile", "clip_by_quantile($)"),
+    ("eps", "adaptive_grad_clip(eps=$)"), ("decay", "zclip(decay=$)"), ("clip_factor", "zclip(clip_factor=$)"),
+    ("eps", "zclip(eps=$)"), ("decay", "clip_by_lognormal(decay=$)"), ("eps", "clip_by_lognormal(eps=$)"),
+    ("quantile", "clip_by_quantile($)"),
     ("learning_rate", "clip_by_quantile(learning_rate=$)"), ("percentile", "autoclip($)"),
     ("initial_max_norm", "clip_by_quantile(initial_max_norm=$)"), ("decay", "adagc(decay=$)"),
 ]  # fmt: skip
@@ -90,8 +90,8 @@ NUMBERS = BOUNDS + LIMITS
 BY_LEAF = [
     ("threshold", "clip_by_rms($).init(params)"), ("bound", "clip_by_value($).init(params)"),
     ("low", "clip_by_value(low=-$, high=1.0).init(params)"), ("clipping", "adaptive_grad_clip($).init(params)"),
-    ("eps", "adaptive_grad_clip(0.01, $).init(params)"), ("low", "box(-$, 1.0)(params)"),
-    ("high", "box(-1.0, $).init(params)"), ("low", "functional.clip_by_value(params, -$, 1.0)"),
+    ("low", "box(-$, 1.0)(params)"), ("high", "box(-1.0, $).init(params)"),
+    ("low", "functional.clip_by_value(params, -$, 1.0)"),
     ("max_norm", "functional.clip_by_norm(params, $, axes=0)"), ("factor", "scale_gradient(params, $)"),
     ("max_norm", "clip_gradient_by_norm(params, $, axes=0)"), ("high", "clip_gradient_by_value(params, -1.0, $)"),
 ]  # fmt: skip

@@ -171,7 +171,7 @@ BAD_ARGUMENTS: list[tuple[str, dict[str, Any]]] = [
         {"clip_factor": -1.0, "decay": -0.1, "warmup_steps": 2.5, "max_norm": np.ones(2), "mode": None},
     ),
     ("zclip", {"eps": -1e-6, "update_on_spike": 1}),
-    ("clip_by_lognormal", {"std_factor": -2.0, "decay": 1.5, "max_norm": "1", "eps": 0.0}),
+    ("clip_by_lognormal", {"z_threshold": -2.0, "decay": 1.5, "max_norm": "1", "eps": 0.0}),
     ("adagc", {"relative_bound": -1.0, "decay": 1, "warmup_steps": -5, "max_norm": math.nan, "axes": 0.5}),
     ("adagc", {"relative_bound": None, "max_norm": np.ones((1, 1)), "warmup_norms": "both"}),
 ]

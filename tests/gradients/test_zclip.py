@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, get_args
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 import clipjax
+from clipjax.gradients.zclip import ZclipMode
 from tests.gradients.norm_runs import check_against, runs, with_bad_steps
 
 
@@ -46,7 +49,7 @@ def zclip(
     return after
 
 
-def lognormal(norms, std_factor=2.0, decay=0.95, max_norm=math.inf, eps=1e-8):
+def lognormal(norms, z_threshold=2.0, decay=0.95, max_norm=math.inf, eps=1e-8):
     """As in TensorFlow, by the moving means of the logarithm and of its square."""
     mean = square = 0.0
     after = []
@@ -54,7 +57,7 @@ def lognormal(norms, std_factor=2.0, decay=0.95, max_norm=math.inf, eps=1e-8):
         log, keep = math.log(n + eps), min(decay, t / (t + 1))
         mean, square = keep * mean + (1 - keep) * log, keep * square + (1 - keep) * log**2
         std = math.sqrt(max(eps, square - mean**2))
-        after.append(min(n if n < math.exp(mean + std_factor * std) else math.exp(mean), max_norm))
+        after.append(min(n if n < math.exp(mean + z_threshold * std) else math.exp(mean), max_norm))
     return after
 
 
@@ -68,7 +71,7 @@ ZCLIP: list[dict[str, Any]] = [
     {"update_on_spike": False, "mode": "percentile", "warmup_steps": 10},
     {"max_norm": 0.5, "mode": "mean", "eps": 0.0},
 ]
-LOGNORMAL: list[dict[str, Any]] = [{}, {"std_factor": 0.5, "decay": 0.8}, {"max_norm": 1.0}]
+LOGNORMAL: list[dict[str, Any]] = [{}, {"z_threshold": 0.5, "decay": 0.8}, {"max_norm": 1.0}]
 
 
 def test_zclip_follows_the_paper() -> None:
@@ -107,3 +110,21 @@ def test_after_the_warm_up_zclip_knows_mean_and_standard_deviation() -> None:
     assert (thresholds[:, :25] == np.inf).all()
     expected = norms[:, :25].mean(axis=1) + norms[:, :25].std(axis=1)
     np.testing.assert_allclose(thresholds[:, 25], expected, rtol=1e-5)
+
+
+def test_thresholds_may_be_schedules_and_infinite() -> None:
+    """Also where norms in the warm-up are equal, so that the deviation is 0."""
+    norms = {"w": np.float32([1, 1, 1, 1, 9, 9, 9, 9])[None, :, None]}
+
+    def make(z: Any) -> dict[str, Any]:
+        modes = {mode: clipjax.zclip(z, warmup_steps=2, mode=mode) for mode in get_args(ZclipMode)}
+        return modes | {"lognormal": clipjax.clip_by_lognormal(z), "eps": clipjax.zclip(z, warmup_steps=2, eps=0.0)}
+
+    with jax.debug_nans(True):
+        never = runs(make(math.inf), norms, np.zeros(1, np.float32))
+        later = runs(make(lambda step: jnp.where(step < 4, math.inf, 1.0)), norms, np.zeros(1, np.float32))
+    number = runs(make(1.0), norms, np.zeros(1, np.float32))
+    for name in never:
+        np.testing.assert_array_equal(never[name].updates["w"], norms["w"], err_msg=name)
+        np.testing.assert_array_equal(later[name].updates["w"], number[name].updates["w"], err_msg=name)
+        assert (later[name].updates["w"] < 9)[0, 4], name

@@ -71,7 +71,7 @@ def test_unknown_parameters_and_wrong_calls() -> None:
     abstract = eqx.filter_eval_shape(model)
     with pytest.raises(ValueError, match=r"w of shape \(2, 3\): 'w' of dict, which is not known"):
         unit_axes(abstract)
-    assert unit_axes(abstract, {"w": 0, "stack/*": None})["stack/weight"] is None
+    assert unit_axes(abstract, other={"w": 0, "stack/*": None})["stack/weight"] is None
     with pytest.raises(ValueError, match="other: the pattern 'head' matches no leaf"):
         unit_axes(abstract, other={"w": 0, "head": 0})
     last = jax.eval_shape(lambda linear: jax.tree.map(lambda x: jnp.moveaxis(x, 0, -1), linear), abstract["stack"])

@@ -41,7 +41,7 @@ def clipped(tx: Any, grads: Any, params: Any = None) -> Any:
 def by_both(grads: Any, weights: Any, bound: Any) -> dict[str, tuple[Any, Any]]:
     bounds = {"value": bound / 20, "global norm": bound, "rms": bound / 20}
     results = {name: tuple(clipped(make(bounds[name]), grads) for make in pair) for name, pair in CLIPS.items()}
-    agc = clipjax.adaptive_grad_clip(0.3, 0.01, axes=LIKE_OPTAX), optax.adaptive_grad_clip(0.3, 0.01)
+    agc = clipjax.adaptive_grad_clip(0.3, eps=0.01, axes=LIKE_OPTAX), optax.adaptive_grad_clip(0.3, 0.01)
     results["agc"] = tuple(clipped(tx, grads, weights) for tx in agc)
     results["norm"] = ([functional.global_norm(grads)], [optax.tree.norm(grads)])
     return results
