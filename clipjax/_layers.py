@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -10,14 +11,14 @@ from clipjax._core import bounds, trees, units
 
 
 class Param(NamedTuple):
-    """A parameter of a layer, in front of whose axes there may be those of a stack of layers."""
+    """A parameter of a layer, among whose axes there may be those of a stack of layers."""
 
     path: str  # in the model
     shape: tuple[int, ...]
     layer: Any
     name: str  # in the layer
     axes: tuple[int, ...] | units.Skip | None  # those to reduce, counted from the right; None if they are unknown
-    own_shape: tuple[int, ...]  # the last sizes of `shape`, as the layer says
+    own_shape: tuple[int, ...]  # of one layer, as it says
 
     @property
     def mistake(self) -> str | None:
@@ -25,10 +26,18 @@ class Param(NamedTuple):
         text = f"{self.path} of shape {self.shape}: {self.name!r} of {type(self.layer).__name__}"
         if self.axes is None:
             return f"{text}, which is not known"
-        stacked = len(self.shape) - len(self.own_shape)
-        if isinstance(self.axes, tuple) and (stacked < 0 or self.shape[stacked:] != self.own_shape):
+        if len(self.found) != 1:
             return f"{text}, itself of shape {self.own_shape}: which axes are a stack?"
         return None
+
+    @property
+    def found(self) -> set[Any]:
+        """The axes to reduce, for each way to take some axes for a stack that leaves the layer's own shape."""
+        if not isinstance(self.axes, tuple):
+            return {self.axes}
+        each = itertools.combinations(enumerate(self.shape), len(self.own_shape))
+        ways = [tuple(place for place, _ in own) for own in each if tuple(size for _, size in own) == self.own_shape]
+        return {tuple(way[axis] for axis in self.axes) for way in ways}
 
 
 def axes_by_path(params: Iterable[Param], other: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -47,8 +56,7 @@ def axes_by_path(params: Iterable[Param], other: Mapping[str, Any] | None) -> di
         elif param.mistake:
             mistakes.append(param.mistake)
         else:
-            rank, own = len(param.shape), param.axes
-            axes[path] = tuple(axis % rank for axis in own) if isinstance(own, tuple) else own
+            (axes[path],) = param.found
     if mistakes:
         raise ValueError(
             "unit_axes: it is not known which weights of these parameters form a unit. Pass their axes to "

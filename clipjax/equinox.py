@@ -22,8 +22,8 @@ def unit_axes(model: Any, *, other: Mapping[str, Any] | None = None) -> dict[str
     """Return the axes to reduce in each parameter of an Equinox model, by the layer that it belongs to.
 
     A unit is the weights that compute one output: a row of a Linear weight `(out, in)`, a filter of a
-    convolution, one component of one head's query, key or value, a gate of a cell; in an embedding, a row. If
-    `filter_vmap` stacks layers on a first axis, each has its units. Biases and scales of norms are skipped.
+    convolution, one component of one head's query, key or value, a gate of a cell; in an embedding, a row. Where
+    `filter_vmap` stacks layers, each has its units. Biases and scales of norms are skipped.
 
     Args:
       model: an Equinox module, or a tree of them. Only its arrays of floats count.
@@ -35,8 +35,8 @@ def unit_axes(model: Any, *, other: Mapping[str, Any] | None = None) -> dict[str
 
     Raises:
       TypeError: `model` contains no Equinox module; `other` is not a mapping to axes.
-      ValueError: parameters do not belong to known layers, or are stacked along another axis: all are listed,
-        for `other`. Or a pattern in `other` matches nothing.
+      ValueError: parameters do not belong to known layers, or their sizes do not tell which axis is a stack, as of 4
+        layers (4, 4): all are listed, for `other`. Or a pattern in `other` matches nothing.
 
     Example:
       >>> import clipjax, equinox as eqx, jax
@@ -65,22 +65,24 @@ def _params(layer: Any, at: tuple[Any, ...]) -> Iterator[Param]:
             yield from _params(leaf, (*at, *path))
         elif hasattr(leaf, "shape") and hasattr(leaf, "dtype") and trees.is_float(leaf):
             name = trees.path_name(path)
-            sizes = _incoming(layer, name)
-            axes = units.SKIP if sizes == () else sizes and tuple(range(-len(sizes), 0))
-            yield Param(trees.path_name((*at, *path)), leaf.shape, layer, name, axes, sizes or ())
+            own = _own_shape(layer, name)
+            axes = units.SKIP if own == () else own and tuple(range(1, len(own)))
+            yield Param(trees.path_name((*at, *path)), leaf.shape, layer, name, axes, own or ())
 
 
-def _incoming(layer: Any, name: str) -> tuple[int, ...] | None:
-    """Return the sizes of the axes to reduce, the last ones; () for biases and scales, None if unknown."""
+def _own_shape(layer: Any, name: str) -> tuple[int, ...] | None:
+    """Return the shape of a layer's weight, first its units; () for biases and scales, None if it is unknown."""
     match layer, name:
         case nn.Linear(), "weight":
-            return (1 if layer.in_features == "scalar" else layer.in_features,)
+            sizes = layer.out_features, layer.in_features
+            return tuple(1 if size == "scalar" else size for size in sizes)
         case ((nn.Conv() | nn.ConvTranspose()), "weight"):
-            return (layer.in_channels // layer.groups, *layer.kernel_size)
+            return (layer.out_channels, layer.in_channels // layer.groups, *layer.kernel_size)
         case nn.Embedding(), "weight":
-            return (layer.embedding_size,)
+            return (layer.num_embeddings, layer.embedding_size)
         case ((nn.GRUCell() | nn.LSTMCell()), ("weight_ih" | "weight_hh")):
-            return (layer.input_size if name == "weight_ih" else layer.hidden_size,)
+            gates = 3 if isinstance(layer, nn.GRUCell) else 4
+            return (gates * layer.hidden_size, layer.input_size if name == "weight_ih" else layer.hidden_size)
         case ((nn.Linear() | nn.Conv() | nn.ConvTranspose() | nn.GRUCell() | nn.LSTMCell()), "bias"):
             return ()
         case ((nn.LayerNorm() | nn.GroupNorm() | nn.RMSNorm() | nn.BatchNorm()), ("weight" | "bias")):

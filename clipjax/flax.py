@@ -31,7 +31,7 @@ def unit_axes(
 
     A unit is the weights that compute one output: a column of a Dense kernel, a filter of a convolution, one
     component of one head's query, key or value, a gate of a cell; in an embedding, a row. Where `scan` or
-    `vmap` stacks layers along a first axis, each has its units. Biases and the scales of norms are skipped.
+    `vmap` stacks layers, each has its units. Biases and the scales of norms are skipped.
 
     Args:
       model: a Linen module; or an NNX module, which holds its parameters.
@@ -48,8 +48,8 @@ def unit_axes(
     Raises:
       TypeError: `model` is not a Flax module; arguments are missing for Linen, or given for NNX; `other` is
         not a mapping to axes.
-      ValueError: parameters do not belong to known layers, or are stacked along another axis: all are listed,
-        for `other`. Or a pattern in `other` matches nothing.
+      ValueError: parameters do not belong to known layers, or their sizes do not tell which axis is a stack, as of 4
+        layers (4, out): all are listed, for `other`. Or a pattern in `other` matches nothing.
 
     Example:
       >>> import clipjax, jax, flax.linen as nn, jax.numpy as jnp

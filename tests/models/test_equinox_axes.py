@@ -74,9 +74,12 @@ def test_unknown_parameters_and_wrong_calls() -> None:
     assert unit_axes(abstract, other={"w": 0, "stack/*": None})["stack/weight"] is None
     with pytest.raises(ValueError, match="other: the pattern 'head' matches no leaf"):
         unit_axes(abstract, other={"w": 0, "head": 0})
-    last = jax.eval_shape(lambda linear: jax.tree.map(lambda x: jnp.moveaxis(x, 0, -1), linear), abstract["stack"])
-    with pytest.raises(ValueError, match=r"'weight' of Linear, itself of shape \(3,\): which axes are a stack"):
-        unit_axes(last)
+    last = eqx.filter_vmap(lambda key: nn.Linear(3, 4, key=key), out_axes=eqx.if_array(-1))
+    assert unit_axes(eqx.filter_eval_shape(last, jax.random.split(KEY, 2)))["weight"] == (1,)
+    for out_axis in (0, -1):
+        cube = eqx.filter_vmap(lambda key: nn.Linear(3, 3, key=key), out_axes=eqx.if_array(out_axis))
+        with pytest.raises(ValueError, match=r"'weight' of Linear, itself of shape \(3, 3\): which axes are a stack"):
+            unit_axes(eqx.filter_eval_shape(cube, jax.random.split(KEY, 3)))
     for wrong in ({"kernel": jnp.ones((2, 3))}, nn.Linear):
         with pytest.raises(TypeError, match="model must be an Equinox module"):
             unit_axes(wrong)

@@ -129,13 +129,15 @@ def test_stacks_of_linen_layers() -> None:
     x, kernel = random(3, 4), "Dense_0/kernel"
     options = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "in_axes": None, "axis_size": 3}
     assert unit_axes(nn.vmap(scanned(0, 2), **options)(), KEY, x)[kernel] == (2,)
-    assert unit_axes(nn.vmap(nn.Conv, **options)(3, 3), KEY, x) == {"kernel": (1, 2), "bias": SKIP}
+    assert unit_axes(nn.vmap(nn.Conv, **options)(3, 2), KEY, x) == {"kernel": (1, 2), "bias": SKIP}
     jitted = nn.jit(scanned(0, 2, nn.remat(Block)))
     for _ in range(2):  # JAX traces what is under nn.jit once only
         assert unit_axes(jitted(), KEY, x)[kernel] == (1,)
-    with pytest.raises(ValueError, match=r"'kernel' of Dense, itself of shape \(4, 4\): which axes are a stack"):
-        unit_axes(scanned(1, 2)(), KEY, x)
-    assert unit_axes(scanned(1, 2)(), KEY, x, other={"*kernel": 0})[kernel] == 0
+    assert unit_axes(scanned(1, 2)(), KEY, x)[kernel] == (0,)
+    for axis in (0, 1):  # as many layers as inputs
+        with pytest.raises(ValueError, match=r"'kernel' of Dense, itself of shape \(4, 4\): which axes are a stack"):
+            unit_axes(scanned(axis, 4)(), KEY, x)
+    assert unit_axes(scanned(1, 4)(), KEY, x, other={"*kernel": 0})[kernel] == 0
 
 
 class NNXModel(nnx.Module):
@@ -169,9 +171,14 @@ def test_an_nnx_model_in_a_projection() -> None:
     model.head.in_features = 3
     with pytest.raises(ValueError, match=r"head/lora_a.*of LoRA, itself of shape \(3, 2\): which axes"):
         unit_axes(model, wrt=nnx.LoRAParam)
-    model.stack.in_features = 3  # as if the stack were along the axis 1
-    with pytest.raises(ValueError, match=r"stack/kernel.*of Linear, itself of shape \(3, 5\): which axes"):
-        unit_axes(model)
+    for count, axis in ((2, 1), (4, 1), (4, 0)):
+        stacked = nnx.split_rngs(splits=count)(nnx.vmap(lambda r: nnx.Linear(4, 5, rngs=r), out_axes=axis))
+        stack = nnx.eval_shape(stacked, nnx.Rngs(0))
+        if count == 2:
+            assert unit_axes(stack)["kernel"] == (0,)
+        else:
+            with pytest.raises(ValueError, match=r"of shape \(4, 4, 5\).*itself of shape \(4, 5\): which axes are a"):
+                unit_axes(stack)
 
 
 def test_unknown_parameters_are_all_listed() -> None:
