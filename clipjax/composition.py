@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -62,7 +62,7 @@ def bounded(
     clip: optax.GradientTransformation | Sequence[optax.GradientTransformation] | None = None,
     project: Callable[[Any], Any] | Sequence[Callable[[Any], Any]] | None = None,
     nonfinite: Literal["propagate", "zero", "skip"] = "propagate",
-    accumulate: int = 1,
+    accumulate: SupportsIndex = 1,
 ) -> optax.GradientTransformationExtraArgs:
     """Clip, optimize and project, in this order.
 

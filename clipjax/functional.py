@@ -27,7 +27,7 @@ __all__ = [
 T = TypeVar("T")
 
 
-def global_norm(tree: Any, *, ord: float | None = None) -> jax.Array:
+def global_norm(tree: Any, *, ord: bounds.Ord = None) -> jax.Array:
     """Measure the norm of all leaves together, as of one long vector.
 
     Args:
@@ -49,7 +49,7 @@ def global_norm(tree: Any, *, ord: float | None = None) -> jax.Array:
     return norms.tree_norm(trees.floats_of(tree), _checks.check_ord(ord))
 
 
-def leaf_norms(tree: T, *, ord: float | None = None) -> T:
+def leaf_norms(tree: T, *, ord: bounds.Ord = None) -> T:
     """Measure the norm of each leaf.
 
     Args:
@@ -75,7 +75,7 @@ def leaf_norms(tree: T, *, ord: float | None = None) -> T:
     return rebuild([norms.norm(x.value, None, order) if trees.is_float(x.value) else zero for x in leaves])
 
 
-def unitwise_norms(tree: Any, axes: units.Axes, *, ord: float | None = None) -> Any:
+def unitwise_norms(tree: Any, axes: units.Axes, *, ord: bounds.Ord = None) -> Any:
     """Measure the norm of each unit along `axes`.
 
     Args:
@@ -130,7 +130,7 @@ def clip_by_value(tree: T, low: ArrayLike, high: ArrayLike) -> T:
     return rebuild([clipping.clip_entries(leaf, bottom, top) for leaf in leaves])
 
 
-def clip_by_norm(tree: T, max_norm: ArrayLike, axes: units.Axes = None, *, ord: float | None = None) -> T:
+def clip_by_norm(tree: T, max_norm: ArrayLike, axes: units.Axes = None, *, ord: bounds.Ord = None) -> T:
     """Clip the norm of each leaf, or of each unit along `axes`, like `tf.clip_by_norm`.
 
     Args:
@@ -163,7 +163,7 @@ def clip_by_global_norm(
     tree: T,
     max_norm: ArrayLike,
     *,
-    ord: float | None = None,
+    ord: bounds.Ord = None,
     norm: ArrayLike | None = None,
 ) -> tuple[T, jax.Array]:
     """Clip the norm of all leaves together, like `tf.clip_by_global_norm`.

@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 
 Number: TypeAlias = float | np.number[Any] | jax.Array
 Bound: TypeAlias = ArrayLike | optax.Schedule
+Ord: TypeAlias = float | np.number[Any] | None
 
 
 def short_repr(value: Any, most: int = 80) -> str:

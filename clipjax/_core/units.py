@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, SupportsIndex, TypeAlias
 
 import jax
 
@@ -22,7 +22,7 @@ SKIP: Final = Skip()
 """The axes of a leaf that is not changed."""
 
 Rule: TypeAlias = Callable[[Any, Any], Any]
-Axes: TypeAlias = int | Sequence[int] | Rule | Skip | Mapping[str, Any] | None
+Axes: TypeAlias = SupportsIndex | Sequence[SupportsIndex] | Rule | Skip | Mapping[str, Any] | None
 
 
 def fan_in(path: Any, leaf: Any) -> tuple[int, ...] | Skip:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, SupportsIndex, get_args
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ def adagc(
     relative_bound: bounds.Bound = 1.04,
     *,
     decay: bounds.Number = 0.99,
-    warmup_steps: int = 100,
+    warmup_steps: SupportsIndex = 100,
     max_norm: bounds.Bound = 1.0,
     warmup_norms: WarmupNorms = "before",
     axes: units.Axes = None,
@@ -81,7 +81,7 @@ def adagc(
     ratio_at = bounds.as_schedule("relative_bound", relative_bound, scalar=True)
     cap_at = bounds.as_schedule("max_norm", max_norm, scalar=True)
     _checks.check_number("decay", decay, "[0, 1)")
-    _checks.check_count("warmup_steps", warmup_steps, 0)
+    warm = _checks.check_count("warmup_steps", warmup_steps, 0)
     if warmup_norms not in get_args(WarmupNorms):
         raise ValueError(f"warmup_norms must be one of {get_args(WarmupNorms)}, got {bounds.short_repr(warmup_norms)}")
     axes = units.check_axes(axes)
@@ -102,7 +102,7 @@ def adagc(
         _check_units(found, sizes, gammas)
         # The metrics are computed of all leaves together: the share of each would be another kernel to compile.
         all_sizes, all_gammas = _stacked(sizes), _stacked(gammas)
-        warming, total = steps < warmup_steps, norms.tree_norm(all_sizes)
+        warming, total = steps < warm, norms.tree_norm(all_sizes)
         cap, ratio = (jnp.asarray(at(step), total.dtype) for at in (cap_at, ratio_at))
         tree_factor = clipping.factor_to(cap, total)
 

@@ -15,7 +15,7 @@ from clipjax import _checks
 from clipjax._core import bounds, clipping, norms, transformation, trees, units
 
 
-def clip_by_global_norm(max_norm: bounds.Bound, *, ord: float | None = None) -> optax.GradientTransformationExtraArgs:
+def clip_by_global_norm(max_norm: bounds.Bound, *, ord: bounds.Ord = None) -> optax.GradientTransformationExtraArgs:
     """Clip the norm of all leaves together: each is multiplied by min(1, max_norm / norm).
 
     Args:
@@ -55,7 +55,7 @@ def clip_by_norm(
     max_norm: bounds.Bound,
     *,
     axes: units.Axes = None,
-    ord: float | None = None,
+    ord: bounds.Ord = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Clip the norm of each leaf, or of each unit along `axes`: x * min(1, max_norm / |x|).
 

@@ -14,7 +14,7 @@ from clipjax._core import bounds, clipping, norms, transformation, trees
 def clip_by_group_norm(
     max_norms: Mapping[str, bounds.Bound],
     *,
-    ord: float | None = None,
+    ord: bounds.Ord = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Clip the norm of each group of leaves to the bound of the group: x * min(1, max_norm / norm of the group).
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, SupportsIndex
 
 import jax.numpy as jnp
 import numpy as np
@@ -53,7 +53,7 @@ def zero_nonfinite() -> optax.GradientTransformationExtraArgs:
 
 
 def skip_nonfinite(
-    optimizer: optax.GradientTransformation, *, max_consecutive: int | None = None
+    optimizer: optax.GradientTransformation, *, max_consecutive: SupportsIndex | None = None
 ) -> optax.GradientTransformationExtraArgs:
     """Skip every step whose gradients, or whose loss, are NaN or infinite.
 

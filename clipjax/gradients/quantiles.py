@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,9 @@ class QuantileMemory(NamedTuple):
     max_norm: jax.Array  # float: the bound of the next step
 
 
-def autoclip(percentile: bounds.Number = 10.0, *, window: int = 1000) -> optax.GradientTransformationExtraArgs:
+def autoclip(
+    percentile: bounds.Number = 10.0, *, window: SupportsIndex = 1000
+) -> optax.GradientTransformationExtraArgs:
     """Clip the norm of all leaves to a percentile of the last norms, this step's among them.
 
     Args:

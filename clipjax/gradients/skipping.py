@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ class Verdict(NamedTuple):
 def skipping(
     name: str,
     optimizer: optax.GradientTransformation,
-    max_consecutive: int | None,
+    max_consecutive: SupportsIndex | None,
     compare: Callable[[Any, Any, Any, Any], Verdict],
     remember: Callable[[Any], Any],
 ) -> optax.GradientTransformationExtraArgs:

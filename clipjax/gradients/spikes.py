@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -38,9 +38,9 @@ def skip_spikes(
     z_threshold: bounds.Bound = 6.0,
     *,
     max_norm: bounds.Bound = jnp.inf,
-    window: int = 64,
-    warmup_steps: int | None = None,
-    max_consecutive: int | None = None,
+    window: SupportsIndex = 64,
+    warmup_steps: SupportsIndex | None = None,
+    max_consecutive: SupportsIndex | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Skip every step whose gradients, or whose loss, are far larger than usual, or not finite.
 

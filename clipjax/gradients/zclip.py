@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, SupportsIndex, get_args
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ def zclip(
     z_threshold: bounds.Bound = 2.5,
     *,
     decay: bounds.Number = 0.97,
-    warmup_steps: int = 25,
+    warmup_steps: SupportsIndex = 25,
     max_norm: bounds.Bound = jnp.inf,
     mode: ZclipMode = "adaptive",
     clip_factor: bounds.Number = 1.0,
@@ -86,7 +86,7 @@ def zclip(
     """
     highest = bounds.as_schedule("z_threshold", z_threshold, scalar=True)
     _checks.check_number("decay", decay, "[0, 1)")
-    _checks.check_count("warmup_steps", warmup_steps, 0)
+    warm = _checks.check_count("warmup_steps", warmup_steps, 0)
     _checks.check_number("clip_factor", clip_factor, "[0, inf)")
     _checks.check_number("eps", eps, "[0, inf)")
     if mode not in get_args(ZclipMode):
@@ -98,7 +98,7 @@ def zclip(
     def bound_of(norm: jax.Array, memory: Moments, step: Any) -> tuple[jax.Array, Moments]:
         mean, std, steps, spikes = memory
         tiny = np.finfo(norm.dtype).tiny
-        warming = steps < jnp.maximum(warmup_steps, 1)
+        warming = steps < jnp.maximum(warm, 1)
         most, wide = jnp.asarray(highest(step), norm.dtype), jnp.maximum(std, tiny)  # infinity times 0 would be NaN
         width = wide if mode == "percentile" else wide + eps
         limit = mean + most * width

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,9 @@ from clipjax._core import bounds, clipping, trees
 from clipjax.weights.projection import Projection, written
 
 
-def qk_clip(threshold: bounds.Bound = 100.0, *, query: str = "query", key: str = "key", rope: int = 0) -> Projection:
+def qk_clip(
+    threshold: bounds.Bound = 100.0, *, query: str = "query", key: str = "key", rope: SupportsIndex = 0
+) -> Projection:
     """Scale each head's queries and keys by sqrt(min(1, threshold / S)), where S is its largest logit.
 
     S then becomes `threshold`, as a logit is linear in each of the two. Kernels are (in, heads, head_dim) and
@@ -59,14 +61,14 @@ def qk_clip(threshold: bounds.Bound = 100.0, *, query: str = "query", key: str =
       [[1.  1.  1. ]
        [0.5 0.5 0.5]]
     """
-    bound, rope = bounds.as_schedule("threshold", threshold), _checks.check_count("rope", rope, 0)
+    bound, rotary = bounds.as_schedule("threshold", threshold), _checks.check_count("rope", rope, 0)
     if not all(isinstance(each, str) and each and "/" not in each for each in (query, key)) or query == key:
         raise ValueError(f"query and key must be two components of paths, got {query!r} and {key!r}")
 
     def find(params: Any) -> dict[str, list[_Side]]:
         layers = _layers_of(params, query, key)
         for path, sides in layers.items():
-            _check_heads(path, sides, rope)
+            _check_heads(path, sides, rotary)
         return layers
 
     def clip(params: Any, step: Any, max_logits: Any = None, **other: Any) -> Any:
@@ -80,7 +82,7 @@ def qk_clip(threshold: bounds.Bound = 100.0, *, query: str = "query", key: str =
             finite = jnp.where(jnp.isfinite(logits), logits, 0)
             factor = clipping.factor_to(bounds.fit_bound("threshold", limit, finite, f"the logits of {path!r}"), finite)
             each += sides
-            scales += _scales(sides, factor, rope)
+            scales += _scales(sides, factor, rotary)
         return clipping.rescaled(params, each, scales)
 
     name = written("qk_clip", threshold, query=(query, "query"), key=(key, "key"), rope=(rope, 0))
