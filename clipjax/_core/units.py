@@ -29,7 +29,8 @@ def fan_in(path: Any, leaf: Any) -> tuple[int, ...] | Skip:
     """Reduce over the incoming weights of each unit: all axes but the last.
 
     A rule for `axes`, right for kernels of Dense `(in, out)` and Conv `(*window, in, out)`. Biases and scales (rank 0
-    and 1) are not changed. Attention kernels, embeddings and stacked layers need other axes, by path.
+    and 1) are not changed. Attention kernels, embeddings and stacked layers need other axes, by path. The biases of
+    stacked layers have rank 2, so that this rule and an int reach them, unless they are named: `{"*bias": SKIP, …}`.
 
     Example:
       >>> import clipjax, jax.numpy as jnp

@@ -61,8 +61,9 @@ def adagc(
 
     A leaf that is not finite makes all leaves NaN in the warm-up, and later only itself. Such a step changes no gamma.
 
-    Equals the authors' code: for PaddlePaddle with "before", except that theirs has one more step of warm-up, and
-    for Megatron with "after", except that in theirs a leaf whose gradient is 0 once in the warm-up stays 0 forever.
+    With "before" it equals the authors' code for PaddlePaddle, except that theirs has one more step of warm-up; with
+    "after" the algorithm in the paper and the authors' code for Megatron, except that in theirs a leaf whose gradient
+    is 0 once in the warm-up stays 0 forever.
 
     References:
       Wang et al., 2025, AdaGC: enhancing LLM pretraining stability via adaptive gradient clipping,

@@ -105,7 +105,9 @@ def clip_by_rms(threshold: bounds.Bound, *, axes: units.Axes = None) -> optax.Gr
       TypeError, ValueError: `threshold` is negative, NaN or not a number, or does not fit the units; `axes` is
         invalid, or applies to no leaf.
 
-    Equals `optax.clip_by_block_rms` and Adafactor's update clipping.
+    Equals `optax.clip_by_block_rms` and Adafactor's update clipping, which is in front of the learning rate:
+    `optax.chain(optax.scale_by_adam(), clipjax.clip_by_rms(1.0), optax.scale_by_learning_rate(1e-3))`. Behind it,
+    updates are too small to be clipped.
 
     References:
       Shazeer and Stern, 2018, Adafactor: adaptive learning rates with sublinear memory cost, arXiv:1804.04235.

@@ -19,7 +19,8 @@ def tangent_cone(
 
     :func:`clipjax.max_norm` undoes that part at each step, but it would stay in the moments of an optimizer. Use
     both, with the same radius and axes: `clipjax.bounded(optax.adam(1e-3), clip=clipjax.tangent_cone(3.0),
-    project=clipjax.max_norm(3.0))`. A clip of the norm comes after it.
+    project=clipjax.max_norm(3.0))`. A clip of the norm comes after it. Steps of Adam may point outward all the same,
+    since it divides each entry by a number of its own: :func:`max_norm` has to stay.
 
     Args:
       radius: that of :func:`max_norm`: a number, an array that broadcasts to the units, or a schedule.

@@ -45,7 +45,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-def test_it_follows_the_paper() -> None:
+def test_it_follows_the_authors_code() -> None:
     stacks = with_bad_steps()
     done = runs({str(options): clipjax.adagc(**options) for options in OPTIONS}, stacks)
     for options in OPTIONS:
