@@ -58,8 +58,9 @@ def skip_nonfinite(
     """Skip every step whose gradients, or whose loss, are NaN or infinite.
 
     Such a step returns updates of -0.0, which change no bit of the weights, and keeps the whole inner state: moments,
-    schedules and statistics. The inner step is computed all the same, and not used. What the model stores in its
-    forward pass, such as the running statistics of batch norm, is not part of it.
+    schedules and statistics. The inner step is computed all the same, and not used. One that decomposes matrices, as
+    GaLore's, may not end on a CPU if one is infinite: put :func:`zero_nonfinite` in front of it, inside. What the model
+    stores in its forward pass, such as the running statistics of batch norm, is not part of the state.
 
     Args:
       optimizer: a gradient transformation, usually a whole chain.

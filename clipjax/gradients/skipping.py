@@ -96,8 +96,8 @@ def _step_if(taken: jax.Array, step: Callable[..., Any], updates: Any, state: An
     """
 
     def select(new: Any, old: Any) -> Any:
-        new = jnp.asarray(new)
-        return lax.select(taken, new, _typed_as(new, old))
+        new, old = jnp.asarray(new), jnp.asarray(old)
+        return lax.select(taken, new, old if old.dtype == new.dtype else old.astype(new.dtype))
 
     def nothing(x: Any) -> Any:
         zeros = jnp.zeros_like(x)
@@ -105,14 +105,6 @@ def _step_if(taken: jax.Array, step: Callable[..., Any], updates: Any, state: An
 
     updates, new_state = step(updates, state)
     return jax.tree.map(select, updates, jax.tree.map(nothing, updates)), jax.tree.map(select, new_state, state)
-
-
-def _typed_as(like: Any, x: Any) -> jax.Array:
-    """Return x with the dtype of `like`, and inside `shard_map` differing over the same mesh axes."""
-    x = jnp.asarray(x)
-    missing = tuple(name for name in norms.mesh_axes(like) if name not in norms.mesh_axes(x))
-    x = x if x.dtype == like.dtype else x.astype(like.dtype)
-    return lax.pcast(x, missing, to="varying") if missing else x
 
 
 def _mean_of_devices(loss: Any) -> jax.Array:
