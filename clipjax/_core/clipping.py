@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ def margin(dtype: Any) -> float:
     return of_norms + (float(info.eps) / 2 if info.bits < 32 else 0)
 
 
+@functools.partial(jax.jit, static_argnames="dtype")
 def factor_to(bound: Any, norm: jax.Array, dtype: Any = None) -> jax.Array:
     """Return 1 inside the bound, else a little less than bound / norm, by the margin of a leaf's dtype."""
     bound = jnp.asarray(bound, norm.dtype)
@@ -42,6 +44,7 @@ def quotient_or_1(inside: jax.Array, target: jax.Array, norm: jax.Array) -> jax.
     return jnp.where(inside, 1, target) / jnp.where(inside, 1, norms.nan_unless(finite, norm))
 
 
+@jax.jit
 def rescale(x: jax.Array, factor: jax.Array) -> jax.Array:
     """Return x * factor, rounded once: the one product of all clips and projections of norms.
 

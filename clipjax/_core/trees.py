@@ -53,6 +53,9 @@ def with_paths(tree: Any, is_leaf: Callable[[Any], bool] = lambda _: False) -> l
 
 
 def is_box(node: Any) -> bool:
+    """Return whether a node is one of Flax's boxes around arrays."""
+    if isinstance(node, jax.Array):  # nearly all are
+        return False
     each = type(node).__mro__
     return any(x.__name__ in ("Variable", "AxisMetadata") and x.__module__.startswith("flax.") for x in each)
 
