@@ -116,8 +116,13 @@ def clip_entries(leaf: trees.Leaf, low: Any, high: Any) -> jax.Array:
         return rescale(x, factor_to(bounds.fit_bound("bound", high, x, leaf), sizes, x.dtype))
     top = _inward(bounds.fit_bound("bound" if low is None else "high", high, x, leaf), x.dtype, -np.inf)
     bottom = -top if low is None else _inward(bounds.fit_bound("low", low, x, leaf), x.dtype, np.inf)
-    # XLA on a CPU flushes subnormal numbers in a maximum, but not in a choice.
-    return weak_like(x, jnp.where((bottom < x) & (x < top), x, jnp.clip(x, bottom, top)))
+    return _between(x, bottom, top)
+
+
+@jax.jit
+def _between(x: jax.Array, low: Any, high: Any) -> jax.Array:
+    """Return x clipped. XLA on a CPU flushes subnormal numbers in a maximum, but not in a choice."""
+    return weak_like(x, jnp.where((low < x) & (x < high), x, jnp.clip(x, low, high)))
 
 
 def _inward(limit: Any, dtype: Any, toward: float) -> Any:

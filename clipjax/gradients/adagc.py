@@ -107,6 +107,7 @@ def adagc(
         cap, ratio = (jnp.asarray(at(step), total.dtype) for at in (cap_at, ratio_at))
         tree_factor = clipping.factor_to(cap, total)
 
+        @jax.jit
         def follow(n: jax.Array, gamma: jax.Array) -> Any:
             """Return the bound, what is compared with what, the norm after the clip, and the next gamma."""
             is_known = gamma < jnp.inf
@@ -118,7 +119,7 @@ def adagc(
             entering = n_after if warmup_norms == "after" else jnp.where(warming, n, n_after)
             average = usual + (1 - decay) * (entering - usual)
             new = jnp.where(warming, jnp.minimum(gamma, entering), average)
-            return bound, most, seen, n_after, jnp.where(entering > 0, new, gamma)
+            return bound, most, seen, n_after, if_counted(total, jnp.where(entering > 0, new, gamma), gamma)
 
         factors, new_gammas = [], []
         for each, n, gamma in zip(found, sizes, gammas, strict=True):
@@ -131,10 +132,9 @@ def adagc(
         metrics = clipping.metrics_of(total, clipping.smallest(scales), norms.tree_norm(after))
         least = -norms.largest((-bound for bound in limits), empty=-jnp.inf)
         metrics["threshold"] = jnp.where(warming, cap, least.astype(cap.dtype))
-        new_memory = AdagcMemory(
-            jax.tree.unflatten(jax.tree.structure(memory.gammas), new_gammas), optax.safe_increment(steps)
-        )
-        return clipping.rescaled(updates, found, factors), metrics, if_counted(total, new_memory, memory)
+        new_steps = if_counted(total, optax.safe_increment(steps), steps)
+        new_memory = AdagcMemory(jax.tree.unflatten(jax.tree.structure(memory.gammas), new_gammas), new_steps)
+        return clipping.rescaled(updates, found, factors), metrics, new_memory
 
     return transformation.with_metrics("adagc", act, remember)
 
