@@ -36,7 +36,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--platforms", nargs="+", choices=platforms.PLATFORMS, metavar="PLATFORM")
     parser.add_argument("--rounds", type=int, default=21, help="how many ratios of times there are")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table as Markdown")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the ratios")
     return parser.parse_args()
 
 
@@ -46,7 +45,7 @@ def _jobs(args: argparse.Namespace) -> tuple[list[str], list[Callable[[], tables
     names = args.steps or list(STEPS | ALONE if by_clock and not args.quick else STEPS)
     steps = [(STEPS | ALONE)[name] for name in names]
     dtypes = args.dtypes or (["float32"] if args.quick else ["float32", "bfloat16"])
-    trees = args.trees or (["quick"] if args.quick else ["big", "gpt", "small"])
+    trees = args.trees or (["quick"] if args.quick else ["big", "gpt", "small", "matrix", "heads"])
     if args.members:
         return _members(args, dtypes)
     if args.collectives:
@@ -57,10 +56,11 @@ def _jobs(args: argparse.Namespace) -> tuple[list[str], list[Callable[[], tables
         ]
     if args.compiled:
         places = args.platforms or (["v5e", "h100"] if args.quick else ["v5e", "v6e", "h100", "a100", "t4"])
-        trees = args.trees or (["quick"] if args.quick else ["big", "gpt"])
+        trees = args.trees or (["quick"] if args.quick else ["big", "gpt", "matrix", "heads"])
         return ["step", "compared with", "device", "tree", "dtype"], [
             lambda p=p, t=t, d=d, s=s: compiled.compare(s, p, t, d)
             for p, t, d, s in itertools.product(places, trees, dtypes, steps)
+            if s.runs_on(t)
         ]
     rounds = 5 if args.quick else args.rounds
 
@@ -69,22 +69,26 @@ def _jobs(args: argparse.Namespace) -> tuple[list[str], list[Callable[[], tables
         return timing.race((STEPS | ALONE)[step], tree, dtype, rounds=rounds, compiles=compiles)
 
     return ["step", "compared with", "tree", "dtype"], [
-        lambda t=t, d=d, s=s: race(t, d, s) for t, d, s in itertools.product(trees, dtypes, names)
+        lambda t=t, d=d, s=s: race(t, d, s)
+        for t, d, s in itertools.product(trees, dtypes, names)
+        if (STEPS | ALONE)[s].runs_on(t)
     ]
 
 
 def _members(args: argparse.Namespace, dtypes: list[str]) -> tuple[list[str], list[Callable[[], tables.Row]]]:
     every = list(MEMBERS.values())[:: 10 if args.quick else 1]
     if args.compiled:
-        places, trees = args.platforms or ["v5e", "v6e", "h100"], args.trees or ["huge", "wide"]
+        places, trees = args.platforms or ["v5e", "v6e", "h100"], args.trees or ["huge", "wide", "matrix", "heads"]
         return ["member", "device", "tree", "dtype"], [
             lambda p=p, t=t, d=d, m=m: weigh(m, p, t, d)
             for p, t, d, m in itertools.product(places, trees, dtypes, every)
+            if m.step.runs_on(t)
         ]
-    trees, rounds = args.trees or ["big", "gpt"], 5 if args.quick else args.rounds
+    trees, rounds = args.trees or ["big", "gpt", "matrix", "heads"], 5 if args.quick else args.rounds
     return ["member", "compared with", "tree", "dtype"], [
         lambda t=t, d=d, m=m: timing.race(m.step, t, d, rounds=rounds, compiles=1)
         for t, d, m in itertools.product(trees, dtypes, every)
+        if m.step.runs_on(t)
     ]
 
 
@@ -117,8 +121,6 @@ def main() -> None:
     print(title, tables.as_text(head, rows), tables.summary(rows, unit), sep="\n\n")
     if args.markdown:
         args.markdown.write_text(f"{title}\n\n{tables.as_markdown(head, rows)}\n\n{tables.summary(rows, unit)}\n")
-    if args.plot:
-        tables.plot(args.plot, rows, title)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from jax.sharding import SingleDeviceSharding
 
 import clipjax
 from benchmarks.platforms import PLATFORMS, compile_step, devices_of
-from benchmarks.steps import GLOBAL, RADIUS, RMS, Goals, Recipe, Step, adam
+from benchmarks.steps import GLOBAL, QK_CLIP, RADIUS, RMS, SPECTRAL_CAP, Goals, Recipe, Step, adam
 from benchmarks.tables import Figure, Row
 from benchmarks.trees import shapes_of
 
@@ -26,14 +26,22 @@ class Member(NamedTuple):
     """A step and its goals: bytes and scratch in units of the parameters' own."""
 
     step: Step  # beside Adam alone, with goals for the time on a CPU
-    tpu: float
-    gpu: float
-    scratch: float
+    tpu: float | None
+    gpu: float | None
+    scratch: float | None
 
 
-def _member(label: str, recipe: Recipe, tpu: float, gpu: float, cpu: float | None, scratch: float = 0.1) -> Member:
+def _member(
+    label: str,
+    recipe: Recipe,
+    tpu: float | None,
+    gpu: float | None,
+    cpu: float | None,
+    scratch: float | None = 0.1,
+    tree: str | None = None,
+) -> Member:
     goals = Goals((cpu, cpu, None), None, 0, 0, 0)
-    return Member(Step(label, recipe, ADAM, "Adam alone", goals), tpu, gpu, scratch)
+    return Member(Step(label, recipe, ADAM, "Adam alone", goals, tree), tpu, gpu, scratch)
 
 
 def _before(
@@ -80,6 +88,8 @@ MEMBERS = {
         _member("clip_by_global_norm and max_norm", Recipe(optax.chain(_CLIPPED, _MAX_NORM)), 9.3, 12.0, 2.3),
         _member("bounded: clip, max_norm, skip", Recipe(_BOUNDED), 9.3, 12.0, None),
         _member("bounded: clip, skip, accumulate=4", Recipe(_ACCUMULATED), 12.6, 12.0, None, 1.1),
+        _member("qk_clip called", Recipe(adam(), QK_CLIP), 7.1, 7.0, 1.25, tree="heads"),
+        _member("spectral_cap called", Recipe(adam(), SPECTRAL_CAP), None, None, None, None, "matrix"),
     )
 }
 

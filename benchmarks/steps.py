@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -42,10 +43,6 @@ class Goals(NamedTuple):
     kernels: float  # on a GPU
     maxima: int = 0  # all-reduces more, for the largest norm of units that are split over two mesh axes
 
-    def time_of(self, tree: str) -> float | None:
-        """Return the goal for the time of a tree."""
-        return dict(zip(("big", "gpt", "small"), self.time, strict=True)).get(tree)
-
 
 class Step(NamedTuple):
     """One row of a table."""
@@ -55,6 +52,15 @@ class Step(NamedTuple):
     theirs: Recipe
     peer: str
     goals: Goals
+    tree: str | None = None  # the only one that it is run on
+
+    def runs_on(self, tree: str) -> bool:
+        """Return whether a tree is one for this step."""
+        return tree == self.tree if self.tree else tree not in ("matrix", "heads")
+
+    def time_goal(self, tree: str) -> float | None:
+        """Return the goal for the time on a tree."""
+        return dict(zip((self.tree or "big", "gpt", "small"), self.goals.time, strict=True)).get(tree)
 
 
 def adam() -> optax.GradientTransformation:
@@ -100,6 +106,28 @@ def _tangent_cone() -> optax.GradientTransformation:
         return g - w * jnp.where(outward, product / squares, 0)
 
     return optax.stateless(lambda updates, params: jax.tree.map(one, updates, params))
+
+
+def _spectral_cap(params: Any) -> Any:
+    """Cap singular values by a decomposition."""
+
+    def one(w: jax.Array) -> jax.Array:
+        u, s, vh = jnp.linalg.svd(w, full_matrices=False)
+        return (u * jnp.minimum(s, RADIUS)) @ vh
+
+    return jax.tree.map(one, params)
+
+
+LOGITS = {f"layer_{i:02}": jnp.linspace(50.0, 200.0, 16) for i in range(12)}  # the largest of each head
+
+
+def _qk_clip(params: Any) -> Any:
+    """Scale the heads of queries and keys."""
+    scales = {layer: jnp.sqrt(jnp.minimum(1, 100 / each))[:, None] for layer, each in LOGITS.items()}
+    return {name: x if "value" in name else x * scales[name.split("/")[0]] for name, x in params.items()}
+
+
+SPECTRAL_CAP, QK_CLIP = clipjax.spectral_cap(RADIUS), functools.partial(clipjax.qk_clip(), max_logits=LOGITS)
 
 
 def _skipping() -> Recipe:
@@ -177,5 +205,21 @@ ALONE: dict[str, Step] = {
         Recipe(optax.chain(optax.clip_by_global_norm(GLOBAL), adam()), _max_norm),
         "Optax's clip, Keras' formula",
         Goals((None, None, None), None, 1, 1, 1),
+    ),
+    "spectral": Step(
+        "Adam, then spectral_cap called",
+        Recipe(adam(), SPECTRAL_CAP),
+        Recipe(adam(), _spectral_cap),
+        "a decomposition by hand",
+        Goals((2.0, 2.0, 2.0), None, 1, 1, 1),
+        "matrix",
+    ),
+    "qk": Step(
+        "Adam, then qk_clip called",
+        Recipe(adam(), QK_CLIP),
+        Recipe(adam(), _qk_clip),
+        "the formula by hand",
+        Goals((1.05, 1.05, 1.1), 1.5, 1, 1, 1),
+        "heads",
     ),
 }

@@ -81,7 +81,7 @@ def race(step: Step, tree: str, dtype: str, *, rounds: int, compiles: int) -> Ro
     return Row(
         (step.label, step.peer, tree, dtype),
         {
-            "time": Figure(statistics.median(ratios), step.goals.time_of(tree), low, high),
+            "time": Figure(statistics.median(ratios), step.time_goal(tree), low, high),
             "ms": f"{times[0]:.3g} / {times[1]:.3g}",
             "compile time": Figure(compiling[0] / compiling[1], step.goals.compile),
             "CPU s": f"{compiling[0]:.2g} / {compiling[1]:.2g}",

@@ -32,6 +32,12 @@ def gpt(layers: int = 13, width: int = 384, words: int = 4096) -> Shapes:
     return {**stack, "embedding": (words, width), "norm": (width,)}
 
 
+def heads(layers: int = 12, width: int = 1024, count: int = 16) -> Shapes:
+    """Return the kernels of attention layers."""
+    kernel = (width, count, width // count)
+    return {f"layer_{i:02}/{name}/kernel": kernel for i in range(layers) for name in ("query", "key", "value")}
+
+
 TREES: dict[str, Callable[[], Shapes]] = {
     "big": lambda: squares(8, 2048),  # larger than any cache
     "gpt": gpt,  # 25 million parameters in 80 leaves
@@ -39,6 +45,8 @@ TREES: dict[str, Callable[[], Shapes]] = {
     "many": lambda: squares(3000, 32),
     "huge": lambda: squares(12, 4096),  # larger than a TPU's own memory, which flatters smaller trees
     "wide": lambda: gpt(12, 1024, 4096),
+    "matrix": lambda: squares(1, 1024),
+    "heads": heads,
     "quick": lambda: gpt(2, 128, 512),
 }
 
