@@ -37,9 +37,6 @@ def global_norm(tree: Any, *, ord: bounds.Ord = None) -> jax.Array:
     Returns:
       A scalar, float32 or float64; 0 for a tree without float leaves.
 
-    Raises:
-      TypeError, ValueError: `ord` is not a number, or is below 1.
-
     Example:
       >>> import jax.numpy as jnp
       >>> from clipjax import functional
@@ -58,9 +55,6 @@ def leaf_norms(tree: T, *, ord: bounds.Ord = None) -> T:
 
     Returns:
       A tree of scalars with the same structure; 0 for a leaf that has no norm.
-
-    Raises:
-      TypeError, ValueError: `ord` is not a number, or is below 1.
 
     Example:
       >>> import jax.numpy as jnp
@@ -86,9 +80,6 @@ def unitwise_norms(tree: Any, axes: units.Axes, *, ord: bounds.Ord = None) -> An
     Returns:
       A tree of the same structure; a leaf of shape (in, out) reduced over axis 0 becomes (out,), and a leaf
       without units None.
-
-    Raises:
-      TypeError, ValueError: `ord` is not a number, or is below 1; `axes` do not fit a leaf, or apply to none.
 
     Example:
       >>> import jax.numpy as jnp
@@ -142,10 +133,6 @@ def clip_by_norm(tree: T, max_norm: ArrayLike, axes: units.Axes = None, *, ord: 
     Returns:
       The clipped tree.
 
-    Raises:
-      TypeError, ValueError: `max_norm` is negative, NaN or not a number, or does not fit the norms; `ord` is
-        below 1; `axes` do not fit a leaf, or apply to none.
-
     Example:
       >>> import jax.numpy as jnp
       >>> from clipjax import functional
@@ -176,9 +163,6 @@ def clip_by_global_norm(
 
     Returns:
       The clipped tree, and its norm before.
-
-    Raises:
-      TypeError, ValueError: `max_norm` is negative, NaN, not a number or not a scalar; `ord` is below 1.
 
     Example:
       >>> import jax.numpy as jnp

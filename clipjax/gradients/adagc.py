@@ -56,8 +56,7 @@ def adagc(
       `max_norm` in the warm-up, then the smallest bound.
 
     Raises:
-      TypeError, ValueError: an argument is not a number, or is out of range; `axes` is invalid, or applies to
-        no leaf. In `update`: there are more or fewer leaves or units than the parameters had.
+      ValueError: in `update`, there are more or fewer leaves or units than the parameters had.
 
     A leaf that is not finite makes all leaves NaN in the warm-up, and later only itself. Such a step changes no gamma.
 

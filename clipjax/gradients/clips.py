@@ -25,9 +25,6 @@ def clip_by_global_norm(max_norm: bounds.Bound, *, ord: bounds.Ord = None) -> op
     Returns:
       A transformation with the metrics of a clip; `norm` is that of the whole tree.
 
-    Raises:
-      TypeError, ValueError: `max_norm` is negative, NaN or not a number; `ord` is below 1.
-
     Equals `tf.clip_by_global_norm`, `optax.clip_by_global_norm`, Keras' `global_clipnorm` and torch's
     `clip_grad_norm_`.
 
@@ -68,10 +65,6 @@ def clip_by_norm(
     Returns:
       A transformation with the metrics of a clip; `norm` is the largest of the norms.
 
-    Raises:
-      TypeError, ValueError: `max_norm` is negative, NaN or not a number, or does not fit the norms; `ord` is
-        below 1; `axes` is invalid, or applies to no leaf.
-
     Equals `tf.clip_by_norm` with its `axes` for matrices, and Keras' `clipnorm`.
 
     Example:
@@ -100,10 +93,6 @@ def clip_by_rms(threshold: bounds.Bound, *, axes: units.Axes = None) -> optax.Gr
 
     Returns:
       A transformation with the metrics of a clip; `norm` is the largest RMS.
-
-    Raises:
-      TypeError, ValueError: `threshold` is negative, NaN or not a number, or does not fit the units; `axes` is
-        invalid, or applies to no leaf.
 
     Equals `optax.clip_by_block_rms` and Adafactor's update clipping, which is in front of the learning rate:
     `optax.chain(optax.scale_by_adam(), clipjax.clip_by_rms(1.0), optax.scale_by_learning_rate(1e-3))`. Behind it,
@@ -154,8 +143,8 @@ def clip_by_value(
       A transformation with the metrics of a clip; `norm` is the largest absolute entry.
 
     Raises:
-      TypeError, ValueError: a limit is NaN or not a number; `bound` is negative; `low` is above `high`; one of
-        the two is missing. In `update`: a leaf is complex, and there are two limits.
+      TypeError, ValueError: `low` is above `high`; one of the two is missing. In `update`: a leaf is complex, and there
+        are two limits.
 
     An infinite entry becomes the limit, and NaN stays NaN, as in TensorFlow. A limit that a leaf's dtype cannot
     represent is rounded inward.

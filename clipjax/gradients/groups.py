@@ -28,10 +28,6 @@ def clip_by_group_norm(
       A transformation with the metrics of a clip (the largest norm, the smallest scale), and those of each group
       as `<pattern>/norm`, `<pattern>/scale` and so on.
 
-    Raises:
-      TypeError, ValueError: `max_norms` is not a mapping from patterns to bounds that are at least 0; `ord` is
-        below 1; a pattern matches no leaf.
-
     Equals one :func:`clip_by_global_norm` for each group.
 
     Example:

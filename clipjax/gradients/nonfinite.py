@@ -73,8 +73,7 @@ def skip_nonfinite(
       checks a loss as well, and passes it on; on several devices their mean. In `pmap` take that yourself.
 
     Raises:
-      TypeError, ValueError: `optimizer` is not a gradient transformation; `max_consecutive` is below 1; in
-        `update`, `loss` is not a real scalar.
+      TypeError: `optimizer` is not a gradient transformation; in `update`, `loss` is not a real scalar.
 
     Equals `optax.apply_if_finite` with `max_consecutive`, and checks the loss and the norm, too.
 

@@ -40,10 +40,6 @@ def autoclip(
     Returns:
       A transformation with the metrics of a clip and `threshold`, the percentile.
 
-    Raises:
-      TypeError, ValueError: `percentile` or `window` is not a number, or is out of range. In `init`: `window`
-        is traced.
-
     The first step is never clipped. A norm of 0 is left out.
 
     Equals the authors' `autoclip` for the first `window` steps. Their history has no end.
@@ -107,9 +103,6 @@ def clip_by_quantile(
 
     Returns:
       A transformation with the metrics of a clip and `threshold`, the bound c of this step.
-
-    Raises:
-      TypeError, ValueError: an argument is not a number, or is out of range.
 
     Equals the geometric update of the paper with one norm a step and without its noise. Differential privacy
     would need the norms of single examples, and noise added to b.

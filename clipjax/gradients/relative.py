@@ -32,10 +32,6 @@ def adaptive_grad_clip(
       A transformation that needs `params` in `update`. Its metric `norm` is the largest |g| / max(|w|, eps), the
       number that is compared with `clipping`.
 
-    Raises:
-      TypeError, ValueError: an argument is negative, NaN or not a number; `axes` is invalid. In `update`: the
-        parameters are missing, or do not match the updates.
-
     Equals the rule of the paper, of timm and of `optax.adaptive_grad_clip`, except that Optax takes a kernel (1, out)
     for one vector, and reduces the first axis of rank 3.
 

@@ -63,8 +63,7 @@ def skip_spikes(
       that `update(grads, state, params, loss=loss)` gets.
 
     Raises:
-      TypeError, ValueError: `optimizer` is not a gradient transformation; a number is of a wrong type or out of
-        range; in `update`, `loss` is not a real scalar.
+      TypeError: `optimizer` is not a gradient transformation; in `update`, `loss` is not a real scalar.
 
     A step whose norm or loss is not finite enters neither window, and a norm or loss of 0 is left out. Spikes enter,
     since a few cannot move a median. If norms stay at a new level, steps are taken again after half a window.

@@ -30,10 +30,6 @@ def tangent_cone(
       A transformation that needs `params` in `update`. Its metric `norm` is the largest radial part that it
       removed, and `removed_fraction` the share of the steps at which there was one.
 
-    Raises:
-      TypeError, ValueError: `radius` is negative, NaN or not a number; `axes` is invalid. In `update`: the
-        parameters are missing, or do not match the updates.
-
     What is left of a gradient that points straight outward is rounding, some 1e-7 of it.
 
     References:

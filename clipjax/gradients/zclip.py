@@ -62,9 +62,6 @@ def zclip(
       A transformation with the metrics of a clip and `threshold`: what a spike was clipped to, else the norm
       above which there would have been one; at most `max_norm`, and infinite in a warm-up without it.
 
-    Raises:
-      TypeError, ValueError: an argument is not a number, or is out of range; `mode` is not one of the three.
-
     A norm of 0 is left out. At 100 spikes in a row, where any other step takes 4 from the count, norms have come to a
     higher level, and the statistics start anew, with a warm-up: they would clip each step forever.
 
@@ -154,9 +151,6 @@ def clip_by_lognormal(
     Returns:
       A transformation with the metrics of a clip and `threshold`: exp(m + z_threshold * s), or exp(m) for an
       outlier, and at most `max_norm`.
-
-    Raises:
-      TypeError, ValueError: an argument is not a number, or is out of range.
 
     Equals `tf.contrib.layers.adaptive_clipping_fn` of TensorFlow 1 with its `global_step` and, as `std_factor`,
     `z_threshold`.

@@ -39,8 +39,7 @@ def record_norms(
       `"params"`, `update` needs the parameters.
 
     Raises:
-      TypeError, ValueError: an argument has none of these forms; a pattern matches no leaf; the parameters are
-        missing; a stack is a scalar, or as long as no other of its group.
+      ValueError: the parameters are missing; a stack is a scalar, or as long as no other of its group.
 
     Example:
       >>> import clipjax, optax, jax.numpy as jnp

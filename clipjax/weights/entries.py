@@ -35,8 +35,7 @@ def box(
       A :class:`Projection`.
 
     Raises:
-      TypeError, ValueError: a limit is NaN or not a number; `low` is above `high`; `where` is invalid, or chooses
-        no leaf; a pattern matches no leaf; a leaf is complex.
+      TypeError, ValueError: `low` is above `high`; `where` chooses no leaf; a leaf is complex.
 
     Equals `optax.projections.projection_box` with numbers; its trees of limits are mappings here. A limit that a
     leaf's dtype cannot represent is rounded inward.
@@ -63,9 +62,6 @@ def non_negative(*, where: Where = None) -> Projection:
 
     Returns:
       A :class:`Projection`.
-
-    Raises:
-      TypeError, ValueError: as :func:`box`, for `where`.
 
     Equals `keras.constraints.NonNeg` and `optax.projections.projection_non_negative`. Followed by
     :func:`max_norm` it projects onto the non-negative part of the ball.

@@ -29,10 +29,6 @@ def max_norm(radius: limits.Limit, *, axes: Axes = "auto") -> Projection:
     Returns:
       A :class:`Projection`: a function of the weights, and the last link of a chain.
 
-    Raises:
-      TypeError, ValueError: `radius` is negative, NaN or not a number, or does not fit the units; `axes` is
-        invalid, or applies to no leaf; a pattern matches no leaf.
-
     Equals `keras.constraints.MaxNorm`, whose `axis` is `axes`.
 
     References:
@@ -66,10 +62,6 @@ def min_max_norm(
 
     Returns:
       A :class:`Projection`.
-
-    Raises:
-      TypeError, ValueError: a limit is negative, NaN or not a number; `low` is infinite or above `high`; `rate`
-        is not in [0, 1]; `axes` is invalid, or applies to no leaf.
 
     A unit of norm 0 stays 0, since it has no direction to grow in.
 
@@ -112,9 +104,6 @@ def unit_norm(*, axes: Axes = "auto") -> Projection:
 
     Returns:
       A :class:`Projection`.
-
-    Raises:
-      TypeError, ValueError: `axes` is invalid, or applies to no leaf.
 
     A unit of norm 0 stays 0.
 

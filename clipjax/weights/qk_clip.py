@@ -43,10 +43,9 @@ def qk_clip(
       those of the last micro-batch count: pass the largest of all k with it.
 
     Raises:
-      TypeError, ValueError: `threshold` is negative, NaN or not a number, or does not fit the logits; `query`
-        or `key` is not one component of a path. In `init`, or when called: no layer has both; heads of the two differ
-        in size, or in rank, as those of a fused kernel, so that it is not known what meets what. When called:
-        `max_logits` is missing, does not fit the heads, or names no layer.
+      TypeError, ValueError: in `init`, or when called: no layer has both; heads of the two differ in size, or in rank,
+        as those of a fused kernel, so that it is not known what meets what. When called: `max_logits` is missing,
+        does not fit the heads, or names no layer.
 
     References:
       Kimi Team, 2025, Kimi K2: open agentic intelligence, arXiv:2507.20534, algorithm 1.

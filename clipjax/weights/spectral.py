@@ -36,8 +36,7 @@ def spectral_cap(bound: limits.Limit, *, flatten: Flatten = None) -> Projection:
       each factor of 2.5 by which the largest singular value may be above, and in 16 bits once more where one is.
 
     Raises:
-      TypeError, ValueError: `bound` is negative, NaN or not a number, or does not fit the stack; `flatten` is
-        not a pair of axes, or applies to no leaf.
+      TypeError, ValueError: `flatten` is not a pair of axes, or applies to no leaf.
 
     In float32 the largest singular value ends at most 2e-5 below the bound and never above; in 16 bits, where all
     entries are rounded once more, at most one rounding above. A matrix 1e-5 inside comes back bit for bit. Small
