@@ -39,9 +39,8 @@ def quotient_or_1(inside: jax.Array, target: jax.Array, norm: jax.Array) -> jax.
     The division comes last: XLA computes a division once, but what follows it once for each entry that reads
     it, which would triple the time it takes to compile hundreds of leaves.
     """
-    finite = norm < jnp.inf
-    inside &= finite
-    return jnp.where(inside, 1, target) / jnp.where(inside, 1, norms.nan_unless(finite, norm))
+    inside &= norm < jnp.inf
+    return jnp.where(inside, 1, target + 0 * norm) / jnp.where(inside, 1, norm)
 
 
 @jax.jit

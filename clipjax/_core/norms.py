@@ -90,7 +90,12 @@ def largest(values: Iterable[jax.Array], empty: float = 0) -> jax.Array:
     It is inf if one number is NaN, and `empty` if there are none.
     """
     each = map(lax.stop_gradient, values)
-    return _on_all([jnp.max(_nan_as_inf(x), initial=empty) if x.ndim else x for x in each], jnp.inf, empty)
+    return _on_all([_largest_of(x, empty) if x.ndim else x for x in each], jnp.inf, empty)
+
+
+@functools.partial(jax.jit, static_argnames="empty")
+def _largest_of(x: jax.Array, empty: float) -> jax.Array:
+    return jnp.max(_nan_as_inf(x), initial=empty)
 
 
 def _powers(x: jax.Array, ord: float) -> jax.Array:

@@ -53,10 +53,10 @@ def adaptive_grad_clip(
 
     def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:
         weights = trees.leaves_of(_checks.params_for("adaptive_grad_clip", updates, params))[0]
-        found, relative = units.of_tree(updates, axes), []
+        found, relative, least = units.of_tree(updates, axes), [], jnp.maximum(eps, _LEAST)
         for each, norm in zip(found, units.norms_of(found), strict=True):
             size = norms.norm(weights[each.place].value, each.axes)
-            relative.append(norm / jnp.maximum(size, jnp.maximum(eps, _LEAST)))
+            relative.append(norm / jnp.maximum(size, least))
         return *clip_units(updates, found, relative, share(step), "clipping"), memory
 
     return transformation.with_metrics("adaptive_grad_clip", act)
