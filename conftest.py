@@ -1,6 +1,10 @@
 """Where the tests run: on a CPU, as eight virtual devices. It is set before JAX is imported."""
 
+import contextlib
+import doctest
+import io
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -12,8 +16,10 @@ FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_lev
 os.environ["XLA_FLAGS"] = f"{FLAGS} {os.environ.get('XLA_FLAGS', '')}".strip()
 os.environ.setdefault("MPLBACKEND", "Agg")
 
-from sybil import Sybil
-from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
+from sybil import Example, Sybil
+from sybil.evaluators.doctest import NUMBER, OutputChecker
+from sybil.evaluators.python import PythonEvaluator
+from sybil.parsers.markdown import CodeBlockParser, SkipParser
 
 ROOT = Path(__file__).parent
 collect_ignore = ["docs/site"]  # what builds the site needs the extra `docs`
@@ -30,7 +36,26 @@ def _leave(namespace: dict[str, Any]) -> None:
     shutil.rmtree(namespace["_folder"])
 
 
+SHOWN = re.compile(r"^ *print\(.*?\)(?:  # (.+))?((?:\n# .+)*)$", re.MULTILINE)  # beside or below the call
+
+
+def _compare(shown: str, printed: str) -> str:
+    """Say what differs between output that a page shows, numbers rounded, and what is printed."""
+    flags = NUMBER | doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    same = OutputChecker().check_output(shown, printed, flags)
+    return "" if same else f"shown:\n{shown}printed:\n{printed}"
+
+
+def _run(example: Example) -> str:
+    """Run a block, and compare what it prints with its comments, if it shows any output."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        PythonEvaluator()(example)
+    parts = [part for match in SHOWN.finditer(example.parsed) for part in (match[1], match[2].replace("\n# ", "\n"))]
+    shown = [line for part in parts if part for line in part.strip().splitlines()]
+    return _compare("".join(f"{line}\n" for line in shown), out.getvalue()) if shown else ""
+
+
 # The blocks of a page run from top to bottom, each as a test, in one namespace.
 pytest_collect_file = Sybil(
-    parsers=[PythonCodeBlockParser(), SkipParser()], patterns=["*.md"], setup=_enter, teardown=_leave
+    parsers=[CodeBlockParser("python", _run), SkipParser()], patterns=["*.md"], setup=_enter, teardown=_leave
 ).pytest()

@@ -1,4 +1,4 @@
-"""Train a small network on handwritten digits: as it is, and with clipped gradients and constrained weights.
+"""Train a small network on handwritten digits, plain and with clipjax: clipped gradients and constrained weights.
 
     python examples/digits.py
 
@@ -76,36 +76,29 @@ def train(constrained, steps, data):
 
 
 def draw(path, runs):
-    """Draw norms, weights and accuracy."""
-    figure, axes = plt.subplots(1, 3, figsize=(12, 4.2), layout="constrained")
-    _, log, _ = runs["constrained"]
+    """Draw norms, weights and accuracy, with letters that can be read on a phone."""
+    plt.rcParams.update({"font.size": 13, "axes.titlesize": 14, "legend.fontsize": 12})
+    figure, axes = plt.subplots(1, 3, figsize=(10, 4.8), layout="constrained")
+    _, log, _ = runs["with clipjax"]
     plots.norms([metrics["clip_by_global_norm/norm"][0] for metrics in log], threshold=CLIP, ax=axes[0])
-    axes[0].set_title("Gradients are clipped")
+    axes[0].set(title="Gradient norms\nof a run with clipjax", xlabel="step", ylabel="")
+    axes[0].legend(loc="lower left", handlelength=1.2, borderaxespad=0.2)
     for (name, (params, log, scores)), color in zip(runs.items(), COLORS, strict=True):
-        style = "--" if "as it is" in name else "-"
+        style = "--" if name.startswith("plain") else "-"
         norms = np.sort(unit_norms(params))
-        axes[1].plot(np.linspace(0, 100, len(norms)), norms, style, lw=2, color=color)
+        axes[1].plot(np.linspace(0, 100, len(norms)), norms, style, lw=2.5, color=color)
         steps = np.linspace(0, len(log), len(scores) + 1)[1:]
         axes[2].fill_between(steps, 100 * scores.min(1), 100 * scores.max(1), color=color, alpha=0.15, lw=0)
-        axes[2].plot(steps, 100 * scores.mean(1), style, lw=2, color=color, label=f"{name}: {scores[-5:].mean():.1%}")
+        axes[2].plot(steps, 100 * scores.mean(1), style, lw=2.5, color=color, label=f"{name}: {scores[-5:].mean():.1%}")
     axes[1].axhline(RADIUS, color="black", lw=1, ls=":")
-    axes[1].annotate(f"radius {RADIUS}", (72, RADIUS - 0.25))
-    axes[1].set(
-        title="Weights are constrained",
-        xlabel="units, sorted by norm (%)",
-        ylabel="norm of a unit's incoming weights",
-    )
-    axes[2].set(
-        title="Accuracy on the test set", xlabel="step", ylabel="%, mean and range of five seeds", ylim=(65, 100)
-    )
-    axes[0].legend(loc="lower left")
-    figure.legend(
-        *axes[2].get_legend_handles_labels(),
-        loc="outside lower center",
-        ncols=2,
-        title="accuracy at the end",
-    )
-    figure.savefig(path, dpi=110)
+    axes[1].annotate(f"radius {RADIUS}", (55, RADIUS - 0.3))
+    axes[1].set(title="Norms of the weights\nof each unit", xlabel="units, sorted (%)", yticks=range(1, 5))
+    axes[2].set(title="Accuracy on the test set\n(%), from five seeds", xlabel="step", ylim=(78, 100))
+    axes[2].set(yticks=range(80, 101, 5))
+    for ax in (axes[0], axes[2]):
+        ax.set_xticks(np.linspace(0, len(log), 3).astype(int))
+    figure.legend(*axes[2].get_legend_handles_labels(), loc="outside lower center", ncols=2, title="accuracy at the end")
+    figure.savefig(path, dpi=120)
 
 
 def unit_norms(params):
@@ -126,11 +119,11 @@ def main():
     noisy = [*data[:2], np.where(wrong, (data[2] + 1) % 10, data[2]), data[3]]
     runs = {}
     for suffix, labeled in (("", data), (", 20% wrong labels", noisy)):
-        for name, constrained in (("as it is", False), ("constrained", True)):
+        for name, constrained in (("plain", False), ("with clipjax", True)):
             runs[name + suffix] = train(constrained, 200 if args.quick else STEPS, labeled)
             params, log, scores = runs[name + suffix]
             print(
-                f"{name + suffix + ':':31} accuracy {scores[-5:].mean():.1%}, "
+                f"{name + suffix + ':':32} accuracy {scores[-5:].mean():.1%}, "
                 f"{log[-1]['clip_by_global_norm/clipped_fraction'].mean():.1%} of the gradients clipped, "
                 f"largest norm of a unit's weights {unit_norms(params).max():.2f}"
             )
