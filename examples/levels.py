@@ -1,0 +1,69 @@
+"""Draw the thresholds that follow the past: where norms come to a new level, and after norms of 0.
+
+    python examples/levels.py
+
+The norms are drawn at random, about 1. The first 100 are 0, as of a buffer that is not filled yet. At step 500 they rise
+threefold, for good, and from step 1,900 to 2,100 they are 0 again. A threshold at a norm of 0 is not drawn.
+"""
+
+import argparse
+
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+import optax
+
+import clipjax
+
+RULES = {
+    "autoclip": clipjax.autoclip(),
+    "clip_by_quantile": clipjax.clip_by_quantile(),
+    "clip_by_lognormal": clipjax.clip_by_lognormal(),
+    "zclip": clipjax.zclip(),
+    "adagc": clipjax.adagc(),
+    "skip_spikes": clipjax.skip_spikes(optax.identity()),
+}
+
+
+def thresholds_of(name, norms):
+    """Return the threshold at each step, NaN where the norm is 0, and the share of the last 500 steps that it acts on."""
+    tx = optax.with_extra_args_support(RULES[name])
+
+    def step(state, norm):
+        _, state = tx.update(norm[None], state)
+        return state, clipjax.metrics(state)[f"{name}/threshold"]
+
+    _, found = jax.jit(lambda: jax.lax.scan(step, tx.init(jnp.zeros(1)), norms))()
+    return np.where(norms > 0, found, np.nan), np.mean(norms[-500:] > found[-500:])
+
+
+def main():
+    """Follow the norms by each rule, print how often it acts at the end, and draw."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="fewer steps")
+    parser.add_argument("--plot", default="levels.png", help="where to save the picture")
+    args = parser.parse_args()
+    at = np.arange(1000 if args.quick else 2700)
+    level = np.select([at < 100, at < 500, at < 1900, at < 2100], [0, 1, 3, 0], 3)
+    norms = np.float32(level * np.exp(0.1 * np.random.default_rng(0).normal(size=at.size)))
+
+    plt.rcParams.update({"font.size": 12})
+    figure, axes = plt.subplots(3, 2, figsize=(8, 7.5), layout="constrained", sharex=True, sharey=True)
+    for name, ax in zip(RULES, axes.flat, strict=True):
+        thresholds, share = thresholds_of(name, norms)
+        print(f"{name} acts on {share:.0%} of the last 500 steps")
+        ax.plot(np.where(norms > 0, norms, np.nan), color="#b0b0b0", lw=0.8, label="norm")
+        ax.plot(np.where(np.isfinite(thresholds), thresholds, np.nan), color="#0072b2", lw=1.5, label="threshold")
+        ax.set(title=name, yscale="log", ylim=(0.5, 8), yticks=[0.5, 1, 2, 4, 8])
+        ax.yaxis.set_major_formatter("{x:g}")
+        ax.minorticks_off()
+    for ax in axes[-1]:
+        ax.set_xlabel("step")
+    figure.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    figure.savefig(args.plot, dpi=100)
+    print(f"picture: {args.plot}")
+
+
+if __name__ == "__main__":
+    main()
