@@ -10,13 +10,14 @@ Crosses at the top are values that are not finite. Shapes that do not match, and
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
-from clipjax._core import bounds, clipping, units
+from clipjax import _checks
+from clipjax._core import bounds, clipping, trees, units
 
 try:
     from matplotlib import pyplot as plt
@@ -25,8 +26,9 @@ try:
 except ImportError as error:
     raise ImportError("clipjax.plots needs Matplotlib: pip install matplotlib") from error
 
-# Okabe and Ito's colors that are visible on white and on black.
-_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+# Okabe and Ito's colors that are visible on white and on black, and two of Tol's.
+_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#aa4499", "#999933")
+_GREY = "#8a8a8a"
 _BOUND: dict[str, Any] = {"linestyle": (0, (6, 2)), "linewidth": 1.6}
 
 
@@ -54,7 +56,7 @@ def norms(norms: Any, *, threshold: Any = None, scale: Any = None, ax: Any = Non
     finite = np.isfinite(values)
     above = values > limits if scale is None else _per_step("scale", scale, values.shape) < 1
     ax, steps, clipped = _new(ax), np.arange(len(values)), finite & above
-    _line(ax, steps, values, color="#8a8a8a", linewidth=1, label="norm")
+    _line(ax, steps, values, color=_GREY, linewidth=1, label="norm")
     if threshold is not None or scale is not None:
         count, label = clipped.sum(), f"clipped ({clipped.sum() / max(1, finite.sum()):.1%})"
         size = 5 if count < 200 else 3 if count < 2000 else 1.5
@@ -66,18 +68,24 @@ def norms(norms: Any, *, threshold: Any = None, scale: Any = None, ax: Any = Non
     return _finished(ax, [(steps, values)])
 
 
-def group_norms(history: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, ax: Any = None) -> Any:
+def group_norms(
+    history: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+    *,
+    groups: str | Sequence[str] | None = None,
+    ax: Any = None,
+) -> Any:
     """Draw the norm of each group, such as a layer, over the steps, as one line.
 
     Args:
       history: the norms of each group, `(steps,)`, by name; or, of a chain with :func:`clipjax.record_norms` or
         :func:`clipjax.clip_by_group_norm`, what `clipjax.metrics` returned at each step, in a list or stacked by a
         `scan`; a step that was skipped, or is accumulated, adds no norm.
+      groups: path patterns of the groups to draw, as in `"gradients/blocks/*"`; None draws all.
       ax: the axes to draw on; None makes a new figure.
 
     Returns:
-      The axes. Groups are sorted by name, `layer_2` before `layer_10`. More than 6 are colored in this order,
-      from dark to bright, and of more than 12 a few are in the legend.
+      The axes. Groups are sorted by name, `layer_2` before `layer_10`. Of more than 8, those with the 8 largest
+      norms are colored and in the legend, and others are grey. Norms of weights that were recorded are dashed.
 
     Example:
       >>> from clipjax import plots
@@ -96,25 +104,33 @@ def group_norms(history: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, ax:
     if not recorded and any(at_each_step or key.endswith("/steps") for key in history):
         shown = bounds.short_repr(given)
         raise TypeError(f"history must be norms by name, or metrics with record_norms or groups, got {shown}")
-    groups = {name: _taken(history, key) for key, name in (recorded or {key: key for key in history}).items()}
-    if len({x.shape for x in groups.values()}) != 1:
-        raise ValueError(f"history must have one or more groups with equally many steps, got {list(groups)[:20]}")
+    names = recorded or {key: key for key in history}
+    if groups is not None:
+        patterns = _checks.check_patterns("groups", groups)
+        chosen = {key: name for key, name in names.items() if any(trees.matches(each, name) for each in patterns)}
+        if not chosen:
+            raise ValueError(f"groups: {groups!r} matches none of {trees.a_few(list(names.values()))}")
+        names = chosen
+    found = {name: _taken(history, key) for key, name in names.items()}
+    if len({x.shape for x in found.values()}) != 1:
+        raise ValueError(f"history must have one or more groups with equally many steps, got {list(found)[:20]}")
     ax = _new(ax)
     ax.set(xlabel="step", ylabel="norm")
-    return _lines(ax, {name: (np.arange(len(x)), x) for name, x in groups.items()}, "groups")
+    weights = [name for name in recorded.values() if name.partition("/")[0] == "params"]
+    return _lines(ax, {name: (np.arange(len(x)), x) for name, x in found.items()}, "groups", dashed=weights)
 
 
 def unit_norms(params: Any, *, axes: units.Axes | Literal["auto"] = "auto", radius: Any = None, ax: Any = None) -> Any:
-    """Draw the norms of the units of weights, sorted in each leaf, and their bound.
+    """Draw the norms of the units of weights, sorted in each leaf, and their radius.
 
     Args:
       params: the weights.
       axes: the axes that are reduced, as in :func:`clipjax.max_norm`.
-      radius: the bound, a number; None draws none.
+      radius: a number; None draws none.
       ax: the axes to draw on; None makes a new figure.
 
     Returns:
-      The axes, with one line for each leaf, sorted and colored as in :func:`group_norms`. Units at the bound
+      The axes, with one line for each leaf, sorted and colored as in :func:`group_norms`. Units at the radius
       are the flat end of a line; the legend has the share of the units there or above.
 
     Raises:
@@ -180,21 +196,22 @@ def _line(ax: Any, x: np.ndarray, y: np.ndarray, **style: Any) -> None:
     ax.plot(x, np.where(np.isfinite(y), y, np.nan), **style, **dots)
 
 
-def _lines(ax: Any, lines: dict[str, Any], what: str, bound: float = np.inf) -> Any:
+def _lines(ax: Any, lines: dict[str, Any], what: str, bound: float = np.inf, dashed: Collection[str] = ()) -> Any:
     """Draw lines, x and y by name, and a bound below them."""
     order = sorted(lines, key=lambda name: [int(x) if x.isdecimal() else x for x in re.split(r"(\d+)", name)])
-    many = len(lines) > 12
-    named = np.linspace(0, len(lines) - 1, 6).astype(int) if many else range(len(lines))
-    for i, name in enumerate(order):
-        style: dict[str, Any] = {"color": _COLORS[i % 6], "linewidth": 1.2}
-        if len(lines) > 6:
-            style = {"color": plt.get_cmap("viridis")(0.9 * i / len(lines)), "linewidth": 0.8, "alpha": 0.8}
+    largest = {name: np.max(y, initial=0, where=np.isfinite(y)) for name, (_, y) in lines.items()}
+    named = set(sorted(order, key=lambda name: largest[name])[-len(_COLORS) :])
+    colors = iter(_COLORS)
+    for name in order:
         label = f" {name}" if name.startswith("_") else name  # labels that begin with "_" are not in the legend
-        _line(ax, *lines[name], label=label if i in named else f"_{name}", **style)
-    title = [f"{len(named)} of {len(lines)} {what}"] if many else []
+        style: dict[str, Any] = {"color": _GREY, "linewidth": 0.6, "alpha": 0.6, "zorder": 1.6, "label": f"_{name}"}
+        if name in named:
+            style = {"color": next(colors), "linewidth": 1.2, "label": label}
+        _line(ax, *lines[name], linestyle="--" if name in dashed else "-", **style)
+    title = [f"the {len(named)} largest of {len(lines)} {what}"] if len(lines) > len(named) else []
     if bound < np.inf:
         ax.axhline(bound, c=plt.rcParams["text.color"], zorder=1.5, label=f"radius {bound:.4g}", **_BOUND)
-        title.append("(share of units at the bound)")
+        title.append("(share of units at the radius)")
     return _finished(ax, list(lines.values()), "\n".join(title))
 
 

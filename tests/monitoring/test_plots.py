@@ -68,12 +68,26 @@ def test_groups_are_lines_from_metrics_however_they_come() -> None:
     state = clip.update(params, clip.init(params))[1]
     clips = drawn(plots.group_norms([clipjax.metrics(state)]))
     assert {name: round(y[0], 3) for name, (_, y) in clips.items()} == {"*": 2.0, "layer_1": 1.414}
-    few = plots.group_norms({f"g{i}": [1.0, 2.0] for i in range(12)})
-    assert len({(line.get_color(), line.get_linestyle()) for line in few.lines}) == 12
-    many = plots.group_norms({f"g{i}": [1.0, i] for i in range(200)}, ax=few.figure.add_subplot())
-    assert [line.get_ydata()[1] for line in many.lines] == list(range(200))
-    assert (len(many.legend_.get_texts()), many.legend_.get_title().get_text()) == (6, "6 of 200 groups")
+
+
+def test_of_many_groups_the_largest_are_colored_and_patterns_choose() -> None:
+    few = plots.group_norms({f"g{i}": [1.0, 2.0] for i in range(8)})
+    assert len({line.get_color() for line in few.lines}) == 8
     drawn(few)
+    many = plots.group_norms({f"g{i}": [1.0, i, NAN] for i in range(200)})
+    assert [line.get_ydata()[1] for line in many.lines[:200]] == list(range(200))
+    assert [text.get_text() for text in many.legend_.get_texts()] == [f"g{i}" for i in range(192, 200)] + ["not finite"]
+    assert many.legend_.get_title().get_text() == "the 8 largest of 200 groups"
+    assert len({line.get_color() for line in many.lines[:192]}) == 1
+    drawn(many)
+    both = {f"record_norms/{of}/blocks/{i}": [1.0] for of in ("gradients", "params") for i in range(3)}
+    assert list(drawn(plots.group_norms(both, groups="gradients/*"))) == [f"gradients/blocks/{i}" for i in range(3)]
+    assert list(drawn(plots.group_norms(both, groups=["blocks/1"]))) == ["gradients/blocks/1", "params/blocks/1"]
+    styles = {line.get_label().partition("/")[0]: line.get_linestyle() for line in plots.group_norms(both).lines}
+    assert styles == {"gradients": "-", "params": "--"}
+    plt.close("all")
+    with pytest.raises(ValueError, match="groups: 'heads' matches none of .*gradients/blocks/0"):
+        plots.group_norms(both, groups="heads")
 
 
 def test_units_are_sorted_and_those_at_the_bound_are_counted() -> None:
