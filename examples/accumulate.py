@@ -79,7 +79,8 @@ def main():
     print(f"steps of the optimizer: {last['clip_by_global_norm/steps']}")
     print(f"loss: {np.nanmean(losses[:50]):.2f} at first, {np.nanmean(losses[-50:]):.2f} at the end")
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4), layout="constrained")
+    plt.rcParams["font.size"] = 13
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
     left.plot(losses, color="#0072b2", lw=1)
     left.plot(
         np.flatnonzero(np.isnan(losses)),

@@ -129,6 +129,8 @@ def main():
             )
     draw(args.plot, runs)
     print(f"Accuracies are means of the last five measurements, from {SEEDS} seeds.")
+    if args.quick:
+        print("This run is too short for the weights to grow.")
     print(f"picture: {args.plot}")
 
 

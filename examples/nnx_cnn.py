@@ -87,9 +87,9 @@ def main():
         right = accuracy(model, test_x, test_y)
         print(f"epoch {epoch}: accuracy {right:.1%}, {clipped:.1%} of the gradients clipped")
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4), layout="constrained")
-    groups = [{key: x for key, x in row.items() if key.startswith("record_norms")} for row in history]
-    plots.group_norms(groups, ax=left).set_title("Gradient norm of each layer")
+    plt.rcParams["font.size"] = 13
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
+    plots.group_norms(history, ax=left).set_title("Gradient norm of each layer")
     plots.unit_norms(nnx.state(model, nnx.Param), axes=axes, radius=RADIUS, ax=right).set_title("Weights")
     figure.savefig(args.plot, dpi=90)
     print(f"picture: {args.plot}")

@@ -98,7 +98,8 @@ def main():
     parser.add_argument("--plot", default="rnn.png", help="where to save the picture")
     args = parser.parse_args()
     seeds, length, steps = (2, 20, 500) if args.quick else (8, args.length, 6000)
-    figure, axes = plt.subplots(1, 2, figsize=(12, 4.4), layout="constrained")
+    plt.rcParams["font.size"] = 13
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
     for method, (color, style) in METHODS.items():
         errors, norms = train(method, length, seeds, steps)
         solved = np.sum(np.min(errors, axis=0) < 0.01)

@@ -102,7 +102,8 @@ def main():
     print(f"largest difference of the losses: {np.abs(losses - others).max():.1e}")
     print(f"units beyond the radius: {len(clipjax.violations(params, clipjax.max_norm(RADIUS)))}")
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4), layout="constrained")
+    plt.rcParams["font.size"] = 13
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
     plots.norms(norms, threshold=0.5, ax=left).set_title(f"Gradient norm on {len(devices)} devices")
     for (name, (losses, _, _)), style in zip(results.items(), ("-", ":"), strict=True):
         right.plot(losses, style, lw=3 if style == ":" else 1.5, label=name)

@@ -100,7 +100,8 @@ def main():
     for rule, found in log.suggest().items():
         print(f"  {rule:22} threshold {found['threshold']:.3g}, clips {found['clip_rate']:.1%} of the steps")
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4.4), layout="constrained")
+    plt.rcParams["font.size"] = 13
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
     plots.norms(log, threshold=1.0, ax=left).set_title("Gradient norms, spikes and NaN")
     for (name, (_, accuracies, _)), style in zip(results.items(), ("-", "--", "-.", ":", "-", "--"), strict=True):
         smooth = np.convolve(accuracies, np.ones(20) / 20, "valid")

@@ -129,7 +129,8 @@ def train(steps, mesh, *project):
 def main():
     """Train without and with a bound on the logits, and draw both."""
     mesh = jax.make_mesh((args.devices,), ("data",), axis_types=(AxisType.Auto,))
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4), layout="constrained")
+    plt.rcParams["font.size"] = 13
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
     runs = {"without": (), "with qk_clip": (clipjax.qk_clip(THRESHOLD),)}
     for (name, project), color in zip(runs.items(), ("#8a8a8a", "#0072b2"), strict=True):
         losses, largest, history = train(120 if args.quick else 300, mesh, *project)
@@ -139,8 +140,7 @@ def main():
     left.axhline(THRESHOLD, color="black", linestyle="--", label=f"threshold {THRESHOLD:.0f}")
     left.set(title="Largest attention logit", xlabel="step", ylim=(0, None))
     left.legend(frameon=False)
-    norms = [{key: x for key, x in row.items() if key.startswith("record_norms")} for row in history]
-    plots.group_norms(norms, ax=right).set_title("Gradient norm of each layer")
+    plots.group_norms(history, ax=right).set_title("Gradient norm of each layer")
     figure.savefig(args.plot, dpi=90)
     print(f"picture: {args.plot}")
 

@@ -1,4 +1,4 @@
-"""The docstrings as mkdocstrings reads them: roles become links, and signatures contain no private names."""
+"""The docstrings as mkdocstrings reads them: roles and papers become links."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import griffe
 
 ROLE = re.compile(r":(?:func|class|meth|data):`(?:clipjax\.)?(?P<name>[\w.]+)`")
+PAPER = re.compile(r"arXiv:(\d{4}\.\d{4,5})")
 SOURCE = "https://github.com/clipjax/clipjax/blob/main"
 PROSE = re.compile(r"^(?P<title>Returns|References):\n(?P<text>(?: {2}.*\n?|\n(?= {2}))+)", re.MULTILINE)
 ERRORS = re.compile(r"^( +)TypeError, ValueError: ", re.MULTILINE)
@@ -27,12 +28,9 @@ class Docstrings(griffe.Extension):
         def visit(item: Any) -> None:
             if item.is_alias:
                 return
-            if item.is_function:
-                item.returns = None
-                for parameter in item.parameters:
-                    parameter.annotation = None
             if item.docstring:
                 text = ROLE.sub(link, item.docstring.value)
+                text = PAPER.sub(r"[arXiv:\1](https://arxiv.org/abs/\1)", text)
                 text = ERRORS.sub(r"\1TypeError or ValueError: ", text)
                 text = PROSE.sub(lambda m: f"**{m['title']}:** {' '.join(m['text'].split())}\n\n", text)
                 text = re.sub(r"^Example:$", "Examples:", text, flags=re.MULTILINE)

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
+from latex2mathml.converter import convert
 from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File
 
 VERSION = re.compile(r'^__version__ = "(.+)"$', re.MULTILINE)
 OUTSIDE = re.compile(r"\]\((?:\.\./)+(?P<path>examples/\w+\.py|CONTRIBUTING\.md|benchmarks/README\.md)\)")
+
+ALERT = re.compile(r"^> \[!(WARNING|NOTE|TIP)\]\n((?:> .*\n)+)", re.MULTILINE)
+TABS = re.compile(r"<!-- tabs -->\n(.*?)<!-- end of tabs -->\n", re.DOTALL)
+SECTION = re.compile(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
+FORMULA = re.compile(r"^ *```.*?^ *```|`[^`\n]*`|\$([^$\n]+)\$", re.MULTILINE | re.DOTALL)  # not in code
 
 
 def on_config(config: Any) -> Any:
@@ -30,6 +37,21 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, config: Any, **_: Any) -> str:
-    """Let links to files of the repository lead there, and links to the notebook to its page."""
+    """Turn what reads well in the repository into what reads well on the site.
+
+    Links to files of the repository lead there, alerts become admonitions, sections between `<!-- tabs -->` and
+    `<!-- end of tabs -->` become tabs, and formulas become MathML, which browsers draw without a script.
+    """
     markdown = OUTSIDE.sub(lambda match: f"]({config.repo_url}/blob/main/{match['path']})", markdown)
-    return markdown.replace("](../examples/quickstart.ipynb)", "](examples/quickstart.ipynb)")
+    markdown = markdown.replace("](../examples/quickstart.ipynb)", "](examples/quickstart.ipynb)")
+    markdown = ALERT.sub(lambda match: f"!!! {match[1].lower()}\n\n{_indented(match[2].replace('> ', ''))}\n", markdown)
+    markdown = TABS.sub(lambda match: SECTION.sub(_tab, match[1]), markdown)
+    return FORMULA.sub(lambda match: convert(match[1]) if match[1] else match[0], markdown)
+
+
+def _tab(section: re.Match[str]) -> str:
+    return f'=== "{section[1]}"\n\n{_indented(section[2])}\n\n'
+
+
+def _indented(text: str) -> str:
+    return textwrap.indent(text.strip(), "    ")

@@ -87,6 +87,7 @@ def test_the_reference_lists_every_name():
 
 def test_versions_agree():
     assert f"version: {clipjax.__version__}" in (ROOT / "CITATION.cff").read_text()
+    assert f"version = {{{clipjax.__version__}}}" in (ROOT / "docs" / "citation.md").read_text()
     assert re.search(rf"^## {re.escape(clipjax.__version__)}\b", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
 
 
