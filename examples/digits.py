@@ -97,7 +97,9 @@ def draw(path, runs):
     axes[2].set(yticks=range(80, 101, 5))
     for ax in (axes[0], axes[2]):
         ax.set_xticks(np.linspace(0, len(log), 3).astype(int))
-    figure.legend(*axes[2].get_legend_handles_labels(), loc="outside lower center", ncols=2, title="accuracy at the end")
+    figure.legend(
+        *axes[2].get_legend_handles_labels(), loc="outside lower center", ncols=2, title="accuracy at the end"
+    )
     figure.savefig(path, dpi=120)
 
 

@@ -2,8 +2,8 @@
 
     python examples/levels.py
 
-The norms are drawn at random, about 1. The first 100 are 0, as of a buffer that is not filled yet. At step 500 they rise
-threefold, for good, and from step 1,900 to 2,100 they are 0 again. A threshold at a norm of 0 is not drawn.
+The norms are drawn at random, about 1. The first 100 are 0, as of a buffer that is not filled yet. At step 500 they
+rise threefold, for good, and from step 1,900 to 2,100 they are 0 again. A threshold at a norm of 0 is not drawn.
 """
 
 import argparse
@@ -27,7 +27,7 @@ RULES = {
 
 
 def thresholds_of(name, norms):
-    """Return the threshold at each step, NaN where the norm is 0, and the share of the last 500 steps that it acts on."""
+    """Return the threshold at each step, NaN where the norm is 0, and on how many of the last 500 steps it acts."""
     tx = optax.with_extra_args_support(RULES[name])
 
     def step(state, norm):

@@ -19,6 +19,8 @@ TABS = re.compile(r"<!-- tabs -->\n(.*?)<!-- end of tabs -->\n", re.DOTALL)
 SECTION = re.compile(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 FORMULA = re.compile(r"^ *```.*?^ *```|`[^`\n]*`|\$([^$\n]+)\$", re.MULTILINE | re.DOTALL)  # not in code
 
+WORD = re.compile(r"<code>(?=[^<\s]{1,42}</code>)")
+
 
 def on_config(config: Any) -> Any:
     """Show the version in the header."""
@@ -55,3 +57,8 @@ def _tab(section: re.Match[str]) -> str:
 
 def _indented(text: str) -> str:
     return textwrap.indent(text.strip(), "    ")
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Keep code of one word on one line, where it fits on a phone."""
+    return WORD.sub('<code class="whole">', html)

@@ -86,7 +86,7 @@ def test_of_many_groups_the_largest_are_colored_and_patterns_choose() -> None:
     styles = {line.get_label().partition("/")[0]: line.get_linestyle() for line in plots.group_norms(both).lines}
     assert styles == {"gradients": "-", "params": "--"}
     plt.close("all")
-    with pytest.raises(ValueError, match="groups: 'heads' matches none of .*gradients/blocks/0"):
+    with pytest.raises(ValueError, match=r"groups: 'heads' matches none of .*gradients/blocks/0"):
         plots.group_norms(both, groups="heads")
 
 
