@@ -71,7 +71,7 @@ def norms(norms: Any, *, threshold: Any = None, scale: Any = None, ax: Any = Non
 def group_norms(
     history: Mapping[str, Any] | Sequence[Mapping[str, Any]],
     *,
-    groups: str | Sequence[str] | None = None,
+    only: str | Sequence[str] | None = None,
     ax: Any = None,
 ) -> Any:
     """Draw the norm of each group, such as a layer, over the steps, as one line.
@@ -80,7 +80,7 @@ def group_norms(
       history: the norms of each group, `(steps,)`, by name; or, of a chain with :func:`clipjax.record_norms` or
         :func:`clipjax.clip_by_group_norm`, what `clipjax.metrics` returned at each step, in a list or stacked by a
         `scan`; a step that was skipped, or is accumulated, adds no norm.
-      groups: path patterns of the groups to draw, as in `"gradients/blocks/*"`; None draws all.
+      only: path patterns of the groups to draw, as in `"gradients/blocks/*"`; None draws all.
       ax: the axes to draw on; None makes a new figure.
 
     Returns:
@@ -105,11 +105,11 @@ def group_norms(
         shown = bounds.short_repr(given)
         raise TypeError(f"history must be norms by name, or metrics with record_norms or groups, got {shown}")
     names = recorded or {key: key for key in history}
-    if groups is not None:
-        patterns = _checks.check_patterns("groups", groups)
+    if only is not None:
+        patterns = _checks.check_patterns("only", only)
         chosen = {key: name for key, name in names.items() if any(trees.matches(each, name) for each in patterns)}
         if not chosen:
-            raise ValueError(f"groups: {groups!r} matches none of {trees.a_few(list(names.values()))}")
+            raise ValueError(f"only: {only!r} matches none of {trees.a_few(list(names.values()))}")
         names = chosen
     found = {name: _taken(history, key) for key, name in names.items()}
     if len({x.shape for x in found.values()}) != 1:

@@ -81,13 +81,13 @@ def test_of_many_groups_the_largest_are_colored_and_patterns_choose() -> None:
     assert len({line.get_color() for line in many.lines[:192]}) == 1
     drawn(many)
     both = {f"record_norms/{of}/blocks/{i}": [1.0] for of in ("gradients", "params") for i in range(3)}
-    assert list(drawn(plots.group_norms(both, groups="gradients/*"))) == [f"gradients/blocks/{i}" for i in range(3)]
-    assert list(drawn(plots.group_norms(both, groups=["blocks/1"]))) == ["gradients/blocks/1", "params/blocks/1"]
+    assert list(drawn(plots.group_norms(both, only="gradients/*"))) == [f"gradients/blocks/{i}" for i in range(3)]
+    assert list(drawn(plots.group_norms(both, only=["blocks/1"]))) == ["gradients/blocks/1", "params/blocks/1"]
     styles = {line.get_label().partition("/")[0]: line.get_linestyle() for line in plots.group_norms(both).lines}
     assert styles == {"gradients": "-", "params": "--"}
     plt.close("all")
-    with pytest.raises(ValueError, match=r"groups: 'heads' matches none of .*gradients/blocks/0"):
-        plots.group_norms(both, groups="heads")
+    with pytest.raises(ValueError, match=r"only: 'heads' matches none of .*gradients/blocks/0"):
+        plots.group_norms(both, only="heads")
 
 
 def test_units_are_sorted_and_those_at_the_bound_are_counted() -> None:
