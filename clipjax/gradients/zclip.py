@@ -62,7 +62,7 @@ def zclip(
       A transformation with the metrics of a clip and `threshold`: what a spike was clipped to, else the norm
       above which there would have been one; at most `max_norm`, and infinite in a warm-up without it.
 
-    A norm of 0 is left out. At 100 spikes in a row, where any other step takes 4 from the count, norms have come to a
+    A norm of 0 is left out. At 100 spikes in a row, where each other step lowers the count by 4, norms have come to a
     higher level, and the statistics start anew, with a warm-up: they would clip each step forever.
 
     Until then equals the authors' `ZClip`, where `max_grad_norm` is 1 by default, and "adaptive" and "mean" are the

@@ -76,10 +76,10 @@ def min_max_norm(
     """
     if not (isinstance(low, Mapping) or isinstance(high, Mapping)):
         _checks.check_order(low, high)
-    bounds.check_bound("rate", rate)
     _check_at_most("rate", rate, 1, "at most 1")
-    for value in low.values() if isinstance(low, Mapping) else [low]:
-        _check_at_most("low", value, np.finfo(np.float64).max, "finite")
+    lows = {f"low[{key!r}]": value for key, value in low.items()} if isinstance(low, Mapping) else {"low": low}
+    for name, value in lows.items():
+        _check_at_most(name, value, np.finfo(np.float64).max, "finite")
 
     return _rescaling(
         written("min_max_norm", low, high, rate=(rate, 1.0), axes=(axes, "auto")),
@@ -92,6 +92,7 @@ def min_max_norm(
 
 
 def _check_at_most(name: str, value: Any, most: float, wanted: str) -> None:
+    bounds.check_bound(name, value)
     if not (callable(value) or isinstance(value, jax.core.Tracer)) and np.any(np.asarray(value) > most):
         raise ValueError(f"{name} must be {wanted}, got {bounds.short_repr(value)}")
 

@@ -53,6 +53,7 @@ THEMES = {
         of_value("clip_by_norm(1.0, ord=jnp.nan)", "ord", "nan"), of_type("clip_by_value()", "one bound", "nothing"),
         of_type("clip_by_value(low=0.0)", "low=0.0", "low and high"),
         of_type("max_norm({'layer': params})", "radius['layer']", "kernel"),
+        of_type("min_max_norm({'layer': params}, 1.0)", "low['layer']", "kernel"),
         of_type("clip_by_value(high=1.0)", "high=1.0", "low and high"),
         of_type("clip_by_value(1.0, low=0.0, high=1.0)", "bound=1.0", "low and high"),
         of_value("min_max_norm(jnp.inf, jnp.inf)", "low", "finite", "inf"),
