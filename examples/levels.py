@@ -49,7 +49,7 @@ def main():
     norms = np.float32(level * np.exp(0.1 * np.random.default_rng(0).normal(size=at.size)))
 
     plt.rcParams.update({"font.size": 12})
-    figure, axes = plt.subplots(3, 2, figsize=(8, 7.5), layout="constrained", sharex=True, sharey=True)
+    figure, axes = plt.subplots(2, 3, figsize=(9, 4.8), layout="constrained", sharex=True, sharey=True)
     for name, ax in zip(RULES, axes.flat, strict=True):
         thresholds, share = thresholds_of(name, norms)
         print(f"{name} acts on {share:.0%} of the last 500 steps")
@@ -61,7 +61,7 @@ def main():
     for ax in axes[-1]:
         ax.set_xlabel("step")
     figure.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=2)
-    figure.savefig(args.plot, dpi=100)
+    figure.savefig(args.plot, dpi=110)
     print(f"picture: {args.plot}")
 
 
