@@ -15,7 +15,7 @@ from clipjax._core import bounds, trees
 
 def check_number(name: str, value: Any, interval: str) -> Any:
     """Return a number in an interval, which is written as in "[0, 1)"."""
-    bounds.check_bound(name, value, -np.inf, forms="a number")
+    value = bounds.check_bound(name, value, -np.inf, forms="a number")
     if callable(value) or np.ndim(value):
         raise TypeError(f"{name} must be a number, got {bounds.short_repr(value)}")
     if isinstance(value, jax.core.Tracer):
@@ -36,8 +36,9 @@ def check_count(name: str, value: Any, least: int) -> Any:
         number = operator.index(value)
     except TypeError:
         raise TypeError(f"{name} must be a whole number, got {bounds.short_repr(value)}") from None
-    if isinstance(value, bool) or number < least:
-        raise ValueError(f"{name} must be a whole number of at least {least}, got {bounds.short_repr(value)}")
+    if isinstance(value, bool) or not least <= number < 2**31:
+        wanted = "below 2**31" if number >= 2**31 else f"of at least {least}"
+        raise ValueError(f"{name} must be a whole number {wanted}, got {bounds.short_repr(value)}")
     return number
 
 

@@ -176,7 +176,7 @@ def clip_by_global_norm(
     if norm is not None:
         bounds.check_fits("norm", norm, (), "the whole tree")
         is_known = bounds.is_real(norm) and not isinstance(norm, jax.core.Tracer)
-        if not (is_known and np.isnan(jax.device_get(norm))):  # NaN is a norm that is not finite
+        if not (is_known and np.isnan(float(jax.device_get(norm)))):  # NaN is a norm that is not finite
             norm = bounds.check_constant("norm", norm)
         norm = jnp.asarray(norm, norms.sum_dtype(jnp.result_type(norm)))
     clipped, metrics = clipping.clip_tree(tree, bound, _checks.check_ord(ord), norm)

@@ -26,7 +26,17 @@ def is_real(value: Any) -> bool:
     """Return whether a value is a real number, or an array of real numbers."""
     if isinstance(value, jax.Array | np.ndarray | np.generic):
         return any(jnp.issubdtype(value.dtype, kind) for kind in (jnp.floating, jnp.integer))
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    if isinstance(value, int):
+        return not isinstance(value, bool) and abs(value) < 2**1000  # a float holds it
+    return isinstance(value, float)
+
+
+def as_float(value: Any) -> Any:
+    """Return a real number or array as floats, if it is not JAX's: that would take whole ones for int32, and wrap."""
+    if isinstance(value, np.ndarray | np.generic):
+        whole_or_long = jnp.issubdtype(value.dtype, jnp.integer) or value.dtype.itemsize > 8
+        return value.astype(np.float64) if whole_or_long else value
+    return float(value) if isinstance(value, int) else value
 
 
 def check_bound(
@@ -50,7 +60,7 @@ def check_bound(
     if not (value >= least).all():
         wanted = "not be NaN" if np.isnan(value).any() else f"be at least {least:g}"
         raise ValueError(f"{name} must {wanted}, got {short_repr(bound)}")
-    return bound
+    return as_float(bound)
 
 
 def check_constant(name: str, bound: Any, least: float = 0, *, scalar: bool = False) -> Any:
@@ -80,7 +90,7 @@ def as_schedule(name: str, bound: Any, least: float = 0, *, scalar: bool = False
             raise TypeError(f"{name} must be a schedule that returns a number, but it returned {short_repr(value)}")
         if scalar:
             check_fits(name, value, (), "the norm of all leaves")
-        return jnp.maximum(value, least)
+        return jnp.maximum(as_float(value), least)
 
     return evaluate
 

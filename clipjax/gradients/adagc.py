@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal, NamedTuple, SupportsIndex, get_args
 
 import jax
@@ -80,7 +81,7 @@ def adagc(
     """
     ratio_at = bounds.as_schedule("relative_bound", relative_bound, scalar=True)
     cap_at = bounds.as_schedule("max_norm", max_norm, scalar=True)
-    _checks.check_number("decay", decay, "[0, 1)")
+    decay = _checks.check_number("decay", decay, "[0, 1)")
     warm = _checks.check_count("warmup_steps", warmup_steps, 0)
     if warmup_norms not in get_args(WarmupNorms):
         raise ValueError(f"warmup_norms must be one of {get_args(WarmupNorms)}, got {bounds.short_repr(warmup_norms)}")
@@ -104,21 +105,9 @@ def adagc(
         all_sizes, all_gammas = _stacked(sizes), _stacked(gammas)
         warming, total = steps < warm, norms.tree_norm(all_sizes)
         cap, ratio = (jnp.asarray(at(step), total.dtype) for at in (cap_at, ratio_at))
-        tree_factor = clipping.factor_to(cap, total)
-
-        @jax.jit
-        def follow(n: jax.Array, gamma: jax.Array) -> Any:
-            """Return the bound, what is compared with what, the norm after the clip, and the next gamma."""
-            is_known = gamma < jnp.inf
-            usual = jnp.where(is_known, gamma, n)
-            bound = jnp.where(is_known, ratio.astype(n.dtype) * usual, jnp.inf)
-            most = jnp.where(warming, cap.astype(n.dtype), bound)
-            seen = jnp.where(warming, total.astype(n.dtype), n)
-            n_after = jnp.where(warming, n * tree_factor.astype(n.dtype), jnp.minimum(n, bound))
-            entering = n_after if warmup_norms == "after" else jnp.where(warming, n, n_after)
-            average = usual + (1 - decay) * (entering - usual)
-            new = jnp.where(warming, jnp.minimum(gamma, entering), average)
-            return bound, most, seen, n_after, if_counted(total, jnp.where(entering > 0, new, gamma), gamma)
+        follow = functools.partial(
+            _follow, warming=warming, total=total, cap=cap, ratio=ratio, rate=1 - decay, after=warmup_norms == "after"
+        )
 
         factors, new_gammas = [], []
         for each, n, gamma in zip(found, sizes, gammas, strict=True):
@@ -136,6 +125,22 @@ def adagc(
         return clipping.rescaled(updates, found, factors), metrics, new_memory
 
     return transformation.with_metrics("adagc", act, remember)
+
+
+@functools.partial(jax.jit, static_argnames="after")
+def _follow(
+    n: jax.Array, gamma: jax.Array, *, warming: Any, total: Any, cap: Any, ratio: Any, rate: Any, after: bool
+) -> tuple[jax.Array, ...]:
+    """Return the bound, what is compared with what, the norm after the clip, and the next gamma."""
+    total, cap, ratio = (x.astype(n.dtype) for x in (total, cap, ratio))
+    is_known, is_finite = gamma < jnp.inf, ratio < jnp.inf  # infinity times 0 would be NaN in derivatives
+    usual = jnp.where(is_known, gamma, n)
+    bound = jnp.where(is_known & is_finite, jnp.where(is_finite, ratio, 1) * usual, jnp.inf)
+    most, seen = jnp.where(warming, cap, bound), jnp.where(warming, total, n)
+    n_after = jnp.where(warming, n * clipping.factor_to(cap, total), jnp.minimum(n, bound))
+    entering = n_after if after else jnp.where(warming, n, n_after)
+    new = jnp.where(warming, jnp.minimum(gamma, entering), usual + rate * (entering - usual))
+    return bound, most, seen, n_after, if_counted(total, jnp.where(entering > 0, new, gamma), gamma)
 
 
 def _stacked(each: list[jax.Array]) -> list[jax.Array]:

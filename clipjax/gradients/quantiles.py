@@ -57,7 +57,7 @@ def autoclip(
       >>> print(clipped.round(3), clipjax.metrics(state)["autoclip/threshold"])
       [2. 0.] 2.0
     """
-    _checks.check_number("percentile", percentile, "[0, 100]")
+    percentile = _checks.check_number("percentile", percentile, "[0, 100]")
     if not isinstance(percentile, jax.core.Tracer) and 0 < percentile < 1:
         raise ValueError(
             f"percentile is in percent, such as 10.0 for the tenth percentile, got {percentile}; "
@@ -117,9 +117,9 @@ def clip_by_quantile(
       >>> print(clipped.round(3), state.memory.max_norm.round(3))  # exp(0.2 * 0.5)
       [0.6 0.8] 1.105
     """
-    _checks.check_number("quantile", quantile, "(0, 1)")
-    _checks.check_number("learning_rate", learning_rate, "(0, inf)")
-    _checks.check_number("initial_max_norm", initial_max_norm, "(0, inf)")
+    quantile = _checks.check_number("quantile", quantile, "(0, 1)")
+    learning_rate = _checks.check_number("learning_rate", learning_rate, "(0, inf)")
+    initial_max_norm = _checks.check_number("initial_max_norm", initial_max_norm, "(0, inf)")
 
     def remember(dtype: Any) -> QuantileMemory:
         return QuantileMemory(jnp.array(initial_max_norm, dtype))

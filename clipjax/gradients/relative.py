@@ -48,7 +48,7 @@ def adaptive_grad_clip(
       [5.e-02 1.e-05]
     """
     share = bounds.as_schedule("clipping", clipping)
-    _checks.check_number("eps", eps, "[0, inf)")
+    eps = _checks.check_number("eps", eps, "[0, inf)")
     axes = units.check_axes(axes, auto=_fan_in_or_all_by_rank)
 
     def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:

@@ -124,6 +124,7 @@ def _rescaling(name: str, factor: Callable[..., jax.Array], axes: Any, **given: 
     """Make the projection that multiplies units by `factor(norms, dtype, **limits)`."""
     axes = units.check_axes(axes, auto=units.fan_in_of_matrices)
     each_limit = {key: limits.by_leaf(key, value) for key, value in given.items()}
+    scheduled = any(each.scheduled for each in each_limit.values())
 
     def find(params: Any) -> list[units.LeafUnits]:
         patterns = zip(*(each.patterns(params) for key, each in each_limit.items() if key != "rate"), strict=True)
@@ -134,11 +135,13 @@ def _rescaling(name: str, factor: Callable[..., jax.Array], axes: Any, **given: 
         found, factors = find(params), []
         for each, norm in zip(found, units.norms_of(found), strict=True):
             here = {key: at.get(of_leaf[each.place], _FREE.get(key)) for key, (of_leaf, at) in now.items()}
+            if "low" in here and not scheduled:
+                _checks.check_order(here["low"], here["high"], each.leaf)
             fitted = {key: bounds.fit_bound(key, limit, norm, each.leaf) for key, limit in here.items()}
             factors.append(factor(norm, each.leaf.value.dtype, **fitted))
         return clipping.rescaled(params, found, factors)
 
-    return Projection(name, rescale, scheduled=any(each.scheduled for each in each_limit.values()), find=find)
+    return Projection(name, rescale, scheduled=scheduled, find=find)
 
 
 # The limits of a leaf that no pattern matches.

@@ -52,7 +52,7 @@ def _at_least_norm(w: jax.Array) -> jax.Array:
     entry = jnp.max(jnp.abs(w), axis=(0, -2, -1))
     gram = _gram(w / _of_each(jnp.where(entry > 0, entry, 1), w))
     trace = jnp.where(entry > 0, jnp.trace(gram, axis1=-2, axis2=-1).real, 1)
-    power, _ = lax.scan(lambda x, _: (_product(x, x), None), gram / _of_each(trace, w), None, length=2)
+    power, _ = lax.scan(lambda x, _: (_product(x, x), None), gram / _of_each(trace, gram), None, length=2)
     return (1 + 1e-5) * entry * jnp.sqrt(trace) * jnp.sum(jnp.square(jnp.abs(power)), axis=(-2, -1)) ** (1 / 16)
 
 
@@ -122,7 +122,8 @@ def _gram(w: jax.Array) -> jax.Array:
 
 def _of_each(x: jax.Array, w: jax.Array) -> jax.Array:
     """Return what there is one of for each matrix so that it broadcasts to their entries."""
-    return x[..., None, None].astype(x.dtype if x.dtype == bool else w.dtype)
+    shape = (*(1,) * (w.ndim - x.ndim - 2), *x.shape, 1, 1)
+    return x.reshape(shape).astype(x.dtype if x.dtype == bool else w.dtype)
 
 
 @cap.defjvp

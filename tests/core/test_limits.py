@@ -25,6 +25,25 @@ def test_a_traced_bound_below_0_counts_as_0() -> None:
         np.testing.assert_array_equal(x, np.zeros_like(x))
 
 
+@pytest.mark.parametrize("limit", [10**10, np.int64(3 * 10**9), np.int64(2**40), np.array(2**40), np.longdouble(1e10)])
+def test_a_limit_that_int32_cannot_hold_clips_nothing(limit: Any) -> None:
+    """JAX takes whole numbers for int32, which would wrap to a negative limit, or to 0."""
+    tree = {"w": jnp.array([[3.0, 1.0], [4.0, 2.0]])}
+    clips = [
+        clipjax.clip_by_global_norm(limit),
+        clipjax.clip_by_norm(limit),
+        clipjax.clip_by_group_norm({"w": limit}),
+        clipjax.clip_by_global_norm(lambda step: limit),
+        clipjax.adaptive_grad_clip(0.1, eps=limit),
+    ]
+    each = [tx.update(tree, tx.init(tree), tree)[0] for tx in clips]
+    each += [clipjax.max_norm(limit)(tree), clipjax.max_norm({"w": limit})(tree), clipjax.box(-limit, limit)(tree)]
+    each += [clipjax.functional.clip_by_global_norm(tree, limit)[0], clipjax.functional.clip_by_norm(tree, limit)]
+    each += [jax.vjp(lambda x: clipjax.clip_gradient_by_global_norm(x, limit), tree)[1](tree)[0]]
+    for clipped in each:
+        np.testing.assert_array_equal(clipped["w"], tree["w"])
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_both_limits_are_rounded_inward(dtype: str) -> None:
     """Measured in float64, no entry is beyond what the user wrote; and none is far from it."""

@@ -8,6 +8,7 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import clipjax
 from clipjax.gradients.zclip import ZclipMode
@@ -128,3 +129,31 @@ def test_thresholds_may_be_schedules_and_infinite() -> None:
         np.testing.assert_array_equal(never[name].updates["w"], norms["w"], err_msg=name)
         np.testing.assert_array_equal(later[name].updates["w"], number[name].updates["w"], err_msg=name)
         assert (later[name].updates["w"] < 9)[0, 4], name
+
+
+@pytest.mark.parametrize("threshold", [500.0, math.inf])
+def test_a_threshold_that_clips_nothing_has_the_derivative_of_the_identity(threshold: float) -> None:
+    """Though the exponential of so many deviations is infinite."""
+    for tx in (
+        clipjax.zclip(threshold),
+        clipjax.clip_by_lognormal(threshold),
+        clipjax.adagc(threshold, warmup_steps=0),
+    ):
+        slopes = jax.grad(lambda v, tx=tx: jnp.sum(tx.update(v, tx.init(v))[0]))(jnp.array([3.0, 4.0]))
+        np.testing.assert_array_equal(slopes, [1, 1])
+
+
+def test_the_deviation_is_never_below_0() -> None:
+    """It is 0, but for a rounding, where a norm replaces all before it: after a restart, or by a decay of 0."""
+    norms = np.exp(0.1 * np.random.default_rng(0).standard_normal((8, 400))).astype(np.float32)
+    norms[:, 50:190] = norms[:, 50:51] * 8  # equal ones, which are taken for spikes until the statistics start anew
+    for tx in (clipjax.zclip(), clipjax.zclip(decay=0.0), clipjax.clip_by_lognormal(decay=0.0)):
+
+        def step(state: Any, norm: Any, tx: Any = tx) -> Any:
+            _, state = tx.update(norm[None], state)
+            return state, state.memory.std
+
+        first = tx.init(jnp.zeros(1))
+        _, stds = jax.jit(jax.vmap(lambda run, step=step, first=first: jax.lax.scan(step, first, run)))(norms)
+        assert np.isfinite(stds).all()
+        assert (stds >= 0).all()

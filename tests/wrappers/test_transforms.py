@@ -87,6 +87,7 @@ def test_strict_modes_and_leak_checks_find_nothing() -> None:
         for number in (jnp.bfloat16(2), jnp.int32(2), 2):
             jax.eval_shape(lambda p, x=number: skip.update(p, skip.init(p), p, loss=x), PARAMS)
             jax.eval_shape(lambda p, x=number: clipjax.functional.clip_by_global_norm(p, 1.0, norm=x), PARAMS)
+        jax.eval_shape(clipjax.spectral_cap(1.0), jnp.ones((4, 3)))  # as several blocks
     with jax.checking_leaks():
         for name in ("clip_by_global_norm", "min_max_norm", "bounded"):
             jax.eval_shape(lambda p, tx=members[name]: tx.update(p, tx.init(p), p), PARAMS)
