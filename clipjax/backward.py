@@ -28,9 +28,6 @@ def clip_gradient_by_value(x: T, low: ArrayLike, high: ArrayLike) -> T:
       low: the lower limit, a number or an array that broadcasts to every leaf.
       high: the upper limit, likewise.
 
-    Returns:
-      `x`, bit for bit.
-
     Raises:
       TypeError, ValueError: a limit is NaN or not a number; `low` is above `high`; a leaf is complex. JAX raises
         a TypeError in forward mode, since a clipped gradient is not linear.
@@ -57,9 +54,6 @@ def clip_gradient_by_norm(x: T, max_norm: ArrayLike, axes: units.Axes = None) ->
       max_norm: the bound, a number or an array that broadcasts to the norms. Its own gradient is 0.
       axes: the axes that are reduced; None for the whole leaf.
 
-    Returns:
-      `x`, bit for bit.
-
     Raises:
       TypeError, ValueError: `max_norm` is negative, NaN or not a number, or does not fit the norms; `axes` do not
         fit a leaf, or apply to none. JAX raises a TypeError in forward mode.
@@ -85,9 +79,6 @@ def clip_gradient_by_global_norm(tree: T, max_norm: ArrayLike) -> T:
       tree: a pytree of arrays.
       max_norm: the bound, a number or a scalar array. Its own gradient is 0.
 
-    Returns:
-      `tree`, bit for bit.
-
     Raises:
       TypeError, ValueError: `max_norm` is negative, NaN, not a number or not a scalar. JAX raises a TypeError in
         forward mode.
@@ -106,33 +97,25 @@ def clip_gradient_by_global_norm(tree: T, max_norm: ArrayLike) -> T:
 
 
 def _with_gradient(change: Callable[..., Any], tree: T, *limits: Any) -> T:
-    """Return a tree whose gradient becomes `change(gradient, *limits)`; None stands for leaves without one."""
+    """Return a tree whose gradient becomes `change(gradient, *limits)`, where leaves without one have float0."""
     leaves, rebuild = trees.leaves_of(tree)
-    kinds, floats = [trees.is_float(leaf.value) for leaf in leaves], trees.floats_of(tree)
-
-    def as_tree(values: Any) -> Any:
-        rest = iter(values)
-        return rebuild([next(rest) if kind else None for kind in kinds])
-
     # Arrays are arguments, since a custom derivative must not close over tracers; numbers stay exact.
     arrays = {i: bound for i, bound in enumerate(limits) if isinstance(bound, jax.Array)}
     numbers = {i: bound for i, bound in enumerate(limits) if i not in arrays}
 
-    def changed(arrays: dict[int, Any], gradient: Any) -> list[Any]:
+    def changed(arrays: dict[int, Any], gradient: Any) -> Any:
         every = {**numbers, **arrays}
-        return trees.floats_of(change(as_tree(gradient), *(every[i] for i in range(len(limits)))))
+        return change(gradient, *(every[i] for i in range(len(limits))))
 
     @jax.custom_vjp
-    def identity(floats: list[Any], arrays: dict[int, Any]) -> list[Any]:
-        return floats
+    def identity(tree: T, arrays: dict[int, Any]) -> T:
+        return tree
 
-    def backward(arrays: dict[int, Any], gradient: Any) -> Any:
-        return changed(arrays, gradient), None
-
-    identity.defvjp(lambda floats, arrays: (floats, arrays), backward)
-    jax.eval_shape(changed, arrays, floats)  # raises its errors now
-    rest = iter(identity(floats, arrays))
-    return rebuild([next(rest) if kind else leaf.value for kind, leaf in zip(kinds, leaves, strict=True)])
+    identity.defvjp(lambda tree, arrays: (tree, arrays), lambda arrays, gradient: (changed(arrays, gradient), None))
+    tree = rebuild([leaf.value for leaf in leaves])
+    jax.eval_shape(changed, arrays, tree)  # raises its errors now
+    each = zip(leaves, trees.leaves_of(identity(tree, arrays))[0], strict=True)
+    return rebuild([new.value if trees.is_float(old.value) else old.value for old, new in each])
 
 
 def scale_gradient(x: T, factor: ArrayLike) -> T:
@@ -215,8 +198,8 @@ def replace_gradient(forward: Callable[..., Any], backward: Callable[..., Any]) 
             raise TypeError(f"{name} must be a function, got {bounds.short_repr(given)}")
 
     def function(*args: Any, **kwargs: Any) -> Any:
-        fixed_args, fixed_kwargs = jax.tree.map(_without_gradient, (args, kwargs))
-        values, rebuild = trees.leaves_of(forward(*fixed_args, **fixed_kwargs))
+        fixed = jax.tree.map(lambda x: lax.stop_gradient(x) if isinstance(x, jax.Array) else x, (args, kwargs))
+        values, rebuild = trees.leaves_of(forward(*fixed[0], **fixed[1]))
         others, _ = trees.leaves_of(backward(*args, **kwargs))
         kinds = [[(x.name, x.value.shape, x.value.dtype) for x in each] for each in (values, others)]
         if kinds[0] != kinds[1]:
@@ -226,10 +209,6 @@ def replace_gradient(forward: Callable[..., Any], backward: Callable[..., Any]) 
         return rebuild([_replaced(a.value, b.value) if trees.is_float(a.value) else a.value for a, b in each])
 
     return function
-
-
-def _without_gradient(x: Any) -> Any:
-    return lax.stop_gradient(x) if isinstance(x, jax.Array) else x
 
 
 @jax.custom_jvp

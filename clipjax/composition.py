@@ -25,9 +25,6 @@ def chain(*links: optax.GradientTransformation) -> optax.GradientTransformationE
     Args:
       *links: gradient transformations; the last ones may be projections and :func:`record_norms`.
 
-    Returns:
-      `optax.chain` of them.
-
     Raises:
       ValueError: there are none, or a projection is not last.
       TypeError: one of them is not a gradient transformation.
@@ -126,7 +123,7 @@ def _accumulating(tx: optax.GradientTransformation, steps: int) -> optax.Gradien
         return accumulated.init(params)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-        trees.check_leaves(updates)
+        trees.leaves_of(updates)  # raises its errors
         return accumulated.update(updates, state, params, **extra)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -15,14 +15,7 @@ from jax.typing import ArrayLike
 from clipjax import _checks
 from clipjax._core import bounds, clipping, norms, trees, units
 
-__all__ = [
-    "clip_by_global_norm",
-    "clip_by_norm",
-    "clip_by_value",
-    "global_norm",
-    "leaf_norms",
-    "unitwise_norms",
-]
+__all__ = ["clip_by_global_norm", "clip_by_norm", "clip_by_value", "global_norm", "leaf_norms", "unitwise_norms"]
 
 T = TypeVar("T")
 
@@ -130,9 +123,6 @@ def clip_by_norm(tree: T, max_norm: ArrayLike, axes: units.Axes = None, *, ord: 
       axes: the axes that are reduced, in leaves of every rank, biases too; None for the whole leaf.
       ord: 1, 2 (the default), any p >= 1, or `jax.numpy.inf`.
 
-    Returns:
-      The clipped tree.
-
     Example:
       >>> import jax.numpy as jnp
       >>> from clipjax import functional
@@ -147,11 +137,7 @@ def clip_by_norm(tree: T, max_norm: ArrayLike, axes: units.Axes = None, *, ord: 
 
 
 def clip_by_global_norm(
-    tree: T,
-    max_norm: ArrayLike,
-    *,
-    ord: bounds.Ord = None,
-    norm: ArrayLike | None = None,
+    tree: T, max_norm: ArrayLike, *, ord: bounds.Ord = None, norm: ArrayLike | None = None
 ) -> tuple[T, jax.Array]:
     """Clip the norm of all leaves together, like `tf.clip_by_global_norm`.
 

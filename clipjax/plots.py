@@ -69,10 +69,7 @@ def norms(norms: Any, *, threshold: Any = None, scale: Any = None, ax: Any = Non
 
 
 def group_norms(
-    history: Mapping[str, Any] | Sequence[Mapping[str, Any]],
-    *,
-    only: str | Sequence[str] | None = None,
-    ax: Any = None,
+    history: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, only: str | Sequence[str] | None = None, ax: Any = None
 ) -> Any:
     """Draw the norm of each group, such as a layer, over the steps, as one line.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -77,9 +76,6 @@ def with_metrics(
 
     takes_extra = any(each.kind is each.VAR_KEYWORD for each in inspect.signature(act).parameters.values())
 
-    def act_with(extra: dict[str, Any]) -> Act:
-        return functools.partial(act, **extra) if takes_extra else act
-
     def named(metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:
         for key, x in metrics.items():
             if np.ndim(x) or not (bounds.is_real(x) or isinstance(x, bool) or getattr(x, "dtype", "") == "bool"):
@@ -104,17 +100,18 @@ def with_metrics(
         return named(returned[1])
 
     def init(params: Any) -> MetricsState:
-        trees.check_leaves(params)
+        trees.leaves_of(params)  # raises its errors
         memory = () if remember is None else remember(params)
         return first_state(jax.eval_shape(first_metrics, params, memory), memory)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        extra = extra if takes_extra else {}
         if state is None or isinstance(state, optax.EmptyState):
             if remember is not None:
                 raise ValueError(f"state: {name} needs the state that init returned, got {state!r}")
-            return act_with(extra)(updates, params, None, ())[0], state
+            return act(updates, params, None, (), **extra)[0], state
         check_state(name, MetricsState, state)
-        updates, metrics, memory = act_with(extra)(updates, params, state.step, state.memory)
+        updates, metrics, memory = act(updates, params, state.step, state.memory, **extra)
         return updates, next_state(state, named(metrics), memory)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -133,23 +130,15 @@ def first_state(metrics: dict[str, Any], memory: Any) -> MetricsState:
 
 
 def next_state(state: MetricsState, metrics: dict[str, jax.Array], memory: Any) -> MetricsState:
-    """Return the state after a step with these metrics.
-
-    Raises:
-      ValueError: the state was made for metrics of other names.
-    """
+    """Return the state after a step with these metrics, or raise an error if it was made for others."""
     known = {*state.last, *state.totals, *state.shares}
     if known != set(metrics):
         more, less = (trees.a_few(sorted(x), 5) or "none" for x in (set(metrics) - known, known - set(metrics)))
         raise ValueError(f"state: it was made for other metrics; this step has {more} more, and {less} less")
     metrics = lax.stop_gradient(metrics)
-    return MetricsState(
-        optax.safe_increment(state.step),
-        {key: metrics[key].astype(old.dtype) for key, old in state.last.items()},
-        {key: saturating_add(old, metrics[key]) for key, old in state.totals.items()},
-        {key: saturating_add(old, metrics[key]) for key, old in state.shares.items()},
-        memory,
-    )
+    last = {key: metrics[key].astype(old.dtype) for key, old in state.last.items()}
+    totals, shares = ({key: saturating_add(old, metrics[key]) for key, old in part.items()} for part in state[2:4])
+    return MetricsState(optax.safe_increment(state.step), last, totals, shares, memory)
 
 
 def saturating_add(counter: jax.Array, more: jax.Array) -> jax.Array:

@@ -63,10 +63,7 @@ def is_box(node: Any) -> bool:
 def leaves_of(tree: Any) -> tuple[list[Leaf], Callable[[Sequence[Any]], Any]]:
     """Return the leaves of a tree, and the function that puts other values in their places.
 
-    Python numbers and NumPy arrays of floats become JAX arrays.
-
-    Raises:
-      TypeError: a leaf is not an array, such as the functions in an Equinox module.
+    Python numbers and NumPy arrays of floats become JAX arrays; what is no array, such as a function, is an error.
     """
     treedef: Any = jax.tree.structure(tree)
     return [Leaf(path, _as_array(path, leaf)) for path, leaf in with_paths(tree)], treedef.unflatten
@@ -75,11 +72,6 @@ def leaves_of(tree: Any) -> tuple[list[Leaf], Callable[[Sequence[Any]], Any]]:
 def floats_of(tree: Any) -> list[jax.Array]:
     """Return the leaves that have a norm."""
     return [leaf.value for leaf in leaves_of(tree)[0] if is_float(leaf.value)]
-
-
-def check_leaves(tree: Any) -> None:
-    """Raise an error if a leaf is not an array."""
-    leaves_of(tree)
 
 
 def _as_array(path: tuple[Any, ...], leaf: Any) -> Any:
@@ -106,9 +98,8 @@ def matches(pattern: str, name: str) -> bool:
 def first_matches(argument: str, patterns: Sequence[str], tree: Any, *, in_order: bool = True) -> list[str | None]:
     """Return the first of `patterns` that matches each leaf of a tree, or None.
 
-    Raises:
-      ValueError: a pattern matches no leaf, nor any None in the tree; if they are `in_order`, it is never the first.
-        In a tree from which `optax.masked` or `optax.partition` has removed leaves, it may be for one of those.
+    One that matches no leaf and no None is an error, and `in_order` one that is never the first; not so where
+    `optax.masked` or `optax.partition` has removed leaves, which it may be for.
     """
     found = with_paths(tree, _is_absent)
     names = [path_name(path) for path, _ in found]  # two may be the same: those of {"a/b": x, "a": {"b": y}}

@@ -84,16 +84,31 @@ def of_tree(tree: Any, axes: Any, chosen: Sequence[bool] | None = None) -> list[
     """Return the leaves of a tree that have units, as checked `axes` say, of all leaves or of those that are chosen.
 
     Raises:
-      ValueError: as `axes_of_leaves`; inside `shard_map`, a leaf may be split along the axes that are reduced.
+      ValueError: an axis is out of range or repeated; a pattern matches no leaf; every leaf is skipped, and neither a
+        rule nor SKIP in a mapping asked for that; inside `shard_map`, a leaf may be split along the reduced axes.
     """
     norms.warn_if_local()
-    found = []
-    for i, (leaf, reduced) in enumerate(zip(trees.leaves_of(tree)[0], axes_of_leaves(axes, tree, chosen), strict=True)):
-        if isinstance(reduced, Skip):
-            continue
-        if reduced is not None:
-            check_whole("axes", leaf)
-        found.append(LeafUnits(i, leaf, reduced))
+    found, floats = [], []
+    each = zip(trees.leaves_of(tree)[0], trees.per_leaf("axes", axes, tree, SKIP), strict=True)
+    for i, (leaf, rule) in enumerate(each):
+        if trees.is_float(leaf.value) and (chosen is None or chosen[i]):
+            floats += [leaf] if leaf.value.size else []
+            reduced = _resolve(rule, leaf)
+            if not isinstance(reduced, Skip):
+                if reduced is not None:
+                    check_whole("axes", leaf)
+                found.append(LeafUnits(i, leaf, reduced))
+    if isinstance(axes, Mapping):  # one that skips some leaves may find no others
+        asked = 0 < sum(isinstance(each, Skip) for each in axes.values()) < len(axes)
+    else:
+        asked = isinstance(axes, Skip) or (callable(axes) and axes not in (fan_in, fan_in_of_matrices))
+    if floats and not (asked or found):
+        shown = "'auto'" if axes is fan_in_of_matrices else getattr(axes, "__name__", repr(axes))
+        raise ValueError(
+            f"axes: nothing is changed, since {shown} applies to none of: {trees.a_few(floats, 5)}. 'auto', ints and "
+            "fan_in are for rank 2 and more; axes=None gives each leaf one norm, axes={'*bias': None} each bias. A "
+            "mapping is only for the leaves that its patterns match"
+        )
     return found
 
 
@@ -142,32 +157,6 @@ def literal_axes(axes: Any) -> Any:
     if isinstance(axes, Mapping):
         return {pattern: literal_axes(each) for pattern, each in axes.items()}
     return (lambda path, leaf: axes) if isinstance(axes, int | tuple) else axes
-
-
-def axes_of_leaves(axes: Any, tree: Any, chosen: Sequence[bool] | None = None) -> list[tuple[int, ...] | Skip | None]:
-    """Return the axes to reduce in each leaf of a tree, or SKIP, also for leaves that are not chosen.
-
-    Raises:
-      ValueError: an axis is out of range or repeated; a pattern matches no leaf; every leaf is skipped, and
-        neither a rule nor SKIP in a mapping asked for that.
-    """
-    leaves, rules = trees.leaves_of(tree)[0], trees.per_leaf("axes", axes, tree, SKIP)
-    counts = [trees.is_float(leaf.value) and (chosen is None or chosen[i]) for i, leaf in enumerate(leaves)]
-    each = zip(rules, leaves, counts, strict=True)
-    found = [_resolve(rule, leaf) if counted else SKIP for rule, leaf, counted in each]
-    floats = [leaf for leaf, counted in zip(leaves, counts, strict=True) if counted and leaf.value.size]
-    if isinstance(axes, Mapping):  # one that skips some leaves may find no others
-        asked = 0 < sum(isinstance(each, Skip) for each in axes.values()) < len(axes)
-    else:
-        asked = isinstance(axes, Skip) or (callable(axes) and axes not in (fan_in, fan_in_of_matrices))
-    if floats and not asked and all(isinstance(each, Skip) for each in found):
-        shown = "'auto'" if axes is fan_in_of_matrices else getattr(axes, "__name__", repr(axes))
-        raise ValueError(
-            f"axes: nothing is changed, since {shown} applies to none of: {trees.a_few(floats, 5)}. 'auto', ints and "
-            "fan_in are for rank 2 and more; axes=None gives each leaf one norm, axes={'*bias': None} each bias. A "
-            "mapping is only for the leaves that its patterns match"
-        )
-    return found
 
 
 def _resolve(axes: Any, leaf: trees.Leaf) -> tuple[int, ...] | Skip | None:

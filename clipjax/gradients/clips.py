@@ -49,10 +49,7 @@ def clip_by_global_norm(max_norm: bounds.Bound, *, ord: bounds.Ord = None) -> op
 
 
 def clip_by_norm(
-    max_norm: bounds.Bound,
-    *,
-    axes: units.Axes = None,
-    ord: bounds.Ord = None,
+    max_norm: bounds.Bound, *, axes: units.Axes = None, ord: bounds.Ord = None
 ) -> optax.GradientTransformationExtraArgs:
     """Clip the norm of each leaf, or of each unit along `axes`: x * min(1, max_norm / |x|).
 
@@ -127,10 +124,7 @@ def _entries_per_unit(each: units.LeafUnits) -> int:
 
 
 def clip_by_value(
-    bound: bounds.Bound | None = None,
-    high: bounds.Bound | None = None,
-    *,
-    low: bounds.Bound | None = None,
+    bound: bounds.Bound | None = None, high: bounds.Bound | None = None, *, low: bounds.Bound | None = None
 ) -> optax.GradientTransformationExtraArgs:
     """Clip each entry to `[-bound, bound]`, or to `[low, high]`: min(max(x, low), high).
 
@@ -168,8 +162,8 @@ def clip_by_value(
             f"limit; got {listed or 'nothing'}"
         )
     if bound is None:
-        _checks.check_order(low, high)
         lower, upper = bounds.as_schedule("low", low, -np.inf), bounds.as_schedule("high", high, -np.inf)
+        _checks.check_order(low, high)
     else:
         lower, upper = (lambda _: None), bounds.as_schedule("bound", bound)
 

@@ -12,9 +12,7 @@ from clipjax._core import bounds, clipping, norms, transformation, trees
 
 
 def clip_by_group_norm(
-    max_norms: Mapping[str, bounds.Bound],
-    *,
-    ord: bounds.Ord = None,
+    max_norms: Mapping[str, bounds.Bound], *, ord: bounds.Ord = None
 ) -> optax.GradientTransformationExtraArgs:
     """Clip the norm of each group of leaves to the bound of the group: x * min(1, max_norm / norm of the group).
 
@@ -51,14 +49,13 @@ def clip_by_group_norm(
     def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:
         leaves, rebuild = trees.leaves_of(updates)
         groups = trees.first_matches("max_norms", tuple(limits), updates)
-        values, of_groups = [leaf.value for leaf in leaves], {}
+        values, of_groups = {i: leaf.value for i, leaf in enumerate(leaves)}, {}
         for pattern, bound in limits.items():
-            places = [i for i, group in enumerate(groups) if group == pattern and trees.is_float(values[i])]
-            clipped, of_groups[pattern] = clipping.clip_tree([values[i] for i in places], bound(step), order)
-            for i, x in zip(places, clipped, strict=True):
-                values[i] = x
+            members = {i: x for i, x in values.items() if groups[i] == pattern}
+            clipped, of_groups[pattern] = clipping.clip_tree(members, bound(step), order)
+            values |= clipped
         metrics = {f"{pattern}/{key}": x for pattern, each in of_groups.items() for key, x in each.items()}
-        return rebuild(values), metrics | _together(list(of_groups.values())), memory
+        return rebuild(list(values.values())), metrics | _together(list(of_groups.values())), memory
 
     return transformation.with_metrics("clip_by_group_norm", act)
 

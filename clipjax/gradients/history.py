@@ -14,9 +14,7 @@ from clipjax._core import clipping, norms, transformation, trees
 
 
 def clip_by_history(
-    name: str,
-    remember: Callable[[Any], Any],
-    bound_of: Callable[[jax.Array, Any, Any], tuple[jax.Array, Any]],
+    name: str, remember: Callable[[Any], Any], bound_of: Callable[[jax.Array, Any, Any], tuple[jax.Array, Any]]
 ) -> optax.GradientTransformationExtraArgs:
     """Clip the norm of the whole tree to a bound that depends on past norms.
 
@@ -30,9 +28,6 @@ def clip_by_history(
       A transformation. A norm that is 0 or not finite does not change its memory.
     """
 
-    def first(params: Any) -> Any:
-        return remember(norms.norm_dtype(params))
-
     def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:
         norm = norms.tree_norm(trees.floats_of(updates))
         bound, new = bound_of(norm, memory, step)
@@ -40,7 +35,7 @@ def clip_by_history(
         clipped, metrics = clipping.clip_tree(updates, bound, norm=norm)
         return clipped, metrics | {"threshold": bound}, if_counted(norm, new, memory)
 
-    return transformation.with_metrics(name, act, first)
+    return transformation.with_metrics(name, act, lambda params: remember(norms.norm_dtype(params)))
 
 
 def next_place(entered: jax.Array, size: int) -> jax.Array:

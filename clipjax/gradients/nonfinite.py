@@ -10,7 +10,7 @@ import optax
 from jax import lax
 
 from clipjax._core import clipping, norms, transformation, trees
-from clipjax.gradients.skipping import Verdict, skipping
+from clipjax.gradients.skipping import skipping
 
 
 def zero_nonfinite() -> optax.GradientTransformationExtraArgs:
@@ -87,7 +87,7 @@ def skip_nonfinite(
       [1. 2.] 1
     """
 
-    def compare(norm: Any, loss: Any, past: Any, step: Any) -> Verdict:
-        return Verdict(jnp.zeros((), bool), past, {}, {})
+    def compare(norm: Any, loss: Any, past: Any, step: Any) -> Any:
+        return np.False_, past, {}
 
     return skipping("skip_nonfinite", optimizer, max_consecutive, compare, lambda dtype: ())

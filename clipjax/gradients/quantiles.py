@@ -121,9 +121,6 @@ def clip_by_quantile(
     learning_rate = _checks.check_number("learning_rate", learning_rate, "(0, inf)")
     initial_max_norm = _checks.check_number("initial_max_norm", initial_max_norm, "(0, inf)")
 
-    def remember(dtype: Any) -> QuantileMemory:
-        return QuantileMemory(jnp.array(initial_max_norm, dtype))
-
     def bound_of(norm: jax.Array, memory: QuantileMemory, step: Any) -> tuple[jax.Array, QuantileMemory]:
         (bound,) = memory
         inside = (norm <= bound).astype(bound.dtype)
@@ -131,4 +128,6 @@ def clip_by_quantile(
         after = jnp.clip(bound * jnp.exp(-learning_rate * (inside - quantile)), limits.tiny, limits.max)
         return bound, QuantileMemory(after)
 
-    return clip_by_history("clip_by_quantile", remember, bound_of)
+    return clip_by_history(
+        "clip_by_quantile", lambda dtype: QuantileMemory(jnp.array(initial_max_norm, dtype)), bound_of
+    )

@@ -53,10 +53,9 @@ def adaptive_grad_clip(
 
     def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:
         weights = trees.leaves_of(_checks.params_for("adaptive_grad_clip", updates, params))[0]
-        found, relative, least = units.of_tree(updates, axes), [], jnp.maximum(eps, _LEAST)
-        for each, norm in zip(found, units.norms_of(found), strict=True):
-            size = norms.norm(weights[each.place].value, each.axes)
-            relative.append(norm / jnp.maximum(size, least))
+        found, least = units.of_tree(updates, axes), jnp.maximum(eps, _LEAST)
+        sizes = [jnp.maximum(norms.norm(weights[each.place].value, each.axes), least) for each in found]
+        relative = [norm / size for norm, size in zip(units.norms_of(found), sizes, strict=True)]
         return *clip_units(updates, found, relative, share(step), "clipping"), memory
 
     return transformation.with_metrics("adaptive_grad_clip", act)

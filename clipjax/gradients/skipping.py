@@ -19,78 +19,64 @@ class SkipMemory(NamedTuple):
     """What a transformation that skips steps remembers."""
 
     past: Any  # what it compares a step with
-    in_a_row: jax.Array  # int32: how many steps it has skipped since it took one
+    in_a_row: jax.Array  # int32: how many steps in a row were bad, at most `max_consecutive`
     inner: Any  # the state of the inner transformation
-
-
-class Verdict(NamedTuple):
-    """What `compare` decided about a step."""
-
-    spike: Any  # bool
-    past: Any  # for the next step
-    counts: dict[str, Any]  # bools: events that are counted
-    last: dict[str, Any]  # floats to log
 
 
 def skipping(
     name: str,
     optimizer: optax.GradientTransformation,
     max_consecutive: SupportsIndex | None,
-    compare: Callable[[Any, Any, Any, Any], Verdict],
+    compare: Callable[[Any, Any, Any, Any], tuple[Any, Any, dict[str, Any]]],
     remember: Callable[[Any], Any],
 ) -> optax.GradientTransformationExtraArgs:
     """Make a transformation that skips steps whose norm or loss is not finite or a spike.
 
-    `compare(norm, loss, past, step)` says whether they are a spike, and `remember(dtype)` makes the first past, from
-    the dtype of the norm.
+    `compare(norm, loss, past, step)` returns whether they are a spike, the next past, and metrics; `remember(dtype)`
+    makes the first past, from the dtype of the norm.
     """
     inner = optax.with_extra_args_support(_checks.check_transformation("optimizer", optimizer))
     most = None if max_consecutive is None else _checks.check_count("max_consecutive", max_consecutive, 1)
 
     def judge(updates: Any, params: Any, step: Any, memory: Any, **extra: Any) -> Any:
-        past, in_a_row = memory
+        past, in_a_row, _ = memory
         loss = None if extra.get("loss") is None else _mean_of_devices(extra["loss"])
         norm = lax.stop_gradient(norms.tree_norm(trees.floats_of(updates)))
-        verdict = compare(norm, loss, past, step)
+        spike, past, metrics = compare(norm, loss, past, step)
         bad_loss = jnp.zeros((), bool) if loss is None else ~jnp.isfinite(loss)
-        fine = ~(~jnp.isfinite(norm) | bad_loss | verdict.spike)
+        fine = jnp.isfinite(norm) & ~bad_loss & ~spike
         skipped = ~(fine if most is None else fine | (in_a_row >= most))
         # It stays at `max_consecutive`, so that bad steps are taken until a fine one makes it 0.
         in_a_row = jnp.where(fine, 0, transformation.saturating_add(in_a_row, skipped))
-        counts = {"skipped": skipped, "nonfinite_loss_count": bad_loss, **verdict.counts}
+        counts = {"skipped": skipped, "nonfinite_loss_count": bad_loss}
         last = {"norm": norm, "skipped_last": skipped, "skipped_in_a_row": in_a_row}
-        metrics = {key: x.astype(np.int32) for key, x in counts.items()}
-        metrics |= {key: x.astype(norm.dtype) for key, x in last.items()} | verdict.last
-        return updates, metrics, (verdict.past, in_a_row)
+        metrics |= {key: x.astype(np.int32) for key, x in counts.items()}
+        metrics |= {key: x.astype(norm.dtype) for key, x in last.items()}
+        return ~skipped, metrics, SkipMemory(past, in_a_row, ())
 
-    def before(params: Any) -> Any:
-        return remember(norms.norm_dtype(params)), jnp.zeros((), np.int32)
+    def first(params: Any) -> SkipMemory:
+        return SkipMemory(remember(norms.norm_dtype(params)), jnp.zeros((), np.int32), ())
 
-    watch = transformation.with_metrics(name, judge, before)
+    # Without the inner state: `init` traces `judge`, and an inner step may need arguments that only `update` gets.
+    watch = transformation.with_metrics(name, judge, first)
 
     def init(params: Any) -> transformation.MetricsState:
         state = watch.init(params)
-        past, in_a_row = state.memory
-        return state._replace(memory=SkipMemory(past, in_a_row, inner.init(params)))
+        return state._replace(memory=state.memory._replace(inner=inner.init(params)))
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, transformation.MetricsState]:
         transformation.check_state(name, transformation.MetricsState, state)
-        past, in_a_row, inner_state = state.memory
-        _, watched = watch.update(updates, state._replace(memory=(past, in_a_row)), params, **extra)
-        past, in_a_row = watched.memory
-        taken = watched.last[f"{name}/skipped_last"] == 0
-
-        def step(updates: Any, inner_state: Any) -> tuple[Any, Any]:
-            return inner.update(updates, inner_state, params, **extra)
-
-        updates, inner_state = _step_if(taken, step, updates, inner_state)
-        return updates, watched._replace(memory=SkipMemory(past, in_a_row, inner_state))
+        before, seen = state.memory.inner, state._replace(memory=state.memory._replace(inner=()))
+        taken, watched = watch.update(updates, seen, params, **extra)
+        step, after = inner.update(updates, before, params, **extra)
+        updates, after = _select(taken, (step, after), (jax.tree.map(_nothing, step), before))
+        return updates, watched._replace(memory=watched.memory._replace(inner=after))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _step_if(taken: jax.Array, step: Callable[..., Any], updates: Any, state: Any) -> tuple[Any, Any]:
-    """Return what `step(updates, state)` returns if the step is taken, else zero updates and the same state.
+def _select(taken: jax.Array, new: Any, old: Any) -> Any:
+    """Return the new tree if the step is taken, else the old one.
 
     Entries are selected: a `lax.cond` copies the state and keeps all updates on a TPU, and waits for the host on a GPU.
     """
@@ -99,12 +85,12 @@ def _step_if(taken: jax.Array, step: Callable[..., Any], updates: Any, state: An
         new, old = jnp.asarray(new), jnp.asarray(old)
         return lax.select(taken, new, old if old.dtype == new.dtype else old.astype(new.dtype))
 
-    def nothing(x: Any) -> Any:
-        zeros = jnp.zeros_like(x)
-        return -zeros if trees.is_float(zeros) else zeros  # -0.0 + 0.0 would be 0.0
+    return jax.tree.map(select, new, old)
 
-    updates, new_state = step(updates, state)
-    return jax.tree.map(select, updates, jax.tree.map(nothing, updates)), jax.tree.map(select, new_state, state)
+
+def _nothing(x: Any) -> Any:
+    zeros = jnp.zeros_like(x)
+    return -zeros if trees.is_float(zeros) else zeros  # -0.0 + 0.0 would be 0.0
 
 
 def _mean_of_devices(loss: Any) -> jax.Array:

@@ -13,7 +13,7 @@ from jax import lax
 from clipjax import _checks
 from clipjax._core import bounds
 from clipjax.gradients.history import next_place
-from clipjax.gradients.skipping import Verdict, skipping
+from clipjax.gradients.skipping import skipping
 
 # For normally distributed numbers, the median of |x - median| times this is the standard deviation.
 _STD_PER_MAD = 1.4826
@@ -91,27 +91,26 @@ def skip_spikes(
     if not isinstance(enough, jax.core.Tracer) and enough > length:
         raise ValueError(f"warmup_steps must be at most window={length}, got {enough}")
 
-    def compare(norm: Any, loss: Any, past: Any, step: Any) -> Verdict:
+    def compare(norm: Any, loss: Any, past: Any, step: Any) -> tuple[Any, Any, dict[str, Any]]:
         past_norms, losses = past
         if past_norms.ring.size != length:
             raise ValueError(f"window: the state was made with {past_norms.ring.size}, got {length}")
         z_score, threshold = _compared(norm, past_norms, highest(step), enough, _LEAST_STD)
         threshold = jnp.minimum(threshold, jnp.asarray(cap(step), threshold.dtype))
-        spike, finite = jnp.isfinite(norm) & (norm > threshold), jnp.isfinite(norm)
-        last = {"z_score": z_score, "threshold": threshold}
         seen = jnp.zeros((), losses.ring.dtype) if loss is None else loss.astype(losses.ring.dtype)
         loss_z_score, limit = _compared(seen, losses, highest(step), enough, _LEAST_STD_OF_LOSS)
+        spike = jnp.isfinite(norm) & (norm > threshold)
         loss_spike = jnp.isfinite(seen) & (seen > limit) & (loss is not None)
-        finite &= jnp.isfinite(seen)
-        last |= {"loss": seen, "loss_z_score": loss_z_score, "loss_threshold": limit}
-        counts = {"norm_spike_count": spike, "loss_spike_count": loss_spike}
+        metrics = {"norm_spike_count": spike.astype(np.int32), "loss_spike_count": loss_spike.astype(np.int32)}
+        metrics |= {"z_score": z_score, "threshold": threshold}
+        metrics |= {"loss": seen, "loss_z_score": loss_z_score, "loss_threshold": limit}
+        finite = jnp.isfinite(norm) & jnp.isfinite(seen)
         past = _entered(past_norms, norm, finite & (norm > 0)), _entered(losses, seen, finite & (seen != 0))
-        return Verdict(spike | loss_spike, past, counts, last)
+        return spike | loss_spike, past, metrics
 
-    def remember(dtype: Any) -> tuple[Window, Window]:
+    def remember(dtype: Any) -> tuple[Window, ...]:
         # A loss may be float64 wherever that is enabled.
-        first, second = (Window(jnp.zeros(length, x), jnp.zeros((), np.int32)) for x in (dtype, float))
-        return first, second
+        return tuple(Window(jnp.zeros(length, x), jnp.zeros((), np.int32)) for x in (dtype, float))
 
     return skipping("skip_spikes", optimizer, max_consecutive, compare, remember)
 

@@ -62,9 +62,9 @@ def zclip(
       A transformation with the metrics of a clip and `threshold`: what a spike was clipped to, else the norm
       above which there would have been one; at most `max_norm`, and infinite in a warm-up without it.
 
-    A norm of 0 is left out. At 100 spikes in a row, where each other step lowers the count by 4, norms have come to a
-    higher level, and the statistics start anew, with a warm-up: they would clip each step forever. Where fewer
-    than four in five are spikes, m and s follow as fast as `decay` allows.
+    A norm of 0 is left out. A spike counts 1, and any other step takes 4 away; at 100 the norms are at a higher level,
+    at which each step would be clipped forever: the statistics start anew, with a warm-up. Where fewer than four in
+    five are spikes, m and s follow as fast as `decay` allows.
 
     Until then equals the authors' `ZClip`, where `max_grad_norm` is 1 by default, and "adaptive" and "mean" are the
     `clip_option` of mode "zscore". As there, equal norms in the warm-up give s = 0, and then any larger norm

@@ -47,13 +47,14 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
             "and tx.update return. A projection has none: add a clip, nonfinite='skip' or record_norms()"
         )
     for state in states:
-        each = _metrics_of(state)
+        last, totals, shares = ({key: _array(x) for key, x in part.items()} for part in state[1:4])
+        steps = _array(state.step)
+        each = last | totals | {f"{key}_fraction": _share(x, steps) for key, x in shares.items()}
         name = next(iter(each), "").partition("/")[0]
-        numbered = (f"{name}_{i}" for i in itertools.count(1))
-        label = next(x for x in itertools.chain([name], numbered) if x not in labels)
+        label = next(x for i in itertools.count() if (x := f"{name}_{i}" if i else name) not in labels)
         labels.add(label)
         if each:
-            each[f"{name}/steps"] = _array(state.step)
+            each[f"{name}/steps"] = steps
         found |= {label + key.removeprefix(name): value for key, value in each.items()}
     return dict(sorted(found.items()))  # as those that a jitted function returns
 
@@ -64,12 +65,6 @@ def _states_in(tree: Any) -> Iterator[transformation.MetricsState]:
         if isinstance(node, transformation.MetricsState):
             yield node
             yield from _states_in(node.memory)
-
-
-def _metrics_of(state: transformation.MetricsState) -> dict[str, jax.Array]:
-    last, totals, shares = ({k: _array(x) for k, x in part.items()} for part in state[1:4])
-    steps = _array(state.step)
-    return last | totals | {f"{key}_fraction": _share(x, steps) for key, x in shares.items()}
 
 
 @jax.jit  # so that outside jit no constant goes to the device, which transfer guards forbid

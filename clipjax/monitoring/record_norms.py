@@ -62,15 +62,10 @@ def record_norms(
         )
     if name == "params" and len(set(measured)) == 2:
         raise ValueError("name must not be 'params' if both are measured: that is what the weights are called")
-    patterns: tuple[str, ...] | None = None
-    depth: int | None = None
     if isinstance(groups, jax.Array):
         raise bounds.traced_error("groups", groups)
-    if isinstance(groups, int):
-        depth = _checks.check_count("groups", groups, 1)
-    elif groups is not None and groups != "leaf":
-        patterns = _checks.check_patterns("groups", groups)
-
+    depth = _checks.check_count("groups", groups, 1) if isinstance(groups, int) else None
+    patterns = _checks.check_patterns("groups", groups) if depth is None and groups not in (None, "leaf") else None
     stacks = _checks.check_patterns("stacked", stacked) if stacked else ()
 
     def groups_of(tree: Any) -> list[str | None]:
@@ -79,20 +74,19 @@ def record_norms(
         return ["" if groups is None else trees.path_name(leaf.path[:depth]) for leaf in trees.leaves_of(tree)[0]]
 
     def measured_in(label: str, tree: Any) -> dict[str, jax.Array]:
-        members: dict[str, list[jax.Array]] = {"": []} if groups is None and not stacks else {}
-        layers: dict[str, list[trees.Leaf]] = {}
+        members: dict[Any, list[trees.Leaf]] = {("", False): []} if groups is None and not stacks else {}
+        each: dict[str, jax.Array] = {}
         leaves = trees.leaves_of(tree)[0]
         found = trees.first_matches("stacked", stacks, tree) if stacks else [None] * len(leaves)
         for group, stack, leaf in zip(groups_of(tree), found, leaves, strict=True):
             if group is not None and trees.is_float(leaf.value):
-                if stack is None:
-                    members.setdefault(group, []).append(leaf.value)
-                else:
-                    layers.setdefault(group, []).append(leaf)
-        each = {f"{label}/{group}".rstrip("/"): norms.tree_norm(values) for group, values in members.items()}
-        for group, stacked_leaves in layers.items():
+                members.setdefault((group, stack is not None), []).append(leaf)
+        for (group, is_stacked), of_group in members.items():
             prefix = f"{label}/{group}".rstrip("/")
-            each |= {f"{prefix}/{i}": norm for i, norm in enumerate(_norms_of_layers(stacked_leaves))}
+            if is_stacked:
+                each |= {f"{prefix}/{i}": norm for i, norm in enumerate(_norms_of_layers(of_group))}
+            else:
+                each[prefix] = norms.tree_norm([leaf.value for leaf in of_group])
         return each
 
     def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:

@@ -15,12 +15,7 @@ from clipjax.weights.projection import Projection, written
 Where = str | Sequence[str] | Callable[[Any, Any], bool] | None
 
 
-def box(
-    low: limits.Limit,
-    high: limits.Limit,
-    *,
-    where: Where = None,
-) -> Projection:
+def box(low: limits.Limit, high: limits.Limit, *, where: Where = None) -> Projection:
     """Project each entry onto `[low, high]`: min(max(w, low), high).
 
     Args:
@@ -30,9 +25,6 @@ def box(
       high: the upper limit, likewise.
       where: which leaves are projected: one or several path patterns, or a rule `(key path, leaf) -> bool`. None is
         all float leaves.
-
-    Returns:
-      A :class:`Projection`.
 
     Raises:
       TypeError, ValueError: `low` is above `high`; `where` chooses no leaf; a leaf is complex.
@@ -60,9 +52,6 @@ def non_negative(*, where: Where = None) -> Projection:
     Args:
       where: which leaves are projected, as in :func:`box`.
 
-    Returns:
-      A :class:`Projection`.
-
     Equals `keras.constraints.NonNeg` and `optax.projections.projection_non_negative`. Followed by
     :func:`max_norm` it projects onto the non-negative part of the ball.
 
@@ -80,7 +69,7 @@ def _box(name: str, low: Any, high: Any, where: Where) -> Projection:
             wanted = "a number, an array, a schedule or a mapping"
             raise TypeError(f"{limit} must be {wanted}, got {bounds.short_repr(value)}")
     lower, upper = limits.by_leaf("low", low, -np.inf), limits.by_leaf("high", high, -np.inf)
-    by_path, scheduled = isinstance(low, Mapping) or isinstance(high, Mapping), lower.scheduled or upper.scheduled
+    by_path = isinstance(low, Mapping) or isinstance(high, Mapping)
     if not by_path:
         _checks.check_order(low, high)
     choose = _choice(where)
@@ -90,26 +79,25 @@ def _box(name: str, low: Any, high: Any, where: Where) -> Projection:
         values, bottoms, tops = [leaf.value for leaf in leaves], lower.at(step), upper.at(step)
         each = zip(leaves, choose(params), lower.patterns(params), upper.patterns(params), strict=True)
         for i, (leaf, chosen, of_low, of_high) in enumerate(each):
-            if chosen and not of_low is of_high is None:
+            if chosen and (of_low, of_high) != (None, None):
                 bottom, top = bottoms.get(of_low, -np.inf), tops.get(of_high, np.inf)
-                if by_path and not scheduled:
+                if by_path and of_low not in lower.scheduled and of_high not in upper.scheduled:
                     _checks.check_order(bottom, top, leaf)
                 values[i] = clipping.clip_entries(leaf, bottom, top)
         return rebuild(values)
 
-    return Projection(name, clip, scheduled=scheduled)
+    return Projection(name, clip, scheduled=bool(lower.scheduled or upper.scheduled))
 
 
 def _choice(where: Any) -> Callable[[Any], list[bool]]:
     """Return the function from a tree to whether each leaf is chosen."""
-    patterns = None if where is None or callable(where) else _checks.check_patterns("where", where)
+    rule = (lambda path, leaf: True) if where is None else where
+    patterns = None if callable(rule) else _checks.check_patterns("where", rule)
 
     def choose(tree: Any) -> list[bool]:
         leaves, _ = trees.leaves_of(tree)
-        if where is None:
-            found = [True] * len(leaves)
-        elif patterns is None:
-            found = [bool(where(leaf.path, leaf.value)) for leaf in leaves]
+        if patterns is None:
+            found = [bool(rule(leaf.path, leaf.value)) for leaf in leaves]
         else:
             found = [pattern is not None for pattern in trees.first_matches("where", patterns, tree, in_order=False)]
         chosen = [yes and trees.is_float(leaf.value) for yes, leaf in zip(found, leaves, strict=True)]

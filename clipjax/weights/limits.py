@@ -16,7 +16,7 @@ class Limits(NamedTuple):
 
     patterns: Callable[[Any], list[str | None]]  # from a tree; None: the leaf has no limit
     at: Callable[[Any], dict[str | None, Any]]  # from a step; by pattern, without None
-    scheduled: bool
+    scheduled: set[str | None]  # the patterns whose limits are schedules
 
 
 def by_leaf(name: str, limit: Any, least: float = 0) -> Limits:
@@ -34,4 +34,4 @@ def by_leaf(name: str, limit: Any, least: float = 0) -> Limits:
     def at(step: Any) -> dict[str | None, Any]:
         return {pattern: schedule(step) for pattern, schedule in schedules.items()}
 
-    return Limits(find, at, any(map(callable, given.values())))
+    return Limits(find, at, {pattern for pattern, x in given.items() if callable(x)})

@@ -45,13 +45,7 @@ def max_norm(radius: limits.Limit, *, axes: Axes = "auto") -> Projection:
     return _rescaling(name, lambda norm, dtype, radius: clipping.factor_to(radius, norm, dtype), axes, radius=radius)
 
 
-def min_max_norm(
-    low: limits.Limit,
-    high: limits.Limit,
-    *,
-    rate: bounds.Bound = 1.0,
-    axes: Axes = "auto",
-) -> Projection:
+def min_max_norm(low: limits.Limit, high: limits.Limit, *, rate: bounds.Bound = 1.0, axes: Axes = "auto") -> Projection:
     """Bring each unit's norm between two: w * (rate * clip(|w|, low, high) / |w| + 1 - rate).
 
     Args:
@@ -59,9 +53,6 @@ def min_max_norm(
       high: the largest norm, likewise; infinity where no pattern matches.
       rate: the share of the way to the limit that a unit outside moves at each call, from 0 to 1. 1 projects.
       axes: the axes that are reduced, as in :func:`max_norm`.
-
-    Returns:
-      A :class:`Projection`.
 
     A unit of norm 0 stays 0, since it has no direction to grow in.
 
@@ -74,25 +65,18 @@ def min_max_norm(
       [[1.2 0.6]
        [1.6 0.8]]
     """
+    name = written("min_max_norm", low, high, rate=(rate, 1.0), axes=(axes, "auto"))
+    made = _rescaling(name, _factor_between, axes, low=low, high=high, rate=rate)
     if not (isinstance(low, Mapping) or isinstance(high, Mapping)):
         _checks.check_order(low, high)
     _check_at_most("rate", rate, 1, "at most 1")
     lows = {f"low[{key!r}]": value for key, value in low.items()} if isinstance(low, Mapping) else {"low": low}
-    for name, value in lows.items():
-        _check_at_most(name, value, np.finfo(np.float64).max, "finite")
-
-    return _rescaling(
-        written("min_max_norm", low, high, rate=(rate, 1.0), axes=(axes, "auto")),
-        _factor_between,
-        axes,
-        low=low,
-        high=high,
-        rate=rate,
-    )
+    for key, value in lows.items():
+        _check_at_most(key, value, np.finfo(np.float64).max, "finite")
+    return made
 
 
 def _check_at_most(name: str, value: Any, most: float, wanted: str) -> None:
-    bounds.check_bound(name, value)
     if not (callable(value) or isinstance(value, jax.core.Tracer)) and np.any(np.asarray(value) > most):
         raise ValueError(f"{name} must be {wanted}, got {bounds.short_repr(value)}")
 
@@ -102,9 +86,6 @@ def unit_norm(*, axes: Axes = "auto") -> Projection:
 
     Args:
       axes: the axes that are reduced, as in :func:`max_norm`.
-
-    Returns:
-      A :class:`Projection`.
 
     A unit of norm 0 stays 0.
 
@@ -124,7 +105,7 @@ def _rescaling(name: str, factor: Callable[..., jax.Array], axes: Any, **given: 
     """Make the projection that multiplies units by `factor(norms, dtype, **limits)`."""
     axes = units.check_axes(axes, auto=units.fan_in_of_matrices)
     each_limit = {key: limits.by_leaf(key, value) for key, value in given.items()}
-    scheduled = any(each.scheduled for each in each_limit.values())
+    scheduled = {(key, pattern) for key, each in each_limit.items() for pattern in each.scheduled}
 
     def find(params: Any) -> list[units.LeafUnits]:
         patterns = zip(*(each.patterns(params) for key, each in each_limit.items() if key != "rate"), strict=True)
@@ -135,13 +116,13 @@ def _rescaling(name: str, factor: Callable[..., jax.Array], axes: Any, **given: 
         found, factors = find(params), []
         for each, norm in zip(found, units.norms_of(found), strict=True):
             here = {key: at.get(of_leaf[each.place], _FREE.get(key)) for key, (of_leaf, at) in now.items()}
-            if "low" in here and not scheduled:
+            if "low" in here and scheduled.isdisjoint((key, of_leaf[each.place]) for key, (of_leaf, _) in now.items()):
                 _checks.check_order(here["low"], here["high"], each.leaf)
             fitted = {key: bounds.fit_bound(key, limit, norm, each.leaf) for key, limit in here.items()}
             factors.append(factor(norm, each.leaf.value.dtype, **fitted))
         return clipping.rescaled(params, found, factors)
 
-    return Projection(name, rescale, scheduled=scheduled, find=find)
+    return Projection(name, rescale, scheduled=bool(scheduled), find=find)
 
 
 # The limits of a leaf that no pattern matches.

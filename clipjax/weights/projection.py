@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import types
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -45,7 +44,6 @@ class Projection(_OptaxClass):
         self,
         name: str,
         function: Callable[..., Any],
-        *,
         scheduled: bool = False,
         find: Callable[[Any], list[units.LeafUnits]] | None = None,
         check: Callable[[Any], Any] | None = None,
@@ -70,7 +68,7 @@ class Projection(_OptaxClass):
     def init(self, params: Any) -> Any:
         """Raise errors, and return the state."""
         step = jnp.zeros((), np.int32) if self.scheduled else None
-        trees.check_leaves(params)
+        trees.leaves_of(params)  # raises its errors
         if self.check is None:
             jax.eval_shape(lambda tree: self._projected(tree, step), params)  # raises its errors
         else:
@@ -105,15 +103,13 @@ class Projection(_OptaxClass):
     def __repr__(self) -> str:
         return self.name
 
-    def __deepcopy__(self, memo: Any) -> Projection:
+    def __deepcopy__(self, memo: Any = None) -> Projection:
         return self  # so that a copied TrainState has the same structure
 
-    def __copy__(self) -> Projection:
-        return self
+    __copy__ = __deepcopy__
 
     def __reduce__(self) -> Any:
-        made = functools.partial(Projection, scheduled=self.scheduled, find=self.find, check=self.check)
-        return made, (self.name, self.function)
+        return Projection, (self.name, self.function, self.scheduled, self.find, self.check)
 
 
 def is_projection(value: Any) -> bool:
@@ -136,10 +132,10 @@ def applied(param: Any, update: Any) -> Any:
     """
     if not trees.is_float(param):
         return param
-    if jnp.finfo(param.dtype).bits >= 32:
+    info, wide = jnp.finfo(param.dtype), norms.sum_dtype(param.dtype)
+    if info.bits >= 32:
         return (param + update).astype(param.dtype)
-    info = jnp.finfo(param.dtype)
-    total = param.astype(norms.sum_dtype(param.dtype)) + update.astype(norms.sum_dtype(param.dtype))
+    total = param.astype(wide) + update.astype(wide)
     if info.bits < 16:  # some have no infinity, for which reduce_precision would keep the largest exponent
         return total.astype(param.dtype)
     rounded = lax.reduce_precision(total, info.nexp, info.nmant)
@@ -168,9 +164,6 @@ def project(function: Callable[[Any], Any]) -> Projection:
     Args:
       function: `params -> params`, which keeps structure, shapes and dtypes, such as those in
         `optax.projections`.
-
-    Returns:
-      A :class:`Projection`.
 
     Raises:
       TypeError: `function` is not a function of weights. When called, or in `init`: it does not keep structure,
@@ -211,15 +204,9 @@ def as_projection(name: str, function: Any) -> Projection:
         if returned != given:
             raise TypeError(f"function must keep the structure of the weights, {given}, but returned {returned}")
         for old, new in zip(trees.leaves_of(params)[0], trees.leaves_of(projected)[0], strict=True):
-            _check_kept(old, new)
+            was, now = (f"{leaf.value.dtype}{list(leaf.value.shape)}" for leaf in (old, new))
+            if was != now:
+                raise TypeError(f"function must keep shapes and dtypes, but made {now} of {old}, which is {was}")
         return projected
 
     return Projection(f"clipjax.project({bounds.short_repr(function)})", call)
-
-
-def _check_kept(old: trees.Leaf, new: trees.Leaf) -> None:
-    if (old.value.shape, old.value.dtype) != (new.value.shape, new.value.dtype):
-        raise TypeError(
-            f"function must keep shapes and dtypes, but made {new.value.dtype}{list(new.value.shape)} of {old}, "
-            f"which is {old.value.dtype}"
-        )

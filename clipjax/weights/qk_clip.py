@@ -119,13 +119,11 @@ def _layers_of(params: Any, query: str, key: str) -> dict[str, list[_Side]]:
 def _check_heads(path: str, sides: list[_Side], rope: int) -> None:
     """Raise an error if the shapes of a layer do not say which components of queries and keys meet."""
     ranks = {side.rest: side.leaf.value.ndim for side in sides if side.is_query}
-    widths = {
-        is_query: {s.leaf.value.shape[-1:] for s in sides if s.is_query is is_query} for is_query in (True, False)
-    }
+    of_query, of_key = ({s.leaf.value.shape[-1:] for s in sides if s.is_query is kind} for kind in (True, False))
     ranks_fit = all(ranks.get(s.rest, s.leaf.value.ndim) - s.leaf.value.ndim in (0, 1) for s in sides if not s.is_query)
-    if ranks_fit and all(len(each) == 1 for each in widths.values()):
-        of_query, of_key = (next(iter(widths[is_query]))[0] for is_query in (True, False))
-        if of_query == of_key if rope == 0 else 0 < of_query - rope <= of_key:
+    if ranks_fit and len(of_query) == len(of_key) == 1 and () not in of_key:
+        ((wide,),), ((narrow,),) = of_query, of_key
+        if wide == narrow if rope == 0 else 0 < wide - rope <= narrow:
             return
     found = ", ".join(str(side.leaf) for side in sides)
     raise ValueError(

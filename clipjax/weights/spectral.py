@@ -63,7 +63,7 @@ def spectral_cap(bound: limits.Limit, *, flatten: Flatten = None) -> Projection:
         each = zip(leaves, sides, patterns, strict=True)
         return rebuild([_capped(leaf, of, now[pattern]) if of else leaf.value for leaf, of, pattern in each])
 
-    return Projection(written("spectral_cap", bound, flatten=(flatten, None)), project, scheduled=limit.scheduled)
+    return Projection(written("spectral_cap", bound, flatten=(flatten, None)), project, scheduled=bool(limit.scheduled))
 
 
 def _capped(leaf: trees.Leaf, sides: Sides, bound: Any) -> jax.Array:
@@ -71,11 +71,7 @@ def _capped(leaf: trees.Leaf, sides: Sides, bound: Any) -> jax.Array:
     x = leaf.value
     if not x.size:
         return x
-    if norms.mesh_axes(x):
-        raise ValueError(
-            f"spectral_cap: inside shard_map, {leaf} differs over {norms.mesh_axes(x)}, and its type does not say "
-            "which of its axes are split. Project singular values outside shard_map, under jit"
-        )
+    units.check_whole("spectral_cap", leaf)
     long, short = sorted(sides, key=lambda side: -math.prod(x.shape[axis] for axis in side))
     stack = tuple(axis for axis in range(x.ndim) if axis not in long + short)
     order, batch = stack + long + short, tuple(x.shape[axis] for axis in stack)

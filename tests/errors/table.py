@@ -54,6 +54,7 @@ THEMES = {
         of_type("clip_by_value(low=0.0)", "low=0.0", "low and high"),
         of_type("max_norm({'layer': params})", "radius['layer']", "kernel"),
         of_type("clip_by_global_norm(10**400)", "max_norm", "1000"),
+        of_value("box({'kernel': 2.0, '*': schedule}, 1.0)(params, 0)", "low=2.0", "high=1.0", "kernel"),
         of_value("min_max_norm({'*': 3.0}, {'*': 1.0}, axes=0)(params)", "low=3.0", "high=1.0", "kernel"),
         of_type("min_max_norm({'layer': params}, 1.0)", "low['layer']", "kernel"),
         of_type("clip_by_value(high=1.0)", "high=1.0", "low and high"),

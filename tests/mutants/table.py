@@ -68,10 +68,10 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("-rank <= axis < rank", "-rank <= axis <= rank", AXES),
         ("{axis % rank for axis in each}", "set(each)", "core/test_axes.py"),
         ("(lambda path, leaf: axes) if isinstance(axes, int | tuple) else axes", "axes", AXES),
-        ("if floats and not asked and all(", "if not floats and not asked and all(", AXES),
+        ("if floats and not (asked or found)", "if not floats and not (asked or found)", AXES),
     ],
     "_core/bounds.py": [
-        ("return jnp.maximum(value, least)", "return value", STATES),
+        ("return jnp.maximum(as_float(value), least)", "return value", STATES),
         ("return jnp.maximum(bound, least)", "return bound", "core/test_limits.py"),
         ("(value >= least).all()", "(value >= least).any()", STATES),
     ],
@@ -103,7 +103,7 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     ],
     "gradients/relative.py": [
         ("jnp.maximum(eps, _LEAST)", "_LEAST", BOUNDS),
-        ("relative.append(norm / ", "relative.append(norm * ", BOUNDS),
+        ("[norm / size for", "[norm * size for", BOUNDS),
         ("in (0, 1, 2, 4)", "in (0, 1, 2, 3, 4)", AXES),
     ],
     "gradients/tangent_cone.py": [
@@ -171,7 +171,7 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
          "weights/test_qk_clip.py"),
         ("of_rotary, of_values = factor, jnp.ones_like(of_key)", "of_rotary, of_values = of_query, of_key",
          "weights/test_qk_clip.py"),
-        ("if of_query == of_key if rope == 0 else 0 < of_query - rope <= of_key:", "if True:",
+        ("if wide == narrow if rope == 0 else 0 < wide - rope <= narrow:", "if True:",
          "weights/test_qk_clip.py"),
     ],
     "monitoring/record_norms.py": [
@@ -191,7 +191,7 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("elif last is not None and not isinstance(link, Recorder):", "elif False:", "composition/test_chain.py"),
     ],
     "monitoring/metrics.py": [
-        ("if x not in labels)", "if x)", "core/test_states.py"),
+        ("if i else name) not in labels)", "if i else name))", "core/test_states.py"),
         ("jnp.maximum(steps, 1)", "steps", "core/test_states.py"),
     ],
 }  # fmt: skip
