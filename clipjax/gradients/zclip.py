@@ -102,8 +102,8 @@ def zclip(
         limit = mean + most * width
         spike = ~warming & (norm > limit)
         if mode == "adaptive":
-            excess = jnp.where(spike, norm - mean, 1)  # z * width; never 0
-            of_spike = (mean + most * wide * (most * width / excess)) * clip_factor
+            excess, z = jnp.where(spike, norm - mean, 1), jnp.where(spike, most, 0)  # neither 0 nor infinite
+            of_spike = (mean + z * wide * (z * width / excess)) * clip_factor
         else:
             of_spike = mean if mode == "mean" else limit
         bound = jnp.where(warming, jnp.inf, jnp.where(spike, of_spike, limit))
@@ -181,7 +181,7 @@ def clip_by_lognormal(
         mean = mean + rate * away
         variance = std**2 + rate * ((1 - rate) * away**2 - std**2)
         most = jnp.asarray(highest(step), norm.dtype)
-        finite, top = most < jnp.inf, np.log(np.finfo(norm.dtype).max)  # above them slopes are infinite
+        finite, top = most < jnp.inf, 0.99 * np.log(np.finfo(norm.dtype).max)  # above them slopes are infinite
         width = jnp.where(finite, most, 0) * jnp.sqrt(jnp.maximum(variance, eps))
         limit = jnp.where(finite, jnp.exp(jnp.minimum(mean + width, top)), jnp.inf)
         bound = jnp.where(norm < limit, limit, jnp.exp(mean))

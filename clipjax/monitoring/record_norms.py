@@ -32,7 +32,8 @@ def record_norms(
       of: what is measured: `"updates"`, `"params"`, or both.
       name: what the updates are called in the metrics: `"gradients"` in front of a clip.
       stacked: path patterns of leaves that stack layers along their first axis, as `nn.scan` and `nnx.vmap` make them:
-        each layer is a group of its own, `<group>/<index>`. All stacks of a group have equally many layers.
+        each layer is a group of its own, `<group>/<index>`, and `<group>` has the other leaves alone. All stacks of a
+        group have equally many layers.
 
     Returns:
       A transformation with the metrics `record_norms/<name>`, and `record_norms/<name>/<group>` for groups. With

@@ -15,9 +15,15 @@ from clipjax._core import norms
 _RATIO = 2.5  # by which one pass divides the largest singular value at most
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+@functools.partial(jax.jit, static_argnames="rounding")
 def cap(w: jax.Array, bound: jax.Array, rounding: float) -> jax.Array:
-    """Cap the singular values of matrices; in 16 bits, where some are above, by the share `rounding` below the bound.
+    """Cap the singular values of matrices; in 16 bits, where some are above, the share `rounding` below the bound."""
+    return _cap(w, bound, rounding)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _cap(w: jax.Array, bound: jax.Array, rounding: float) -> jax.Array:
+    """Cap them by passes.
 
     WᴴW in floating point knows only of singular values near the largest, so one pass divides that by at most 2.5.
     """
@@ -126,7 +132,7 @@ def _of_each(x: jax.Array, w: jax.Array) -> jax.Array:
     return x.reshape(shape).astype(x.dtype if x.dtype == bool else w.dtype)
 
 
-@cap.defjvp
+@_cap.defjvp
 def _cap_jvp(rounding: float, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     """Differentiate U f(S) Vᴴ by divided differences of f, which are finite where singular values are equal.
 

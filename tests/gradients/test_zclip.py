@@ -131,7 +131,7 @@ def test_thresholds_may_be_schedules_and_infinite() -> None:
         assert (later[name].updates["w"] < 9)[0, 4], name
 
 
-@pytest.mark.parametrize("threshold", [500.0, math.inf])
+@pytest.mark.parametrize("threshold", [500.0, 1e6, math.inf])
 def test_a_threshold_that_clips_nothing_has_the_derivative_of_the_identity(threshold: float) -> None:
     """Though the exponential of so many deviations is infinite."""
     for tx in (
@@ -141,6 +141,12 @@ def test_a_threshold_that_clips_nothing_has_the_derivative_of_the_identity(thres
     ):
         slopes = jax.grad(lambda v, tx=tx: jnp.sum(tx.update(v, tx.init(v))[0]))(jnp.array([3.0, 4.0]))
         np.testing.assert_array_equal(slopes, [1, 1])
+
+    def total(z: Any) -> Any:
+        tx = clipjax.zclip(z, warmup_steps=0)
+        return jnp.sum(tx.update(jnp.array([3.0, 4.0]), tx.init(jnp.zeros(2)))[0])
+
+    assert jax.grad(total)(threshold) == 0
 
 
 def test_the_deviation_is_never_below_0() -> None:

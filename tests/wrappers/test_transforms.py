@@ -93,6 +93,23 @@ def test_strict_modes_and_leak_checks_find_nothing() -> None:
             jax.eval_shape(lambda p, tx=members[name]: tx.update(p, tx.init(p), p), PARAMS)
 
 
+def test_steps_without_jit_compile_nothing_after_the_first() -> None:
+    """A function that is made anew at each step, such as the body of a loop, would be compiled at each step."""
+    compiled: list[str] = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, *_, **__: compiled.append(event) if event.endswith("backend_compile_duration") else None
+    )
+    jax.jit(lambda x: x + len(compiled))(1)
+    assert compiled
+    others = {"bounded": clipjax.skip_nonfinite(optax.sgd(0.1)), "spectral_cap": clipjax.spectral_cap(0.1)}
+    for name, tx in (MEMBERS | others).items():  # MultiSteps in `bounded` makes one
+        state = tx.init(PARAMS)
+        for _ in range(3):
+            compiled.clear()
+            _, state = tx.update(PARAMS, state, PARAMS)
+        assert not compiled, name
+
+
 def test_debug_nans_finds_nothing_at_zero() -> None:
     zeros = jax.tree.map(jnp.zeros_like, PARAMS)
 
