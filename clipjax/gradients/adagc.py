@@ -167,5 +167,10 @@ def _check_units(found: list[units.LeafUnits], sizes: list[jax.Array], gammas: l
 
 
 def _unboxed(tree: Any) -> Any:
-    """Return a tree with lists in place of Flax's boxes around arrays, which may be empty inside `optax.masked`."""
-    return jax.tree.map(lambda node: jax.tree.leaves(node) if trees.is_box(node) else node, tree, is_leaf=trees.is_box)
+    """Return a tree with arrays in place of Flax's boxes around them, which may be empty inside `optax.masked`."""
+
+    def content(node: Any) -> Any:
+        leaves = jax.tree.leaves(node)
+        return leaves[0] if len(leaves) == 1 else leaves
+
+    return jax.tree.map(lambda node: content(node) if trees.is_box(node) else node, tree, is_leaf=trees.is_box)

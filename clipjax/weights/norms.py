@@ -66,6 +66,7 @@ def min_max_norm(low: limits.Limit, high: limits.Limit, *, rate: bounds.Bound = 
        [1.6 0.8]]
     """
     name = written("min_max_norm", low, high, rate=(rate, 1.0), axes=(axes, "auto"))
+    bounds.check_bound("rate", rate)
     made = _rescaling(name, _factor_between, axes, low=low, high=high, rate=rate)
     if not (isinstance(low, Mapping) or isinstance(high, Mapping)):
         _checks.check_order(low, high)
@@ -116,7 +117,7 @@ def _rescaling(name: str, factor: Callable[..., jax.Array], axes: Any, **given: 
         found, factors = find(params), []
         for each, norm in zip(found, units.norms_of(found), strict=True):
             here = {key: at.get(of_leaf[each.place], _FREE.get(key)) for key, (of_leaf, at) in now.items()}
-            if "low" in here and scheduled.isdisjoint((key, of_leaf[each.place]) for key, (of_leaf, _) in now.items()):
+            if "low" in here and scheduled.isdisjoint((key, now[key][0][each.place]) for key in ("low", "high")):
                 _checks.check_order(here["low"], here["high"], each.leaf)
             fitted = {key: bounds.fit_bound(key, limit, norm, each.leaf) for key, limit in here.items()}
             factors.append(factor(norm, each.leaf.value.dtype, **fitted))

@@ -54,6 +54,8 @@ THEMES = {
         of_type("clip_by_value(low=0.0)", "low=0.0", "low and high"),
         of_type("max_norm({'layer': params})", "radius['layer']", "kernel"),
         of_type("clip_by_global_norm(10**400)", "max_norm", "1000"),
+        of_type("min_max_norm(1.0, 2.0, rate={'kernel': 0.5})", "rate", "0.5"),
+        of_value("min_max_norm({'*': 3.0}, 1.0, rate=schedule, axes=0)(params, 0)", "low=3.0", "high=1.0", "kernel"),
         of_value("box({'kernel': 2.0, '*': schedule}, 1.0)(params, 0)", "low=2.0", "high=1.0", "kernel"),
         of_value("min_max_norm({'*': 3.0}, {'*': 1.0}, axes=0)(params)", "low=3.0", "high=1.0", "kernel"),
         of_type("min_max_norm({'layer': params}, 1.0)", "low['layer']", "kernel"),

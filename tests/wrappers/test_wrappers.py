@@ -82,6 +82,10 @@ def test_the_memory_of_each_leaf_is_mapped_like_a_parameter() -> None:
     adagc = clipjax.adagc()
     kinds = optax.tree.map_params(adagc, lambda x: "p", adagc.init(PARAMS), transform_non_params=lambda x: "n")
     assert jax.tree.leaves(kinds.memory.gammas) == ["p", "p"]
+    nn = pytest.importorskip("flax.linen")
+    boxed = {"w": nn.Partitioned(PARAMS["w"], names=(None, "x"))}  # one value for each box
+    found = optax.tree.map_params(adagc, lambda _, spec: spec, adagc.init(boxed), nn.get_partition_spec(boxed))
+    assert found.memory.gammas == nn.get_partition_spec(boxed)
 
 
 def test_the_memory_of_each_leaf_is_not_sharded_like_a_flax_parameter() -> None:
