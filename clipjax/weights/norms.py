@@ -106,6 +106,7 @@ def _rescaling(name: str, factor: Callable[..., jax.Array], axes: Any, **given: 
     """Make the projection that multiplies units by `factor(norms, dtype, **limits)`."""
     axes = units.check_axes(axes, auto=units.fan_in_of_matrices)
     each_limit = {key: limits.by_leaf(key, value) for key, value in given.items()}
+    by_path = any(isinstance(given.get(key), Mapping) for key in ("low", "high"))
     scheduled = {(key, pattern) for key, each in each_limit.items() for pattern in each.scheduled}
 
     def find(params: Any) -> list[units.LeafUnits]:
@@ -117,7 +118,7 @@ def _rescaling(name: str, factor: Callable[..., jax.Array], axes: Any, **given: 
         found, factors = find(params), []
         for each, norm in zip(found, units.norms_of(found), strict=True):
             here = {key: at.get(of_leaf[each.place], _FREE.get(key)) for key, (of_leaf, at) in now.items()}
-            if "low" in here and scheduled.isdisjoint((key, now[key][0][each.place]) for key in ("low", "high")):
+            if by_path and scheduled.isdisjoint((key, now[key][0][each.place]) for key in ("low", "high")):
                 _checks.check_order(here["low"], here["high"], each.leaf)
             fitted = {key: bounds.fit_bound(key, limit, norm, each.leaf) for key, limit in here.items()}
             factors.append(factor(norm, each.leaf.value.dtype, **fitted))
