@@ -19,7 +19,7 @@ import jax
 
 from benchmarks import compiled, platforms, tables, timing
 from benchmarks.members import MEMBERS, weigh
-from benchmarks.steps import ALONE, STEPS
+from benchmarks.steps import ALONE, OF_ONE_STEP, STEPS
 from benchmarks.trees import TREES
 
 
@@ -45,7 +45,7 @@ def _jobs(args: argparse.Namespace) -> tuple[list[str], list[Callable[[], tables
     names = args.steps or list(STEPS | ALONE if by_clock and not args.quick else STEPS)
     steps = [(STEPS | ALONE)[name] for name in names]
     dtypes = args.dtypes or (["float32"] if args.quick else ["float32", "bfloat16"])
-    trees = args.trees or (["quick"] if args.quick else ["big", "gpt", "small", "matrix", "heads"])
+    trees = args.trees or (["quick"] if args.quick else ["big", "gpt", "small", *OF_ONE_STEP])
     if args.members:
         return _members(args, dtypes)
     if args.collectives:
@@ -56,7 +56,7 @@ def _jobs(args: argparse.Namespace) -> tuple[list[str], list[Callable[[], tables
         ]
     if args.compiled:
         places = args.platforms or (["v5e", "h100"] if args.quick else ["v5e", "v6e", "h100", "a100", "t4"])
-        trees = args.trees or (["quick"] if args.quick else ["big", "gpt", "matrix", "heads"])
+        trees = args.trees or (["quick"] if args.quick else ["big", "gpt", *OF_ONE_STEP])
         return ["step", "compared with", "device", "tree", "dtype"], [
             lambda p=p, t=t, d=d, s=s: compiled.compare(s, p, t, d)
             for p, t, d, s in itertools.product(places, trees, dtypes, steps)
@@ -78,13 +78,13 @@ def _jobs(args: argparse.Namespace) -> tuple[list[str], list[Callable[[], tables
 def _members(args: argparse.Namespace, dtypes: list[str]) -> tuple[list[str], list[Callable[[], tables.Row]]]:
     every = list(MEMBERS.values())[:: 10 if args.quick else 1]
     if args.compiled:
-        places, trees = args.platforms or ["v5e", "v6e", "h100"], args.trees or ["huge", "wide", "matrix", "heads"]
+        places, trees = args.platforms or ["v5e", "v6e", "h100"], args.trees or ["huge", "wide", *OF_ONE_STEP]
         return ["member", "device", "tree", "dtype"], [
             lambda p=p, t=t, d=d, m=m: weigh(m, p, t, d)
             for p, t, d, m in itertools.product(places, trees, dtypes, every)
             if m.step.runs_on(t)
         ]
-    trees, rounds = args.trees or ["big", "gpt", "matrix", "heads"], 5 if args.quick else args.rounds
+    trees, rounds = args.trees or ["big", "gpt", *OF_ONE_STEP], 5 if args.quick else args.rounds
     return ["member", "compared with", "tree", "dtype"], [
         lambda t=t, d=d, m=m: timing.race(m.step, t, d, rounds=rounds, compiles=1)
         for t, d, m in itertools.product(trees, dtypes, every)

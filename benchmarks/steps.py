@@ -15,6 +15,9 @@ import clipjax
 # Bounds that the trees of `trees` exceed, so that every step changes something.
 RADIUS, RMS, GLOBAL = 0.5, 0.5, 1.0
 
+# Trees on which no other step is run.
+OF_ONE_STEP = ("matrix", "heads")
+
 
 class Recipe(NamedTuple):
     """A train step from the gradients on: an optimizer, and what is done to the new parameters."""
@@ -56,7 +59,7 @@ class Step(NamedTuple):
 
     def runs_on(self, tree: str) -> bool:
         """Return whether a tree is one for this step."""
-        return tree == self.tree if self.tree else tree not in ("matrix", "heads")
+        return tree == self.tree if self.tree else tree not in OF_ONE_STEP
 
     def time_goal(self, tree: str) -> float | None:
         """Return the goal for the time on a tree."""
