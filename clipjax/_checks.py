@@ -1,4 +1,4 @@
-"""Arguments that are no bounds: what they may be, and what the errors say."""
+"""What arguments that are no bounds may be, the weights among them, and what the errors say."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def check_ord(ord: Any) -> float:
         return 2.0
     if isinstance(ord, jax.Array):
         raise bounds.traced_error("ord", ord)
-    if isinstance(ord, bool) or not isinstance(ord, int | float | np.number):
-        raise TypeError(f"ord must be 1, 2, a number of at least 1 or infinity, got {ord!r}")
+    if not bounds.is_real(ord) or np.ndim(ord):
+        raise TypeError(f"ord must be 1, 2, a number of at least 1 or infinity, got {bounds.short_repr(ord)}")
     if not ord >= 1:
         raise ValueError(f"ord must be at least 1, got {ord!r}")
     return float(ord)

@@ -46,6 +46,8 @@ def axes_by_path(params: Iterable[Param], other: Mapping[str, Any] | None) -> di
         raise TypeError(f"other must be a mapping from path patterns to axes, got {bounds.short_repr(other)}")
     other = units.check_axes(other, "other") if other else {}
     by_path = {param.path: param for param in params}
+    if not by_path:
+        raise ValueError("unit_axes: the model has no parameters, or none that the filter wrt= chooses")
     patterns = trees.first_matches("other", list(other), dict.fromkeys(by_path, 0))
     axes: dict[str, Any] = {}
     mistakes = []

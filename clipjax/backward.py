@@ -150,21 +150,10 @@ def scale_gradient(x: T, factor: ArrayLike) -> T:
         if not trees.is_float(leaf.value):
             return leaf.value
         fitting = bounds.fit_bound("factor", value, leaf.value, leaf)
-        return _scaled(leaf.value, jnp.asarray(fitting, norms.sum_dtype(leaf.value.dtype)))
+        wide = lax.stop_gradient(jnp.asarray(fitting, norms.sum_dtype(leaf.value.dtype)))
+        return _replaced(leaf.value, clipping.rescale(leaf.value, wide))
 
     return rebuild([scale(leaf) for leaf in leaves])
-
-
-@jax.custom_jvp
-def _scaled(x: jax.Array, factor: jax.Array) -> jax.Array:
-    """Return x; its tangents are multiplied by the factor."""
-    return x
-
-
-@_scaled.defjvp
-def _scaled_jvp(primals: Any, tangents: Any) -> Any:
-    x, factor = primals
-    return _scaled(x, factor), clipping.rescale(jnp.asarray(tangents[0]), factor)
 
 
 def replace_gradient(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:

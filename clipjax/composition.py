@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from clipjax import _checks
-from clipjax._core import bounds, trees
+from clipjax._core import bounds, transformation, trees
 from clipjax.gradients.nonfinite import skip_nonfinite, zero_nonfinite
 from clipjax.monitoring.record_norms import Recorder
 from clipjax.weights.projection import as_projection, is_projection
@@ -123,6 +123,7 @@ def _accumulating(tx: optax.GradientTransformation, steps: int) -> optax.Gradien
         return accumulated.init(params)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        transformation.check_state("bounded with accumulate=", optax.MultiStepsState, state)
         trees.leaves_of(updates)  # raises its errors
         return accumulated.update(updates, state, params, **extra)
 

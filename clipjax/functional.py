@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -82,7 +83,7 @@ def unitwise_norms(tree: Any, axes: units.Axes, *, ord: bounds.Ord = None) -> An
     """
     leaves, rebuild = trees.leaves_of(tree)
     measured: list[Any] = [None] * len(leaves)
-    found = units.of_tree(tree, units.literal_axes(axes))
+    found = units.of_tree(tree, _literal(axes))
     for each, norm in zip(found, units.norms_of(found, _checks.check_ord(ord)), strict=True):
         measured[each.place] = norm if each.axes is None else norm.squeeze(each.axes)
     return rebuild(measured)
@@ -132,7 +133,7 @@ def clip_by_norm(tree: T, max_norm: ArrayLike, axes: units.Axes = None, *, ord: 
        [0.3 0.4]]
     """
     bound = bounds.check_constant("max_norm", max_norm)
-    found = units.of_tree(tree, units.literal_axes(axes))
+    found = units.of_tree(tree, _literal(axes))
     return clipping.clip_units(tree, found, units.norms_of(found, _checks.check_ord(ord)), bound)[0]
 
 
@@ -167,3 +168,11 @@ def clip_by_global_norm(
         norm = jnp.asarray(norm, norms.sum_dtype(jnp.result_type(norm)))
     clipped, metrics = clipping.clip_tree(tree, bound, _checks.check_ord(ord), norm)
     return clipped, metrics["norm"]
+
+
+def _literal(axes: Any) -> Any:
+    """Return checked `axes` that apply to leaves of every rank, as NumPy's do, instead of to matrices only."""
+    axes = units.check_axes(axes)
+    if isinstance(axes, Mapping):
+        return {pattern: _literal(each) for pattern, each in axes.items()}
+    return (lambda path, leaf: axes) if isinstance(axes, int | tuple) else axes

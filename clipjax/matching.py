@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from clipjax._checks import check_patterns
+from clipjax import _checks
 from clipjax._core import trees
 
 
@@ -38,7 +38,7 @@ def matching(*patterns: str) -> Callable[[Any], Any]:
       >>> print(clipped["encoder"]["w"].round(3), clipped["head"]["w"])
       [0.6 0.8] [3. 4.]
     """
-    check_patterns("patterns", patterns)
+    _checks.check_patterns("patterns", patterns)
 
     def mask(tree: Any, *more: Any) -> Any:
         if more:  # called as a rule (path, leaf)

@@ -55,7 +55,7 @@ def check_bound(
     if scalar:
         check_fits(name, bound, (), "the norm of all leaves")
     if isinstance(bound, jax.core.Tracer):
-        return jnp.maximum(bound, least)
+        return _at_least(bound, least)
     value = np.asarray(jax.device_get(bound), np.float64)  # an explicit transfer, which transfer guards allow
     if not (value >= least).all():
         wanted = "not be NaN" if np.isnan(value).any() else f"be at least {least:g}"
@@ -82,17 +82,21 @@ def as_schedule(name: str, bound: Any, least: float = 0, *, scalar: bool = False
     def evaluate(step: Any) -> Any:
         if step is None:
             raise ValueError(
-                f"{name} is a schedule and needs the step: pass step=, as in project(params, step=step), and to "
-                "update the state that init returned"
+                f"{name} is a schedule and needs the step: give update the state that init returned, and a projection "
+                "that you call step=, as in max_norm(schedule)(params, step=step)"
             )
         value: Any = bound(step)
         if not is_real(value):
             raise TypeError(f"{name} must be a schedule that returns a number, but it returned {short_repr(value)}")
         if scalar:
             check_fits(name, value, (), "the norm of all leaves")
-        return jnp.maximum(as_float(value), least)
+        return _at_least(as_float(value), least)
 
     return evaluate
+
+
+def _at_least(bound: Any, least: float) -> Any:
+    return bound if least == -np.inf else jnp.maximum(bound, least)  # an integer may be strict about infinity
 
 
 def fit_bound(name: str, bound: Any, norms: jax.Array, of: Any) -> Any:

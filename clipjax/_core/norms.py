@@ -17,8 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from clipjax._core import trees
-
 Axes = tuple[int, ...] | None  # those that are reduced, and kept with size 1; None: all, which are not kept
 
 # A warning is about the first line outside installed packages and outside this one.
@@ -77,11 +75,6 @@ def tree_norm(leaves: Iterable[jax.Array], ord: float = 2) -> jax.Array:
     """Return the norm of all leaves together, with one all-reduce for each set of mesh axes."""
     warn_if_local()
     return _root(_on_all([_total(x, None, ord) for x in leaves], ord), ord)
-
-
-def norm_dtype(tree: Any) -> Any:
-    """Return the dtype of the norm of all leaves together."""
-    return jax.eval_shape(lambda tree: tree_norm(trees.floats_of(tree)), tree).dtype
 
 
 def largest(values: Iterable[jax.Array], empty: float = 0) -> jax.Array:

@@ -17,6 +17,9 @@ class Skip:
     def __repr__(self) -> str:
         return "clipjax.SKIP"
 
+    def __reduce__(self) -> str:
+        return "SKIP"  # copies and pickles are the same object
+
 
 SKIP: Final = Skip()
 """The axes of a leaf that is not changed."""
@@ -84,8 +87,9 @@ def of_tree(tree: Any, axes: Any, chosen: Sequence[bool] | None = None) -> list[
     """Return the leaves of a tree that have units, as checked `axes` say, of all leaves or of those that are chosen.
 
     Raises:
-      ValueError: an axis is out of range or repeated; a pattern matches no leaf; every leaf is skipped, and neither a
-        rule nor SKIP in a mapping asked for that; inside `shard_map`, a leaf may be split along the reduced axes.
+      ValueError: an axis is out of range or repeated; a pattern matches no leaf; every leaf is skipped, but not by SKIP
+        itself, by a rule, or in a mapping that has other axes, too; inside `shard_map`, a leaf may be split along the
+        reduced axes.
     """
     norms.warn_if_local()
     found, floats = [], []
@@ -149,14 +153,6 @@ def check_axes(axes: Any, name: str = "axes", *, auto: Rule | None = None) -> An
     if each is None or isinstance(axes, bool | str | bytes):
         raise TypeError(f"{name} must be ints, a rule (path, leaf) -> axes, a mapping or None, got {axes!r}")
     return each if several else each[0]
-
-
-def literal_axes(axes: Any) -> Any:
-    """Return checked `axes` that apply to leaves of every rank, as NumPy's do, instead of to matrices only."""
-    axes = check_axes(axes)
-    if isinstance(axes, Mapping):
-        return {pattern: literal_axes(each) for pattern, each in axes.items()}
-    return (lambda path, leaf: axes) if isinstance(axes, int | tuple) else axes
 
 
 def _resolve(axes: Any, leaf: trees.Leaf) -> tuple[int, ...] | Skip | None:

@@ -102,7 +102,8 @@ def adagc(
         sizes, gammas, steps = units.norms_of(found), jax.tree.leaves(memory.gammas), memory.steps
         _check_units(found, sizes, gammas)
         # The metrics are computed of all leaves together: the share of each would be another kernel to compile.
-        all_sizes, all_gammas = _stacked(sizes), _stacked(gammas)
+        same = (gamma.astype(n.dtype) for n, gamma in zip(sizes, gammas, strict=True))
+        all_sizes, all_gammas = _stacked(sizes), _stacked(list(same))
         warming, total = steps < warm, norms.tree_norm(all_sizes)
         cap, ratio = (jnp.asarray(at(step), total.dtype) for at in (cap_at, ratio_at))
         follow = functools.partial(

@@ -39,10 +39,9 @@ def clip_by_group_norm(
       >>> print(clipjax.metrics(state)["clip_by_group_norm/encoder/*/norm"])
       5.0
     """
-    if not isinstance(max_norms, Mapping) or not all(isinstance(pattern, str) for pattern in max_norms):
-        raise TypeError(f"max_norms must map path patterns to bounds, got {bounds.short_repr(max_norms)}")
-    if not max_norms:
-        raise ValueError("max_norms must have at least one pattern, got an empty mapping")
+    if not isinstance(max_norms, Mapping):
+        raise TypeError(f"max_norms must be a mapping from path patterns to bounds, got {bounds.short_repr(max_norms)}")
+    _checks.check_patterns("max_norms", tuple(max_norms))
     limits = {p: bounds.as_schedule(f"max_norms[{p!r}]", bound, scalar=True) for p, bound in max_norms.items()}
     order = _checks.check_ord(ord)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 
@@ -35,22 +36,46 @@ def clip_by_history(
         clipped, metrics = clipping.clip_tree(updates, bound, norm=norm)
         return clipped, metrics | {"threshold": bound}, if_counted(norm, new, memory)
 
-    return transformation.with_metrics(name, act, lambda params: remember(norms.norm_dtype(params)))
+    return transformation.with_metrics(name, act, lambda params: remember(norm_dtype(params)))
 
 
-def next_place(entered: jax.Array, size: int) -> jax.Array:
-    """Return how many values have entered a ring, one more; kept below twice its size, so that it never overflows."""
-    return jnp.where(entered >= 2 * size - 1, size, entered + 1)
+def norm_dtype(tree: Any) -> Any:
+    """Return the dtype of the norm of all leaves together."""
+    return jax.eval_shape(lambda tree: norms.tree_norm(trees.floats_of(tree)), tree).dtype
 
 
-def if_counted(norm: jax.Array, new: Any, old: Any) -> Any:
-    """Return the new memory if the norm of the step says something, else the old one; a constant for derivatives.
+class Ring(NamedTuple):
+    """The last values of a norm or a loss."""
+
+    values: jax.Array  # float (window,): the newest is in place of the oldest; infinite where there is none yet
+    entered: jax.Array  # int32: how many have entered, counted from `window` again at twice as many, so never too many
+
+
+def empty_ring(size: int, dtype: Any) -> Ring:
+    """Return a ring without values."""
+    return Ring(jnp.full(size, jnp.inf, dtype), jnp.zeros((), np.int32))
+
+
+def enter(ring: Ring, value: jax.Array, enters: jax.Array) -> Ring:
+    """Return a ring with a value in place of the oldest, if it enters."""
+    values, entered = jnp.asarray(ring.values), ring.entered  # NumPy's, if it was restored
+    more = jnp.where(entered >= 2 * len(values) - 1, len(values), entered + 1)
+    new = values.at[entered % len(values)].set(value.astype(values.dtype))
+    return Ring(jnp.where(enters, new, values), jnp.where(enters, more, entered))
+
+
+def counts(norm: jax.Array) -> jax.Array:
+    """Return whether the norm of a step says something about those of others.
 
     One that is not finite does not, nor does 0, as of a masked batch: it would pull thresholds to 0, for good.
     """
-    counts = (norm > 0) & (norm < jnp.inf)
+    return (norm > 0) & (norm < jnp.inf)
+
+
+def if_counted(norm: jax.Array, new: Any, old: Any) -> Any:
+    """Return the new memory if the norm of the step counts, else the old one; a constant for derivatives."""
 
     def choose(new: jax.Array, old: jax.Array) -> jax.Array:
-        return lax.stop_gradient(jnp.where(counts, new.astype(old.dtype), old))
+        return lax.stop_gradient(jnp.where(counts(norm), new.astype(old.dtype), old))
 
     return jax.tree.map(choose, new, old)

@@ -11,14 +11,7 @@ import optax
 
 from clipjax import _checks
 from clipjax._core import bounds
-from clipjax.gradients.history import clip_by_history, next_place
-
-
-class AutoclipMemory(NamedTuple):
-    """What :func:`autoclip` remembers."""
-
-    history: jax.Array  # float (window,): the last norms, as a ring; infinite where there is none yet
-    entered: jax.Array  # int32: how many norms have entered, counted from `window` again at twice as many
+from clipjax.gradients.history import Ring, clip_by_history, counts, empty_ring, enter
 
 
 class QuantileMemory(NamedTuple):
@@ -40,7 +33,7 @@ def autoclip(
     Returns:
       A transformation with the metrics of a clip and `threshold`, the percentile.
 
-    The first step is never clipped. A norm of 0 is left out.
+    The first step is never clipped. A norm of 0 is left out. A new level is followed within `window` steps.
 
     Equals the authors' `autoclip` for the first `window` steps. Their history has no end.
 
@@ -65,24 +58,23 @@ def autoclip(
         )
     window = _checks.check_count("window", window, 1)
 
-    def remember(dtype: Any) -> AutoclipMemory:
+    def remember(dtype: Any) -> Ring:
         if isinstance(window, jax.core.Tracer):
             raise bounds.traced_error("window", window)
-        return AutoclipMemory(jnp.full(int(window), jnp.inf, dtype), jnp.zeros((), np.int32))
+        return empty_ring(int(window), dtype)
 
-    def bound_of(norm: jax.Array, memory: AutoclipMemory, step: Any) -> tuple[jax.Array, AutoclipMemory]:
-        history, entered = jnp.asarray(memory.history), memory.entered  # NumPy's, if it was restored
-        size = len(history)
+    def bound_of(norm: jax.Array, past: Ring, step: Any) -> tuple[jax.Array, Ring]:
+        size = len(past.values)
         if not isinstance(window, jax.core.Tracer) and size != window:
             raise ValueError(f"window: the state was made with {size}, got {bounds.short_repr(window)}")
-        history = history.at[entered % size].set(norm.astype(history.dtype))
-        last = jnp.minimum(entered, size - 1)  # the place of the largest, after sorting
+        ring = enter(past, norm, counts(norm))
+        last = jnp.clip(ring.entered - 1, 0, size - 1)  # the place of the largest, after sorting
         rank = percentile / 100 * last.astype(norm.dtype)
         low = jnp.floor(rank).astype(np.int32)
-        ascending = jnp.sort(history)
+        ascending = jnp.sort(jnp.nan_to_num(ring.values))  # infinite ones would make NaN, here or in derivatives
         below, above = ascending[low], ascending[jnp.minimum(low + 1, last)]
         bound = below + (above - below) * (rank - jnp.floor(rank))
-        return bound, AutoclipMemory(history, next_place(entered, size))
+        return bound, ring
 
     return clip_by_history("autoclip", remember, bound_of)
 

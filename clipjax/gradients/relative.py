@@ -24,7 +24,7 @@ def adaptive_grad_clip(
 
     Args:
       clipping: the share: a number, an array that broadcasts to the units, or a schedule.
-      eps: the smallest norm of weights that counts, so that weights of 0 can move: a number, at least 0.
+      eps: the smallest norm of weights that counts, so that weights of 0 can move: a number; 1e-18 if it is less.
       axes: the axes that are reduced. "auto": those of :func:`clipjax.fan_in_or_all` for ranks 2 and 4, and all for
         less; rank 3, and 5 and more, may be stacks of layers or heads, and are an error.
 

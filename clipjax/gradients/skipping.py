@@ -13,6 +13,7 @@ from jax import lax
 
 from clipjax import _checks
 from clipjax._core import bounds, norms, transformation, trees
+from clipjax.gradients.history import norm_dtype
 
 
 class SkipMemory(NamedTuple):
@@ -55,7 +56,7 @@ def skipping(
         return ~skipped, metrics, SkipMemory(past, in_a_row, ())
 
     def first(params: Any) -> SkipMemory:
-        return SkipMemory(remember(norms.norm_dtype(params)), jnp.zeros((), np.int32), ())
+        return SkipMemory(remember(norm_dtype(params)), jnp.zeros((), np.int32), ())
 
     # Without the inner state: `init` traces `judge`, and an inner step may need arguments that only `update` gets.
     watch = transformation.with_metrics(name, judge, first)

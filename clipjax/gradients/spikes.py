@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, SupportsIndex
+from typing import Any, SupportsIndex
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 
 from clipjax import _checks
 from clipjax._core import bounds
-from clipjax.gradients.history import next_place
+from clipjax.gradients.history import Ring, empty_ring, enter
 from clipjax.gradients.skipping import skipping
 
 # For normally distributed numbers, the median of |x - median| times this is the standard deviation.
@@ -24,13 +23,6 @@ _LEAST_STD, _LEAST_STD_OF_LOSS = 0.05, 0.01
 
 # In place of 0 and less, which have no logarithm.
 _LEAST_VALUE = 1e-30
-
-
-class Window(NamedTuple):
-    """The last values of a norm or a loss."""
-
-    ring: jax.Array  # float (window,): the values, the newest in place of the oldest
-    entered: jax.Array  # int32: how many have entered, counted from `window` again at twice as many
 
 
 def skip_spikes(
@@ -65,8 +57,8 @@ def skip_spikes(
     Raises:
       TypeError: `optimizer` is not a gradient transformation; in `update`, `loss` is not a real scalar.
 
-    A step whose norm or loss is not finite enters neither window, and a norm or loss of 0 is left out. Spikes enter,
-    since a few cannot move a median. If norms stay at a new level, steps are taken again after half a window.
+    A step whose norm or loss is not finite enters neither window, and no 0 enters its own. Spikes enter, since a few
+    cannot move a median. If norms stay at a new level, steps are taken again after half a window.
 
     References:
       Leys et al., 2013, Detecting outliers: do not use standard deviation around the mean, use absolute deviation
@@ -93,11 +85,11 @@ def skip_spikes(
 
     def compare(norm: Any, loss: Any, past: Any, step: Any) -> tuple[Any, Any, dict[str, Any]]:
         past_norms, losses = past
-        if past_norms.ring.size != length:
-            raise ValueError(f"window: the state was made with {past_norms.ring.size}, got {length}")
+        if past_norms.values.size != length:
+            raise ValueError(f"window: the state was made with {past_norms.values.size}, got {length}")
         z_score, threshold = _compared(norm, past_norms, highest(step), enough, _LEAST_STD)
         threshold = jnp.minimum(threshold, jnp.asarray(cap(step), threshold.dtype))
-        seen = jnp.zeros((), losses.ring.dtype) if loss is None else loss.astype(losses.ring.dtype)
+        seen = jnp.zeros((), losses.values.dtype) if loss is None else loss.astype(losses.values.dtype)
         loss_z_score, limit = _compared(seen, losses, highest(step), enough, _LEAST_STD_OF_LOSS)
         spike = jnp.isfinite(norm) & (norm > threshold)
         loss_spike = jnp.isfinite(seen) & (seen > limit) & (loss is not None)
@@ -105,20 +97,19 @@ def skip_spikes(
         metrics |= {"z_score": z_score, "threshold": threshold}
         metrics |= {"loss": seen, "loss_z_score": loss_z_score, "loss_threshold": limit}
         finite = jnp.isfinite(norm) & jnp.isfinite(seen)
-        past = _entered(past_norms, norm, finite & (norm > 0)), _entered(losses, seen, finite & (seen != 0))
+        past = enter(past_norms, norm, finite & (norm > 0)), enter(losses, seen, finite & (seen != 0))
         return spike | loss_spike, past, metrics
 
-    def remember(dtype: Any) -> tuple[Window, ...]:
-        # A loss may be float64 wherever that is enabled.
-        return tuple(Window(jnp.zeros(length, x), jnp.zeros((), np.int32)) for x in (dtype, float))
+    def remember(dtype: Any) -> tuple[Ring, ...]:
+        return empty_ring(length, dtype), empty_ring(length, float)  # a loss may be float64 wherever that is enabled
 
     return skipping("skip_spikes", optimizer, max_consecutive, compare, remember)
 
 
-def _compared(value: jax.Array, window: Window, highest: Any, enough: Any, least: float) -> tuple[jax.Array, jax.Array]:
+def _compared(value: jax.Array, window: Ring, highest: Any, enough: Any, least: float) -> tuple[jax.Array, jax.Array]:
     """Return how many standard deviations a value is above the median, and the value that is `highest` of them."""
-    held = jnp.arange(window.ring.size, dtype=np.int32) < window.entered
-    past = jnp.where(held, window.ring, 1)
+    held = jnp.arange(window.values.size, dtype=np.int32) < window.entered
+    past = jnp.where(held, window.values, 1)
     positive = jnp.all(past > 0)  # always so for norms, and for most losses
     past = jnp.where(positive, jnp.log(jnp.where(positive, past, 1)), past)
     median = _median(past, held)
@@ -126,7 +117,7 @@ def _compared(value: jax.Array, window: Window, highest: Any, enough: Any, least
     std = jnp.maximum(_STD_PER_MAD * _median(jnp.abs(past - median), held), floor)
     limit = median + jnp.asarray(highest, std.dtype) * std
     scaled = jnp.where(positive, jnp.log(jnp.maximum(value, _LEAST_VALUE)), value)
-    warm = jnp.minimum(window.entered, window.ring.size) >= enough
+    warm = jnp.minimum(window.entered, window.values.size) >= enough
     threshold = jnp.where(positive, jnp.exp(limit), limit)
     return jnp.where(warm, (scaled - median) / std, 0), jnp.where(warm, threshold, jnp.inf)
 
@@ -136,12 +127,3 @@ def _median(values: jax.Array, held: jax.Array) -> jax.Array:
     ascending = jnp.sort(jnp.where(held, values, jnp.inf))
     last = jnp.maximum(jnp.sum(held, dtype=np.int32), 1) - 1
     return jnp.where(jnp.any(held), (ascending[last // 2] + ascending[(last + 1) // 2]) / 2, 0)
-
-
-def _entered(window: Window, value: jax.Array, enters: jax.Array) -> Window:
-    """Return the window with a value that enters in place of the oldest."""
-    size = window.ring.size
-    place = window.entered % size
-    kept = lax.stop_gradient(jnp.where(enters, value, window.ring[place])).astype(window.ring.dtype)
-    entered = jnp.where(enters, next_place(window.entered, size), window.entered)
-    return Window(jnp.asarray(window.ring).at[place].set(kept), entered)

@@ -58,7 +58,8 @@ def tangent_cone(
             product = jnp.sum((g * jnp.conj(w)).real, axis=each.axes, keepdims=each.axes is not None)
             product = norms.over_devices(lax.psum, product) if each.axes is None else product
             # max_norm leaves a unit a margin or two below the radius.
-            near = bounds.fit_bound("radius", limit, size, each.leaf) * (1 - 4 * clipping.margin(weight.dtype))
+            fitted = jnp.asarray(bounds.fit_bound("radius", limit, size, each.leaf), size.dtype)
+            near = fitted * (1 - 4 * clipping.margin(weight.dtype))
             outward = ~(size < near) & ~(product >= 0)  # NaN counts as outward
             # One number for each unit. Measuring what is left would keep the whole gradient in memory.
             part = jnp.where(outward, product, 0) / jnp.where(outward & (size > 0), size * size, 1)

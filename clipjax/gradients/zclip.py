@@ -12,12 +12,12 @@ from jax import lax
 
 from clipjax import _checks
 from clipjax._core import bounds
-from clipjax.gradients.history import clip_by_history
+from clipjax.gradients.history import clip_by_history, counts
 
 ZclipMode = Literal["adaptive", "mean", "percentile"]
 
 
-# A clipped step counts 1, another one takes 4 away. At this number they are no spikes, but a new level.
+# A spike counts 1, and any other step takes 4 away. At this count they are no spikes, but a new level.
 _NO_SPIKES, _ORDINARY = 100, 4
 
 
@@ -27,7 +27,7 @@ class Moments(NamedTuple):
     mean: jax.Array  # float: the moving mean
     std: jax.Array  # float: the moving standard deviation
     steps: jax.Array  # int32: how many norms they have taken in
-    spikes: jax.Array  # int32: how many of the last norms were spikes; 0 of `clip_by_lognormal`
+    spikes: jax.Array  # int32: spikes count 1, other steps take 4 away; 0 of `clip_by_lognormal`
 
 
 def zclip(
@@ -176,8 +176,8 @@ def clip_by_lognormal(
 
     def bound_of(norm: jax.Array, memory: Moments, step: Any) -> tuple[jax.Array, Moments]:
         mean, std, steps, spikes = memory
-        rate = jnp.maximum(1 - decay, 1 / (steps.astype(norm.dtype) + 1))
-        away = jnp.log(norm + eps) - mean
+        rate = jnp.where(counts(norm), jnp.maximum(1 - decay, 1 / (steps.astype(norm.dtype) + 1)), 0)
+        away = jnp.log(jnp.where(counts(norm), norm, 1) + eps) - mean
         mean = mean + rate * away
         variance = std**2 + rate * ((1 - rate) * away**2 - std**2)
         most = jnp.asarray(highest(step), norm.dtype)

@@ -40,7 +40,7 @@ def record_norms(
       `"params"`, `update` needs the parameters.
 
     Raises:
-      ValueError: the parameters are missing; a stack is a scalar, or as long as no other of its group.
+      ValueError: the parameters are missing; the stacks of a group differ in length, or one is a scalar.
 
     Example:
       >>> import clipjax, optax, jax.numpy as jnp

@@ -22,16 +22,10 @@ class Limits(NamedTuple):
 def by_leaf(name: str, limit: Any, least: float = 0) -> Limits:
     """Return the limits that a number, an array, a schedule, or a mapping from path patterns to these stands for."""
     by_path = isinstance(limit, Mapping)
-    patterns = _checks.check_patterns(name, tuple(limit)) if by_path else ("*",)
-    given = {pattern: limit[pattern] if by_path else limit for pattern in patterns}
+    given = {p: limit[p] for p in _checks.check_patterns(name, tuple(limit))} if by_path else {"*": limit}
     schedules = {p: bounds.as_schedule(f"{name}[{p!r}]" if by_path else name, x, least) for p, x in given.items()}
-
-    def find(tree: Any) -> list[str | None]:
-        if by_path:
-            return trees.first_matches(name, patterns, tree)
-        return ["*"] * len(trees.leaves_of(tree)[0])
-
-    def at(step: Any) -> dict[str | None, Any]:
-        return {pattern: schedule(step) for pattern, schedule in schedules.items()}
-
-    return Limits(find, at, {pattern for pattern, x in given.items() if callable(x)})
+    return Limits(
+        lambda tree: trees.per_leaf(name, {p: p for p in given} if by_path else "*", tree, None),
+        lambda step: {pattern: schedule(step) for pattern, schedule in schedules.items()},
+        {pattern for pattern, x in given.items() if callable(x)},
+    )

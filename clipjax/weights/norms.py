@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -131,6 +132,7 @@ def _rescaling(name: str, factor: Callable[..., jax.Array], axes: Any, **given: 
 _FREE = {"low": 0.0, "high": np.inf}
 
 
+@functools.partial(jax.jit, static_argnames="dtype")
 def _factor_between(norm: jax.Array, dtype: Any, low: Any, high: Any, rate: Any) -> jax.Array:
     """Return 1 inside the two bounds, else the factor that takes a norm `rate` of the way to the nearer one.
 

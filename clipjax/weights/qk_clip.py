@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple, SupportsIndex
 
 import jax
@@ -153,25 +154,26 @@ def _by_layer(max_logits: Any, layers: dict[str, list[_Side]]) -> list[tuple[str
             logits = jax.sharding.reshard(logits, NamedSharding(sharding.mesh, PartitionSpec()))
         found[layer] = jnp.maximum(found[layer], logits) if layer in found else logits
     if layers and not found:
-        raise ValueError(
-            f"max_logits: {bounds.short_repr(max_logits)} names none of the layers: {trees.a_few(list(layers))}"
-        )
+        raise ValueError(f"max_logits: {bounds.short_repr(max_logits)} names none of the layers: {_shown(layers)}")
     return [(path, logits, layers[path]) for path, logits in found.items()]
 
 
 def _layer_at(name: str, layers: list[str]) -> str:
     """Return the layer whose path, or the end of whose path, is `name` or the start of `name`."""
-    parts = name.split("/") if name else []
-    for i in range(len(parts), -1, -1):
-        start = "/".join(parts[:i])
+    for i in range(name.count("/") + 1):
+        start = name.rsplit("/", i)[0]
         named = [layer for layer in layers if layer == start]
         named = named or [layer for layer in layers if start and layer.endswith(f"/{start}")]
         if len(named) == 1:
             return named[0]
-    if not name and len(layers) == 1:
+    if len(layers) == 1 and "" in (name, layers[0]):  # a model that is one layer may call its logits anything
         return layers[0]
     what = f"the path {name!r}" if name else "an array without a path"
-    raise ValueError(f"max_logits: {what} does not name one of the attention layers: {trees.a_few(layers)}")
+    raise ValueError(f"max_logits: {what} does not name one of the attention layers: {_shown(layers)}")
+
+
+def _shown(layers: Iterable[str]) -> str:
+    return trees.a_few([repr(layer) for layer in layers])  # the tree itself may be one, ''
 
 
 def _scales(sides: list[_Side], factor: jax.Array, rope: int) -> list[jax.Array]:

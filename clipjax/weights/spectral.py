@@ -79,10 +79,10 @@ def _capped(leaf: trees.Leaf, sides: Sides, bound: Any) -> jax.Array:
     info, dtype = jnp.finfo(x.dtype), x.dtype if jnp.iscomplexobj(x) else norms.sum_dtype(x.dtype)
     rounding = float(info.eps) / 2 if info.bits < 32 else 0.0
 
-    def cap(x: jax.Array, limits: jax.Array) -> jax.Array:
+    def cap(x: jax.Array, bound: jax.Array) -> jax.Array:
         moved = jnp.transpose(x, order)
         w = moved.reshape(*batch, *(math.prod(x.shape[axis] for axis in side) for side in (long, short)))
-        capped = singular_values.cap(w.astype(dtype), jnp.broadcast_to(limits, batch), rounding).astype(x.dtype)
+        capped = singular_values.cap(w.astype(dtype), jnp.broadcast_to(bound, batch), rounding).astype(x.dtype)
         return jnp.transpose(capped.reshape(moved.shape), tuple(np.argsort(order)))
 
     sharding = jax.typeof(x).sharding

@@ -205,3 +205,6 @@ def test_accumulation_says_what_is_no_array_in_update_too() -> None:
     state = tx.init({"w": jnp.ones(2)})
     with pytest.raises(TypeError, match="leaf 'w' must be an array of numbers, got function"):
         tx.update({"w": lambda x: x}, state)
+    for other in (clipjax.bounded(optax.sgd(0.1)).init(START), None):
+        with pytest.raises(TypeError, match="state: bounded with accumulate= needs the state that its init returned"):
+            tx.update(START, other)

@@ -70,6 +70,7 @@ THEMES = {
         of_type("max_norm(1.0).init({'w': jax.ShapeDtypeStruct((2, 2), 'float32')})", "'w'", "jax.eval_shape"),
         of_value("matching('enc')({'enc': params})", "'enc' matches no leaf; 'enc/*' matches some"),
         of_type("jax.jit(lambda p: clip_by_norm(1.0, ord=p).init(params))(2.0)", "ord", "static_args"),
+        of_type("clip_by_norm(1.0, ord=10**400)", "ord", "infinity, got 1000"),
         of_value("box({'kernel': 2.0}, {'kernel': 1.0})(params)", "low", "2.0", "1.0", "'kernel'"),
         of_value("scale_gradient(x, jnp.inf)", "factor", "finite", "inf"),
         of_value("autoclip(0.1)", "percentile", "0.1", "clip_by_quantile"),
@@ -100,8 +101,8 @@ THEMES = {
         of_type("jax.jit(lambda b: functional.clip_by_norm(x, b))(1j)", "max_norm", "real numbers"),
         of_type("clip_by_global_norm(optax.adam).init(params)", "max_norm", "schedule", "returned"),
         of_type("clip_by_group_norm(1.0)", "max_norms", "1.0"),
-        of_type("clip_by_group_norm({0: 1.0})", "max_norms", "{0: 1.0}"),
-        of_value("clip_by_group_norm({})", "max_norms", "empty"),
+        of_type("clip_by_group_norm({0: 1.0})", "max_norms", "patterns, got (0,)"),
+        of_type("clip_by_group_norm({})", "max_norms", "patterns, got ()"),
     ],
     "shapes": [  # of bounds, other than what they bound
         *crossed(with_form("scalar"), ("jnp.ones(3)", ValueError, "scalar", "(3,)")),

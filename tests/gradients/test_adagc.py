@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -101,6 +102,19 @@ def test_units_of_a_leaf_follow_their_own_past() -> None:
     for key, value in leaves.state.last.items():
         np.testing.assert_allclose(state.last[key], value, rtol=1e-5, err_msg=key)
     assert state.shares["adagc/clipped"] == leaves.state.shares["adagc/clipped"] > 5
+
+
+def test_parameters_may_have_other_dtypes_than_their_gradients() -> None:
+    """The metrics are computed of stacks of norms and of gammas, which have to be in one order."""
+    with jax.enable_x64(True):
+        kinds = {"a": np.float32, "b": np.float64, "c": np.float32}
+        tx = clipjax.adagc(1.04, warmup_steps=1, max_norm=math.inf)
+        state = tx.init({key: jnp.ones(2, kind) for key, kind in kinds.items()})
+        for norm in (100.0, 1000.0):
+            _, state = tx.update({"a": jnp.ones(()), "b": jnp.float32(norm), "c": jnp.ones(())}, state)
+        last = {key: float(x) for key, x in clipjax.metrics(state).items()}
+    np.testing.assert_allclose(last["adagc/scale"], 0.104, rtol=1e-5)
+    np.testing.assert_allclose(last["adagc/norm_after"], math.sqrt(104**2 + 2), rtol=1e-5)
 
 
 def test_other_leaves_than_in_init_are_an_error() -> None:

@@ -62,6 +62,20 @@ def test_norms_that_are_not_finite_leave_no_trace() -> None:
         assert list(state.totals.values()) == [12 * 4]
 
 
+@pytest.mark.parametrize("value", [0.0, np.inf, np.nan])
+def test_the_threshold_of_a_step_that_does_not_count_is_that_of_the_past(value: float) -> None:
+    """Of methods that take in the norm before they compare it; what is not finite is an outlier."""
+    for tx, expected in ((clipjax.autoclip(50.0), 5.0), (clipjax.clip_by_lognormal(2.0), None)):
+        state = tx.init(jnp.zeros(()))
+        for norm in (4.0, 5.0, 6.0):
+            _, state = tx.update(jnp.float32(norm), state)
+        past = state.memory
+        _, state = tx.update(jnp.float32(value), state)
+        threshold = next(x for key, x in clipjax.metrics(state).items() if key.endswith("/threshold"))
+        expected = np.exp(past.mean + 2 * past.std * (value == 0)) if expected is None else expected
+        np.testing.assert_allclose(threshold, expected, rtol=1e-6)
+
+
 def test_statistics_are_finite_at_every_scale() -> None:
     """Norms of 1e30 count as not finite; from all others the statistics recover."""
     usual = gradients_of(np.exp(0.3 * np.random.default_rng(0).standard_normal(20)))

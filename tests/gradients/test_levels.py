@@ -118,7 +118,7 @@ def test_counters_at_their_end_freeze_nothing() -> None:
     states = [tx.init(zero), skip.init(zero)]
     for norm in np.float32([5, 1, 2, 3, 4] * 4):
         states = [each.update(norm, state, zero)[1] for each, state in zip((tx, skip), states, strict=True)]
-    for ring, entered in ((states[0].memory.history, states[0].memory.entered), states[1].memory.past[0]):
+    for ring, entered in (states[0].memory, states[1].memory.past[0]):
         assert sorted(np.asarray(ring)) == [1, 2, 3, 4]
         assert 4 <= entered < 8
     most = np.iinfo(np.int32).max

@@ -47,7 +47,7 @@ def test_autoclip_follows_the_paper() -> None:
         assert (done[str(options)].state.shares["autoclip/clipped"] >= 15).all()
     for options in NEVER:
         assert (done[str(options)].state.shares["autoclip/clipped"] == 0).all()
-    assert done[str(AUTOCLIP[1])].state.memory.history.shape == (3, 7)
+    assert done[str(AUTOCLIP[1])].state.memory.values.shape == (3, 7)
 
 
 def test_the_quantile_rule_follows_the_paper() -> None:

@@ -200,6 +200,8 @@ def test_wrong_calls() -> None:
     for model in (nn.Dense, nnx.Linear, {"kernel": random(2, 3)}, lambda x: x):
         with pytest.raises(TypeError, match="must be a Flax module"):
             unit_axes(model, KEY, random(2, 4))
+    with pytest.raises(ValueError, match="no parameters, or none that the filter wrt= chooses"):
+        unit_axes(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), wrt=nnx.BatchStat)
     with pytest.raises(TypeError, match="needs the arguments of its init"):
         unit_axes(nn.Dense(3))
     with pytest.raises(TypeError, match="no further arguments"):

@@ -160,11 +160,14 @@ def test_errors() -> None:
         (HEADS, np.ones((2, HEADS)), "does not fit"),
         (HEADS, 1.0, "does not fit"),
         (3, np.ones(HEADS), "the number of key heads divides that of query heads"),
-        (HEADS, {"b": np.ones(HEADS)}, "max_logits: the path 'b' does not name one of the attention layers: a"),
+        (HEADS, {"b": np.ones(HEADS)}, "max_logits: the path 'b' does not name one of the attention layers: 'a'"),
+        (HEADS, {}, "max_logits: {} names none of the layers: 'a'"),
     ):
         with pytest.raises(ValueError, match=message):
             qk_clip()({"a": layer(key_heads)}, max_logits=logits)
     kernels = {name: side["kernel"] for name, side in layer(HEADS).items()}
+    with pytest.raises(ValueError, match="'dce' does not name one of the attention layers: 'dec', ''"):  # nor the root
+        qk_clip()(kernels | {"dec": layer(HEADS)}, max_logits={"dce": np.ones(HEADS)})
     with pytest.raises(ValueError, match="does not fit"):  # logits of a batch: kernels are no stack of biases
         qk_clip()(kernels, max_logits=np.ones((WIDTH, HEADS)))
     for names in ({"query": "a/b"}, {"key": ""}, {"query": "key"}, {"key": None}):

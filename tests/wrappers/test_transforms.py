@@ -88,6 +88,10 @@ def test_strict_modes_and_leak_checks_find_nothing() -> None:
             jax.eval_shape(lambda p, x=number: skip.update(p, skip.init(p), p, loss=x), PARAMS)
             jax.eval_shape(lambda p, x=number: clipjax.functional.clip_by_global_norm(p, 1.0, norm=x), PARAMS)
         jax.eval_shape(clipjax.spectral_cap(1.0), jnp.ones((4, 3)))  # as several blocks
+        for bound in (jnp.bfloat16(2), jnp.int32(2), lambda step: 10 - step):
+            of_entries = clipjax.clip_by_value(low=-1.0, high=bound), clipjax.box(bound, np.inf)
+            for tx in (*of_entries, clipjax.tangent_cone(bound), clipjax.min_max_norm(bound, np.inf)):
+                jax.eval_shape(lambda p, tx=tx: tx.update(p, tx.init(p), p), trees[1])
     with jax.checking_leaks():
         for name in ("clip_by_global_norm", "min_max_norm", "bounded"):
             jax.eval_shape(lambda p, tx=members[name]: tx.update(p, tx.init(p), p), PARAMS)
