@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from clipjax import functional
 from clipjax._core.transformation import with_metrics
 from clipjax._core.units import SKIP, fan_in, fan_in_or_all
+from clipjax._matching import matching
 from clipjax.backward import (
     clip_gradient_by_global_norm,
     clip_gradient_by_norm,
@@ -23,7 +24,6 @@ from clipjax.gradients.relative import adaptive_grad_clip
 from clipjax.gradients.spikes import skip_spikes
 from clipjax.gradients.tangent_cone import tangent_cone
 from clipjax.gradients.zclip import clip_by_lognormal, zclip
-from clipjax.matching import matching
 from clipjax.monitoring.metrics import metrics
 from clipjax.monitoring.norm_log import NormLog
 from clipjax.monitoring.record_norms import record_norms

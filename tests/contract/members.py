@@ -32,7 +32,7 @@ class Row(NamedTuple):
     keeps: bool = True  # there is an inside, where nothing changes
     wide: bool = True  # norms are measured from 1e-18 to 1.8e19
     times: float = 1  # the bounds of the tests are larger by this
-    warm: str = ""  # the past that makes the bound: the norm of the "tree", or of each "leaf", was at the bound
+    warm: str = ""  # the past that makes the bound: norms at the bound, of the "tree" for 3 steps, of each "leaf" for 1
     params: bool = False  # it needs the weights
     tree: str = "main"  # "matrices" and "heads" are smaller
     below: float | None = None  # how far below the bound a float32 result may be, if not 2e-6

@@ -65,8 +65,15 @@ def test_the_reference_lists_every_name():
     text = "".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
     index = (ROOT / "docs" / "reference" / "index.md").read_text()
     for name in clipjax.__all__:
-        assert f"`{name}" in index, name
-        assert name == "functional" or f"clipjax.{name}" in text, name
+        listed, described = f"`{name}" in index, name == "functional" or f"clipjax.{name}" in text
+        assert listed, f"{name} is missing in the list of docs/reference/index.md"
+        assert described, f"clipjax.{name} is missing on a page of docs/reference"
+
+
+def test_no_line_begins_with_a_formula():
+    """Markdown would take it for a block, and end the paragraph before it."""
+    for page in (ROOT / "docs").rglob("*.md"):
+        assert not re.search(r"^\$", page.read_text(), re.MULTILINE), page
 
 
 def test_versions_agree():
