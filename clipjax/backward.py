@@ -100,15 +100,13 @@ def _with_gradient(change: Callable[..., Any], tree: T, *limits: Any) -> T:
     """Return a tree whose gradient becomes `change(gradient, *limits)`, where leaves without one have float0."""
     leaves, rebuild = trees.leaves_of(tree)
     # Arrays are arguments, since a custom derivative must not close over tracers; numbers stay exact.
-    arrays = {i: bound for i, bound in enumerate(limits) if isinstance(bound, jax.Array)}
-    numbers = {i: bound for i, bound in enumerate(limits) if i not in arrays}
+    arrays = [limit if isinstance(limit, jax.Array) else None for limit in limits]
 
-    def changed(arrays: dict[int, Any], gradient: Any) -> Any:
-        every = {**numbers, **arrays}
-        return change(gradient, *(every[i] for i in range(len(limits))))
+    def changed(arrays: list[Any], gradient: Any) -> Any:
+        return change(gradient, *(x if array is None else array for x, array in zip(limits, arrays, strict=True)))
 
     @jax.custom_vjp
-    def identity(tree: T, arrays: dict[int, Any]) -> T:
+    def identity(tree: T, arrays: list[Any]) -> T:
         return tree
 
     identity.defvjp(lambda tree, arrays: (tree, arrays), lambda arrays, gradient: (changed(arrays, gradient), None))
@@ -150,10 +148,21 @@ def scale_gradient(x: T, factor: ArrayLike) -> T:
         if not trees.is_float(leaf.value):
             return leaf.value
         fitting = bounds.fit_bound("factor", value, leaf.value, leaf)
-        wide = lax.stop_gradient(jnp.asarray(fitting, norms.sum_dtype(leaf.value.dtype)))
-        return _replaced(leaf.value, clipping.rescale(leaf.value, wide))
+        return _scaled(leaf.value, jnp.asarray(fitting, norms.sum_dtype(leaf.value.dtype)))
 
     return rebuild([scale(leaf) for leaf in leaves])
+
+
+@jax.custom_jvp
+def _scaled(x: jax.Array, factor: jax.Array) -> jax.Array:
+    """Return x, without a product that may be NaN; its tangents are multiplied by the factor."""
+    return x
+
+
+@_scaled.defjvp
+def _scaled_jvp(primals: Any, tangents: Any) -> Any:
+    x, factor = primals
+    return _scaled(x, factor), clipping.rescale(jnp.asarray(tangents[0]), factor)
 
 
 def replace_gradient(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -31,9 +31,7 @@ def sum_dtype(dtype: Any) -> Any:
 def mesh_axes(x: Any) -> tuple[str, ...]:
     """Return the mesh axes over which x differs inside `shard_map`, from its type."""
     kind = jax.typeof(x)
-    names = getattr(kind, "vma", None)
-    if names is None:  # JAX 0.10 and later
-        names = getattr(getattr(kind, "mat", None), "varying", None)
+    names = getattr(kind, "vma", None) or getattr(getattr(kind, "mat", None), "varying", None)  # from JAX 0.10 on
     return tuple(sorted(names or ()))
 
 

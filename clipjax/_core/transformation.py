@@ -144,7 +144,7 @@ def next_state(state: MetricsState, metrics: dict[str, jax.Array], memory: Any) 
 def saturating_add(counter: jax.Array, more: jax.Array) -> jax.Array:
     """Add a number to an int32 counter, which stops at its largest value."""
     most = np.iinfo(np.int32).max
-    more = (more if more.dtype == bool else jnp.minimum(more, most)).astype(np.int32)
+    more = (more if more.dtype.itemsize < 4 else jnp.minimum(more, most)).astype(np.int32)
     return jnp.where(counter > most - jnp.maximum(more, 0), most, counter + more)
 
 

@@ -41,8 +41,7 @@ def fan_in(path: Any, leaf: Any) -> tuple[int, ...] | Skip:
       >>> clipjax.fan_in((), kernel), clipjax.fan_in((), bias)
       ((0, 1, 2), clipjax.SKIP)
     """
-    rank = len(leaf.shape)
-    return tuple(range(rank - 1)) if rank >= 2 else SKIP
+    return tuple(range(len(leaf.shape) - 1)) or SKIP
 
 
 def fan_in_or_all(path: Any, leaf: Any) -> tuple[int, ...] | None:
@@ -54,8 +53,7 @@ def fan_in_or_all(path: Any, leaf: Any) -> tuple[int, ...] | None:
       >>> clipjax.fan_in_or_all((), kernel), clipjax.fan_in_or_all((), bias)
       ((0, 1, 2), None)
     """
-    axes = fan_in(path, leaf)
-    return None if isinstance(axes, Skip) else axes
+    return tuple(range(len(leaf.shape) - 1)) or None
 
 
 def fan_in_of_matrices(path: Any, leaf: Any) -> tuple[int, ...] | Skip:

@@ -48,7 +48,7 @@ class Ring(NamedTuple):
     """The last values of a norm or a loss."""
 
     values: jax.Array  # float (window,): the newest is in place of the oldest; infinite where there is none yet
-    entered: jax.Array  # int32: how many have entered, counted from `window` again at twice as many, so never too many
+    entered: jax.Array  # int32: how many have entered; from 2 * window it goes back to window, so never overflows
 
 
 def empty_ring(size: int, dtype: Any) -> Ring:

@@ -71,10 +71,10 @@ def autoclip(
         last = jnp.clip(ring.entered - 1, 0, size - 1)  # the place of the largest, after sorting
         rank = percentile / 100 * last.astype(norm.dtype)
         low = jnp.floor(rank).astype(np.int32)
-        ascending = jnp.sort(jnp.nan_to_num(ring.values))  # infinite ones would make NaN, here or in derivatives
+        ascending = jnp.sort(jnp.nan_to_num(ring.values))  # infinite ones would make NaN in derivatives
         below, above = ascending[low], ascending[jnp.minimum(low + 1, last)]
         bound = below + (above - below) * (rank - jnp.floor(rank))
-        return bound, ring
+        return jnp.where(ring.entered > 0, bound, jnp.inf), ring
 
     return clip_by_history("autoclip", remember, bound_of)
 

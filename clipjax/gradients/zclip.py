@@ -176,15 +176,19 @@ def clip_by_lognormal(
 
     def bound_of(norm: jax.Array, memory: Moments, step: Any) -> tuple[jax.Array, Moments]:
         mean, std, steps, spikes = memory
+        known = counts(norm) | (steps > 0)
         rate = jnp.where(counts(norm), jnp.maximum(1 - decay, 1 / (steps.astype(norm.dtype) + 1)), 0)
         away = jnp.log(jnp.where(counts(norm), norm, 1) + eps) - mean
         mean = mean + rate * away
         variance = std**2 + rate * ((1 - rate) * away**2 - std**2)
         most = jnp.asarray(highest(step), norm.dtype)
-        finite, top = most < jnp.inf, 0.99 * np.log(np.finfo(norm.dtype).max)  # above them slopes are infinite
+        finite, top = (
+            known & (most < jnp.inf),
+            0.99 * np.log(np.finfo(norm.dtype).max),
+        )  # above them slopes are infinite
         width = jnp.where(finite, most, 0) * jnp.sqrt(jnp.maximum(variance, eps))
         limit = jnp.where(finite, jnp.exp(jnp.minimum(mean + width, top)), jnp.inf)
-        bound = jnp.where(norm < limit, limit, jnp.exp(mean))
+        bound = jnp.where(~known | (norm < limit), limit, jnp.exp(mean))
         new = Moments(mean, jnp.sqrt(jnp.maximum(lax.stop_gradient(variance), 0)), optax.safe_increment(steps), spikes)
         return jnp.minimum(bound, jnp.asarray(cap(step), norm.dtype)), new
 

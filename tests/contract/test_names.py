@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 import clipjax
-from tests.contract.members import OTHERS, ROWS
+from benchmarks.members import MEMBERS
+from tests.contract.members import CLIPS, OTHERS, PROJECTIONS, ROWS, STEPS
 
 NAMES = [
     "clip_by_value", "clip_by_norm", "clip_by_global_norm", "clip_by_rms", "clip_by_group_norm",
@@ -48,6 +49,12 @@ def test_the_types_of_arguments_are_known_at_runtime() -> None:
                     forms = [typing.get_origin(x) or x for x in typing.get_args(hint) or [hint]]
                     numpy_too = np.number in forms or argument == "groups"  # a depth, which is a literal
                     assert numpy_too or not (int in forms or float in forms), (name, argument)
+
+
+def test_the_benchmarks_show_every_member() -> None:
+    shown = {word.strip(",:") for label in MEMBERS for word in label.split()}
+    missing = {row.name for row in (*CLIPS, *STEPS, *PROJECTIONS)} - shown - {"chain", "project"}  # these cost nothing
+    assert not missing, f"{missing} are missing in benchmarks/members.py"
 
 
 # What a name may be beside its rule, and why.

@@ -21,6 +21,8 @@ def test_counters_stop_at_their_largest_value() -> None:
     assert saturating_add(jnp.int32(MOST - 3), jnp.int32(7)) == MOST
     assert saturating_add(jnp.int32(2), jnp.int32(-3)) == -1
     assert saturating_add(jnp.int32(2), jnp.uint32(3_000_000_000)) == MOST
+    for kind in (jnp.int8, jnp.uint8, jnp.int16, jnp.uint16, jnp.int32, jnp.uint32):
+        assert saturating_add(jnp.int32(2), kind(100)) == 102
     tx = clipjax.clip_by_global_norm(1.0)
     state = jax.tree.map(lambda x: jnp.full_like(x, MOST) if x.dtype == np.int32 else x, tx.init(jnp.ones(2)))
     _, state = tx.update(jnp.full(2, jnp.nan), state)

@@ -64,7 +64,10 @@ def test_norms_that_are_not_finite_leave_no_trace() -> None:
 
 @pytest.mark.parametrize("value", [0.0, np.inf, np.nan])
 def test_the_threshold_of_a_step_that_does_not_count_is_that_of_the_past(value: float) -> None:
-    """Of methods that take in the norm before they compare it; what is not finite is an outlier."""
+    """Of methods that take in the norm before they compare it; what is not finite is an outlier. At first: infinity."""
+    for tx in (clipjax.autoclip(), clipjax.clip_by_lognormal(), clipjax.zclip()):
+        _, state = tx.update(jnp.float32(value), tx.init(jnp.zeros(())))
+        assert [x for key, x in clipjax.metrics(state).items() if key.endswith("/threshold")] == [np.inf]
     for tx, expected in ((clipjax.autoclip(50.0), 5.0), (clipjax.clip_by_lognormal(2.0), None)):
         state = tx.init(jnp.zeros(()))
         for norm in (4.0, 5.0, 6.0):

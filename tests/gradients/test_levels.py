@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import clipjax
+from tests.contract.members import CLIPS
 
 RULES: dict[str, Any] = {
     "autoclip": clipjax.autoclip(window=250),  # as fast as its window, here a quarter of the default
@@ -57,6 +58,11 @@ def rates(norms: np.ndarray) -> dict[str, np.ndarray]:
         return jax.lax.scan(one_step, {name: tx.init(zero) for name, tx in RULES.items()}, norms)[1]
 
     return {name: np.asarray(x)[:, -LAST:].mean(axis=1) for name, x in over_steps(norms.astype(np.float32)).items()}
+
+
+def test_every_clip_that_follows_the_norm_of_all_leaves_is_here() -> None:
+    missing = {row.name for row in CLIPS if row.warm == "tree"} - {rule.split()[0] for rule in RULES}
+    assert not missing, f"{missing} are missing in RULES"
 
 
 def test_a_thousand_steps_later_they_clip_as_a_fresh_clip_does() -> None:

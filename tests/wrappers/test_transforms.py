@@ -90,6 +90,8 @@ def test_strict_modes_and_leak_checks_find_nothing() -> None:
         jax.eval_shape(clipjax.spectral_cap(1.0), jnp.ones((4, 3)))  # as several blocks
         for bound in (jnp.bfloat16(2), jnp.int32(2), lambda step: 10 - step):
             of_entries = clipjax.clip_by_value(low=-1.0, high=bound), clipjax.box(bound, np.inf)
+            eight = jnp.ones(2, jnp.float8_e4m3fn)
+            jax.eval_shape(lambda p, tx=of_entries[0]: tx.update(p, tx.init(p), p), eight)
             for tx in (*of_entries, clipjax.tangent_cone(bound), clipjax.min_max_norm(bound, np.inf)):
                 jax.eval_shape(lambda p, tx=tx: tx.update(p, tx.init(p), p), trees[1])
     with jax.checking_leaks():
@@ -126,6 +128,7 @@ def test_debug_nans_finds_nothing_at_zero() -> None:
         with jax.disable_jit():  # as one looks for a NaN of one's own
             for grads in (zeros, at(0)):
                 loss(grads)
+        clipjax.scale_gradient(jnp.array([1.0, -jnp.inf]), 0.0)  # no product in the forward pass
 
 
 def test_without_jit_and_with_checkpoint() -> None:
