@@ -114,7 +114,8 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     "gradients/history.py": [
         ("jnp.where(counts(norm), new.astype(old.dtype), old)", "new.astype(old.dtype)", NONFINITE),
         ("(norm > 0) & (norm < jnp.inf)", "norm < jnp.inf", "gradients/test_levels.py"),
-        ("jnp.where(entered >= 2 * len(values) - 1, len(values), entered + 1)", "entered + 1", "gradients/test_levels.py"),
+        ("jnp.where(entered >= 2 * len(values) - 1, len(values), entered + 1)", "entered + 1",
+         "gradients/test_levels.py"),
     ],
     "gradients/zclip.py": [
         ("jnp.where(warming, 1 - rate, (1 - rate) ** 2)", "1 - rate", "gradients/test_zclip.py"),
