@@ -82,9 +82,10 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("more.dtype.itemsize < 4", "more.dtype == bool", "core/test_states.py"),
     ],
     "_core/trees.py": [
-        ('pattern if whole else f"*/{pattern}"', 'f"/{pattern.lstrip(\'/\')}"', AXES),
+        ('pattern if whole else f"*/{pattern}"', 'f"/{pattern.lstrip(\'/\')}"', "composition/test_chain.py"),
         ("sorted(found, key=place.__getitem__)", "sorted(found, key=place.__getitem__, reverse=True)", AXES),
-        ("zip(first, found, strict=True) if not _is_absent(node)]", "zip(first, found, strict=True)]", LEAVES),
+        ("zip(first, found, strict=True) if not _is_absent(node)]", "zip(first, found, strict=True)]",
+         "composition/test_chain.py"),
         ("[other if pattern is None else given", "[None if pattern is None else given", AXES),
     ],
     "_checks.py": [

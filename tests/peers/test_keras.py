@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from typing import Any
 
 import jax.numpy as jnp
@@ -21,7 +20,6 @@ if importlib.util.find_spec("keras") is None:
 
 @pytest.fixture(scope="module")
 def keras() -> Any:
-    os.environ.setdefault("KERAS_BACKEND", "jax")
     return importlib.import_module("keras")
 
 
