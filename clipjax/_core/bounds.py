@@ -32,9 +32,7 @@ def is_real(value: Any) -> bool:
 
 
 def as_float(value: Any) -> Any:
-    """Return a real number or array as floats: JAX would take whole ones for int32, and wrap."""
-    if isinstance(value, jax.Array):
-        return value.astype(float) if jnp.issubdtype(value.dtype, jnp.integer) else value
+    """Return a real number or array as floats, if it is not JAX's: that would take whole ones for int32, and wrap."""
     if isinstance(value, np.ndarray | np.generic):
         whole_or_long = jnp.issubdtype(value.dtype, jnp.integer) or value.dtype.itemsize > 8
         return value.astype(np.float64) if whole_or_long else value
@@ -57,7 +55,7 @@ def check_bound(
     if scalar:
         check_fits(name, bound, (), "the norm of all leaves")
     if isinstance(bound, jax.core.Tracer):
-        return jnp.maximum(as_float(bound), least)
+        return _at_least(bound, least)
     value = np.asarray(jax.device_get(bound), np.float64)  # an explicit transfer, which transfer guards allow
     if not (value >= least).all():
         wanted = "not be NaN" if np.isnan(value).any() else f"be at least {least:g}"
@@ -92,9 +90,13 @@ def as_schedule(name: str, bound: Any, least: float = 0, *, scalar: bool = False
             raise TypeError(f"{name} must be a schedule that returns a number, but it returned {short_repr(value)}")
         if scalar:
             check_fits(name, value, (), "the norm of all leaves")
-        return jnp.maximum(as_float(value), least)
+        return _at_least(as_float(value), least)
 
     return evaluate
+
+
+def _at_least(bound: Any, least: float) -> Any:
+    return bound if least == -np.inf else jnp.maximum(bound, least)  # a whole number stays one, which may be exact
 
 
 def fit_bound(name: str, bound: Any, norms: jax.Array, of: Any) -> Any:

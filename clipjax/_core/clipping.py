@@ -133,7 +133,7 @@ def _inward(limit: Any, dtype: Any, toward: float) -> Any:
     xp, exact = (np, np.asarray(limit, np.float64)) if known else (jnp, limit)
     if np.isnan(np.asarray(np.inf).astype(dtype)):  # 8 bits without an infinity, which would become NaN
         most = float(jnp.finfo(dtype).max)
-        toward, exact = np.copysign(most, toward), xp.clip(exact, -most, most)
+        toward, exact = np.copysign(most, toward), xp.clip(exact.astype(float), -most, most)
     with np.errstate(over="ignore"):
         near = exact.astype(dtype)
     beyond = near.astype(exact.dtype) > exact if toward < 0 else near.astype(exact.dtype) < exact

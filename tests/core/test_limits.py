@@ -56,6 +56,16 @@ def test_both_limits_are_rounded_inward(dtype: str) -> None:
         np.testing.assert_allclose([x.min(), x.max()], [low, high], rtol=2 * ulp)
 
 
+@pytest.mark.parametrize(
+    "limit", [2**24 + 3, np.int32(2**24 + 3), jnp.int32(2**24 + 3), lambda _: jnp.int32(2**24 + 3)]
+)
+def test_whole_limits_beyond_float32_are_rounded_inward(limit: Any) -> None:
+    tx, x = clipjax.clip_by_value(limit), jnp.array([[3e7, -3e7]])
+    np.testing.assert_array_equal(tx.update(x, tx.init(x))[0], [[2.0**24 + 2, -(2.0**24) - 2]])
+    step = 0 if callable(limit) else None
+    np.testing.assert_array_equal(clipjax.box(-np.inf, limit)(x, step=step), [[2.0**24 + 2, -3e7]])
+
+
 def test_equal_limits_are_allowed() -> None:
     np.testing.assert_array_equal(clipjax.box(0.5, 0.5)(jnp.asarray(ENTRIES)), np.full(101, 0.5, np.float32))
     np.testing.assert_allclose(clipjax.min_max_norm(2.0, 2.0)(jnp.ones((1, 3))), np.full((1, 3), 2.0), rtol=2e-6)

@@ -70,8 +70,8 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("if floats and not (asked or found)", "if not floats and not (asked or found)", AXES),
     ],
     "_core/bounds.py": [
-        ("return jnp.maximum(as_float(value), least)", "return value", STATES),
-        ("return jnp.maximum(as_float(bound), least)", "return bound", "core/test_limits.py"),
+        ("return _at_least(as_float(value), least)", "return value", STATES),
+        ("return _at_least(bound, least)", "return bound", "core/test_limits.py"),
         ("(value >= least).all()", "(value >= least).any()", STATES),
     ],
     "_core/transformation.py": [
