@@ -100,7 +100,7 @@ def _with_gradient(change: Callable[..., Any], tree: T, *limits: Any) -> T:
     """Return a tree whose gradient becomes `change(gradient, *limits)`, where leaves without one have float0."""
     leaves, rebuild = trees.leaves_of(tree)
     # Arrays are arguments, since a custom derivative must not close over tracers; numbers stay exact.
-    arrays = [limit if isinstance(limit, jax.Array) else None for limit in limits]
+    arrays = [lax.stop_gradient(limit) if isinstance(limit, jax.Array) else None for limit in limits]
 
     def changed(arrays: list[Any], gradient: Any) -> Any:
         return change(gradient, *(x if array is None else array for x, array in zip(limits, arrays, strict=True)))
@@ -148,7 +148,8 @@ def scale_gradient(x: T, factor: ArrayLike) -> T:
         if not trees.is_float(leaf.value):
             return leaf.value
         fitting = bounds.fit_bound("factor", value, leaf.value, leaf)
-        return _scaled(leaf.value, jnp.asarray(fitting, norms.sum_dtype(leaf.value.dtype)))
+        wide = jnp.asarray(fitting, norms.sum_dtype(leaf.value.dtype))
+        return _scaled(leaf.value, lax.stop_gradient(wide))
 
     return rebuild([scale(leaf) for leaf in leaves])
 

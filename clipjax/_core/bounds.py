@@ -96,7 +96,9 @@ def as_schedule(name: str, bound: Any, least: float = 0, *, scalar: bool = False
 
 
 def _at_least(bound: Any, least: float) -> Any:
-    return bound if least == -np.inf else jnp.maximum(bound, least)  # a whole number stays one, which may be exact
+    if least == -np.inf:
+        return bound
+    return (jnp if isinstance(bound, jax.Array) else np).maximum(bound, least)  # numbers stay as exact as they are
 
 
 def fit_bound(name: str, bound: Any, norms: jax.Array, of: Any) -> Any:

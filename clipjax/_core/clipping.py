@@ -137,7 +137,8 @@ def _inward(limit: Any, dtype: Any, toward: float) -> Any:
     with np.errstate(over="ignore"):
         near = exact.astype(dtype)
     beyond = near.astype(exact.dtype) > exact if toward < 0 else near.astype(exact.dtype) < exact
-    return xp.where(beyond, xp.nextafter(near, xp.asarray(toward, dtype)), near)
+    start = near if known else lax.stop_gradient(near)  # JAX before 0.12 has no derivative of `nextafter`
+    return xp.where(beyond, xp.nextafter(start, xp.asarray(toward, dtype)), near)
 
 
 def metrics_of(norm: jax.Array, scale: jax.Array, after: jax.Array | None = None) -> Metrics:

@@ -80,3 +80,28 @@ def test_forward_mode_takes_tangents_of_all_kinds() -> None:
 
     assert jax.jvp(scaled, (3.0,), (1.0,))[1] == -0.5
     np.testing.assert_array_equal(jax.jvp(scaled, (jnp.ones(2),), (np.ones(2, np.float32),))[1], [-0.5, -0.5])
+
+
+def test_a_threshold_has_a_derivative_and_that_of_a_layer_has_none() -> None:
+    """A clip may learn it; for a layer it is a constant, in second derivatives, too."""
+    x, w = jnp.array([1.0, -2.0, 0.1]), jnp.full((2, 2), 3.0)
+    clips = {
+        "value": lambda s: jnp.sum(jnp.abs(clipjax.functional.clip_by_value(x, -s, s))),
+        "norm": lambda s: jnp.linalg.norm(clipjax.functional.clip_by_norm(x, s)) * 2,
+        "box": lambda s: jnp.sum(clipjax.box(-s, s)(w)) / 2,
+        "max_norm": lambda s: jnp.sum(clipjax.max_norm(s)(w)) / 2**0.5,
+    }
+    for name, clip in clips.items():
+        np.testing.assert_allclose(jax.jit(jax.grad(clip))(0.5), 2, rtol=1e-5, err_msg=name)
+    layers = {
+        "scale": clipjax.scale_gradient,
+        "value": lambda x, s: clipjax.clip_gradient_by_value(x, -s, s),
+        "norm": clipjax.clip_gradient_by_norm,
+        "global": clipjax.clip_gradient_by_global_norm,
+    }
+    for name, layer in layers.items():
+
+        def slope(s: Any, layer: Any = layer) -> Any:
+            return jnp.sum(jax.grad(lambda x: jnp.sum(layer(x, s) ** 2))(x))
+
+        assert jax.jit(jax.grad(slope))(0.5) == 0, name

@@ -57,7 +57,8 @@ def test_both_limits_are_rounded_inward(dtype: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "limit", [2**24 + 3, np.int32(2**24 + 3), jnp.int32(2**24 + 3), lambda _: jnp.int32(2**24 + 3)]
+    "limit",
+    [2**24 + 3, np.int32(2**24 + 3), jnp.int32(2**24 + 3), lambda _: jnp.int32(2**24 + 3), lambda _: 2**24 + 3],
 )
 def test_whole_limits_beyond_float32_are_rounded_inward(limit: Any) -> None:
     tx, x = clipjax.clip_by_value(limit), jnp.array([[3e7, -3e7]])
