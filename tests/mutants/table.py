@@ -39,7 +39,7 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("scale < 1}", "scale <= 1}", "core/test_states.py"),
         ("norm * scale if", "norm if", BOUNDS),
         ("norms.nan_unless(least > -jnp.inf, least)", "least", "core/test_rescale.py"),
-        ("xp.where(beyond, xp.nextafter(near, xp.asarray(toward, dtype)), near)", "near", BOUNDS),
+        ("xp.where(beyond, xp.nextafter(start, xp.asarray(toward, dtype)), near)", "near", BOUNDS),
         ('("low", low, x, leaf), x.dtype, np.inf)', '("low", low, x, leaf), x.dtype, -np.inf)', "core/test_limits.py"),
         ("jnp.where((low < x) & (x < high), x, jnp.clip(x, low, high))", "jnp.clip(x, low, high)", INSIDE),
     ],
