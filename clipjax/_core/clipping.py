@@ -137,8 +137,16 @@ def _inward(limit: Any, dtype: Any, toward: float) -> Any:
     with np.errstate(over="ignore"):
         near = exact.astype(dtype)
     beyond = near.astype(exact.dtype) > exact if toward < 0 else near.astype(exact.dtype) < exact
-    start = near if known else lax.stop_gradient(near)  # JAX before 0.12 has no derivative of `nextafter`
-    return xp.where(beyond, xp.nextafter(start, xp.asarray(toward, dtype)), near)
+    return xp.where(beyond, (np.nextafter if known else _nextafter)(near, xp.asarray(toward, dtype)), near)
+
+
+@jax.custom_jvp
+def _nextafter(x: jax.Array, toward: jax.Array) -> jax.Array:
+    """Return the next number of a dtype, whose derivative is 1: JAX before 0.12 has none."""
+    return jnp.nextafter(x, toward)
+
+
+_nextafter.defjvps(lambda tangent, *_: tangent, None)
 
 
 def metrics_of(norm: jax.Array, scale: jax.Array, after: jax.Array | None = None) -> Metrics:

@@ -93,6 +93,9 @@ def test_a_threshold_has_a_derivative_and_that_of_a_layer_has_none() -> None:
     }
     for name, clip in clips.items():
         np.testing.assert_allclose(jax.jit(jax.grad(clip))(0.5), 2, rtol=1e-5, err_msg=name)
+    ones = jnp.ones(1, jnp.bfloat16)  # in which 0.3 and 0.7 are rounded, one of them inward
+    for limit in (0.3, 0.5, 0.7):
+        assert jax.grad(lambda s: jnp.sum(clipjax.functional.clip_by_value(ones, -s, s)).astype(np.float32))(limit) == 1
     layers = {
         "scale": clipjax.scale_gradient,
         "value": lambda x, s: clipjax.clip_gradient_by_value(x, -s, s),
