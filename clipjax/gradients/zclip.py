@@ -182,10 +182,8 @@ def clip_by_lognormal(
         mean = mean + rate * away
         variance = std**2 + rate * ((1 - rate) * away**2 - std**2)
         most = jnp.asarray(highest(step), norm.dtype)
-        finite, top = (
-            known & (most < jnp.inf),
-            0.99 * np.log(np.finfo(norm.dtype).max),
-        )  # above them slopes are infinite
+        finite = known & (most < jnp.inf)
+        top = 0.99 * np.log(np.finfo(norm.dtype).max)  # above it slopes are infinite
         width = jnp.where(finite, most, 0) * jnp.sqrt(jnp.maximum(variance, eps))
         limit = jnp.where(finite, jnp.exp(jnp.minimum(mean + width, top)), jnp.inf)
         bound = jnp.where(~known | (norm < limit), limit, jnp.exp(mean))
