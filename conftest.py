@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Most of the tests' time is XLA's, and half of that LLVM's optimizing, of which no assertion depends.
+# Most of the tests' time is XLA's, and half of that LLVM's optimizing, of which no
+# assertion depends.
 FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 os.environ["XLA_FLAGS"] = f"{FLAGS} {os.environ.get('XLA_FLAGS', '')}".strip()
 os.environ.setdefault("MPLBACKEND", "Agg")
@@ -36,7 +37,9 @@ def _leave(namespace: dict[str, Any]) -> None:
     shutil.rmtree(namespace["_folder"])
 
 
-SHOWN = re.compile(r"^ *print\(.*?\)(?:  # (.+))?((?:\n# .+)*)$", re.MULTILINE)  # beside or below the call
+SHOWN = re.compile(
+    r"^ *print\(.*?\)(?:  # (.+))?((?:\n# .+)*)$", re.MULTILINE
+)  # beside or below the call
 
 
 def _compare(shown: str, printed: str) -> str:
@@ -50,12 +53,23 @@ def _run(example: Example) -> str:
     """Run a block, and compare what it prints with its comments, if it shows any output."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
         PythonEvaluator()(example)
-    parts = [part for match in SHOWN.finditer(example.parsed) for part in (match[1], match[2].replace("\n# ", "\n"))]
+    parts = [
+        part
+        for match in SHOWN.finditer(example.parsed)
+        for part in (match[1], match[2].replace("\n# ", "\n"))
+    ]
     shown = [line for part in parts if part for line in part.strip().splitlines()]
-    return _compare("".join(f"{line}\n" for line in shown), out.getvalue()) if shown else ""
+    return (
+        _compare("".join(f"{line}\n" for line in shown), out.getvalue())
+        if shown
+        else ""
+    )
 
 
 # The blocks of a page run from top to bottom, each as a test, in one namespace.
 pytest_collect_file = Sybil(
-    parsers=[CodeBlockParser("python", _run), SkipParser()], patterns=["*.md"], setup=_enter, teardown=_leave
+    parsers=[CodeBlockParser("python", _run), SkipParser()],
+    patterns=["*.md"],
+    setup=_enter,
+    teardown=_leave,
 ).pytest()

@@ -13,6 +13,11 @@ RESOLUTIONS = {"oldest": "lowest-direct", "newest": "highest"}
 @nox.parametrize("versions", list(RESOLUTIONS))
 def tests(session: nox.Session, versions: str) -> None:
     """Run the tests, or those that follow `--`."""
-    wheels = ["--only-binary", ":all:", "--no-binary", "clipjax"]  # what has no wheel is as good as not there
+    wheels = [
+        "--only-binary",
+        ":all:",
+        "--no-binary",
+        "clipjax",
+    ]  # what has no wheel is as good as not there
     session.install("--resolution", RESOLUTIONS[versions], *wheels, "-e", ".[test]")
     session.run("python", "-m", "pytest", *session.posargs)

@@ -13,7 +13,9 @@ from pathlib import Path
 # Only steps are compiled, of which none should be found in a cache.
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 if {"--compiled", "--collectives"} & set(sys.argv):
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the devices that are compiled for are not here
+    os.environ.setdefault(
+        "JAX_PLATFORMS", "cpu"
+    )  # the devices that are compiled for are not here
 
 import jax
 
@@ -26,16 +28,42 @@ from benchmarks.trees import TREES
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--compiled", action="store_true", help="compile for TPUs and GPUs instead of timing")
-    what.add_argument("--collectives", action="store_true", help="count collectives on 256 and 4,096 TPUs")
-    parser.add_argument("--members", action="store_true", help="every public member, beside Adam alone")
-    parser.add_argument("--quick", action="store_true", help="a small tree and few repetitions, for CI")
+    what.add_argument(
+        "--compiled",
+        action="store_true",
+        help="compile for TPUs and GPUs instead of timing",
+    )
+    what.add_argument(
+        "--collectives",
+        action="store_true",
+        help="count collectives on 256 and 4,096 TPUs",
+    )
+    parser.add_argument(
+        "--members", action="store_true", help="every public member, beside Adam alone"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="a small tree and few repetitions, for CI"
+    )
     parser.add_argument("--steps", nargs="+", choices=STEPS | ALONE, metavar="STEP")
-    parser.add_argument("--trees", nargs="+", choices=TREES, metavar="TREE", help="default: big gpt small")
-    parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), metavar="DTYPE")
-    parser.add_argument("--platforms", nargs="+", choices=platforms.PLATFORMS, metavar="PLATFORM")
-    parser.add_argument("--rounds", type=int, default=21, help="how many ratios of times there are")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table as Markdown")
+    parser.add_argument(
+        "--trees",
+        nargs="+",
+        choices=TREES,
+        metavar="TREE",
+        help="default: big gpt small",
+    )
+    parser.add_argument(
+        "--dtypes", nargs="+", choices=("float32", "bfloat16"), metavar="DTYPE"
+    )
+    parser.add_argument(
+        "--platforms", nargs="+", choices=platforms.PLATFORMS, metavar="PLATFORM"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=21, help="how many ratios of times there are"
+    )
+    parser.add_argument(
+        "--markdown", type=Path, metavar="FILE", help="write the table as Markdown"
+    )
     return parser.parse_args()
 
 
@@ -45,18 +73,27 @@ def _jobs(args: argparse.Namespace) -> tuple[list[str], list[Callable[[], tables
     names = args.steps or list(STEPS | ALONE if by_clock and not args.quick else STEPS)
     steps = [(STEPS | ALONE)[name] for name in names]
     dtypes = args.dtypes or (["float32"] if args.quick else ["float32", "bfloat16"])
-    trees = args.trees or (["quick"] if args.quick else ["big", "gpt", "small", *OF_ONE_STEP])
+    trees = args.trees or (
+        ["quick"] if args.quick else ["big", "gpt", "small", *OF_ONE_STEP]
+    )
     if args.members:
         return _members(args, dtypes)
     if args.collectives:
         places = args.platforms or (["v5e"] if args.quick else ["v5e", "v5p"])
-        cases = itertools.product(places, args.trees or ["quick" if args.quick else "gpt"], steps)
+        cases = itertools.product(
+            places, args.trees or ["quick" if args.quick else "gpt"], steps
+        )
         return ["step", "compared with", "chips", "tree"], [
-            lambda p=p, t=t, s=s: compiled.count_collectives(s, p, t) for p, t, s in cases
+            lambda p=p, t=t, s=s: compiled.count_collectives(s, p, t)
+            for p, t, s in cases
         ]
     if args.compiled:
-        places = args.platforms or (["v5e", "h100"] if args.quick else ["v5e", "v6e", "h100", "a100", "t4"])
-        trees = args.trees or (["quick"] if args.quick else ["big", "gpt", *OF_ONE_STEP])
+        places = args.platforms or (
+            ["v5e", "h100"] if args.quick else ["v5e", "v6e", "h100", "a100", "t4"]
+        )
+        trees = args.trees or (
+            ["quick"] if args.quick else ["big", "gpt", *OF_ONE_STEP]
+        )
         return ["step", "compared with", "device", "tree", "dtype"], [
             lambda p=p, t=t, d=d, s=s: compiled.compare(s, p, t, d)
             for p, t, d, s in itertools.product(places, trees, dtypes, steps)
@@ -66,7 +103,9 @@ def _jobs(args: argparse.Namespace) -> tuple[list[str], list[Callable[[], tables
 
     def race(tree: str, dtype: str, step: str) -> tables.Row:
         compiles = 1 if args.quick or tree == "many" else 3
-        return timing.race((STEPS | ALONE)[step], tree, dtype, rounds=rounds, compiles=compiles)
+        return timing.race(
+            (STEPS | ALONE)[step], tree, dtype, rounds=rounds, compiles=compiles
+        )
 
     return ["step", "compared with", "tree", "dtype"], [
         lambda t=t, d=d, s=s: race(t, d, s)
@@ -75,16 +114,24 @@ def _jobs(args: argparse.Namespace) -> tuple[list[str], list[Callable[[], tables
     ]
 
 
-def _members(args: argparse.Namespace, dtypes: list[str]) -> tuple[list[str], list[Callable[[], tables.Row]]]:
+def _members(
+    args: argparse.Namespace, dtypes: list[str]
+) -> tuple[list[str], list[Callable[[], tables.Row]]]:
     every = list(MEMBERS.values())[:: 10 if args.quick else 1]
     if args.compiled:
-        places, trees = args.platforms or ["v5e", "v6e", "h100"], args.trees or ["huge", "wide", *OF_ONE_STEP]
+        places, trees = (
+            args.platforms or ["v5e", "v6e", "h100"],
+            args.trees or ["huge", "wide", *OF_ONE_STEP],
+        )
         return ["member", "device", "tree", "dtype"], [
             lambda p=p, t=t, d=d, m=m: weigh(m, p, t, d)
             for p, t, d, m in itertools.product(places, trees, dtypes, every)
             if m.step.runs_on(t)
         ]
-    trees, rounds = args.trees or ["big", "gpt", *OF_ONE_STEP], 5 if args.quick else args.rounds
+    trees, rounds = (
+        args.trees or ["big", "gpt", *OF_ONE_STEP],
+        5 if args.quick else args.rounds,
+    )
     return ["member", "compared with", "tree", "dtype"], [
         lambda t=t, d=d, m=m: timing.race(m.step, t, d, rounds=rounds, compiles=1)
         for t, d, m in itertools.product(trees, dtypes, every)
@@ -110,8 +157,16 @@ def main() -> None:
         _progress(len(rows), len(jobs), begin)
         rows.append(job())
     _progress(len(jobs), len(jobs), begin)
-    here = "as compiled" if args.compiled or args.collectives else f"on {jax.devices()[0].device_kind}"
-    what = "every member with Adam" if args.members else "beside Optax or the formula by hand"
+    here = (
+        "as compiled"
+        if args.compiled or args.collectives
+        else f"on {jax.devices()[0].device_kind}"
+    )
+    what = (
+        "every member with Adam"
+        if args.members
+        else "beside Optax or the formula by hand"
+    )
     title = f"clipjax {what}, {here}, JAX {jax.__version__}"
     unit = (
         "Bytes and scratch are in units of the parameters'."
@@ -120,7 +175,9 @@ def main() -> None:
     )
     print(title, tables.as_text(head, rows), tables.summary(rows, unit), sep="\n\n")
     if args.markdown:
-        args.markdown.write_text(f"{title}\n\n{tables.as_markdown(head, rows)}\n\n{tables.summary(rows, unit)}\n")
+        args.markdown.write_text(
+            f"{title}\n\n{tables.as_markdown(head, rows)}\n\n{tables.summary(rows, unit)}\n"
+        )
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ import jax
 from benchmarks import programs
 from benchmarks.steps import Recipe
 
-# What libtpu and the CUDA plugin read when they are loaded, so that neither looks for a device.
+# What libtpu and the CUDA plugin read when they are loaded, so that neither looks for a
+# device.
 _ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
@@ -49,7 +50,9 @@ def missing(platform: str) -> str:
     """Return why nothing can be compiled for a platform, or ""."""
     wheel = PLATFORMS[platform].wheel
     found = importlib.util.find_spec(wheel)
-    return "" if found else f"{wheel} is not installed: pip install 'clipjax[platforms]'"
+    return (
+        "" if found else f"{wheel} is not installed: pip install 'clipjax[platforms]'"
+    )
 
 
 def devices_of(platform: str, shape: str = "") -> Sequence[Any]:
@@ -67,7 +70,9 @@ def devices_of(platform: str, shape: str = "") -> Sequence[Any]:
     if kind.compiler == "tpu":
         return topologies.get_topology_desc(f"{platform}:{shape}", "tpu").devices
     target = (Path(__file__).parent / "targets" / f"{platform}.txtpb").read_text()
-    return topologies.get_topology_desc("", "cuda", target_config=target, topology=shape).devices
+    return topologies.get_topology_desc(
+        "", "cuda", target_config=target, topology=shape
+    ).devices
 
 
 class Cost(NamedTuple):
@@ -87,7 +92,8 @@ def compile_step(platform: str, recipe: Recipe, params: Any) -> Cost:
     Args:
       platform: one of `PLATFORMS`.
       recipe: the step.
-      params: a dict of `jax.ShapeDtypeStruct` with shardings; the state is sharded as they are.
+      params: a dict of `jax.ShapeDtypeStruct` with shardings; the state is sharded as
+        they are.
     """
     anywhere = next(iter(params.values())).sharding
     scalar = anywhere
@@ -96,15 +102,26 @@ def compile_step(platform: str, recipe: Recipe, params: Any) -> Cost:
 
     def placed(path: Any, x: Any) -> jax.ShapeDtypeStruct:
         like = params.get(getattr(path[-1], "key", None)) if path else None
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=like.sharding if like is not None else scalar)
+        return jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=like.sharding if like is not None else scalar
+        )
 
-    moments = {key: jax.ShapeDtypeStruct(x.shape, jax.numpy.float32) for key, x in params.items()}
-    state = jax.tree_util.tree_map_with_path(placed, jax.eval_shape(recipe.tx.init, moments))
+    moments = {
+        key: jax.ShapeDtypeStruct(x.shape, jax.numpy.float32)
+        for key, x in params.items()
+    }
+    state = jax.tree_util.tree_map_with_path(
+        placed, jax.eval_shape(recipe.tx.init, moments)
+    )
     outs = jax.tree.map(lambda x: x.sharding, (params, state))
     jax.clear_caches()
     begin = time.process_time()  # of all threads: what else runs hardly changes it
-    step = jax.jit(lambda *args: recipe.step(*args), donate_argnums=(0, 1), out_shardings=outs)
-    lowered = step.trace(params, state, params).lower(lowering_platforms=(PLATFORMS[platform].compiler,))
+    step = jax.jit(
+        lambda *args: recipe.step(*args), donate_argnums=(0, 1), out_shardings=outs
+    )
+    lowered = step.trace(params, state, params).lower(
+        lowering_platforms=(PLATFORMS[platform].compiler,)
+    )
     compiled = lowered.compile()
     seconds = time.process_time() - begin
     program = programs.parse(compiled.as_text())

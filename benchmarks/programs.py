@@ -11,15 +11,32 @@ from typing import NamedTuple
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\) -> .* \{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (.+?) ([\w-]+)\((.*)$")
 _ARRAY = re.compile(r"\b(pred|[a-z]+\d+[a-z\d]*)\[([\d,]*)\](\{[^}]*\})?")
-# An array in a TPU's own memory, as its layout says; all others are in the memory whose traffic counts.
+# An array in a TPU's own memory, as its layout says; all others are in the memory whose
+# traffic counts.
 _ON_CHIP = re.compile(r"S\([1-9]\)")
-_CALLED = re.compile(r"\b(?:calls|to_apply|body|\w+_computations?)=\{?((?:%[\w.-]+(?:, )?)+)")
+_CALLED = re.compile(
+    r"\b(?:calls|to_apply|body|\w+_computations?)=\{?((?:%[\w.-]+(?:, )?)+)"
+)
 _NAMES = re.compile(r"%([\w.-]+)")
 
 # What neither moves data nor computes.
-_FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier"}
+_FREE = {
+    "parameter",
+    "constant",
+    "tuple",
+    "get-tuple-element",
+    "bitcast",
+    "after-all",
+    "opt-barrier",
+}
 _FREE |= {"partition-id", "replica-id", "add-dependency"}
-_COLLECTIVES = {"all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"}
+_COLLECTIVES = {
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "collective-permute",
+}
 
 
 class Instruction(NamedTuple):
@@ -49,9 +66,17 @@ def parse(text: str) -> Program:
             found[name] = []
         elif match := _INSTRUCTION.match(line):
             label, kind, opcode, rest = match.groups()
-            called = [each for group in _CALLED.findall(rest) for each in _NAMES.findall(group)]
+            called = [
+                each
+                for group in _CALLED.findall(rest)
+                for each in _NAMES.findall(group)
+            ]
             # Operands are names, without parentheses around them.
-            found[name].append(Instruction(label, kind, opcode, _NAMES.findall(rest.split(")")[0]), called))
+            found[name].append(
+                Instruction(
+                    label, kind, opcode, _NAMES.findall(rest.split(")")[0]), called
+                )
+            )
     return Program(entry, found)
 
 
@@ -59,7 +84,10 @@ def _arrays(kind: str) -> Iterator[tuple[float, bool]]:
     """Yield the bytes of each array of a type, and whether it is in memory."""
     for dtype, dims, layout in _ARRAY.findall(kind):
         bits = 8 if dtype == "pred" else int(re.findall(r"\d+", dtype)[0])
-        yield bits / 8 * math.prod(int(n) for n in dims.split(",") if n), not _ON_CHIP.search(layout)
+        yield (
+            bits / 8 * math.prod(int(n) for n in dims.split(",") if n),
+            not _ON_CHIP.search(layout),
+        )
 
 
 def bytes_of(kind: str) -> float:
@@ -70,7 +98,9 @@ def bytes_of(kind: str) -> float:
 def transferred(kind: str) -> float:
     """Return the bytes of a copy beside the kernels, whose type has the source, perhaps larger, and the copy."""
     arrays = [(size, in_memory) for size, in_memory in _arrays(kind) if size > 4]
-    return min((size for size, _ in arrays), default=0) * sum(in_memory for _, in_memory in arrays)
+    return min((size for size, _ in arrays), default=0) * sum(
+        in_memory for _, in_memory in arrays
+    )
 
 
 def work(program: Program) -> tuple[int, float]:
@@ -93,7 +123,11 @@ def work(program: Program) -> tuple[int, float]:
                 inner = [of(each) for each in i.called]
                 more, size = sum(x for x, _ in inner), sum(x for _, x in inner)
             else:
-                more, size = 1, bytes_of(i.type) + sum(bytes_of(types.get(o, "")) for o in i.operands)
+                more, size = (
+                    1,
+                    bytes_of(i.type)
+                    + sum(bytes_of(types.get(o, "")) for o in i.operands),
+                )
             kernels, moved = kernels + more, moved + size
         return kernels, moved
 
@@ -102,5 +136,9 @@ def work(program: Program) -> tuple[int, float]:
 
 def collectives(program: Program) -> dict[str, int]:
     """Return how many collectives of each kind a program has."""
-    opcodes = (i.opcode.removesuffix("-start") for body in program.computations.values() for i in body)
+    opcodes = (
+        i.opcode.removesuffix("-start")
+        for body in program.computations.values()
+        for i in body
+    )
     return dict(Counter(each for each in opcodes if each in _COLLECTIVES))

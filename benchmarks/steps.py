@@ -28,7 +28,9 @@ class Recipe(NamedTuple):
     def init(self, params: Any) -> Any:
         """Return the state for float32 moments, whatever dtype the parameters have."""
         like = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
-        return jax.tree.map(jnp.copy, self.tx.init(like))  # separate buffers, which can be donated
+        return jax.tree.map(
+            jnp.copy, self.tx.init(like)
+        )  # separate buffers, which can be donated
 
     def step(self, params: Any, state: Any, grads: Any) -> tuple[Any, Any]:
         """Take one step, which is compiled with `params` and `state` donated."""
@@ -44,7 +46,8 @@ class Goals(NamedTuple):
     bytes: float  # on a TPU
     operations: float  # on a TPU
     kernels: float  # on a GPU
-    maxima: int = 0  # all-reduces more, for the largest norm of units that are split over two mesh axes
+    # all-reduces more, for the largest norm of units that are split over two mesh axes
+    maxima: int = 0
 
 
 class Step(NamedTuple):
@@ -63,7 +66,9 @@ class Step(NamedTuple):
 
     def time_goal(self, tree: str) -> float | None:
         """Return the goal for the time on a tree."""
-        return dict(zip((self.tree or "big", "gpt", "small"), self.goals.time, strict=True)).get(tree)
+        return dict(
+            zip((self.tree or "big", "gpt", "small"), self.goals.time, strict=True)
+        ).get(tree)
 
 
 def adam() -> optax.GradientTransformation:
@@ -121,16 +126,27 @@ def _spectral_cap(params: Any) -> Any:
     return jax.tree.map(one, params)
 
 
-LOGITS = {f"layer_{i:02}": jnp.linspace(50.0, 200.0, 16) for i in range(12)}  # the largest of each head
+LOGITS = {
+    f"layer_{i:02}": jnp.linspace(50.0, 200.0, 16) for i in range(12)
+}  # the largest of each head
 
 
 def _qk_clip(params: Any) -> Any:
     """Scale the heads of queries and keys."""
-    scales = {layer: jnp.sqrt(jnp.minimum(1, 100 / each))[:, None] for layer, each in LOGITS.items()}
-    return {name: x if "value" in name else x * scales[name.split("/")[0]] for name, x in params.items()}
+    scales = {
+        layer: jnp.sqrt(jnp.minimum(1, 100 / each))[:, None]
+        for layer, each in LOGITS.items()
+    }
+    return {
+        name: x if "value" in name else x * scales[name.split("/")[0]]
+        for name, x in params.items()
+    }
 
 
-SPECTRAL_CAP, QK_CLIP = clipjax.spectral_cap(RADIUS), functools.partial(clipjax.qk_clip(), max_logits=LOGITS)
+SPECTRAL_CAP, QK_CLIP = (
+    clipjax.spectral_cap(RADIUS),
+    functools.partial(clipjax.qk_clip(), max_logits=LOGITS),
+)
 
 
 def _skipping() -> Recipe:
@@ -139,7 +155,10 @@ def _skipping() -> Recipe:
 
 
 _BOUNDED = clipjax.bounded(
-    adam(), clip=clipjax.clip_by_global_norm(GLOBAL), project=clipjax.max_norm(RADIUS), nonfinite="skip"
+    adam(),
+    clip=clipjax.clip_by_global_norm(GLOBAL),
+    project=clipjax.max_norm(RADIUS),
+    nonfinite="skip",
 )
 
 STEPS: dict[str, Step] = {
@@ -204,7 +223,10 @@ STEPS: dict[str, Step] = {
 ALONE: dict[str, Step] = {
     "called-clip": Step(
         "clip + Adam, max_norm called",
-        Recipe(optax.chain(clipjax.clip_by_global_norm(GLOBAL), adam()), clipjax.max_norm(RADIUS)),
+        Recipe(
+            optax.chain(clipjax.clip_by_global_norm(GLOBAL), adam()),
+            clipjax.max_norm(RADIUS),
+        ),
         Recipe(optax.chain(optax.clip_by_global_norm(GLOBAL), adam()), _max_norm),
         "Optax's clip, Keras' formula",
         Goals((None, None, None), None, 1, 1, 1),

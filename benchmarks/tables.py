@@ -21,7 +21,9 @@ class Figure(NamedTuple):
 
     def __str__(self) -> str:
         spread = "" if self.low is None else f" ({self.low:.2f}-{self.high:.2f})"
-        goal = "" if self.goal is None else f" {'>' if self.missed else '≤'} {self.goal:g}"
+        goal = (
+            "" if self.goal is None else f" {'>' if self.missed else '≤'} {self.goal:g}"
+        )
         return f"{self.value:.2f}{spread}{goal}"
 
 
@@ -39,7 +41,9 @@ class Row(NamedTuple):
 
 def _texts(head: Sequence[str], rows: Sequence[Row]) -> list[list[str]]:
     columns = list(dict.fromkeys(name for row in rows for name in row.cells))
-    body = [[*row.case, *(str(row.cells.get(name, "")) for name in columns)] for row in rows]
+    body = [
+        [*row.case, *(str(row.cells.get(name, "")) for name in columns)] for row in rows
+    ]
     return [[*head, *columns], *body]
 
 
@@ -54,8 +58,14 @@ def as_text(head: Sequence[str], rows: Sequence[Row]) -> str:
 def as_markdown(head: Sequence[str], rows: Sequence[Row]) -> str:
     """Return a table in Markdown, where what is above its goal is bold."""
     lines = _texts(head, rows)
-    marked = [[f"**{text}**" if " > " in text else text for text in line] for line in lines[1:]]
-    return "\n".join(f"| {' | '.join(line)} |" for line in [lines[0], ["---"] * len(lines[0]), *marked])
+    marked = [
+        [f"**{text}**" if " > " in text else text for text in line]
+        for line in lines[1:]
+    ]
+    return "\n".join(
+        f"| {' | '.join(line)} |"
+        for line in [lines[0], ["---"] * len(lines[0]), *marked]
+    )
 
 
 def summary(rows: Sequence[Row], unit: str) -> str:

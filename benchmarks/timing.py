@@ -13,7 +13,8 @@ from benchmarks.steps import Recipe, Step
 from benchmarks.tables import Figure, Row
 from benchmarks.trees import values_of
 
-# Seconds. Shorter steps are timed as several in a row, so that the clock and the dispatch do not count.
+# Seconds. Shorter steps are timed as several in a row, so that the clock and the
+# dispatch do not count.
 _SHORTEST_SAMPLE = 0.02
 
 
@@ -22,7 +23,10 @@ class _Contestant:
 
     def __init__(self, recipe: Recipe, params: Any, grads: Any) -> None:
         self.recipe, self.grads = recipe, grads
-        self.params, self.state = jax.tree.map(jax.numpy.copy, params), recipe.init(params)
+        self.params, self.state = (
+            jax.tree.map(jax.numpy.copy, params),
+            recipe.init(params),
+        )
         self.compile_seconds: list[float] = []
         self.compiled: Any = None
 
@@ -54,7 +58,9 @@ def race(step: Step, tree: str, dtype: str, *, rounds: int, compiles: int) -> Ro
       compiles: how often each is compiled.
     """
     params, grads = values_of(tree, dtype)
-    jax.jit(step.theirs.step).lower(params, step.theirs.init(params), grads)  # what the first trace imports
+    jax.jit(step.theirs.step).lower(
+        params, step.theirs.init(params), grads
+    )  # what the first trace imports
     field = [_Contestant(recipe, params, grads) for recipe in (step.ours, step.theirs)]
     del params
     for _ in range(compiles):
@@ -76,7 +82,9 @@ def race(step: Step, tree: str, dtype: str, *, rounds: int, compiles: int) -> Ro
     ratios = [ours / theirs for ours, theirs in pairs]
     low, _, high = statistics.quantiles(ratios, n=4)
     compiling = [statistics.median(each.compile_seconds) for each in field]
-    scratch = [each.compiled.memory_analysis().temp_size_in_bytes / 1e6 for each in field]
+    scratch = [
+        each.compiled.memory_analysis().temp_size_in_bytes / 1e6 for each in field
+    ]
     times = [statistics.median(column) * 1e3 for column in zip(*pairs, strict=True)]
     return Row(
         (step.label, step.peer, tree, dtype),

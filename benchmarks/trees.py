@@ -28,14 +28,22 @@ def gpt(layers: int = 13, width: int = 384, words: int = 4096) -> Shapes:
         "norm_1": (width,),
         "norm_2": (width,),
     }
-    stack = {f"layer_{i:02}/{name}": shape for i in range(layers) for name, shape in block.items()}
+    stack = {
+        f"layer_{i:02}/{name}": shape
+        for i in range(layers)
+        for name, shape in block.items()
+    }
     return {**stack, "embedding": (words, width), "norm": (width,)}
 
 
 def heads(layers: int = 12, width: int = 1024, count: int = 16) -> Shapes:
     """Return the kernels of attention layers."""
     kernel = (width, count, width // count)
-    return {f"layer_{i:02}/{name}/kernel": kernel for i in range(layers) for name in ("query", "key", "value")}
+    return {
+        f"layer_{i:02}/{name}/kernel": kernel
+        for i in range(layers)
+        for name in ("query", "key", "value")
+    }
 
 
 TREES: dict[str, Callable[[], Shapes]] = {
@@ -43,7 +51,9 @@ TREES: dict[str, Callable[[], Shapes]] = {
     "gpt": gpt,  # 25 million parameters in 80 leaves
     "small": lambda: squares(300, 16),  # nothing but overhead
     "many": lambda: squares(3000, 32),
-    "huge": lambda: squares(12, 4096),  # larger than a TPU's own memory, which flatters smaller trees
+    "huge": lambda: squares(
+        12, 4096
+    ),  # larger than a TPU's own memory, which flatters smaller trees
     "wide": lambda: gpt(12, 1024, 4096),
     "matrix": lambda: squares(1, 1024),
     "heads": heads,
@@ -51,7 +61,11 @@ TREES: dict[str, Callable[[], Shapes]] = {
 }
 
 
-def shapes_of(tree: str, dtype: Any, place: Callable[[str, tuple[int, ...]], Any] = lambda *_: None) -> Any:
+def shapes_of(
+    tree: str,
+    dtype: Any,
+    place: Callable[[str, tuple[int, ...]], Any] = lambda *_: None,
+) -> Any:
     """Return the tree without values; `place(name, shape)` says which sharding a leaf has."""
     return {
         name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=place(name, shape))
@@ -64,6 +78,8 @@ def values_of(tree: str, dtype: Any) -> tuple[Any, Any]:
     rng, params, grads = np.random.default_rng(0), {}, {}
     for name, shape in TREES[tree]().items():
         unit = math.prod(shape[:-1]) or 1
-        params[name] = jnp.asarray(rng.standard_normal(shape, np.float32) * unit**-0.5, dtype)
+        params[name] = jnp.asarray(
+            rng.standard_normal(shape, np.float32) * unit**-0.5, dtype
+        )
         grads[name] = jnp.asarray(rng.standard_normal(shape, np.float32), dtype)
     return params, grads

@@ -16,7 +16,12 @@ from clipjax.backward import (
 )
 from clipjax.composition import bounded, chain
 from clipjax.gradients.adagc import adagc
-from clipjax.gradients.clips import clip_by_global_norm, clip_by_norm, clip_by_rms, clip_by_value
+from clipjax.gradients.clips import (
+    clip_by_global_norm,
+    clip_by_norm,
+    clip_by_rms,
+    clip_by_value,
+)
 from clipjax.gradients.groups import clip_by_group_norm
 from clipjax.gradients.nonfinite import skip_nonfinite, zero_nonfinite
 from clipjax.gradients.quantiles import autoclip, clip_by_quantile
@@ -37,13 +42,47 @@ from clipjax.weights.violations import violations
 __version__ = "0.3.0"
 
 __all__ = [
-    "SKIP", "NormLog", "adagc", "adaptive_grad_clip", "autoclip", "bounded", "box", "chain", "clip_by_global_norm",
-    "clip_by_group_norm", "clip_by_lognormal", "clip_by_norm", "clip_by_quantile", "clip_by_rms", "clip_by_value",
-    "clip_gradient_by_global_norm", "clip_gradient_by_norm", "clip_gradient_by_value", "fan_in", "fan_in_or_all",
-    "functional", "matching", "max_norm", "metrics", "min_max_norm", "non_negative", "project", "qk_clip",
-    "record_norms", "replace_gradient", "scale_gradient", "skip_nonfinite", "skip_spikes", "spectral_cap",
-    "tangent_cone", "unit_norm", "violations", "with_metrics", "zclip", "zero_nonfinite",
-]  # fmt: skip
+    "SKIP",
+    "NormLog",
+    "adagc",
+    "adaptive_grad_clip",
+    "autoclip",
+    "bounded",
+    "box",
+    "chain",
+    "clip_by_global_norm",
+    "clip_by_group_norm",
+    "clip_by_lognormal",
+    "clip_by_norm",
+    "clip_by_quantile",
+    "clip_by_rms",
+    "clip_by_value",
+    "clip_gradient_by_global_norm",
+    "clip_gradient_by_norm",
+    "clip_gradient_by_value",
+    "fan_in",
+    "fan_in_or_all",
+    "functional",
+    "matching",
+    "max_norm",
+    "metrics",
+    "min_max_norm",
+    "non_negative",
+    "project",
+    "qk_clip",
+    "record_norms",
+    "replace_gradient",
+    "scale_gradient",
+    "skip_nonfinite",
+    "skip_spikes",
+    "spectral_cap",
+    "tangent_cone",
+    "unit_norm",
+    "violations",
+    "with_metrics",
+    "zclip",
+    "zero_nonfinite",
+]
 
 
 if not TYPE_CHECKING:  # type checkers would accept any name

@@ -17,7 +17,9 @@ class Param(NamedTuple):
     shape: tuple[int, ...]
     layer: Any
     name: str  # in the layer
-    axes: tuple[int, ...] | units.Skip | None  # those to reduce, counted from the right; None if they are unknown
+    axes: (
+        tuple[int, ...] | units.Skip | None
+    )  # those to reduce, counted from the right; None if they are unknown
     own_shape: tuple[int, ...]  # of one layer, as it says
 
     @property
@@ -36,22 +38,36 @@ class Param(NamedTuple):
         if not isinstance(self.axes, tuple):
             return {self.axes}
         each = itertools.combinations(enumerate(self.shape), len(self.own_shape))
-        ways = [tuple(place for place, _ in own) for own in each if tuple(size for _, size in own) == self.own_shape]
+        ways = [
+            tuple(place for place, _ in own)
+            for own in each
+            if tuple(size for _, size in own) == self.own_shape
+        ]
         return {tuple(way[axis] for axis in self.axes) for way in ways}
 
 
-def axes_by_path(params: Iterable[Param], other: Mapping[str, Any] | None) -> dict[str, Any]:
+def axes_by_path(
+    params: Iterable[Param], other: Mapping[str, Any] | None
+) -> dict[str, Any]:
     """Return the axes of each parameter, by a pattern that is its path; `other` wins over what is known."""
     if not isinstance(other, Mapping | None):
-        raise TypeError(f"other must be a mapping from path patterns to axes, got {bounds.short_repr(other)}")
+        raise TypeError(
+            "other must be a mapping from path patterns to axes, got "
+            f"{bounds.short_repr(other)}"
+        )
     other = units.check_axes(other, "other") if other else {}
     by_path = {param.path: param for param in params}
     if not by_path:
-        raise ValueError("unit_axes: the model has no parameters, or none that the filter wrt= chooses")
+        raise ValueError(
+            "unit_axes: the model has no parameters, or none that the filter wrt= "
+            "chooses"
+        )
     patterns = trees.first_matches("other", list(other), dict.fromkeys(by_path, 0))
     axes: dict[str, Any] = {}
     mistakes = []
-    for path, pattern in zip(sorted(by_path), patterns, strict=True):  # as JAX sorts the keys of a dict
+    for path, pattern in zip(
+        sorted(by_path), patterns, strict=True
+    ):  # as JAX sorts the keys of a dict
         param = by_path[path]
         if pattern is not None:
             axes[path] = other[pattern]
@@ -61,8 +77,13 @@ def axes_by_path(params: Iterable[Param], other: Mapping[str, Any] | None) -> di
             (axes[path],) = param.found
     if mistakes:
         raise ValueError(
-            "unit_axes: it is not known which weights of these parameters form a unit. Pass their axes to "
-            "reduce, or clipjax.SKIP, as other={path pattern: axes}:\n  " + "\n  ".join(mistakes)
+            "unit_axes: it is not known which weights of these parameters form a "
+            "unit. Pass their axes to reduce, or clipjax.SKIP, as other={path "
+            "pattern: axes}:\n  " + "\n  ".join(mistakes)
         )
-    # A pattern also matches the end of a longer path, and the first match wins: so longer paths come first.
-    return {glob.escape(path): axes[path] for path in sorted(axes, key=lambda path: -path.count("/"))}
+    # A pattern also matches the end of a longer path, and the first match wins: so
+    # longer paths come first.
+    return {
+        glob.escape(path): axes[path]
+        for path in sorted(axes, key=lambda path: -path.count("/"))
+    }

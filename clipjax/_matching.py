@@ -14,9 +14,10 @@ from clipjax._core import trees
 def matching(*patterns: str) -> Callable[[Any], Any]:
     """Make a mask from path patterns, for `optax.masked`.
 
-    A pattern is a glob for the whole path of a leaf, such as `"encoder/*"`, or for its last components, such
-    as `"kernel"` or `"Dense_*/kernel"`. One that begins with a slash is for the whole path only. `*` matches
-    slashes, too: `"Dense*"` is for all that is inside of `Dense_0`.
+    A pattern is a glob for the whole path of a leaf, such as `"encoder/*"`, or for its
+    last components, such as `"kernel"` or `"Dense_*/kernel"`. One that begins with a
+    slash is for the whole path only. `*` matches slashes, too: `"Dense*"` is for all
+    that is inside of `Dense_0`.
 
     Args:
       *patterns: one or several; a leaf is chosen if one of them matches it.
@@ -43,9 +44,12 @@ def matching(*patterns: str) -> Callable[[Any], Any]:
     def mask(tree: Any, *more: Any) -> Any:
         if more:  # called as a rule (path, leaf)
             raise TypeError(
-                f"matching{patterns} is a mask for optax.masked; axes= and where= take the patterns themselves"
+                f"matching{patterns} is a mask for optax.masked; axes= and where= "
+                "take the patterns themselves"
             )
         found = trees.first_matches("patterns", patterns, tree, in_order=False)
-        return jax.tree.unflatten(jax.tree.structure(tree), [pattern is not None for pattern in found])
+        return jax.tree.unflatten(
+            jax.tree.structure(tree), [pattern is not None for pattern in found]
+        )
 
     return mask

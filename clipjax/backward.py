@@ -29,8 +29,9 @@ def clip_gradient_by_value(x: T, low: ArrayLike, high: ArrayLike) -> T:
       high: the upper limit, likewise.
 
     Raises:
-      TypeError, ValueError: a limit is NaN or not a number; `low` is above `high`; a leaf is complex. JAX raises
-        a TypeError in forward mode, since a clipped gradient is not linear.
+      TypeError, ValueError: a limit is NaN or not a number; `low` is above `high`; a
+        leaf is complex. JAX raises a TypeError in forward mode, since a clipped
+        gradient is not linear.
 
     Example:
       >>> import clipjax, jax
@@ -39,7 +40,10 @@ def clip_gradient_by_value(x: T, low: ArrayLike, high: ArrayLike) -> T:
       >>> float(jax.grad(loss)(2.0))
       1.0
     """
-    low, high = bounds.check_constant("low", low, -np.inf), bounds.check_constant("high", high, -np.inf)
+    low, high = (
+        bounds.check_constant("low", low, -np.inf),
+        bounds.check_constant("high", high, -np.inf),
+    )
     _checks.check_order(low, high)
     return _with_gradient(functional.clip_by_value, x, low, high)
 
@@ -47,16 +51,19 @@ def clip_gradient_by_value(x: T, low: ArrayLike, high: ArrayLike) -> T:
 def clip_gradient_by_norm(x: T, max_norm: ArrayLike, axes: units.Axes = None) -> T:
     """Return `x`, and clip the norm of its gradient: of each leaf, or of each unit along `axes`.
 
-    In a recurrent network it clips at every step. Under `vmap` each example is clipped alone.
+    In a recurrent network it clips at every step. Under `vmap` each example is clipped
+    alone.
 
     Args:
       x: a pytree of arrays.
-      max_norm: the bound, a number or an array that broadcasts to the norms. Its own gradient is 0.
+      max_norm: the bound, a number or an array that broadcasts to the norms. Its own
+        gradient is 0.
       axes: the axes that are reduced; None for the whole leaf.
 
     Raises:
-      TypeError, ValueError: `max_norm` is negative, NaN or not a number, or does not fit the norms; `axes` do not
-        fit a leaf, or apply to none. JAX raises a TypeError in forward mode.
+      TypeError, ValueError: `max_norm` is negative, NaN or not a number, or does not
+        fit the norms; `axes` do not fit a leaf, or apply to none. JAX raises a
+        TypeError in forward mode.
 
     Equals a `tf.custom_gradient` that applies `tf.clip_by_norm` to the gradient.
 
@@ -69,7 +76,9 @@ def clip_gradient_by_norm(x: T, max_norm: ArrayLike, axes: units.Axes = None) ->
       [0.6 0.8]
     """
     bound = bounds.check_constant("max_norm", max_norm)
-    return _with_gradient(lambda gradient, bound: functional.clip_by_norm(gradient, bound, axes), x, bound)
+    return _with_gradient(
+        lambda gradient, bound: functional.clip_by_norm(gradient, bound, axes), x, bound
+    )
 
 
 def clip_gradient_by_global_norm(tree: T, max_norm: ArrayLike) -> T:
@@ -80,8 +89,8 @@ def clip_gradient_by_global_norm(tree: T, max_norm: ArrayLike) -> T:
       max_norm: the bound, a number or a scalar array. Its own gradient is 0.
 
     Raises:
-      TypeError, ValueError: `max_norm` is negative, NaN, not a number or not a scalar. JAX raises a TypeError in
-        forward mode.
+      TypeError, ValueError: `max_norm` is negative, NaN, not a number or not a scalar.
+        JAX raises a TypeError in forward mode.
 
     Example:
       >>> import clipjax, jax, jax.numpy as jnp
@@ -93,46 +102,69 @@ def clip_gradient_by_global_norm(tree: T, max_norm: ArrayLike) -> T:
       0.6 0.8
     """
     bound = bounds.check_constant("max_norm", max_norm, scalar=True)
-    return _with_gradient(lambda gradient, bound: functional.clip_by_global_norm(gradient, bound)[0], tree, bound)
+    return _with_gradient(
+        lambda gradient, bound: functional.clip_by_global_norm(gradient, bound)[0],
+        tree,
+        bound,
+    )
 
 
 def _with_gradient(change: Callable[..., Any], tree: T, *limits: Any) -> T:
     """Return a tree whose gradient becomes `change(gradient, *limits)`, where leaves without one have float0."""
     leaves, rebuild = trees.leaves_of(tree)
-    # Arrays are arguments, since a custom derivative must not close over tracers; numbers stay exact.
-    arrays = [lax.stop_gradient(limit) if isinstance(limit, jax.Array) else None for limit in limits]
+    # Arrays are arguments, since a custom derivative must not close over tracers;
+    # numbers stay exact.
+    arrays = [
+        lax.stop_gradient(limit) if isinstance(limit, jax.Array) else None
+        for limit in limits
+    ]
 
     def changed(arrays: list[Any], gradient: Any) -> Any:
-        return change(gradient, *(x if array is None else array for x, array in zip(limits, arrays, strict=True)))
+        return change(
+            gradient,
+            *(
+                x if array is None else array
+                for x, array in zip(limits, arrays, strict=True)
+            ),
+        )
 
     @jax.custom_vjp
     def identity(tree: T, arrays: list[Any]) -> T:
         return tree
 
-    identity.defvjp(lambda tree, arrays: (tree, arrays), lambda arrays, gradient: (changed(arrays, gradient), None))
+    identity.defvjp(
+        lambda tree, arrays: (tree, arrays),
+        lambda arrays, gradient: (changed(arrays, gradient), None),
+    )
     tree = rebuild([leaf.value for leaf in leaves])
     jax.eval_shape(changed, arrays, tree)  # raises its errors now
     each = zip(leaves, trees.leaves_of(identity(tree, arrays))[0], strict=True)
-    return rebuild([new.value if trees.is_float(old.value) else old.value for old, new in each])
+    return rebuild(
+        [new.value if trees.is_float(old.value) else old.value for old, new in each]
+    )
 
 
 def scale_gradient(x: T, factor: ArrayLike) -> T:
     """Return `x`, and multiply its gradient by `factor`.
 
-    A factor of -1 reverses the gradient, as domain-adversarial training does; 0 stops it, except NaN.
+    A factor of -1 reverses the gradient, as domain-adversarial training does; 0 stops
+    it, except NaN.
 
     Args:
       x: a pytree of arrays.
-      factor: a finite number or an array that broadcasts to every leaf. Its own gradient is 0.
+      factor: a finite number or an array that broadcasts to every leaf. Its own
+        gradient is 0.
 
     Returns:
       `x`, bit for bit; forward mode multiplies the tangents.
 
     Raises:
-      TypeError, ValueError: `factor` is not a number, NaN or infinite, or does not fit a leaf.
+      TypeError, ValueError: `factor` is not a number, NaN or infinite, or does not fit
+        a leaf.
 
     References:
-      Ganin et al., 2016, Domain-adversarial training of neural networks, arXiv:1505.07818.
+      Ganin et al., 2016, Domain-adversarial training of neural networks,
+      arXiv:1505.07818.
 
     Example:
       >>> import clipjax, jax
@@ -166,24 +198,28 @@ def _scaled_jvp(primals: Any, tangents: Any) -> Any:
     return _scaled(x, factor), clipping.rescale(jnp.asarray(tangents[0]), factor)
 
 
-def replace_gradient(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
+def replace_gradient(
+    forward: Callable[..., Any], backward: Callable[..., Any]
+) -> Callable[..., Any]:
     """Make a function with the value of `forward` and the gradient of `backward`.
 
     Args:
       forward: a function of pytrees, which need not be differentiable.
-      backward: a function of the same arguments, whose result has the structure, shapes and dtypes of that of
-        `forward`.
+      backward: a function of the same arguments, whose result has the structure, shapes
+        and dtypes of that of `forward`.
 
     Returns:
-      A function of the same arguments. Its derivatives of all orders, in forward and reverse mode, are those of
-      `backward`.
+      A function of the same arguments. Its derivatives of all orders, in forward and
+      reverse mode, are those of `backward`.
 
     Raises:
-      TypeError: one of the two is not a function. When called: their results differ in structure, shape or dtype.
+      TypeError: one of the two is not a function. When called: their results differ in
+        structure, shape or dtype.
 
     References:
-      Bengio et al., 2013, Estimating or propagating gradients through stochastic neurons for conditional
-      computation, arXiv:1308.3432: the straight-through estimator.
+      Bengio et al., 2013, Estimating or propagating gradients through stochastic
+      neurons for conditional computation, arXiv:1308.3432: the straight-through
+      estimator.
 
     Example:
       >>> import clipjax, jax, jax.numpy as jnp
@@ -194,18 +230,37 @@ def replace_gradient(forward: Callable[..., Any], backward: Callable[..., Any]) 
     """
     for name, given in (("forward", forward), ("backward", backward)):
         if not callable(given):
-            raise TypeError(f"{name} must be a function, got {bounds.short_repr(given)}")
+            raise TypeError(
+                f"{name} must be a function, got {bounds.short_repr(given)}"
+            )
 
     def function(*args: Any, **kwargs: Any) -> Any:
-        fixed = jax.tree.map(lambda x: lax.stop_gradient(x) if isinstance(x, jax.Array) else x, (args, kwargs))
+        fixed = jax.tree.map(
+            lambda x: lax.stop_gradient(x) if isinstance(x, jax.Array) else x,
+            (args, kwargs),
+        )
         values, rebuild = trees.leaves_of(forward(*fixed[0], **fixed[1]))
         others, _ = trees.leaves_of(backward(*args, **kwargs))
-        kinds = [[(x.name, x.value.shape, x.value.dtype) for x in each] for each in (values, others)]
+        kinds = [
+            [(x.name, x.value.shape, x.value.dtype) for x in each]
+            for each in (values, others)
+        ]
         if kinds[0] != kinds[1]:
-            shown = " and ".join(str([f"{name} {dtype}{list(shape)}" for name, shape, dtype in kind]) for kind in kinds)
-            raise TypeError(f"forward and backward must return the same structure, shapes and dtypes, got {shown}")
+            shown = " and ".join(
+                str([f"{name} {dtype}{list(shape)}" for name, shape, dtype in kind])
+                for kind in kinds
+            )
+            raise TypeError(
+                "forward and backward must return the same structure, shapes and "
+                f"dtypes, got {shown}"
+            )
         each = zip(values, others, strict=True)
-        return rebuild([_replaced(a.value, b.value) if trees.is_float(a.value) else a.value for a, b in each])
+        return rebuild(
+            [
+                _replaced(a.value, b.value) if trees.is_float(a.value) else a.value
+                for a, b in each
+            ]
+        )
 
     return function
 

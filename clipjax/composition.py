@@ -16,20 +16,24 @@ from clipjax.monitoring.record_norms import Recorder
 from clipjax.weights.projection import as_projection, is_projection
 
 
-def chain(*links: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+def chain(
+    *links: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
     """Chain transformations as `optax.chain` does, and check that projections come last.
 
-    A projection constrains the weights that result from the update. A transformation after it would move them
-    again, which `optax.chain` does not report.
+    A projection constrains the weights that result from the update. A transformation
+    after it would move them again, which `optax.chain` does not report.
 
     Args:
-      *links: gradient transformations; the last ones may be projections and :func:`record_norms`.
+      *links: gradient transformations; the last ones may be projections and
+        :func:`record_norms`.
 
     Raises:
       ValueError: there are none, or a projection is not last.
       TypeError: one of them is not a gradient transformation.
 
-    Only the arguments are checked, not what wrappers or other chains among them contain.
+    Only the arguments are checked, not what wrappers or other chains among them
+    contain.
 
     Example:
       >>> import clipjax, optax
@@ -48,7 +52,8 @@ def chain(*links: optax.GradientTransformation) -> optax.GradientTransformationE
             last = i
         elif last is not None and not isinstance(link, Recorder):
             raise ValueError(
-                f"links[{last}], {links[last]!r}, must come after links[{i}], which would move the weights again"
+                f"links[{last}], {links[last]!r}, must come after links[{i}], which "
+                "would move the weights again"
             )
     return optax.chain(*links)
 
@@ -56,7 +61,9 @@ def chain(*links: optax.GradientTransformation) -> optax.GradientTransformationE
 def bounded(
     optimizer: optax.GradientTransformation,
     *,
-    clip: optax.GradientTransformation | Sequence[optax.GradientTransformation] | None = None,
+    clip: optax.GradientTransformation
+    | Sequence[optax.GradientTransformation]
+    | None = None,
     project: Callable[[Any], Any] | Sequence[Callable[[Any], Any]] | None = None,
     nonfinite: Literal["propagate", "zero", "skip"] = "propagate",
     accumulate: SupportsIndex = 1,
@@ -65,22 +72,25 @@ def bounded(
 
     Args:
       optimizer: any gradient transformation, such as `optax.adam(1e-3)`.
-      clip: one or several gradient transformations before it, such as `clipjax.clip_by_global_norm(1.0)`.
-      project: one or several projections after it, such as `clipjax.max_norm(3.0)`, or functions of the weights.
-        The weights end inside the bound of the last one.
-      nonfinite: what happens to gradients that are not finite. "propagate": they spread, as NaN. "zero": their
-        entries become 0 and are counted (:func:`zero_nonfinite`): before the clips, and again after them, since a norm
-        may overflow. "skip": the step is skipped, and weights and state stay as they were (:func:`skip_nonfinite`).
-      accumulate: how many micro-batches share one clip and one step, for their mean gradient
-        (`optax.MultiSteps`). With `nonfinite="skip"`, a micro-batch that is not finite is left out and counted,
-        and the next one takes its place.
+      clip: one or several gradient transformations before it, such as
+        `clipjax.clip_by_global_norm(1.0)`.
+      project: one or several projections after it, such as `clipjax.max_norm(3.0)`, or
+        functions of the weights. The weights end inside the bound of the last one.
+      nonfinite: what happens to gradients that are not finite. "propagate": they
+        spread, as NaN. "zero": their entries become 0 and are counted
+        (:func:`zero_nonfinite`): before the clips, and again after them, since a norm
+        may overflow. "skip": the step is skipped, and weights and state stay as they
+        were (:func:`skip_nonfinite`).
+      accumulate: how many micro-batches share one clip and one step, for their mean
+        gradient (`optax.MultiSteps`). With `nonfinite="skip"`, a micro-batch that is
+        not finite is left out and counted, and the next one takes its place.
 
     Returns:
       A transformation; :func:`metrics` reads what all of its parts did.
 
     Raises:
-      TypeError, ValueError: an argument is of the wrong kind, or in the wrong place. In `init`: a leaf is complex,
-        and `accumulate` is above 1.
+      TypeError, ValueError: an argument is of the wrong kind, or in the wrong place. In
+        `init`: a leaf is complex, and `accumulate` is above 1.
 
     Example:
       >>> import clipjax, optax
@@ -92,17 +102,24 @@ def bounded(
       ... )
     """
     if nonfinite not in ("propagate", "zero", "skip"):
-        raise ValueError(f"nonfinite must be 'propagate', 'zero' or 'skip', got {bounds.short_repr(nonfinite)}")
+        raise ValueError(
+            "nonfinite must be 'propagate', 'zero' or 'skip', got "
+            f"{bounds.short_repr(nonfinite)}"
+        )
     if isinstance(accumulate, jax.Array):  # a traced one would fail under jit only
         raise bounds.traced_error("accumulate", accumulate)
     steps = _checks.check_count("accumulate", accumulate, 1)
     before = [_check_before("clip", each) for each in _several(clip)]
-    if before and isinstance(getattr(getattr(optimizer, "update", None), "__self__", None), optax.MultiSteps):
+    if before and isinstance(
+        getattr(getattr(optimizer, "update", None), "__self__", None), optax.MultiSteps
+    ):
         raise ValueError(
-            "optimizer: optax.MultiSteps inside bounded would accumulate clipped gradients: use bounded(..., "
-            "accumulate=k) instead"
+            "optimizer: optax.MultiSteps inside bounded would accumulate clipped "
+            "gradients: use bounded(..., accumulate=k) instead"
         )
-    if nonfinite == "zero" and before:  # a norm may overflow although the entries do not
+    if (
+        nonfinite == "zero" and before
+    ):  # a norm may overflow although the entries do not
         before.append(zero_nonfinite())
     after = [as_projection("project", each) for each in _several(project)]
     tx = chain(*before, _check_before("optimizer", optimizer), *after)
@@ -113,17 +130,26 @@ def bounded(
     return skip_nonfinite(tx) if nonfinite == "skip" else tx
 
 
-def _accumulating(tx: optax.GradientTransformation, steps: int) -> optax.GradientTransformationExtraArgs:
-    accumulated = optax.MultiSteps(tx, steps, accumulator_dtype=float)  # float64 where that is enabled
+def _accumulating(
+    tx: optax.GradientTransformation, steps: int
+) -> optax.GradientTransformationExtraArgs:
+    accumulated = optax.MultiSteps(
+        tx, steps, accumulator_dtype=float
+    )  # float64 where that is enabled
 
     def init(params: Any) -> Any:
         for leaf in trees.leaves_of(params)[0]:
             if trees.is_float(leaf.value) and jnp.iscomplexobj(leaf.value):
-                raise TypeError(f"accumulate: {leaf} is complex, of which optax.MultiSteps would lose imaginary parts")
+                raise TypeError(
+                    f"accumulate: {leaf} is complex, of which optax.MultiSteps would "
+                    "lose imaginary parts"
+                )
         return accumulated.init(params)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-        transformation.check_state("bounded with accumulate=", optax.MultiStepsState, state)
+        transformation.check_state(
+            "bounded with accumulate=", optax.MultiStepsState, state
+        )
         trees.leaves_of(updates)  # raises its errors
         return accumulated.update(updates, state, params, **extra)
 
@@ -140,5 +166,7 @@ def _several(value: Any) -> list[Any]:
 def _check_before(name: str, value: Any) -> Any:
     """Return a transformation that may come before projections, or raise an error."""
     if is_projection(value):
-        raise ValueError(f"{name}: {value!r} is a projection: pass it to bounded as project=")
+        raise ValueError(
+            f"{name}: {value!r} is a projection: pass it to bounded as project="
+        )
     return _checks.check_transformation(name, value)

@@ -1,6 +1,7 @@
 """The axes of an Equinox model, from its layers: which weights form a unit.
 
-This module needs Equinox, and `import clipjax` does not load it: `from clipjax.equinox import unit_axes`.
+This module needs Equinox, and `import clipjax` does not load it: `from clipjax.equinox
+import unit_axes`.
 """
 
 from __future__ import annotations
@@ -21,22 +22,25 @@ __all__ = ["unit_axes"]
 def unit_axes(model: Any, *, other: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the axes to reduce in each parameter of an Equinox model, by the layer that it belongs to.
 
-    A unit is the weights that compute one output: a row of a Linear weight `(out, in)`, a filter of a
-    convolution, one component of one head's query, key or value, a gate of a cell; in an embedding, a row. Where
-    `filter_vmap` stacks layers, each has its units. Biases and scales of norms are skipped.
+    A unit is the weights that compute one output: a row of a Linear weight `(out, in)`,
+    a filter of a convolution, one component of one head's query, key or value, a gate
+    of a cell; in an embedding, a row. Where `filter_vmap` stacks layers, each has its
+    units. Biases and scales of norms are skipped.
 
     Args:
       model: an Equinox module, or a tree of them. Only its arrays of floats count.
-      other: axes by path pattern, for parameters of other layers; they win over those of known layers.
+      other: axes by path pattern, for parameters of other layers; they win over those
+        of known layers.
 
     Returns:
-      A dict from each parameter's path to its axes or :data:`clipjax.SKIP`, for `axes=`. To change some,
-      name them in `other`: `{"layers/1/*": clipjax.SKIP}`.
+      A dict from each parameter's path to its axes or :data:`clipjax.SKIP`, for
+      `axes=`. To change some, name them in `other`: `{"layers/1/*": clipjax.SKIP}`.
 
     Raises:
       TypeError: `model` contains no Equinox module; `other` is not a mapping to axes.
-      ValueError: parameters do not belong to known layers, or their sizes do not tell which axis is a stack, as of 4
-        layers (4, 4): all are listed, for `other`. Or a pattern in `other` matches nothing.
+      ValueError: parameters do not belong to known layers, or their sizes do not tell
+        which axis is a stack, as of 4 layers (4, 4): all are listed, for `other`. Or a
+        pattern in `other` matches nothing.
 
     Example:
       >>> import clipjax, equinox as eqx, jax
@@ -49,8 +53,15 @@ def unit_axes(model: Any, *, other: Mapping[str, Any] | None = None) -> dict[str
     """
     nodes = jax.tree.leaves(model, is_leaf=lambda node: isinstance(node, eqx.Module))
     if not any(isinstance(node, eqx.Module) for node in nodes):
-        given = f"the class {model.__name__}" if isinstance(model, type) else bounds.short_repr(model)
-        raise TypeError(f"unit_axes: model must be an Equinox module, or a tree of them, got {given}")
+        given = (
+            f"the class {model.__name__}"
+            if isinstance(model, type)
+            else bounds.short_repr(model)
+        )
+        raise TypeError(
+            "unit_axes: model must be an Equinox module, or a tree of them, got "
+            f"{given}"
+        )
     return axes_by_path(_params(model, ()), other)
 
 
@@ -67,7 +78,9 @@ def _params(layer: Any, at: tuple[Any, ...]) -> Iterator[Param]:
             name = trees.path_name(path)
             own = _own_shape(layer, name)
             axes = units.SKIP if own == () else own and tuple(range(1, len(own)))
-            yield Param(trees.path_name((*at, *path)), leaf.shape, layer, name, axes, own or ())
+            yield Param(
+                trees.path_name((*at, *path)), leaf.shape, layer, name, axes, own or ()
+            )
 
 
 def _own_shape(layer: Any, name: str) -> tuple[int, ...] | None:
@@ -77,15 +90,34 @@ def _own_shape(layer: Any, name: str) -> tuple[int, ...] | None:
             sizes = layer.out_features, layer.in_features
             return tuple(1 if size == "scalar" else size for size in sizes)
         case ((nn.Conv() | nn.ConvTranspose()), "weight"):
-            return (layer.out_channels, layer.in_channels // layer.groups, *layer.kernel_size)
+            return (
+                layer.out_channels,
+                layer.in_channels // layer.groups,
+                *layer.kernel_size,
+            )
         case nn.Embedding(), "weight":
             return (layer.num_embeddings, layer.embedding_size)
         case ((nn.GRUCell() | nn.LSTMCell()), ("weight_ih" | "weight_hh")):
             gates = 3 if isinstance(layer, nn.GRUCell) else 4
-            return (gates * layer.hidden_size, layer.input_size if name == "weight_ih" else layer.hidden_size)
-        case ((nn.Linear() | nn.Conv() | nn.ConvTranspose() | nn.GRUCell() | nn.LSTMCell()), "bias"):
+            return (
+                gates * layer.hidden_size,
+                layer.input_size if name == "weight_ih" else layer.hidden_size,
+            )
+        case (
+            (
+                nn.Linear()
+                | nn.Conv()
+                | nn.ConvTranspose()
+                | nn.GRUCell()
+                | nn.LSTMCell()
+            ),
+            "bias",
+        ):
             return ()
-        case ((nn.LayerNorm() | nn.GroupNorm() | nn.RMSNorm() | nn.BatchNorm()), ("weight" | "bias")):
+        case (
+            (nn.LayerNorm() | nn.GroupNorm() | nn.RMSNorm() | nn.BatchNorm()),
+            ("weight" | "bias"),
+        ):
             return ()
         case ((nn.GRUCell() | nn.WeightNorm()), ("bias_n" | "g")):
             return ()

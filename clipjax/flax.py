@@ -1,6 +1,7 @@
 """The axes of a Flax model, from its layers: which weights form a unit.
 
-This module needs Flax, and `import clipjax` does not load it: `from clipjax.flax import unit_axes`.
+This module needs Flax, and `import clipjax` does not load it: `from clipjax.flax import
+unit_axes`.
 """
 
 from __future__ import annotations
@@ -25,31 +26,39 @@ Names = tuple[Any, ...]  # the keys of a path
 
 
 def unit_axes(
-    model: Any, *args: Any, other: Mapping[str, Any] | None = None, wrt: Any = nnx.Param, **kwargs: Any
+    model: Any,
+    *args: Any,
+    other: Mapping[str, Any] | None = None,
+    wrt: Any = nnx.Param,
+    **kwargs: Any,
 ) -> dict[str, Any]:
     """Return the axes to reduce in each parameter of a Flax model, by the layer that it belongs to.
 
-    A unit is the weights that compute one output: a column of a Dense kernel, a filter of a convolution, one
-    component of one head's query, key or value, a gate of a cell; in an embedding, a row. Where `scan` or
-    `vmap` stacks layers, each has its units. Biases and the scales of norms are skipped.
+    A unit is the weights that compute one output: a column of a Dense kernel, a filter
+    of a convolution, one component of one head's query, key or value, a gate of a cell;
+    in an embedding, a row. Where `scan` or `vmap` stacks layers, each has its units.
+    Biases and the scales of norms are skipped.
 
     Args:
       model: a Linen module; or an NNX module, which holds its parameters.
-      *args: for Linen, the arguments of `model.init`: a key and example inputs, or `jax.ShapeDtypeStruct`s
-        instead, since nothing is computed. None for NNX.
-      other: axes by path pattern, for parameters of other layers; they win over those of known layers.
+      *args: for Linen, the arguments of `model.init`: a key and example inputs, or
+        `jax.ShapeDtypeStruct`s instead, since nothing is computed. None for NNX.
+      other: axes by path pattern, for parameters of other layers; they win over those
+        of known layers.
       wrt: for NNX, which parameters: the filter that `nnx.Optimizer` gets.
       **kwargs: for Linen, the keyword arguments of `model.init`.
 
     Returns:
-      A dict from each parameter's path to its axes or :data:`clipjax.SKIP`, for `axes=`, also for trees with
-      an outer `"params"`. To change some, name them in `other`: `{"head/*": clipjax.SKIP}`.
+      A dict from each parameter's path to its axes or :data:`clipjax.SKIP`, for
+      `axes=`, also for trees with an outer `"params"`. To change some, name them in
+      `other`: `{"head/*": clipjax.SKIP}`.
 
     Raises:
-      TypeError: `model` is not a Flax module; arguments are missing for Linen, or given for NNX; `other` is
-        not a mapping to axes.
-      ValueError: parameters do not belong to known layers, or their sizes do not tell which axis is a stack, as of 4
-        layers (4, out): all are listed, for `other`. Or a pattern in `other` matches nothing.
+      TypeError: `model` is not a Flax module; arguments are missing for Linen, or given
+        for NNX; `other` is not a mapping to axes.
+      ValueError: parameters do not belong to known layers, or their sizes do not tell
+        which axis is a stack, as of 4 layers (4, out): all are listed, for `other`. Or
+        a pattern in `other` matches nothing.
 
     Example:
       >>> import clipjax, jax, flax.linen as nn, jax.numpy as jnp
@@ -62,39 +71,73 @@ def unit_axes(
     """
     if isinstance(model, nnx.Module):
         if args or kwargs:
-            raise TypeError("unit_axes: an NNX model holds its parameters, and takes no further arguments")
+            raise TypeError(
+                "unit_axes: an NNX model holds its parameters, and takes no further "
+                "arguments"
+            )
         return axes_by_path(_nnx_params(model, wrt), other)
     if isinstance(model, nn.Module):
         if not (args or kwargs):
-            raise TypeError("unit_axes: a Linen model needs the arguments of its init: a key and inputs")
+            raise TypeError(
+                "unit_axes: a Linen model needs the arguments of its init: a key and "
+                "inputs"
+            )
         return axes_by_path(_linen_params(model, args, kwargs), other)
-    given = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
-    raise TypeError(f"unit_axes: model must be a Flax module, of Linen or of NNX, got {given}")
+    given = (
+        f"the class {model.__name__}"
+        if isinstance(model, type)
+        else f"a {type(model).__name__}"
+    )
+    raise TypeError(
+        f"unit_axes: model must be a Flax module, of Linen or of NNX, got {given}"
+    )
 
 
-def _linen_params(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Param]:
+def _linen_params(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[Param]:
     """Yield the parameters that `model.init(*args, **kwargs)` makes, by tracing it."""
-    layers: dict[Names, list[nn.Module]] = {(): [model]}  # several modules may share a scope
-    own_shapes: dict[Names, tuple[int, ...]] = {}  # inside a stack, where a module sees one layer
+    layers: dict[Names, list[nn.Module]] = {
+        (): [model]
+    }  # several modules may share a scope
+    own_shapes: dict[
+        Names, tuple[int, ...]
+    ] = {}  # inside a stack, where a module sees one layer
 
-    def watch(call: Any, call_args: Any, call_kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+    def watch(
+        call: Any,
+        call_args: Any,
+        call_kwargs: Any,
+        context: nn.module.InterceptorContext,
+    ) -> Any:
         scope = context.module.scope
         result = call(*call_args, **call_kwargs)
-        if scope is not None and context.method_name != "<lambda>":  # Flax tries out a setup elsewhere
+        if (
+            scope is not None and context.method_name != "<lambda>"
+        ):  # Flax tries out a setup elsewhere
             layers.setdefault(scope.path, []).append(context.module)
-            for path, leaf in jax.tree_util.tree_leaves_with_path(scope.variables().get("params", {})):
+            for path, leaf in jax.tree_util.tree_leaves_with_path(
+                scope.variables().get("params", {})
+            ):
                 own_shapes.setdefault((*scope.path, *_names(path)), leaf.shape)
         return result
 
     leaves, treedef = jax.tree.flatten((args, kwargs))
-    arrays = [x if hasattr(x, "shape") and hasattr(x, "dtype") else None for x in leaves]
-    # A new name each time: otherwise modules under nn.jit that JAX has traced before would not be seen.
+    arrays = [
+        x if hasattr(x, "shape") and hasattr(x, "dtype") else None for x in leaves
+    ]
+    # A new name each time: otherwise modules under nn.jit that JAX has traced before
+    # would not be seen.
     mutable = DenyList(("intermediates", f"unit_axes_{uuid.uuid4()}"))
 
     def init(arrays: list[Any]) -> Any:
-        each = [old if new is None else new for old, new in zip(leaves, arrays, strict=True)]
+        each = [
+            old if new is None else new for old, new in zip(leaves, arrays, strict=True)
+        ]
         init_args, init_kwargs = jax.tree.unflatten(treedef, each)
-        return model.init(*init_args, **({"mutable": mutable} | init_kwargs)).get("params", {})
+        return model.init(*init_args, **({"mutable": mutable} | init_kwargs)).get(
+            "params", {}
+        )
 
     with nn.intercept_methods(watch):
         params = jax.eval_shape(init, arrays)
@@ -104,7 +147,14 @@ def _linen_params(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         name = trees.path_name(path[depth:])
         each = [(layer, _axes(layer, name)) for layer in layers[names[:depth]]]
         layer, axes = next((known for known in each if known[1] is not None), each[-1])
-        yield Param(trees.path_name(path), leaf.shape, layer, name, axes, own_shapes.get(names, leaf.shape))
+        yield Param(
+            trees.path_name(path),
+            leaf.shape,
+            layer,
+            name,
+            axes,
+            own_shapes.get(names, leaf.shape),
+        )
 
 
 def _names(path: Sequence[Any]) -> Names:
@@ -114,18 +164,31 @@ def _names(path: Sequence[Any]) -> Names:
 
 def _nnx_params(model: nnx.Module, wrt: Any) -> Iterator[Param]:
     """Yield the parameters of `model` that the filter `wrt` chooses."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(nnx.state(model, wrt))):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(
+        nnx.to_pure_dict(nnx.state(model, wrt))
+    ):
         node: Any = model
         layer, depth = model, 0
         for i, key in enumerate(path):
-            node = node[key.key] if isinstance(node, Mapping | Sequence) else getattr(node, key.key)
+            node = (
+                node[key.key]
+                if isinstance(node, Mapping | Sequence)
+                else getattr(node, key.key)
+            )
             if isinstance(node, nnx.Variable):
                 break
             if isinstance(node, nnx.Module):
                 layer, depth = node, i + 1
         name = trees.path_name(path[depth:])
         own_shape = _own_shape(layer, name, leaf.shape)
-        yield Param(trees.path_name(path), leaf.shape, layer, name, _axes(layer, name), own_shape)
+        yield Param(
+            trees.path_name(path),
+            leaf.shape,
+            layer,
+            name,
+            _axes(layer, name),
+            own_shape,
+        )
 
 
 def _own_shape(layer: Any, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -140,7 +203,11 @@ def _own_shape(layer: Any, name: str, shape: tuple[int, ...]) -> tuple[int, ...]
         case nnx.Embed():
             return (layer.num_embeddings, layer.features)
         case nnx.LoRA():
-            return (layer.in_features, *shape[-1:]) if name == "lora_a" else (*shape[-2:-1], layer.out_features)
+            return (
+                (layer.in_features, *shape[-1:])
+                if name == "lora_a"
+                else (*shape[-2:-1], layer.out_features)
+            )
     return shape
 
 
@@ -167,21 +234,33 @@ def _axes(layer: Any, name: str) -> tuple[int, ...] | units.Skip | None:
         return (-1,)
     if name in ("lora_a", "lora_b") and isinstance(layer, nnx.LoRA):
         return (-2,)
-    return units.SKIP if isinstance(layer, (*_REPARAMETRIZED, *_SKIPPED.get(name, ()))) else None
+    return (
+        units.SKIP
+        if isinstance(layer, (*_REPARAMETRIZED, *_SKIPPED.get(name, ())))
+        else None
+    )
 
 
 def _kernel_axes(layer: Any) -> tuple[int, ...] | None:
     if isinstance(layer, _LINEAR):
         return (-2,)  # of a local convolution, the window and its channels
     if isinstance(layer, _GENERAL):
-        features = layer.features if isinstance(layer, nn.DenseGeneral) else layer.out_features
-        return tuple(range(-np.size(layer.axis) - np.size(features), -np.size(features)))
+        features = (
+            layer.features if isinstance(layer, nn.DenseGeneral) else layer.out_features
+        )
+        return tuple(
+            range(-np.size(layer.axis) - np.size(features), -np.size(features))
+        )
     if isinstance(layer, _CONV):
         of_input = -1 if getattr(layer, "transpose_kernel", False) else -2
         return (*range(-np.size(layer.kernel_size) - 2, -2), of_input)
     if isinstance(layer, _EINSUM):
         operands, _, output = (layer.einsum_str or "").replace(" ", "").partition("->")
         kernel = operands.split(",")[-1]
-        if kernel.isalpha() and len(set(kernel)) == len(kernel):  # no ellipsis; not given in the call only
-            return tuple(i - len(kernel) for i, label in enumerate(kernel) if label not in output)
+        if kernel.isalpha() and len(set(kernel)) == len(
+            kernel
+        ):  # no ellipsis; not given in the call only
+            return tuple(
+                i - len(kernel) for i, label in enumerate(kernel) if label not in output
+            )
     return None

@@ -16,7 +16,14 @@ from jax.typing import ArrayLike
 from clipjax import _checks
 from clipjax._core import bounds, clipping, norms, trees, units
 
-__all__ = ["clip_by_global_norm", "clip_by_norm", "clip_by_value", "global_norm", "leaf_norms", "unitwise_norms"]
+__all__ = [
+    "clip_by_global_norm",
+    "clip_by_norm",
+    "clip_by_value",
+    "global_norm",
+    "leaf_norms",
+    "unitwise_norms",
+]
 
 T = TypeVar("T")
 
@@ -60,7 +67,12 @@ def leaf_norms(tree: T, *, ord: bounds.Ord = None) -> T:
     norms.warn_if_local()
     leaves, rebuild = trees.leaves_of(tree)
     zero = jnp.zeros((), np.float32)
-    return rebuild([norms.norm(x.value, None, order) if trees.is_float(x.value) else zero for x in leaves])
+    return rebuild(
+        [
+            norms.norm(x.value, None, order) if trees.is_float(x.value) else zero
+            for x in leaves
+        ]
+    )
 
 
 def unitwise_norms(tree: Any, axes: units.Axes, *, ord: bounds.Ord = None) -> Any:
@@ -72,8 +84,8 @@ def unitwise_norms(tree: Any, axes: units.Axes, *, ord: bounds.Ord = None) -> An
       ord: 1, 2 (the default), any p >= 1, or `jax.numpy.inf`.
 
     Returns:
-      A tree of the same structure; a leaf of shape (in, out) reduced over axis 0 becomes (out,), and a leaf
-      without units None.
+      A tree of the same structure; a leaf of shape (in, out) reduced over axis 0
+      becomes (out,), and a leaf without units None.
 
     Example:
       >>> import jax.numpy as jnp
@@ -84,7 +96,9 @@ def unitwise_norms(tree: Any, axes: units.Axes, *, ord: bounds.Ord = None) -> An
     leaves, rebuild = trees.leaves_of(tree)
     measured: list[Any] = [None] * len(leaves)
     found = units.of_tree(tree, _literal(axes))
-    for each, norm in zip(found, units.norms_of(found, _checks.check_ord(ord)), strict=True):
+    for each, norm in zip(
+        found, units.norms_of(found, _checks.check_ord(ord)), strict=True
+    ):
         measured[each.place] = norm if each.axes is None else norm.squeeze(each.axes)
     return rebuild(measured)
 
@@ -101,7 +115,8 @@ def clip_by_value(tree: T, low: ArrayLike, high: ArrayLike) -> T:
       The clipped tree. NaN stays NaN; an infinite entry becomes the limit.
 
     Raises:
-      TypeError, ValueError: a limit is NaN or not a number; `low` is above `high`; a leaf is complex.
+      TypeError, ValueError: a limit is NaN or not a number; `low` is above `high`; a
+        leaf is complex.
 
     Example:
       >>> import jax.numpy as jnp
@@ -109,19 +124,25 @@ def clip_by_value(tree: T, low: ArrayLike, high: ArrayLike) -> T:
       >>> functional.clip_by_value(jnp.array([-3.0, 0.5, 3.0]), -1.0, 1.0)
       Array([-1. ,  0.5,  1. ], dtype=float32)
     """
-    bottom, top = bounds.check_constant("low", low, -np.inf), bounds.check_constant("high", high, -np.inf)
+    bottom, top = (
+        bounds.check_constant("low", low, -np.inf),
+        bounds.check_constant("high", high, -np.inf),
+    )
     _checks.check_order(bottom, top)
     leaves, rebuild = trees.leaves_of(tree)
     return rebuild([clipping.clip_entries(leaf, bottom, top) for leaf in leaves])
 
 
-def clip_by_norm(tree: T, max_norm: ArrayLike, axes: units.Axes = None, *, ord: bounds.Ord = None) -> T:
+def clip_by_norm(
+    tree: T, max_norm: ArrayLike, axes: units.Axes = None, *, ord: bounds.Ord = None
+) -> T:
     """Clip the norm of each leaf, or of each unit along `axes`, like `tf.clip_by_norm`.
 
     Args:
       tree: a pytree of arrays.
       max_norm: the bound, a number or an array that broadcasts to the norms.
-      axes: the axes that are reduced, in leaves of every rank, biases too; None for the whole leaf.
+      axes: the axes that are reduced, in leaves of every rank, biases too; None for the
+        whole leaf.
       ord: 1, 2 (the default), any p >= 1, or `jax.numpy.inf`.
 
     Example:
@@ -134,11 +155,17 @@ def clip_by_norm(tree: T, max_norm: ArrayLike, axes: units.Axes = None, *, ord: 
     """
     bound = bounds.check_constant("max_norm", max_norm)
     found = units.of_tree(tree, _literal(axes))
-    return clipping.clip_units(tree, found, units.norms_of(found, _checks.check_ord(ord)), bound)[0]
+    return clipping.clip_units(
+        tree, found, units.norms_of(found, _checks.check_ord(ord)), bound
+    )[0]
 
 
 def clip_by_global_norm(
-    tree: T, max_norm: ArrayLike, *, ord: bounds.Ord = None, norm: ArrayLike | None = None
+    tree: T,
+    max_norm: ArrayLike,
+    *,
+    ord: bounds.Ord = None,
+    norm: ArrayLike | None = None,
 ) -> tuple[T, jax.Array]:
     """Clip the norm of all leaves together, like `tf.clip_by_global_norm`.
 
@@ -146,7 +173,8 @@ def clip_by_global_norm(
       tree: a pytree of arrays.
       max_norm: the bound, a number or a scalar array.
       ord: 1, 2 (the default), any p >= 1, or `jax.numpy.inf`.
-      norm: the global norm, if it is known: TensorFlow's `use_norm`, or one that is summed over devices by hand.
+      norm: the global norm, if it is known: TensorFlow's `use_norm`, or one that is
+        summed over devices by hand.
 
     Returns:
       The clipped tree, and its norm before.
@@ -163,7 +191,9 @@ def clip_by_global_norm(
     if norm is not None:
         bounds.check_fits("norm", norm, (), "the whole tree")
         is_known = bounds.is_real(norm) and not isinstance(norm, jax.core.Tracer)
-        if not (is_known and np.isnan(float(jax.device_get(norm)))):  # NaN is a norm that is not finite
+        if not (
+            is_known and np.isnan(float(jax.device_get(norm)))
+        ):  # NaN is a norm that is not finite
             norm = bounds.check_constant("norm", norm)
         norm = jnp.asarray(norm, norms.sum_dtype(jnp.result_type(norm)))
     clipped, metrics = clipping.clip_tree(tree, bound, _checks.check_ord(ord), norm)

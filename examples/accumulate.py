@@ -2,9 +2,10 @@
 
     python examples/accumulate.py
 
-`bounded(..., accumulate=4, nonfinite="skip")` clips the mean of four micro-batches and takes one step for them. A
-micro-batch whose gradient is not finite is left out and counted, and the next one takes its place. The training loop
-is that of a Flax `TrainState`.
+`bounded(..., accumulate=4, nonfinite="skip")` clips the mean of four micro-batches and
+takes one step for them. A micro-batch whose gradient is not finite is left out and
+counted, and the next one takes its place. The training loop is that of a Flax
+`TrainState`.
 """
 
 import argparse
@@ -52,7 +53,9 @@ def main():
     """Train, log and draw."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer micro-batches")
-    parser.add_argument("--plot", default="accumulate.png", help="where to save the picture")
+    parser.add_argument(
+        "--plot", default="accumulate.png", help="where to save the picture"
+    )
     args = parser.parse_args()
     images, labels = load_digits(return_X_y=True)
     images = np.float32(images / 16)
@@ -61,7 +64,10 @@ def main():
     params = network.init(jax.random.key(0), images[:1])["params"]
     tx = clipjax.bounded(
         optax.adam(3e-3),
-        clip=[clipjax.record_norms(1, name="gradients"), clipjax.clip_by_global_norm(0.5)],
+        clip=[
+            clipjax.record_norms(1, name="gradients"),
+            clipjax.clip_by_global_norm(0.5),
+        ],
         nonfinite="skip",
         accumulate=ACCUMULATE,
     )
@@ -70,14 +76,19 @@ def main():
     order, losses, history = np.random.default_rng(0), [], []
     for number in range(200 if args.quick else 1200):
         rows = order.integers(len(labels), size=MICRO_BATCH)
-        x = images[rows] * (jnp.nan if number % 50 == 30 else 1)  # a broken micro-batch now and then
+        x = images[rows] * (
+            jnp.nan if number % 50 == 30 else 1
+        )  # a broken micro-batch now and then
         state, loss, metrics = step(state, x, labels[rows])
         losses.append(loss)
         history.append(metrics)
     losses, last = np.array(losses), history[-1]
     print(f"micro-batches: {len(losses)}, left out: {last['skip_nonfinite/skipped']}")
     print(f"steps of the optimizer: {last['clip_by_global_norm/steps']}")
-    print(f"loss: {np.nanmean(losses[:50]):.2f} at first, {np.nanmean(losses[-50:]):.2f} at the end")
+    print(
+        f"loss: {np.nanmean(losses[:50]):.2f} at first, "
+        f"{np.nanmean(losses[-50:]):.2f} at the end"
+    )
 
     plt.rcParams["font.size"] = 13
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")

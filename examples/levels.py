@@ -2,8 +2,9 @@
 
     python examples/levels.py
 
-The norms are drawn at random, about 1. The first 100 are 0, as of a buffer that is not filled yet. At step 500 they
-rise threefold, for good, and from step 1,900 to 2,100 they are 0 again. A threshold at a norm of 0 is not drawn.
+The norms are drawn at random, about 1. The first 100 are 0, as of a buffer that is not
+filled yet. At step 500 they rise threefold, for good, and from step 1,900 to 2,100 they
+are 0 again. A threshold at a norm of 0 is not drawn.
 """
 
 import argparse
@@ -42,19 +43,32 @@ def main():
     """Follow the norms by each rule, print how often it acts at the end, and draw."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer steps")
-    parser.add_argument("--plot", default="levels.png", help="where to save the picture")
+    parser.add_argument(
+        "--plot", default="levels.png", help="where to save the picture"
+    )
     args = parser.parse_args()
     at = np.arange(1000 if args.quick else 2700)
     level = np.select([at < 100, at < 500, at < 1900, at < 2100], [0, 1, 3, 0], 3)
-    norms = np.float32(level * np.exp(0.1 * np.random.default_rng(0).normal(size=at.size)))
+    norms = np.float32(
+        level * np.exp(0.1 * np.random.default_rng(0).normal(size=at.size))
+    )
 
     plt.rcParams.update({"font.size": 12})
-    figure, axes = plt.subplots(2, 3, figsize=(9, 4.8), layout="constrained", sharex=True, sharey=True)
+    figure, axes = plt.subplots(
+        2, 3, figsize=(9, 4.8), layout="constrained", sharex=True, sharey=True
+    )
     for name, ax in zip(RULES, axes.flat, strict=True):
         thresholds, share = thresholds_of(name, norms)
         print(f"{name} acts on {share:.0%} of the last 500 steps")
-        ax.plot(np.where(norms > 0, norms, np.nan), color="#b0b0b0", lw=0.8, label="norm")
-        ax.plot(np.where(np.isfinite(thresholds), thresholds, np.nan), color="#0072b2", lw=1.5, label="threshold")
+        ax.plot(
+            np.where(norms > 0, norms, np.nan), color="#b0b0b0", lw=0.8, label="norm"
+        )
+        ax.plot(
+            np.where(np.isfinite(thresholds), thresholds, np.nan),
+            color="#0072b2",
+            lw=1.5,
+            label="threshold",
+        )
         ax.set(title=name, yscale="log", ylim=(0.5, 8), yticks=[0.5, 1, 2, 4, 8])
         ax.yaxis.set_major_formatter("{x:g}")
         ax.minorticks_off()

@@ -2,8 +2,9 @@
 
     python examples/nnx_cnn.py
 
-`clipjax.flax.unit_axes(model)` asks the layers which weights belong to one unit: the filter of a convolution, the
-incoming weights of a dense unit. The digits come with scikit-learn.
+`clipjax.flax.unit_axes(model)` asks the layers which weights belong to one unit: the
+filter of a convolution, the incoming weights of a dense unit. The digits come with
+scikit-learn.
 """
 
 import argparse
@@ -61,18 +62,29 @@ def main():
     """Train, log and draw."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer epochs")
-    parser.add_argument("--plot", default="nnx_cnn.png", help="where to save the picture")
+    parser.add_argument(
+        "--plot", default="nnx_cnn.png", help="where to save the picture"
+    )
     args = parser.parse_args()
     images, labels = load_digits(return_X_y=True)
     images = np.float32(images / 16).reshape(-1, 8, 8, 1)
-    train_x, test_x, train_y, test_y = train_test_split(images, labels, test_size=0.2, random_state=0)
+    train_x, test_x, train_y, test_y = train_test_split(
+        images, labels, test_size=0.2, random_state=0
+    )
 
     model = Network(nnx.Rngs(0))
     axes = unit_axes(model)
-    print("axes that are reduced:", *(f"  {path}: {reduced}" for path, reduced in axes.items()), sep="\n")
+    print(
+        "axes that are reduced:",
+        *(f"  {path}: {reduced}" for path, reduced in axes.items()),
+        sep="\n",
+    )
     tx = clipjax.bounded(
         optax.adam(3e-3),
-        clip=[clipjax.record_norms(1, name="gradients"), clipjax.clip_by_global_norm(3.0)],
+        clip=[
+            clipjax.record_norms(1, name="gradients"),
+            clipjax.clip_by_global_norm(3.0),
+        ],
         project=clipjax.max_norm(RADIUS, axes=axes),
         nonfinite="skip",
     )
@@ -80,17 +92,24 @@ def main():
 
     order, history = np.random.default_rng(0), []
     for epoch in range(2 if args.quick else 10):
-        for rows in np.array_split(order.permutation(len(train_y)), len(train_y) // BATCH):
+        for rows in np.array_split(
+            order.permutation(len(train_y)), len(train_y) // BATCH
+        ):
             step(model, optimizer, train_x[rows[:BATCH]], train_y[rows[:BATCH]])
             history.append(clipjax.metrics(optimizer))
         clipped = history[-1]["clip_by_global_norm/clipped_fraction"]
         right = accuracy(model, test_x, test_y)
-        print(f"epoch {epoch}: accuracy {right:.1%}, {clipped:.1%} of the gradients clipped")
+        print(
+            f"epoch {epoch}: accuracy {right:.1%}, {clipped:.1%} of the gradients "
+            "clipped"
+        )
 
     plt.rcParams["font.size"] = 13
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
     plots.group_norms(history, ax=left).set_title("Gradient norm of each layer")
-    plots.unit_norms(nnx.state(model, nnx.Param), axes=axes, radius=RADIUS, ax=right).set_title("Weights")
+    plots.unit_norms(
+        nnx.state(model, nnx.Param), axes=axes, radius=RADIUS, ax=right
+    ).set_title("Weights")
     figure.savefig(args.plot, dpi=90)
     print(f"picture: {args.plot}")
 

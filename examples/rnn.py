@@ -2,10 +2,12 @@
 
     python examples/rnn.py
 
-The temporal-order task of Pascanu et al. (2013, arXiv 1211.5063): a sequence of noise has an A or a B near its start
-and another in its middle, and at its end the network says which they were. Now and then the gradient explodes in the
-backward pass, and one such step of plain SGD destroys what was learned. `global` clips the whole gradient, in the
-optimizer; `step` clips, within the network, what each time step passes back to the one before.
+The temporal-order task of Pascanu et al. (2013, arXiv 1211.5063): a sequence of noise
+has an A or a B near its start and another in its middle, and at its end the network
+says which they were. Now and then the gradient explodes in the backward pass, and one
+such step of plain SGD destroys what was learned. `global` clips the whole gradient, in
+the optimizer; `step` clips, within the network, what each time step passes back to the
+one before.
 """
 
 import argparse
@@ -20,7 +22,11 @@ import clipjax
 
 HIDDEN, BATCH, TEST, BLOCK = 50, 20, 2000, 250
 SYMBOLS, CLASSES = 6, 4  # A, B and four symbols of noise; AA, AB, BA, BB
-METHODS = {"none": ("#8a8a8a", ":"), "global": ("#0072b2", "-"), "step": ("#d55e00", "--")}
+METHODS = {
+    "none": ("#8a8a8a", ":"),
+    "global": ("#0072b2", "-"),
+    "step": ("#d55e00", "--"),
+}
 
 
 def sequences(key, count, length):
@@ -28,15 +34,23 @@ def sequences(key, count, length):
     of_noise, of_symbols, of_places = jax.random.split(key, 3)
     noise = jax.random.randint(of_noise, (count, length), 2, SYMBOLS)
     symbols = jax.random.randint(of_symbols, (count, 2), 0, 2)
-    places = jnp.array([length // 10, length // 2]) + jax.random.randint(of_places, (count, 2), 0, length // 10)
-    return noise.at[jnp.arange(count)[:, None], places].set(symbols), symbols @ jnp.array([2, 1])
+    places = jnp.array([length // 10, length // 2]) + jax.random.randint(
+        of_places, (count, 2), 0, length // 10
+    )
+    return noise.at[jnp.arange(count)[:, None], places].set(
+        symbols
+    ), symbols @ jnp.array([2, 1])
 
 
 def first_params(key):
     """Draw the weights; the recurrent ones are sparse, with a spectral radius of 0.95, as in the paper."""
     keys = jax.random.split(key, 4)
     recurrent = jax.random.normal(keys[0], (HIDDEN, HIDDEN))
-    recurrent = jnp.where(jax.random.uniform(keys[1], (HIDDEN, HIDDEN)).argsort(1).argsort(1) < 15, recurrent, 0)
+    recurrent = jnp.where(
+        jax.random.uniform(keys[1], (HIDDEN, HIDDEN)).argsort(1).argsort(1) < 15,
+        recurrent,
+        0,
+    )
     return {
         "recurrent": recurrent * (0.95 / jnp.abs(jnp.linalg.eigvals(recurrent)).max()),
         "input": 0.01 * jax.random.normal(keys[2], (SYMBOLS, HIDDEN)),
@@ -52,7 +66,11 @@ def logits_of(params, x, method):
     def cell(hidden, symbol):
         if method == "step":
             hidden = clipjax.clip_gradient_by_norm(hidden, 0.01)
-        return jnp.tanh(hidden @ params["recurrent"] + params["input"][symbol] + params["hidden_bias"]), None
+        return jnp.tanh(
+            hidden @ params["recurrent"]
+            + params["input"][symbol]
+            + params["hidden_bias"]
+        ), None
 
     hidden, _ = jax.lax.scan(cell, jnp.zeros((len(x), HIDDEN)), x.T)
     return hidden @ params["out"] + params["out_bias"]
@@ -64,25 +82,35 @@ def train(method, length, seeds, steps):
     tx = optax.chain(clipjax.clip_by_global_norm(bound), optax.sgd(0.1))
 
     def loss_of(params, x, y):
-        return optax.softmax_cross_entropy_with_integer_labels(logits_of(params, x, method), y).mean()
+        return optax.softmax_cross_entropy_with_integer_labels(
+            logits_of(params, x, method), y
+        ).mean()
 
     def step(carry, batch):
         params, state = carry
         updates, state = tx.update(jax.grad(loss_of)(params, *batch), state, params)
-        return (optax.apply_updates(params, updates), state), clipjax.metrics(state)["clip_by_global_norm/norm"]
+        return (optax.apply_updates(params, updates), state), clipjax.metrics(state)[
+            "clip_by_global_norm/norm"
+        ]
 
     def block(carry, key):
         x, y = sequences(key, BLOCK * BATCH + TEST, length)
         batches = x[TEST:].reshape(BLOCK, BATCH, length), y[TEST:].reshape(BLOCK, BATCH)
         carry, norms = jax.lax.scan(step, carry, batches)
-        return carry, jnp.mean(logits_of(carry[0], x[:TEST], method).argmax(-1) != y[:TEST]), norms
+        return (
+            carry,
+            jnp.mean(logits_of(carry[0], x[:TEST], method).argmax(-1) != y[:TEST]),
+            norms,
+        )
 
     keys = jax.vmap(jax.random.key)(jnp.arange(seeds))
     params = jax.jit(jax.vmap(first_params))(keys)
     carry, blocks = (params, jax.vmap(tx.init)(params)), jax.jit(jax.vmap(block))
     errors, norms = [], []
     for number in range(steps // BLOCK):
-        carry, error, seen = blocks(carry, jax.vmap(jax.random.fold_in, (0, None))(keys, number))
+        carry, error, seen = blocks(
+            carry, jax.vmap(jax.random.fold_in, (0, None))(keys, number)
+        )
         errors.append(np.asarray(error))
         norms.append(np.asarray(seen).T)
         if np.all(np.min(errors, axis=0) < 0.01):
@@ -93,8 +121,14 @@ def train(method, length, seeds, steps):
 def main():
     """Train with each method, print how many networks learned the task, and draw."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="two networks, short sequences and few steps")
-    parser.add_argument("--length", type=int, default=30, help="how long the sequences are")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="two networks, short sequences and few steps",
+    )
+    parser.add_argument(
+        "--length", type=int, default=30, help="how long the sequences are"
+    )
     parser.add_argument("--plot", default="rnn.png", help="where to save the picture")
     args = parser.parse_args()
     seeds, length, steps = (2, 20, 500) if args.quick else (8, args.length, 6000)
@@ -103,13 +137,28 @@ def main():
     for method, (color, style) in METHODS.items():
         errors, norms = train(method, length, seeds, steps)
         solved = np.sum(np.min(errors, axis=0) < 0.01)
-        print(f"{method:7} {solved} of {seeds} networks learned the task, largest gradient norm {norms.max():.3g}")
+        print(
+            f"{method:7} {solved} of {seeds} networks learned the task, largest "
+            f"gradient norm {norms.max():.3g}"
+        )
         at = BLOCK * np.arange(1, len(errors) + 1)
         label = f"clip: {method}, learned by {solved} of {seeds}"
-        axes[0].plot(at, 100 * np.median(errors, axis=1), style, color=color, lw=2, label=label)
+        axes[0].plot(
+            at, 100 * np.median(errors, axis=1), style, color=color, lw=2, label=label
+        )
         axes[1].plot(norms.max(axis=1), color=color, lw=0.8, label=method, alpha=0.8)
-    axes[0].set(title="Error, median of the networks, until all have learned", xlabel="step", ylabel="%", ylim=(0, 100))
-    axes[1].set(title="Gradient norm before clipping, largest", xlabel="step", ylabel="norm", yscale="log")
+    axes[0].set(
+        title="Error, median of the networks, until all have learned",
+        xlabel="step",
+        ylabel="%",
+        ylim=(0, 100),
+    )
+    axes[1].set(
+        title="Gradient norm before clipping, largest",
+        xlabel="step",
+        ylabel="norm",
+        yscale="log",
+    )
     for ax in axes:
         ax.legend()
     figure.savefig(args.plot, dpi=90)

@@ -2,14 +2,17 @@
 
     python examples/sharded.py
 
-Without accelerators JAX makes eight virtual devices of one CPU. The batch is split over the axis `data`, the weights
-over `model`. Under `jit` nothing is special: the gradient norm is that of the whole model.
+Without accelerators JAX makes eight virtual devices of one CPU. The batch is split over
+the axis `data`, the weights over `model`. Under `jit` nothing is special: the gradient
+norm is that of the whole model.
 """
 
 import argparse
 import os
 
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")  # before JAX starts
+os.environ.setdefault(
+    "XLA_FLAGS", "--xla_force_host_platform_device_count=8"
+)  # before JAX starts
 
 import jax
 import jax.numpy as jnp
@@ -86,7 +89,9 @@ def main():
     """Train on eight devices and on one, compare, and draw."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer steps")
-    parser.add_argument("--plot", default="sharded.png", help="where to save the picture")
+    parser.add_argument(
+        "--plot", default="sharded.png", help="where to save the picture"
+    )
     args = parser.parse_args()
     images, labels = load_digits(return_X_y=True)
     images, steps = np.float32(images / 16), 50 if args.quick else 300
@@ -94,17 +99,30 @@ def main():
     devices = np.array(jax.devices())
     many = devices.reshape(-1, 2) if len(devices) > 1 else devices.reshape(1, 1)
     results = {}
-    for name, each in ((f"{len(devices)} devices", many), ("1 device", devices[:1].reshape(1, 1))):
-        results[name] = train(jax.sharding.Mesh(each, ("data", "model")), steps, images, labels)
+    for name, each in (
+        (f"{len(devices)} devices", many),
+        ("1 device", devices[:1].reshape(1, 1)),
+    ):
+        results[name] = train(
+            jax.sharding.Mesh(each, ("data", "model")), steps, images, labels
+        )
         losses, norms, params = results[name]
-        print(f"{name:10} last loss {losses[-1]:.4f}, first norm {norms[0]:.6f}, w1: {params['w1'].sharding.spec}")
+        print(
+            f"{name:10} last loss {losses[-1]:.4f}, first norm {norms[0]:.6f}, w1: "
+            f"{params['w1'].sharding.spec}"
+        )
     (losses, norms, params), (others, _, _) = results.values()
     print(f"largest difference of the losses: {np.abs(losses - others).max():.1e}")
-    print(f"units beyond the radius: {len(clipjax.violations(params, clipjax.max_norm(RADIUS)))}")
+    print(
+        "units beyond the radius: "
+        f"{len(clipjax.violations(params, clipjax.max_norm(RADIUS)))}"
+    )
 
     plt.rcParams["font.size"] = 13
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
-    plots.norms(norms, threshold=0.5, ax=left).set_title(f"Gradient norm on {len(devices)} devices")
+    plots.norms(norms, threshold=0.5, ax=left).set_title(
+        f"Gradient norm on {len(devices)} devices"
+    )
     for (name, (losses, _, _)), style in zip(results.items(), ("-", ":"), strict=True):
         right.plot(losses, style, lw=3 if style == ":" else 1.5, label=name)
     right.set(title="Loss", xlabel="step", ylabel="loss")

@@ -2,9 +2,10 @@
 
     python examples/spikes.py
 
-A broken batch has pixels a hundred times too bright and wrong labels, which makes a spike of the gradient norm, or
-pixels that are NaN. Every method sees the same batches. `NormLog` records the norms of the first run and says which
-threshold each rule would have used.
+A broken batch has pixels a hundred times too bright and wrong labels, which makes a
+spike of the gradient norm, or pixels that are NaN. Every method sees the same batches.
+`NormLog` records the norms of the first run and says which threshold each rule would
+have used.
 """
 
 import argparse
@@ -57,7 +58,9 @@ def train(tx, data, factors):
     }
 
     def loss_of(params, x, y):
-        return optax.softmax_cross_entropy_with_integer_labels(logits_of(params, x), y).mean()
+        return optax.softmax_cross_entropy_with_integer_labels(
+            logits_of(params, x), y
+        ).mean()
 
     def step(carry, inputs):
         params, state = carry
@@ -70,7 +73,9 @@ def train(tx, data, factors):
         return (params, state), (clipjax.functional.global_norm(grads), right)
 
     rows = np.random.default_rng(1).integers(len(train_y), size=(len(factors), BATCH))
-    carry, (norms, accuracies) = jax.jit(lambda c: jax.lax.scan(step, c, (rows, factors)))((params, tx.init(params)))
+    carry, (norms, accuracies) = jax.jit(
+        lambda c: jax.lax.scan(step, c, (rows, factors))
+    )((params, tx.init(params)))
     return norms, np.asarray(accuracies), clipjax.metrics(carry[1])
 
 
@@ -78,15 +83,23 @@ def main():
     """Train with each method, print a table, suggest thresholds, and draw."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer steps")
-    parser.add_argument("--spikes", type=float, default=0.02, help="the share of broken batches")
-    parser.add_argument("--plot", default="spikes.png", help="where to save the picture")
+    parser.add_argument(
+        "--spikes", type=float, default=0.02, help="the share of broken batches"
+    )
+    parser.add_argument(
+        "--plot", default="spikes.png", help="where to save the picture"
+    )
     args = parser.parse_args()
     images, labels = load_digits(return_X_y=True)
-    data = train_test_split(np.float32(images / 16), labels, test_size=0.2, random_state=0)
+    data = train_test_split(
+        np.float32(images / 16), labels, test_size=0.2, random_state=0
+    )
     data = [jnp.asarray(each) for each in data]
     draws = np.random.default_rng(0).random(300 if args.quick else 2000)
     draws[:100] = 1  # statistics need some steps
-    broken = np.where(draws < args.spikes, 100.0, np.where(draws < 1.5 * args.spikes, np.nan, 1.0))
+    broken = np.where(
+        draws < args.spikes, 100.0, np.where(draws < 1.5 * args.spikes, np.nan, 1.0)
+    )
 
     log, results = clipjax.NormLog(), {}
     for name, tx in methods().items():
@@ -94,16 +107,22 @@ def main():
         if not len(log):
             log.extend(norms)
         print(
-            f"{name:28} accuracy after step 100: mean {accuracies[100:].mean():.1%}, worst {accuracies[100:].min():.1%}"
+            f"{name:28} accuracy after step 100: mean {accuracies[100:].mean():.1%}, "
+            f"worst {accuracies[100:].min():.1%}"
         )
     print("\nwhat each rule would have done with these norms:")
     for rule, found in log.suggest().items():
-        print(f"  {rule:22} threshold {found['threshold']:.3g}, clips {found['clip_rate']:.1%} of the steps")
+        print(
+            f"  {rule:22} threshold {found['threshold']:.3g}, clips "
+            f"{found['clip_rate']:.1%} of the steps"
+        )
 
     plt.rcParams["font.size"] = 13
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
     plots.norms(log, threshold=1.0, ax=left).set_title("Gradient norms, spikes and NaN")
-    for (name, (_, accuracies, _)), style in zip(results.items(), ("-", "--", "-.", ":", "-", "--"), strict=True):
+    for (name, (_, accuracies, _)), style in zip(
+        results.items(), ("-", "--", "-.", ":", "-", "--"), strict=True
+    ):
         smooth = np.convolve(accuracies, np.ones(20) / 20, "valid")
         right.plot(100 * smooth, style, lw=1.5, label=name)
     right.set(title="Accuracy on the test set", xlabel="step", ylabel="%")

@@ -3,10 +3,12 @@
     python examples/transformer.py
     python examples/transformer.py --devices 8      # on 8 virtual devices of one CPU
 
-A decoder in Flax NNX, with stacked layers, activations in bfloat16 and weights in float32. Its data are random words
-that are said twice: only attention can know the second half. Muon trains the matrices, which needs no clip, since it
-takes no notice of a gradient's scale; AdamW with a clip trains the rest. `qk_clip` bounds the attention logits of each
-head, which the forward pass returns; `skip_spikes` watches norm and loss; `record_norms` measures each layer.
+A decoder in Flax NNX, with stacked layers, activations in bfloat16 and weights in
+float32. Its data are random words that are said twice: only attention can know the
+second half. Muon trains the matrices, which needs no clip, since it takes no notice of
+a gradient's scale; AdamW with a clip trains the rest. `qk_clip` bounds the attention
+logits of each head, which the forward pass returns; `skip_spikes` watches norm and
+loss; `record_norms` measures each layer.
 """
 
 import argparse
@@ -14,10 +16,16 @@ import os
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--quick", action="store_true", help="fewer steps")
-parser.add_argument("--devices", type=int, default=1, help="how many virtual devices share a batch")
-parser.add_argument("--plot", default="transformer.png", help="where to save the picture")
+parser.add_argument(
+    "--devices", type=int, default=1, help="how many virtual devices share a batch"
+)
+parser.add_argument(
+    "--plot", default="transformer.png", help="where to save the picture"
+)
 args = parser.parse_args()
-os.environ.setdefault("XLA_FLAGS", f"--xla_force_host_platform_device_count={args.devices}")  # before JAX starts
+os.environ.setdefault(
+    "XLA_FLAGS", f"--xla_force_host_platform_device_count={args.devices}"
+)  # before JAX starts
 
 import jax
 import jax.numpy as jnp
@@ -40,19 +48,34 @@ class Block(nnx.Module):
         """Make the layers."""
         share = {"use_bias": False, "dtype": jnp.bfloat16, "rngs": rngs}
         heads = (HEADS, WIDTH // HEADS)
-        self.query, self.key, self.value = (nnx.LinearGeneral(WIDTH, heads, **share) for _ in range(3))
+        self.query, self.key, self.value = (
+            nnx.LinearGeneral(WIDTH, heads, **share) for _ in range(3)
+        )
         self.out = nnx.LinearGeneral(heads, WIDTH, axis=(-2, -1), **share)
-        self.up, self.down = nnx.Linear(WIDTH, 4 * WIDTH, **share), nnx.Linear(4 * WIDTH, WIDTH, **share)
-        self.norm_1, self.norm_2 = nnx.RMSNorm(WIDTH, rngs=rngs), nnx.RMSNorm(WIDTH, rngs=rngs)
+        self.up, self.down = (
+            nnx.Linear(WIDTH, 4 * WIDTH, **share),
+            nnx.Linear(4 * WIDTH, WIDTH, **share),
+        )
+        self.norm_1, self.norm_2 = (
+            nnx.RMSNorm(WIDTH, rngs=rngs),
+            nnx.RMSNorm(WIDTH, rngs=rngs),
+        )
 
     def __call__(self, x):
         """Return the activations and the largest logit of each head, after scale and mask."""
         normed = self.norm_1(x)
         q, k, v = self.query(normed), self.key(normed), self.value(normed)
-        logits = jnp.einsum("bthd,bshd->bhts", q, k, preferred_element_type=jnp.float32) / (WIDTH // HEADS) ** 0.5
+        logits = (
+            jnp.einsum("bthd,bshd->bhts", q, k, preferred_element_type=jnp.float32)
+            / (WIDTH // HEADS) ** 0.5
+        )
         logits = jnp.where(jnp.tri(x.shape[1], dtype=bool), logits, -1e30)
-        x = x + self.out(jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(logits).astype(v.dtype), v))
-        return x + self.down(nnx.relu(self.up(self.norm_2(x)))), logits.max(axis=(0, 2, 3))
+        x = x + self.out(
+            jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(logits).astype(v.dtype), v)
+        )
+        return x + self.down(nnx.relu(self.up(self.norm_2(x)))), logits.max(
+            axis=(0, 2, 3)
+        )
 
 
 class Decoder(nnx.Module):
@@ -68,7 +91,9 @@ class Decoder(nnx.Module):
     def __call__(self, words):
         """Return the logits of the next words, and the largest attention logits (layers, heads)."""
         x = self.words(words) + self.places(jnp.arange(words.shape[1]))
-        run = nnx.scan(lambda block, x: block(x), in_axes=(0, nnx.Carry), out_axes=(nnx.Carry, 0))
+        run = nnx.scan(
+            lambda block, x: block(x), in_axes=(0, nnx.Carry), out_axes=(nnx.Carry, 0)
+        )
         x, max_logits = run(self.blocks, x)
         return self.words.attend(self.norm(x)).astype(jnp.float32), max_logits
 
@@ -79,8 +104,12 @@ def matrices(params):
     def numbers(path, leaf):
         if leaf.ndim < 3:  # embeddings, and the scales of norms, stacked or not
             return None
-        rows = leaf.ndim - 2 if "out" in jax.tree_util.keystr(path) else 1  # heads are rows of `out`, else columns
-        return optax.contrib.MuonDimensionNumbers(tuple(range(1, rows + 1)), tuple(range(rows + 1, leaf.ndim)))
+        rows = (
+            leaf.ndim - 2 if "out" in jax.tree_util.keystr(path) else 1
+        )  # heads are rows of `out`, else columns
+        return optax.contrib.MuonDimensionNumbers(
+            tuple(range(1, rows + 1)), tuple(range(rows + 1, leaf.ndim))
+        )
 
     return jax.tree_util.tree_map_with_path(numbers, params)
 
@@ -91,8 +120,14 @@ def optimizer_of(project):
     return clipjax.skip_spikes(
         clipjax.chain(
             clipjax.record_norms(1, name="gradients", stacked="blocks/*"),
-            optax.masked(clipjax.clip_by_global_norm(1.0), clipjax.matching("embedding", "scale")),
-            optax.contrib.muon(rates[0], adam_learning_rate=rates[1], muon_weight_dimension_numbers=matrices),
+            optax.masked(
+                clipjax.clip_by_global_norm(1.0), clipjax.matching("embedding", "scale")
+            ),
+            optax.contrib.muon(
+                rates[0],
+                adam_learning_rate=rates[1],
+                muon_weight_dimension_numbers=matrices,
+            ),
             *project,
         ),
         window=32,
@@ -105,7 +140,9 @@ def step(model, optimizer, words):
 
     def loss_of(model):
         logits, max_logits = model(words[:, :-1])
-        return optax.softmax_cross_entropy_with_integer_labels(logits, words[:, 1:]).mean(), max_logits
+        return optax.softmax_cross_entropy_with_integer_labels(
+            logits, words[:, 1:]
+        ).mean(), max_logits
 
     (loss, max_logits), grads = nnx.value_and_grad(loss_of, has_aux=True)(model)
     optimizer.update(model, grads, loss=loss, max_logits={"blocks": max_logits})
@@ -116,11 +153,19 @@ def train(steps, mesh, *project):
     """Train a model; return losses, largest logits, and the metrics of each step."""
     model = Decoder(nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optimizer_of(project), wrt=nnx.Param)
-    nnx.update((model, optimizer), jax.device_put(nnx.state((model, optimizer)), NamedSharding(mesh, PartitionSpec())))
+    nnx.update(
+        (model, optimizer),
+        jax.device_put(
+            nnx.state((model, optimizer)), NamedSharding(mesh, PartitionSpec())
+        ),
+    )
     keys, seen = jax.random.split(jax.random.key(1), steps), []
     for key in keys:
         half = jax.random.randint(key, (BATCH, LENGTH // 2), 0, WORDS)
-        words = jax.device_put(jnp.concatenate([half, half], axis=1), NamedSharding(mesh, PartitionSpec("data")))
+        words = jax.device_put(
+            jnp.concatenate([half, half], axis=1),
+            NamedSharding(mesh, PartitionSpec("data")),
+        )
         seen.append((*step(model, optimizer, words), clipjax.metrics(optimizer)))
     losses, largest, history = zip(*jax.device_get(seen), strict=True)
     return losses, largest, history
@@ -132,12 +177,19 @@ def main():
     plt.rcParams["font.size"] = 13
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
     runs = {"without": (), "with qk_clip": (clipjax.qk_clip(THRESHOLD),)}
-    for (name, project), color in zip(runs.items(), ("#8a8a8a", "#0072b2"), strict=True):
+    for (name, project), color in zip(
+        runs.items(), ("#8a8a8a", "#0072b2"), strict=True
+    ):
         losses, largest, history = train(120 if args.quick else 300, mesh, *project)
         left.plot(largest, color=color, label=f"{name}: loss {losses[-1]:.2f}")
         skipped = int(history[-1]["skip_spikes/skipped"])
-        print(f"{name}: loss {losses[-1]:.2f}, largest attention logit {largest[-1]:.0f}, {skipped} steps skipped")
-    left.axhline(THRESHOLD, color="black", linestyle="--", label=f"threshold {THRESHOLD:.0f}")
+        print(
+            f"{name}: loss {losses[-1]:.2f}, largest attention logit "
+            f"{largest[-1]:.0f}, {skipped} steps skipped"
+        )
+    left.axhline(
+        THRESHOLD, color="black", linestyle="--", label=f"threshold {THRESHOLD:.0f}"
+    )
     left.set(title="Largest attention logit", xlabel="step", ylim=(0, None))
     left.legend(frameon=False)
     plots.group_norms(history, ax=right).set_title("Gradient norm of each layer")

@@ -25,7 +25,9 @@ def short_repr(value: Any, most: int = 80) -> str:
 def is_real(value: Any) -> bool:
     """Return whether a value is a real number, or an array of real numbers."""
     if isinstance(value, jax.Array | np.ndarray | np.generic):
-        return any(jnp.issubdtype(value.dtype, kind) for kind in (jnp.floating, jnp.integer))
+        return any(
+            jnp.issubdtype(value.dtype, kind) for kind in (jnp.floating, jnp.integer)
+        )
     if isinstance(value, int):
         return not isinstance(value, bool) and abs(value) < 2**1000  # a float holds it
     return isinstance(value, float)
@@ -34,43 +36,66 @@ def is_real(value: Any) -> bool:
 def as_float(value: Any) -> Any:
     """Return a real number or array as floats, if it is not JAX's: that would take whole ones for int32, and wrap."""
     if isinstance(value, np.ndarray | np.generic):
-        whole_or_long = jnp.issubdtype(value.dtype, jnp.integer) or value.dtype.itemsize > 8
+        whole_or_long = (
+            jnp.issubdtype(value.dtype, jnp.integer) or value.dtype.itemsize > 8
+        )
         return value.astype(np.float64) if whole_or_long else value
     return float(value) if isinstance(value, int) else value
 
 
 def check_bound(
-    name: str, bound: Any, least: float = 0, *, scalar: bool = False, forms: str = "a number, an array or a schedule"
+    name: str,
+    bound: Any,
+    least: float = 0,
+    *,
+    scalar: bool = False,
+    forms: str = "a number, an array or a schedule",
 ) -> Any:
     """Return a number, an array or a schedule, or raise an error that names it.
 
-    Of a traced array the value is not known: it is raised to `least`, as what a schedule returns.
+    Of a traced array the value is not known: it is raised to `least`, as what a
+    schedule returns.
     """
-    if callable(bound) and not isinstance(bound, optax.GradientTransformation):  # a projection is callable, too
+    if callable(bound) and not isinstance(
+        bound, optax.GradientTransformation
+    ):  # a projection is callable, too
         return bound
     if not is_real(bound):
         hint = "; trees go to clipjax.functional, or to a projection, as in max_norm(3.0)(params)"
-        hint = hint if type(bound) in (list, tuple, dict) and "schedule" in forms else ""
-        raise TypeError(f"{name} must be {forms} of real numbers, got {short_repr(bound)}{hint}")
+        hint = (
+            hint if type(bound) in (list, tuple, dict) and "schedule" in forms else ""
+        )
+        raise TypeError(
+            f"{name} must be {forms} of real numbers, got {short_repr(bound)}{hint}"
+        )
     if scalar:
         check_fits(name, bound, (), "the norm of all leaves")
     if isinstance(bound, jax.core.Tracer):
         return _at_least(bound, least)
-    value = np.asarray(jax.device_get(bound), np.float64)  # an explicit transfer, which transfer guards allow
+    value = np.asarray(
+        jax.device_get(bound), np.float64
+    )  # an explicit transfer, which transfer guards allow
     if not (value >= least).all():
         wanted = "not be NaN" if np.isnan(value).any() else f"be at least {least:g}"
         raise ValueError(f"{name} must {wanted}, got {short_repr(bound)}")
     return as_float(bound)
 
 
-def check_constant(name: str, bound: Any, least: float = 0, *, scalar: bool = False) -> Any:
+def check_constant(
+    name: str, bound: Any, least: float = 0, *, scalar: bool = False
+) -> Any:
     """Return a checked number or array, for functions that have no step."""
     if callable(bound):
-        raise TypeError(f"{name} must be a number or an array here, not a schedule: got {short_repr(bound)}")
+        raise TypeError(
+            f"{name} must be a number or an array here, not a schedule: got "
+            f"{short_repr(bound)}"
+        )
     return check_bound(name, bound, least, scalar=scalar, forms="a number or an array")
 
 
-def as_schedule(name: str, bound: Any, least: float = 0, *, scalar: bool = False) -> Callable[[Any], Any]:
+def as_schedule(
+    name: str, bound: Any, least: float = 0, *, scalar: bool = False
+) -> Callable[[Any], Any]:
     """Check a bound, and return the function from the step to its value, which is never below `least`.
 
     So a schedule that falls below 0 clips to 0, and flips no sign. NaN stays NaN.
@@ -82,12 +107,16 @@ def as_schedule(name: str, bound: Any, least: float = 0, *, scalar: bool = False
     def evaluate(step: Any) -> Any:
         if step is None:
             raise ValueError(
-                f"{name} is a schedule and needs the step: give update the state that init returned, and a projection "
-                "that you call step=, as in max_norm(schedule)(params, step=step)"
+                f"{name} is a schedule and needs the step: give update the state that "
+                "init returned, and a projection that you call step=, as in "
+                "max_norm(schedule)(params, step=step)"
             )
         value: Any = bound(step)
         if not is_real(value):
-            raise TypeError(f"{name} must be a schedule that returns a number, but it returned {short_repr(value)}")
+            raise TypeError(
+                f"{name} must be a schedule that returns a number, but it returned "
+                f"{short_repr(value)}"
+            )
         if scalar:
             check_fits(name, value, (), "the norm of all leaves")
         return _at_least(as_float(value), least)
@@ -98,7 +127,9 @@ def as_schedule(name: str, bound: Any, least: float = 0, *, scalar: bool = False
 def _at_least(bound: Any, least: float) -> Any:
     if least == -np.inf:
         return bound
-    return (jnp if isinstance(bound, jax.Array) else np).maximum(bound, least)  # numbers stay as exact as they are
+    return (jnp if isinstance(bound, jax.Array) else np).maximum(
+        bound, least
+    )  # numbers stay as exact as they are
 
 
 def fit_bound(name: str, bound: Any, norms: jax.Array, of: Any) -> Any:
@@ -121,6 +152,6 @@ def check_fits(name: str, bound: Any, shape: tuple[int, ...], of: Any) -> None:
 def traced_error(name: str, value: Any) -> TypeError:
     """Return the error for a traced number on which the program itself depends, such as a size."""
     return TypeError(
-        f"{name} must be known before compiling: pass a Python value, and name it in static_args of "
-        f"optax.inject_hyperparams, got {short_repr(value)}"
+        f"{name} must be known before compiling: pass a Python value, and name it in "
+        f"static_args of optax.inject_hyperparams, got {short_repr(value)}"
     )

@@ -30,14 +30,19 @@ def margin(dtype: Any) -> float:
 def factor_to(bound: Any, norm: jax.Array, dtype: Any = None) -> jax.Array:
     """Return 1 inside the bound, else a little less than bound / norm, by the margin of a leaf's dtype."""
     bound = jnp.asarray(bound, norm.dtype)
-    return quotient_or_1(norm <= bound, bound * (1 - margin(norm.dtype if dtype is None else dtype)), norm)
+    return quotient_or_1(
+        norm <= bound,
+        bound * (1 - margin(norm.dtype if dtype is None else dtype)),
+        norm,
+    )
 
 
 def quotient_or_1(inside: jax.Array, target: jax.Array, norm: jax.Array) -> jax.Array:
     """Return 1 inside, else target / norm; NaN for a norm that is not finite.
 
-    The division comes last: XLA computes a division once, but what follows it once for each entry that reads
-    it, which would triple the time it takes to compile hundreds of leaves.
+    The division comes last: XLA computes a division once, but what follows it once for
+    each entry that reads it, which would triple the time it takes to compile hundreds
+    of leaves.
     """
     inside &= norm < jnp.inf
     return jnp.where(inside, 1, target + 0 * norm) / jnp.where(inside, 1, norm)
@@ -47,7 +52,8 @@ def quotient_or_1(inside: jax.Array, target: jax.Array, norm: jax.Array) -> jax.
 def rescale(x: jax.Array, factor: jax.Array) -> jax.Array:
     """Return x * factor, rounded once: the one product of all clips and projections of norms.
 
-    Where the factor is 1 that is x, bit for bit; XLA on a CPU would flush subnormal numbers in the product.
+    Where the factor is 1 that is x, bit for bit; XLA on a CPU would flush subnormal
+    numbers in the product.
     """
     real = factor.astype(norms.sum_dtype(x.dtype))
     if jnp.iscomplexobj(x):
@@ -62,32 +68,46 @@ def weak_like(x: jax.Array, y: jax.Array) -> jax.Array:
     return x.at[...].set(y) if x.weak_type else y
 
 
-def clip_tree(tree: Any, bound: Any, ord: float = 2, norm: jax.Array | None = None) -> tuple[Any, Metrics]:
+def clip_tree(
+    tree: Any, bound: Any, ord: float = 2, norm: jax.Array | None = None
+) -> tuple[Any, Metrics]:
     """Clip the norm of all leaves together: every leaf is multiplied by the same factor."""
     leaves, rebuild = trees.leaves_of(tree)
     values = [leaf.value for leaf in leaves]
     floats = [x for x in values if trees.is_float(x)]
     norm = norms.tree_norm(floats, ord) if norm is None else norm
-    factors = {dtype: factor_to(bound, norm, dtype) for dtype in dict.fromkeys(x.dtype for x in floats)}
+    factors = {
+        dtype: factor_to(bound, norm, dtype)
+        for dtype in dict.fromkeys(x.dtype for x in floats)
+    }
     clipped = [rescale(x, factors[x.dtype]) if trees.is_float(x) else x for x in values]
     return rebuild(clipped), metrics_of(norm, factor_to(bound, norm))
 
 
 def clip_units(
-    tree: Any, found: Sequence[units.LeafUnits], sizes: Sequence[jax.Array], bound: Any, name: str = "max_norm"
+    tree: Any,
+    found: Sequence[units.LeafUnits],
+    sizes: Sequence[jax.Array],
+    bound: Any,
+    name: str = "max_norm",
 ) -> tuple[Any, Metrics]:
     """Clip the norms of units, `sizes` for those `found` in a tree, to a bound.
 
-    Where the bound is one number, the largest norm decides the metrics, so that they cost one reduction a leaf.
+    Where the bound is one number, the largest norm decides the metrics, so that they
+    cost one reduction a leaf.
     """
     factors = [
-        factor_to(bounds.fit_bound(name, bound, size, each.leaf), size, each.leaf.value.dtype)
+        factor_to(
+            bounds.fit_bound(name, bound, size, each.leaf), size, each.leaf.value.dtype
+        )
         for each, size in zip(found, sizes, strict=True)
     ]
     clipped, most = rescaled(tree, found, factors), norms.largest(sizes)
     if jnp.ndim(bound) == 0:
         return clipped, metrics_of(most, factor_to(bound, most))
-    after = norms.largest(size * factor for size, factor in zip(sizes, factors, strict=True))
+    after = norms.largest(
+        size * factor for size, factor in zip(sizes, factors, strict=True)
+    )
     return clipped, metrics_of(most, smallest(factors), after)
 
 
@@ -108,13 +128,23 @@ def clip_entries(leaf: trees.Leaf, low: Any, high: Any) -> jax.Array:
     if jnp.iscomplexobj(x):
         if low is not None:
             raise TypeError(
-                f"low, high: {leaf} is complex, of dtype {x.dtype}, and has no order; one bound, as in "
-                "clip_by_value(1.0), clips |z|"
+                f"low, high: {leaf} is complex, of dtype {x.dtype}, and has no order; "
+                "one bound, as in clip_by_value(1.0), clips |z|"
             )
         sizes = norms.norm(x, axes=())  # each entry is a unit
-        return rescale(x, factor_to(bounds.fit_bound("bound", high, x, leaf), sizes, x.dtype))
-    top = _inward(bounds.fit_bound("bound" if low is None else "high", high, x, leaf), x.dtype, -np.inf)
-    bottom = -top if low is None else _inward(bounds.fit_bound("low", low, x, leaf), x.dtype, np.inf)
+        return rescale(
+            x, factor_to(bounds.fit_bound("bound", high, x, leaf), sizes, x.dtype)
+        )
+    top = _inward(
+        bounds.fit_bound("bound" if low is None else "high", high, x, leaf),
+        x.dtype,
+        -np.inf,
+    )
+    bottom = (
+        -top
+        if low is None
+        else _inward(bounds.fit_bound("low", low, x, leaf), x.dtype, np.inf)
+    )
     return _between(x, bottom, top)
 
 
@@ -131,13 +161,26 @@ def _inward(limit: Any, dtype: Any, toward: float) -> Any:
     """
     known = not isinstance(limit, jax.Array)
     xp, exact = (np, np.asarray(limit, np.float64)) if known else (jnp, limit)
-    if np.isnan(np.asarray(np.inf).astype(dtype)):  # 8 bits without an infinity, which would become NaN
+    if np.isnan(
+        np.asarray(np.inf).astype(dtype)
+    ):  # 8 bits without an infinity, which would become NaN
         most = float(jnp.finfo(dtype).max)
-        toward, exact = np.copysign(most, toward), xp.clip(exact.astype(float), -most, most)
+        toward, exact = (
+            np.copysign(most, toward),
+            xp.clip(exact.astype(float), -most, most),
+        )
     with np.errstate(over="ignore"):
         near = exact.astype(dtype)
-    beyond = near.astype(exact.dtype) > exact if toward < 0 else near.astype(exact.dtype) < exact
-    return xp.where(beyond, (np.nextafter if known else _nextafter)(near, xp.asarray(toward, dtype)), near)
+    beyond = (
+        near.astype(exact.dtype) > exact
+        if toward < 0
+        else near.astype(exact.dtype) < exact
+    )
+    return xp.where(
+        beyond,
+        (np.nextafter if known else _nextafter)(near, xp.asarray(toward, dtype)),
+        near,
+    )
 
 
 @jax.custom_jvp
@@ -149,7 +192,9 @@ def _nextafter(x: jax.Array, toward: jax.Array) -> jax.Array:
 _nextafter.defjvps(lambda tangent, *_: tangent, None)
 
 
-def metrics_of(norm: jax.Array, scale: jax.Array, after: jax.Array | None = None) -> Metrics:
+def metrics_of(
+    norm: jax.Array, scale: jax.Array, after: jax.Array | None = None
+) -> Metrics:
     """Return the metrics of a clip from the norm before and the factor; after it, if that is not their product."""
     after = norm * scale if after is None else norms.nan_unless(norm < jnp.inf, after)
     return {"norm": norm, "norm_after": after, "scale": scale, "clipped": scale < 1}

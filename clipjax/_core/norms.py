@@ -1,6 +1,7 @@
 """Norms, in float32 (float64 for 64-bit leaves), over all devices on which a leaf differs.
 
-What is done to each leaf is jitted, so that JAX traces it once for each shape and not once for each leaf.
+What is done to each leaf is jitted, so that JAX traces it once for each shape and not
+once for each leaf.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-Axes = tuple[int, ...] | None  # those that are reduced, and kept with size 1; None: all, which are not kept
+Axes = (
+    tuple[int, ...] | None
+)  # those that are reduced, and kept with size 1; None: all, which are not kept
 
 # A warning is about the first line outside installed packages and outside this one.
 _LIBRARIES = str(Path(jax.__file__).parents[1]), str(Path(__file__).parents[1])
@@ -31,7 +34,9 @@ def sum_dtype(dtype: Any) -> Any:
 def mesh_axes(x: Any) -> tuple[str, ...]:
     """Return the mesh axes over which x differs inside `shard_map`, from its type."""
     kind = jax.typeof(x)
-    names = getattr(kind, "vma", None) or getattr(getattr(kind, "mat", None), "varying", None)  # from JAX 0.10 on
+    names = getattr(kind, "vma", None) or getattr(
+        getattr(kind, "mat", None), "varying", None
+    )  # from JAX 0.10 on
     return tuple(sorted(names or ()))
 
 
@@ -44,13 +49,19 @@ def over_devices(combine: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
 def warn_if_local() -> None:
     """Warn where types do not say over which devices leaves differ: in `pmap` and unchecked `shard_map`."""
     # Before Python 3.12, the line that calls `update` of a clip of all leaves.
-    at: Any = {"skip_file_prefixes": _LIBRARIES} if sys.version_info >= (3, 12) else {"stacklevel": 6}
+    at: Any = (
+        {"skip_file_prefixes": _LIBRARIES}
+        if sys.version_info >= (3, 12)
+        else {"stacklevel": 6}
+    )
     for name in jax.sharding.get_abstract_mesh().manual_axes:
         if lax.axis_size(name) > 1 and not mesh_axes(lax.axis_index(name)):
             warnings.warn(
-                f"norms and losses are those of each device alone, since over the axis {name!r} JAX does not track "
-                "which arrays differ. They are right where gradients and losses are the same on all devices, as after "
-                "lax.pmean. Where these are split, use jit, or shard_map with check_vma=True.",
+                "norms and losses are those of each device alone, since over the "
+                f"axis {name!r} JAX does not track which arrays differ. They are "
+                "right where gradients and losses are the same on all devices, as "
+                "after lax.pmean. Where these are split, use jit, or shard_map with "
+                "check_vma=True.",
                 **at,
             )
 
@@ -81,7 +92,9 @@ def largest(values: Iterable[jax.Array], empty: float = 0) -> jax.Array:
     It is inf if one number is NaN, and `empty` if there are none.
     """
     each = map(lax.stop_gradient, values)
-    return _on_all([_largest_of(x, empty) if x.ndim else x for x in each], jnp.inf, empty)
+    return _on_all(
+        [_largest_of(x, empty) if x.ndim else x for x in each], jnp.inf, empty
+    )
 
 
 @functools.partial(jax.jit, static_argnames="empty")
@@ -91,12 +104,17 @@ def _largest_of(x: jax.Array, empty: float) -> jax.Array:
 
 def _powers(x: jax.Array, ord: float) -> jax.Array:
     """Return |x| to the power `ord`, or |x| if that is infinite."""
-    parts = [part.astype(sum_dtype(x.dtype)) for part in ((x.real, x.imag) if jnp.iscomplexobj(x) else (x,))]
+    parts = [
+        part.astype(sum_dtype(x.dtype))
+        for part in ((x.real, x.imag) if jnp.iscomplexobj(x) else (x,))
+    ]
     if ord == 2:
         return functools.reduce(jnp.add, map(jnp.square, parts))
     # The modulus of a complex 0 has no derivative, so a root that has one is taken.
     size = jnp.abs(parts[0]) if len(parts) == 1 else _root(_powers(x, 2), 2)
-    return size if ord in (1, jnp.inf) else size ** (int(ord) if ord == int(ord) else ord)
+    return (
+        size if ord in (1, jnp.inf) else size ** (int(ord) if ord == int(ord) else ord)
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("axes", "ord"))
@@ -107,14 +125,20 @@ def _total(x: jax.Array, axes: Axes, ord: float) -> jax.Array:
     return jnp.sum(powers, axis=axes, keepdims=axes is not None)
 
 
-def maximum(x: jax.Array, is_nan: jax.Array, axes: Axes = None, empty: float = 0) -> jax.Array:
+def maximum(
+    x: jax.Array, is_nan: jax.Array, axes: Axes = None, empty: float = 0
+) -> jax.Array:
     """Return the largest entry along `axes`, `empty` if there is none, and inf if one is NaN, which XLA may lose.
 
-    Whether one is NaN is a maximum of numbers, too, so that devices exchange both at once. They pass through bytes,
-    which take the least memory where XLA stores them, as on a CPU.
+    Whether one is NaN is a maximum of numbers, too, so that devices exchange both at
+    once. They pass through bytes, which take the least memory where XLA stores them, as
+    on a CPU.
     """
     flags = is_nan.astype(np.uint8).astype(x.dtype)
-    most, any_nan = (jnp.max(each, axis=axes, keepdims=axes is not None, initial=empty) for each in (x, flags))
+    most, any_nan = (
+        jnp.max(each, axis=axes, keepdims=axes is not None, initial=empty)
+        for each in (x, flags)
+    )
     return jnp.where(any_nan > 0, jnp.inf, most)
 
 
@@ -129,15 +153,24 @@ def _on_all(scalars: list[jax.Array], ord: float, empty: float = 0) -> jax.Array
     def combine(each: list[jax.Array]) -> jax.Array:
         if ord < jnp.inf:
             return functools.reduce(jnp.add, each)
-        return jnp.max(_nan_as_inf(jnp.stack(each)))  # XLA on a CPU takes 3 GB to compile 1,000 maxima of two
+        return jnp.max(
+            _nan_as_inf(jnp.stack(each))
+        )  # XLA on a CPU takes 3 GB to compile 1,000 maxima of two
 
     if not scalars:
         return jnp.full((), empty, np.float32)
     widest = max((x.dtype for x in scalars), key=lambda dtype: dtype.itemsize)
     local: dict[tuple[str, ...], list[jax.Array]] = {}
     for x in scalars:
-        local.setdefault(mesh_axes(x), []).append(x if x.dtype == widest else x.astype(widest))
-    return combine([over_devices(lax.psum if ord < jnp.inf else lax.pmax, combine(each)) for each in local.values()])
+        local.setdefault(mesh_axes(x), []).append(
+            x if x.dtype == widest else x.astype(widest)
+        )
+    return combine(
+        [
+            over_devices(lax.psum if ord < jnp.inf else lax.pmax, combine(each))
+            for each in local.values()
+        ]
+    )
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))

@@ -25,15 +25,19 @@ SKIP: Final = Skip()
 """The axes of a leaf that is not changed."""
 
 Rule: TypeAlias = Callable[[Any, Any], Any]
-Axes: TypeAlias = SupportsIndex | Sequence[SupportsIndex] | Rule | Skip | Mapping[str, Any] | None
+Axes: TypeAlias = (
+    SupportsIndex | Sequence[SupportsIndex] | Rule | Skip | Mapping[str, Any] | None
+)
 
 
 def fan_in(path: Any, leaf: Any) -> tuple[int, ...] | Skip:
     """Reduce over the incoming weights of each unit: all axes but the last.
 
-    A rule for `axes`, right for kernels of Dense `(in, out)` and Conv `(*window, in, out)`. Biases and scales (rank 0
-    and 1) are not changed. Attention kernels, embeddings and stacked layers need other axes, by path. The biases of
-    stacked layers have rank 2, so that this rule and an int reach them, unless they are named: `{"*bias": SKIP, …}`.
+    A rule for `axes`, right for kernels of Dense `(in, out)` and Conv `(*window, in,
+    out)`. Biases and scales (rank 0 and 1) are not changed. Attention kernels,
+    embeddings and stacked layers need other axes, by path. The biases of stacked layers
+    have rank 2, so that this rule and an int reach them, unless they are named:
+    `{"*bias": SKIP, …}`.
 
     Example:
       >>> import clipjax, jax.numpy as jnp
@@ -66,10 +70,11 @@ def fan_in_of_matrices(path: Any, leaf: Any) -> tuple[int, ...] | Skip:
 def unclear(path: Any, leaf: Any) -> ValueError:
     """Return the error for a leaf whose rank does not tell what it is."""
     return ValueError(
-        f"axes: {trees.Leaf(path, leaf)} may be the kernel of a convolution, of attention heads, or a stack of layers. "
-        "Pass axes=unit_axes(model) of clipjax.flax or clipjax.equinox, which asks the layers (in Linen "
-        "unit_axes(model, key, x)), clipjax.fan_in for convolutions (*window, in, out), or the axes to reduce, "
-        f"as in axes={{{trees.path_name(path)!r}: ...}}"
+        f"axes: {trees.Leaf(path, leaf)} may be the kernel of a convolution, of "
+        "attention heads, or a stack of layers. Pass axes=unit_axes(model) of "
+        "clipjax.flax or clipjax.equinox, which asks the layers (in Linen "
+        "unit_axes(model, key, x)), clipjax.fan_in for convolutions (*window, in, "
+        f"out), or the axes to reduce, as in axes={{{trees.path_name(path)!r}: ...}}"
     )
 
 
@@ -78,20 +83,26 @@ class LeafUnits(NamedTuple):
 
     place: int  # among the leaves of the tree
     leaf: trees.Leaf
-    axes: tuple[int, ...] | None  # those that are reduced; None: the whole leaf is one unit
+    axes: (
+        tuple[int, ...] | None
+    )  # those that are reduced; None: the whole leaf is one unit
 
 
-def of_tree(tree: Any, axes: Any, chosen: Sequence[bool] | None = None) -> list[LeafUnits]:
+def of_tree(
+    tree: Any, axes: Any, chosen: Sequence[bool] | None = None
+) -> list[LeafUnits]:
     """Return the leaves of a tree that have units, as checked `axes` say, of all leaves or of those that are chosen.
 
     Raises:
-      ValueError: an axis is out of range or repeated; a pattern matches no leaf; every leaf is skipped, but not by SKIP
-        itself, by a rule, or in a mapping that has other axes, too; inside `shard_map`, a leaf may be split along the
-        reduced axes.
+      ValueError: an axis is out of range or repeated; a pattern matches no leaf; every
+        leaf is skipped, but not by SKIP itself, by a rule, or in a mapping that has
+        other axes, too; inside `shard_map`, a leaf may be split along the reduced axes.
     """
     norms.warn_if_local()
     found, floats = [], []
-    each = zip(trees.leaves_of(tree)[0], trees.per_leaf("axes", axes, tree, SKIP), strict=True)
+    each = zip(
+        trees.leaves_of(tree)[0], trees.per_leaf("axes", axes, tree, SKIP), strict=True
+    )
     for i, (leaf, rule) in enumerate(each):
         if trees.is_float(leaf.value) and (chosen is None or chosen[i]):
             floats += [leaf] if leaf.value.size else []
@@ -103,13 +114,20 @@ def of_tree(tree: Any, axes: Any, chosen: Sequence[bool] | None = None) -> list[
     if isinstance(axes, Mapping):  # one that skips some leaves may find no others
         asked = 0 < sum(isinstance(each, Skip) for each in axes.values()) < len(axes)
     else:
-        asked = isinstance(axes, Skip) or (callable(axes) and axes not in (fan_in, fan_in_of_matrices))
+        asked = isinstance(axes, Skip) or (
+            callable(axes) and axes not in (fan_in, fan_in_of_matrices)
+        )
     if floats and not (asked or found):
-        shown = "'auto'" if axes is fan_in_of_matrices else getattr(axes, "__name__", repr(axes))
+        shown = (
+            "'auto'"
+            if axes is fan_in_of_matrices
+            else getattr(axes, "__name__", repr(axes))
+        )
         raise ValueError(
-            f"axes: nothing is changed, since {shown} applies to none of: {trees.a_few(floats, 5)}. 'auto', ints and "
-            "fan_in are for rank 2 and more; axes=None gives each leaf one norm, axes={'*bias': None} each bias. A "
-            "mapping is only for the leaves that its patterns match"
+            f"axes: nothing is changed, since {shown} applies to none of: "
+            f"{trees.a_few(floats, 5)}. 'auto', ints and fan_in are for rank 2 and "
+            "more; axes=None gives each leaf one norm, axes={'*bias': None} each "
+            "bias. A mapping is only for the leaves that its patterns match"
         )
     return found
 
@@ -118,8 +136,9 @@ def check_whole(name: str, leaf: trees.Leaf) -> None:
     """Raise an error inside `shard_map` if this device may hold a part of each unit."""
     if axes := norms.mesh_axes(leaf.value):
         raise ValueError(
-            f"{name}: inside shard_map, {leaf} differs over {axes}, and its type does not say which of its axes are "
-            "split. Clip, project and measure parts of leaves outside shard_map, under jit"
+            f"{name}: inside shard_map, {leaf} differs over {axes}, and its type does "
+            "not say which of its axes are split. Clip, project and measure parts of "
+            "leaves outside shard_map, under jit"
         )
 
 
@@ -131,14 +150,20 @@ def norms_of(found: Sequence[LeafUnits], ord: float = 2) -> list[jax.Array]:
 def check_axes(axes: Any, name: str = "axes", *, auto: Rule | None = None) -> Any:
     """Return `axes`, with ints as Python's and the rule `auto` for "auto", or raise an error for invalid ones.
 
-    The default is that word and no function, since `optax.inject_hyperparams` takes functions for schedules.
+    The default is that word and no function, since `optax.inject_hyperparams` takes
+    functions for schedules.
     """
     if isinstance(axes, str) and axes == "auto" and auto:
         return auto
     if isinstance(axes, Mapping):
         if not axes or not all(isinstance(pattern, str) for pattern in axes):
-            raise TypeError(f"{name}: a mapping must be from path patterns, got {axes!r}")
-        return {pattern: check_axes(each, f"{name}[{pattern!r}]") for pattern, each in axes.items()}
+            raise TypeError(
+                f"{name}: a mapping must be from path patterns, got {axes!r}"
+            )
+        return {
+            pattern: check_axes(each, f"{name}[{pattern!r}]")
+            for pattern, each in axes.items()
+        }
     if axes is None or callable(axes) or isinstance(axes, Skip):
         return axes
     if isinstance(axes, jax.core.Tracer):
@@ -149,7 +174,10 @@ def check_axes(axes: Any, name: str = "axes", *, auto: Rule | None = None) -> An
     except TypeError:
         each = None
     if each is None or isinstance(axes, bool | str | bytes):
-        raise TypeError(f"{name} must be ints, a rule (path, leaf) -> axes, a mapping or None, got {axes!r}")
+        raise TypeError(
+            f"{name} must be ints, a rule (path, leaf) -> axes, a mapping or None, "
+            f"got {axes!r}"
+        )
     return each if several else each[0]
 
 
@@ -158,13 +186,18 @@ def _resolve(axes: Any, leaf: trees.Leaf) -> tuple[int, ...] | Skip | None:
     shape = leaf.value.shape
     rank = len(shape)
     if callable(axes):
-        axes = check_axes(axes(leaf.path, leaf.value), f"axes of {leaf.name!r}, by the rule,")
+        axes = check_axes(
+            axes(leaf.path, leaf.value), f"axes of {leaf.name!r}, by the rule,"
+        )
     elif axes is not None and not isinstance(axes, Skip) and rank < 2:
         return SKIP
     if axes is None or isinstance(axes, Skip):
         return axes
     if callable(axes) or isinstance(axes, Mapping):
-        raise TypeError(f"axes of {leaf.name!r}, by the rule, must be ints, None or SKIP, got {axes!r}")
+        raise TypeError(
+            f"axes of {leaf.name!r}, by the rule, must be ints, None or SKIP, got "
+            f"{axes!r}"
+        )
     each = (axes,) if isinstance(axes, int) else tuple(axes)
     if any(not -rank <= axis < rank for axis in each):
         raise ValueError(f"axes: {axes} is out of range for {leaf}")

@@ -17,14 +17,15 @@ def clip_by_group_norm(
     """Clip the norm of each group of leaves to the bound of the group: x * min(1, max_norm / norm of the group).
 
     Args:
-      max_norms: a mapping from path patterns to bounds: numbers, scalar arrays or schedules. A leaf belongs to the
-        first pattern that matches it; leaves that none matches are not changed. `{"encoder/*": 1.0, "*": 0.1}`
-        clips the encoder, and all the rest together.
+      max_norms: a mapping from path patterns to bounds: numbers, scalar arrays or
+        schedules. A leaf belongs to the first pattern that matches it; leaves that none
+        matches are not changed. `{"encoder/*": 1.0, "*": 0.1}` clips the encoder, and
+        all the rest together.
       ord: the order of the norms: 1, 2 (the default), any p >= 1, or `jax.numpy.inf`.
 
     Returns:
-      A transformation with the metrics of a clip (the largest norm, the smallest scale), and those of each group
-      as `<pattern>/norm`, `<pattern>/scale` and so on.
+      A transformation with the metrics of a clip (the largest norm, the smallest
+      scale), and those of each group as `<pattern>/norm`, `<pattern>/scale` and so on.
 
     Equals one :func:`clip_by_global_norm` for each group.
 
@@ -40,9 +41,15 @@ def clip_by_group_norm(
       5.0
     """
     if not isinstance(max_norms, Mapping):
-        raise TypeError(f"max_norms must be a mapping from path patterns to bounds, got {bounds.short_repr(max_norms)}")
+        raise TypeError(
+            "max_norms must be a mapping from path patterns to bounds, got "
+            f"{bounds.short_repr(max_norms)}"
+        )
     _checks.check_patterns("max_norms", tuple(max_norms))
-    limits = {p: bounds.as_schedule(f"max_norms[{p!r}]", bound, scalar=True) for p, bound in max_norms.items()}
+    limits = {
+        p: bounds.as_schedule(f"max_norms[{p!r}]", bound, scalar=True)
+        for p, bound in max_norms.items()
+    }
     order = _checks.check_ord(ord)
 
     def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:
@@ -51,15 +58,29 @@ def clip_by_group_norm(
         values, of_groups = {i: leaf.value for i, leaf in enumerate(leaves)}, {}
         for pattern, bound in limits.items():
             members = {i: x for i, x in values.items() if groups[i] == pattern}
-            clipped, of_groups[pattern] = clipping.clip_tree(members, bound(step), order)
+            clipped, of_groups[pattern] = clipping.clip_tree(
+                members, bound(step), order
+            )
             values |= clipped
-        metrics = {f"{pattern}/{key}": x for pattern, each in of_groups.items() for key, x in each.items()}
-        return rebuild(list(values.values())), metrics | _together(list(of_groups.values())), memory
+        metrics = {
+            f"{pattern}/{key}": x
+            for pattern, each in of_groups.items()
+            for key, x in each.items()
+        }
+        return (
+            rebuild(list(values.values())),
+            metrics | _together(list(of_groups.values())),
+            memory,
+        )
 
     return transformation.with_metrics("clip_by_group_norm", act)
 
 
 def _together(of_groups: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the metrics of all groups: the largest norms, and the smallest scale."""
-    norm, after = (norms.largest(each[key] for each in of_groups) for key in ("norm", "norm_after"))
-    return clipping.metrics_of(norm, clipping.smallest([each["scale"] for each in of_groups]), after)
+    norm, after = (
+        norms.largest(each[key] for each in of_groups) for key in ("norm", "norm_after")
+    )
+    return clipping.metrics_of(
+        norm, clipping.smallest([each["scale"] for each in of_groups]), after
+    )

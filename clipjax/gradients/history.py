@@ -15,15 +15,19 @@ from clipjax._core import clipping, norms, transformation, trees
 
 
 def clip_by_history(
-    name: str, remember: Callable[[Any], Any], bound_of: Callable[[jax.Array, Any, Any], tuple[jax.Array, Any]]
+    name: str,
+    remember: Callable[[Any], Any],
+    bound_of: Callable[[jax.Array, Any, Any], tuple[jax.Array, Any]],
 ) -> optax.GradientTransformationExtraArgs:
     """Clip the norm of the whole tree to a bound that depends on past norms.
 
     Args:
-      name: the first part of the names of its metrics, which are those of a clip and `threshold`, the bound.
-      remember: makes the memory before the first step, a NamedTuple of arrays, from the dtype of the norm.
-      bound_of: a function `bound_of(norm, memory, step) -> (bound, memory)`. For derivatives, the memory is a
-        constant, and the norm of this step is not.
+      name: the first part of the names of its metrics, which are those of a clip and
+        `threshold`, the bound.
+      remember: makes the memory before the first step, a NamedTuple of arrays, from the
+        dtype of the norm.
+      bound_of: a function `bound_of(norm, memory, step) -> (bound, memory)`. For
+        derivatives, the memory is a constant, and the norm of this step is not.
 
     Returns:
       A transformation. A norm that is 0 or not finite does not change its memory.
@@ -36,19 +40,27 @@ def clip_by_history(
         clipped, metrics = clipping.clip_tree(updates, bound, norm=norm)
         return clipped, metrics | {"threshold": bound}, if_counted(norm, new, memory)
 
-    return transformation.with_metrics(name, act, lambda params: remember(norm_dtype(params)))
+    return transformation.with_metrics(
+        name, act, lambda params: remember(norm_dtype(params))
+    )
 
 
 def norm_dtype(tree: Any) -> Any:
     """Return the dtype of the norm of all leaves together."""
-    return jax.eval_shape(lambda tree: norms.tree_norm(trees.floats_of(tree)), tree).dtype
+    return jax.eval_shape(
+        lambda tree: norms.tree_norm(trees.floats_of(tree)), tree
+    ).dtype
 
 
 class Ring(NamedTuple):
     """The last values of a norm or a loss."""
 
-    values: jax.Array  # float (window,): the newest is in place of the oldest; infinite where there is none yet
-    entered: jax.Array  # int32: how many have entered; from 2 * window it goes back to window, so never overflows
+    # float (window,): the newest is in place of the oldest; infinite where there is
+    # none yet
+    values: jax.Array
+    # int32: how many have entered; from 2 * window it goes back to window, so never
+    # overflows
+    entered: jax.Array
 
 
 def empty_ring(size: int, dtype: Any) -> Ring:
@@ -58,7 +70,10 @@ def empty_ring(size: int, dtype: Any) -> Ring:
 
 def enter(ring: Ring, value: jax.Array, enters: jax.Array) -> Ring:
     """Return a ring with a value in place of the oldest, if it enters."""
-    values, entered = jnp.asarray(ring.values), ring.entered  # NumPy's, if it was restored
+    values, entered = (
+        jnp.asarray(ring.values),
+        ring.entered,
+    )  # NumPy's, if it was restored
     more = jnp.where(entered >= 2 * len(values) - 1, len(values), entered + 1)
     new = values.at[entered % len(values)].set(value.astype(values.dtype))
     return Ring(jnp.where(enters, new, values), jnp.where(enters, more, entered))
@@ -67,7 +82,8 @@ def enter(ring: Ring, value: jax.Array, enters: jax.Array) -> Ring:
 def counts(norm: jax.Array) -> jax.Array:
     """Return whether the norm of a step says something about those of others.
 
-    One that is not finite does not, nor does 0, as of a masked batch: it would pull thresholds to 0, for good.
+    One that is not finite does not, nor does 0, as of a masked batch: it would pull
+    thresholds to 0, for good.
     """
     return (norm > 0) & (norm < jnp.inf)
 

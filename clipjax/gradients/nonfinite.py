@@ -16,12 +16,12 @@ from clipjax.gradients.skipping import skipping
 def zero_nonfinite() -> optax.GradientTransformationExtraArgs:
     """Replace NaN and infinite entries by 0, and count them.
 
-    In front of a clip this keeps one bad entry from making all others NaN. :func:`skip_nonfinite` skips the whole
-    step instead.
+    In front of a clip this keeps one bad entry from making all others NaN.
+    :func:`skip_nonfinite` skips the whole step instead.
 
     Returns:
-      A transformation with the metrics `zeroed_entries`, how many so far, and `nonfinite_steps`, at how many
-      steps.
+      A transformation with the metrics `zeroed_entries`, how many so far, and
+      `nonfinite_steps`, at how many steps.
 
     Equals `optax.zero_nans`, and replaces infinities, too.
 
@@ -37,45 +37,61 @@ def zero_nonfinite() -> optax.GradientTransformationExtraArgs:
     def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:
         norms.warn_if_local()
         leaves, rebuild = trees.leaves_of(updates)
-        # Counted in float32, which rounds large counts, but does not wrap where billions of entries are NaN.
+        # Counted in float32, which rounds large counts, but does not wrap where
+        # billions of entries are NaN.
         values, zeroed = [leaf.value for leaf in leaves], jnp.zeros((), np.float32)
         for i, x in enumerate(values):
             if trees.is_float(x):
                 finite = jnp.isfinite(x)
                 # Of one byte each, since XLA on a CPU writes what it counts to memory.
-                zeroed += norms.over_devices(lax.psum, jnp.sum((~finite).astype(np.uint8), dtype=np.float32))
-                values[i] = clipping.weak_like(x, jnp.where(finite, x, jnp.zeros((), x.dtype)))
+                zeroed += norms.over_devices(
+                    lax.psum, jnp.sum((~finite).astype(np.uint8), dtype=np.float32)
+                )
+                values[i] = clipping.weak_like(
+                    x, jnp.where(finite, x, jnp.zeros((), x.dtype))
+                )
         entries = jnp.minimum(zeroed, np.float32(2**31 - 128)).astype(np.int32)
-        metrics = {"zeroed_entries": entries, "nonfinite_steps": (zeroed > 0).astype(np.int32)}
+        metrics = {
+            "zeroed_entries": entries,
+            "nonfinite_steps": (zeroed > 0).astype(np.int32),
+        }
         return rebuild(values), metrics, memory
 
     return transformation.with_metrics("zero_nonfinite", act)
 
 
 def skip_nonfinite(
-    optimizer: optax.GradientTransformation, *, max_consecutive: SupportsIndex | None = None
+    optimizer: optax.GradientTransformation,
+    *,
+    max_consecutive: SupportsIndex | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Skip every step whose gradients, or whose loss, are NaN or infinite.
 
-    Such a step returns updates of -0.0, which change no bit of the weights, and keeps the whole inner state: moments,
-    schedules and statistics. The inner step is computed all the same, and not used. One that decomposes matrices, as
-    GaLore's, may not end on a CPU if one is infinite: put :func:`zero_nonfinite` in front of it, inside. What the model
-    stores in its forward pass, such as the running statistics of batch norm, is not part of the state.
+    Such a step returns updates of -0.0, which change no bit of the weights, and keeps
+    the whole inner state: moments, schedules and statistics. The inner step is computed
+    all the same, and not used. One that decomposes matrices, as GaLore's, may not end
+    on a CPU if one is infinite: put :func:`zero_nonfinite` in front of it, inside. What
+    the model stores in its forward pass, such as the running statistics of batch norm,
+    is not part of the state.
 
     Args:
       optimizer: a gradient transformation, usually a whole chain.
-      max_consecutive: after this many skipped steps, the next ones are taken whatever they contain, until one is
-        finite. None: every such step is skipped.
+      max_consecutive: after this many skipped steps, the next ones are taken whatever
+        they contain, until one is finite. None: every such step is skipped.
 
     Returns:
-      A transformation with the metrics `norm`, `skipped`, `skipped_last` (1 or 0), `skipped_in_a_row`, and by
-      reason `nonfinite_count` for gradients and `nonfinite_loss_count`. `update(grads, state, params, loss=loss)`
-      checks a loss as well, and passes it on; on several devices their mean. In `pmap` take that yourself.
+      A transformation with the metrics `norm`, `skipped`, `skipped_last` (1 or 0),
+      `skipped_in_a_row`, and by reason `nonfinite_count` for gradients and
+      `nonfinite_loss_count`. `update(grads, state, params, loss=loss)` checks a loss as
+      well, and passes it on; on several devices their mean. In `pmap` take that
+      yourself.
 
     Raises:
-      TypeError: `optimizer` is not a gradient transformation; in `update`, `loss` is not a real scalar.
+      TypeError: `optimizer` is not a gradient transformation; in `update`, `loss` is
+        not a real scalar.
 
-    Equals `optax.apply_if_finite` with `max_consecutive`, and checks the loss and the norm, too.
+    Equals `optax.apply_if_finite` with `max_consecutive`, and checks the loss and the
+    norm, too.
 
     Example:
       >>> import clipjax, optax, jax.numpy as jnp
@@ -90,4 +106,6 @@ def skip_nonfinite(
     def compare(norm: Any, loss: Any, past: Any, step: Any) -> Any:
         return np.False_, past, {}
 
-    return skipping("skip_nonfinite", optimizer, max_consecutive, compare, lambda dtype: ())
+    return skipping(
+        "skip_nonfinite", optimizer, max_consecutive, compare, lambda dtype: ()
+    )

@@ -26,20 +26,23 @@ def autoclip(
     """Clip the norm of all leaves to a percentile of the last norms, this step's among them.
 
     Args:
-      percentile: 0, or from 1 to 100, in percent; interpolated as by `numpy.percentile`.
-      window: how many norms to keep. The state holds that many floats, and each step sorts them: tens of
-        microseconds for 1000 on a CPU.
+      percentile: 0, or from 1 to 100, in percent; interpolated as by
+        `numpy.percentile`.
+      window: how many norms to keep. The state holds that many floats, and each step
+        sorts them: tens of microseconds for 1000 on a CPU.
 
     Returns:
       A transformation with the metrics of a clip and `threshold`, the percentile.
 
-    The first step is never clipped. A norm of 0 is left out. A new level is followed within `window` steps.
+    The first step is never clipped. A norm of 0 is left out. A new level is followed
+    within `window` steps.
 
-    Equals the authors' `autoclip` for the first `window` steps. Their history has no end.
+    Equals the authors' `autoclip` for the first `window` steps. Their history has no
+    end.
 
     References:
-      Seetharaman et al., 2020, AutoClip: adaptive gradient clipping for source separation networks,
-      arXiv:2007.14469.
+      Seetharaman et al., 2020, AutoClip: adaptive gradient clipping for source
+      separation networks, arXiv:2007.14469.
 
     Example:
       >>> import clipjax, jax.numpy as jnp
@@ -53,8 +56,8 @@ def autoclip(
     percentile = _checks.check_number("percentile", percentile, "[0, 100]")
     if not isinstance(percentile, jax.core.Tracer) and 0 < percentile < 1:
         raise ValueError(
-            f"percentile is in percent, such as 10.0 for the tenth percentile, got {percentile}; "
-            "clip_by_quantile takes a share"
+            "percentile is in percent, such as 10.0 for the tenth percentile, got "
+            f"{percentile}; clip_by_quantile takes a share"
         )
     window = _checks.check_count("window", window, 1)
 
@@ -66,12 +69,19 @@ def autoclip(
     def bound_of(norm: jax.Array, past: Ring, step: Any) -> tuple[jax.Array, Ring]:
         size = len(past.values)
         if not isinstance(window, jax.core.Tracer) and size != window:
-            raise ValueError(f"window: the state was made with {size}, got {bounds.short_repr(window)}")
+            raise ValueError(
+                f"window: the state was made with {size}, got "
+                f"{bounds.short_repr(window)}"
+            )
         ring = enter(past, norm, counts(norm))
-        last = jnp.clip(ring.entered - 1, 0, size - 1)  # the place of the largest, after sorting
+        last = jnp.clip(
+            ring.entered - 1, 0, size - 1
+        )  # the place of the largest, after sorting
         rank = percentile / 100 * last.astype(norm.dtype)
         low = jnp.floor(rank).astype(np.int32)
-        ascending = jnp.sort(jnp.nan_to_num(ring.values))  # infinite ones would make NaN in derivatives
+        ascending = jnp.sort(
+            jnp.nan_to_num(ring.values)
+        )  # infinite ones would make NaN in derivatives
         below, above = ascending[low], ascending[jnp.minimum(low + 1, last)]
         bound = below + (above - below) * (rank - jnp.floor(rank))
         return jnp.where(ring.entered > 0, bound, jnp.inf), ring
@@ -80,27 +90,33 @@ def autoclip(
 
 
 def clip_by_quantile(
-    quantile: bounds.Number = 0.5, *, learning_rate: bounds.Number = 0.2, initial_max_norm: bounds.Number = 1.0
+    quantile: bounds.Number = 0.5,
+    *,
+    learning_rate: bounds.Number = 0.2,
+    initial_max_norm: bounds.Number = 1.0,
 ) -> optax.GradientTransformationExtraArgs:
     """Clip the norm of all leaves to a bound that tracks a quantile of the norms, without a history.
 
-    After each step c <- c * exp(-learning_rate * (b - quantile)), where b is 1 if the norm was at most c, and
-    0 else. So c settles where that share of the norms is at most c.
+    After each step c <- c * exp(-learning_rate * (b - quantile)), where b is 1 if the
+    norm was at most c, and 0 else. So c settles where that share of the norms is at
+    most c.
 
     Args:
       quantile: the share of the steps that is not clipped, in (0, 1).
       learning_rate: bounds the change of log c in one step; above 0.
-      initial_max_norm: the bound of the first step, above 0; best a usual norm. A bound far above all norms falls
-        by `learning_rate * (1 - quantile)` of itself a step.
+      initial_max_norm: the bound of the first step, above 0; best a usual norm. A bound
+        far above all norms falls by `learning_rate * (1 - quantile)` of itself a step.
 
     Returns:
-      A transformation with the metrics of a clip and `threshold`, the bound c of this step.
+      A transformation with the metrics of a clip and `threshold`, the bound c of this
+      step.
 
-    Equals the geometric update of the paper with one norm a step and without its noise. Differential privacy
-    would need the norms of single examples, and noise added to b.
+    Equals the geometric update of the paper with one norm a step and without its noise.
+    Differential privacy would need the norms of single examples, and noise added to b.
 
     References:
-      Andrew et al., 2021, Differentially private learning with adaptive clipping, arXiv:1905.03871.
+      Andrew et al., 2021, Differentially private learning with adaptive clipping,
+      arXiv:1905.03871.
 
     Example:
       >>> import clipjax, jax.numpy as jnp
@@ -111,15 +127,25 @@ def clip_by_quantile(
     """
     quantile = _checks.check_number("quantile", quantile, "(0, 1)")
     learning_rate = _checks.check_number("learning_rate", learning_rate, "(0, inf)")
-    initial_max_norm = _checks.check_number("initial_max_norm", initial_max_norm, "(0, inf)")
+    initial_max_norm = _checks.check_number(
+        "initial_max_norm", initial_max_norm, "(0, inf)"
+    )
 
-    def bound_of(norm: jax.Array, memory: QuantileMemory, step: Any) -> tuple[jax.Array, QuantileMemory]:
+    def bound_of(
+        norm: jax.Array, memory: QuantileMemory, step: Any
+    ) -> tuple[jax.Array, QuantileMemory]:
         (bound,) = memory
         inside = (norm <= bound).astype(bound.dtype)
         limits = jnp.finfo(bound.dtype)  # c recovers from all but 0 and infinity
-        after = jnp.clip(bound * jnp.exp(-learning_rate * (inside - quantile)), limits.tiny, limits.max)
+        after = jnp.clip(
+            bound * jnp.exp(-learning_rate * (inside - quantile)),
+            limits.tiny,
+            limits.max,
+        )
         return bound, QuantileMemory(after)
 
     return clip_by_history(
-        "clip_by_quantile", lambda dtype: QuantileMemory(jnp.array(initial_max_norm, dtype)), bound_of
+        "clip_by_quantile",
+        lambda dtype: QuantileMemory(jnp.array(initial_max_norm, dtype)),
+        bound_of,
     )

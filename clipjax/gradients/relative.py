@@ -16,27 +16,35 @@ _LEAST = 1e-18
 
 
 def adaptive_grad_clip(
-    clipping: bounds.Bound = 0.01, *, eps: bounds.Number = 1e-3, axes: units.Axes | Literal["auto"] = "auto"
+    clipping: bounds.Bound = 0.01,
+    *,
+    eps: bounds.Number = 1e-3,
+    axes: units.Axes | Literal["auto"] = "auto",
 ) -> optax.GradientTransformationExtraArgs:
     """Clip the gradient of each unit to a share of the norm of its weights: |g| <= clipping * max(|w|, eps).
 
-    The paper does not clip the classifier's head: `axes={"head/*": clipjax.SKIP, "*": clipjax.fan_in_or_all}`.
+    The paper does not clip the classifier's head: `axes={"head/*": clipjax.SKIP, "*":
+    clipjax.fan_in_or_all}`.
 
     Args:
-      clipping: the share: a number, an array that broadcasts to the units, or a schedule.
-      eps: the smallest norm of weights that counts, so that weights of 0 can move: a number; 1e-18 if it is less.
-      axes: the axes that are reduced. "auto": those of :func:`clipjax.fan_in_or_all` for ranks 2 and 4, and all for
-        less; rank 3, and 5 and more, may be stacks of layers or heads, and are an error.
+      clipping: the share: a number, an array that broadcasts to the units, or a
+        schedule.
+      eps: the smallest norm of weights that counts, so that weights of 0 can move: a
+        number; 1e-18 if it is less.
+      axes: the axes that are reduced. "auto": those of :func:`clipjax.fan_in_or_all`
+        for ranks 2 and 4, and all for less; rank 3, and 5 and more, may be stacks of
+        layers or heads, and are an error.
 
     Returns:
-      A transformation that needs `params` in `update`. Its metric `norm` is the largest |g| / max(|w|, eps), the
-      number that is compared with `clipping`.
+      A transformation that needs `params` in `update`. Its metric `norm` is the largest
+      |g| / max(|w|, eps), the number that is compared with `clipping`.
 
-    Equals the rule of the paper, of timm and of `optax.adaptive_grad_clip`, except that Optax takes a kernel (1, out)
-    for one vector, and reduces the first axis of rank 3.
+    Equals the rule of the paper, of timm and of `optax.adaptive_grad_clip`, except that
+    Optax takes a kernel (1, out) for one vector, and reduces the first axis of rank 3.
 
     References:
-      Brock et al., 2021, High-performance large-scale image recognition without normalization, arXiv:2102.06171.
+      Brock et al., 2021, High-performance large-scale image recognition without
+      normalization, arXiv:2102.06171.
 
     Example:
       >>> import clipjax, jax.numpy as jnp
@@ -52,10 +60,17 @@ def adaptive_grad_clip(
     axes = units.check_axes(axes, auto=_fan_in_or_all_by_rank)
 
     def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:
-        weights = trees.leaves_of(_checks.params_for("adaptive_grad_clip", updates, params))[0]
+        weights = trees.leaves_of(
+            _checks.params_for("adaptive_grad_clip", updates, params)
+        )[0]
         found, least = units.of_tree(updates, axes), jnp.maximum(eps, _LEAST)
-        sizes = [jnp.maximum(norms.norm(weights[each.place].value, each.axes), least) for each in found]
-        relative = [norm / size for norm, size in zip(units.norms_of(found), sizes, strict=True)]
+        sizes = [
+            jnp.maximum(norms.norm(weights[each.place].value, each.axes), least)
+            for each in found
+        ]
+        relative = [
+            norm / size for norm, size in zip(units.norms_of(found), sizes, strict=True)
+        ]
         return *clip_units(updates, found, relative, share(step), "clipping"), memory
 
     return transformation.with_metrics("adaptive_grad_clip", act)

@@ -17,23 +17,29 @@ def tangent_cone(
 ) -> optax.GradientTransformationExtraArgs:
     """Remove what would push a unit on the sphere further out: g - w ⟨g, w⟩ / |w|² where |w| >= radius, ⟨g, w⟩ < 0.
 
-    :func:`clipjax.max_norm` undoes that part at each step, but it would stay in the moments of an optimizer. Use
-    both, with the same radius and axes: `clipjax.bounded(optax.adam(1e-3), clip=clipjax.tangent_cone(3.0),
-    project=clipjax.max_norm(3.0))`. A clip of the norm comes after it. Steps of Adam may point outward all the same,
-    since it divides each entry by a number of its own: :func:`max_norm` has to stay.
+    :func:`clipjax.max_norm` undoes that part at each step, but it would stay in the
+    moments of an optimizer. Use both, with the same radius and axes:
+    `clipjax.bounded(optax.adam(1e-3), clip=clipjax.tangent_cone(3.0),
+    project=clipjax.max_norm(3.0))`. A clip of the norm comes after it. Steps of Adam
+    may point outward all the same, since it divides each entry by a number of its own:
+    :func:`max_norm` has to stay.
 
     Args:
-      radius: that of :func:`max_norm`: a number, an array that broadcasts to the units, or a schedule.
+      radius: that of :func:`max_norm`: a number, an array that broadcasts to the units,
+        or a schedule.
       axes: the axes that are reduced, as in :func:`max_norm`.
 
     Returns:
-      A transformation that needs `params` in `update`. Its metric `norm` is the largest radial part that it
-      removed, and `removed_fraction` the share of the steps at which there was one.
+      A transformation that needs `params` in `update`. Its metric `norm` is the largest
+      radial part that it removed, and `removed_fraction` the share of the steps at
+      which there was one.
 
-    What is left of a gradient that points straight outward is rounding, some 1e-7 of it.
+    What is left of a gradient that points straight outward is rounding, some 1e-7 of
+    it.
 
     References:
-      Calamai and Moré, 1987, Projected gradient methods for linearly constrained problems.
+      Calamai and Moré, 1987, Projected gradient methods for linearly constrained
+      problems.
 
     Example:
       >>> import clipjax, jax.numpy as jnp
@@ -44,10 +50,16 @@ def tangent_cone(
       [[-0.64 -1.  ]
        [ 0.48  0.  ]]
     """
-    bound, axes = bounds.as_schedule("radius", radius), units.check_axes(axes, auto=units.fan_in_of_matrices)
+    bound, axes = (
+        bounds.as_schedule("radius", radius),
+        units.check_axes(axes, auto=units.fan_in_of_matrices),
+    )
 
     def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:
-        weights, limit = trees.leaves_of(_checks.params_for("tangent_cone", updates, params))[0], bound(step)
+        weights, limit = (
+            trees.leaves_of(_checks.params_for("tangent_cone", updates, params))[0],
+            bound(step),
+        )
         leaves, rebuild = trees.leaves_of(updates)
         values, removed = [leaf.value for leaf in leaves], []
         for each in units.of_tree(updates, axes):
@@ -55,14 +67,23 @@ def tangent_cone(
             dtype = x.dtype if jnp.iscomplexobj(x) else norms.sum_dtype(x.dtype)
             g, w = x.astype(dtype), weight.astype(dtype)
             size = norms.norm(w, each.axes)
-            product = jnp.sum((g * jnp.conj(w)).real, axis=each.axes, keepdims=each.axes is not None)
-            product = norms.over_devices(lax.psum, product) if each.axes is None else product
+            product = jnp.sum(
+                (g * jnp.conj(w)).real, axis=each.axes, keepdims=each.axes is not None
+            )
+            product = (
+                norms.over_devices(lax.psum, product) if each.axes is None else product
+            )
             # max_norm leaves a unit a margin or two below the radius.
-            fitted = jnp.asarray(bounds.fit_bound("radius", limit, size, each.leaf), size.dtype)
+            fitted = jnp.asarray(
+                bounds.fit_bound("radius", limit, size, each.leaf), size.dtype
+            )
             near = fitted * (1 - 4 * clipping.margin(weight.dtype))
             outward = ~(size < near) & ~(product >= 0)  # NaN counts as outward
-            # One number for each unit. Measuring what is left would keep the whole gradient in memory.
-            part = jnp.where(outward, product, 0) / jnp.where(outward & (size > 0), size * size, 1)
+            # One number for each unit. Measuring what is left would keep the whole
+            # gradient in memory.
+            part = jnp.where(outward, product, 0) / jnp.where(
+                outward & (size > 0), size * size, 1
+            )
             new = (g - w * part.astype(dtype)).astype(x.dtype)
             values[each.place] = clipping.weak_like(x, jnp.where(part == 0, x, new))
             removed.append(-part * size)

@@ -17,18 +17,21 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
     """Read what clipjax's transformations did, as a flat dict of scalars for any logger.
 
     Args:
-      opt_state: an optimizer state, however its parts are nested (`chain`, `masked`, `partition`, `MultiSteps`,
-        `inject_hyperparams`, …), or a tree that contains one, such as a Flax `TrainState` or an `nnx.Optimizer`.
+      opt_state: an optimizer state, however its parts are nested (`chain`, `masked`,
+        `partition`, `MultiSteps`, `inject_hyperparams`, …), or a tree that contains
+        one, such as a Flax `TrainState` or an `nnx.Optimizer`.
 
     Returns:
-      A dict from `"<transformation>/<metric>"` to scalar arrays; a transformation that occurs again gets `_1`,
-      `_2` and so on. Of a clip: `norm` before, `norm_after` and `scale` at the last step (with several norms the
-      largest, and the smallest scale), `clipped_fraction` of all steps, `nonfinite_count` and `steps`.
+      A dict from `"<transformation>/<metric>"` to scalar arrays; a transformation that
+      occurs again gets `_1`, `_2` and so on. Of a clip: `norm` before, `norm_after` and
+      `scale` at the last step (with several norms the largest, and the smallest scale),
+      `clipped_fraction` of all steps, `nonfinite_count` and `steps`.
 
     Raises:
       ValueError: `opt_state` contains no state of clipjax.
 
-    A logger that takes floats: `{key: float(x) for key, x in jax.device_get(metrics(state)).items()}`.
+    A logger that takes floats: `{key: float(x) for key, x in
+    jax.device_get(metrics(state)).items()}`.
 
     Example:
       >>> import clipjax, jax.numpy as jnp
@@ -43,15 +46,27 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
     states = list(_states_in(opt_state))
     if not states:
         raise ValueError(
-            f"opt_state: there is no state with metrics in {bounds.short_repr(opt_state)}; pass the state that tx.init "
-            "and tx.update return. A projection has none: add a clip, nonfinite='skip' or record_norms()"
+            "opt_state: there is no state with metrics in "
+            f"{bounds.short_repr(opt_state)}; pass the state that tx.init and "
+            "tx.update return. A projection has none: add a clip, nonfinite='skip' "
+            "or record_norms()"
         )
     for state in states:
-        last, totals, shares = ({key: _array(x) for key, x in part.items()} for part in state[1:4])
+        last, totals, shares = (
+            {key: _array(x) for key, x in part.items()} for part in state[1:4]
+        )
         steps = _array(state.step)
-        each = last | totals | {f"{key}_fraction": _share(x, steps) for key, x in shares.items()}
+        each = (
+            last
+            | totals
+            | {f"{key}_fraction": _share(x, steps) for key, x in shares.items()}
+        )
         name = next(iter(each), "").partition("/")[0]
-        label = next(x for i in itertools.count() if (x := f"{name}_{i}" if i else name) not in labels)
+        label = next(
+            x
+            for i in itertools.count()
+            if (x := f"{name}_{i}" if i else name) not in labels
+        )
         labels.add(label)
         if each:
             each[f"{name}/steps"] = steps
@@ -61,13 +76,16 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
 
 def _states_in(tree: Any) -> Iterator[transformation.MetricsState]:
     """Yield the states in a tree, outer states before those in their memories."""
-    for node in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, transformation.MetricsState)):
+    for node in jax.tree.leaves(
+        tree, is_leaf=lambda node: isinstance(node, transformation.MetricsState)
+    ):
         if isinstance(node, transformation.MetricsState):
             yield node
             yield from _states_in(node.memory)
 
 
-@jax.jit  # so that outside jit no constant goes to the device, which transfer guards forbid
+# so that outside jit no constant goes to the device, which transfer guards forbid
+@jax.jit
 def _share(count: jax.Array, steps: jax.Array) -> jax.Array:
     return count.astype(np.float32) / jnp.maximum(steps, 1).astype(np.float32)
 

@@ -19,20 +19,22 @@ from clipjax.gradients.quantiles import autoclip, clip_by_quantile
 from clipjax.gradients.zclip import clip_by_lognormal, zclip
 from clipjax.monitoring.metrics import metrics
 
-# Norms are fetched this many at a time, when as many newer ones are waiting: by then they are computed.
+# Norms are fetched this many at a time, when as many newer ones are waiting: by then
+# they are computed.
 _BATCH = 256
 
 
 class NormLog:
     """Keep the gradient norms of a run, and tell what a threshold would have done.
 
-    Appending does not wait for the device, and copies, so that the optimizer state may be donated. A step that a
-    transformation did not take, since it was skipped or is accumulated, adds no norm of this transformation. All
-    norms that came, with those of skipped steps, are those of `"skip_nonfinite"` or `"skip_spikes"`.
+    Appending does not wait for the device, and copies, so that the optimizer state may
+    be donated. A step that a transformation did not take, since it was skipped or is
+    accumulated, adds no norm of this transformation. All norms that came, with those of
+    skipped steps, are those of `"skip_nonfinite"` or `"skip_spikes"`.
 
     Args:
-      name: which norm to take from `clipjax.metrics`: a transformation, such as `"zclip"`, or a whole key.
-        Not needed if only one key ends with `"/norm"`.
+      name: which norm to take from `clipjax.metrics`: a transformation, such as
+        `"zclip"`, or a whole key. Not needed if only one key ends with `"/norm"`.
 
     Example:
       >>> import clipjax, jax.numpy as jnp
@@ -47,9 +49,13 @@ class NormLog:
 
     def __init__(self, name: str | None = None) -> None:
         if not isinstance(name, str | None):
-            raise TypeError(f"name must be a str or None, got {bounds.short_repr(name)}")
+            raise TypeError(
+                f"name must be a str or None, got {bounds.short_repr(name)}"
+            )
         self.name = name
-        self._waiting: list[Any] = []  # norms on the device, with the numbers of their steps if known
+        self._waiting: list[
+            Any
+        ] = []  # norms on the device, with the numbers of their steps if known
         self._chunks = [np.zeros(0)]  # fetched
         self._last = (0, 0.0)  # the step and norm of the last one
 
@@ -65,9 +71,14 @@ class NormLog:
         self._add(norms, rank=1)
 
     def _add(self, norms: Any, rank: int) -> None:
-        norms, steps = _chosen(norms, self.name) if isinstance(norms, Mapping) else (norms, None)
+        norms, steps = (
+            _chosen(norms, self.name) if isinstance(norms, Mapping) else (norms, None)
+        )
         if isinstance(norms, jax.core.Tracer):
-            raise TypeError("norms must be known: return them from the compiled function, then log them")
+            raise TypeError(
+                "norms must be known: return them from the compiled function, then "
+                "log them"
+            )
         given = norms
         try:
             norms = jnp.copy(norms) if isinstance(norms, jax.Array) else np.array(norms)
@@ -75,21 +86,37 @@ class NormLog:
         except ValueError:  # of rows that are not equally long
             real = False
         if not real:
-            raise TypeError(f"norms must be real numbers or clipjax.metrics(state), got {bounds.short_repr(given)}")
+            raise TypeError(
+                "norms must be real numbers or clipjax.metrics(state), got "
+                f"{bounds.short_repr(given)}"
+            )
         if norms.ndim != rank:
-            raise ValueError(f"append takes a scalar, and extend shape (steps,); got shape {norms.shape}")
+            raise ValueError(
+                "append takes a scalar, and extend shape (steps,); got shape "
+                f"{norms.shape}"
+            )
         self._waiting.append((norms, steps))
         if len(self._waiting) >= 2 * _BATCH:
             self._fetch(_BATCH)
 
     def _fetch(self, count: int) -> None:
         """Fetch the first norms that wait."""
-        batch, self._waiting = jax.device_get(self._waiting[:count]), self._waiting[count:]
+        batch, self._waiting = (
+            jax.device_get(self._waiting[:count]),
+            self._waiting[count:],
+        )
         for norms, steps in batch:
             new = np.ravel(norms).astype(np.float64)
-            if steps is not None and new.size:  # a transformation that took no step shows its last norm again
-                steps, every = np.append(self._last[0], steps), np.append(self._last[1], new)
-                is_new = (np.diff(steps) != 0) | (np.diff(every.view(np.int64)) != 0)  # NaN may be the same NaN
+            if (
+                steps is not None and new.size
+            ):  # a transformation that took no step shows its last norm again
+                steps, every = (
+                    np.append(self._last[0], steps),
+                    np.append(self._last[1], new),
+                )
+                is_new = (np.diff(steps) != 0) | (
+                    np.diff(every.view(np.int64)) != 0
+                )  # NaN may be the same NaN
                 new, self._last = new[is_new], (steps[-1], every[-1])
             self._chunks.append(new)
 
@@ -127,28 +154,39 @@ class NormLog:
         limits, norms = _real_numbers("thresholds", thresholds), np.sort(self._finite())
         return np.asarray(1 - np.searchsorted(norms, limits, side="right") / len(norms))
 
-    def suggest(self, rules: Mapping[str, optax.GradientTransformation] | None = None) -> dict[str, dict[str, float]]:
+    def suggest(
+        self, rules: Mapping[str, optax.GradientTransformation] | None = None
+    ) -> dict[str, dict[str, float]]:
         """Replay the finite norms through rules that follow the past, and return where each has settled.
 
         Args:
-          rules: transformations with a metric `threshold`, by name. None: `autoclip`, `zclip`,
-            `clip_by_quantile` and `clip_by_lognormal` with their defaults.
+          rules: transformations with a metric `threshold`, by name. None: `autoclip`,
+            `zclip`, `clip_by_quantile` and `clip_by_lognormal` with their defaults.
 
         Returns:
-          For each rule `"threshold"`, the median of its finite thresholds over the last quarter of the steps
-          (infinity if there are none), and `"clip_rate"`, the share of the steps that it would have clipped.
-          The norms are those of the run, although another clip would have led to others.
+          For each rule `"threshold"`, the median of its finite thresholds over the last
+          quarter of the steps (infinity if there are none), and `"clip_rate"`, the
+          share of the steps that it would have clipped. The norms are those of the run,
+          although another clip would have led to others.
         """
         if rules is None:
-            rules = {make.__name__: make() for make in (autoclip, zclip, clip_by_quantile, clip_by_lognormal)}
+            rules = {
+                make.__name__: make()
+                for make in (autoclip, zclip, clip_by_quantile, clip_by_lognormal)
+            }
         if not isinstance(rules, Mapping):
-            raise TypeError(f"rules must be a mapping from names to transformations, got {bounds.short_repr(rules)}")
+            raise TypeError(
+                "rules must be a mapping from names to transformations, got "
+                f"{bounds.short_repr(rules)}"
+            )
         return {name: _replayed(name, tx, self._finite()) for name, tx in rules.items()}
 
     def save(self, path: str | Path) -> None:
         """Write the log to a file in NumPy's `.npz` format, at exactly this path."""
         with Path(path).open("wb") as file:
-            np.savez_compressed(file, norms=self.norms, name=self.name or "", last=self._last)
+            np.savez_compressed(
+                file, norms=self.norms, name=self.name or "", last=self._last
+            )
 
     @classmethod
     def load(cls, path: str | Path) -> NormLog:
@@ -164,23 +202,39 @@ class NormLog:
 def _real_numbers(name: str, values: ArrayLike) -> np.ndarray:
     array = np.asarray(values)
     if not bounds.is_real(array) or np.isnan(array).any():
-        raise ValueError(f"{name} must be real numbers, not NaN, got {bounds.short_repr(values)}")
+        raise ValueError(
+            f"{name} must be real numbers, not NaN, got {bounds.short_repr(values)}"
+        )
     return array
 
 
 def _chosen(seen: Mapping[str, Any], name: str | None) -> tuple[Any, Any]:
     """Return a norm of metrics, and the number of its step if they have it."""
     every = [key for key in seen if key.endswith("/norm")]
-    found = [key for key in (every if name is None else [name, f"{name}/norm"]) if key in seen]
+    found = [
+        key
+        for key in (every if name is None else [name, f"{name}/norm"])
+        if key in seen
+    ]
     if len(found) != 1:
-        every += [key for key in seen if key.startswith("record_norms") and not key.endswith("/steps")]
-        raise ValueError(f"name must say which norm to log, of {every or list(seen)}; it is {name!r}")
-    counters = (f"{found[0][:i]}/steps" for i, letter in enumerate(found[0]) if letter == "/")
+        every += [
+            key
+            for key in seen
+            if key.startswith("record_norms") and not key.endswith("/steps")
+        ]
+        raise ValueError(
+            f"name must say which norm to log, of {every or list(seen)}; it is {name!r}"
+        )
+    counters = (
+        f"{found[0][:i]}/steps" for i, letter in enumerate(found[0]) if letter == "/"
+    )
     steps = next((seen[key] for key in counters if key in seen), None)
     return seen[found[0]], jnp.copy(steps) if isinstance(steps, jax.Array) else steps
 
 
-def _replayed(name: str, tx: optax.GradientTransformation, norms: np.ndarray) -> dict[str, float]:
+def _replayed(
+    name: str, tx: optax.GradientTransformation, norms: np.ndarray
+) -> dict[str, float]:
     zero = jnp.zeros((), np.float32)
     state = _checks.check_transformation(f"rules[{name!r}]", tx).init(zero)
     try:
@@ -195,7 +249,9 @@ def _replayed(name: str, tx: optax.GradientTransformation, norms: np.ndarray) ->
         threshold = metrics(state)[keys[0]]
         return state, (threshold, norm > threshold)
 
-    thresholds, clipped = jax.jit(lambda *args: lax.scan(step, *args)[1])(state, norms.astype(np.float32))
+    thresholds, clipped = jax.jit(lambda *args: lax.scan(step, *args)[1])(
+        state, norms.astype(np.float32)
+    )
     last = np.asarray(thresholds)[-max(1, len(norms) // 4) :]
     settled = np.median(last[np.isfinite(last)]) if np.isfinite(last).any() else np.inf
     return {"threshold": float(settled), "clip_rate": float(np.mean(clipped))}

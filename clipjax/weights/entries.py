@@ -19,21 +19,23 @@ def box(low: limits.Limit, high: limits.Limit, *, where: Where = None) -> Projec
     """Project each entry onto `[low, high]`: min(max(w, low), high).
 
     Args:
-      low: the lower limit: a number of any sign, an array that broadcasts to every leaf, a schedule
-        `step -> limit`, or a mapping from path patterns to these, where the first match wins and other leaves
-        have no lower limit.
+      low: the lower limit: a number of any sign, an array that broadcasts to every
+        leaf, a schedule `step -> limit`, or a mapping from path patterns to these,
+        where the first match wins and other leaves have no lower limit.
       high: the upper limit, likewise.
-      where: which leaves are projected: one or several path patterns, or a rule `(key path, leaf) -> bool`. None is
-        all float leaves.
+      where: which leaves are projected: one or several path patterns, or a rule `(key
+        path, leaf) -> bool`. None is all float leaves.
 
     Raises:
-      TypeError, ValueError: `low` is above `high`; `where` chooses no leaf; a leaf is complex.
+      TypeError, ValueError: `low` is above `high`; `where` chooses no leaf; a leaf is
+        complex.
 
-    Equals `optax.projections.projection_box` with numbers; its trees of limits are mappings here. A limit that a
-    leaf's dtype cannot represent is rounded inward.
+    Equals `optax.projections.projection_box` with numbers; its trees of limits are
+    mappings here. A limit that a leaf's dtype cannot represent is rounded inward.
 
     References:
-      Elsayed et al., 2024, Weight clipping for deep continual and reinforcement learning, arXiv:2407.01704.
+      Elsayed et al., 2024, Weight clipping for deep continual and reinforcement
+      learning, arXiv:2407.01704.
 
     Example:
       >>> import clipjax, jax.numpy as jnp
@@ -52,8 +54,8 @@ def non_negative(*, where: Where = None) -> Projection:
     Args:
       where: which leaves are projected, as in :func:`box`.
 
-    Equals `keras.constraints.NonNeg` and `optax.projections.projection_non_negative`. Followed by
-    :func:`max_norm` it projects onto the non-negative part of the ball.
+    Equals `keras.constraints.NonNeg` and `optax.projections.projection_non_negative`.
+    Followed by :func:`max_norm` it projects onto the non-negative part of the ball.
 
     Example:
       >>> import clipjax, jax.numpy as jnp
@@ -68,7 +70,10 @@ def _box(name: str, low: Any, high: Any, where: Where) -> Projection:
         if isinstance(value, list | tuple):
             wanted = "a number, an array, a schedule or a mapping"
             raise TypeError(f"{limit} must be {wanted}, got {bounds.short_repr(value)}")
-    lower, upper = limits.by_leaf("low", low, -np.inf), limits.by_leaf("high", high, -np.inf)
+    lower, upper = (
+        limits.by_leaf("low", low, -np.inf),
+        limits.by_leaf("high", high, -np.inf),
+    )
     by_path = isinstance(low, Mapping) or isinstance(high, Mapping)
     if not by_path:
         _checks.check_order(low, high)
@@ -76,12 +81,26 @@ def _box(name: str, low: Any, high: Any, where: Where) -> Projection:
 
     def clip(params: Any, step: Any) -> Any:
         leaves, rebuild = trees.leaves_of(params)
-        values, bottoms, tops = [leaf.value for leaf in leaves], lower.at(step), upper.at(step)
-        each = zip(leaves, choose(params), lower.patterns(params), upper.patterns(params), strict=True)
+        values, bottoms, tops = (
+            [leaf.value for leaf in leaves],
+            lower.at(step),
+            upper.at(step),
+        )
+        each = zip(
+            leaves,
+            choose(params),
+            lower.patterns(params),
+            upper.patterns(params),
+            strict=True,
+        )
         for i, (leaf, chosen, of_low, of_high) in enumerate(each):
             if chosen and (of_low, of_high) != (None, None):
                 bottom, top = bottoms.get(of_low, -np.inf), tops.get(of_high, np.inf)
-                if by_path and of_low not in lower.scheduled and of_high not in upper.scheduled:
+                if (
+                    by_path
+                    and of_low not in lower.scheduled
+                    and of_high not in upper.scheduled
+                ):
                     _checks.check_order(bottom, top, leaf)
                 values[i] = clipping.clip_entries(leaf, bottom, top)
         return rebuild(values)
@@ -99,10 +118,25 @@ def _choice(where: Any) -> Callable[[Any], list[bool]]:
         if patterns is None:
             found = [bool(rule(leaf.path, leaf.value)) for leaf in leaves]
         else:
-            found = [pattern is not None for pattern in trees.first_matches("where", patterns, tree, in_order=False)]
-        chosen = [yes and trees.is_float(leaf.value) for yes, leaf in zip(found, leaves, strict=True)]
-        if where is not None and any(trees.is_float(leaf.value) for leaf in leaves) and not any(chosen):
-            raise ValueError(f"where: {bounds.short_repr(where)} chooses no float leaf of: {trees.a_few(leaves, 5)}")
+            found = [
+                pattern is not None
+                for pattern in trees.first_matches(
+                    "where", patterns, tree, in_order=False
+                )
+            ]
+        chosen = [
+            yes and trees.is_float(leaf.value)
+            for yes, leaf in zip(found, leaves, strict=True)
+        ]
+        if (
+            where is not None
+            and any(trees.is_float(leaf.value) for leaf in leaves)
+            and not any(chosen)
+        ):
+            raise ValueError(
+                f"where: {bounds.short_repr(where)} chooses no float leaf of: "
+                f"{trees.a_few(leaves, 5)}"
+            )
         return chosen
 
     return choose

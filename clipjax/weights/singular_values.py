@@ -25,9 +25,13 @@ def cap(w: jax.Array, bound: jax.Array, rounding: float) -> jax.Array:
 def _cap(w: jax.Array, bound: jax.Array, rounding: float) -> jax.Array:
     """Cap them by passes.
 
-    WᴴW in floating point knows only of singular values near the largest, so one pass divides that by at most 2.5.
+    WᴴW in floating point knows only of singular values near the largest, so one pass
+    divides that by at most 2.5.
     """
-    finite, positive = jnp.all(jnp.isfinite(w), axis=(-2, -1)), bound >= jnp.finfo(bound.dtype).tiny
+    finite, positive = (
+        jnp.all(jnp.isfinite(w), axis=(-2, -1)),
+        bound >= jnp.finfo(bound.dtype).tiny,
+    )
     blocks = _blocks(jnp.where(_of_each(finite, w), w, 0))
     most = _at_least_norm(blocks)
     finite &= (most < jnp.inf) & ~jnp.isnan(bound)
@@ -45,12 +49,22 @@ def _cap(w: jax.Array, bound: jax.Array, rounding: float) -> jax.Array:
         gram = _gram(jnp.where(_of_each(now, w), w / _of_each(goal, w), 0))
         root, above = _inverse_root(gram, jnp.where(now, level, 1) / goal)
         capped = lax.map(lambda rows: _product(rows, root), w)
-        return jnp.where(_of_each(above, w), capped, w), jnp.where(now, goal, level), changed | above
+        return (
+            jnp.where(_of_each(above, w), capped, w),
+            jnp.where(now, goal, level),
+            changed | above,
+        )
 
     carry = blocks, most, jnp.zeros_like(finite)
-    capped, *_ = lax.while_loop(lambda carry: jnp.any(todo(*carry[1:])), one_pass, carry)
-    joined = jnp.moveaxis(capped, 0, -2).reshape(*w.shape[:-2], -1, w.shape[-1])[..., : w.shape[-2], :]
-    return norms.nan_unless(_of_each(finite, w), jnp.where(_of_each(positive, w), joined, 0))
+    capped, *_ = lax.while_loop(
+        lambda carry: jnp.any(todo(*carry[1:])), one_pass, carry
+    )
+    joined = jnp.moveaxis(capped, 0, -2).reshape(*w.shape[:-2], -1, w.shape[-1])[
+        ..., : w.shape[-2], :
+    ]
+    return norms.nan_unless(
+        _of_each(finite, w), jnp.where(_of_each(positive, w), joined, 0)
+    )
 
 
 def _at_least_norm(w: jax.Array) -> jax.Array:
@@ -58,22 +72,34 @@ def _at_least_norm(w: jax.Array) -> jax.Array:
     entry = jnp.max(jnp.abs(w), axis=(0, -2, -1))
     gram = _gram(w / _of_each(jnp.where(entry > 0, entry, 1), w))
     trace = jnp.where(entry > 0, jnp.trace(gram, axis1=-2, axis2=-1).real, 1)
-    power, _ = lax.scan(lambda x, _: (_product(x, x), None), gram / _of_each(trace, gram), None, length=2)
-    return (1 + 1e-5) * entry * jnp.sqrt(trace) * jnp.sum(jnp.square(jnp.abs(power)), axis=(-2, -1)) ** (1 / 16)
+    power, _ = lax.scan(
+        lambda x, _: (_product(x, x), None),
+        gram / _of_each(trace, gram),
+        None,
+        length=2,
+    )
+    return (
+        (1 + 1e-5)
+        * entry
+        * jnp.sqrt(trace)
+        * jnp.sum(jnp.square(jnp.abs(power)), axis=(-2, -1)) ** (1 / 16)
+    )
 
 
 def _inverse_root(gram: jax.Array, most: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return max(G / limit², I)^(-1/2), for a limit just below 1, and whether a singular value is above 1.
 
-    What is above is told by the sign of G - I. Eigenvalues that are too near to 1 for that end between both sides.
-    `most`, up to 2.5, is that of singular values.
+    What is above is told by the sign of G - I. Eigenvalues that are too near to 1 for
+    that end between both sides. `most`, up to 2.5, is that of singular values.
     """
     room, one = _room(gram.dtype), jnp.eye(gram.shape[-1], dtype=gram.dtype)
 
     def toward_sign(x: jax.Array, c: jax.Array) -> tuple[jax.Array, None]:
         return c[0] * x + c[1] * _product(x, _product(x, x)), None
 
-    start = (gram - (1 - room / 8) ** 2 * one) / _of_each(jnp.maximum(most * most - 1, 1), gram)
+    start = (gram - (1 - room / 8) ** 2 * one) / _of_each(
+        jnp.maximum(most * most - 1, 1), gram
+    )
     sign, _ = lax.scan(toward_sign, start, _steps_to_1(room, gram.dtype))
     above = jnp.sum(1 + jnp.diagonal(sign, axis1=-2, axis2=-1).real, axis=-1) >= 1
 
@@ -84,15 +110,20 @@ def _inverse_root(gram: jax.Array, most: jax.Array) -> tuple[jax.Array, jax.Arra
         return c[0] * z + c[1] * _product(z, _product(outer, _product(z, z))), None
 
     first, *others = _steps_to_1(1 / _RATIO, gram.dtype)
-    root, _ = lax.scan(toward_root, first[0] / _RATIO * one + first[1] / _RATIO**3 * outer, jnp.stack(others))
+    root, _ = lax.scan(
+        toward_root,
+        first[0] / _RATIO * one + first[1] / _RATIO**3 * outer,
+        jnp.stack(others),
+    )
     return root, above
 
 
 def _steps_to_1(low: float, dtype: Any) -> jax.Array:
     """Return rows (a, b) of cubics a x + b x³ that take [low, 1] to 1, one after the other.
 
-    Each is nearest to 1 on the interval that the one before left: as far below at its ends as above at the maximum.
-    The interval is up to 2% larger, so that roundings do not diverge.
+    Each is nearest to 1 on the interval that the one before left: as far below at its
+    ends as above at the maximum. The interval is up to 2% larger, so that roundings do
+    not diverge.
     """
     high, steps = 1.0, []
     while 1 - low > _room(dtype) / 16:
@@ -112,7 +143,8 @@ def _room(dtype: Any) -> float:
 def _blocks(w: jax.Array) -> jax.Array:
     """Return matrices as (blocks, *stack, rows, n), with at most n rows, or 16 blocks.
 
-    Where a mesh splits the short side, XLA gathers what it multiplies: so only one block at a time.
+    Where a mesh splits the short side, XLA gathers what it multiplies: so only one
+    block at a time.
     """
     *stack, rows, n = w.shape
     count = min(-(-rows // n), 16)
@@ -123,7 +155,9 @@ def _blocks(w: jax.Array) -> jax.Array:
 def _gram(w: jax.Array) -> jax.Array:
     """Return WᴴW of matrices in blocks."""
     zeros = jnp.zeros((*w.shape[1:-2], w.shape[-1], w.shape[-1]), w.dtype)
-    return lax.scan(lambda total, rows: (total + _product(_adjoint(rows), rows), None), zeros, w)[0]
+    return lax.scan(
+        lambda total, rows: (total + _product(_adjoint(rows), rows), None), zeros, w
+    )[0]
 
 
 def _of_each(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -133,11 +167,14 @@ def _of_each(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 @_cap.defjvp
-def _cap_jvp(rounding: float, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+def _cap_jvp(
+    rounding: float, primals: Any, tangents: Any
+) -> tuple[jax.Array, jax.Array]:
     """Differentiate U f(S) Vᴴ by divided differences of f, which are finite where singular values are equal.
 
-    In the bases U and V the Hermitian part of dw is multiplied by (f(s) - f(t)) / (s - t), the other part by
-    (f(s) + f(t)) / (s + t), and what is outside the span of U by f(s) / s: Bhatia, 1997, Matrix analysis.
+    In the bases U and V the Hermitian part of dw is multiplied by (f(s) - f(t)) / (s -
+    t), the other part by (f(s) + f(t)) / (s + t), and what is outside the span of U by
+    f(s) / s: Bhatia, 1997, Matrix analysis.
     """
     (w, bound), (dw, dbound) = primals, tangents
     result, share = cap(w, bound, rounding), 1 - _room(w.dtype) - rounding
@@ -149,17 +186,25 @@ def _cap_jvp(rounding: float, primals: Any, tangents: Any) -> tuple[jax.Array, j
     row, column = (lambda x: x[..., :, None]), (lambda x: x[..., None, :])
     same, total = row(above) == column(above), row(s) + column(s)
     slope = jnp.where(row(above), 0.0, 1.0)
-    odd = jnp.where(same, slope, (row(new) - column(new)) / jnp.where(same, 1, row(s) - column(s)))
-    even = jnp.where(total > 0, row(new) + column(new), 1) / jnp.where(total > 0, total, 1)
+    odd = jnp.where(
+        same, slope, (row(new) - column(new)) / jnp.where(same, 1, row(s) - column(s))
+    )
+    even = jnp.where(total > 0, row(new) + column(new), 1) / jnp.where(
+        total > 0, total, 1
+    )
     ratio = jnp.where(s > 0, new, 1) / jnp.where(s > 0, s, 1)
     by_bound = jnp.where(above, share, 0.0) * dbound[..., None]
-    odd, even, ratio, by_bound = (x.astype(u.dtype) for x in (odd, even, ratio, by_bound))  # complex where w is
+    odd, even, ratio, by_bound = (
+        x.astype(u.dtype) for x in (odd, even, ratio, by_bound)
+    )  # complex where w is
 
     uh, v = _adjoint(u), _adjoint(vh)
     inner = _product(_product(uh, dw), v)
     inside = odd * (inner + _adjoint(inner)) / 2 + even * (inner - _adjoint(inner)) / 2
     rest = _product(dw, v) - _product(u, inner)
-    tangent = _product(_product(u, inside) + u * column(by_bound) + rest * column(ratio), vh)
+    tangent = _product(
+        _product(u, inside) + u * column(by_bound) + rest * column(ratio), vh
+    )
     return result, norms.nan_unless(finite, jnp.where(outside, tangent, dw))
 
 

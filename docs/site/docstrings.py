@@ -10,7 +10,10 @@ import griffe
 ROLE = re.compile(r":(?:func|class|meth|data):`(?:clipjax\.)?(?P<name>[\w.]+)`")
 PAPER = re.compile(r"arXiv:(\d{4}\.\d{4,5})")
 SOURCE = "https://github.com/clipjax/clipjax/blob/main"
-PROSE = re.compile(r"^(?P<title>Returns|References):\n(?P<text>(?: {2}.*\n?|\n(?= {2}))+)", re.MULTILINE)
+PROSE = re.compile(
+    r"^(?P<title>Returns|References):\n(?P<text>(?: {2}.*\n?|\n(?= {2}))+)",
+    re.MULTILINE,
+)
 ERRORS = re.compile(r"^( +)TypeError, ValueError: ", re.MULTILINE)
 
 
@@ -32,7 +35,10 @@ class Docstrings(griffe.Extension):
                 text = ROLE.sub(link, item.docstring.value)
                 text = PAPER.sub(r"[arXiv:\1](https://arxiv.org/abs/\1)", text)
                 text = ERRORS.sub(r"\1TypeError or ValueError: ", text)
-                text = PROSE.sub(lambda m: f"**{m['title']}:** {' '.join(m['text'].split())}\n\n", text)
+                text = PROSE.sub(
+                    lambda m: f"**{m['title']}:** {' '.join(m['text'].split())}\n\n",
+                    text,
+                )
                 text = re.sub(r"^Example:$", "Examples:", text, flags=re.MULTILINE)
                 if not item.is_module and item.parent.is_module:
                     lines = f"#L{item.lineno}-L{item.endlineno}"

@@ -12,12 +12,16 @@ from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File
 
 VERSION = re.compile(r'^__version__ = "(.+)"$', re.MULTILINE)
-OUTSIDE = re.compile(r"\]\((?:\.\./)+(?P<path>examples/\w+\.py|CONTRIBUTING\.md|benchmarks/README\.md)\)")
+OUTSIDE = re.compile(
+    r"\]\((?:\.\./)+(?P<path>examples/\w+\.py|CONTRIBUTING\.md|benchmarks/README\.md)\)"
+)
 
 ALERT = re.compile(r"^> \[!(WARNING|NOTE|TIP)\]\n((?:> .*\n)+)", re.MULTILINE)
 TABS = re.compile(r"<!-- tabs -->\n(.*?)<!-- end of tabs -->\n", re.DOTALL)
 SECTION = re.compile(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
-FORMULA = re.compile(r"^ *```.*?^ *```|`[^`\n]*`|\$([^$\n]+)\$", re.MULTILINE | re.DOTALL)  # not in code
+FORMULA = re.compile(
+    r"^ *```.*?^ *```|`[^`\n]*`|\$([^$\n]+)\$", re.MULTILINE | re.DOTALL
+)  # not in code
 
 WORD = re.compile(r"<code>(?=[^<\s]{1,42}</code>)")
 
@@ -34,21 +38,40 @@ def on_config(config: Any) -> Any:
 def on_files(files: Any, config: Any) -> Any:
     """Add the notebook, which lies with the examples."""
     root = str(Path(config.config_file_path).parent)
-    files.append(File("examples/quickstart.ipynb", root, config.site_dir, config.use_directory_urls))
+    files.append(
+        File(
+            "examples/quickstart.ipynb",
+            root,
+            config.site_dir,
+            config.use_directory_urls,
+        )
+    )
     return files
 
 
 def on_page_markdown(markdown: str, config: Any, **_: Any) -> str:
     """Turn what reads well in the repository into what reads well on the site.
 
-    Links to files of the repository lead there, alerts become admonitions, sections between `<!-- tabs -->` and
-    `<!-- end of tabs -->` become tabs, and formulas become MathML, which browsers draw without a script.
+    Links to files of the repository lead there, alerts become admonitions, sections
+    between `<!-- tabs -->` and `<!-- end of tabs -->` become tabs, and formulas become
+    MathML, which browsers draw without a script.
     """
-    markdown = OUTSIDE.sub(lambda match: f"]({config.repo_url}/blob/main/{match['path']})", markdown)
-    markdown = markdown.replace("](../examples/quickstart.ipynb)", "](examples/quickstart.ipynb)")
-    markdown = ALERT.sub(lambda match: f"!!! {match[1].lower()}\n\n{_indented(match[2].replace('> ', ''))}\n", markdown)
+    markdown = OUTSIDE.sub(
+        lambda match: f"]({config.repo_url}/blob/main/{match['path']})", markdown
+    )
+    markdown = markdown.replace(
+        "](../examples/quickstart.ipynb)", "](examples/quickstart.ipynb)"
+    )
+    markdown = ALERT.sub(
+        lambda match: (
+            f"!!! {match[1].lower()}\n\n{_indented(match[2].replace('> ', ''))}\n"
+        ),
+        markdown,
+    )
     markdown = TABS.sub(lambda match: SECTION.sub(_tab, match[1]), markdown)
-    return FORMULA.sub(lambda match: convert(match[1]) if match[1] else match[0], markdown)
+    return FORMULA.sub(
+        lambda match: convert(match[1]) if match[1] else match[0], markdown
+    )
 
 
 def _tab(section: re.Match[str]) -> str:

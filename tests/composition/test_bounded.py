@@ -1,4 +1,6 @@
-"""`bounded` against the same training loop written by hand in NumPy, for every policy and accumulation."""
+"""`bounded` against the same training loop written by hand in NumPy, for every policy
+and accumulation.
+"""
 
 from typing import Any
 
@@ -11,17 +13,35 @@ import pytest
 import clipjax
 
 RATE, MOMENTUM, CLIP, RADIUS = 0.3, 0.9, 1.0, 1.5
-COMBINATIONS = [(policy, k) for policy in ("propagate", "zero", "skip") for k in (1, 2, 3)]
+COMBINATIONS = [
+    (policy, k) for policy in ("propagate", "zero", "skip") for k in (1, 2, 3)
+]
 SGD = optax.sgd(RATE, momentum=MOMENTUM)
-CLIPPED = {"clip": clipjax.clip_by_global_norm(CLIP), "project": clipjax.max_norm(RADIUS)}
-TRANSFORMATIONS = {(p, k): clipjax.bounded(SGD, **CLIPPED, nonfinite=p, accumulate=k) for p, k in COMBINATIONS}
+CLIPPED = {
+    "clip": clipjax.clip_by_global_norm(CLIP),
+    "project": clipjax.max_norm(RADIUS),
+}
+TRANSFORMATIONS = {
+    (p, k): clipjax.bounded(SGD, **CLIPPED, nonfinite=p, accumulate=k)
+    for p, k in COMBINATIONS
+}
 RNG = np.random.default_rng(0)
-START = {"kernel": RNG.normal(size=(4, 3)).astype(np.float32) * 0.3, "bias": np.zeros(3, np.float32)}
+START = {
+    "kernel": RNG.normal(size=(4, 3)).astype(np.float32) * 0.3,
+    "bias": np.zeros(3, np.float32),
+}
 TARGETS = [
-    {"kernel": RNG.normal(size=(4, 3)).astype(np.float32) * 2, "bias": RNG.normal(size=3).astype(np.float32)}
+    {
+        "kernel": RNG.normal(size=(4, 3)).astype(np.float32) * 2,
+        "bias": RNG.normal(size=3).astype(np.float32),
+    }
     for _ in range(12)
 ]
-BAD = {"propagate": {11: np.nan}, "zero": {2: np.nan, 5: np.inf}, "skip": {2: np.nan, 5: np.inf}}
+BAD = {
+    "propagate": {11: np.nan},
+    "zero": {2: np.nan, 5: np.inf},
+    "skip": {2: np.nan, 5: np.inf},
+}
 
 
 def micro_batches(policy: str) -> list[Any]:
@@ -56,7 +76,9 @@ def by_hand(policy: str, k: int) -> list[Any]:
             for name, g in mean.items():
                 trace[name] = MOMENTUM * trace[name] + g * np.minimum(1, CLIP / norm)
                 params[name] = params[name] - RATE * trace[name]
-            params["kernel"] = params["kernel"] * np.minimum(1, RADIUS / np.linalg.norm(params["kernel"], axis=0))
+            params["kernel"] = params["kernel"] * np.minimum(
+                1, RADIUS / np.linalg.norm(params["kernel"], axis=0)
+            )
         history.append({name: x.copy() for name, x in params.items()})
     return history
 
@@ -68,7 +90,9 @@ def step() -> Any:
     def step(params: Any, states: Any, targets: Any) -> Any:
         moved, new = {}, {}
         for key, tx in TRANSFORMATIONS.items():
-            updates, new[key] = tx.update(gradient(params[key], targets[key]), states[key], params[key])
+            updates, new[key] = tx.update(
+                gradient(params[key], targets[key]), states[key], params[key]
+            )
             moved[key] = optax.apply_updates(params[key], updates)
         return moved, new
 
@@ -76,7 +100,9 @@ def step() -> Any:
 
 
 def start() -> Any:
-    return dict.fromkeys(COMBINATIONS, START), {key: tx.init(START) for key, tx in TRANSFORMATIONS.items()}
+    return dict.fromkeys(COMBINATIONS, START), {
+        key: tx.init(START) for key, tx in TRANSFORMATIONS.items()
+    }
 
 
 def test_every_combination_is_the_loop_by_hand(step: Any) -> None:
@@ -85,32 +111,50 @@ def test_every_combination_is_the_loop_by_hand(step: Any) -> None:
     expected = {key: by_hand(*key) for key in COMBINATIONS}
     for i in range(12):
         before = params
-        params, states = step(params, states, {key: batches[key][i] for key in COMBINATIONS})
+        params, states = step(
+            params, states, {key: batches[key][i] for key in COMBINATIONS}
+        )
         for key in COMBINATIONS:
             kernel = np.asarray(params[key]["kernel"], np.float64)
-            if key[0] == "propagate" and i == 11:  # one such entry reaches all that share the norm
+            if (
+                key[0] == "propagate" and i == 11
+            ):  # one such entry reaches all that share the norm
                 assert all(np.isnan(x).all() for x in params[key].values()), key
                 continue
             for name in START:  # a dozen steps in float32
-                np.testing.assert_allclose(params[key][name], expected[key][i][name], rtol=1e-5, atol=2e-6)
+                np.testing.assert_allclose(
+                    params[key][name], expected[key][i][name], rtol=1e-5, atol=2e-6
+                )
             assert np.linalg.norm(kernel, axis=0).max() <= RADIUS * (1 + 1e-6), (key, i)
-            emitted = i - len([b for b in BAD["skip"] if b <= i]) if key[0] == "skip" else i
+            emitted = (
+                i - len([b for b in BAD["skip"] if b <= i]) if key[0] == "skip" else i
+            )
             waits = (emitted + 1) % key[1] or (key[0] == "skip" and i in BAD["skip"])
-            assert bool(waits) == all(np.array_equal(params[key][n], before[key][n]) for n in START), (key, i)
+            assert bool(waits) == all(
+                np.array_equal(params[key][n], before[key][n]) for n in START
+            ), (key, i)
     for policy, k in COMBINATIONS:
         read = clipjax.metrics(states[policy, k])
         micro = {"propagate": 12, "zero": 12, "skip": 10}[policy]
         assert read["clip_by_global_norm/steps"] == micro // k
         if policy == "zero":
-            assert (read["zero_nonfinite/zeroed_entries"], read["zero_nonfinite/steps"]) == (2, 12)
+            assert (
+                read["zero_nonfinite/zeroed_entries"],
+                read["zero_nonfinite/steps"],
+            ) == (2, 12)
         if policy == "skip":
-            assert (read["skip_nonfinite/skipped"], read["skip_nonfinite/steps"]) == (2, 12)
+            assert (read["skip_nonfinite/skipped"], read["skip_nonfinite/steps"]) == (
+                2,
+                12,
+            )
             assert read["skip_nonfinite/nonfinite_count"] == 2
             assert read["clip_by_global_norm/nonfinite_count"] == 0
 
 
 def test_a_skipped_micro_batch_is_as_if_it_had_not_been(step: Any) -> None:
-    """Bit for bit, in the parameters and the whole inner state, and the next one is taken."""
+    """Bit for bit, in the parameters and the whole inner state, and the next one is
+    taken.
+    """
     with_bad, without = start(), start()
     for i, target in enumerate(micro_batches("skip")):
         same = dict.fromkeys(COMBINATIONS, target)
@@ -118,17 +162,26 @@ def test_a_skipped_micro_batch_is_as_if_it_had_not_been(step: Any) -> None:
         if i not in BAD["skip"]:
             without = step(*without, same)
         for k in (1, 2, 3):
-            ours, others = [(p["skip", k], s["skip", k].memory.inner) for p, s in (with_bad, without)]
+            ours, others = [
+                (p["skip", k], s["skip", k].memory.inner)
+                for p, s in (with_bad, without)
+            ]
             jax.tree.map(np.testing.assert_array_equal, ours, others)
 
 
 def test_sequences_are_chained_in_their_order() -> None:
     clips = [clipjax.clip_by_value(0.5), clipjax.clip_by_global_norm(1.0)]
-    projections = (clipjax.non_negative(), optax.projections.projection_l2_ball, clipjax.max_norm(0.7))
+    projections = (
+        clipjax.non_negative(),
+        optax.projections.projection_l2_ball,
+        clipjax.max_norm(0.7),
+    )
     several = clipjax.bounded(optax.adam(0.1), clip=clips, project=projections)
     links = [clipjax.project(each) for each in projections]
     by_hand = optax.chain(*clips, optax.adam(0.1), *links)
-    alone = clipjax.bounded(SGD, clip=clips[0], project=lambda tree: jax.tree.map(jnp.tanh, tree))
+    alone = clipjax.bounded(
+        SGD, clip=clips[0], project=lambda tree: jax.tree.map(jnp.tanh, tree)
+    )
     nothing = clipjax.bounded(SGD)
 
     @jax.jit
@@ -140,23 +193,36 @@ def test_sequences_are_chained_in_their_order() -> None:
     ours, chained, plain, sgd, bent = updates(START, grads)
     jax.tree.map(np.testing.assert_array_equal, ours, chained)
     jax.tree.map(np.testing.assert_array_equal, plain, sgd)
-    moved = jax.tree.map(lambda p, g: np.tanh(p - RATE * np.clip(g, -0.5, 0.5)) - p, START, grads)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), bent, moved)
+    moved = jax.tree.map(
+        lambda p, g: np.tanh(p - RATE * np.clip(g, -0.5, 0.5)) - p, START, grads
+    )
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), bent, moved
+    )
 
 
 def test_zero_also_zeroes_what_a_norm_that_overflows_made_nan() -> None:
     tx = TRANSFORMATIONS["zero", 1]
-    grads = {"kernel": np.full((4, 3), 2e19, np.float32), "bias": np.ones(3, np.float32)}
+    grads = {
+        "kernel": np.full((4, 3), 2e19, np.float32),
+        "bias": np.ones(3, np.float32),
+    }
     updates, state = jax.jit(tx.update)(grads, tx.init(START), START)
     assert not any(np.any(x) for x in updates.values())
     read = clipjax.metrics(state)
-    assert (read["zero_nonfinite/zeroed_entries"], read["zero_nonfinite_1/zeroed_entries"]) == (0, 15)
+    assert (
+        read["zero_nonfinite/zeroed_entries"],
+        read["zero_nonfinite_1/zeroed_entries"],
+    ) == (0, 15)
     assert read["clip_by_global_norm/nonfinite_count"] == 1
 
 
 def test_a_schedule_counts_optimizer_steps() -> None:
     tx = clipjax.bounded(
-        optax.identity(), clip=clipjax.clip_by_global_norm(lambda step: 1.0 + step), nonfinite="skip", accumulate=2
+        optax.identity(),
+        clip=clipjax.clip_by_global_norm(lambda step: 1.0 + step),
+        nonfinite="skip",
+        accumulate=2,
     )
     update, grads, norms = jax.jit(tx.update), np.full(4, 50.0, np.float32), []
     state = tx.init(grads)
@@ -172,22 +238,60 @@ NORM, MULTI = clipjax.max_norm(1.0), optax.MultiSteps(SGD, 2)
 @pytest.mark.parametrize(
     ("error", "message", "arguments"),
     [
-        (ValueError, "optimizer: optax.MultiSteps inside bounded .*accumulate=k", {"optimizer": MULTI, **CLIPPED}),
-        (ValueError, "optimizer: optax.MultiSteps", {"optimizer": MULTI.gradient_transformation(), **CLIPPED}),
-        (TypeError, r"optimizer must be .*write .gradient_transformation\(\) after it", {"optimizer": MULTI}),
-        (ValueError, "clip: .*max_norm.*pass it to bounded as project=", {"clip": NORM}),
+        (
+            ValueError,
+            "optimizer: optax.MultiSteps inside bounded .*accumulate=k",
+            {"optimizer": MULTI, **CLIPPED},
+        ),
+        (
+            ValueError,
+            "optimizer: optax.MultiSteps",
+            {"optimizer": MULTI.gradient_transformation(), **CLIPPED},
+        ),
+        (
+            TypeError,
+            r"optimizer must be .*write .gradient_transformation\(\) after it",
+            {"optimizer": MULTI},
+        ),
+        (
+            ValueError,
+            "clip: .*max_norm.*pass it to bounded as project=",
+            {"clip": NORM},
+        ),
         (ValueError, "optimizer: .*max_norm.*project=", {"optimizer": NORM}),
-        (TypeError, "optimizer must be a gradient transformation.*call it, as in adam", {"optimizer": optax.adam}),
-        (TypeError, "clip must be a gradient transformation", {"clip": [clipjax.clip_by_norm]}),
+        (
+            TypeError,
+            "optimizer must be a gradient transformation.*call it, as in adam",
+            {"optimizer": optax.adam},
+        ),
+        (
+            TypeError,
+            "clip must be a gradient transformation",
+            {"clip": [clipjax.clip_by_norm]},
+        ),
         (TypeError, "project must be", {"project": clipjax.clip_by_norm(1.0)}),
-        (ValueError, "nonfinite must be 'propagate', 'zero' or 'skip', got 'raise'", {"nonfinite": "raise"}),
-        (ValueError, "accumulate must be a whole number of at least 1, got 0", {"accumulate": 0}),
+        (
+            ValueError,
+            "nonfinite must be 'propagate', 'zero' or 'skip', got 'raise'",
+            {"nonfinite": "raise"},
+        ),
+        (
+            ValueError,
+            "accumulate must be a whole number of at least 1, got 0",
+            {"accumulate": 0},
+        ),
         (ValueError, "accumulate must be a whole number", {"accumulate": True}),
         (TypeError, "accumulate must be a whole number, got 1.5", {"accumulate": 1.5}),
-        (TypeError, "accumulate must be known .*name it in static_args", {"accumulate": jnp.array(2)}),
+        (
+            TypeError,
+            "accumulate must be known .*name it in static_args",
+            {"accumulate": jnp.array(2)},
+        ),
     ],
 )
-def test_wrong_arguments_raise_errors(error: type[Exception], message: str, arguments: dict[str, Any]) -> None:
+def test_wrong_arguments_raise_errors(
+    error: type[Exception], message: str, arguments: dict[str, Any]
+) -> None:
     with pytest.raises(error, match=message):
         clipjax.bounded(**{"optimizer": SGD, **arguments})
 
@@ -203,8 +307,13 @@ def test_unknown_arguments_and_missing_parameters_raise_errors() -> None:
 def test_accumulation_says_what_is_no_array_in_update_too() -> None:
     tx = clipjax.bounded(optax.sgd(0.1), accumulate=2)
     state = tx.init({"w": jnp.ones(2)})
-    with pytest.raises(TypeError, match="leaf 'w' must be an array of numbers, got function"):
+    with pytest.raises(
+        TypeError, match="leaf 'w' must be an array of numbers, got function"
+    ):
         tx.update({"w": lambda x: x}, state)
     for other in (clipjax.bounded(optax.sgd(0.1)).init(START), None):
-        with pytest.raises(TypeError, match="state: bounded with accumulate= needs the state that its init returned"):
+        with pytest.raises(
+            TypeError,
+            match="state: bounded with accumulate= needs the state that its init returned",
+        ):
             tx.update(START, other)

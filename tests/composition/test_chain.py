@@ -24,14 +24,25 @@ CLIP, PROJECTION = clipjax.clip_by_global_norm(1.0), clipjax.max_norm(3.0)
 
 def after(tx: Any, updates: Any = None, params: Any = None, steps: int = 1) -> Any:
     """The state after some steps."""
-    state, updates = tx.init(TREE if params is None else params), TREE if updates is None else updates
+    state, updates = (
+        tx.init(TREE if params is None else params),
+        TREE if updates is None else updates,
+    )
     for _ in range(steps):
-        _, state = jax.jit(tx.update)(updates, state, TREE if params is None else params)
+        _, state = jax.jit(tx.update)(
+            updates, state, TREE if params is None else params
+        )
     return state
 
 
 def test_a_chain_is_that_of_optax() -> None:
-    links = CLIP, optax.adam(0.1), PROJECTION, clipjax.box(-1.0, 1.0), clipjax.record_norms(of="params")
+    links = (
+        CLIP,
+        optax.adam(0.1),
+        PROJECTION,
+        clipjax.box(-1.0, 1.0),
+        clipjax.record_norms(of="params"),
+    )
     ours, theirs = clipjax.chain(*links), optax.chain(*links)
     params = {"w": np.full((4, 2), 2.0, np.float32)}
 
@@ -48,40 +59,83 @@ def test_a_chain_is_that_of_optax() -> None:
     ("error", "message", "links"),
     [
         (ValueError, "a chain needs at least one", ()),
-        (ValueError, r"links\[0\], clipjax.max_norm\(3.0\), must come after links\[1\]", (PROJECTION, optax.adam(0.1))),
-        (ValueError, r"links\[1\].*must come after links\[3\]", (CLIP, PROJECTION, clipjax.record_norms(), CLIP)),
-        (TypeError, r"links\[1\] must be a gradient transformation.*call it", (CLIP, optax.adam)),
+        (
+            ValueError,
+            r"links\[0\], clipjax.max_norm\(3.0\), must come after links\[1\]",
+            (PROJECTION, optax.adam(0.1)),
+        ),
+        (
+            ValueError,
+            r"links\[1\].*must come after links\[3\]",
+            (CLIP, PROJECTION, clipjax.record_norms(), CLIP),
+        ),
+        (
+            TypeError,
+            r"links\[1\] must be a gradient transformation.*call it",
+            (CLIP, optax.adam),
+        ),
         (TypeError, r"links\[0\] must be a gradient transformation, got \[", ([CLIP],)),
     ],
 )
-def test_wrong_links_raise_errors(error: type[Exception], message: str, links: Any) -> None:
+def test_wrong_links_raise_errors(
+    error: type[Exception], message: str, links: Any
+) -> None:
     with pytest.raises(error, match=message):
         clipjax.chain(*links)
 
 
 def test_metrics_are_found_in_any_nest_and_repeated_names_get_numbers() -> None:
-    inner = optax.chain(CLIP, clipjax.clip_by_norm(1.0), optax.chain(CLIP, optax.adam(0.1)))
+    inner = optax.chain(
+        CLIP, clipjax.clip_by_norm(1.0), optax.chain(CLIP, optax.adam(0.1))
+    )
     tx = optax.chain(
         clipjax.clip_by_global_norm(2.0),
         optax.masked(clipjax.skip_nonfinite(inner), clipjax.matching("w")),
-        optax.MultiSteps(optax.chain(clipjax.record_norms(), PROJECTION), 1).gradient_transformation(),
+        optax.MultiSteps(
+            optax.chain(clipjax.record_norms(), PROJECTION), 1
+        ).gradient_transformation(),
     )
     found = clipjax.metrics({"step": 3, "optimizer": [after(tx, steps=2), None]})
-    names = ["clip_by_global_norm", "clip_by_global_norm_1", "clip_by_global_norm_2", "clip_by_norm"]
+    names = [
+        "clip_by_global_norm",
+        "clip_by_global_norm_1",
+        "clip_by_global_norm_2",
+        "clip_by_norm",
+    ]
     names += ["record_norms", "skip_nonfinite"]
     assert sorted({key.partition("/")[0] for key in found}) == names
     assert all(isinstance(x, jax.Array) and x.shape == () for x in found.values())
-    norm = np.sqrt(sum((x.astype(np.float64) ** 2).sum() for x in jax.tree.leaves(TREE) if x.dtype.kind == "f"))
-    expected = {"norm": norm, "norm_after": 2.0, "scale": 2 / norm, "clipped_fraction": 1, "nonfinite_count": 0}
+    norm = np.sqrt(
+        sum(
+            (x.astype(np.float64) ** 2).sum()
+            for x in jax.tree.leaves(TREE)
+            if x.dtype.kind == "f"
+        )
+    )
+    expected = {
+        "norm": norm,
+        "norm_after": 2.0,
+        "scale": 2 / norm,
+        "clipped_fraction": 1,
+        "nonfinite_count": 0,
+    }
     for key, value in expected.items():
-        np.testing.assert_allclose(found[f"clip_by_global_norm/{key}"], value, rtol=3e-6)
+        np.testing.assert_allclose(
+            found[f"clip_by_global_norm/{key}"], value, rtol=3e-6
+        )
     assert {key for key in found if key.startswith("clip_by_norm/")} == {
         f"clip_by_norm/{key}" for key in (*expected, "steps")
     }
     np.testing.assert_allclose(found["clip_by_global_norm_2/norm"], 1.0, rtol=3e-6)
     assert found["clip_by_norm/steps"] == 2
-    for nothing in (optax.adam(0.1).init(TREE), (), PROJECTION.init({"w": np.ones((2, 2))})):
-        with pytest.raises(ValueError, match="opt_state: there is no state with metrics"):
+    for nothing in (
+        optax.adam(0.1).init(TREE),
+        (),
+        PROJECTION.init({"w": np.ones((2, 2))}),
+    ):
+        with pytest.raises(
+            ValueError, match="opt_state: there is no state with metrics"
+        ):
             clipjax.metrics(nothing)
 
 
@@ -89,14 +143,27 @@ def test_a_clip_of_a_user_has_metrics_and_a_memory() -> None:
     def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:
         largest = jnp.max(jnp.abs(updates))
         most = jnp.maximum(memory["most"], largest)
-        metrics = {"norm": largest, "entries": jnp.sum(jnp.abs(updates) > 2), "clipped": largest > 2, "step": step}
-        return jnp.clip(updates, -2, 2), metrics | {"half": largest.astype(jnp.bfloat16)}, {"most": most}
+        metrics = {
+            "norm": largest,
+            "entries": jnp.sum(jnp.abs(updates) > 2),
+            "clipped": largest > 2,
+            "step": step,
+        }
+        return (
+            jnp.clip(updates, -2, 2),
+            metrics | {"half": largest.astype(jnp.bfloat16)},
+            {"most": most},
+        )
 
-    tx = clipjax.with_metrics("mine", act, lambda params: {"most": jnp.zeros((), params.dtype)})
+    tx = clipjax.with_metrics(
+        "mine", act, lambda params: {"most": jnp.zeros((), params.dtype)}
+    )
     update, state = jax.jit(tx.update), tx.init(np.zeros(3, np.float32))
     for value in (1.0, 3.0, 5.0, np.inf):
         updates, new = update(np.array([value, 4.0, 0.0], np.float32), state)
-        assert jax.tree.map(jnp.result_type, new) == jax.tree.map(jnp.result_type, state)
+        assert jax.tree.map(jnp.result_type, new) == jax.tree.map(
+            jnp.result_type, state
+        )
         state = new
     np.testing.assert_array_equal(updates, [2, 2, 0])
     found = {key: float(x) for key, x in clipjax.metrics(state).items()}
@@ -112,7 +179,9 @@ def test_a_clip_of_a_user_has_metrics_and_a_memory() -> None:
     assert state.memory["most"] == np.inf
     with pytest.raises(ValueError, match="mine needs the state that init returned"):
         tx.update(np.ones(3), None)
-    with pytest.raises(TypeError, match="mine needs the state that its init returned, got TraceState"):
+    with pytest.raises(
+        TypeError, match="mine needs the state that its init returned, got TraceState"
+    ):
         tx.update(np.ones(3), optax.trace(0.9).init(np.ones(3)))
     with pytest.raises(TypeError, match="name must be a str"):
         clipjax.with_metrics(1, act)  # type: ignore[arg-type]
@@ -125,30 +194,51 @@ def test_matching_chooses_leaves_by_their_paths() -> None:
         mask = clipjax.matching(*patterns)(TREE)
         assert jax.tree.structure(mask) == jax.tree.structure(TREE)
         paths = jax.tree_util.tree_leaves_with_path(mask)
-        return [jax.tree_util.keystr(path, simple=True, separator="/") for path, yes in paths if yes]
+        return [
+            jax.tree_util.keystr(path, simple=True, separator="/")
+            for path, yes in paths
+            if yes
+        ]
 
     assert chosen("encoder/*") == ["encoder/layer_0/w", "encoder/layer_1/w"]
     assert chosen("b", "layer_1/w") == ["encoder/layer_1/w", "head/b"]
     assert chosen("layer_[0]/*") == ["encoder/layer_0/w"]
-    assert chosen("/head/*", "/encoder/layer_1/w") == ["encoder/layer_1/w", "head/b", "head/w"]
+    assert chosen("/head/*", "/encoder/layer_1/w") == [
+        "encoder/layer_1/w",
+        "head/b",
+        "head/w",
+    ]
     with pytest.raises(ValueError, match="'/w' matches no leaf"):
         chosen("/w")
     assert len(chosen("*")) == 5
-    with pytest.raises(ValueError, match=r"patterns: the pattern 'decoder/\*' matches no leaf.*encoder/layer_0/w"):
+    with pytest.raises(
+        ValueError,
+        match=r"patterns: the pattern 'decoder/\*' matches no leaf.*encoder/layer_0/w",
+    ):
         chosen("encoder/*", "decoder/*")
-    # The arrays in Flax' boxes are at `value`, which paths leave out there, and only there.
-    attention = collections.namedtuple("Attention", "query value")(np.ones(2), np.ones(2))
+    # The arrays in Flax' boxes are at `value`, which paths leave out there, and only
+    # there.
+    attention = collections.namedtuple("Attention", "query value")(
+        np.ones(2), np.ones(2)
+    )
     assert clipjax.matching("value")({"attention": attention})["attention"] == (
         False,
         True,
     )
     for wrong in ((), (3,)):
-        with pytest.raises(TypeError, match="patterns must be one or several path patterns"):
+        with pytest.raises(
+            TypeError, match="patterns must be one or several path patterns"
+        ):
             clipjax.matching(*wrong)
     # In a chain of masks the leaves that another mask has hidden are no error.
-    tx = optax.masked(optax.masked(CLIP, clipjax.matching("head/*", "encoder/*")), clipjax.matching("head/*"))
+    tx = optax.masked(
+        optax.masked(CLIP, clipjax.matching("head/*", "encoder/*")),
+        clipjax.matching("head/*"),
+    )
     np.testing.assert_allclose(
-        clipjax.metrics(after(tx))["clip_by_global_norm/norm"], np.sqrt(4 * 1.5**2 + 4), rtol=1e-6
+        clipjax.metrics(after(tx))["clip_by_global_norm/norm"],
+        np.sqrt(4 * 1.5**2 + 4),
+        rtol=1e-6,
     )
 
 
@@ -164,7 +254,12 @@ def test_record_norms_measures_and_changes_nothing() -> None:
 
     total, encoder, head = (2 * float(np.sqrt(x)) for x in (138, 125, 13))
     layers = {"encoder/layer_0": 10, "encoder/layer_1": 20, "head/w": 6, "head/b": 4}
-    leaves = {"encoder/layer_0/w": 10, "encoder/layer_1/w": 20, "head/w": 6, "head/b": 4}
+    leaves = {
+        "encoder/layer_0/w": 10,
+        "encoder/layer_1/w": 20,
+        "head/w": 6,
+        "head/b": 4,
+    }
     for args, expected in (
         ((), {"": total}),
         (("leaf",), leaves),
@@ -173,12 +268,19 @@ def test_record_norms_measures_and_changes_nothing() -> None:
         ((["layer_0/*", "encoder/*"],), {"layer_0/*": 10, "encoder/*": 20}),
         (("head/*",), {"head/*": head}),
     ):
-        assert found(*args) == pytest.approx({f"updates/{key}".rstrip("/"): x for key, x in expected.items()})
+        assert found(*args) == pytest.approx(
+            {f"updates/{key}".rstrip("/"): x for key, x in expected.items()}
+        )
     assert found(name="gradients") == pytest.approx({"gradients": total})
     assert found(of="params") == pytest.approx({"params": total / 2})
     both = found(1, of=("updates", "params"), name="g")
     assert both == pytest.approx(
-        {"g/encoder": encoder, "g/head": head, "params/encoder": encoder / 2, "params/head": head / 2}
+        {
+            "g/encoder": encoder,
+            "g/head": head,
+            "params/encoder": encoder / 2,
+            "params/head": head / 2,
+        }
     )
 
 
@@ -194,7 +296,9 @@ def test_record_norms_rejects_other_forms() -> None:
     ):
         with pytest.raises((TypeError, ValueError), match=message):
             clipjax.record_norms(**arguments)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="groups: the pattern 'decoder' matches no leaf"):
+    with pytest.raises(
+        ValueError, match="groups: the pattern 'decoder' matches no leaf"
+    ):
         clipjax.record_norms("decoder").init(TREE)
     tx = clipjax.record_norms(of="params")
     with pytest.raises(ValueError, match="params: record_norms needs them"):

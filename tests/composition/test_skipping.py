@@ -1,4 +1,6 @@
-"""`skip_nonfinite`, `skip_spikes` and `zero_nonfinite`: what they skip, count and leave as it was."""
+"""`skip_nonfinite`, `skip_spikes` and `zero_nonfinite`: what they skip, count and leave
+as it was.
+"""
 
 import math
 from typing import Any
@@ -11,15 +13,27 @@ import pytest
 
 import clipjax
 
-INNER = optax.chain(clipjax.zclip(warmup_steps=2), optax.adam(lambda step: 0.1 / (1 + step)))
-WEIGHTS = {"w": np.ones(3, np.float32), "h": np.ones(2, np.float16), "n": np.arange(2), "none": None}
+INNER = optax.chain(
+    clipjax.zclip(warmup_steps=2), optax.adam(lambda step: 0.1 / (1 + step))
+)
+WEIGHTS = {
+    "w": np.ones(3, np.float32),
+    "h": np.ones(2, np.float16),
+    "n": np.arange(2),
+    "none": None,
+}
 
 
 def gradients(size: float = 1.0, at: Any = None) -> Any:
     w = np.array([size, -size, 0.5 * size], np.float32)
     if at is not None:
         w[1] = at
-    return {"w": w, "h": np.full(2, min(size, 1e3), np.float16), "n": np.zeros(2, np.int32), "none": None}
+    return {
+        "w": w,
+        "h": np.full(2, min(size, 1e3), np.float16),
+        "n": np.zeros(2, np.int32),
+        "none": None,
+    }
 
 
 def same(a: Any, b: Any) -> bool:
@@ -38,18 +52,31 @@ def test_a_skipped_step_returns_zeros_and_freezes_the_state(skip: Any) -> None:
     update = jax.jit(tx.update)
     state = tx.init(WEIGHTS)
     _, state = update(gradients(), state, WEIGHTS, loss=1.0)
-    bad = [(gradients(at=np.nan), 1.0), (gradients(at=-np.inf), 1.0), (gradients(), np.nan), (gradients(), np.inf)]
+    bad = [
+        (gradients(at=np.nan), 1.0),
+        (gradients(at=-np.inf), 1.0),
+        (gradients(), np.nan),
+        (gradients(), np.inf),
+    ]
     bad += [(gradients(at=3e19), 1.0)]  # its square is infinite in float32
     for i, (grads, loss) in enumerate(bad):
         updates, after = update(grads, state, WEIGHTS, loss=np.float32(loss))
         assert same(after.memory.past, state.memory.past), i
         assert same(after.memory.inner, state.memory.inner), i
-        for x, p in zip(jax.tree.leaves(updates), jax.tree.leaves(WEIGHTS), strict=True):
+        for x, p in zip(
+            jax.tree.leaves(updates), jax.tree.leaves(WEIGHTS), strict=True
+        ):
             assert x.shape == p.shape
             assert not np.any(x)
-        assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(lambda x: (x.shape, x.dtype), state)
+        assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(
+            lambda x: (x.shape, x.dtype), state
+        )
         state = after
-        assert read(state, "skipped", "skipped_in_a_row", "skipped_last") == [i + 1, i + 1, 1]
+        assert read(state, "skipped", "skipped_in_a_row", "skipped_last") == [
+            i + 1,
+            i + 1,
+            1,
+        ]
     assert read(state, "nonfinite_count", "nonfinite_loss_count", "steps") == [3, 2, 6]
     updates, state = update(gradients(), state, WEIGHTS, loss=1.0)
     assert read(state, "skipped", "skipped_in_a_row", "skipped_last") == [5, 0, 0]
@@ -57,7 +84,11 @@ def test_a_skipped_step_returns_zeros_and_freezes_the_state(skip: Any) -> None:
     plain = INNER.init(WEIGHTS)
     for _ in range(2):
         expected, plain = jax.jit(INNER.update)(gradients(), plain, WEIGHTS)
-    for a, b in zip(jax.tree.leaves((updates, state.memory.inner)), jax.tree.leaves((expected, plain)), strict=True):
+    for a, b in zip(
+        jax.tree.leaves((updates, state.memory.inner)),
+        jax.tree.leaves((expected, plain)),
+        strict=True,
+    ):
         np.testing.assert_allclose(a, b, rtol=1e-3 if a.dtype == np.float16 else 1e-6)
     frozen = tx.update(gradients(at=np.nan), state, WEIGHTS)[1]
     assert same(frozen.memory[0], state.memory[0])
@@ -79,8 +110,12 @@ def test_max_consecutive_lets_steps_through_until_one_is_finite() -> None:
     assert read(state, "skipped", "nonfinite_count") == [3, 5]
 
 
-def z_scores(values: list[float], window: int, warmup: int, least: float) -> list[float]:
-    """How many standard deviations each value is above the median of the logarithms before it, in float64."""
+def z_scores(
+    values: list[float], window: int, warmup: int, least: float
+) -> list[float]:
+    """How many standard deviations each value is above the median of the logarithms
+    before it, in float64.
+    """
     scores = []
     for i, value in enumerate(values):
         past = np.log(values[max(0, i - window) : i]) if i else np.zeros(0)
@@ -102,21 +137,34 @@ def test_spikes_of_norms_and_losses_are_those_of_the_formula() -> None:
     update, state = jax.jit(tx.update), tx.init(np.zeros(2))
     found: list[Any] = []
     for norm, loss in zip(norms, losses, strict=True):
-        updates, state = update(np.array([norm, 0], np.float32), state, loss=np.float32(loss))
-        found.append([bool(np.any(updates)), *read(state, "z_score", "loss_z_score", "norm", "loss")])
+        updates, state = update(
+            np.array([norm, 0], np.float32), state, loss=np.float32(loss)
+        )
+        found.append(
+            [
+                bool(np.any(updates)),
+                *read(state, "z_score", "loss_z_score", "norm", "loss"),
+            ]
+        )
     expected = z_scores(norms, 8, 6, 0.05), z_scores(losses, 8, 6, 0.01)
     taken, z, loss_z, norm, loss = (np.array(x) for x in zip(*found, strict=True))
-    np.testing.assert_allclose(z, expected[0], atol=1e-4)  # logarithms of float32, divided by 0.05 or 0.01
+    np.testing.assert_allclose(
+        z, expected[0], atol=1e-4
+    )  # logarithms of float32, divided by 0.05 or 0.01
     np.testing.assert_allclose(loss_z, expected[1], atol=1e-4)
     np.testing.assert_allclose(norm, norms, rtol=1e-6)
     np.testing.assert_allclose(loss, losses, rtol=1e-6)
-    assert taken.tolist() == [not (a > 7 or b > 7) for a, b in zip(*expected, strict=True)]
+    assert taken.tolist() == [
+        not (a > 7 or b > 7) for a, b in zip(*expected, strict=True)
+    ]
     assert [i for i, x in enumerate(taken) if not x] == [12, 13, 17]
     assert read(state, "skipped", "norm_spike_count", "loss_spike_count") == [3, 2, 1]
 
 
 def test_max_norm_and_a_new_level() -> None:
-    tx = clipjax.skip_spikes(optax.sgd(1.0), window=6, max_norm=lambda step: jnp.where(step < 3, 2.0, 1e6))
+    tx = clipjax.skip_spikes(
+        optax.sgd(1.0), window=6, max_norm=lambda step: jnp.where(step < 3, 2.0, 1e6)
+    )
     update, state, taken = jax.jit(tx.update), tx.init(np.zeros(1)), []
     for norm in [1.0, 3.0, 1.0, 1.0, 1.0, 1.0] + [100.0] * 8:
         updates, state = update(np.array([norm], np.float32), state)
@@ -128,32 +176,54 @@ def test_max_norm_and_a_new_level() -> None:
 
 
 @pytest.mark.parametrize("skip", [clipjax.skip_nonfinite, clipjax.skip_spikes])
-def test_the_loss_reaches_the_inner_transformation_and_must_be_a_scalar(skip: Any) -> None:
-    def scaled_by_loss(updates: Any, state: Any, params: Any = None, *, loss: Any, **extra: Any) -> Any:
+def test_the_loss_reaches_the_inner_transformation_and_must_be_a_scalar(
+    skip: Any,
+) -> None:
+    def scaled_by_loss(
+        updates: Any, state: Any, params: Any = None, *, loss: Any, **extra: Any
+    ) -> Any:
         return jax.tree.map(lambda u: u * loss * extra["factor"], updates), state
 
-    inner = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), scaled_by_loss)
+    inner = optax.GradientTransformationExtraArgs(
+        lambda params: optax.EmptyState(), scaled_by_loss
+    )
     tx = skip(inner)
-    updates, _ = tx.update(np.ones(2, np.float32), tx.init(np.ones(2)), loss=3, factor=2.0)
+    updates, _ = tx.update(
+        np.ones(2, np.float32), tx.init(np.ones(2)), loss=3, factor=2.0
+    )
     np.testing.assert_array_equal(updates, [6, 6])
     tx = skip(optax.sgd(1.0))
     state = tx.init(np.ones(2))
     for loss in (np.ones(2), np.zeros((1, 1)), True, "1.0", 1j):
-        with pytest.raises(TypeError, match="loss must be a real scalar, such as the mean over the batch"):
+        with pytest.raises(
+            TypeError,
+            match="loss must be a real scalar, such as the mean over the batch",
+        ):
             tx.update(np.ones(2), state, loss=loss)
     tx.update(np.ones(2), state, loss=jnp.bfloat16(1.5))
 
 
 def test_wrong_arguments_raise_errors() -> None:
     for skip in (clipjax.skip_nonfinite, clipjax.skip_spikes):
-        with pytest.raises(TypeError, match=r"optimizer must be a gradient transformation.*call it"):
+        with pytest.raises(
+            TypeError, match=r"optimizer must be a gradient transformation.*call it"
+        ):
             skip(optax.adam)
-        with pytest.raises(ValueError, match="max_consecutive must be a whole number of at least 1, got 0"):
+        with pytest.raises(
+            ValueError,
+            match="max_consecutive must be a whole number of at least 1, got 0",
+        ):
             skip(optax.sgd(0.1), max_consecutive=0)
         with pytest.raises(TypeError, match="needs the state that its init returned"):
             skip(optax.sgd(0.1)).update(np.ones(2), optax.EmptyState())
-    wrong = ("window must be", {"window": 0}), ("at most window=4, got 5", {"window": 4, "warmup_steps": 5})
-    for message, arguments in (*wrong, ("z_threshold must be at least 0", {"z_threshold": -1.0})):
+    wrong = (
+        ("window must be", {"window": 0}),
+        ("at most window=4, got 5", {"window": 4, "warmup_steps": 5}),
+    )
+    for message, arguments in (
+        *wrong,
+        ("z_threshold must be at least 0", {"z_threshold": -1.0}),
+    ):
         with pytest.raises(ValueError, match=message):
             clipjax.skip_spikes(optax.sgd(0.1), **arguments)
 
@@ -168,8 +238,13 @@ def test_zero_nonfinite_is_optax_zero_nans_and_zeroes_infinities() -> None:
         np.testing.assert_array_equal(updates["h"], clean["h"])
         assert read(state, "zeroed_entries", "nonfinite_steps") == [zeroed, zeroed]
     # 2^31 bad entries at once, which XLA counts without making them
-    many = jax.jit(lambda x: tx.update(jnp.broadcast_to(x, (2**16, 2**15)), tx.init(x))[1])(np.float32(np.nan))
-    assert (read(many, "zeroed_entries")[0] > 2**31 - 200, read(many, "nonfinite_steps")) == (True, [1])
+    many = jax.jit(
+        lambda x: tx.update(jnp.broadcast_to(x, (2**16, 2**15)), tx.init(x))[1]
+    )(np.float32(np.nan))
+    assert (
+        read(many, "zeroed_entries")[0] > 2**31 - 200,
+        read(many, "nonfinite_steps"),
+    ) == (True, [1])
     z = np.array([1 + 2j, complex(np.nan, 1), complex(0, np.inf)], np.complex64)
     np.testing.assert_array_equal(tx.update(z, None)[0], [1 + 2j, 0, 0])
 
@@ -177,19 +252,26 @@ def test_zero_nonfinite_is_optax_zero_nans_and_zeroes_infinities() -> None:
 def test_a_skipped_step_keeps_the_sign_of_zero() -> None:
     weights = {"w": jnp.array([-0.0, 0.0, 1.0])}
     tx = clipjax.skip_nonfinite(optax.sgd(0.1))
-    updates, _ = jax.jit(tx.update)({"w": jnp.full(3, np.nan)}, tx.init(weights), weights)
+    updates, _ = jax.jit(tx.update)(
+        {"w": jnp.full(3, np.nan)}, tx.init(weights), weights
+    )
     after = jax.jit(optax.apply_updates)(weights, updates)
     np.testing.assert_array_equal(np.signbit(after["w"]), [True, False, False])
 
 
 def test_no_skip_has_a_conditional() -> None:
     """It would wait for the host on a GPU, and copy the state on a TPU."""
-    inner = optax.chain(clipjax.zclip(), optax.adam(0.1), clipjax.max_norm(1.0, axes=None))
+    inner = optax.chain(
+        clipjax.zclip(), optax.adam(0.1), clipjax.max_norm(1.0, axes=None)
+    )
     for tx in (
         clipjax.skip_nonfinite(inner),
         clipjax.skip_spikes(inner, max_consecutive=3),
         clipjax.bounded(
-            optax.adam(0.1), clip=clipjax.autoclip(), project=clipjax.max_norm(1.0, axes=None), nonfinite="skip"
+            optax.adam(0.1),
+            clip=clipjax.autoclip(),
+            project=clipjax.max_norm(1.0, axes=None),
+            nonfinite="skip",
         ),
     ):
         params = jax.tree.map(jnp.ones_like, gradients())

@@ -1,4 +1,6 @@
-"""One row for every public member that changes gradients or weights; a new member is one row."""
+"""One row for every public member that changes gradients or weights; a new member is
+one row.
+"""
 
 from __future__ import annotations
 
@@ -19,31 +21,47 @@ class Row(NamedTuple):
     """A member with a bound, and what it should do."""
 
     name: str  # the public one; in the room functional with its prefix
-    kind: str  # "clip", "step", "projection", "function" (of a tree), "layer" (of a tree, in its backward pass)
+    # "clip", "step", "projection", "function" (of a tree), "layer" (of a tree, in its
+    # backward pass)
+    kind: str
     make: Callable[[Any], Any]  # from the bound, a number or a traced array
     oracle: o.Oracle
-    shares: str  # which entries share a norm: "tree", "group", "leaf", "unit", "entry", or "none"
+    # which entries share a norm: "tree", "group", "leaf", "unit", "entry", or "none"
+    shares: str
     title: str = ""  # tells rows of one member apart
-    ord: float = 2  # of the norm; 1 also where entries are not squared, and so do not overflow before they are infinite
-    measure: Callable[[np.ndarray], Any] | None = None  # what it bounds of a leaf, if not a norm
-    logs: str = "largest"  # its metric `norm`: the "largest" norm, that of the "tree", or a "multiple" of a norm
+    # of the norm; 1 also where entries are not squared, and so do not overflow before
+    # they are infinite
+    ord: float = 2
+    measure: Callable[[np.ndarray], Any] | None = (
+        None  # what it bounds of a leaf, if not a norm
+    )
+    # its metric `norm`: the "largest" norm, that of the "tree", or a "multiple" of a
+    # norm
+    logs: str = "largest"
     bounds: bool = True  # it promises a bound
     ends: bool = True  # which may be 0 or infinite
     keeps: bool = True  # there is an inside, where nothing changes
     wide: bool = True  # norms are measured from 1e-18 to 1.8e19
     times: float = 1  # the bounds of the tests are larger by this
-    warm: str = ""  # the past that makes the bound: norms at the bound, of the "tree" for 3 steps, of each "leaf" for 1
+    # the past that makes the bound: norms at the bound, of the "tree" for 3 steps, of
+    # each "leaf" for 1
+    warm: str = ""
     params: bool = False  # it needs the weights
     tree: str = "main"  # "matrices" and "heads" are smaller
-    below: float | None = None  # how far below the bound a float32 result may be, if not 2e-6
-    rounds: str = "entry"  # what rounding is relative to: each "entry", or the largest of the "input" or the "result"
+    below: float | None = (
+        None  # how far below the bound a float32 result may be, if not 2e-6
+    )
+    # what rounding is relative to: each "entry", or the largest of the "input" or the
+    # "result"
+    rounds: str = "entry"
     idempotent: bool = True  # a second call changes nothing
     skips: bool = False  # it may skip a whole step
     orders: bool = False  # it needs an order, which complex numbers do not have
     passes: bool = True  # what is no float passes through
     same_code: bool = False  # another row differentiates what it calls
     axes: Callable[..., Any] | None = None  # from the bound and axes=
-    schedule: bool = True  # the bound is passed on as it is: wrong ones, and schedules unless it is a function
+    # the bound is passed on as it is: wrong ones, and schedules unless it is a function
+    schedule: bool = True
     twice: bool = True  # second derivatives are finite at 0, too
 
     @property
@@ -65,7 +83,9 @@ def _qk_clip(bound: Any) -> Any:
 
 
 def _capped(bound: Any) -> Any:
-    return clipjax.project(lambda tree: functional.clip_by_norm(tree, bound, clipjax.fan_in))
+    return clipjax.project(
+        lambda tree: functional.clip_by_norm(tree, bound, clipjax.fan_in)
+    )
 
 
 def _largest_singular_value(x: np.ndarray) -> Any:
@@ -79,99 +99,390 @@ TENTH = o.of_entries(lambda b: -0.1, lambda b: 0.1)
 BALL = o.between(lambda b: 0, lambda b: b)
 UNITS, TREE = o.of_units(), o.of_tree()
 
-# The bound of the methods with a memory is what `warm` makes of them, so that they all clip to `b`.
+# The bound of the methods with a memory is what `warm` makes of them, so that they all
+# clip to `b`.
 CLIPS = [
     Row("clip_by_global_norm", "clip", clipjax.clip_by_global_norm, TREE, "tree"),
-    Row("clip_by_global_norm", "clip", lambda b: clipjax.clip_by_global_norm(b, ord=1), o.of_tree(1), "tree",
-        "1-norm", ord=1, times=4096),
-    Row("clip_by_global_norm", "clip", lambda b: clipjax.clip_by_global_norm(b, ord=jnp.inf), o.of_tree(np.inf),
-        "tree", "max norm", ord=np.inf),
+    Row(
+        "clip_by_global_norm",
+        "clip",
+        lambda b: clipjax.clip_by_global_norm(b, ord=1),
+        o.of_tree(1),
+        "tree",
+        "1-norm",
+        ord=1,
+        times=4096,
+    ),
+    Row(
+        "clip_by_global_norm",
+        "clip",
+        lambda b: clipjax.clip_by_global_norm(b, ord=jnp.inf),
+        o.of_tree(np.inf),
+        "tree",
+        "max norm",
+        ord=np.inf,
+    ),
     Row("clip_by_norm", "clip", clipjax.clip_by_norm, o.of_leaves(), "leaf"),
-    Row("clip_by_norm", "clip", lambda b: clipjax.clip_by_norm(b, ord=3), o.of_leaves(3), "leaf", "3-norm", ord=3,
-        wide=False),
-    Row("clip_by_norm", "clip", lambda b: clipjax.clip_by_norm(b, axes=0), UNITS, "unit", "axes=0",
-        axes=clipjax.clip_by_norm),
-    Row("clip_by_rms", "clip", clipjax.clip_by_rms, o.of_leaves(rms=True), "leaf", logs="multiple",
-        axes=clipjax.clip_by_rms),
-    Row("clip_by_rms", "clip", lambda b: clipjax.clip_by_rms(b, axes=0), o.of_units(rms=True), "unit", "axes=0"),
+    Row(
+        "clip_by_norm",
+        "clip",
+        lambda b: clipjax.clip_by_norm(b, ord=3),
+        o.of_leaves(3),
+        "leaf",
+        "3-norm",
+        ord=3,
+        wide=False,
+    ),
+    Row(
+        "clip_by_norm",
+        "clip",
+        lambda b: clipjax.clip_by_norm(b, axes=0),
+        UNITS,
+        "unit",
+        "axes=0",
+        axes=clipjax.clip_by_norm,
+    ),
+    Row(
+        "clip_by_rms",
+        "clip",
+        clipjax.clip_by_rms,
+        o.of_leaves(rms=True),
+        "leaf",
+        logs="multiple",
+        axes=clipjax.clip_by_rms,
+    ),
+    Row(
+        "clip_by_rms",
+        "clip",
+        lambda b: clipjax.clip_by_rms(b, axes=0),
+        o.of_units(rms=True),
+        "unit",
+        "axes=0",
+    ),
     Row("clip_by_value", "clip", clipjax.clip_by_value, SYMMETRIC, "entry"),
-    Row("clip_by_value", "clip", lambda b: clipjax.clip_by_value(low=-b, high=2 * b), LOPSIDED, "entry", "low, high",
-        schedule=False, orders=True),
-    Row("clip_by_value", "clip", lambda b: clipjax.clip_by_value(0.1), TENTH, "entry", "0.1", keeps=False,
-        schedule=False),
-    Row("clip_by_group_norm", "clip",
+    Row(
+        "clip_by_value",
+        "clip",
+        lambda b: clipjax.clip_by_value(low=-b, high=2 * b),
+        LOPSIDED,
+        "entry",
+        "low, high",
+        schedule=False,
+        orders=True,
+    ),
+    Row(
+        "clip_by_value",
+        "clip",
+        lambda b: clipjax.clip_by_value(0.1),
+        TENTH,
+        "entry",
+        "0.1",
+        keeps=False,
+        schedule=False,
+    ),
+    Row(
+        "clip_by_group_norm",
+        "clip",
         lambda b: clipjax.clip_by_group_norm({"c_*": b, "*": b}),
-        o.of_groups("c_"), "group"),
-    Row("adaptive_grad_clip", "clip", _agc, o.of_units(relative_to=1e-3), "unit", params=True, axes=_agc),
-    Row("autoclip", "clip", lambda b: clipjax.autoclip(window=8), TREE, "tree", warm="tree", schedule=False),
-    Row("clip_by_quantile", "clip", lambda b: clipjax.clip_by_quantile(initial_max_norm=b), TREE, "tree",
-        schedule=False, ends=False),
-    Row("zclip", "clip", lambda b: clipjax.zclip(warmup_steps=2, mode="mean", eps=0.0), TREE, "tree", warm="tree",
-        schedule=False),
-    Row("clip_by_lognormal", "clip", lambda b: clipjax.clip_by_lognormal(max_norm=b), TREE, "tree"),
-    Row("adagc", "clip", _adagc, o.of_leaves(), "leaf", warm="leaf", axes=_adagc, schedule=False,
-        logs="tree"),
-]  # fmt: skip
+        o.of_groups("c_"),
+        "group",
+    ),
+    Row(
+        "adaptive_grad_clip",
+        "clip",
+        _agc,
+        o.of_units(relative_to=1e-3),
+        "unit",
+        params=True,
+        axes=_agc,
+    ),
+    Row(
+        "autoclip",
+        "clip",
+        lambda b: clipjax.autoclip(window=8),
+        TREE,
+        "tree",
+        warm="tree",
+        schedule=False,
+    ),
+    Row(
+        "clip_by_quantile",
+        "clip",
+        lambda b: clipjax.clip_by_quantile(initial_max_norm=b),
+        TREE,
+        "tree",
+        schedule=False,
+        ends=False,
+    ),
+    Row(
+        "zclip",
+        "clip",
+        lambda b: clipjax.zclip(warmup_steps=2, mode="mean", eps=0.0),
+        TREE,
+        "tree",
+        warm="tree",
+        schedule=False,
+    ),
+    Row(
+        "clip_by_lognormal",
+        "clip",
+        lambda b: clipjax.clip_by_lognormal(max_norm=b),
+        TREE,
+        "tree",
+    ),
+    Row(
+        "adagc",
+        "clip",
+        _adagc,
+        o.of_leaves(),
+        "leaf",
+        warm="leaf",
+        axes=_adagc,
+        schedule=False,
+        logs="tree",
+    ),
+]
 
 STEPS = [
-    Row("tangent_cone", "step", clipjax.tangent_cone, o.of_cone, "none", bounds=False, params=True,
-        axes=clipjax.tangent_cone, rounds="input", idempotent=False),
-    Row("zero_nonfinite", "step", lambda b: clipjax.zero_nonfinite(), o.times(1), "none", bounds=False,
-        schedule=False),
-    Row("skip_nonfinite", "step", lambda b: clipjax.skip_nonfinite(clipjax.clip_by_norm(b)), o.of_leaves(), "none",
-        skips=True),
-    Row("skip_spikes", "step", lambda b: clipjax.skip_spikes(clipjax.clip_by_norm(b)), o.of_leaves(), "none",
-        skips=True, same_code=True),
-    Row("record_norms", "step", lambda b: clipjax.record_norms(), o.times(1), "none", bounds=False, schedule=False,
-        same_code=True),
-    Row("bounded", "step", lambda b: clipjax.bounded(optax.identity(), clip=clipjax.clip_by_norm(b)), o.of_leaves(),
-        "leaf", same_code=True),
-    Row("chain", "step", lambda b: clipjax.chain(clipjax.clip_by_norm(b), optax.identity()), o.of_leaves(), "leaf",
-        same_code=True),
-]  # fmt: skip
+    Row(
+        "tangent_cone",
+        "step",
+        clipjax.tangent_cone,
+        o.of_cone,
+        "none",
+        bounds=False,
+        params=True,
+        axes=clipjax.tangent_cone,
+        rounds="input",
+        idempotent=False,
+    ),
+    Row(
+        "zero_nonfinite",
+        "step",
+        lambda b: clipjax.zero_nonfinite(),
+        o.times(1),
+        "none",
+        bounds=False,
+        schedule=False,
+    ),
+    Row(
+        "skip_nonfinite",
+        "step",
+        lambda b: clipjax.skip_nonfinite(clipjax.clip_by_norm(b)),
+        o.of_leaves(),
+        "none",
+        skips=True,
+    ),
+    Row(
+        "skip_spikes",
+        "step",
+        lambda b: clipjax.skip_spikes(clipjax.clip_by_norm(b)),
+        o.of_leaves(),
+        "none",
+        skips=True,
+        same_code=True,
+    ),
+    Row(
+        "record_norms",
+        "step",
+        lambda b: clipjax.record_norms(),
+        o.times(1),
+        "none",
+        bounds=False,
+        schedule=False,
+        same_code=True,
+    ),
+    Row(
+        "bounded",
+        "step",
+        lambda b: clipjax.bounded(optax.identity(), clip=clipjax.clip_by_norm(b)),
+        o.of_leaves(),
+        "leaf",
+        same_code=True,
+    ),
+    Row(
+        "chain",
+        "step",
+        lambda b: clipjax.chain(clipjax.clip_by_norm(b), optax.identity()),
+        o.of_leaves(),
+        "leaf",
+        same_code=True,
+    ),
+]
 
 PROJECTIONS = [
-    Row("max_norm", "projection", clipjax.max_norm, BALL, "unit", axes=clipjax.max_norm),
-    Row("min_max_norm", "projection", lambda b: clipjax.min_max_norm(0.0, b), BALL, "unit",
-        axes=lambda b, **axes: clipjax.min_max_norm(0.0, b, **axes)),
-    Row("min_max_norm", "projection", lambda b: clipjax.min_max_norm(b, 2 * b),
-        o.between(lambda b: b, lambda b: 2 * b), "unit", "low", keeps=False, schedule=False),
-    Row("unit_norm", "projection", lambda b: clipjax.unit_norm(), o.between(lambda b: 1, lambda b: 1), "unit",
-        keeps=False, schedule=False, axes=lambda b, **axes: clipjax.unit_norm(**axes)),
-    Row("non_negative", "projection", lambda b: clipjax.non_negative(), o.of_entries(lambda b: 0, lambda b: np.inf),
-        "entry", keeps=False, schedule=False, orders=True),
-    Row("box", "projection", lambda b: clipjax.box(-b, 2 * b), LOPSIDED, "entry", schedule=False, orders=True),
-    Row("project", "projection", _capped, UNITS, "unit", schedule=False, same_code=True),
-    Row("spectral_cap", "projection", lambda b: clipjax.spectral_cap(b), o.of_singular_values, "leaf",
-        tree="matrices", below=4e-5, twice=False, ord=1, measure=_largest_singular_value, rounds="result"),
-    Row("qk_clip", "projection", _qk_clip, o.of_heads(LOGITS), "none", bounds=False, keeps=False, tree="heads",
-        schedule=False, idempotent=False),
-]  # fmt: skip
+    Row(
+        "max_norm", "projection", clipjax.max_norm, BALL, "unit", axes=clipjax.max_norm
+    ),
+    Row(
+        "min_max_norm",
+        "projection",
+        lambda b: clipjax.min_max_norm(0.0, b),
+        BALL,
+        "unit",
+        axes=lambda b, **axes: clipjax.min_max_norm(0.0, b, **axes),
+    ),
+    Row(
+        "min_max_norm",
+        "projection",
+        lambda b: clipjax.min_max_norm(b, 2 * b),
+        o.between(lambda b: b, lambda b: 2 * b),
+        "unit",
+        "low",
+        keeps=False,
+        schedule=False,
+    ),
+    Row(
+        "unit_norm",
+        "projection",
+        lambda b: clipjax.unit_norm(),
+        o.between(lambda b: 1, lambda b: 1),
+        "unit",
+        keeps=False,
+        schedule=False,
+        axes=lambda b, **axes: clipjax.unit_norm(**axes),
+    ),
+    Row(
+        "non_negative",
+        "projection",
+        lambda b: clipjax.non_negative(),
+        o.of_entries(lambda b: 0, lambda b: np.inf),
+        "entry",
+        keeps=False,
+        schedule=False,
+        orders=True,
+    ),
+    Row(
+        "box",
+        "projection",
+        lambda b: clipjax.box(-b, 2 * b),
+        LOPSIDED,
+        "entry",
+        schedule=False,
+        orders=True,
+    ),
+    Row(
+        "project", "projection", _capped, UNITS, "unit", schedule=False, same_code=True
+    ),
+    Row(
+        "spectral_cap",
+        "projection",
+        lambda b: clipjax.spectral_cap(b),
+        o.of_singular_values,
+        "leaf",
+        tree="matrices",
+        below=4e-5,
+        twice=False,
+        ord=1,
+        measure=_largest_singular_value,
+        rounds="result",
+    ),
+    Row(
+        "qk_clip",
+        "projection",
+        _qk_clip,
+        o.of_heads(LOGITS),
+        "none",
+        bounds=False,
+        keeps=False,
+        tree="heads",
+        schedule=False,
+        idempotent=False,
+    ),
+]
 
 FUNCTIONS = [
-    Row("functional.clip_by_global_norm", "function", lambda b: lambda x: functional.clip_by_global_norm(x, b)[0],
-        TREE, "tree", same_code=True),
-    Row("functional.clip_by_norm", "function", lambda b: lambda x: functional.clip_by_norm(x, b), o.of_leaves(),
-        "leaf", same_code=True),
-    Row("functional.clip_by_value", "function", lambda b: lambda x: functional.clip_by_value(x, -b, 2 * b), LOPSIDED,
-        "entry", schedule=False, orders=True, same_code=True),
-    Row("clip_gradient_by_global_norm", "layer", lambda b: lambda x: clipjax.clip_gradient_by_global_norm(x, b),
-        TREE, "tree"),
-    Row("clip_gradient_by_norm", "layer", lambda b: lambda x: clipjax.clip_gradient_by_norm(x, b), o.of_leaves(),
-        "leaf"),
-    Row("clip_gradient_by_value", "layer", lambda b: lambda x: clipjax.clip_gradient_by_value(x, -b, 2 * b),
-        LOPSIDED, "entry", schedule=False, orders=True),
-    Row("scale_gradient", "layer", lambda b: lambda x: clipjax.scale_gradient(x, -2.0), o.times(-2), "none",
-        bounds=False, keeps=False, schedule=False, idempotent=False),
-    Row("replace_gradient", "layer",
-        lambda b: clipjax.replace_gradient(lambda x: x, lambda x: jax.tree.map(lambda v: 4 * v, x)),
-        o.times(4), "none", bounds=False, keeps=False, schedule=False, idempotent=False, passes=False),
-]  # fmt: skip
+    Row(
+        "functional.clip_by_global_norm",
+        "function",
+        lambda b: lambda x: functional.clip_by_global_norm(x, b)[0],
+        TREE,
+        "tree",
+        same_code=True,
+    ),
+    Row(
+        "functional.clip_by_norm",
+        "function",
+        lambda b: lambda x: functional.clip_by_norm(x, b),
+        o.of_leaves(),
+        "leaf",
+        same_code=True,
+    ),
+    Row(
+        "functional.clip_by_value",
+        "function",
+        lambda b: lambda x: functional.clip_by_value(x, -b, 2 * b),
+        LOPSIDED,
+        "entry",
+        schedule=False,
+        orders=True,
+        same_code=True,
+    ),
+    Row(
+        "clip_gradient_by_global_norm",
+        "layer",
+        lambda b: lambda x: clipjax.clip_gradient_by_global_norm(x, b),
+        TREE,
+        "tree",
+    ),
+    Row(
+        "clip_gradient_by_norm",
+        "layer",
+        lambda b: lambda x: clipjax.clip_gradient_by_norm(x, b),
+        o.of_leaves(),
+        "leaf",
+    ),
+    Row(
+        "clip_gradient_by_value",
+        "layer",
+        lambda b: lambda x: clipjax.clip_gradient_by_value(x, -b, 2 * b),
+        LOPSIDED,
+        "entry",
+        schedule=False,
+        orders=True,
+    ),
+    Row(
+        "scale_gradient",
+        "layer",
+        lambda b: lambda x: clipjax.scale_gradient(x, -2.0),
+        o.times(-2),
+        "none",
+        bounds=False,
+        keeps=False,
+        schedule=False,
+        idempotent=False,
+    ),
+    Row(
+        "replace_gradient",
+        "layer",
+        lambda b: clipjax.replace_gradient(
+            lambda x: x, lambda x: jax.tree.map(lambda v: 4 * v, x)
+        ),
+        o.times(4),
+        "none",
+        bounds=False,
+        keeps=False,
+        schedule=False,
+        idempotent=False,
+        passes=False,
+    ),
+]
 
 ROWS = CLIPS + STEPS + PROJECTIONS + FUNCTIONS
 
-# Public names that change neither gradients nor weights, or only as a function of the user's does.
+# Public names that change neither gradients nor weights, or only as a function of the
+# user's does.
 OTHERS = {
-    "NormLog", "SKIP", "fan_in", "fan_in_or_all", "functional", "functional.global_norm", "functional.leaf_norms",
-    "functional.unitwise_norms", "matching", "metrics", "violations", "with_metrics",
-}  # fmt: skip
+    "NormLog",
+    "SKIP",
+    "fan_in",
+    "fan_in_or_all",
+    "functional",
+    "functional.global_norm",
+    "functional.leaf_norms",
+    "functional.unitwise_norms",
+    "matching",
+    "metrics",
+    "violations",
+    "with_metrics",
+}

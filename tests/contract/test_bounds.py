@@ -18,8 +18,16 @@ from tests.support.programs import run, tree_of, weights_of
 from tests.support.tolerances import below, tolerance
 from tests.support.trees import DTYPES, SHAPES, draw, exact
 
-# Kinds of entries and their sizes, as powers of 2, with units of 3 to 65,536 entries in each tree.
-RUNS = [("normal", 0), ("constant", 6), ("lognormal", 0), ("lognormal", -6), ("normal", 50), ("constant", -50)]
+# Kinds of entries and their sizes, as powers of 2, with units of 3 to 65,536 entries in
+# each tree.
+RUNS = [
+    ("normal", 0),
+    ("constant", 6),
+    ("lognormal", 0),
+    ("lognormal", -6),
+    ("normal", 50),
+    ("constant", -50),
+]
 BOUND = 0.6875  # exact in all dtypes
 
 
@@ -42,43 +50,96 @@ def test_ends_at_or_just_below_the_bound(row: Row) -> None:
         expected, after = row.oracle(exact(tree), weights, bound), exact(result)
         for name, want in expected.items():
             dtype = tree[name].dtype
-            least = 0 if jnp.finfo(dtype).bits >= 32 else float(jnp.finfo(dtype).smallest_subnormal)
+            least = (
+                0
+                if jnp.finfo(dtype).bits >= 32
+                else float(jnp.finfo(dtype).smallest_subnormal)
+            )
             error = row.below or tolerance(dtype)
-            if row.rounds != "entry":  # a sum of products rounds relative to the largest of them
-                largest = np.abs(want if row.rounds == "result" else exact(tree)[name]).max()
+            if (
+                row.rounds != "entry"
+            ):  # a sum of products rounds relative to the largest of them
+                largest = np.abs(
+                    want if row.rounds == "result" else exact(tree)[name]
+                ).max()
                 least += (error + tolerance(dtype)) * largest
-            np.testing.assert_allclose(after[name], want, rtol=error, atol=least, err_msg=f"{name} {kind} {exponent}")
+            np.testing.assert_allclose(
+                after[name],
+                want,
+                rtol=error,
+                atol=least,
+                err_msg=f"{name} {kind} {exponent}",
+            )
             if row.bounds:
                 now, most = measured(row, after[name]), measured(row, want)
                 share = below(dtype) + (row.below or 0)
-                assert (now <= most).all(), (name, kind, exponent, (now - most).max(), most.max())
-                assert (now >= most * (1 - share)).all(), (name, kind, exponent, (now - most).min(), most.max())
+                assert (now <= most).all(), (
+                    name,
+                    kind,
+                    exponent,
+                    (now - most).max(),
+                    most.max(),
+                )
+                assert (now >= most * (1 - share)).all(), (
+                    name,
+                    kind,
+                    exponent,
+                    (now - most).min(),
+                    most.max(),
+                )
         if row.kind == "clip":
             check_metrics(row, state, exact(tree), expected, weights, bound)
 
 
-def check_metrics(row: Row, state: Any, tree: Any, expected: Any, params: Any, bound: float) -> None:
+def check_metrics(
+    row: Row, state: Any, tree: Any, expected: Any, params: Any, bound: float
+) -> None:
     """Compare the metrics of a clip with those of the oracle."""
-    found = {key.removeprefix(f"{row.name}/"): float(x) for key, x in clipjax.metrics(state).items()}
-    ratios = [np.abs(x).max() / np.abs(tree[k]).max() for k, x in expected.items() if tree[k].any()]
+    found = {
+        key.removeprefix(f"{row.name}/"): float(x)
+        for key, x in clipjax.metrics(state).items()
+    }
+    ratios = [
+        np.abs(x).max() / np.abs(tree[k]).max()
+        for k, x in expected.items()
+        if tree[k].any()
+    ]
     outside = any((expected[k] != tree[k]).any() for k in tree)
     assert found["nonfinite_count"] == 0
     assert (found["scale"] < 1) == outside
     assert row.warm or found["clipped_fraction"] == outside
-    after = oracles.tree_norm(expected) if row.logs == "tree" else found["norm"] * found["scale"]
-    np.testing.assert_allclose(found["norm_after"], after, rtol=tolerance(np.float32, 65536))
+    after = (
+        oracles.tree_norm(expected)
+        if row.logs == "tree"
+        else found["norm"] * found["scale"]
+    )
+    np.testing.assert_allclose(
+        found["norm_after"], after, rtol=tolerance(np.float32, 65536)
+    )
     if row.logs == "tree" or (row.logs == "largest" and row.shares == "tree"):
-        np.testing.assert_allclose(found["norm"], oracles.tree_norm(tree, row.ord), rtol=tolerance(np.float32, 65536))
+        np.testing.assert_allclose(
+            found["norm"],
+            oracles.tree_norm(tree, row.ord),
+            rtol=tolerance(np.float32, 65536),
+        )
     elif row.logs == "largest" and row.shares in ("leaf", "entry"):
         most = max(float(measured(row, x).max()) for x in tree.values())
-        np.testing.assert_allclose(found["norm"], most, rtol=tolerance(np.float32, 65536))
+        np.testing.assert_allclose(
+            found["norm"], most, rtol=tolerance(np.float32, 65536)
+        )
     if row.shares == "tree":
-        np.testing.assert_allclose(found["scale"], min(ratios), rtol=tolerance(np.float32, 65536))
+        np.testing.assert_allclose(
+            found["scale"], min(ratios), rtol=tolerance(np.float32, 65536)
+        )
 
 
-@pytest.mark.parametrize("row", [row for row in PROJECTIONS if row.tree != "heads"], ids=lambda row: row.id)
+@pytest.mark.parametrize(
+    "row", [row for row in PROJECTIONS if row.tree != "heads"], ids=lambda row: row.id
+)
 def test_the_last_link_ends_within_one_rounding(row: Row) -> None:
-    """From weights inside, p + u rounds each entry once: by half an ulp of it, or of p where that is larger."""
+    """From weights inside, p + u rounds each entry once: by half an ulp of it, or of p
+    where that is larger.
+    """
 
     @jax.jit
     def step(params: Any, updates: Any, bound: Any) -> Any:
@@ -96,8 +157,16 @@ def test_the_last_link_ends_within_one_rounding(row: Row) -> None:
             want = row.oracle({name: total}, {}, bound)[name]
             now, most = measured(row, exact({"x": x})["x"]), measured(row, want)
             before = np.abs(exact({"x": params[name]})["x"])
-            room = eps * np.maximum(most, measured(row, before)) + float(jnp.finfo(x.dtype).smallest_subnormal)
-            assert (now <= most + room).all(), (name, kind, exponent, (now - most).max(), most.max())
+            room = eps * np.maximum(most, measured(row, before)) + float(
+                jnp.finfo(x.dtype).smallest_subnormal
+            )
+            assert (now <= most + room).all(), (
+                name,
+                kind,
+                exponent,
+                (now - most).max(),
+                most.max(),
+            )
 
 
 @pytest.mark.parametrize("kind", ["normal", "constant", "lognormal"])
@@ -106,7 +175,11 @@ def test_norms_are_right(kind: str) -> None:
 
     @jax.jit
     def measure(tree: Any) -> Any:
-        measures = functional.global_norm, functional.leaf_norms, functools.partial(functional.unitwise_norms, axes=0)
+        measures = (
+            functional.global_norm,
+            functional.leaf_norms,
+            functools.partial(functional.unitwise_norms, axes=0),
+        )
         return [[each(tree, ord=p) for each in measures] for p in orders]
 
     tree = draw(kind, 0, SHAPES, DTYPES)
@@ -115,5 +188,9 @@ def test_norms_are_right(kind: str) -> None:
         np.testing.assert_allclose(together, oracles.tree_norm(want, p), rtol=error)
         for name, x in want.items():
             assert each[name].dtype == units[name].dtype == np.float32
-            np.testing.assert_allclose(each[name], oracles.norm(x, None, p).item(), rtol=error)
-            np.testing.assert_allclose(units[name], oracles.norm(x, (0,), p)[0], rtol=error)
+            np.testing.assert_allclose(
+                each[name], oracles.norm(x, None, p).item(), rtol=error
+            )
+            np.testing.assert_allclose(
+                units[name], oracles.norm(x, (0,), p)[0], rtol=error
+            )

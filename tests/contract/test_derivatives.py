@@ -1,4 +1,6 @@
-"""First and second derivatives are finite at 0, and equal finite differences of the oracles elsewhere."""
+"""First and second derivatives are finite at 0, and equal finite differences of the
+oracles elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,18 @@ from tests.support.trees import exact
 
 # No entry or norm is near a limit of 0.6875 or 64, and singular values are apart.
 POINT = {"a_float32": [[1.5, -0.3], [-2.0, 0.2], [0.5, 0.4]], "c_float32": [-1.2, 0.4]}
-WEIGHTS = {"a_float32": [[-2.0, 1.5], [0.7, -0.2], [1.1, 0.9]], "c_float32": [2.5, -1.0]}
-COTANGENT = {"a_float32": [[0.3, -1.1], [0.8, 0.9], [-0.6, 0.5]], "c_float32": [0.7, -0.4]}
-DIRECTION = {"a_float32": [[-0.5, 0.2], [1.0, -0.7], [0.4, 0.3]], "c_float32": [0.9, 0.6]}
+WEIGHTS = {
+    "a_float32": [[-2.0, 1.5], [0.7, -0.2], [1.1, 0.9]],
+    "c_float32": [2.5, -1.0],
+}
+COTANGENT = {
+    "a_float32": [[0.3, -1.1], [0.8, 0.9], [-0.6, 0.5]],
+    "c_float32": [0.7, -0.4],
+}
+DIRECTION = {
+    "a_float32": [[-0.5, 0.2], [1.0, -0.7], [0.4, 0.3]],
+    "c_float32": [0.9, 0.6],
+}
 OUTSIDE, INSIDE = 0.6875, 64.0
 
 
@@ -30,11 +41,16 @@ def dot(a: Any, b: Any) -> Any:
 def in_tree(row: Row, tree: Any, kind: Any) -> Any:
     """Return a tree of arrays, for heads with the shape (in, heads, head_dim)."""
     if row.tree == "heads":
-        return {f"layer/{side}": kind(tree["a_float32"]).reshape(1, 3, 2) for side in ("query", "key")}
+        return {
+            f"layer/{side}": kind(tree["a_float32"]).reshape(1, 3, 2)
+            for side in ("query", "key")
+        }
     return {k: kind(x) for k, x in tree.items()}
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if not row.same_code], ids=lambda row: row.id)
+@pytest.mark.parametrize(
+    "row", [row for row in ROWS if not row.same_code], ids=lambda row: row.id
+)
 def test_they_are_right(row: Row) -> None:
     def float32(x: Any) -> Any:
         return jnp.asarray(x, np.float32)
@@ -61,13 +77,21 @@ def test_they_are_right(row: Row) -> None:
         point, toward = in_tree(row, POINT, float64), in_tree(row, DIRECTION, float64)
         want = oracles.gradient(loss, point)
         ahead, behind = (
-            oracles.gradient(loss, {k: x + sign * 1e-3 * toward[k] for k, x in point.items()}, 1e-3) for sign in (1, -1)
+            oracles.gradient(
+                loss, {k: x + sign * 1e-3 * toward[k] for k, x in point.items()}, 1e-3
+            )
+            for sign in (1, -1)
         )
         for name, x in want.items():
             np.testing.assert_allclose(first[name], x, rtol=1e-4, atol=1e-5)
-            np.testing.assert_allclose(second[name], (ahead[name] - behind[name]) / 2e-3, rtol=1e-3, atol=1e-4)
+            np.testing.assert_allclose(
+                second[name], (ahead[name] - behind[name]) / 2e-3, rtol=1e-3, atol=1e-4
+            )
 
-    zero = {k: x.at[..., 0].set(0) for k, x in at.items()}, jax.tree.map(jnp.zeros_like, at)
+    zero = (
+        {k: x.at[..., 0].set(0) for k, x in at.items()},
+        jax.tree.map(jnp.zeros_like, at),
+    )
     for tree in zero:
         for bound in (0.0, OUTSIDE):
             found = slopes(tree, state, bound)[: 2 if row.twice else 1]
@@ -79,7 +103,9 @@ def test_forward_mode_takes_tangents_of_all_kinds() -> None:
         return clipjax.scale_gradient(x, -0.5)
 
     assert jax.jvp(scaled, (3.0,), (1.0,))[1] == -0.5
-    np.testing.assert_array_equal(jax.jvp(scaled, (jnp.ones(2),), (np.ones(2, np.float32),))[1], [-0.5, -0.5])
+    np.testing.assert_array_equal(
+        jax.jvp(scaled, (jnp.ones(2),), (np.ones(2, np.float32),))[1], [-0.5, -0.5]
+    )
 
 
 def test_a_threshold_has_a_derivative_and_that_of_a_layer_has_none() -> None:
@@ -92,10 +118,21 @@ def test_a_threshold_has_a_derivative_and_that_of_a_layer_has_none() -> None:
         "max_norm": lambda s: jnp.sum(clipjax.max_norm(s)(w)) / 2**0.5,
     }
     for name, clip in clips.items():
-        np.testing.assert_allclose(jax.jit(jax.grad(clip))(0.5), 2, rtol=1e-5, err_msg=name)
-    ones = jnp.ones(1, jnp.bfloat16)  # in which 0.3 and 0.7 are rounded, one of them inward
+        np.testing.assert_allclose(
+            jax.jit(jax.grad(clip))(0.5), 2, rtol=1e-5, err_msg=name
+        )
+    ones = jnp.ones(
+        1, jnp.bfloat16
+    )  # in which 0.3 and 0.7 are rounded, one of them inward
     for limit in (0.3, 0.5, 0.7):
-        assert jax.grad(lambda s: jnp.sum(clipjax.functional.clip_by_value(ones, -s, s)).astype(np.float32))(limit) == 1
+        assert (
+            jax.grad(
+                lambda s: jnp.sum(clipjax.functional.clip_by_value(ones, -s, s)).astype(
+                    np.float32
+                )
+            )(limit)
+            == 1
+        )
     layers = {
         "scale": clipjax.scale_gradient,
         "value": lambda x, s: clipjax.clip_gradient_by_value(x, -s, s),

@@ -1,4 +1,6 @@
-"""What ends inside its bound counts as inside: the same program does not change it again."""
+"""What ends inside its bound counts as inside: the same program does not change it
+again.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from tests.support.programs import run, tree_of, weights_of
 from tests.support.trees import changed
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row.idempotent], ids=lambda row: row.id)
+@pytest.mark.parametrize(
+    "row", [row for row in ROWS if row.idempotent], ids=lambda row: row.id
+)
 def test_twice_is_once(row: Row) -> None:
     params = weights_of(row)
     for kind, exponent in RUNS[:3]:

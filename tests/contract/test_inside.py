@@ -1,4 +1,6 @@
-"""What is inside its bound comes back bit for bit; shape, dtype and weak type always stay."""
+"""What is inside its bound comes back bit for bit; shape, dtype and weak type always
+stay.
+"""
 
 from __future__ import annotations
 
@@ -16,27 +18,40 @@ from tests.support.trees import changed
 INSIDE = 0.6875 * 2.0**14  # exact in all dtypes
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row.keeps], ids=lambda row: row.id)
+@pytest.mark.parametrize(
+    "row", [row for row in ROWS if row.keeps], ids=lambda row: row.id
+)
 def test_inside_nothing_changes(row: Row) -> None:
-    """Entries are normal and subnormal numbers, 0 and -0; XLA on a CPU would flush subnormal ones in a product."""
+    """Entries are normal and subnormal numbers, 0 and -0; XLA on a CPU would flush
+    subnormal ones in a product.
+    """
     params = tree_of(row, seed=1) if row.params else None
     for exponent in (0, -20):
-        tree = {name: with_tiny_entries(x) for name, x in tree_of(row, "inside", exponent).items()}
+        tree = {
+            name: with_tiny_entries(x)
+            for name, x in tree_of(row, "inside", exponent).items()
+        }
         result, _ = run(row, tree, INSIDE * row.times, params)
         assert not changed(tree, result)
 
 
 def with_tiny_entries(x: Any) -> Any:
-    """Replace the first column, or the first entries of a vector, by numbers down to the smallest one."""
+    """Replace the first column, or the first entries of a vector, by numbers down to
+    the smallest one.
+    """
     info = jnp.finfo(x.dtype)
-    tiny = np.array([info.smallest_subnormal, -3 * info.smallest_subnormal, -0.0, 0.0, info.tiny]).astype(x.dtype)
+    tiny = np.array(
+        [info.smallest_subnormal, -3 * info.smallest_subnormal, -0.0, 0.0, info.tiny]
+    ).astype(x.dtype)
     entries = np.array(x)
     first = entries[..., 0] if x.ndim > 1 else entries
     first[:] = np.where(np.arange(len(first)) < 5, np.resize(tiny, len(first)), first)
     return jnp.asarray(entries)
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row.tree == "main"], ids=lambda row: row.id)
+@pytest.mark.parametrize(
+    "row", [row for row in ROWS if row.tree == "main"], ids=lambda row: row.id
+)
 def test_types_stay(row: Row) -> None:
     tree = {
         "c_weak": 2.0,

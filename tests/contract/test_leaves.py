@@ -1,4 +1,6 @@
-"""Leaves that are no float arrays pass through and count for nothing; complex ones count by |z|."""
+"""Leaves that are no float arrays pass through and count for nothing; complex ones
+count by |z|.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,13 @@ from tests.support.programs import apply, is_transformation
 from tests.support.tolerances import tolerance
 from tests.support.trees import changed, exact
 
-FLOATS = {"a": jnp.array([[3.0, -2.0], [1.0, 4.0]]), "c_vector": jnp.array([5.0, 0.1, 1.0])}
-COMPLEX = {k: x * jnp.exp(1j * jnp.arange(x.size).reshape(x.shape)) for k, x in FLOATS.items()}
+FLOATS = {
+    "a": jnp.array([[3.0, -2.0], [1.0, 4.0]]),
+    "c_vector": jnp.array([5.0, 0.1, 1.0]),
+}
+COMPLEX = {
+    k: x * jnp.exp(1j * jnp.arange(x.size).reshape(x.shape)) for k, x in FLOATS.items()
+}
 BOUND = 0.6875
 
 
@@ -34,7 +41,12 @@ def others() -> dict[str, Any]:
 
 
 def nothing() -> dict[str, Any]:
-    return {"none": None, "masked": optax.MaskedNode(), "empty": jnp.zeros((0, 3)), "empty_vector": jnp.zeros(0)}
+    return {
+        "none": None,
+        "masked": optax.MaskedNode(),
+        "empty": jnp.zeros((0, 3)),
+        "empty_vector": jnp.zeros(0),
+    }
 
 
 def once(row: Row, tree: Any, bound: Any = BOUND) -> Any:
@@ -44,25 +56,36 @@ def once(row: Row, tree: Any, bound: Any = BOUND) -> Any:
 
 def with_state(row: Row, tree: Any, bound: Any) -> Any:
     state = row.make(bound).init(tree) if is_transformation(row) else None
-    if row.kind == "layer":  # integers have gradients of float0: test_layers_pass_integers
+    if (
+        row.kind == "layer"
+    ):  # integers have gradients of float0: test_layers_pass_integers
         tree = {k: x for k, x in tree.items() if k not in others()}
     return apply(row, tree, state, tree if row.params else None, bound)
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row.tree != "heads" and row.passes], ids=lambda row: row.id)
+@pytest.mark.parametrize(
+    "row",
+    [row for row in ROWS if row.tree != "heads" and row.passes],
+    ids=lambda row: row.id,
+)
 def test_others_count_for_nothing(row: Row) -> None:
 
     @jax.jit
     def program(tree: Any, bound: Any) -> Any:
         extra = others()
         result, state = with_state(row, {**tree, **extra, **nothing()}, bound)
-        for name, x in extra.items() if row.kind != "layer" and not row.skips else ():  # a choice is another object
+        for name, x in (
+            extra.items() if row.kind != "layer" and not row.skips else ()
+        ):  # a choice is another object
             assert result[name] is x
         assert result["none"] is None
         assert isinstance(result["masked"], optax.MaskedNode)
         assert result["empty"].shape == (0, 3)
         alone, state_alone = with_state(row, tree, bound)
-        metrics = [clipjax.metrics(x) if row.kind in ("clip", "step") else {} for x in (state, state_alone)]
+        metrics = [
+            clipjax.metrics(x) if row.kind in ("clip", "step") else {}
+            for x in (state, state_alone)
+        ]
         return {k: result[k] for k in tree}, alone, *metrics
 
     beside, alone, *metrics = program(FLOATS, BOUND)
@@ -72,7 +95,11 @@ def test_others_count_for_nothing(row: Row) -> None:
         assert changed(FLOATS, alone)
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row.kind == "layer" and row.passes], ids=lambda row: row.id)
+@pytest.mark.parametrize(
+    "row",
+    [row for row in ROWS if row.kind == "layer" and row.passes],
+    ids=lambda row: row.id,
+)
 def test_layers_pass_integers(row: Row) -> None:
     tree = {**FLOATS, **others(), **nothing()}
     result = row.make(BOUND)(tree)
@@ -83,7 +110,9 @@ def test_layers_pass_integers(row: Row) -> None:
     assert slopes["n"].dtype == jax.dtypes.float0
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row.skips], ids=lambda row: row.id)
+@pytest.mark.parametrize(
+    "row", [row for row in ROWS if row.skips], ids=lambda row: row.id
+)
 def test_skipping_keeps_keys(row: Row) -> None:
     """A skipped step returns leaves of the same dtypes."""
     tree = {"w": jnp.array([jnp.nan]), "key": jax.random.key(3), "n": jnp.arange(2)}
@@ -118,14 +147,26 @@ def test_complex_leaves_count_by_modulus(row: Row) -> None:
         want = {k: x / np.abs(x) * sizes[k] for k, x in weights.items()}
     for name, x in exact(result).items():
         assert result[name].dtype == np.complex64
-        np.testing.assert_allclose(x, want[name], rtol=row.below or tolerance(np.float32), atol=1e-5)
+        np.testing.assert_allclose(
+            x, want[name], rtol=row.below or tolerance(np.float32), atol=1e-5
+        )
 
 
 def test_python_numbers_and_numpy_arrays_count() -> None:
-    tree = {"float": 3.0, "numpy": np.array([4.0], np.float32), "int": 7, "matrix": np.zeros((1, 2), np.float32)}
-    for tx in (clipjax.clip_by_global_norm(1.0), clipjax.chain(clipjax.clip_by_group_norm({"*": 1.0}))):
+    tree = {
+        "float": 3.0,
+        "numpy": np.array([4.0], np.float32),
+        "int": 7,
+        "matrix": np.zeros((1, 2), np.float32),
+    }
+    for tx in (
+        clipjax.clip_by_global_norm(1.0),
+        clipjax.chain(clipjax.clip_by_group_norm({"*": 1.0})),
+    ):
         result, _ = tx.update(tree, tx.init(tree))
-        np.testing.assert_allclose([result["float"], result["numpy"][0]], [0.6, 0.8], rtol=2e-6)
+        np.testing.assert_allclose(
+            [result["float"], result["numpy"][0]], [0.6, 0.8], rtol=2e-6
+        )
         assert result["int"] == 7
         assert all(isinstance(x, jax.Array) for x in result.values())
     assert functional.clip_by_value(tree, -1.0, 1.0)["float"] == 1.0

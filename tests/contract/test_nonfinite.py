@@ -1,4 +1,6 @@
-"""NaN and infinity spread to all that shares their norm, are counted, and enter no memory."""
+"""NaN and infinity spread to all that shares their norm, are counted, and enter no
+memory.
+"""
 
 from __future__ import annotations
 
@@ -52,13 +54,23 @@ def test_all_that_shares_the_norm_becomes_nan(row: Row, value: float) -> None:
         assert np.isfinite(x[~np.isnan(x)]).all()
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row.shares == "entry"], ids=lambda row: row.id)
+@pytest.mark.parametrize(
+    "row", [row for row in ROWS if row.shares == "entry"], ids=lambda row: row.id
+)
 def test_entries_that_are_infinite_end_at_the_limit(row: Row) -> None:
     for value in (NAN, INF, HUGE, -INF):
         tree = spoiled(row, value)
-        result, want = exact(run(row, tree, BOUND)[0]), row.oracle(exact(tree), {}, BOUND)
+        result, want = (
+            exact(run(row, tree, BOUND)[0]),
+            row.oracle(exact(tree), {}, BOUND),
+        )
         for name, x in result.items():
-            np.testing.assert_allclose(x, want[name], rtol=1e-2 if "f" in name else 0, err_msg=f"{name} {value}")
+            np.testing.assert_allclose(
+                x,
+                want[name],
+                rtol=1e-2 if "f" in name else 0,
+                err_msg=f"{name} {value}",
+            )
 
 
 @pytest.mark.parametrize("row", CLIPS, ids=lambda row: row.id)
@@ -66,28 +78,41 @@ def test_it_is_counted_and_the_past_stays(row: Row) -> None:
     params, bound = weights_of(row), BOUND * row.times
     state = start(row, tree_of(row), params, bound)
     _, state = run(row, tree_of(row, seed=3), bound, params, state)
-    before, clipped = [bits(x) for x in jax.tree.leaves(state.memory)], state.shares[f"{row.name}/clipped"]
+    before, clipped = (
+        [bits(x) for x in jax.tree.leaves(state.memory)],
+        state.shares[f"{row.name}/clipped"],
+    )
     huge = HUGE if row.ord in (2, 3) and row.shares != "entry" else INF
     for count, value in enumerate((NAN, INF, huge), 1):
         _, state = run(row, spoiled(row, value), bound, params, state)
         found = clipjax.metrics(state)
         assert found[f"{row.name}/nonfinite_count"] == count
         assert not np.isfinite(found[f"{row.name}/norm"])
-        assert np.isnan([found[f"{row.name}/norm_after"], found[f"{row.name}/scale"]]).all()
+        assert np.isnan(
+            [found[f"{row.name}/norm_after"], found[f"{row.name}/scale"]]
+        ).all()
         assert state.shares[f"{row.name}/clipped"] == clipped
         assert [bits(x) for x in jax.tree.leaves(state.memory)] == before
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row.skips], ids=lambda row: row.id)
+@pytest.mark.parametrize(
+    "row", [row for row in ROWS if row.skips], ids=lambda row: row.id
+)
 def test_a_skipped_step_changes_nothing(row: Row) -> None:
     _, state = run(row, tree_of(row), BOUND)
     kept = [bits(x) for x in jax.tree.leaves(state.memory._replace(in_a_row=0))]
     for count, value in enumerate((NAN, INF, HUGE), 1):
         result, state = run(row, spoiled(row, value), BOUND, state=state)
         assert all((x == 0).all() for x in result.values())
-        assert [bits(x) for x in jax.tree.leaves(state.memory._replace(in_a_row=0))] == kept
+        assert [
+            bits(x) for x in jax.tree.leaves(state.memory._replace(in_a_row=0))
+        ] == kept
         found = clipjax.metrics(state)
-        assert found[f"{row.name}/nonfinite_count"] == found[f"{row.name}/skipped"] == count
+        assert (
+            found[f"{row.name}/nonfinite_count"]
+            == found[f"{row.name}/skipped"]
+            == count
+        )
 
 
 def test_zero_nonfinite_zeroes_and_counts() -> None:
@@ -98,22 +123,38 @@ def test_zero_nonfinite_zeroes_and_counts() -> None:
         want = spoiled(row, 0)
         assert all(bits(result[name]) == bits(want[name]) for name in want)
         assert clipjax.metrics(state)["zero_nonfinite/zeroed_entries"] == count
-    assert bits(run(row, spoiled(row, HUGE), BOUND)[0]["a_float32"]) == bits(spoiled(row, HUGE)["a_float32"])
+    assert bits(run(row, spoiled(row, HUGE), BOUND)[0]["a_float32"]) == bits(
+        spoiled(row, HUGE)["a_float32"]
+    )
 
 
 @pytest.mark.parametrize(
     ("policy", "value", "expected"),
     [
-        ("propagate", NAN, NAN), ("propagate", HUGE, NAN), ("zero", NAN, 1.0), ("zero", INF, 1.0), ("zero", HUGE, 0.0),
-        ("skip", NAN, 0.0), ("skip", INF, 0.0), ("skip", HUGE, 0.0),
+        ("propagate", NAN, NAN),
+        ("propagate", HUGE, NAN),
+        ("zero", NAN, 1.0),
+        ("zero", INF, 1.0),
+        ("zero", HUGE, 0.0),
+        ("skip", NAN, 0.0),
+        ("skip", INF, 0.0),
+        ("skip", HUGE, 0.0),
     ],
-)  # fmt: skip
+)
 def test_policies_of_bounded(policy: Any, value: float, expected: float) -> None:
     """A norm of 1e20 is not finite in float32, and its entries are."""
-    tx = clipjax.bounded(optax.identity(), clip=clipjax.clip_by_global_norm(1.0), nonfinite=policy)
+    tx = clipjax.bounded(
+        optax.identity(), clip=clipjax.clip_by_global_norm(1.0), nonfinite=policy
+    )
     grads = {"bad": jnp.array([value]), "good": jnp.array([5.0], jnp.bfloat16)}
     updates, state = jax.jit(tx.update)(grads, tx.init(grads))
     np.testing.assert_allclose(exact(updates)["good"], [expected], rtol=1e-2)
     found = clipjax.metrics(state)
-    counted = sum(int(x) for key, x in found.items() if key.endswith(("nonfinite_count", "zeroed_entries")))
-    assert counted == (3 if (policy, value) == ("zero", HUGE) else 1)  # the norm, and two entries
+    counted = sum(
+        int(x)
+        for key, x in found.items()
+        if key.endswith(("nonfinite_count", "zeroed_entries"))
+    )
+    assert counted == (
+        3 if (policy, value) == ("zero", HUGE) else 1
+    )  # the norm, and two entries

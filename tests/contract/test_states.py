@@ -1,4 +1,6 @@
-"""States have constant shapes and separate buffers; bounds may be 0, infinite and schedules."""
+"""States have constant shapes and separate buffers; bounds may be 0, infinite and
+schedules.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,16 @@ from tests.support.tolerances import tolerance
 from tests.support.trees import changed, draw, exact
 
 TREE = draw("normal", 0, {"a": (3, 5), "c": (64, 2)}, ["float32"])
-STATELESS = [row for row in CLIPS if not jax.tree.leaves(jax.eval_shape(row.make(BOUND).init, TREE).memory)]
-WITH_STATE = [row for row in ROWS if (is_transformation(row) or row.kind == "projection") and row.tree != "heads"]
+STATELESS = [
+    row
+    for row in CLIPS
+    if not jax.tree.leaves(jax.eval_shape(row.make(BOUND).init, TREE).memory)
+]
+WITH_STATE = [
+    row
+    for row in ROWS
+    if (is_transformation(row) or row.kind == "projection") and row.tree != "heads"
+]
 SCHEDULED = [row for row in ROWS if row.schedule]
 
 
@@ -37,11 +47,16 @@ def test_shapes_and_dtypes_of_states_are_constant(row: Row) -> None:
         first = jax.eval_shape(tx.init, tree)
         _, second = jax.eval_shape(tx.update, tree, first, tree)
         assert jax.tree.structure(first) == jax.tree.structure(second)
-        described = [[(x.shape, x.dtype, x.weak_type) for x in jax.tree.leaves(s)] for s in (first, second)]
+        described = [
+            [(x.shape, x.dtype, x.weak_type) for x in jax.tree.leaves(s)]
+            for s in (first, second)
+        ]
         assert described[0] == described[1]
 
 
-@pytest.mark.parametrize("row", [row for row in WITH_STATE if is_transformation(row)], ids=lambda row: row.id)
+@pytest.mark.parametrize(
+    "row", [row for row in WITH_STATE if is_transformation(row)], ids=lambda row: row.id
+)
 def test_states_share_no_buffers(row: Row) -> None:
     """A buffer can be donated only once."""
     leaves = jax.tree.leaves(row.make(BOUND).init(TREE))
@@ -50,9 +65,17 @@ def test_states_share_no_buffers(row: Row) -> None:
 
 
 def test_states_can_be_donated() -> None:
-    clips = [clipjax.autoclip(window=4), clipjax.zclip(), clipjax.clip_by_quantile(), clipjax.adagc()]
+    clips = [
+        clipjax.autoclip(window=4),
+        clipjax.zclip(),
+        clipjax.clip_by_quantile(),
+        clipjax.adagc(),
+    ]
     tx = clipjax.bounded(
-        clipjax.skip_spikes(optax.adam(0.1)), clip=clips, project=clipjax.max_norm(1.0), nonfinite="skip"
+        clipjax.skip_spikes(optax.adam(0.1)),
+        clip=clips,
+        project=clipjax.max_norm(1.0),
+        nonfinite="skip",
     )
     step = jax.jit(tx.update, donate_argnums=1)
     state = tx.init(TREE)
@@ -60,7 +83,10 @@ def test_states_can_be_donated() -> None:
         before = state
         _, state = step(TREE, state, TREE)
         assert any(x.is_deleted() for x in jax.tree.leaves(before))
-    assert all(clipjax.metrics(state)[f"{name}/steps"] == 2 for name in ("autoclip", "zclip", "adagc", "skip_spikes"))
+    assert all(
+        clipjax.metrics(state)[f"{name}/steps"] == 2
+        for name in ("autoclip", "zclip", "adagc", "skip_spikes")
+    )
 
 
 def test_without_a_state_they_clip_the_same() -> None:
@@ -83,21 +109,34 @@ def test_without_a_state_they_clip_the_same() -> None:
         assert not changed(each[2], each[1]), row.id
 
 
-@pytest.mark.parametrize("row", [row for row in CLIPS if row not in STATELESS], ids=lambda row: row.id)
+@pytest.mark.parametrize(
+    "row", [row for row in CLIPS if row not in STATELESS], ids=lambda row: row.id
+)
 def test_a_memory_needs_its_state(row: Row) -> None:
     for state in (None, optax.EmptyState()):
-        with pytest.raises(ValueError, match=f"state: {row.name} needs the state that init returned"):
+        with pytest.raises(
+            ValueError, match=f"state: {row.name} needs the state that init returned"
+        ):
             row.make(BOUND).update(TREE, state)
 
 
 @pytest.mark.parametrize("row", CLIPS, ids=lambda row: row.id)
 def test_metrics_of_a_clip(row: Row) -> None:
     found = clipjax.metrics(row.make(BOUND).init(TREE))
-    keys = {"norm", "norm_after", "scale", "clipped_fraction", "nonfinite_count", "steps"}
+    keys = {
+        "norm",
+        "norm_after",
+        "scale",
+        "clipped_fraction",
+        "nonfinite_count",
+        "steps",
+    }
     assert {f"{row.name}/{key}" for key in keys} <= set(found)
     assert list(found) == sorted(found)  # as after a jitted step
     assert all(x.shape == () for x in found.values())
-    assert ("threshold" in {key.split("/")[-1] for key in found}) == (row not in STATELESS)
+    assert ("threshold" in {key.split("/")[-1] for key in found}) == (
+        row not in STATELESS
+    )
 
 
 @pytest.mark.parametrize(
@@ -114,24 +153,38 @@ def test_bounds_of_0_and_infinity(row: Row) -> None:
         np.testing.assert_array_equal(x, want[name], err_msg=name)
 
 
-@pytest.mark.parametrize("row", [row for row in SCHEDULED if row not in FUNCTIONS], ids=lambda row: row.id)
+@pytest.mark.parametrize(
+    "row", [row for row in SCHEDULED if row not in FUNCTIONS], ids=lambda row: row.id
+)
 def test_a_schedule_that_reaches_0(row: Row) -> None:
     made, params = row.make(bound_at), TREE if row.params else None
     state = made.init(TREE) if is_transformation(row) else jnp.zeros((), np.int32)
 
     @jax.jit
     def step(tree: Any, state: Any) -> Any:
-        return made.update(tree, state, params) if is_transformation(row) else (made(tree, step=state), state + 1)
+        return (
+            made.update(tree, state, params)
+            if is_transformation(row)
+            else (made(tree, step=state), state + 1)
+        )
 
     for bound in (np.inf, BOUND, 0.0, 0.0):
         result, state = step(TREE, state)
         want = row.oracle(exact(TREE), exact(TREE), bound)
         for name, x in exact(result).items():
             error = row.below or tolerance(np.float32)
-            np.testing.assert_allclose(x, want[name], rtol=error, atol=5e-6 if bound == BOUND else 0, err_msg=name)
+            np.testing.assert_allclose(
+                x,
+                want[name],
+                rtol=error,
+                atol=5e-6 if bound == BOUND else 0,
+                err_msg=name,
+            )
 
 
-@pytest.mark.parametrize("row", [row for row in PROJECTIONS if row.schedule], ids=lambda row: row.id)
+@pytest.mark.parametrize(
+    "row", [row for row in PROJECTIONS if row.schedule], ids=lambda row: row.id
+)
 def test_a_link_counts_the_steps_of_its_schedule(row: Row) -> None:
     link = row.make(bound_at)
     with pytest.raises(ValueError, match="is a schedule and needs the step"):
@@ -144,7 +197,9 @@ def test_a_link_counts_the_steps_of_its_schedule(row: Row) -> None:
 
 
 @pytest.mark.parametrize("row", SCHEDULED, ids=lambda row: row.id)
-@pytest.mark.parametrize("bound", [-1.0, float("nan"), True, "1", [1.0], np.array([1.0, -2.0]), 1j])
+@pytest.mark.parametrize(
+    "bound", [-1.0, float("nan"), True, "1", [1.0], np.array([1.0, -2.0]), 1j]
+)
 def test_wrong_bounds_raise_at_once(row: Row, bound: Any) -> None:
     """The error names the argument and the value."""
     with pytest.raises((TypeError, ValueError), match=r" must .* got "):
@@ -155,12 +210,18 @@ def test_wrong_bounds_raise_at_once(row: Row, bound: Any) -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        clipjax.box, clipjax.clip_by_value, lambda low, high: functional.clip_by_value(TREE, low, high),
+        clipjax.box,
+        clipjax.clip_by_value,
+        lambda low, high: functional.clip_by_value(TREE, low, high),
         lambda low, high: clipjax.clip_gradient_by_value(TREE, low, high),
     ],
     ids=["box", "clip_by_value", "functional.clip_by_value", "clip_gradient_by_value"],
-)  # fmt: skip
+)
 def test_wrong_limits_raise_at_once(make: Any, limit: Any) -> None:
-    for name, limits in (("low", (limit, 1.0)), ("high", (1.0, limit)), ("low", (1.0, -1.0))):
+    for name, limits in (
+        ("low", (limit, 1.0)),
+        ("high", (1.0, limit)),
+        ("low", (1.0, -1.0)),
+    ):
         with pytest.raises((TypeError, ValueError), match=f"{name} must .* got "):
             make(*limits)

@@ -13,7 +13,9 @@ from clipjax import SKIP, functional
 
 @pytest.mark.parametrize("axes", [(0, 0), (0, -2), (-1, 1)])
 def test_an_axis_named_twice_raises(axes: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"axes: .* names an axis twice for leaf 'w' of shape \(2, 3\)"):
+    with pytest.raises(
+        ValueError, match=r"axes: .* names an axis twice for leaf 'w' of shape \(2, 3\)"
+    ):
         functional.clip_by_norm({"w": jnp.ones((2, 3))}, 1.0, axes=axes)
 
 

@@ -25,7 +25,16 @@ def test_a_traced_bound_below_0_counts_as_0() -> None:
         np.testing.assert_array_equal(x, np.zeros_like(x))
 
 
-@pytest.mark.parametrize("limit", [10**10, np.int64(3 * 10**9), np.int64(2**40), np.array(2**40), np.longdouble(1e10)])
+@pytest.mark.parametrize(
+    "limit",
+    [
+        10**10,
+        np.int64(3 * 10**9),
+        np.int64(2**40),
+        np.array(2**40),
+        np.longdouble(1e10),
+    ],
+)
 def test_a_limit_that_int32_cannot_hold_clips_nothing(limit: Any) -> None:
     """JAX takes whole numbers for int32, which would wrap to a negative limit, or to 0."""
     tree = {"w": jnp.array([[3.0, 1.0], [4.0, 2.0]])}
@@ -37,18 +46,33 @@ def test_a_limit_that_int32_cannot_hold_clips_nothing(limit: Any) -> None:
         clipjax.adaptive_grad_clip(0.1, eps=limit),
     ]
     each = [tx.update(tree, tx.init(tree), tree)[0] for tx in clips]
-    each += [clipjax.max_norm(limit)(tree), clipjax.max_norm({"w": limit})(tree), clipjax.box(-limit, limit)(tree)]
-    each += [clipjax.functional.clip_by_global_norm(tree, limit)[0], clipjax.functional.clip_by_norm(tree, limit)]
-    each += [jax.vjp(lambda x: clipjax.clip_gradient_by_global_norm(x, limit), tree)[1](tree)[0]]
+    each += [
+        clipjax.max_norm(limit)(tree),
+        clipjax.max_norm({"w": limit})(tree),
+        clipjax.box(-limit, limit)(tree),
+    ]
+    each += [
+        clipjax.functional.clip_by_global_norm(tree, limit)[0],
+        clipjax.functional.clip_by_norm(tree, limit),
+    ]
+    each += [
+        jax.vjp(lambda x: clipjax.clip_gradient_by_global_norm(x, limit), tree)[1](
+            tree
+        )[0]
+    ]
     for clipped in each:
         np.testing.assert_array_equal(clipped["w"], tree["w"])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_both_limits_are_rounded_inward(dtype: str) -> None:
-    """Measured in float64, no entry is beyond what the user wrote; and none is far from it."""
+    """Measured in float64, no entry is beyond what the user wrote; and none is far from
+    it.
+    """
     for low, high in ((-0.1, 0.3), (0.1, 0.7), (-0.7, -0.3), (0.3, 0.3000001)):
-        x = np.asarray(clipjax.box(low, high)(jnp.asarray(ENTRIES, dtype))).astype(np.float64)
+        x = np.asarray(clipjax.box(low, high)(jnp.asarray(ENTRIES, dtype))).astype(
+            np.float64
+        )
         ulp = float(jnp.finfo(dtype).eps)
         if high - low > ulp:
             assert x.min() >= low
@@ -58,15 +82,31 @@ def test_both_limits_are_rounded_inward(dtype: str) -> None:
 
 @pytest.mark.parametrize(
     "limit",
-    [2**24 + 3, np.int32(2**24 + 3), jnp.int32(2**24 + 3), lambda _: jnp.int32(2**24 + 3), lambda _: 2**24 + 3],
+    [
+        2**24 + 3,
+        np.int32(2**24 + 3),
+        jnp.int32(2**24 + 3),
+        lambda _: jnp.int32(2**24 + 3),
+        lambda _: 2**24 + 3,
+    ],
 )
 def test_whole_limits_beyond_float32_are_rounded_inward(limit: Any) -> None:
     tx, x = clipjax.clip_by_value(limit), jnp.array([[3e7, -3e7]])
-    np.testing.assert_array_equal(tx.update(x, tx.init(x))[0], [[2.0**24 + 2, -(2.0**24) - 2]])
+    np.testing.assert_array_equal(
+        tx.update(x, tx.init(x))[0], [[2.0**24 + 2, -(2.0**24) - 2]]
+    )
     step = 0 if callable(limit) else None
-    np.testing.assert_array_equal(clipjax.box(-np.inf, limit)(x, step=step), [[2.0**24 + 2, -3e7]])
+    np.testing.assert_array_equal(
+        clipjax.box(-np.inf, limit)(x, step=step), [[2.0**24 + 2, -3e7]]
+    )
 
 
 def test_equal_limits_are_allowed() -> None:
-    np.testing.assert_array_equal(clipjax.box(0.5, 0.5)(jnp.asarray(ENTRIES)), np.full(101, 0.5, np.float32))
-    np.testing.assert_allclose(clipjax.min_max_norm(2.0, 2.0)(jnp.ones((1, 3))), np.full((1, 3), 2.0), rtol=2e-6)
+    np.testing.assert_array_equal(
+        clipjax.box(0.5, 0.5)(jnp.asarray(ENTRIES)), np.full(101, 0.5, np.float32)
+    )
+    np.testing.assert_allclose(
+        clipjax.min_max_norm(2.0, 2.0)(jnp.ones((1, 3))),
+        np.full((1, 3), 2.0),
+        rtol=2e-6,
+    )

@@ -18,7 +18,9 @@ RNG = np.random.default_rng(0)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_updates_to_weights_inside_are_not_changed(dtype: str) -> None:
     """In 16 bits p + ((p + u) - p) would often be another number than p + u."""
-    params, updates = (jnp.asarray(RNG.normal(size=(64, 8)) * 2.0**e, dtype) for e in (0, -3))
+    params, updates = (
+        jnp.asarray(RNG.normal(size=(64, 8)) * 2.0**e, dtype) for e in (0, -3)
+    )
     link = clipjax.max_norm(100.0)
     after, _ = jax.jit(link.update)(updates, link.init(params), params)
     assert bits(after) == bits(updates)
@@ -28,23 +30,37 @@ def test_updates_to_weights_inside_are_not_changed(dtype: str) -> None:
 @pytest.mark.parametrize("exponent", [0, -14, -18])
 def test_a_link_measures_the_weights_that_will_be(dtype: str, exponent: int) -> None:
     """Rounded to the dtype, with float16's subnormal numbers."""
-    params, updates = (jnp.asarray(RNG.normal(size=(64, 8)) * 2.0 ** (exponent - e), dtype) for e in (0, 4))
-    found = jax.jit(lambda p, u: jnp.abs(applied(p, u).astype(np.float32)) * 1.0)(params, updates)
+    params, updates = (
+        jnp.asarray(RNG.normal(size=(64, 8)) * 2.0 ** (exponent - e), dtype)
+        for e in (0, 4)
+    )
+    found = jax.jit(lambda p, u: jnp.abs(applied(p, u).astype(np.float32)) * 1.0)(
+        params, updates
+    )
     want = np.abs(np.asarray(optax.apply_updates(params, updates)).astype(np.float32))
     np.testing.assert_array_equal(found, want)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("of_weights", ["float32", "float16"])
-def test_updates_of_another_dtype_keep_weights_inside(dtype: str, of_weights: str) -> None:
-    """As from a model in 16 bits whose float32 weights an optimizer without moments updates; also when skipped."""
-    params, grads = jnp.asarray(RNG.normal(size=(64, 8)), of_weights), jnp.asarray(RNG.normal(size=(64, 8)), dtype)
+def test_updates_of_another_dtype_keep_weights_inside(
+    dtype: str, of_weights: str
+) -> None:
+    """As from a model in 16 bits whose float32 weights an optimizer without moments
+    updates; also when skipped.
+    """
+    params, grads = (
+        jnp.asarray(RNG.normal(size=(64, 8)), of_weights),
+        jnp.asarray(RNG.normal(size=(64, 8)), dtype),
+    )
     for projection in (clipjax.non_negative(), clipjax.box(-0.3, 0.3)):
         tx = clipjax.bounded(optax.sgd(1.0), project=projection, nonfinite="skip")
         params = projection(params)
         updates, _ = jax.jit(tx.update)(grads, tx.init(params), params)
         after = optax.apply_updates(params, updates)
-        np.testing.assert_allclose(after, projection(after), rtol=0, atol=float(jnp.finfo(of_weights).eps) / 2)
+        np.testing.assert_allclose(
+            after, projection(after), rtol=0, atol=float(jnp.finfo(of_weights).eps) / 2
+        )
 
 
 @pytest.mark.parametrize(("param", "update"), [(3.0 + 4.0j, 0.0), (3.0, 0)])
@@ -52,21 +68,33 @@ def test_updates_of_other_kinds(param: complex, update: float) -> None:
     """Of real and of whole numbers, which `optax.apply_updates` takes, too."""
     params, updates = jnp.array([[param]]), jnp.array([[update]])
     step, _ = clipjax.max_norm(1.0).update(updates, optax.EmptyState(), params)
-    np.testing.assert_allclose(optax.apply_updates(params, step), np.array([[param]]) / abs(param), rtol=2e-6)
+    np.testing.assert_allclose(
+        optax.apply_updates(params, step), np.array([[param]]) / abs(param), rtol=2e-6
+    )
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_no_compiler_may_leave_out_the_rounding(dtype: str) -> None:
-    """A compiler may measure p + u without its rounding to 16 bits, as those for a CPU seldom do."""
+    """A compiler may measure p + u without its rounding to 16 bits, as those for a CPU
+    seldom do.
+    """
     x = jnp.ones(3, dtype)
     assert "reduce_precision" in str(jax.make_jaxpr(applied)(x, x))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_what_max_norm_returns_is_on_the_sphere_of_the_cone(dtype: str) -> None:
-    """It ends a margin below the radius, and counts as on the sphere: a step outward is removed."""
+    """It ends a margin below the radius, and counts as on the sphere: a step outward is
+    removed.
+    """
     weights = clipjax.max_norm(1.0)(jnp.asarray(RNG.normal(size=(300, 8)), dtype))
-    for radius in (1.0, 1, jnp.bfloat16(1), np.float16(1), lambda step: jnp.ones((), jnp.bfloat16)):
+    for radius in (
+        1.0,
+        1,
+        jnp.bfloat16(1),
+        np.float16(1),
+        lambda step: jnp.ones((), jnp.bfloat16),
+    ):
         cone = clipjax.tangent_cone(radius)
         kept, _ = cone.update(-weights, cone.init(weights), weights)
         assert jnp.max(jnp.abs(kept)) <= float(jnp.finfo(dtype).eps)

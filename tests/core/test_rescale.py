@@ -32,14 +32,21 @@ def test_the_upper_bound_wins_where_traced_bounds_cross() -> None:
         return clipjax.min_max_norm(low, high)(weights)
 
     for dtype, error in ((np.float32, 2e-6), (jnp.bfloat16, 1e-2)):
-        weights = jnp.asarray(np.random.default_rng(0).normal(size=(50, 8)) * 2.0 ** np.arange(-4, 4), dtype)
+        weights = jnp.asarray(
+            np.random.default_rng(0).normal(size=(50, 8)) * 2.0 ** np.arange(-4, 4),
+            dtype,
+        )
         once = projected(weights, 5.0, 1.0)
-        np.testing.assert_allclose(np.linalg.norm(np.asarray(once, np.float64), axis=0), np.ones(8), rtol=error)
+        np.testing.assert_allclose(
+            np.linalg.norm(np.asarray(once, np.float64), axis=0), np.ones(8), rtol=error
+        )
         np.testing.assert_array_equal(once, projected(once, 5.0, 1.0))
 
 
 def test_a_rate_that_rises_above_1_turns_no_weights_over() -> None:
-    projected = clipjax.min_max_norm(1.0, 2.0, rate=lambda step: 3.0)(jnp.array([[3.0], [4.0]]), step=0)
+    projected = clipjax.min_max_norm(1.0, 2.0, rate=lambda step: 3.0)(
+        jnp.array([[3.0], [4.0]]), step=0
+    )
     np.testing.assert_allclose(projected, [[1.2], [1.6]], rtol=2e-6)
 
 
@@ -57,7 +64,9 @@ def test_the_scale_of_groups_is_the_smallest() -> None:
     grads = {"a": jnp.array([4.0]), "b": jnp.array([0.5]), "c": jnp.array([8.0])}
     tx = clipjax.clip_by_group_norm({"a": 1.0, "b": 1.0, "c": 1.0})
     _, state = tx.update(grads, tx.init(grads))
-    np.testing.assert_allclose(clipjax.metrics(state)["clip_by_group_norm/scale"], 1 / 8, rtol=2e-6)
+    np.testing.assert_allclose(
+        clipjax.metrics(state)["clip_by_group_norm/scale"], 1 / 8, rtol=2e-6
+    )
 
 
 def test_the_norm_after_is_the_largest_where_units_have_bounds_of_their_own() -> None:
@@ -66,7 +75,9 @@ def test_the_norm_after_is_the_largest_where_units_have_bounds_of_their_own() ->
         tx = make(least * jnp.array([10.0, 1.0]), axes=0)
         found = clipjax.metrics(tx.update(grads, tx.init(grads))[1])
         (after,) = (x for key, x in found.items() if key.endswith("/norm_after"))
-        np.testing.assert_allclose(after, 5 * least, rtol=2e-6)  # of the unit that is inside
+        np.testing.assert_allclose(
+            after, 5 * least, rtol=2e-6
+        )  # of the unit that is inside
 
 
 def test_nan_is_the_largest() -> None:

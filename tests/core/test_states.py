@@ -24,14 +24,25 @@ def test_counters_stop_at_their_largest_value() -> None:
     for kind in (jnp.int8, jnp.uint8, jnp.int16, jnp.uint16, jnp.int32, jnp.uint32):
         assert saturating_add(jnp.int32(2), kind(100)) == 102
     tx = clipjax.clip_by_global_norm(1.0)
-    state = jax.tree.map(lambda x: jnp.full_like(x, MOST) if x.dtype == np.int32 else x, tx.init(jnp.ones(2)))
+    state = jax.tree.map(
+        lambda x: jnp.full_like(x, MOST) if x.dtype == np.int32 else x,
+        tx.init(jnp.ones(2)),
+    )
     _, state = tx.update(jnp.full(2, jnp.nan), state)
     found = clipjax.metrics(state)
-    assert found["clip_by_global_norm/nonfinite_count"] == found["clip_by_global_norm/steps"] == MOST
+    assert (
+        found["clip_by_global_norm/nonfinite_count"]
+        == found["clip_by_global_norm/steps"]
+        == MOST
+    )
 
 
 def test_metrics_before_the_first_step_are_numbers() -> None:
-    tx = clipjax.bounded(optax.adam(0.1), clip=[clipjax.clip_by_global_norm(1.0), clipjax.zclip()], nonfinite="skip")
+    tx = clipjax.bounded(
+        optax.adam(0.1),
+        clip=[clipjax.clip_by_global_norm(1.0), clipjax.zclip()],
+        nonfinite="skip",
+    )
     assert all(np.isfinite(x) for x in clipjax.metrics(tx.init(jnp.ones(2))).values())
 
 
@@ -47,7 +58,11 @@ def test_parameters_without_updates_are_left_out() -> None:
     params = {"frozen": jnp.ones(3), "w": jnp.array([[3.0], [4.0]])}
     updates = {"frozen": None, "w": jnp.array([[3.0], [4.0]])}
     assert params_for("clip", updates, params)["frozen"] is None
-    for tx in (clipjax.adaptive_grad_clip(0.1), clipjax.max_norm(1.0), clipjax.tangent_cone(1.0)):
+    for tx in (
+        clipjax.adaptive_grad_clip(0.1),
+        clipjax.max_norm(1.0),
+        clipjax.tangent_cone(1.0),
+    ):
         result, _ = tx.update(updates, tx.init(params), params)
         assert result["frozen"] is None
         assert result["w"].shape == (2, 1)
@@ -57,12 +72,20 @@ def test_parameters_without_updates_are_left_out() -> None:
 
 def test_a_step_inside_the_bound_does_not_count_as_clipped() -> None:
     grads = jnp.array([[3.0], [4.0]])
-    for make in (clipjax.clip_by_global_norm, clipjax.clip_by_norm, clipjax.clip_by_rms, clipjax.clip_by_value):
+    for make in (
+        clipjax.clip_by_global_norm,
+        clipjax.clip_by_norm,
+        clipjax.clip_by_rms,
+        clipjax.clip_by_value,
+    ):
         tx = make(jnp.float32(5.0))
         _, state = tx.update(grads, tx.init(grads))
         _, state = tx.update(2 * grads, state)
         found = clipjax.metrics(state)
-        assert next(x for key, x in found.items() if key.endswith("/clipped_fraction")) == 0.5
+        assert (
+            next(x for key, x in found.items() if key.endswith("/clipped_fraction"))
+            == 0.5
+        )
 
 
 def test_steps_that_are_taken_whatever_they_contain_do_not_count_as_skipped() -> None:
@@ -71,7 +94,12 @@ def test_steps_that_are_taken_whatever_they_contain_do_not_count_as_skipped() ->
     for value in (np.nan, np.nan, np.nan, np.nan, 1.0, np.nan):
         _, state = tx.update(jnp.array([value]), state)
         found = clipjax.metrics(state)
-        seen.append((int(found["skip_nonfinite/skipped"]), int(found["skip_nonfinite/skipped_in_a_row"])))
+        seen.append(
+            (
+                int(found["skip_nonfinite/skipped"]),
+                int(found["skip_nonfinite/skipped_in_a_row"]),
+            )
+        )
     assert seen == [(1, 1), (2, 2), (2, 2), (2, 2), (2, 0), (3, 1)]
 
 
@@ -85,10 +113,14 @@ def test_a_transformation_that_occurs_again_gets_a_number() -> None:
 
 def test_a_number_does_not_hide_another_transformation_of_that_name() -> None:
     links = [
-        clipjax.with_metrics(name, lambda u, p, s, m, x=x: (u, {"x": jnp.float32(x)}, m))
+        clipjax.with_metrics(
+            name, lambda u, p, s, m, x=x: (u, {"x": jnp.float32(x)}, m)
+        )
         for x, name in enumerate(("a", "a_1", "a"))
     ]
-    found = clipjax.metrics(optax.chain(*(optax.stateless(lambda u, _: u), *links)).init(jnp.ones(1)))
+    found = clipjax.metrics(
+        optax.chain(*(optax.stateless(lambda u, _: u), *links)).init(jnp.ones(1))
+    )
     assert {key for key in found if key.endswith("/x")} == {"a/x", "a_1/x", "a_2/x"}
 
 

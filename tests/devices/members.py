@@ -47,7 +47,9 @@ def members(axes: Any) -> dict[str, Any]:
         "non_negative": clipjax.non_negative(),
         "skip_nonfinite": clipjax.skip_nonfinite(optimizer),
         "skip_spikes": clipjax.skip_spikes(optimizer, window=4),
-        "bounded": clipjax.bounded(optimizer, project=rules["max_norm"], nonfinite="skip", accumulate=2),
+        "bounded": clipjax.bounded(
+            optimizer, project=rules["max_norm"], nonfinite="skip", accumulate=2
+        ),
     }
 
 
@@ -58,7 +60,9 @@ def init(table: dict[str, Any], params: Any) -> dict[str, Any]:
     return {name: tx.init(params) for name, tx in table.items()}
 
 
-def step(table: dict[str, Any], states: Any, grads: Any, params: Any, loss: Any = None) -> tuple[Any, Any]:
+def step(
+    table: dict[str, Any], states: Any, grads: Any, params: Any, loss: Any = None
+) -> tuple[Any, Any]:
     """The states and the updates of every member after a step."""
     results = {}
     for name, tx in table.items():
@@ -68,7 +72,11 @@ def step(table: dict[str, Any], states: Any, grads: Any, params: Any, loss: Any 
 
 
 def assert_same(found: Any, expected: Any) -> None:
-    """A program adds float32 in another order than another, and statistics are small differences of such sums."""
+    """A program adds float32 in another order than another, and statistics are small
+    differences of such sums.
+    """
     for name in expected:
-        for x, y in zip(jax.tree.leaves(found[name]), jax.tree.leaves(expected[name]), strict=True):
+        for x, y in zip(
+            jax.tree.leaves(found[name]), jax.tree.leaves(expected[name]), strict=True
+        ):
             np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6, err_msg=name)

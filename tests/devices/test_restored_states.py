@@ -1,4 +1,6 @@
-"""States that are restored to a mesh, by the programs of docs/many-devices.md, for all members with a memory."""
+"""States that are restored to a mesh, by the programs of docs/many-devices.md, for all
+members with a memory.
+"""
 
 import re
 from pathlib import Path
@@ -18,13 +20,24 @@ PAGE = Path(__file__).parents[2] / "docs" / "many-devices.md"
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
 def test_a_restored_state_takes_the_same_steps() -> None:
-    clips = [clipjax.autoclip(), clipjax.clip_by_quantile(), clipjax.zclip(), clipjax.clip_by_lognormal()]
+    clips = [
+        clipjax.autoclip(),
+        clipjax.clip_by_quantile(),
+        clipjax.zclip(),
+        clipjax.clip_by_lognormal(),
+    ]
     clips += [clipjax.adagc(), clipjax.adagc(axes=0), clipjax.record_norms("leaf")]
     bound = clipjax.max_norm(optax.constant_schedule(3.0))
     every = clipjax.bounded(
-        clipjax.skip_spikes(optax.adam(1e-3)), clip=clips, project=bound, nonfinite="skip", accumulate=2
+        clipjax.skip_spikes(optax.adam(1e-3)),
+        clip=clips,
+        project=bound,
+        nonfinite="skip",
+        accumulate=2,
     )
-    jitted, restoring = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)[:2]
+    jitted, restoring = re.findall(
+        r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL
+    )[:2]
     page: dict[str, Any] = {}
     exec(jitted, page)
     page["tx"] = every
@@ -33,12 +46,22 @@ def test_a_restored_state_takes_the_same_steps() -> None:
     for _ in range(3):
         params, state = page["step"](params, state, page["grads"])
 
-    shapes = {row.name: jax.eval_shape(row.make(1.0).init, tree_of(row)) for row in CLIPS}
+    shapes = {
+        row.name: jax.eval_shape(row.make(1.0).init, tree_of(row)) for row in CLIPS
+    }
     remember = {name for name, shape in shapes.items() if jax.tree.leaves(shape.memory)}
-    assert remember <= {key.partition("/")[0] for key in clipjax.metrics(state)}, "add it to the clips"
+    assert remember <= {key.partition("/")[0] for key in clipjax.metrics(state)}, (
+        "add it to the clips"
+    )
 
     # As Orbax restores: to the devices of the target, and to no others.
-    restored = jax.tree.map(lambda x, like: jax.device_put(np.asarray(x), like.sharding), state, page["target"])
+    restored = jax.tree.map(
+        lambda x, like: jax.device_put(np.asarray(x), like.sharding),
+        state,
+        page["target"],
+    )
     assert all(x.committed and len(x.devices()) == 8 for x in jax.tree.leaves(restored))
-    expected, found = (page["step"](params, each, page["grads"]) for each in (state, restored))
+    expected, found = (
+        page["step"](params, each, page["grads"]) for each in (state, restored)
+    )
     jax.tree.map(np.testing.assert_array_equal, found, expected)

@@ -1,4 +1,6 @@
-"""Inside `shard_map`: norms over the mesh axes in each leaf's type, states that stay replicated, few collectives."""
+"""Inside `shard_map`: norms over the mesh axes in each leaf's type, states that stay
+replicated, few collectives.
+"""
 
 import re
 import warnings
@@ -19,14 +21,22 @@ from tests.devices.members import CLIP, TAKE_LOSS, assert_same, init, members, s
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
 
-SPECS = {"both": P("model", "data"), "data": P("data"), "held": P(), "model": P(None, "model")}
+SPECS = {
+    "both": P("model", "data"),
+    "data": P("data"),
+    "held": P(),
+    "model": P(None, "model"),
+}
 SHAPES = {"both": (2, 8), "data": (8,), "held": (3,), "model": (3, 4)}
 MEMBERS = members(lambda path, leaf: None)
 
 
 def weights(seed: int) -> Any:
     rng = np.random.default_rng(seed)
-    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in SHAPES.items()}
+    return {
+        name: rng.normal(size=shape).astype(np.float32)
+        for name, shape in SHAPES.items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -34,25 +44,45 @@ def mesh() -> Any:
     return jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
 
-def on_mesh(mesh: Any, function: Callable[..., Any], in_specs: Any, out_specs: Any, **options: Any) -> Any:
-    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options))
+def on_mesh(
+    mesh: Any,
+    function: Callable[..., Any],
+    in_specs: Any,
+    out_specs: Any,
+    **options: Any,
+) -> Any:
+    return jax.jit(
+        jax.shard_map(
+            function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options
+        )
+    )
 
 
-def test_every_member_sums_over_the_axes_of_each_leaf_and_keeps_its_state_replicated(mesh: Any) -> None:
+def test_every_member_sums_over_the_axes_of_each_leaf_and_keeps_its_state_replicated(
+    mesh: Any,
+) -> None:
     params, trees = weights(0), [weights(1), weights(2), weights(3)]
     trees[2]["data"][5] = np.nan  # on two of the eight devices
-    losses = [np.full(4, 2.0, np.float32) for _ in range(3)]  # one for each device along "data"
+    losses = [
+        np.full(4, 2.0, np.float32) for _ in range(3)
+    ]  # one for each device along "data"
     losses[1][2] = np.inf
 
     states = others = init(MEMBERS, params)
     specs = jax.tree.map(lambda x: P(), states)
     for name in TAKE_LOSS:  # what an optimizer keeps is as large as the parameters
         specs[name] = optax.tree.map_params(
-            MEMBERS[name], lambda x, spec: spec, states[name], SPECS, transform_non_params=lambda x: P()
+            MEMBERS[name],
+            lambda x, spec: spec,
+            states[name],
+            SPECS,
+            transform_non_params=lambda x: P(),
         )
     on_devices = on_mesh(
         mesh,
-        lambda states, tree, params, losses: step(MEMBERS, states, tree, params, losses[0]),
+        lambda states, tree, params, losses: step(
+            MEMBERS, states, tree, params, losses[0]
+        ),
         (specs, SPECS, SPECS, P("data")),
         (specs, dict.fromkeys(MEMBERS, SPECS)),
     )
@@ -74,56 +104,105 @@ def by_hand_global(tree: Any) -> Any:
     """What a user would write: one psum for each set of mesh axes."""
     sums = {name: jnp.sum(x * x) for name, x in tree.items()}
     over = {"both": ("data", "model"), "data": "data", "model": "model"}
-    total = sums["held"] + sum(lax.psum(sums[name], axes) for name, axes in over.items())
+    total = sums["held"] + sum(
+        lax.psum(sums[name], axes) for name, axes in over.items()
+    )
     norm = jnp.sqrt(total)
     return jax.tree.map(lambda x: x * jnp.where(norm > 1, 1 / norm, 1), tree), norm
 
 
 def by_hand_leaves(tree: Any) -> Any:
-    over = {"both": ("data", "model"), "data": ("data",), "model": ("model",), "held": ()}
-    norms = {k: jnp.sqrt(lax.psum(jnp.sum(x * x), over[k]) if over[k] else jnp.sum(x * x)) for k, x in tree.items()}
+    over = {
+        "both": ("data", "model"),
+        "data": ("data",),
+        "model": ("model",),
+        "held": (),
+    }
+    norms = {
+        k: jnp.sqrt(lax.psum(jnp.sum(x * x), over[k]) if over[k] else jnp.sum(x * x))
+        for k, x in tree.items()
+    }
     clipped = {k: x * jnp.where(norms[k] > 1, 1 / norms[k], 1) for k, x in tree.items()}
     return clipped, jnp.max(jnp.stack(list(norms.values())))
 
 
 def test_there_are_no_more_collectives_than_in_the_formula_by_hand(mesh: Any) -> None:
-    def collectives(function: Callable[[Any], Any], tree: Any, specs: Any = SPECS) -> int:
-        text = on_mesh(mesh, function, (specs,), (specs, P())).lower(tree).compile().as_text()
-        return len(re.findall(r" (?:all-reduce|all-gather|all-to-all|collective-permute)(?:-start)?\(", text))
+    def collectives(
+        function: Callable[[Any], Any], tree: Any, specs: Any = SPECS
+    ) -> int:
+        text = (
+            on_mesh(mesh, function, (specs,), (specs, P()))
+            .lower(tree)
+            .compile()
+            .as_text()
+        )
+        return len(
+            re.findall(
+                r" (?:all-reduce|all-gather|all-to-all|collective-permute)(?:-start)?\(",
+                text,
+            )
+        )
 
     def update(tree: Any) -> Any:
         return CLIP.update(tree, CLIP.init(tree))
 
     tree, each = weights(0), clipjax.clip_by_norm(1.0)
     assert collectives(update, tree) == collectives(by_hand_global, tree) == 3
-    assert collectives(lambda t: each.update(t, each.init(t)), tree) <= collectives(by_hand_leaves, tree)
-    # A second leaf with the same mesh axes costs no further one, and what every device holds costs none.
-    assert collectives(update, tree | {"more": tree["data"]}, SPECS | {"more": P("data")}) == 3
+    assert collectives(lambda t: each.update(t, each.init(t)), tree) <= collectives(
+        by_hand_leaves, tree
+    )
+    # A second leaf with the same mesh axes costs no further one, and what every device
+    # holds costs none.
+    assert (
+        collectives(update, tree | {"more": tree["data"]}, SPECS | {"more": P("data")})
+        == 3
+    )
     assert collectives(update, tree, P()) == 0
 
 
 def test_units_of_a_leaf_that_differs_raise_an_error(mesh: Any) -> None:
-    units = [clipjax.clip_by_norm(1.0, axes=0), clipjax.adaptive_grad_clip(), clipjax.adagc(axes=0)]
-    units += [clipjax.clip_by_rms(1.0, axes=0), clipjax.tangent_cone(1.0), clipjax.max_norm(1.0), clipjax.unit_norm()]
+    units = [
+        clipjax.clip_by_norm(1.0, axes=0),
+        clipjax.adaptive_grad_clip(),
+        clipjax.adagc(axes=0),
+    ]
+    units += [
+        clipjax.clip_by_rms(1.0, axes=0),
+        clipjax.tangent_cone(1.0),
+        clipjax.max_norm(1.0),
+        clipjax.unit_norm(),
+    ]
 
     def update(tx: Any, tree: Any) -> Any:
         return tx.update(tree, tx.init(tree), tree)[0]
 
     for tx in units:
-        with pytest.raises(ValueError, match=r"inside shard_map, leaf 'both' .*under jit"):
-            on_mesh(mesh, lambda tree, tx=tx: update(tx, tree), (SPECS,), SPECS)(weights(0))
+        with pytest.raises(
+            ValueError, match=r"inside shard_map, leaf 'both' .*under jit"
+        ):
+            on_mesh(mesh, lambda tree, tx=tx: update(tx, tree), (SPECS,), SPECS)(
+                weights(0)
+            )
         # What every device holds as a whole has units there, too.
-        on_mesh(mesh, lambda tree, tx=tx: update(tx, tree), (P(),), P()).lower(weights(0))
+        on_mesh(mesh, lambda tree, tx=tx: update(tx, tree), (P(),), P()).lower(
+            weights(0)
+        )
 
 
-def test_where_types_do_not_say_what_differs_norms_are_local_with_a_warning(mesh: Any) -> None:
+def test_where_types_do_not_say_what_differs_norms_are_local_with_a_warning(
+    mesh: Any,
+) -> None:
     tree = {"w": np.array([3.0, 4.0, 6.0, 8.0] * 2, np.float32)}
 
     def update(tree: Any) -> Any:
         return CLIP.update(tree, CLIP.init(tree))[0]
 
     unchecked = jax.shard_map(
-        update, mesh=mesh, in_specs=P(("data", "model")), out_specs=P(("data", "model")), check_vma=False
+        update,
+        mesh=mesh,
+        in_specs=P(("data", "model")),
+        out_specs=P(("data", "model")),
+        check_vma=False,
     )
     with pytest.warns(UserWarning, match="each device alone") as warned:
         found = jax.jit(unchecked)(tree)
@@ -134,7 +213,9 @@ def test_where_types_do_not_say_what_differs_norms_are_local_with_a_warning(mesh
     np.testing.assert_allclose(found["w"], np.ones((8, 1)), rtol=2e-6)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        jax.pmap(update, axis_name="i", devices=jax.devices()[:1])(jax.tree.map(lambda x: x[None], tree))
+        jax.pmap(update, axis_name="i", devices=jax.devices()[:1])(
+            jax.tree.map(lambda x: x[None], tree)
+        )
 
 
 def test_backward_layers_clip_the_norm_on_all_devices(mesh: Any) -> None:
@@ -144,17 +225,27 @@ def test_backward_layers_clip_the_norm_on_all_devices(mesh: Any) -> None:
         def loss(tree: Any) -> Any:
             tree = {k: clipjax.clip_gradient_by_norm(x, 2.0) for k, x in tree.items()}
             tree = clipjax.clip_gradient_by_global_norm(tree, 5.0)
-            tree = clipjax.scale_gradient(clipjax.clip_gradient_by_value(tree, -2.0, 2.0), 3.0)
+            tree = clipjax.scale_gradient(
+                clipjax.clip_gradient_by_value(tree, -2.0, 2.0), 3.0
+            )
             return over({k: jnp.sum(tree[k] * slopes[k]) for k in tree})
 
         return jax.grad(loss)(tree)
 
     def summed(parts: Any) -> Any:
         over = {"both": ("data", "model"), "data": "data", "model": "model"}
-        return parts["held"] + sum(lax.psum(parts[name], axes) for name, axes in over.items())
+        return parts["held"] + sum(
+            lax.psum(parts[name], axes) for name, axes in over.items()
+        )
 
-    found = on_mesh(mesh, lambda t, s: gradients(t, s, summed), (SPECS, SPECS), SPECS)(weights(0), slopes)
-    expected = jax.jit(lambda t, s: gradients(t, s, lambda parts: sum(parts.values())))(weights(0), slopes)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6), found, expected)
+    found = on_mesh(mesh, lambda t, s: gradients(t, s, summed), (SPECS, SPECS), SPECS)(
+        weights(0), slopes
+    )
+    expected = jax.jit(lambda t, s: gradients(t, s, lambda parts: sum(parts.values())))(
+        weights(0), slopes
+    )
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6), found, expected
+    )
     norms = [np.linalg.norm(np.asarray(x, np.float64)) for x in jax.tree.leaves(found)]
     assert max(norms) <= 2.0 * (1 + 1e-6)

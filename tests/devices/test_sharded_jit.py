@@ -1,4 +1,6 @@
-"""Under `jit` with any shardings nothing is special: eight devices return what one does."""
+"""Under `jit` with any shardings nothing is special: eight devices return what one
+does.
+"""
 
 from typing import Any
 
@@ -13,15 +15,31 @@ from tests.devices.members import assert_same, init, members, step
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
 
-# Leaves that every device holds, and leaves sharded over either axis of the mesh, and over both.
-SPECS = {"both": P("model", "data"), "data": P("data", None), "held": P(), "model": P(None, "model"), "bias": P("data")}
-SHAPES = {"both": (8, 16), "data": (16, 8), "held": (4, 3), "model": (8, 6), "bias": (16,)}
+# Leaves that every device holds, and leaves sharded over either axis of the mesh, and
+# over both.
+SPECS = {
+    "both": P("model", "data"),
+    "data": P("data", None),
+    "held": P(),
+    "model": P(None, "model"),
+    "bias": P("data"),
+}
+SHAPES = {
+    "both": (8, 16),
+    "data": (16, 8),
+    "held": (4, 3),
+    "model": (8, 6),
+    "bias": (16,),
+}
 MEMBERS = members(0)
 
 
 def weights(seed: int) -> Any:
     rng = np.random.default_rng(seed)
-    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in SHAPES.items()}
+    return {
+        name: rng.normal(size=shape).astype(np.float32)
+        for name, shape in SHAPES.items()
+    }
 
 
 TREES = weights(0), weights(1), jax.tree.map(lambda x: 3 * x, weights(2))
@@ -47,7 +65,9 @@ def on_one_device() -> Any:
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_every_member_returns_what_one_device_does(on_one_device: Any, kind: AxisType) -> None:
+def test_every_member_returns_what_one_device_does(
+    on_one_device: Any, kind: AxisType
+) -> None:
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
     shardings = {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
     with jax.set_mesh(mesh):
@@ -57,13 +77,20 @@ def test_every_member_returns_what_one_device_does(on_one_device: Any, kind: Axi
     if kind is AxisType.Explicit:  # there a result's sharding is part of its type
         for name, updates in found[1].items():
             for leaf, x in updates.items():
-                assert x.sharding.is_equivalent_to(shardings[leaf], x.ndim), (name, leaf)
+                assert x.sharding.is_equivalent_to(shardings[leaf], x.ndim), (
+                    name,
+                    leaf,
+                )
         assert all(x.sharding.is_fully_replicated for x in found[3]["all"].values())
 
 
 def test_states_are_made_outside_the_context_of_a_mesh() -> None:
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit, AxisType.Explicit))
-    params = jax.device_put(TREES[0], {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()})
+    mesh = jax.make_mesh(
+        (4, 2), ("data", "model"), axis_types=(AxisType.Explicit, AxisType.Explicit)
+    )
+    params = jax.device_put(
+        TREES[0], {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
+    )
     table = MEMBERS | {"adagc of leaves": clipjax.adagc()}
     made = jax.jit(lambda params: init(table, params))(params)
     alone = jax.jit(clipjax.adagc().init)(params)

@@ -1,4 +1,6 @@
-"""The pages: their links, their sizes, and the length of their lines of code. Sybil runs the code itself."""
+"""The pages: their links, their sizes, and the length of their lines of code. Sybil
+runs the code itself.
+"""
 
 import re
 import tomllib
@@ -23,7 +25,10 @@ def anchors(page):
     text = BLOCK.sub("", page.read_text())
     explicit = re.findall(r"\{ ?#([\w-]+) ?\}", text)
     headings = re.findall(r"^#+ (.+?)(?: *\{.*\})?$", text, re.MULTILINE)
-    plain = (re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings)
+    plain = (
+        re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
+        for heading in headings
+    )
     return {*explicit, *(re.sub(r"-+", "-", heading) for heading in plain)}
 
 
@@ -42,30 +47,52 @@ def test_links_resolve(page):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_code_fits_the_page(page):
     """The site shows 80 columns; the README is read elsewhere, too."""
-    wide = [line for _, code in BLOCK.findall(page.read_text()) for line in code.splitlines() if len(line) > 80]
+    wide = [
+        line
+        for _, code in BLOCK.findall(page.read_text())
+        for line in code.splitlines()
+        if len(line) > 80
+    ]
     assert not wide
 
 
-@pytest.mark.parametrize("name", [name for name in clipjax.__all__ if getattr(clipjax, name).__doc__])
+@pytest.mark.parametrize(
+    "name", [name for name in clipjax.__all__ if getattr(clipjax, name).__doc__]
+)
 def test_code_of_docstrings_fits_the_page(name):
     lines = map(str.strip, getattr(clipjax, name).__doc__.splitlines())
-    assert not [line for line in lines if line.startswith((">>>", "...")) and len(line) > 80]
+    assert not [
+        line for line in lines if line.startswith((">>>", "...")) and len(line) > 80
+    ]
 
 
 def test_the_pages_are_short():
-    """Sixteen pages and a reference of at most 13,500 words, and a README of at most 600."""
-    guides = [page for page in (ROOT / "docs").rglob("*.md") if page.stem not in ("changelog", "citation")]
-    words = {str(page.relative_to(ROOT)): len(page.read_text().split()) for page in guides}
+    """Sixteen pages and a reference of at most 13,500 words, and a README of at most
+    600.
+    """
+    guides = [
+        page
+        for page in (ROOT / "docs").rglob("*.md")
+        if page.stem not in ("changelog", "citation")
+    ]
+    words = {
+        str(page.relative_to(ROOT)): len(page.read_text().split()) for page in guides
+    }
     assert len([page for page in words if "reference" not in page]) == 16, words
     assert sum(words.values()) <= 13_500, words
     assert len((ROOT / "README.md").read_text().split()) <= 600
 
 
 def test_the_reference_lists_every_name():
-    text = "".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
+    text = "".join(
+        page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md")
+    )
     index = (ROOT / "docs" / "reference" / "index.md").read_text()
     for name in clipjax.__all__:
-        listed, described = f"`{name}" in index, name == "functional" or f"clipjax.{name}" in text
+        listed, described = (
+            f"`{name}" in index,
+            name == "functional" or f"clipjax.{name}" in text,
+        )
         assert listed, f"{name} is missing in the list of docs/reference/index.md"
         assert described, f"clipjax.{name} is missing on a page of docs/reference"
 
@@ -78,15 +105,26 @@ def test_no_line_begins_with_a_formula():
 
 def test_versions_agree():
     assert f"version: {clipjax.__version__}" in (ROOT / "CITATION.cff").read_text()
-    assert f"version = {{{clipjax.__version__}}}" in (ROOT / "docs" / "citation.md").read_text()
-    assert re.search(rf"^## {re.escape(clipjax.__version__)}\b", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert (
+        f"version = {{{clipjax.__version__}}}"
+        in (ROOT / "docs" / "citation.md").read_text()
+    )
+    assert re.search(
+        rf"^## {re.escape(clipjax.__version__)}\b",
+        (ROOT / "CHANGELOG.md").read_text(),
+        re.MULTILINE,
+    )
 
 
 def test_the_commands_of_the_readme_name_extras_that_exist():
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     named = {
         each
-        for group in re.findall(r'-e "\.\[([\w,-]+)\]"', (ROOT / "README.md").read_text())
+        for group in re.findall(
+            r'-e "\.\[([\w,-]+)\]"', (ROOT / "README.md").read_text()
+        )
         for each in group.split(",")
     }
     assert named <= set(extras)

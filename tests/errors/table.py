@@ -1,4 +1,6 @@
-"""Wrong calls, by theme: what is written, the exception, and words that its message has."""
+"""Wrong calls, by theme: what is written, the exception, and words that its message
+has.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ class Row(NamedTuple):
 
     call: str
     error: type[Exception]
-    words: tuple[str, ...]  # the argument, the value and the leaf, as far as there are such
+    words: tuple[
+        str, ...
+    ]  # the argument, the value and the leaf, as far as there are such
 
 
 def of_type(call: str, *words: str) -> Row:
@@ -24,8 +28,14 @@ def of_value(call: str, *words: str) -> Row:
 
 
 def crossed(calls: list[Any], *wrong: tuple[Any, ...]) -> list[Row]:
-    """Return a row for each call and each `(wrong value, exception, *words)`, beside the name of the argument."""
-    return [Row(call.replace("$", x), error, (name, *words)) for name, call, *_ in calls for x, error, *words in wrong]
+    """Return a row for each call and each `(wrong value, exception, *words)`, beside
+    the name of the argument.
+    """
+    return [
+        Row(call.replace("$", x), error, (name, *words))
+        for name, call, *_ in calls
+        for x, error, *words in wrong
+    ]
 
 
 def with_form(form: str, *, have: bool = True) -> list[Any]:
@@ -43,35 +53,89 @@ def each(error: type[Exception], *values: str) -> list[tuple[Any, ...]]:
 
 THEMES = {
     "numbers": [  # Bounds and other numbers.
-        *crossed(c.NUMBERS, *each(TypeError, "True", "'1.0'", "[1.0]", "1j"), ("jnp.nan", ValueError, "got nan")),
+        *crossed(
+            c.NUMBERS,
+            *each(TypeError, "True", "'1.0'", "[1.0]", "1j"),
+            ("jnp.nan", ValueError, "got nan"),
+        ),
         *crossed(c.BOUNDS, ("-1.0", ValueError, "-1.0")),
         *crossed(with_form("optional", have=False), *each(TypeError, "None")),
         *crossed(with_form("constant"), ("schedule", TypeError, "a number")),
-        *crossed(c.COUNTS, *each(TypeError, "1.5", "'1'"), *each(ValueError, "True", "-1", str(2**31))),
-        *all_of("ord", c.ORDERS, *each(ValueError, "0.5", "-1", "0"), *each(TypeError, "'fro'", "True", "[2]")),
+        *crossed(
+            c.COUNTS,
+            *each(TypeError, "1.5", "'1'"),
+            *each(ValueError, "True", "-1", str(2**31)),
+        ),
+        *all_of(
+            "ord",
+            c.ORDERS,
+            *each(ValueError, "0.5", "-1", "0"),
+            *each(TypeError, "'fro'", "True", "[2]"),
+        ),
         *all_of("low=2.0", c.IN_ORDER, ("2.0, 1.0", ValueError, "high=1.0")),
-        of_value("clip_by_norm(1.0, ord=jnp.nan)", "ord", "nan"), of_type("clip_by_value()", "one bound", "nothing"),
+        of_value("clip_by_norm(1.0, ord=jnp.nan)", "ord", "nan"),
+        of_type("clip_by_value()", "one bound", "nothing"),
         of_type("clip_by_value(low=0.0)", "low=0.0", "low and high"),
         of_type("max_norm({'layer': params})", "radius['layer']", "kernel"),
         of_type("clip_by_global_norm(10**400)", "max_norm", "1000"),
         of_type("min_max_norm(1.0, 2.0, rate={'kernel': 0.5})", "rate", "0.5"),
-        of_value("min_max_norm({'*': 3.0}, 1.0, rate=schedule, axes=0)(params, 0)", "low=3.0", "high=1.0", "kernel"),
-        of_value("box({'kernel': 2.0, '*': schedule}, 1.0)(params, 0)", "low=2.0", "high=1.0", "kernel"),
-        of_value("min_max_norm({'*': 3.0}, {'*': 1.0}, axes=0)(params)", "low=3.0", "high=1.0", "kernel"),
+        of_value(
+            "min_max_norm({'*': 3.0}, 1.0, rate=schedule, axes=0)(params, 0)",
+            "low=3.0",
+            "high=1.0",
+            "kernel",
+        ),
+        of_value(
+            "box({'kernel': 2.0, '*': schedule}, 1.0)(params, 0)",
+            "low=2.0",
+            "high=1.0",
+            "kernel",
+        ),
+        of_value(
+            "min_max_norm({'*': 3.0}, {'*': 1.0}, axes=0)(params)",
+            "low=3.0",
+            "high=1.0",
+            "kernel",
+        ),
         of_type("min_max_norm({'layer': params}, 1.0)", "low['layer']", "kernel"),
         of_type("clip_by_value(high=1.0)", "high=1.0", "low and high"),
         of_type("clip_by_value(1.0, low=0.0, high=1.0)", "bound=1.0", "low and high"),
         of_value("min_max_norm(jnp.inf, jnp.inf)", "low", "finite", "inf"),
         of_value("min_max_norm(0.5, 1.0, rate=2.0)", "rate", "at most 1", "2.0"),
         of_value("box(jnp.zeros(3), jnp.ones(2))", "low and high", "(3,)", "(2,)"),
-        of_type("jax.jit(lambda a: max_norm(1.0, axes=a).init(params))(0)", "axes", "static_args"),
+        of_type(
+            "jax.jit(lambda a: max_norm(1.0, axes=a).init(params))(0)",
+            "axes",
+            "static_args",
+        ),
         of_type("box((0.0, 0.0), 1.0)", "low", "mapping", "(0.0, 0.0)"),
-        of_type("skip_nonfinite(optax.MultiSteps(sgd, 2))", "optimizer", ".gradient_transformation()"),
-        of_type("max_norm(1.0).init({'w': jax.ShapeDtypeStruct((2, 2), 'float32')})", "'w'", "jax.eval_shape"),
-        of_value("matching('enc')({'enc': params})", "'enc' matches no leaf; 'enc/*' matches some"),
-        of_type("jax.jit(lambda p: clip_by_norm(1.0, ord=p).init(params))(2.0)", "ord", "static_args"),
+        of_type(
+            "skip_nonfinite(optax.MultiSteps(sgd, 2))",
+            "optimizer",
+            ".gradient_transformation()",
+        ),
+        of_type(
+            "max_norm(1.0).init({'w': jax.ShapeDtypeStruct((2, 2), 'float32')})",
+            "'w'",
+            "jax.eval_shape",
+        ),
+        of_value(
+            "matching('enc')({'enc': params})",
+            "'enc' matches no leaf; 'enc/*' matches some",
+        ),
+        of_type(
+            "jax.jit(lambda p: clip_by_norm(1.0, ord=p).init(params))(2.0)",
+            "ord",
+            "static_args",
+        ),
         of_type("clip_by_norm(1.0, ord=10**400)", "ord", "infinity, got 1000"),
-        of_value("box({'kernel': 2.0}, {'kernel': 1.0})(params)", "low", "2.0", "1.0", "'kernel'"),
+        of_value(
+            "box({'kernel': 2.0}, {'kernel': 1.0})(params)",
+            "low",
+            "2.0",
+            "1.0",
+            "'kernel'",
+        ),
         of_value("scale_gradient(x, jnp.inf)", "factor", "finite", "inf"),
         of_value("autoclip(0.1)", "percentile", "0.1", "clip_by_quantile"),
         of_value("autoclip(101)", "percentile", "[0, 100]", "101"),
@@ -82,175 +146,540 @@ THEMES = {
         of_value("zclip(decay=1.0)", "decay", "[0, 1)", "1.0"),
         of_value("adagc(decay=2.0)", "decay", "[0, 1)", "2.0"),
         of_value("zclip(mode='clip')", "mode", "'adaptive'", "'clip'"),
-        of_value("adagc(warmup_norms='during')", "warmup_norms", "'before'", "'during'"),
+        of_value(
+            "adagc(warmup_norms='during')", "warmup_norms", "'before'", "'during'"
+        ),
         of_type("zclip(update_on_spike=1)", "update_on_spike", "bool", "got 1"),
         of_value("autoclip(window=0)", "window", "at least 1", "got 0"),
-        of_value("skip_spikes(sgd, window=10, warmup_steps=20)", "warmup_steps", "window=10", "got 20"),
+        of_value(
+            "skip_spikes(sgd, window=10, warmup_steps=20)",
+            "warmup_steps",
+            "window=10",
+            "got 20",
+        ),
         of_value("bounded(adam, accumulate=0)", "accumulate", "at least 1", "got 0"),
         of_value("record_norms(0)", "groups", "at least 1", "got 0"),
-        of_type("jax.jit(lambda n: autoclip(window=n).init(params))(10)", "window", "static_args"),
-        of_type("jax.jit(lambda n: skip_spikes(sgd, window=n).init(params))(10)", "window", "static_args"),
+        of_type(
+            "jax.jit(lambda n: autoclip(window=n).init(params))(10)",
+            "window",
+            "static_args",
+        ),
+        of_type(
+            "jax.jit(lambda n: skip_spikes(sgd, window=n).init(params))(10)",
+            "window",
+            "static_args",
+        ),
         of_type("clip_by_global_norm(params)", "max_norm", "kernel"),
-        of_type("clip_by_global_norm(lambda step: 1j).init(params)", "max_norm", "schedule", "returned 1j"),
-        of_value("clip_by_group_norm({'*': lambda step: x}).init(params)", "max_norms['*']", "(3,)"),
-        of_value("skip_spikes(sgd, max_norm=lambda step: x).init(params)", "max_norm", "(3,)"),
+        of_type(
+            "clip_by_global_norm(lambda step: 1j).init(params)",
+            "max_norm",
+            "schedule",
+            "returned 1j",
+        ),
+        of_value(
+            "clip_by_group_norm({'*': lambda step: x}).init(params)",
+            "max_norms['*']",
+            "(3,)",
+        ),
+        of_value(
+            "skip_spikes(sgd, max_norm=lambda step: x).init(params)", "max_norm", "(3,)"
+        ),
         of_value("adagc(lambda step: x).init(params)", "relative_bound", "(3,)"),
-        of_value("jax.jit(lambda c: clip_by_global_norm(c).init(params))(x)", "max_norm", "(3,)"),
-        of_type("optax.inject_hyperparams(record_norms)(groups=1).init(params)", "groups", "static_args"),
-        of_type("clip_by_norm(lambda step: step >= 0).init(params)", "max_norm", "schedule", "returned"),
-        of_type("jax.jit(lambda b: functional.clip_by_norm(x, b))(1j)", "max_norm", "real numbers"),
-        of_type("clip_by_global_norm(optax.adam).init(params)", "max_norm", "schedule", "returned"),
+        of_value(
+            "jax.jit(lambda c: clip_by_global_norm(c).init(params))(x)",
+            "max_norm",
+            "(3,)",
+        ),
+        of_type(
+            "optax.inject_hyperparams(record_norms)(groups=1).init(params)",
+            "groups",
+            "static_args",
+        ),
+        of_type(
+            "clip_by_norm(lambda step: step >= 0).init(params)",
+            "max_norm",
+            "schedule",
+            "returned",
+        ),
+        of_type(
+            "jax.jit(lambda b: functional.clip_by_norm(x, b))(1j)",
+            "max_norm",
+            "real numbers",
+        ),
+        of_type(
+            "clip_by_global_norm(optax.adam).init(params)",
+            "max_norm",
+            "schedule",
+            "returned",
+        ),
         of_type("clip_by_group_norm(1.0)", "max_norms", "1.0"),
         of_type("clip_by_group_norm({0: 1.0})", "max_norms", "patterns, got (0,)"),
         of_type("clip_by_group_norm({})", "max_norms", "patterns, got ()"),
     ],
     "shapes": [  # of bounds, other than what they bound
         *crossed(with_form("scalar"), ("jnp.ones(3)", ValueError, "scalar", "(3,)")),
-        *crossed(c.BY_LEAF, ("jnp.ones(5)", ValueError, "(5,)", "'bias' of shape (3,)")),
-        *crossed(c.BY_UNIT, ("jnp.ones(5)", ValueError, "(5,)", "'kernel' of shape (4, 3)")),
-        of_value("functional.clip_by_global_norm(x, 1.0, norm=jnp.ones(3))", "norm", "scalar", "(3,)"),
-        of_value("jax.jit(lambda b: clip_by_global_norm(b).init(params))(x)", "max_norm", "scalar", "(3,)"),
-        of_value("max_norm(jnp.ones((4, 3))).init(params)", "radius", "(4, 3)", "'kernel'", "(1, 3)"),
-        of_value("qk_clip(jnp.ones(5))(heads, max_logits=jnp.ones(2))", "threshold", "(5,)", "(2,)"),
+        *crossed(
+            c.BY_LEAF, ("jnp.ones(5)", ValueError, "(5,)", "'bias' of shape (3,)")
+        ),
+        *crossed(
+            c.BY_UNIT, ("jnp.ones(5)", ValueError, "(5,)", "'kernel' of shape (4, 3)")
+        ),
+        of_value(
+            "functional.clip_by_global_norm(x, 1.0, norm=jnp.ones(3))",
+            "norm",
+            "scalar",
+            "(3,)",
+        ),
+        of_value(
+            "jax.jit(lambda b: clip_by_global_norm(b).init(params))(x)",
+            "max_norm",
+            "scalar",
+            "(3,)",
+        ),
+        of_value(
+            "max_norm(jnp.ones((4, 3))).init(params)",
+            "radius",
+            "(4, 3)",
+            "'kernel'",
+            "(1, 3)",
+        ),
+        of_value(
+            "qk_clip(jnp.ones(5))(heads, max_logits=jnp.ones(2))",
+            "threshold",
+            "(5,)",
+            "(2,)",
+        ),
         of_type("autoclip(jnp.ones(3))", "percentile", "number", "[1., 1., 1.]"),
     ],
     "axes": [  # Axes and patterns.
-        *all_of("axes", c.AXES, *each(TypeError, "True", "'0'", "1.0", "[0, None]", "{0: 1}", "{}")),
+        *all_of(
+            "axes",
+            c.AXES,
+            *each(TypeError, "True", "'0'", "1.0", "[0, None]", "{0: 1}", "{}"),
+        ),
         *all_of("axes['*']", c.AXES, ("{'*': 'rows'}", TypeError, "got 'rows'")),
-        *all_of("axes", c.AXES, ("lambda path, leaf: '0'", TypeError, "by the rule", "got '0'")),
-        *all_of("axes", c.AXES, ("2", ValueError, "2 is out of range"), ("(0, -2)", ValueError, "(0, -2)")),
-        *crossed(c.PATTERNS, ("'kernal'", ValueError, "'kernal' matches no leaf", "bias, kernel")),
-        *all_of("'key/kernel' of shape (4, 2, 3)", c.ATTENTION, ("", ValueError, "attention heads", "Pass")),
-        of_value("max_norm(3.0, axes=(0, 0))(params)", "axes", "(0, 0)", "twice", "'kernel'"),
-        of_value("max_norm(3.0, axes={'*': 0, 'bias': SKIP})(params)", "axes", "bias comes after"),
-        of_value("box({'*': 0.0, 'bias': 1.0}, 2.0)(params)", "low", "bias comes after"),
-        of_value("max_norm(3.0, axes={'bias': SKIP})(params)", "axes", "nothing is changed", "its patterns match"),
-        of_value("max_norm(3.0)({'bias': x})", "axes", "nothing is changed", "'bias'", "(3,)"),
-        of_value("clip_by_norm(1.0, axes=0).init({'bias': x})", "axes", "nothing is changed", "'bias'"),
-        of_value("spectral_cap(1.0)({'bias': x})", "flatten", "nothing is changed", "'bias'"),
-        of_type("spectral_cap(1.0, flatten=0)", "flatten", "pair", "got 0"), of_type("matching()", "patterns", "()"),
-        of_type("spectral_cap(1.0, flatten=(0, '1'))", "flatten", "pair", "got (0, '1')"),
-        of_type("spectral_cap(1.0, flatten={'kernel': 0})", "flatten['kernel']", "pair", "got 0"),
-        of_value("spectral_cap(1.0, flatten={'kernel': (0, 2)})(params)", "flatten", "out of range", "'kernel'"),
-        of_value("spectral_cap(1.0, flatten={'kernel': (0, 0)})(params)", "flatten", "twice", "'kernel'"),
-        of_value("record_norms('leaves').init(params)", "groups", "'leaves'", "bias, kernel"),
-        of_type("record_norms([1])", "groups", "[1]"), of_type("record_norms(1.5)", "groups", "1.5"),
+        *all_of(
+            "axes",
+            c.AXES,
+            ("lambda path, leaf: '0'", TypeError, "by the rule", "got '0'"),
+        ),
+        *all_of(
+            "axes",
+            c.AXES,
+            ("2", ValueError, "2 is out of range"),
+            ("(0, -2)", ValueError, "(0, -2)"),
+        ),
+        *crossed(
+            c.PATTERNS,
+            ("'kernal'", ValueError, "'kernal' matches no leaf", "bias, kernel"),
+        ),
+        *all_of(
+            "'key/kernel' of shape (4, 2, 3)",
+            c.ATTENTION,
+            ("", ValueError, "attention heads", "Pass"),
+        ),
+        of_value(
+            "max_norm(3.0, axes=(0, 0))(params)", "axes", "(0, 0)", "twice", "'kernel'"
+        ),
+        of_value(
+            "max_norm(3.0, axes={'*': 0, 'bias': SKIP})(params)",
+            "axes",
+            "bias comes after",
+        ),
+        of_value(
+            "box({'*': 0.0, 'bias': 1.0}, 2.0)(params)", "low", "bias comes after"
+        ),
+        of_value(
+            "max_norm(3.0, axes={'bias': SKIP})(params)",
+            "axes",
+            "nothing is changed",
+            "its patterns match",
+        ),
+        of_value(
+            "max_norm(3.0)({'bias': x})", "axes", "nothing is changed", "'bias'", "(3,)"
+        ),
+        of_value(
+            "clip_by_norm(1.0, axes=0).init({'bias': x})",
+            "axes",
+            "nothing is changed",
+            "'bias'",
+        ),
+        of_value(
+            "spectral_cap(1.0)({'bias': x})", "flatten", "nothing is changed", "'bias'"
+        ),
+        of_type("spectral_cap(1.0, flatten=0)", "flatten", "pair", "got 0"),
+        of_type("matching()", "patterns", "()"),
+        of_type(
+            "spectral_cap(1.0, flatten=(0, '1'))", "flatten", "pair", "got (0, '1')"
+        ),
+        of_type(
+            "spectral_cap(1.0, flatten={'kernel': 0})",
+            "flatten['kernel']",
+            "pair",
+            "got 0",
+        ),
+        of_value(
+            "spectral_cap(1.0, flatten={'kernel': (0, 2)})(params)",
+            "flatten",
+            "out of range",
+            "'kernel'",
+        ),
+        of_value(
+            "spectral_cap(1.0, flatten={'kernel': (0, 0)})(params)",
+            "flatten",
+            "twice",
+            "'kernel'",
+        ),
+        of_value(
+            "record_norms('leaves').init(params)", "groups", "'leaves'", "bias, kernel"
+        ),
+        of_type("record_norms([1])", "groups", "[1]"),
+        of_type("record_norms(1.5)", "groups", "1.5"),
         of_value("record_norms(of='grads')", "of", "'updates'", "'grads'"),
-        of_value("record_norms(of=())", "of", "()"), of_type("record_norms(name='')", "name", "''"),
-        of_type("box({0: 0.0}, 1.0)", "low", "(0,)"), of_type("non_negative(where=1)", "where", "got 1"),
-        of_type("non_negative(where=())", "where", "()"), of_type("matching(1)", "patterns", "(1,)"),
-        of_value("non_negative(where=lambda path, leaf: False)(params)", "where", "'bias'"),
-        of_type("non_negative(where=matching('kernel'))(params)", "matching('kernel',)", "where= take the patterns"),
-        of_type("max_norm(3.0, axes=matching('kernel'))(params)", "matching('kernel',)", "axes= and where= take"),
+        of_value("record_norms(of=())", "of", "()"),
+        of_type("record_norms(name='')", "name", "''"),
+        of_type("box({0: 0.0}, 1.0)", "low", "(0,)"),
+        of_type("non_negative(where=1)", "where", "got 1"),
+        of_type("non_negative(where=())", "where", "()"),
+        of_type("matching(1)", "patterns", "(1,)"),
+        of_value(
+            "non_negative(where=lambda path, leaf: False)(params)", "where", "'bias'"
+        ),
+        of_type(
+            "non_negative(where=matching('kernel'))(params)",
+            "matching('kernel',)",
+            "where= take the patterns",
+        ),
+        of_type(
+            "max_norm(3.0, axes=matching('kernel'))(params)",
+            "matching('kernel',)",
+            "axes= and where= take",
+        ),
     ],
     "chains": [  # Chains, wrappers, and what is no transformation.
         *crossed(c.TRANSFORMATIONS, *each(TypeError, "1.0", "'adam'", "{'a': 1}")),
-        *crossed(c.TRANSFORMATIONS, *[(x, TypeError, "call it") for x in ("optax.adam", "clip_by_norm")]),
-        of_type("bounded(None)", "optimizer", "None"), of_value("chain()", "links", "at least one"),
+        *crossed(
+            c.TRANSFORMATIONS,
+            *[(x, TypeError, "call it") for x in ("optax.adam", "clip_by_norm")],
+        ),
+        of_type("bounded(None)", "optimizer", "None"),
+        of_value("chain()", "links", "at least one"),
         of_type("chain([clip, adam])", "links[0]", "gradient transformation"),
-        of_value("chain(max_norm(3.0), adam)", "links[0]", "max_norm(3.0)", "after links[1]"),
-        of_value("chain(clip, max_norm(3.0), adam)", "links[1]", "max_norm(3.0)", "after links[2]"),
-        of_value("bounded(adam, clip=max_norm(3.0))", "clip", "max_norm(3.0)", "project="),
-        of_value("bounded(adam, clip=[clip, unit_norm()])", "clip", "unit_norm()", "project="),
+        of_value(
+            "chain(max_norm(3.0), adam)", "links[0]", "max_norm(3.0)", "after links[1]"
+        ),
+        of_value(
+            "chain(clip, max_norm(3.0), adam)",
+            "links[1]",
+            "max_norm(3.0)",
+            "after links[2]",
+        ),
+        of_value(
+            "bounded(adam, clip=max_norm(3.0))", "clip", "max_norm(3.0)", "project="
+        ),
+        of_value(
+            "bounded(adam, clip=[clip, unit_norm()])", "clip", "unit_norm()", "project="
+        ),
         of_value("bounded(max_norm(3.0))", "optimizer", "max_norm(3.0)", "project="),
         of_type("bounded(adam, project=clip)", "project", "clips are for clip="),
         of_type("project(3)", "function", "got 3"),
-        of_type("bounded(adam, project=3.0)", "project", "3.0"), of_type("project(None)", "function", "None"),
+        of_type("bounded(adam, project=3.0)", "project", "3.0"),
+        of_type("project(None)", "function", "None"),
         of_type("bounded(adam, project=max_norm)", "project", "max_norm", "call it"),
-        of_type("bounded(adam, project=clip_by_norm)", "project", "clip_by_norm", "call it"),
-        of_value("bounded(optax.MultiSteps(adam, 4), clip=clip)", "optimizer", "accumulate=k"),
+        of_type(
+            "bounded(adam, project=clip_by_norm)", "project", "clip_by_norm", "call it"
+        ),
+        of_value(
+            "bounded(optax.MultiSteps(adam, 4), clip=clip)", "optimizer", "accumulate=k"
+        ),
         of_value("functional.clip_by_global_norm(x, 1.0, norm=-5.0)", "norm", "-5.0"),
-        of_value("functional.clip_by_global_norm(x, 1.0, norm=jnp.array(-5.0))", "norm", "-5."),
-        of_type("functional.clip_by_global_norm(x, 1.0, norm=jnp.array(True))", "norm", "True"),
-        of_type("bounded(optax.MultiSteps(adam, 4))", "optimizer", ".gradient_transformation()"),
+        of_value(
+            "functional.clip_by_global_norm(x, 1.0, norm=jnp.array(-5.0))",
+            "norm",
+            "-5.",
+        ),
+        of_type(
+            "functional.clip_by_global_norm(x, 1.0, norm=jnp.array(True))",
+            "norm",
+            "True",
+        ),
+        of_type(
+            "bounded(optax.MultiSteps(adam, 4))",
+            "optimizer",
+            ".gradient_transformation()",
+        ),
         of_type("tangent_cone(max_norm(3.0))", "radius", "clipjax.max_norm(3.0)"),
-        of_type("skip_spikes(sgd, max_norm=unit_norm())", "max_norm", "clipjax.unit_norm()"),
-        of_type("bounded(adam, accumulate=2).init({'z': 1j * x})", "accumulate", "'z'", "complex"),
-        of_type("jax.jit(lambda n: bounded(adam, accumulate=n).init(params))(2)", "accumulate", "static_args"),
-        of_value("bounded(adam, nonfinite='ignore')", "nonfinite", "'skip'", "'ignore'"),
+        of_type(
+            "skip_spikes(sgd, max_norm=unit_norm())", "max_norm", "clipjax.unit_norm()"
+        ),
+        of_type(
+            "bounded(adam, accumulate=2).init({'z': 1j * x})",
+            "accumulate",
+            "'z'",
+            "complex",
+        ),
+        of_type(
+            "jax.jit(lambda n: bounded(adam, accumulate=n).init(params))(2)",
+            "accumulate",
+            "static_args",
+        ),
+        of_value(
+            "bounded(adam, nonfinite='ignore')", "nonfinite", "'skip'", "'ignore'"
+        ),
         of_value("bounded(adam, nonfinite=None)", "nonfinite", "'skip'", "None"),
-        of_value("skip_nonfinite(sgd, max_consecutive=0)", "max_consecutive", "at least 1", "got 0"),
+        of_value(
+            "skip_nonfinite(sgd, max_consecutive=0)",
+            "max_consecutive",
+            "at least 1",
+            "got 0",
+        ),
         of_type("project(clip)", "function", "gradient transformation"),
         of_type("project(max_norm)", "function", "max_norm", "call it"),
         of_type("project(lambda w: None)(x)", "function", "structure", "None"),
         of_type("project(lambda w: w[:2])(x)", "function", "float32[2]", "(3,)"),
-        of_type("project(lambda w: w > 0)(params['bias'])", "function", "bool[3]", "float32"),
-        of_type("with_metrics('x', lambda u, p, s, m: (u, {}, 1.0), lambda p: jnp.zeros(3)).init(params)",
-                "act of x", "memory", "float32[3]", "got float32[]"),
+        of_type(
+            "project(lambda w: w > 0)(params['bias'])", "function", "bool[3]", "float32"
+        ),
+        of_type(
+            "with_metrics('x', lambda u, p, s, m: (u, {}, 1.0), lambda p: "
+            "jnp.zeros(3)).init(params)",
+            "act of x",
+            "memory",
+            "float32[3]",
+            "got float32[]",
+        ),
         of_type("max_norm(1.0)(grads, params)", "step", "number", "'kernel'"),
         of_type("with_metrics('a/b', lambda *args: args)", "name", "'a/b'"),
         of_type("with_metrics('', lambda *args: args)", "name", "''"),
         of_type("with_metrics('a', 3)", "act", "got 3"),
-        of_value("with_metrics('a', lambda u, *_: (u, {'steps': x[0]}, ())).init(x)", "metrics", "'steps'", "of a"),
-        of_value("record_norms(name='steps').init(x)", "metrics", "'steps'", "of record_norms"),
-        *[of_type(f"with_metrics('a', lambda u, *_: (u, {{'b': {value}}}, ())).init(x)", "act", "'b'", "scalar", word)
-          for value, word in (("x", "(3,)"), ("'s'", "'s'"), ("1j", "1j"))],
+        of_value(
+            "with_metrics('a', lambda u, *_: (u, {'steps': x[0]}, ())).init(x)",
+            "metrics",
+            "'steps'",
+            "of a",
+        ),
+        of_value(
+            "record_norms(name='steps').init(x)",
+            "metrics",
+            "'steps'",
+            "of record_norms",
+        ),
+        *[
+            of_type(
+                f"with_metrics('a', lambda u, *_: (u, {{'b': {value}}}, ())).init(x)",
+                "act",
+                "'b'",
+                "scalar",
+                word,
+            )
+            for value, word in (("x", "(3,)"), ("'s'", "'s'"), ("1j", "1j"))
+        ],
     ],
     "trees": [  # Parameters and gradients.
-        *[of_value(f"({tx}).update(grads, state_of({tx}))", "params", name) for name, tx in c.WITH_PARAMS],
-        *[of_value(f"({tx}).update(other_shape, state_of({tx}), params)", "'kernel'", "(3,)", "(4, 3)", name)
-          for name, tx in c.WITH_PARAMS],
-        *[of_value(f"({tx}).update(grads, state_of({tx}), [x])", "params", name) for name, tx in c.WITH_PARAMS],
-        *[of_value(f"({tx}).update(grads, state_of({tx}), {{**params, 'bias': None}})", "params", "none for bias", name)
-          for name, tx in c.WITH_PARAMS],
-        *all_of("leaf 'act'", c.TAKE_A_TREE, ("{'act': jnp.tanh}", TypeError, "eqx.filter")),
+        *[
+            of_value(f"({tx}).update(grads, state_of({tx}))", "params", name)
+            for name, tx in c.WITH_PARAMS
+        ],
+        *[
+            of_value(
+                f"({tx}).update(other_shape, state_of({tx}), params)",
+                "'kernel'",
+                "(3,)",
+                "(4, 3)",
+                name,
+            )
+            for name, tx in c.WITH_PARAMS
+        ],
+        *[
+            of_value(f"({tx}).update(grads, state_of({tx}), [x])", "params", name)
+            for name, tx in c.WITH_PARAMS
+        ],
+        *[
+            of_value(
+                f"({tx}).update(grads, state_of({tx}), {{**params, 'bias': None}})",
+                "params",
+                "none for bias",
+                name,
+            )
+            for name, tx in c.WITH_PARAMS
+        ],
+        *all_of(
+            "leaf 'act'", c.TAKE_A_TREE, ("{'act': jnp.tanh}", TypeError, "eqx.filter")
+        ),
         *all_of("leaf 'act'", c.TAKE_A_TREE, ("{'act': 'ones'}", TypeError, "got str")),
-        *[of_type(call, "'z'", "complex", "one bound") for call in (
-            "clip_by_value(-1.0, 1.0).init({'z': 1j * x})", "box(-1.0, 1.0)({'z': 1j * x})",
-            "non_negative().init({'z': 1j * x})", "functional.clip_by_value({'z': 1j * x}, -1.0, 1.0)",
-            "clip_gradient_by_value({'z': 1j * x}, -1.0, 1.0)")],
-        of_value("adagc().update({'kernel': x}, state_of(adagc()))", "adagc", "1 leaves", "2"),
-        of_value("adagc(axes=0).update({'kernel': jnp.ones((4, 5))}, state_of(adagc(axes={'kernel': 0})))", "adagc",
-            "'kernel'", "(1, 5)", "(1, 3)"),
-        of_value("non_negative()(jax.device_get(variables))", "batch_stats", "'batch_stats/mean'"),
-        of_value("non_negative()(variables)", "batch_stats", "variables['params']", "'batch_stats/mean'"),
-        of_value("max_norm(3.0, axes=None)(variables)", "batch_stats", "variables['params']", "'batch_stats/mean'"),
-        of_value("chain(adam, box(0.5, 1.0)).init(variables)", "batch_stats", "'batch_stats/mean'"),
-        *[of_type(f"tx = {tx}(sgd); tx.update(grads, tx.init(params), params, loss={loss})", "loss", "scalar", word)
-          for tx in ("skip_nonfinite", "skip_spikes")
-          for loss, word in (("x", "(3,)"), ("True", "True"), ("'1.0'", "'1.0'"), ("1j", "1j"), ("{'a': 1}", "'a'"))],
+        *[
+            of_type(call, "'z'", "complex", "one bound")
+            for call in (
+                "clip_by_value(-1.0, 1.0).init({'z': 1j * x})",
+                "box(-1.0, 1.0)({'z': 1j * x})",
+                "non_negative().init({'z': 1j * x})",
+                "functional.clip_by_value({'z': 1j * x}, -1.0, 1.0)",
+                "clip_gradient_by_value({'z': 1j * x}, -1.0, 1.0)",
+            )
+        ],
+        of_value(
+            "adagc().update({'kernel': x}, state_of(adagc()))", "adagc", "1 leaves", "2"
+        ),
+        of_value(
+            "adagc(axes=0).update({'kernel': jnp.ones((4, 5))}, "
+            "state_of(adagc(axes={'kernel': 0})))",
+            "adagc",
+            "'kernel'",
+            "(1, 5)",
+            "(1, 3)",
+        ),
+        of_value(
+            "non_negative()(jax.device_get(variables))",
+            "batch_stats",
+            "'batch_stats/mean'",
+        ),
+        of_value(
+            "non_negative()(variables)",
+            "batch_stats",
+            "variables['params']",
+            "'batch_stats/mean'",
+        ),
+        of_value(
+            "max_norm(3.0, axes=None)(variables)",
+            "batch_stats",
+            "variables['params']",
+            "'batch_stats/mean'",
+        ),
+        of_value(
+            "chain(adam, box(0.5, 1.0)).init(variables)",
+            "batch_stats",
+            "'batch_stats/mean'",
+        ),
+        *[
+            of_type(
+                f"tx = {tx}(sgd); tx.update(grads, tx.init(params), params, "
+                f"loss={loss})",
+                "loss",
+                "scalar",
+                word,
+            )
+            for tx in ("skip_nonfinite", "skip_spikes")
+            for loss, word in (
+                ("x", "(3,)"),
+                ("True", "True"),
+                ("'1.0'", "'1.0'"),
+                ("1j", "1j"),
+                ("{'a': 1}", "'a'"),
+            )
+        ],
     ],
     "states": [  # States and steps.
-        *[of_type(f"({tx}).update(grads, adam.init(params), params)", "state", name, "tuple") for name, tx in c.STATES],
-        *[of_value(f"({tx}).update(grads, None)", "state", name, "init")
-          for name, tx in c.STATES if name in ("autoclip", "clip_by_quantile", "zclip", "clip_by_lognormal", "adagc")],
-        *[of_type(f"({tx}).update(grads, None, params)", "state", name, "NoneType")
-          for name, tx in c.STATES if name in ("skip_nonfinite", "skip_spikes", "max_norm")],
-        of_type("zclip().update(grads, state_of(autoclip()))", "state", "zclip", "autoclip"),
-        of_type("clip.update(grads, state_of(clip_by_norm(1.0)))", "state", "clip_by_global_norm", "clip_by_norm"),
-        of_value("clip_by_global_norm(schedule).update(grads, None)", "max_norm", "schedule", "state"),
-        of_value("clip_by_value(schedule).update(grads, None)", "bound", "schedule", "state"),
+        *[
+            of_type(
+                f"({tx}).update(grads, adam.init(params), params)",
+                "state",
+                name,
+                "tuple",
+            )
+            for name, tx in c.STATES
+        ],
+        *[
+            of_value(f"({tx}).update(grads, None)", "state", name, "init")
+            for name, tx in c.STATES
+            if name
+            in ("autoclip", "clip_by_quantile", "zclip", "clip_by_lognormal", "adagc")
+        ],
+        *[
+            of_type(f"({tx}).update(grads, None, params)", "state", name, "NoneType")
+            for name, tx in c.STATES
+            if name in ("skip_nonfinite", "skip_spikes", "max_norm")
+        ],
+        of_type(
+            "zclip().update(grads, state_of(autoclip()))", "state", "zclip", "autoclip"
+        ),
+        of_type(
+            "clip.update(grads, state_of(clip_by_norm(1.0)))",
+            "state",
+            "clip_by_global_norm",
+            "clip_by_norm",
+        ),
+        of_value(
+            "clip_by_global_norm(schedule).update(grads, None)",
+            "max_norm",
+            "schedule",
+            "state",
+        ),
+        of_value(
+            "clip_by_value(schedule).update(grads, None)", "bound", "schedule", "state"
+        ),
         of_value("max_norm(schedule)(params)", "radius", "schedule", "step="),
         of_value("box(schedule, 9.0)(params)", "low", "schedule", "step="),
-        of_value("violations(params, max_norm(schedule))", "radius", "schedule", "step="),
-        of_value("tangent_cone(schedule).update(grads, None, params)", "radius", "schedule", "state"),
+        of_value(
+            "violations(params, max_norm(schedule))", "radius", "schedule", "step="
+        ),
+        of_value(
+            "tangent_cone(schedule).update(grads, None, params)",
+            "radius",
+            "schedule",
+            "state",
+        ),
     ],
     "logits": [  # Attention logits.
         of_value("qk_clip(query='a/b')", "query", "'a/b'", "component"),
         of_value("qk_clip(query='qk', key='qk')", "query and key", "'qk'"),
         of_value("qk_clip().init(params)", "'query'", "'key'", "kernel"),
         of_value("qk_clip()(heads)", "max_logits", "largest logit"),
-        of_value("tx = qk_clip(); tx.update(heads, tx.init(heads), heads)", "max_logits", "tx.update"),
-        of_value("qk_clip()(heads, max_logits=jnp.ones(3))", "max_logits", "(3,)", "'query/kernel'", "(4, 2, 3)"),
-        of_value("qk_clip()({'a': heads}, max_logits={'layer': jnp.ones(2)})", "max_logits", "'layer'"),
+        of_value(
+            "tx = qk_clip(); tx.update(heads, tx.init(heads), heads)",
+            "max_logits",
+            "tx.update",
+        ),
+        of_value(
+            "qk_clip()(heads, max_logits=jnp.ones(3))",
+            "max_logits",
+            "(3,)",
+            "'query/kernel'",
+            "(4, 2, 3)",
+        ),
+        of_value(
+            "qk_clip()({'a': heads}, max_logits={'layer': jnp.ones(2)})",
+            "max_logits",
+            "'layer'",
+        ),
         of_type("qk_clip()(heads, max_logits='2.0')", "max_logits", "'2.0'"),
         of_value("violations(heads, qk_clip())", "max_logits"),
-        of_type("max_norm(1.0)(params, max_logits=x)", "clipjax.max_norm(1.0)", "max_logits"),
+        of_type(
+            "max_norm(1.0)(params, max_logits=x)", "clipjax.max_norm(1.0)", "max_logits"
+        ),
     ],
     "metrics": [  # Metrics and logs.
         of_value("metrics(adam.init(params))", "opt_state", "no state", "tx.init"),
-        of_value("metrics(None)", "opt_state", "None"), of_value("metrics(params)", "opt_state", "kernel"),
-        of_value("metrics(clip)", "opt_state", "tx.init"), of_type("violations(params, 3.0)", "projection", "3.0"),
-        of_type("jax.jit(lambda p: violations(p, max_norm(3.0, axes=0)))(params)", "params", "traced", "jit"),
-        of_type("violations(params, adam)", "projection", "last link"), of_type("NormLog(3)", "name", "got 3"),
+        of_value("metrics(None)", "opt_state", "None"),
+        of_value("metrics(params)", "opt_state", "kernel"),
+        of_value("metrics(clip)", "opt_state", "tx.init"),
+        of_type("violations(params, 3.0)", "projection", "3.0"),
+        of_type(
+            "jax.jit(lambda p: violations(p, max_norm(3.0, axes=0)))(params)",
+            "params",
+            "traced",
+            "jit",
+        ),
+        of_type("violations(params, adam)", "projection", "last link"),
+        of_type("NormLog(3)", "name", "got 3"),
         of_type("violations(params, max_norm)", "projection", "max_norm", "call it"),
         of_type("NormLog().append(state_of(clip))", "norms", "clipjax.metrics(state)"),
-        of_type("NormLog().append('1.0')", "norm", "'1.0'"), of_type("NormLog().append(None)", "norm", "None"),
-        of_value("NormLog().append(x)", "scalar", "(3,)"), of_value("NormLog().extend(1.0)", "(steps,)", "()"),
-        of_value("NormLog().append({'a/norm': 1.0, 'b/norm': 1.0})", "name", "'a/norm'", "'b/norm'"),
-        of_value("NormLog('zclip').append({'a/norm': 1.0})", "name", "'zclip'", "'a/norm'"),
-        of_value("NormLog().append({})", "name", "[]"), of_type("jax.jit(NormLog().append)(1.0)", "norm", "compiled"),
-        of_value("NormLog().suggest()", "no finite norm", "0"), of_value("log.quantiles(50)", "q", "[0, 1]"),
+        of_type("NormLog().append('1.0')", "norm", "'1.0'"),
+        of_type("NormLog().append(None)", "norm", "None"),
+        of_value("NormLog().append(x)", "scalar", "(3,)"),
+        of_value("NormLog().extend(1.0)", "(steps,)", "()"),
+        of_value(
+            "NormLog().append({'a/norm': 1.0, 'b/norm': 1.0})",
+            "name",
+            "'a/norm'",
+            "'b/norm'",
+        ),
+        of_value(
+            "NormLog('zclip').append({'a/norm': 1.0})", "name", "'zclip'", "'a/norm'"
+        ),
+        of_value("NormLog().append({})", "name", "[]"),
+        of_type("jax.jit(NormLog().append)(1.0)", "norm", "compiled"),
+        of_value("NormLog().suggest()", "no finite norm", "0"),
+        of_value("log.quantiles(50)", "q", "[0, 1]"),
         of_value("NormLog().quantiles(0.5)", "no finite norm", "0"),
         of_value("log.suggest({'clip': clip})", "rules['clip']", "threshold"),
         of_value("log.suggest({'adam': adam})", "rules['adam']", "threshold"),
@@ -260,15 +689,39 @@ THEMES = {
     "layers": [  # Layers for the backward pass.
         of_type("replace_gradient(jnp.round, None)", "backward", "None"),
         of_type("replace_gradient(1.0, jnp.round)", "forward", "1.0"),
-        of_type("replace_gradient(jnp.round, jnp.sum)(x)", "forward and backward", "float32[3]", "float32[]"),
-        of_type("replace_gradient(lambda x: {'a': x}, lambda x: {'b': x})(x)", "forward and backward", "'a ", "'b "),
-        of_type("replace_gradient(lambda x: x > 0, lambda x: x)(x)", "forward and backward", "bool[3]"),
-        of_type("jax.jvp(lambda x: clip_gradient_by_norm(x, 1.0), (x,), (x,))", "forward-mode"),
+        of_type(
+            "replace_gradient(jnp.round, jnp.sum)(x)",
+            "forward and backward",
+            "float32[3]",
+            "float32[]",
+        ),
+        of_type(
+            "replace_gradient(lambda x: {'a': x}, lambda x: {'b': x})(x)",
+            "forward and backward",
+            "'a ",
+            "'b ",
+        ),
+        of_type(
+            "replace_gradient(lambda x: x > 0, lambda x: x)(x)",
+            "forward and backward",
+            "bool[3]",
+        ),
+        of_type(
+            "jax.jvp(lambda x: clip_gradient_by_norm(x, 1.0), (x,), (x,))",
+            "forward-mode",
+        ),
     ],
     "names": [  # Python's own words.
-        of_type("clip_by_global_norm(clip_norm=1.0)", "clip_by_global_norm", "'clip_norm'"),
-        of_type("max_norm(3.0, axis=0)", "max_norm", "'axis'"), of_type("max_norm()", "max_norm", "radius"),
-        of_type("functional.clip_by_global_norm(grads, 1.0, use_norm=5.0)", "clip_by_global_norm", "'use_norm'"),
+        of_type(
+            "clip_by_global_norm(clip_norm=1.0)", "clip_by_global_norm", "'clip_norm'"
+        ),
+        of_type("max_norm(3.0, axis=0)", "max_norm", "'axis'"),
+        of_type("max_norm()", "max_norm", "radius"),
+        of_type(
+            "functional.clip_by_global_norm(grads, 1.0, use_norm=5.0)",
+            "clip_by_global_norm",
+            "'use_norm'",
+        ),
         of_type("bounded(adam, clip)", "bounded", "positional"),
     ],
-}  # fmt: skip
+}

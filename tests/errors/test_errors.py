@@ -1,4 +1,6 @@
-"""A wrong call ends in an error that names the argument, the value and the leaf, as early as they are known."""
+"""A wrong call ends in an error that names the argument, the value and the leaf, as
+early as they are known.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,24 @@ def names() -> dict[str, Any]:
     log = clipjax.NormLog()
     log.extend(np.ones(4))
     return {name: getattr(clipjax, name) for name in clipjax.__all__} | {
-        "clipjax": clipjax, "jax": jax, "jnp": jnp, "optax": optax, "log": log,
-        "x": jnp.ones(3), "params": params, "grads": params, "heads": heads, "attention": heads | {"out": params},
+        "clipjax": clipjax,
+        "jax": jax,
+        "jnp": jnp,
+        "optax": optax,
+        "log": log,
+        "x": jnp.ones(3),
+        "params": params,
+        "grads": params,
+        "heads": heads,
+        "attention": heads | {"out": params},
         "other_shape": {"kernel": jnp.ones(3), "bias": jnp.ones(3)},
         "variables": {"params": params, "batch_stats": {"mean": -5 * jnp.ones((2, 2))}},
-        "adam": optax.adam(1e-3), "sgd": optax.sgd(1e-3), "clip": clipjax.clip_by_global_norm(1.0),
-        "schedule": optax.constant_schedule(1.0), "state_of": lambda tx: tx.init(params),
-    }  # fmt: skip
+        "adam": optax.adam(1e-3),
+        "sgd": optax.sgd(1e-3),
+        "clip": clipjax.clip_by_global_norm(1.0),
+        "schedule": optax.constant_schedule(1.0),
+        "state_of": lambda tx: tx.init(params),
+    }
 
 
 def outcome(call: str) -> Any:
@@ -47,9 +60,16 @@ def outcome(call: str) -> Any:
 def test_each_call_is_once_in_the_table_and_every_member_is() -> None:
     calls = [row.call for rows in THEMES.values() for row in rows]
     assert len(set(calls)) == len(calls)
-    used = {node.id for call in calls for node in ast.walk(ast.parse(call)) if isinstance(node, ast.Name)}
+    used = {
+        node.id
+        for call in calls
+        for node in ast.walk(ast.parse(call))
+        if isinstance(node, ast.Name)
+    }
     missing = set(clipjax.__all__) - used - {"fan_in", "fan_in_or_all"}
-    assert not missing, f"calls of {missing} are missing in tests/errors/calls.py or table.py"
+    assert not missing, (
+        f"calls of {missing} are missing in tests/errors/calls.py or table.py"
+    )
 
 
 @pytest.mark.parametrize("theme", THEMES)
@@ -57,7 +77,12 @@ def test_wrong_calls_say_what_is_wrong(theme: str) -> None:
     faults = []
     for row in THEMES[theme]:
         error = outcome(row.call)
-        said = type(error) is row.error and all(word in str(error) for word in row.words)
+        said = type(error) is row.error and all(
+            word in str(error) for word in row.words
+        )
         if not said or len(str(error)) > 600:
-            faults.append(f"{row.call}\n  {error!r} should be a {row.error.__name__} with {row.words}")
+            faults.append(
+                f"{row.call}\n  {error!r} should be a {row.error.__name__} with "
+                f"{row.words}"
+            )
     assert not faults, "\n".join(faults)

@@ -17,8 +17,14 @@ pytestmark = pytest.mark.slow
 def run(script, *arguments):
     environment = {**os.environ, "MPLBACKEND": "Agg", "TF_CPP_MIN_LOG_LEVEL": "3"}
     environment.pop("XLA_FLAGS", None)  # the tests' eight devices
-    command = [sys.executable, str(ROOT / "examples" / f"{script}.py"), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    command = [
+        sys.executable,
+        str(ROOT / "examples" / f"{script}.py"),
+        *map(str, arguments),
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -34,16 +40,29 @@ def test_runs_and_draws(script, tmp_path):
 def test_the_main_job_learns_and_keeps_its_bounds(tmp_path):
     out = run("digits", "--plot", tmp_path / "picture.png")
     rows = {line.split(":")[0]: line for line in out.splitlines()}
-    accuracy = {name: float(row.split("accuracy ")[1].split("%")[0]) for name, row in rows.items() if "accuracy" in row}
+    accuracy = {
+        name: float(row.split("accuracy ")[1].split("%")[0])
+        for name, row in rows.items()
+        if "accuracy" in row
+    }
     assert accuracy["with clipjax"] >= 96
-    assert accuracy["with clipjax, 20% wrong labels"] > accuracy["plain, 20% wrong labels"] + 3
+    assert (
+        accuracy["with clipjax, 20% wrong labels"]
+        > accuracy["plain, 20% wrong labels"] + 3
+    )
     assert "largest norm of a unit's weights 1.50" in rows["with clipjax"]
 
 
 def test_clipping_lets_a_recurrent_network_learn(tmp_path):
-    """Pascanu et al., 2013: at 20 symbols, most networks learn with the gradient clipped, and few without."""
+    """Pascanu et al., 2013: at 20 symbols, most networks learn with the gradient
+    clipped, and few without.
+    """
     out = run("rnn", "--length", "20", "--plot", tmp_path / "picture.png")
-    solved = {line.split()[0]: int(line.split()[1]) for line in out.splitlines() if " of 8 networks" in line}
+    solved = {
+        line.split()[0]: int(line.split()[1])
+        for line in out.splitlines()
+        if " of 8 networks" in line
+    }
     assert solved["global"] >= 7
     assert solved["none"] <= 1
 
@@ -51,7 +70,11 @@ def test_clipping_lets_a_recurrent_network_learn(tmp_path):
 def printed(notebook):
     """Return what the cells of a notebook print."""
     outputs = (output for cell in notebook.cells for output in cell.get("outputs", []))
-    return "".join(output.text for output in outputs if output.output_type == "stream" and output.name == "stdout")
+    return "".join(
+        output.text
+        for output in outputs
+        if output.output_type == "stream" and output.name == "stdout"
+    )
 
 
 def test_the_notebook_prints_what_it_shows():
@@ -61,4 +84,6 @@ def test_the_notebook_prints_what_it_shows():
     shown = printed(notebook)
     assert "skip_nonfinite/skipped " in shown
     nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
-    assert OutputChecker().check_output(shown, printed(notebook), NUMBER), printed(notebook)
+    assert OutputChecker().check_output(shown, printed(notebook), NUMBER), printed(
+        notebook
+    )

@@ -1,4 +1,6 @@
-"""Sequences of gradients whose norms are given, and one program that runs several clips over them."""
+"""Sequences of gradients whose norms are given, and one program that runs several clips
+over them.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,12 @@ import numpy as np
 SHAPES = {"bias": (3,), "kernel": (4, 3)}
 PARAMS = {name: np.ones(shape, np.float32) for name, shape in SHAPES.items()}
 SEEDS, STEPS = 3, 160
-BAD = {0: np.nan, 9: np.inf, 10: np.nan, 70: -np.inf}  # one entry of the kernel at these steps
+BAD = {
+    0: np.nan,
+    9: np.inf,
+    10: np.nan,
+    70: -np.inf,
+}  # one entry of the kernel at these steps
 
 
 def norms_with_spikes(seed: int) -> np.ndarray:
@@ -33,7 +40,10 @@ def gradients_of(norms: Any, seed: int = 0) -> dict[str, np.ndarray]:
 
 def norms_of(stacked: Any) -> np.ndarray:
     """The norm of each tree of a stack, in float64."""
-    parts = [np.asarray(x).astype(np.float64).reshape(len(x), -1) for x in jax.tree.leaves(stacked)]
+    parts = [
+        np.asarray(x).astype(np.float64).reshape(len(x), -1)
+        for x in jax.tree.leaves(stacked)
+    ]
     return np.linalg.norm(np.concatenate(parts, axis=1), axis=1)
 
 
@@ -46,18 +56,25 @@ class Run(NamedTuple):
 
 
 def runs(rules: Mapping[str, Any], stacks: Any, params: Any = PARAMS) -> dict[str, Run]:
-    """Run these clips over gradients whose leaves have the shape (seeds, steps, *shape), as one program."""
+    """Run these clips over gradients whose leaves have the shape (seeds, steps,
+    *shape), as one program.
+    """
 
     def one_step(states: Any, grads: Any) -> Any:
         done = {name: tx.update(grads, states[name]) for name, tx in rules.items()}
         seen = {
-            name: (updates, next(x for key, x in state.last.items() if key.endswith("/threshold")))
+            name: (
+                updates,
+                next(x for key, x in state.last.items() if key.endswith("/threshold")),
+            )
             for name, (updates, state) in done.items()
         }
         return {name: state for name, (_, state) in done.items()}, seen
 
     def over_steps(stacked: Any) -> Any:
-        return jax.lax.scan(one_step, {name: tx.init(params) for name, tx in rules.items()}, stacked)
+        return jax.lax.scan(
+            one_step, {name: tx.init(params) for name, tx in rules.items()}, stacked
+        )
 
     states, seen = jax.tree.map(np.asarray, jax.jit(jax.vmap(over_steps))(stacks))
     return {name: Run(*seen[name], states[name]) for name in rules}
@@ -72,17 +89,30 @@ def with_bad_steps() -> dict[str, np.ndarray]:
     return stacks
 
 
-def check_against(oracle: Callable[..., Any], done: Run, stacks: Any, options: dict[str, Any]) -> None:
-    """Compare the norms after a clip of the whole tree with an oracle that never sees the bad steps.
+def check_against(
+    oracle: Callable[..., Any], done: Run, stacks: Any, options: dict[str, Any]
+) -> None:
+    """Compare the norms after a clip of the whole tree with an oracle that never sees
+    the bad steps.
 
-    Statistics in float32 err by an ulp (6e-8) a step, and by less than 1e-5 over all of them.
+    Statistics in float32 err by an ulp (6e-8) a step, and by less than 1e-5 over all of
+    them.
     """
     for seed in range(SEEDS):
-        before, after = (norms_of(jax.tree.map(lambda x, i=seed: x[i], t)) for t in (stacks, done.updates))
+        before, after = (
+            norms_of(jax.tree.map(lambda x, i=seed: x[i], t))
+            for t in (stacks, done.updates)
+        )
         good = np.isfinite(before)
         assert np.isnan(after[~good]).all()
-        np.testing.assert_allclose(after[good], oracle(before[good], **options), rtol=1e-4)
+        np.testing.assert_allclose(
+            after[good], oracle(before[good], **options), rtol=1e-4
+        )
         clipped = good & (after < before)
-        assert (after[clipped] <= done.thresholds[seed][clipped]).all(), "above the threshold that it shows"
+        assert (after[clipped] <= done.thresholds[seed][clipped]).all(), (
+            "above the threshold that it shows"
+        )
     np.testing.assert_array_equal(done.state.step, STEPS)
-    np.testing.assert_array_equal(list(done.state.totals.values()), [[len(BAD)] * SEEDS])
+    np.testing.assert_array_equal(
+        list(done.state.totals.values()), [[len(BAD)] * SEEDS]
+    )

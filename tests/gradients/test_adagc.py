@@ -14,8 +14,17 @@ import clipjax
 from tests.gradients.norm_runs import BAD, PARAMS, SEEDS, norms_of, runs, with_bad_steps
 
 
-def adagc(norms, relative_bound=1.04, decay=0.99, warmup_steps=100, max_norm=1.0, warmup_norms="before"):
-    """The norms after the clip, and the smallest bounds, of norms of the shape (steps, leaves)."""
+def adagc(
+    norms,
+    relative_bound=1.04,
+    decay=0.99,
+    warmup_steps=100,
+    max_norm=1.0,
+    warmup_norms="before",
+):
+    """The norms after the clip, and the smallest bounds, of norms of the shape (steps,
+    leaves).
+    """
     gamma = np.full(norms.shape[1], np.inf)
     after, least = [], []
     for t, n in enumerate(norms):
@@ -25,7 +34,9 @@ def adagc(norms, relative_bound=1.04, decay=0.99, warmup_steps=100, max_norm=1.0
         else:
             bound = relative_bound * gamma
             clipped = np.minimum(n, bound)
-            gamma = np.where(gamma == np.inf, clipped, decay * gamma + (1 - decay) * clipped)
+            gamma = np.where(
+                gamma == np.inf, clipped, decay * gamma + (1 - decay) * clipped
+            )
         after.append(clipped)
         least.append(np.min(bound))
     return np.array(after), np.array(least)
@@ -52,13 +63,18 @@ def test_it_follows_the_authors_code() -> None:
     for options in OPTIONS:
         updates, thresholds, state = done[str(options)]
         for seed in range(SEEDS):
-            before, after = (leaf_norms(jax.tree.map(lambda x, i=seed: x[i], t)) for t in (stacks, updates))
+            before, after = (
+                leaf_norms(jax.tree.map(lambda x, i=seed: x[i], t))
+                for t in (stacks, updates)
+            )
             good = np.isfinite(before).all(axis=1)
             expected, least = adagc(before[good], **options)
             # Float32 statistics err by an ulp a step.
             np.testing.assert_allclose(after[good], expected, rtol=1e-4)
             np.testing.assert_allclose(thresholds[seed][good], least, rtol=1e-4)
-            assert np.isnan(after[~good][:, 1]).all(), "the kernel has the entry that is not finite"
+            assert np.isnan(after[~good][:, 1]).all(), (
+                "the kernel has the entry that is not finite"
+            )
             warming = np.cumsum(good)[~good] < options.get("warmup_steps", 100)
             np.testing.assert_array_equal(np.isnan(after[~good][:, 0]), warming)
         np.testing.assert_array_equal(state.totals["adagc/nonfinite_count"], len(BAD))
@@ -66,7 +82,9 @@ def test_it_follows_the_authors_code() -> None:
 
 
 def test_a_leaf_without_a_gradient_is_not_kept_at_zero() -> None:
-    """Gamma is never 0, so that a leaf can start to learn later; its first norm is not clipped."""
+    """Gamma is never 0, so that a leaf can start to learn later; its first norm is not
+    clipped.
+    """
     tx = clipjax.adagc(warmup_steps=5)
     state, update = tx.init(PARAMS), jax.jit(tx.update)
     for bias in [0] * 9 + [3, 0, 300]:
@@ -75,29 +93,45 @@ def test_a_leaf_without_a_gradient_is_not_kept_at_zero() -> None:
 
 
 def test_units_of_a_leaf_follow_their_own_past() -> None:
-    """One leaf of several layers is clipped as the layers in leaves of their own; what is skipped stays."""
+    """One leaf of several layers is clipped as the layers in leaves of their own; what
+    is skipped stays.
+    """
     rng, short = np.random.default_rng(3), {"warmup_steps": 5, "max_norm": 3.0}
     sizes = np.exp(0.5 * rng.standard_normal((30, 4))) * 10.0 ** np.arange(-2, 2)
-    layers = (rng.standard_normal((1, 30, 4, 5, 3)) * sizes[:, :, None, None]).astype(np.float32)
+    layers = (rng.standard_normal((1, 30, 4, 5, 3)) * sizes[:, :, None, None]).astype(
+        np.float32
+    )
     head = rng.standard_normal((1, 30, 6)).astype(np.float32)
     apart = {f"{i}": layers[:, :, i] for i in range(4)}
     rules = {
         "units": clipjax.adagc(axes={"layers": (1, 2), "head": None}, **short),
         "skip": clipjax.adagc(axes={"layers": (1, 2)}, **short),
     }
-    params = {"head": np.zeros(6, np.float32), "layers": np.zeros((4, 5, 3), np.float32)}
+    params = {
+        "head": np.zeros(6, np.float32),
+        "layers": np.zeros((4, 5, 3), np.float32),
+    }
     done = runs(rules, {"head": head, "layers": layers}, params)
-    leaves = runs({"apart": clipjax.adagc(**short)}, apart, dict.fromkeys(apart, params["layers"][0]))["apart"]
+    leaves = runs(
+        {"apart": clipjax.adagc(**short)},
+        apart,
+        dict.fromkeys(apart, params["layers"][0]),
+    )["apart"]
 
     updates, _, state = done["units"]
-    assert [x.shape for x in jax.tree.leaves(state.memory.gammas)] == [(1,), (1, 4, 1, 1)]  # the first axis: seeds
+    assert [x.shape for x in jax.tree.leaves(state.memory.gammas)] == [
+        (1,),
+        (1, 4, 1, 1),
+    ]  # the first axis: seeds
     after = leaf_norms([updates["head"][0], *np.moveaxis(updates["layers"][0], 1, 0)])
     expected, _ = adagc(leaf_norms([head[0], *np.moveaxis(layers[0], 1, 0)]), **short)
     np.testing.assert_allclose(after, expected, rtol=1e-4)
 
     updates, thresholds, state = done["skip"]
     np.testing.assert_array_equal(updates["head"], head)
-    np.testing.assert_allclose(updates["layers"], np.stack([*leaves.updates.values()], axis=2), rtol=1e-5)
+    np.testing.assert_allclose(
+        updates["layers"], np.stack([*leaves.updates.values()], axis=2), rtol=1e-5
+    )
     np.testing.assert_allclose(thresholds, leaves.thresholds, rtol=1e-5)
     for key, value in leaves.state.last.items():
         np.testing.assert_allclose(state.last[key], value, rtol=1e-5, err_msg=key)
@@ -105,21 +139,31 @@ def test_units_of_a_leaf_follow_their_own_past() -> None:
 
 
 def test_parameters_may_have_other_dtypes_than_their_gradients() -> None:
-    """The metrics are computed of stacks of norms and of gammas, which have to be in one order."""
+    """The metrics are computed of stacks of norms and of gammas, which have to be in
+    one order.
+    """
     with jax.enable_x64(True):
         kinds = {"a": np.float32, "b": np.float64, "c": np.float32}
         tx = clipjax.adagc(1.04, warmup_steps=1, max_norm=math.inf)
         state = tx.init({key: jnp.ones(2, kind) for key, kind in kinds.items()})
         for norm in (100.0, 1000.0):
-            _, state = tx.update({"a": jnp.float32(1), "b": jnp.float32(norm), "c": jnp.float32(1)}, state)
+            _, state = tx.update(
+                {"a": jnp.float32(1), "b": jnp.float32(norm), "c": jnp.float32(1)},
+                state,
+            )
         last = {key: float(x) for key, x in clipjax.metrics(state).items()}
     np.testing.assert_allclose(last["adagc/scale"], 0.104, rtol=1e-5)
-    np.testing.assert_allclose(last["adagc/norm_after"], math.sqrt(104**2 + 2), rtol=1e-5)
+    np.testing.assert_allclose(
+        last["adagc/norm_after"], math.sqrt(104**2 + 2), rtol=1e-5
+    )
 
 
 def test_other_leaves_than_in_init_are_an_error() -> None:
     whole, units = clipjax.adagc(), clipjax.adagc(axes={"kernel": 0})
     more, other = {**PARAMS, "more": np.ones(2)}, {**PARAMS, "kernel": np.ones((4, 2))}
-    for tx, updates, message in ((whole, more, r"3 .* 2"), (units, other, r"'kernel'.*\(1, 2\).*\(1, 3\)")):
+    for tx, updates, message in (
+        (whole, more, r"3 .* 2"),
+        (units, other, r"'kernel'.*\(1, 2\).*\(1, 3\)"),
+    ):
         with pytest.raises(ValueError, match=f"adagc.*{message}"):
             jax.eval_shape(tx.update, updates, tx.init(PARAMS))

@@ -15,7 +15,13 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import clipjax
-from tests.gradients.norm_runs import PARAMS, gradients_of, norms_of, norms_with_spikes, runs
+from tests.gradients.norm_runs import (
+    PARAMS,
+    gradients_of,
+    norms_of,
+    norms_with_spikes,
+    runs,
+)
 
 # Short warm-ups, so that few steps take each rule through all that it does.
 RULES: dict[str, Any] = {
@@ -26,7 +32,9 @@ RULES: dict[str, Any] = {
     "zclip-percentile": clipjax.zclip(warmup_steps=4, mode="percentile"),
     "clip_by_lognormal": clipjax.clip_by_lognormal(0.5),
     "adagc": clipjax.adagc(warmup_steps=4, max_norm=math.inf),
-    "adagc-axes": clipjax.adagc(axes=clipjax.fan_in_or_all, warmup_steps=4, max_norm=math.inf),
+    "adagc-axes": clipjax.adagc(
+        axes=clipjax.fan_in_or_all, warmup_steps=4, max_norm=math.inf
+    ),
 }
 
 
@@ -41,52 +49,82 @@ def bits(tree: Any) -> list[bytes]:
 @jax.jit
 def step_of_all(grads: Any, states: Any) -> tuple[Any, Any]:
     done = {name: tx.update(grads, states[name]) for name, tx in RULES.items()}
-    return {name: updates for name, (updates, _) in done.items()}, {name: s for name, (_, s) in done.items()}
+    return {name: updates for name, (updates, _) in done.items()}, {
+        name: s for name, (_, s) in done.items()
+    }
 
 
 def test_norms_that_are_not_finite_leave_no_trace() -> None:
-    """First, in the warm-up, at its end and later: the memories stay as they are, and the updates are NaN."""
+    """First, in the warm-up, at its end and later: the memories stay as they are, and
+    the updates are NaN.
+    """
     stacked = gradients_of(norms_with_spikes(1)[:12], 1)
     states = {name: tx.init(PARAMS) for name, tx in RULES.items()}
     for i in range(12):
         before, grads = states, at(stacked, i)
         for value in (np.nan, np.inf, -np.inf, 1e25):  # the last: a norm beyond float32
-            bad = {**grads, "kernel": np.where(np.eye(4, 3), np.float32(value), grads["kernel"])}
+            bad = {
+                **grads,
+                "kernel": np.where(np.eye(4, 3), np.float32(value), grads["kernel"]),
+            }
             updates, states = step_of_all(bad, states)
             for name in RULES:
                 assert bits(states[name].memory) == bits(before[name].memory), name
                 assert np.isnan(updates[name]["kernel"]).any(), name
         _, states = step_of_all(grads, states)
-        assert all(bits(states[name].memory) != bits(before[name].memory) for name in RULES)
+        assert all(
+            bits(states[name].memory) != bits(before[name].memory) for name in RULES
+        )
     for state in states.values():
         assert list(state.totals.values()) == [12 * 4]
 
 
 @pytest.mark.parametrize("value", [0.0, np.inf, np.nan])
-def test_the_threshold_of_a_step_that_does_not_count_is_that_of_the_past(value: float) -> None:
-    """Of methods that take in the norm before they compare it; what is not finite is an outlier. At first: infinity."""
+def test_the_threshold_of_a_step_that_does_not_count_is_that_of_the_past(
+    value: float,
+) -> None:
+    """Of methods that take in the norm before they compare it; what is not finite is an
+    outlier. At first: infinity.
+    """
     for tx in (clipjax.autoclip(), clipjax.clip_by_lognormal(), clipjax.zclip()):
         _, state = tx.update(jnp.float32(value), tx.init(jnp.zeros(())))
-        assert [x for key, x in clipjax.metrics(state).items() if key.endswith("/threshold")] == [np.inf]
-    for tx, expected in ((clipjax.autoclip(50.0), 5.0), (clipjax.clip_by_lognormal(2.0), None)):
+        assert [
+            x for key, x in clipjax.metrics(state).items() if key.endswith("/threshold")
+        ] == [np.inf]
+    for tx, expected in (
+        (clipjax.autoclip(50.0), 5.0),
+        (clipjax.clip_by_lognormal(2.0), None),
+    ):
         state = tx.init(jnp.zeros(()))
         for norm in (4.0, 5.0, 6.0):
             _, state = tx.update(jnp.float32(norm), state)
         past = state.memory
         _, state = tx.update(jnp.float32(value), state)
-        threshold = next(x for key, x in clipjax.metrics(state).items() if key.endswith("/threshold"))
-        expected = np.exp(past.mean + 2 * past.std * (value == 0)) if expected is None else expected
+        threshold = next(
+            x for key, x in clipjax.metrics(state).items() if key.endswith("/threshold")
+        )
+        expected = (
+            np.exp(past.mean + 2 * past.std * (value == 0))
+            if expected is None
+            else expected
+        )
         np.testing.assert_allclose(threshold, expected, rtol=1e-6)
 
 
 def test_statistics_are_finite_at_every_scale() -> None:
     """Norms of 1e30 count as not finite; from all others the statistics recover."""
     usual = gradients_of(np.exp(0.3 * np.random.default_rng(0).standard_normal(20)))
-    scales = np.array([0.0, 1e-30, 1e-17, 1e17, 1e30], np.float32)[:, None] ** (np.arange(20) < 10)
-    stacks = {k: x * scales.reshape(5, 20, *[1] * (x.ndim - 1)) for k, x in usual.items()}
+    scales = np.array([0.0, 1e-30, 1e-17, 1e17, 1e30], np.float32)[:, None] ** (
+        np.arange(20) < 10
+    )
+    stacks = {
+        k: x * scales.reshape(5, 20, *[1] * (x.ndim - 1)) for k, x in usual.items()
+    }
     for name, done in runs(RULES, stacks).items():
         last = jax.tree.map(lambda x: x[:, 10:], done.updates)
-        assert not any(np.isnan(x).any() for x in jax.tree.leaves((last, done.state.memory))), name
+        assert not any(
+            np.isnan(x).any() for x in jax.tree.leaves((last, done.state.memory))
+        ), name
 
 
 def test_equal_norms_are_never_clipped() -> None:
@@ -103,15 +141,23 @@ def test_a_spike_is_clipped_in_every_dtype(dtype: str) -> None:
     usual = gradients_of(np.exp(0.1 * np.random.default_rng(0).standard_normal(30)))
     spike = jax.tree.map(lambda x: np.concatenate([x, 20 * x[:1]])[None], usual)
     with jax.enable_x64(dtype == "float64"):
-        params, stacks = (jax.tree.map(lambda x: x.astype(dtype), tree) for tree in (PARAMS, spike))
+        params, stacks = (
+            jax.tree.map(lambda x: x.astype(dtype), tree) for tree in (PARAMS, spike)
+        )
         for name, done in runs(RULES, stacks, params).items():
             assert {x.dtype.name for x in jax.tree.leaves(done.updates)} == {dtype}
-            floats = {x.dtype.name for x in jax.tree.leaves(done.state.memory)} - {"int32"}
+            floats = {x.dtype.name for x in jax.tree.leaves(done.state.memory)} - {
+                "int32"
+            }
             assert floats == {"float64" if dtype == "float64" else "float32"}
             clipped = norms_of(at(done.updates, 0))
             assert clipped[-1] < 7, name
             if "adagc" not in name:  # whose thresholds are those of leaves
-                assert 0.98 * done.thresholds[0, -1] < clipped[-1] <= done.thresholds[0, -1]
+                assert (
+                    0.98 * done.thresholds[0, -1]
+                    < clipped[-1]
+                    <= done.thresholds[0, -1]
+                )
 
 
 def test_max_norm_may_be_a_schedule_and_relative_bound_too() -> None:
@@ -120,33 +166,51 @@ def test_max_norm_may_be_a_schedule_and_relative_bound_too() -> None:
         "zclip": clipjax.zclip(max_norm=falling),
         "clip_by_lognormal": clipjax.clip_by_lognormal(max_norm=falling),
         "adagc": clipjax.adagc(max_norm=falling),
-        "relative": clipjax.adagc(lambda step: jnp.where(step < 6, 1.0, 0.5), warmup_steps=0, decay=0),
+        "relative": clipjax.adagc(
+            lambda step: jnp.where(step < 6, 1.0, 0.5), warmup_steps=0, decay=0
+        ),
     }
-    done = runs(rules, jax.tree.map(lambda x: np.repeat(x, 12, axis=0)[None], gradients_of([5.0])))
+    done = runs(
+        rules,
+        jax.tree.map(lambda x: np.repeat(x, 12, axis=0)[None], gradients_of([5.0])),
+    )
     fallen = np.maximum(2 - 0.2 * np.arange(12), 0)
     halves = 5 * 0.5 ** np.maximum(np.arange(12) - 5, 0)
     for name in rules:
         expected = halves if name == "relative" else fallen
-        np.testing.assert_allclose(norms_of(at(done[name].updates, 0)), expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            norms_of(at(done[name].updates, 0)), expected, rtol=1e-5, atol=1e-6
+        )
 
 
 def test_states_stay_replicated_inside_shard_map() -> None:
-    """Where leaves differ over a mesh axis, the norm is that of all devices, and so are the statistics."""
+    """Where leaves differ over a mesh axis, the norm is that of all devices, and so are
+    the statistics.
+    """
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
     rules = {name: tx for name, tx in RULES.items() if name != "adagc-axes"}
 
     def steps(grads: Any) -> Any:
         states = {name: tx.init(grads) for name, tx in rules.items()}
         for _ in range(2):
-            states = {name: tx.update(grads, states[name])[1] for name, tx in rules.items()}
+            states = {
+                name: tx.update(grads, states[name])[1] for name, tx in rules.items()
+            }
         return states
 
-    states = jax.jit(jax.shard_map(steps, mesh=mesh, in_specs=P("data"), out_specs=P()))(PARAMS)
-    assert all(state.last[f"{n.partition('-')[0]}/norm"] == np.sqrt(np.float32(15)) for n, state in states.items())
+    states = jax.jit(
+        jax.shard_map(steps, mesh=mesh, in_specs=P("data"), out_specs=P())
+    )(PARAMS)
+    assert all(
+        state.last[f"{n.partition('-')[0]}/norm"] == np.sqrt(np.float32(15))
+        for n, state in states.items()
+    )
 
 
 def test_derivatives_are_those_of_the_step() -> None:
-    """Through the norm of the step, which moves the bound, too; past norms are constants. Finite at 0."""
+    """Through the norm of the step, which moves the bound, too; past norms are
+    constants. Finite at 0.
+    """
     usual = gradients_of(np.exp(0.3 * np.random.default_rng(2).standard_normal(8)))
     with jax.enable_x64(True):
         usual = jax.tree.map(lambda x: x.astype(np.float64), usual)
@@ -156,7 +220,10 @@ def test_derivatives_are_those_of_the_step() -> None:
         def step(t: Any, states: Any, grads: Any) -> Any:
             moved = jax.tree.map(lambda g, d: g + t * d, grads, direction)
             done = {name: tx.update(moved, states[name]) for name, tx in RULES.items()}
-            losses = [sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(updates)) for updates, _ in done.values()]
+            losses = [
+                sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(updates))
+                for updates, _ in done.values()
+            ]
             return jnp.stack(losses), {name: state for name, (_, state) in done.items()}
 
         value = jax.jit(step)
@@ -164,33 +231,81 @@ def test_derivatives_are_those_of_the_step() -> None:
         start = states = {name: tx.init(spike) for name, tx in RULES.items()}
         for i in range(8):
             _, states = value(0.0, states, at(usual, i))
-        assert all(x.last[f"{n.partition('-')[0]}/scale"] < 1 for n, x in value(0.0, states, spike)[1].items())
+        assert all(
+            x.last[f"{n.partition('-')[0]}/scale"] < 1
+            for n, x in value(0.0, states, spike)[1].items()
+        )
 
-        central = (value(1e-5, states, spike)[0] - value(-1e-5, states, spike)[0]) / 2e-5
+        central = (
+            value(1e-5, states, spike)[0] - value(-1e-5, states, spike)[0]
+        ) / 2e-5
         forward, of_states = jax.jit(jax.jacfwd(step))(0.0, states, spike)
         np.testing.assert_allclose(forward, central, rtol=1e-6, atol=1e-8)
-        np.testing.assert_allclose(backward(0.0, states, spike), central, rtol=1e-6, atol=1e-8)
+        np.testing.assert_allclose(
+            backward(0.0, states, spike), central, rtol=1e-6, atol=1e-8
+        )
         floats = [x for x in jax.tree.leaves(of_states) if x.dtype != jax.dtypes.float0]
         assert floats
         assert not any(np.any(x) for x in floats)
         for before in (start, states):
-            assert np.isfinite(backward(0.0, before, jax.tree.map(np.zeros_like, spike))).all()
+            assert np.isfinite(
+                backward(0.0, before, jax.tree.map(np.zeros_like, spike))
+            ).all()
 
 
 BAD_ARGUMENTS: list[tuple[str, dict[str, Any]]] = [
-    *(("autoclip", {"percentile": value}) for value in (-1, 101.0, math.nan, "10", True, np.ones(2), math.sin)),
+    *(
+        ("autoclip", {"percentile": value})
+        for value in (-1, 101.0, math.nan, "10", True, np.ones(2), math.sin)
+    ),
     *(("autoclip", {"window": value}) for value in (0, 10.0, True)),
-    ("clip_by_quantile", {"quantile": 0.0, "learning_rate": 0, "initial_max_norm": 0.0}),
-    ("clip_by_quantile", {"quantile": 1.0, "learning_rate": "fast", "initial_max_norm": math.inf}),
-    ("zclip", {"z_threshold": -0.1, "decay": 1.0, "warmup_steps": -1, "max_norm": -1.0, "mode": "zscore"}),
+    (
+        "clip_by_quantile",
+        {"quantile": 0.0, "learning_rate": 0, "initial_max_norm": 0.0},
+    ),
+    (
+        "clip_by_quantile",
+        {"quantile": 1.0, "learning_rate": "fast", "initial_max_norm": math.inf},
+    ),
     (
         "zclip",
-        {"clip_factor": -1.0, "decay": -0.1, "warmup_steps": 2.5, "max_norm": np.ones(2), "mode": None},
+        {
+            "z_threshold": -0.1,
+            "decay": 1.0,
+            "warmup_steps": -1,
+            "max_norm": -1.0,
+            "mode": "zscore",
+        },
+    ),
+    (
+        "zclip",
+        {
+            "clip_factor": -1.0,
+            "decay": -0.1,
+            "warmup_steps": 2.5,
+            "max_norm": np.ones(2),
+            "mode": None,
+        },
     ),
     ("zclip", {"eps": -1e-6, "update_on_spike": 1}),
-    ("clip_by_lognormal", {"z_threshold": -2.0, "decay": 1.5, "max_norm": "1", "eps": 0.0}),
-    ("adagc", {"relative_bound": -1.0, "decay": 1, "warmup_steps": -5, "max_norm": math.nan, "axes": 0.5}),
-    ("adagc", {"relative_bound": None, "max_norm": np.ones((1, 1)), "warmup_norms": "both"}),
+    (
+        "clip_by_lognormal",
+        {"z_threshold": -2.0, "decay": 1.5, "max_norm": "1", "eps": 0.0},
+    ),
+    (
+        "adagc",
+        {
+            "relative_bound": -1.0,
+            "decay": 1,
+            "warmup_steps": -5,
+            "max_norm": math.nan,
+            "axes": 0.5,
+        },
+    ),
+    (
+        "adagc",
+        {"relative_bound": None, "max_norm": np.ones((1, 1)), "warmup_norms": "both"},
+    ),
 ]
 
 
@@ -205,9 +320,13 @@ def test_hyperparameters_can_be_injected() -> None:
     """As schedules, and changed in the state from step to step, which is donated."""
     inject = optax.inject_hyperparams
     rules = {
-        "autoclip": inject(clipjax.autoclip)(percentile=optax.linear_schedule(100.0, 0.0, 2), window=16),
+        "autoclip": inject(clipjax.autoclip)(
+            percentile=optax.linear_schedule(100.0, 0.0, 2), window=16
+        ),
         "zclip": inject(clipjax.zclip)(warmup_steps=3, max_norm=100.0),
-        "clip_by_lognormal": inject(clipjax.clip_by_lognormal)(max_norm=optax.linear_schedule(8.0, 0.0, 4)),
+        "clip_by_lognormal": inject(clipjax.clip_by_lognormal)(
+            max_norm=optax.linear_schedule(8.0, 0.0, 4)
+        ),
         "clip_by_quantile": inject(clipjax.clip_by_quantile)(initial_max_norm=2.0),
         "adagc": inject(clipjax.adagc)(warmup_steps=1, max_norm=math.inf),
     }
@@ -217,7 +336,9 @@ def test_hyperparameters_can_be_injected() -> None:
 
     @functools.partial(jax.jit, donate_argnums=1)
     def update(grads: Any, states: Any) -> Any:
-        done = {name: tx.update(grads, states[name], PARAMS) for name, tx in rules.items()}
+        done = {
+            name: tx.update(grads, states[name], PARAMS) for name, tx in rules.items()
+        }
         norms = {name: optax.tree.norm(updates) for name, (updates, _) in done.items()}
         return norms, {name: state for name, (_, state) in done.items()}
 
@@ -230,6 +351,10 @@ def test_hyperparameters_can_be_injected() -> None:
     }
     direction = gradients_of([1.0])
     for i, norm in enumerate((3.0, 1.0, 4.0, 9.0)):
-        norms, states = update(jax.tree.map(lambda x, n=norm: np.float32(n) * x[0], direction), states)
+        norms, states = update(
+            jax.tree.map(lambda x, n=norm: np.float32(n) * x[0], direction), states
+        )
         for name in rules:
-            np.testing.assert_allclose(norms[name], expected[name][i], rtol=1e-5, err_msg=f"{name} {i}")
+            np.testing.assert_allclose(
+                norms[name], expected[name][i], rtol=1e-5, err_msg=f"{name} {i}"
+            )

@@ -1,4 +1,6 @@
-"""No threshold gets stuck: whatever the norms did before, later steps are clipped as by a fresh clip at their level."""
+"""No threshold gets stuck: whatever the norms did before, later steps are clipped as by
+a fresh clip at their level.
+"""
 
 from __future__ import annotations
 
@@ -15,22 +17,30 @@ import clipjax
 from tests.contract.members import CLIPS
 
 RULES: dict[str, Any] = {
-    "autoclip": clipjax.autoclip(window=250),  # as fast as its window, here a quarter of the default
+    "autoclip": clipjax.autoclip(
+        window=250
+    ),  # as fast as its window, here a quarter of the default
     "autoclip 90": clipjax.autoclip(90.0, window=100),
     "clip_by_quantile": clipjax.clip_by_quantile(),
     "clip_by_quantile .9": clipjax.clip_by_quantile(0.9),
     "clip_by_lognormal": clipjax.clip_by_lognormal(),
 } | {
-    f"zclip {mode}{'' if takes else ', no update'}": clipjax.zclip(mode=mode, update_on_spike=takes)  # type: ignore[arg-type]
-    for mode, takes in itertools.product(("adaptive", "mean", "percentile"), (True, False))
-}  # fmt: skip
+    f"zclip {mode}{'' if takes else ', no update'}": clipjax.zclip(
+        mode=mode, update_on_spike=takes
+    )  # type: ignore[arg-type]
+    for mode, takes in itertools.product(
+        ("adaptive", "mean", "percentile"), (True, False)
+    )
+}
 BEFORE, AFTER, LAST = 200, 1000, 400
 LEVELS = (1.2, 3.0, 30.0, 1000.0, 1 / 3, 1 / 1000)
 NOISES = (0.02, 0.1, 0.4)
 
 
 def pasts(rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """Draw what the norms did before: zeros, masked batches, a pause, NaN, another level."""
+    """Draw what the norms did before: zeros, masked batches, a pause, NaN, another
+    level.
+    """
     at = np.arange(BEFORE)
     noise = np.exp(0.1 * rng.standard_normal(BEFORE))
     return {
@@ -45,23 +55,34 @@ def pasts(rng: np.random.Generator) -> dict[str, np.ndarray]:
 
 
 def rates(norms: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the share of the last steps that each rule clips, of several runs (runs, steps)."""
+    """Return the share of the last steps that each rule clips, of several runs (runs,
+    steps).
+    """
     zero = jnp.zeros(())
 
     def one_step(states: Any, norm: Any) -> Any:
         done = {name: tx.update(norm, states[name], zero) for name, tx in RULES.items()}
-        return {name: state for name, (_, state) in done.items()}, {name: g < norm for name, (g, _) in done.items()}
+        return {name: state for name, (_, state) in done.items()}, {
+            name: g < norm for name, (g, _) in done.items()
+        }
 
     @jax.jit
     @jax.vmap
     def over_steps(norms: Any) -> Any:
-        return jax.lax.scan(one_step, {name: tx.init(zero) for name, tx in RULES.items()}, norms)[1]
+        return jax.lax.scan(
+            one_step, {name: tx.init(zero) for name, tx in RULES.items()}, norms
+        )[1]
 
-    return {name: np.asarray(x)[:, -LAST:].mean(axis=1) for name, x in over_steps(norms.astype(np.float32)).items()}
+    return {
+        name: np.asarray(x)[:, -LAST:].mean(axis=1)
+        for name, x in over_steps(norms.astype(np.float32)).items()
+    }
 
 
 def test_every_clip_that_follows_the_norm_of_all_leaves_is_here() -> None:
-    missing = {row.name for row in CLIPS if row.warm == "tree"} - {rule.split()[0] for rule in RULES}
+    missing = {row.name for row in CLIPS if row.warm == "tree"} - {
+        rule.split()[0] for rule in RULES
+    }
     assert not missing, f"{missing} are missing in RULES"
 
 
@@ -80,34 +101,60 @@ def test_a_thousand_steps_later_they_clip_as_a_fresh_clip_does() -> None:
     found, fresh = rates(np.concatenate([past, later], axis=1)), rates(np.stack(later))
     for rule in RULES:
         for case, rate, usual in zip(cases, found[rule], fresh[rule], strict=True):
-            # 400 steps, of which some are clipped in a row: 4 standard errors of a share, and a run of five.
-            assert rate <= usual + 4 * np.sqrt(max(usual * (1 - usual), 0.01) / LAST) + 5 / LAST, (rule, case)
+            # 400 steps, of which some are clipped in a row: 4 standard errors of a
+            # share, and a run of five.
+            assert (
+                rate
+                <= usual + 4 * np.sqrt(max(usual * (1 - usual), 0.01) / LAST) + 5 / LAST
+            ), (rule, case)
 
 
 @pytest.mark.parametrize("phase", range(0, 75, 3))
 def test_zeros_at_every_phase_leave_no_trace(phase: int) -> None:
     """A run with zeros is the run without them."""
-    norms = np.exp(0.3 * np.random.default_rng(phase).standard_normal(90)).astype(np.float32)
+    norms = np.exp(0.3 * np.random.default_rng(phase).standard_normal(90)).astype(
+        np.float32
+    )
     mixed = np.insert(norms, [phase] * 30, 0)
-    for tx in (clipjax.zclip(), clipjax.autoclip(window=20), clipjax.clip_by_quantile(), clipjax.clip_by_lognormal()):
+    for tx in (
+        clipjax.zclip(),
+        clipjax.autoclip(window=20),
+        clipjax.clip_by_quantile(),
+        clipjax.clip_by_lognormal(),
+    ):
         states = []
         for each in (norms, mixed):
-            last, _ = jax.lax.scan(lambda s, n, tx=tx: (tx.update(n, s)[1], None), tx.init(jnp.zeros(())), each)
+            last, _ = jax.lax.scan(
+                lambda s, n, tx=tx: (tx.update(n, s)[1], None),
+                tx.init(jnp.zeros(())),
+                each,
+            )
             states.append(last.memory)
         jax.tree.map(np.testing.assert_array_equal, *states)
 
 
 @pytest.mark.parametrize(("decay", "error"), [(0.9999, 1e-5), (0.999999, 5e-4)])
 def test_long_averages_stay_beside_float64(decay: float, error: float) -> None:
-    """A million steps: in float32 the two shares of an average, decay and 1 - decay, do not add up to 1."""
-    txs = clipjax.zclip(1e6, decay=decay, warmup_steps=1), clipjax.adagc(1e6, decay=decay, warmup_steps=0)
-    norms = np.exp(0.3 * np.random.default_rng(0).standard_normal(1_000_000)).astype(np.float32)
+    """A million steps: in float32 the two shares of an average, decay and 1 - decay, do
+    not add up to 1.
+    """
+    txs = (
+        clipjax.zclip(1e6, decay=decay, warmup_steps=1),
+        clipjax.adagc(1e6, decay=decay, warmup_steps=0),
+    )
+    norms = np.exp(0.3 * np.random.default_rng(0).standard_normal(1_000_000)).astype(
+        np.float32
+    )
 
     def step(states: Any, norm: Any) -> Any:
-        return tuple(tx.update(norm, state)[1] for tx, state in zip(txs, states, strict=True)), None
+        return tuple(
+            tx.update(norm, state)[1] for tx, state in zip(txs, states, strict=True)
+        ), None
 
     first = tuple(tx.init(jnp.zeros(())) for tx in txs)
-    of_zclip, of_adagc = jax.jit(lambda norms: jax.lax.scan(step, first, norms))(norms)[0]
+    of_zclip, of_adagc = jax.jit(lambda norms: jax.lax.scan(step, first, norms))(norms)[
+        0
+    ]
     mean, variance = float(norms[0]), 0.0
     for norm in norms[1:].astype(np.float64):
         mean += (1 - decay) * (norm - mean)
@@ -123,12 +170,17 @@ def test_counters_at_their_end_freeze_nothing() -> None:
     skip = clipjax.skip_spikes(optax.sgd(1.0), window=4)
     states = [tx.init(zero), skip.init(zero)]
     for norm in np.float32([5, 1, 2, 3, 4] * 4):
-        states = [each.update(norm, state, zero)[1] for each, state in zip((tx, skip), states, strict=True)]
+        states = [
+            each.update(norm, state, zero)[1]
+            for each, state in zip((tx, skip), states, strict=True)
+        ]
     for ring, entered in (states[0].memory, states[1].memory.past[0]):
         assert sorted(np.asarray(ring)) == [1, 2, 3, 4]
         assert 4 <= entered < 8
     most = np.iinfo(np.int32).max
-    worn = states[1]._replace(memory=states[1].memory._replace(in_a_row=jnp.int32(most)), step=jnp.int32(most))
+    worn = states[1]._replace(
+        memory=states[1].memory._replace(in_a_row=jnp.int32(most)), step=jnp.int32(most)
+    )
     _, worn = skip.update(jnp.float32(np.nan), worn, zero)
     assert worn.memory.in_a_row == most
     updates, worn = skip.update(jnp.float32(2.5), worn, zero)
@@ -138,6 +190,11 @@ def test_counters_at_their_end_freeze_nothing() -> None:
 
 def test_a_state_of_another_window_names_it() -> None:
     zero = jnp.zeros(())
-    for make in (clipjax.autoclip, lambda window: clipjax.skip_spikes(optax.sgd(1.0), window=window)):
-        with pytest.raises(ValueError, match="window: the state was made with 8, got 16"):
+    for make in (
+        clipjax.autoclip,
+        lambda window: clipjax.skip_spikes(optax.sgd(1.0), window=window),
+    ):
+        with pytest.raises(
+            ValueError, match="window: the state was made with 8, got 16"
+        ):
             make(window=16).update(zero, make(window=8).init(zero), zero)

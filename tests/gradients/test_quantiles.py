@@ -11,7 +11,14 @@ import numpy as np
 import pytest
 
 import clipjax
-from tests.gradients.norm_runs import BAD, PARAMS, STEPS, check_against, runs, with_bad_steps
+from tests.gradients.norm_runs import (
+    BAD,
+    PARAMS,
+    STEPS,
+    check_against,
+    runs,
+    with_bad_steps,
+)
 
 
 def autoclip(norms, percentile=10, window=1000):
@@ -34,13 +41,22 @@ AUTOCLIP: list[dict[str, Any]] = [
     {"percentile": 0.0, "window": STEPS - len(BAD)},  # just as long as the run
     {"percentile": 50.0, "window": 2},
 ]
-NEVER = [{"percentile": 100.0, "window": 13}, {"window": 1}]  # each step is the largest of its window
-QUANTILE: list[dict[str, Any]] = [{}, {"quantile": 0.9, "learning_rate": 0.05, "initial_max_norm": 30.0}]
+NEVER = [
+    {"percentile": 100.0, "window": 13},
+    {"window": 1},
+]  # each step is the largest of its window
+QUANTILE: list[dict[str, Any]] = [
+    {},
+    {"quantile": 0.9, "learning_rate": 0.05, "initial_max_norm": 30.0},
+]
 
 
 def test_autoclip_follows_the_paper() -> None:
     stacks = with_bad_steps()
-    done = runs({str(options): clipjax.autoclip(**options) for options in AUTOCLIP + NEVER}, stacks)
+    done = runs(
+        {str(options): clipjax.autoclip(**options) for options in AUTOCLIP + NEVER},
+        stacks,
+    )
     for options in AUTOCLIP + NEVER:
         check_against(autoclip, done[str(options)], stacks, options)
     for options in AUTOCLIP:
@@ -52,14 +68,19 @@ def test_autoclip_follows_the_paper() -> None:
 
 def test_the_quantile_rule_follows_the_paper() -> None:
     stacks = with_bad_steps()
-    done = runs({str(options): clipjax.clip_by_quantile(**options) for options in QUANTILE}, stacks)
+    done = runs(
+        {str(options): clipjax.clip_by_quantile(**options) for options in QUANTILE},
+        stacks,
+    )
     for options in QUANTILE:
         check_against(quantile_rule, done[str(options)], stacks, options)
 
 
 @jax.jit
 def track(quantile: Any, rate: Any, start: Any, norms: Any) -> Any:
-    """The bounds of the quantile rule over gradients of one entry, and that of the step after them."""
+    """The bounds of the quantile rule over gradients of one entry, and that of the step
+    after them.
+    """
     tx = clipjax.clip_by_quantile(quantile, learning_rate=rate, initial_max_norm=start)
 
     def one(state: Any, norm: Any) -> Any:
@@ -73,19 +94,29 @@ def track(quantile: Any, rate: Any, start: Any, norms: Any) -> Any:
 @pytest.mark.parametrize("quantile", [0.1, 0.5, 0.9])
 @pytest.mark.parametrize("start", [0.1, 100.0])
 def test_the_quantile_rule_tracks_its_quantile(quantile: float, start: float) -> None:
-    """From a start that is far off, to within 10% after 200 rounds; and so does the share of steps inside."""
-    norms = np.exp(0.2 * np.random.default_rng(5).standard_normal(3000)).astype(np.float32)
+    """From a start that is far off, to within 10% after 200 rounds; and so does the
+    share of steps inside.
+    """
+    norms = np.exp(0.2 * np.random.default_rng(5).standard_normal(3000)).astype(
+        np.float32
+    )
     bounds = np.asarray(track(quantile, 0.2, start, norms)[0], np.float64)
-    np.testing.assert_allclose(np.exp(np.log(bounds[200:]).mean()), np.quantile(norms, quantile), rtol=0.1)
+    np.testing.assert_allclose(
+        np.exp(np.log(bounds[200:]).mean()), np.quantile(norms, quantile), rtol=0.1
+    )
     np.testing.assert_allclose((norms <= bounds)[200:].mean(), quantile, atol=0.03)
 
 
 def test_a_norm_at_the_bound_counts_as_inside() -> None:
-    """The norm of one entry is exact, and so is the comparison: one ulp more is outside."""
+    """The norm of one entry is exact, and so is the comparison: one ulp more is
+    outside.
+    """
     at = np.float32(4)
     for norm, inside in ((at, 1), (np.nextafter(at, np.float32(5)), 0)):
         after = track(0.25, 0.5, at, np.full(1, norm))[1]
-        np.testing.assert_allclose(after, 4 * math.exp(-0.5 * (inside - 0.25)), rtol=1e-6)
+        np.testing.assert_allclose(
+            after, 4 * math.exp(-0.5 * (inside - 0.25)), rtol=1e-6
+        )
 
 
 def test_the_quantile_rule_recovers_from_steps_beyond_every_float() -> None:

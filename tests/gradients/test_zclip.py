@@ -36,7 +36,9 @@ def zclip(
         spike = n > mean + z_threshold * width
         to = n
         if spike and mode == "adaptive":
-            to = (mean + z_threshold * std * z_threshold / ((n - mean) / width)) * clip_factor
+            to = (
+                mean + z_threshold * std * z_threshold / ((n - mean) / width)
+            ) * clip_factor
         elif spike:
             to = mean if mode == "mean" else mean + z_threshold * std
         after.append(min(n, to, max_norm))
@@ -45,7 +47,16 @@ def zclip(
             var = decay * var + (1 - decay) * (to - mean) ** 2
         spikes = spikes + 1 if spike else max(spikes - 4, 0)
         if spikes == 100:  # ours alone: a new level
-            options = (z_threshold, decay, warmup_steps, max_norm, mode, clip_factor, eps, update_on_spike)
+            options = (
+                z_threshold,
+                decay,
+                warmup_steps,
+                max_norm,
+                mode,
+                clip_factor,
+                eps,
+                update_on_spike,
+            )
             return after + zclip(norms[i + 1 :], *options)
     return after
 
@@ -56,9 +67,17 @@ def lognormal(norms, z_threshold=2.0, decay=0.95, max_norm=math.inf, eps=1e-8):
     after = []
     for t, n in enumerate(norms):
         log, keep = math.log(n + eps), min(decay, t / (t + 1))
-        mean, square = keep * mean + (1 - keep) * log, keep * square + (1 - keep) * log**2
+        mean, square = (
+            keep * mean + (1 - keep) * log,
+            keep * square + (1 - keep) * log**2,
+        )
         std = math.sqrt(max(eps, square - mean**2))
-        after.append(min(n if n < math.exp(mean + z_threshold * std) else math.exp(mean), max_norm))
+        after.append(
+            min(
+                n if n < math.exp(mean + z_threshold * std) else math.exp(mean),
+                max_norm,
+            )
+        )
     return after
 
 
@@ -72,7 +91,11 @@ ZCLIP: list[dict[str, Any]] = [
     {"update_on_spike": False, "mode": "percentile", "warmup_steps": 10},
     {"max_norm": 0.5, "mode": "mean", "eps": 0.0},
 ]
-LOGNORMAL: list[dict[str, Any]] = [{}, {"z_threshold": 0.5, "decay": 0.8}, {"max_norm": 1.0}]
+LOGNORMAL: list[dict[str, Any]] = [
+    {},
+    {"z_threshold": 0.5, "decay": 0.8},
+    {"max_norm": 1.0},
+]
 
 
 def test_zclip_follows_the_paper() -> None:
@@ -84,20 +107,29 @@ def test_zclip_follows_the_paper() -> None:
 
 
 def test_a_level_that_lasts_starts_the_statistics_anew() -> None:
-    norms = np.repeat(np.float32([1, 5]), [40, 140]) * np.exp(0.02 * np.random.default_rng(0).standard_normal(180))
+    norms = np.repeat(np.float32([1, 5]), [40, 140]) * np.exp(
+        0.02 * np.random.default_rng(0).standard_normal(180)
+    )
     done = runs(
-        {"zclip": clipjax.zclip()}, {"w": norms[None, :, None].astype(np.float32)}, {"w": np.ones(1, np.float32)}
+        {"zclip": clipjax.zclip()},
+        {"w": norms[None, :, None].astype(np.float32)},
+        {"w": np.ones(1, np.float32)},
     )
     after = np.abs(done["zclip"].updates["w"][0, :, 0])
     assert (after[40:140] < 1.3).all()  # the paper's rule, which takes them for spikes
-    np.testing.assert_array_equal(after[140:165], norms[140:165].astype(np.float32))  # a warm-up
+    np.testing.assert_array_equal(
+        after[140:165], norms[140:165].astype(np.float32)
+    )  # a warm-up
     np.testing.assert_array_equal(np.isinf(done["zclip"].thresholds[0][140:165]), True)
     assert np.mean(after[165:] < norms[165:] * 0.999) < 0.2
 
 
 def test_the_lognormal_rule_follows_tensorflow() -> None:
     stacks = with_bad_steps()
-    done = runs({str(options): clipjax.clip_by_lognormal(**options) for options in LOGNORMAL}, stacks)
+    done = runs(
+        {str(options): clipjax.clip_by_lognormal(**options) for options in LOGNORMAL},
+        stacks,
+    )
     for options in LOGNORMAL:
         check_against(lognormal, done[str(options)], stacks, options)
         assert done[str(options)].state.shares["clip_by_lognormal/clipped"].max() >= 5
@@ -105,9 +137,13 @@ def test_the_lognormal_rule_follows_tensorflow() -> None:
 
 def test_after_the_warm_up_zclip_knows_mean_and_standard_deviation() -> None:
     """At scales whose squares are no normal float32 numbers, too."""
-    norms = np.random.default_rng(3).uniform(1, 2, 26) * np.array([[1e-16], [1.0], [1e17]])
+    norms = np.random.default_rng(3).uniform(1, 2, 26) * np.array(
+        [[1e-16], [1.0], [1e17]]
+    )
     tx = clipjax.zclip(mode="percentile", z_threshold=1.0)
-    thresholds = runs({"zclip": tx}, norms.astype(np.float32), np.zeros((), np.float32))["zclip"].thresholds
+    thresholds = runs(
+        {"zclip": tx}, norms.astype(np.float32), np.zeros((), np.float32)
+    )["zclip"].thresholds
     assert (thresholds[:, :25] == np.inf).all()
     expected = norms[:, :25].mean(axis=1) + norms[:, :25].std(axis=1)
     np.testing.assert_allclose(thresholds[:, 25], expected, rtol=1e-5)
@@ -118,28 +154,46 @@ def test_thresholds_may_be_schedules_and_infinite() -> None:
     norms = {"w": np.float32([1, 1, 1, 1, 9, 9, 9, 9])[None, :, None]}
 
     def make(z: Any) -> dict[str, Any]:
-        modes = {mode: clipjax.zclip(z, warmup_steps=2, mode=mode) for mode in get_args(ZclipMode)}
-        return modes | {"lognormal": clipjax.clip_by_lognormal(z), "eps": clipjax.zclip(z, warmup_steps=2, eps=0.0)}
+        modes = {
+            mode: clipjax.zclip(z, warmup_steps=2, mode=mode)
+            for mode in get_args(ZclipMode)
+        }
+        return modes | {
+            "lognormal": clipjax.clip_by_lognormal(z),
+            "eps": clipjax.zclip(z, warmup_steps=2, eps=0.0),
+        }
 
     with jax.debug_nans(True):
         never = runs(make(math.inf), norms, np.zeros(1, np.float32))
-        later = runs(make(lambda step: jnp.where(step < 4, math.inf, 1.0)), norms, np.zeros(1, np.float32))
+        later = runs(
+            make(lambda step: jnp.where(step < 4, math.inf, 1.0)),
+            norms,
+            np.zeros(1, np.float32),
+        )
     number = runs(make(1.0), norms, np.zeros(1, np.float32))
     for name in never:
-        np.testing.assert_array_equal(never[name].updates["w"], norms["w"], err_msg=name)
-        np.testing.assert_array_equal(later[name].updates["w"], number[name].updates["w"], err_msg=name)
+        np.testing.assert_array_equal(
+            never[name].updates["w"], norms["w"], err_msg=name
+        )
+        np.testing.assert_array_equal(
+            later[name].updates["w"], number[name].updates["w"], err_msg=name
+        )
         assert (later[name].updates["w"] < 9)[0, 4], name
 
 
 @pytest.mark.parametrize("threshold", [500.0, 1e6, math.inf])
-def test_a_threshold_that_clips_nothing_has_the_derivative_of_the_identity(threshold: float) -> None:
+def test_a_threshold_that_clips_nothing_has_the_derivative_of_the_identity(
+    threshold: float,
+) -> None:
     """Though the exponential of so many deviations is infinite."""
     for tx in (
         clipjax.zclip(threshold),
         clipjax.clip_by_lognormal(threshold),
         clipjax.adagc(threshold, warmup_steps=0),
     ):
-        slopes = jax.grad(lambda v, tx=tx: jnp.sum(tx.update(v, tx.init(v))[0]))(jnp.array([3.0, 4.0]))
+        slopes = jax.grad(lambda v, tx=tx: jnp.sum(tx.update(v, tx.init(v))[0]))(
+            jnp.array([3.0, 4.0])
+        )
         np.testing.assert_array_equal(slopes, [1, 1])
 
     def total(z: Any) -> Any:
@@ -150,16 +204,28 @@ def test_a_threshold_that_clips_nothing_has_the_derivative_of_the_identity(thres
 
 
 def test_the_deviation_is_never_below_0() -> None:
-    """It is 0, but for a rounding, where a norm replaces all before it: after a restart, or by a decay of 0."""
-    norms = np.exp(0.1 * np.random.default_rng(0).standard_normal((8, 400))).astype(np.float32)
-    norms[:, 50:190] = norms[:, 50:51] * 8  # equal ones, which are taken for spikes until the statistics start anew
-    for tx in (clipjax.zclip(), clipjax.zclip(decay=0.0), clipjax.clip_by_lognormal(decay=0.0)):
+    """It is 0, but for a rounding, where a norm replaces all before it: after a
+    restart, or by a decay of 0.
+    """
+    norms = np.exp(0.1 * np.random.default_rng(0).standard_normal((8, 400))).astype(
+        np.float32
+    )
+    norms[:, 50:190] = (
+        norms[:, 50:51] * 8
+    )  # equal ones, which are taken for spikes until the statistics start anew
+    for tx in (
+        clipjax.zclip(),
+        clipjax.zclip(decay=0.0),
+        clipjax.clip_by_lognormal(decay=0.0),
+    ):
 
         def step(state: Any, norm: Any, tx: Any = tx) -> Any:
             _, state = tx.update(norm[None], state)
             return state, state.memory.std
 
         first = tx.init(jnp.zeros(1))
-        _, stds = jax.jit(jax.vmap(lambda run, step=step, first=first: jax.lax.scan(step, first, run)))(norms)
+        _, stds = jax.jit(
+            jax.vmap(lambda run, step=step, first=first: jax.lax.scan(step, first, run))
+        )(norms)
         assert np.isfinite(stds).all()
         assert (stds >= 0).all()

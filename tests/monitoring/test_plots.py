@@ -1,4 +1,6 @@
-"""`clipjax.plots` draws what it was given, on the axes it was given, and what is special stays visible."""
+"""`clipjax.plots` draws what it was given, on the axes it was given, and what is
+special stays visible.
+"""
 
 from typing import Any
 
@@ -9,16 +11,24 @@ import pytest
 
 import clipjax
 
-plt, plots = pytest.importorskip("matplotlib.pyplot"), pytest.importorskip("clipjax.plots")
+plt, plots = (
+    pytest.importorskip("matplotlib.pyplot"),
+    pytest.importorskip("clipjax.plots"),
+)
 NAN, INF = np.nan, np.inf
 
 
 def drawn(ax: Any) -> dict[str, tuple[list[float], list[float]]]:
-    """Return what is visible, x and y by label, after it was drawn; and close the figure."""
+    """Return what is visible, x and y by label, after it was drawn; and close the
+    figure.
+    """
     ax.figure.canvas.draw()
     plt.close(ax.figure)
     pairs = {line.get_label(): np.array(line.get_data(), float) for line in ax.lines}
-    return {label: tuple(map(list, xy[:, np.isfinite(xy[1])])) for label, xy in pairs.items()}
+    return {
+        label: tuple(map(list, xy[:, np.isfinite(xy[1])]))
+        for label, xy in pairs.items()
+    }
 
 
 def test_norms_show_the_threshold_what_was_clipped_and_what_is_not_finite() -> None:
@@ -31,43 +41,85 @@ def test_norms_show_the_threshold_what_was_clipped_and_what_is_not_finite() -> N
     assert found["clipped (50.0%)"] == ([1, 3], [4.0, 2.0])
     assert found["threshold 1"] == ([0, 1, 2, 3, 4, 5], [1.0] * 6)
     assert found["not finite"][0] == [2, 5]
-    assert (ax.get_xlabel(), ax.get_ylabel(), ax.get_yscale()) == ("step", "norm of the gradient", "linear")
+    assert (ax.get_xlabel(), ax.get_ylabel(), ax.get_yscale()) == (
+        "step",
+        "norm of the gradient",
+        "linear",
+    )
     assert [text.get_text() for text in ax.legend_.get_texts()] == list(found)
-    assert drawn(plots.norms(log, threshold=limits))["threshold"] == found["threshold 1"]
-    found = drawn(plots.norms(log.norms, scale=[0.5, 1, NAN, 1, 1, 0], threshold=[INF, INF, 3, 3, 3, 3]))
-    assert (found["clipped (25.0%)"], found["threshold"][0]) == (([0], [0.5]), [2, 3, 4, 5])
+    assert (
+        drawn(plots.norms(log, threshold=limits))["threshold"] == found["threshold 1"]
+    )
+    found = drawn(
+        plots.norms(
+            log.norms, scale=[0.5, 1, NAN, 1, 1, 0], threshold=[INF, INF, 3, 3, 3, 3]
+        )
+    )
+    assert (found["clipped (25.0%)"], found["threshold"][0]) == (
+        ([0], [0.5]),
+        [2, 3, 4, 5],
+    )
 
 
 @pytest.mark.parametrize(
     ("values", "bound", "scale"),
-    [([1, 30], 1, "log"), ([1, 30, 0], 1, "symlog"), ([1, 30], 0, "symlog"), ([2], 0, "linear"), ([0, 0], 0, "linear")],
+    [
+        ([1, 30], 1, "log"),
+        ([1, 30, 0], 1, "symlog"),
+        ([1, 30], 0, "symlog"),
+        ([2], 0, "linear"),
+        ([0, 0], 0, "linear"),
+    ],
 )
-def test_the_scale_is_logarithmic_where_values_vary_and_shows_zeros(values: Any, bound: Any, scale: str) -> None:
+def test_the_scale_is_logarithmic_where_values_vary_and_shows_zeros(
+    values: Any, bound: Any, scale: str
+) -> None:
     ax = plots.norms(values, threshold=bound)
     drawn(ax)
     assert ax.get_yscale() == scale
     assert ax.get_ylim()[0] <= min([bound, *values])
-    assert ax.lines[0].get_markevery() == ([0] if values == [2] else None)  # a dot where there is no line
+    assert ax.lines[0].get_markevery() == (
+        [0] if values == [2] else None
+    )  # a dot where there is no line
 
 
 def test_groups_are_lines_from_metrics_however_they_come() -> None:
-    params, tx = {f"layer_{i}": jnp.ones(2) for i in (1, 2, 10)}, clipjax.record_norms("leaf")
+    params, tx = (
+        {f"layer_{i}": jnp.ones(2) for i in (1, 2, 10)},
+        clipjax.record_norms("leaf"),
+    )
 
     def step(state: Any, size: Any) -> Any:
         state = tx.update(jax.tree.map(lambda x: x * size, params), state)[1]
         return state, clipjax.metrics(state)
 
     stacked = jax.lax.scan(step, tx.init(params), jnp.array([1.0, 2.0, NAN]))[1]
-    for history in (stacked, [{key: x[i] for key, x in stacked.items()} for i in range(3)]):
+    for history in (
+        stacked,
+        [{key: x[i] for key, x in stacked.items()} for i in range(3)],
+    ):
         found = drawn(plots.group_norms(history))
-        assert list(found) == ["updates/layer_1", "updates/layer_2", "updates/layer_10", "not finite"]
-        np.testing.assert_allclose(found["updates/layer_10"], [[0, 1], [2**0.5, 8**0.5]], rtol=1e-6)
-    waits = {"record_norms/steps": [0, 0, 1, 1, 2], "record_norms/updates": [0.0, 0.0, 3.0, 3.0, 3.0]}
+        assert list(found) == [
+            "updates/layer_1",
+            "updates/layer_2",
+            "updates/layer_10",
+            "not finite",
+        ]
+        np.testing.assert_allclose(
+            found["updates/layer_10"], [[0, 1], [2**0.5, 8**0.5]], rtol=1e-6
+        )
+    waits = {
+        "record_norms/steps": [0, 0, 1, 1, 2],
+        "record_norms/updates": [0.0, 0.0, 3.0, 3.0, 3.0],
+    }
     assert drawn(plots.group_norms(waits)) == {"updates": ([0, 1], [3, 3])}
     clip = clipjax.clip_by_group_norm({"layer_1": 1.0, "*": 2.0})
     state = clip.update(params, clip.init(params))[1]
     clips = drawn(plots.group_norms([clipjax.metrics(state)]))
-    assert {name: round(y[0], 3) for name, (_, y) in clips.items()} == {"*": 2.0, "layer_1": 1.414}
+    assert {name: round(y[0], 3) for name, (_, y) in clips.items()} == {
+        "*": 2.0,
+        "layer_1": 1.414,
+    }
 
 
 def test_of_many_groups_the_largest_are_colored_and_patterns_choose() -> None:
@@ -76,23 +128,42 @@ def test_of_many_groups_the_largest_are_colored_and_patterns_choose() -> None:
     drawn(few)
     many = plots.group_norms({f"g{i}": [1.0, i, NAN] for i in range(200)})
     assert [line.get_ydata()[1] for line in many.lines[:200]] == list(range(200))
-    assert [text.get_text() for text in many.legend_.get_texts()] == [f"g{i}" for i in range(192, 200)] + ["not finite"]
+    assert [text.get_text() for text in many.legend_.get_texts()] == [
+        f"g{i}" for i in range(192, 200)
+    ] + ["not finite"]
     assert many.legend_.get_title().get_text() == "the 8 largest of 200 groups"
     assert len({line.get_color() for line in many.lines[:192]}) == 1
     drawn(many)
-    both = {f"record_norms/{of}/blocks/{i}": [1.0] for of in ("gradients", "params") for i in range(3)}
-    assert list(drawn(plots.group_norms(both, only="gradients/*"))) == [f"gradients/blocks/{i}" for i in range(3)]
-    assert list(drawn(plots.group_norms(both, only=["blocks/1"]))) == ["gradients/blocks/1", "params/blocks/1"]
-    styles = {line.get_label().partition("/")[0]: line.get_linestyle() for line in plots.group_norms(both).lines}
+    both = {
+        f"record_norms/{of}/blocks/{i}": [1.0]
+        for of in ("gradients", "params")
+        for i in range(3)
+    }
+    assert list(drawn(plots.group_norms(both, only="gradients/*"))) == [
+        f"gradients/blocks/{i}" for i in range(3)
+    ]
+    assert list(drawn(plots.group_norms(both, only=["blocks/1"]))) == [
+        "gradients/blocks/1",
+        "params/blocks/1",
+    ]
+    styles = {
+        line.get_label().partition("/")[0]: line.get_linestyle()
+        for line in plots.group_norms(both).lines
+    }
     assert styles == {"gradients": "-", "params": "--"}
     plt.close("all")
-    with pytest.raises(ValueError, match=r"only: 'heads' matches none of .*gradients/blocks/0"):
+    with pytest.raises(
+        ValueError, match=r"only: 'heads' matches none of .*gradients/blocks/0"
+    ):
         plots.group_norms(both, only="heads")
 
 
 def test_units_are_sorted_and_those_at_the_bound_are_counted() -> None:
     rng, dtypes = np.random.default_rng(0), {"a": np.float32, "b": np.float16}
-    params = {name: jnp.asarray(rng.standard_normal((4, 50)), dtype) for name, dtype in dtypes.items()}
+    params = {
+        name: jnp.asarray(rng.standard_normal((4, 50)), dtype)
+        for name, dtype in dtypes.items()
+    }
     ax = plt.subplots()[1]
     assert plots.unit_norms(clipjax.max_norm(1.5)(params), radius=1.5, ax=ax) is ax
     found = drawn(ax)
@@ -100,10 +171,16 @@ def test_units_are_sorted_and_those_at_the_bound_are_counted() -> None:
         exact = np.sort(np.linalg.norm(np.asarray(x, np.float64), axis=0))
         share, norms = found[f"{name} ({np.mean(exact > 1.5):.0%})"]
         np.testing.assert_allclose(share, np.arange(1, 100, 2))
-        # In 16 bits each entry is rounded once more, and the margin of a bound is as large.
-        np.testing.assert_allclose(norms, np.minimum(exact, 1.5), rtol=1e-5 if name == "a" else 2.0**-10)
+        # In 16 bits each entry is rounded once more, and the margin of a bound is as
+        # large.
+        np.testing.assert_allclose(
+            norms, np.minimum(exact, 1.5), rtol=1e-5 if name == "a" else 2.0**-10
+        )
     assert found["radius 1.5"][1] == [1.5, 1.5]
-    assert list(drawn(plots.unit_norms({"w": jnp.zeros((2, 3))}, radius=0))) == ["w (100%)", "radius 0"]
+    assert list(drawn(plots.unit_norms({"w": jnp.zeros((2, 3))}, radius=0))) == [
+        "w (100%)",
+        "radius 0",
+    ]
     assert list(drawn(plots.unit_norms(params, axes={"a": 1}))) == ["a"]
     hidden = plots.unit_norms({"_w": jnp.ones((2, 3))})  # as Matplotlib would hide it
     assert [text.get_text() for text in hidden.legend_.get_texts()] == [" _w"]
@@ -112,11 +189,27 @@ def test_units_are_sorted_and_those_at_the_bound_are_counted() -> None:
 def test_what_cannot_be_drawn_is_an_error() -> None:
     plt.close("all")  # those of other tests in this process
     for draw, value, error in (
-        (plots.norms, [], r"norms must have shape \(steps,\), with at least one, got \(0,\)"),
-        (lambda x: plots.norms([1.0], threshold=x), [1.0, 2.0], r"threshold must have shape \(1,\), got \(2,\)"),
-        (plots.group_norms, {"a": [1.0], "b": [1.0, 2.0]}, r"equally many steps, got \['a', 'b'\]"),
+        (
+            plots.norms,
+            [],
+            r"norms must have shape \(steps,\), with at least one, got \(0,\)",
+        ),
+        (
+            lambda x: plots.norms([1.0], threshold=x),
+            [1.0, 2.0],
+            r"threshold must have shape \(1,\), got \(2,\)",
+        ),
+        (
+            plots.group_norms,
+            {"a": [1.0], "b": [1.0, 2.0]},
+            r"equally many steps, got \['a', 'b'\]",
+        ),
         (plots.group_norms, [], r"equally many steps, got \[\]"),
-        (lambda x: plots.unit_norms(jnp.ones((2, 2)), radius=x), -1, "radius must be at least 0"),
+        (
+            lambda x: plots.unit_norms(jnp.ones((2, 2)), radius=x),
+            -1,
+            "radius must be at least 0",
+        ),
     ):
         with pytest.raises(ValueError, match=error):
             draw(value)
@@ -125,7 +218,9 @@ def test_what_cannot_be_drawn_is_an_error() -> None:
         [{"clip_by_norm/norm": 1.0}],
         [{"record_norms/updates": 1.0}, {"record_norms/params": 1.0}],
     ):
-        with pytest.raises(TypeError, match="history must be norms by name, or metrics"):
+        with pytest.raises(
+            TypeError, match="history must be norms by name, or metrics"
+        ):
             plots.group_norms(history)
     assert not plt.get_fignums()
 

@@ -26,10 +26,19 @@ def linen() -> Any:
     class Model(nn.Module):
         @nn.compact
         def __call__(self, x: Any) -> Any:
-            stack = nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=LAYERS)
+            stack = nn.scan(
+                Block,
+                variable_axes={"params": 0},
+                split_rngs={"params": True},
+                length=LAYERS,
+            )
             return nn.Dense(2)(stack(name="blocks")(x, None)[0])
 
-    return Model().init(jax.random.key(0), jnp.ones((1, 4)))["params"], "blocks/*", "Dense_0"
+    return (
+        Model().init(jax.random.key(0), jnp.ones((1, 4)))["params"],
+        "blocks/*",
+        "Dense_0",
+    )
 
 
 def of_nnx() -> Any:
@@ -49,18 +58,33 @@ def test_each_layer_of_a_stack_has_a_norm(model: Any) -> None:
     params, stacks, head = model()
     grads = jax.tree.map(lambda x: x + jnp.arange(x.size).reshape(x.shape), params)
     tx = clipjax.bounded(
-        optax.sgd(0.1), clip=[clipjax.record_norms(1, name="gradients", stacked=stacks), clipjax.clip_by_norm(1.0)]
+        optax.sgd(0.1),
+        clip=[
+            clipjax.record_norms(1, name="gradients", stacked=stacks),
+            clipjax.clip_by_norm(1.0),
+        ],
     )
     _, state = jax.jit(tx.update)(grads, tx.init(params), params)
-    found = {k: float(x) for k, x in clipjax.metrics(state).items() if k.startswith("record_norms/")}
+    found = {
+        k: float(x)
+        for k, x in clipjax.metrics(state).items()
+        if k.startswith("record_norms/")
+    }
     by_path = {
-        jax.tree_util.keystr(p, simple=True, separator="/"): x for p, x in jax.tree_util.tree_leaves_with_path(grads)
+        jax.tree_util.keystr(p, simple=True, separator="/"): x
+        for p, x in jax.tree_util.tree_leaves_with_path(grads)
     }
     expected = {"steps": 1.0}
     for i in range(LAYERS):
-        expected[f"gradients/blocks/{i}"] = norm_of(x[i] for path, x in by_path.items() if path.startswith("blocks/"))
-    expected[f"gradients/{head}"] = norm_of(x for path, x in by_path.items() if path.startswith(f"{head}/"))
-    assert found == pytest.approx({f"record_norms/{key}": x for key, x in expected.items()}, rel=1e-6)
+        expected[f"gradients/blocks/{i}"] = norm_of(
+            x[i] for path, x in by_path.items() if path.startswith("blocks/")
+        )
+    expected[f"gradients/{head}"] = norm_of(
+        x for path, x in by_path.items() if path.startswith(f"{head}/")
+    )
+    assert found == pytest.approx(
+        {f"record_norms/{key}": x for key, x in expected.items()}, rel=1e-6
+    )
 
 
 def norm_of(leaves: Any) -> float:
@@ -71,26 +95,47 @@ def test_names_of_layers_and_errors() -> None:
     tree = {"a": jnp.ones((2, 3)), "b": jnp.ones(2), "c": jnp.ones(5)}
     for arguments, keys in (
         ({"stacked": ["a", "b"]}, ["updates", "updates/0", "updates/1"]),
-        ({"groups": "leaf", "stacked": "a"}, ["updates/a/0", "updates/a/1", "updates/b", "updates/c"]),
-        ({"groups": ["a", "b"], "stacked": "b", "of": "params"}, ["params/a", "params/b/0", "params/b/1"]),
+        (
+            {"groups": "leaf", "stacked": "a"},
+            ["updates/a/0", "updates/a/1", "updates/b", "updates/c"],
+        ),
+        (
+            {"groups": ["a", "b"], "stacked": "b", "of": "params"},
+            ["params/a", "params/b/0", "params/b/1"],
+        ),
     ):
         found = clipjax.metrics(clipjax.record_norms(**arguments).init(tree))  # type: ignore[arg-type]
-        assert sorted(found) == sorted(f"record_norms/{key}" for key in [*keys, "steps"])
-    with pytest.raises(ValueError, match=r"stacked: .* equally many layers .*: leaf 'b' of shape \(2,\), leaf 'c'"):
+        assert sorted(found) == sorted(
+            f"record_norms/{key}" for key in [*keys, "steps"]
+        )
+    with pytest.raises(
+        ValueError,
+        match=r"stacked: .* equally many layers .*: leaf 'b' of shape \(2,\), leaf 'c'",
+    ):
         clipjax.record_norms(stacked=["b", "c"]).init(tree)
     with pytest.raises(ValueError, match="stacked: the pattern 'd' matches no leaf"):
         clipjax.record_norms(stacked="d").init(tree)
-    with pytest.raises(TypeError, match="stacked must be one or several path patterns, got 1"):
+    with pytest.raises(
+        TypeError, match="stacked must be one or several path patterns, got 1"
+    ):
         clipjax.record_norms(stacked=1)  # type: ignore[arg-type]
 
 
 def test_layers_of_a_stack_are_drawn() -> None:
     plots = pytest.importorskip("clipjax.plots")
-    tree, tx, history = {"blocks": jnp.ones((12, 3))}, clipjax.record_norms(1, stacked="blocks"), []
+    tree, tx, history = (
+        {"blocks": jnp.ones((12, 3))},
+        clipjax.record_norms(1, stacked="blocks"),
+        [],
+    )
     state = tx.init(tree)
     for step in range(3):
         _, state = tx.update(jax.tree.map(lambda x, step=step: x * step, tree), state)
         history.append(clipjax.metrics(state))
     ax = plots.group_norms(history)
-    labels = [line.get_label().removeprefix("_") for line in ax.lines]  # some are grey, and not in the legend
-    assert labels == [f"updates/blocks/{i}" for i in range(12)]  # not in the order of text
+    labels = [
+        line.get_label().removeprefix("_") for line in ax.lines
+    ]  # some are grey, and not in the legend
+    assert labels == [
+        f"updates/blocks/{i}" for i in range(12)
+    ]  # not in the order of text

@@ -1,4 +1,6 @@
-"""The clips, projections and skips of Optax: what is equal, what its own tests ask for, and where ours is right."""
+"""The clips, projections and skips of Optax: what is equal, what its own tests ask for,
+and where ours is right.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,20 @@ CLIPS = {
 # Optax reduces rank 3 over axis 0, and rank 4 over all but the last.
 LIKE_OPTAX = {"3": 0, "*": clipjax.fan_in_or_all}
 PROJECTIONS = [
-    (clipjax.box(-0.5, 0.7), lambda tree: [proj.projection_box(x, -0.5, 0.7) for x in tree]),
+    (
+        clipjax.box(-0.5, 0.7),
+        lambda tree: [proj.projection_box(x, -0.5, 0.7) for x in tree],
+    ),
     (clipjax.box(0.0, 1.0), lambda tree: [proj.projection_hypercube(x) for x in tree]),
     (clipjax.non_negative(), proj.projection_non_negative),
-    (clipjax.max_norm(0.8, axes=None), lambda tree: [proj.projection_l2_ball(x, 0.8) for x in tree]),
-    (clipjax.min_max_norm(0.8, 0.8, axes=None), lambda tree: [proj.projection_l2_sphere(x, 0.8) for x in tree]),
+    (
+        clipjax.max_norm(0.8, axes=None),
+        lambda tree: [proj.projection_l2_ball(x, 0.8) for x in tree],
+    ),
+    (
+        clipjax.min_max_norm(0.8, 0.8, axes=None),
+        lambda tree: [proj.projection_l2_sphere(x, 0.8) for x in tree],
+    ),
 ]
 
 
@@ -40,8 +51,14 @@ def clipped(tx: Any, grads: Any, params: Any = None) -> Any:
 @jax.jit
 def by_both(grads: Any, weights: Any, bound: Any) -> dict[str, tuple[Any, Any]]:
     bounds = {"value": bound / 20, "global norm": bound, "rms": bound / 20}
-    results = {name: tuple(clipped(make(bounds[name]), grads) for make in pair) for name, pair in CLIPS.items()}
-    agc = clipjax.adaptive_grad_clip(0.3, eps=0.01, axes=LIKE_OPTAX), optax.adaptive_grad_clip(0.3, 0.01)
+    results = {
+        name: tuple(clipped(make(bounds[name]), grads) for make in pair)
+        for name, pair in CLIPS.items()
+    }
+    agc = (
+        clipjax.adaptive_grad_clip(0.3, eps=0.01, axes=LIKE_OPTAX),
+        optax.adaptive_grad_clip(0.3, 0.01),
+    )
     results["agc"] = tuple(clipped(tx, grads, weights) for tx in agc)
     results["norm"] = ([functional.global_norm(grads)], [optax.tree.norm(grads)])
     return results
@@ -50,7 +67,9 @@ def by_both(grads: Any, weights: Any, bound: Any) -> dict[str, tuple[Any, Any]]:
 @SEEDS
 def test_clips(seed: int) -> None:
     grads, bound = draw(seed)
-    for ours, theirs in by_both(grads, draw(seed + 1 if seed < 3 else 0)[0], bound).values():
+    for ours, theirs in by_both(
+        grads, draw(seed + 1 if seed < 3 else 0)[0], bound
+    ).values():
         assert_close(ours, theirs)
 
 
@@ -64,14 +83,33 @@ def test_projections(seed: int) -> None:
 
 
 @pytest.mark.parametrize("most", [1, 2])
-@pytest.mark.parametrize("optimizer", [optax.sgd(1.0), optax.adam(0.1)], ids=["sgd", "adam"])
+@pytest.mark.parametrize(
+    "optimizer", [optax.sgd(1.0), optax.adam(0.1)], ids=["sgd", "adam"]
+)
 def test_steps_that_are_not_finite(optimizer: Any, most: int) -> None:
-    """A step is skipped, too many in a row are taken, and the state is that of the steps that were taken."""
-    ours, theirs = clipjax.skip_nonfinite(optimizer, max_consecutive=most), optax.apply_if_finite(optimizer, most)
+    """A step is skipped, too many in a row are taken, and the state is that of the
+    steps that were taken.
+    """
+    ours, theirs = (
+        clipjax.skip_nonfinite(optimizer, max_consecutive=most),
+        optax.apply_if_finite(optimizer, most),
+    )
     w = jnp.zeros(2)
     state, their_state = ours.init(w), theirs.init(w)
     skipped = 0
-    for good in (True, False, True, False, False, True, False, False, False, False, True):
+    for good in (
+        True,
+        False,
+        True,
+        False,
+        False,
+        True,
+        False,
+        False,
+        False,
+        False,
+        True,
+    ):
         grads = jnp.array([1.0, 2.0 if good else jnp.nan])
         updates, state = ours.update(grads, state, w)
         expected, their_state = theirs.update(grads, their_state, w)
@@ -79,11 +117,19 @@ def test_steps_that_are_not_finite(optimizer: Any, most: int) -> None:
         assert_close(*map(jax.tree.leaves, ((updates, inner[0]), (expected, inner[1]))))
         skipped += not good and not np.isnan(expected).any()
         assert clipjax.metrics(state)["skip_nonfinite/skipped"] == skipped
-    assert clipjax.metrics(state)["skip_nonfinite/nonfinite_count"] == their_state.total_notfinite == 7
+    assert (
+        clipjax.metrics(state)["skip_nonfinite/nonfinite_count"]
+        == their_state.total_notfinite
+        == 7
+    )
 
 
 def test_zeroing() -> None:
-    grads = (jnp.ones(3), jnp.array([1.0, jnp.nan, jnp.nan]), jnp.array([jnp.nan, 1.0, 1.0]))
+    grads = (
+        jnp.ones(3),
+        jnp.array([1.0, jnp.nan, jnp.nan]),
+        jnp.array([jnp.nan, 1.0, 1.0]),
+    )
     ours, theirs = clipjax.zero_nonfinite(), optax.zero_nans()
     updates, state = ours.update(grads, ours.init(grads))
     expected, _ = theirs.update(grads, theirs.init(grads))
@@ -104,15 +150,21 @@ def trained(tx: Any, grads: np.ndarray) -> tuple[np.ndarray, Any]:
 
 @pytest.mark.parametrize("nonfinite", ["propagate", "skip"])
 def test_micro_batches(nonfinite: Any) -> None:
-    """One clip of the mean; with "skip" a micro-batch that is not finite is left out, and another takes its place."""
+    """One clip of the mean; with "skip" a micro-batch that is not finite is left out,
+    and another takes its place.
+    """
     inner = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.1))
     grads = np.random.default_rng(0).standard_normal((9, 3)).astype(np.float32)
     skip = optax.skip_not_finite if nonfinite == "skip" else None
     if skip:
         grads[4] = np.nan
-    theirs = optax.MultiSteps(inner, 4, should_skip_update_fn=skip).gradient_transformation()
+    theirs = optax.MultiSteps(
+        inner, 4, should_skip_update_fn=skip
+    ).gradient_transformation()
     clip = clipjax.clip_by_global_norm(0.5)
-    ours = clipjax.bounded(optax.adam(0.1), clip=clip, accumulate=4, nonfinite=nonfinite)
+    ours = clipjax.bounded(
+        optax.adam(0.1), clip=clip, accumulate=4, nonfinite=nonfinite
+    )
     w, state = trained(ours, grads)
     assert_close([w], [trained(theirs, grads)[0]])
     assert clipjax.metrics(state)["clip_by_global_norm/steps"] == 2
@@ -122,7 +174,9 @@ def test_micro_batches(nonfinite: Any) -> None:
 
 
 @pytest.mark.parametrize("name", CLIPS)
-def test_a_bound_that_is_large_changes_nothing_and_falling_bounds_lose_nothing(name: str) -> None:
+def test_a_bound_that_is_large_changes_nothing_and_falling_bounds_lose_nothing(
+    name: str,
+) -> None:
     grads = (np.array([500.0, 5.0], np.float32), np.array([300.0, 3.0], np.float32))
     make = CLIPS[name][0]
     jax.tree.map(np.testing.assert_array_equal, clipped(make(1e6), grads), grads)
@@ -141,22 +195,34 @@ def test_a_bound_that_is_large_changes_nothing_and_falling_bounds_lose_nothing(n
 
 
 def test_adaptive_clips_of_kernels_of_any_rank() -> None:
-    """A kernel (h, w, depth, in, out) with axes as in Optax's `axis`, where Optax' default takes the whole leaf."""
+    """A kernel (h, w, depth, in, out) with axes as in Optax's `axis`, where Optax'
+    default takes the whole leaf.
+    """
     kernel = jnp.ones((2, 2, 2, 3, 4))
     for axes in ((0, 1, 2), (0, 1, 2, 3), clipjax.fan_in, None):
         tx = clipjax.adaptive_grad_clip(0.5, axes=axes)
         np.testing.assert_allclose(clipped(tx, 2 * kernel, kernel), 0.5, rtol=2e-6)
         np.testing.assert_array_equal(clipped(tx, 0.1 * kernel, kernel), 0.1 * kernel)
         if not callable(axes) and axes:
-            assert_close(*([clipped(t, 2 * kernel, kernel)] for t in (tx, optax.adaptive_grad_clip(0.5, axis=axes))))
+            assert_close(
+                *(
+                    [clipped(t, 2 * kernel, kernel)]
+                    for t in (tx, optax.adaptive_grad_clip(0.5, axis=axes))
+                )
+            )
 
 
 @pytest.mark.parametrize("start", [-1.0, 1.0, 0.0])
 def test_weights_stay_non_negative(start: float) -> None:
-    """As `keep_params_nonnegative` after SGD: negative ones end at 0, others as without, unless below 0."""
+    """As `keep_params_nonnegative` after SGD: negative ones end at 0, others as
+    without, unless below 0.
+    """
     grads, w = jnp.array([500.0, -500.0, 0.0]), jnp.full(3, start)
     links = clipjax.non_negative(), optax.keep_params_nonnegative()
-    both = [optax.apply_updates(w, clipped(optax.chain(optax.sgd(1e-2), link), grads, w)) for link in links]
+    both = [
+        optax.apply_updates(w, clipped(optax.chain(optax.sgd(1e-2), link), grads, w))
+        for link in links
+    ]
     np.testing.assert_array_equal(*both)
     with pytest.raises(ValueError, match="params"):
         clipjax.non_negative().update(grads, clipjax.non_negative().init(w))
@@ -164,13 +230,17 @@ def test_weights_stay_non_negative(start: float) -> None:
 
 @pytest.mark.parametrize("place", range(4))
 def test_a_projection_is_the_nearest_point(place: int) -> None:
-    """It is in the set, a point of the set stays, and no other point of the set that is drawn is nearer."""
+    """It is in the set, a point of the set stays, and no other point of the set that is
+    drawn is nearer.
+    """
     ours = PROJECTIONS[place][0]
     rng = np.random.default_rng(place)
     x = jnp.asarray(rng.standard_normal(4), np.float32)
     nearest = ours([x])[0]
     np.testing.assert_array_equal(ours([nearest])[0], nearest)
-    others = jax.vmap(lambda y: ours([y])[0])(jnp.asarray(rng.standard_normal((500, 4)), np.float32))
+    others = jax.vmap(lambda y: ours([y])[0])(
+        jnp.asarray(rng.standard_normal((500, 4)), np.float32)
+    )
     distance = np.linalg.norm(np.asarray(others) - np.asarray(x), axis=1).min()
     assert np.linalg.norm(np.asarray(nearest - x)) <= distance + 1e-6
 
@@ -180,7 +250,9 @@ def test_a_projection_is_the_nearest_point(place: int) -> None:
 
 @pytest.mark.parametrize("entry", [1e20, np.inf])
 def test_an_infinite_norm_does_not_make_zeros(entry: float) -> None:
-    """The square of 1e20 overflows, too; Optax divides by infinity, and the other entries are silently 0."""
+    """The square of 1e20 overflows, too; Optax divides by infinity, and the other
+    entries are silently 0.
+    """
     grads, tx = jnp.array([entry, 1.0]), clipjax.clip_by_global_norm(1.0)
     assert clipped(optax.clip_by_global_norm(1.0), grads)[1] == 0
     ours, state = tx.update(grads, tx.init(grads))
@@ -198,8 +270,12 @@ def test_a_sum_in_bfloat16_does_not_stop_growing() -> None:
 def test_a_bound_of_zero_for_a_norm_of_zero() -> None:
     zeros = jnp.zeros(3)
     assert np.isnan(clipped(optax.clip_by_global_norm(0.0), zeros)).all()
-    np.testing.assert_array_equal(clipped(clipjax.clip_by_global_norm(0.0), zeros), zeros)
-    np.testing.assert_array_equal(clipped(clipjax.clip_by_global_norm(0.0), zeros + 1), zeros)
+    np.testing.assert_array_equal(
+        clipped(clipjax.clip_by_global_norm(0.0), zeros), zeros
+    )
+    np.testing.assert_array_equal(
+        clipped(clipjax.clip_by_global_norm(0.0), zeros + 1), zeros
+    )
 
 
 @pytest.mark.parametrize("name", CLIPS)
@@ -216,6 +292,8 @@ def test_a_projection_that_is_not_last_is_an_error() -> None:
     """Optax takes the chain, and the weights leave the set."""
     links = optax.keep_params_nonnegative(), optax.sgd(1.0)
     w = jnp.array([1.0])
-    assert optax.apply_updates(w, clipped(optax.chain(*links), jnp.array([5.0]), w))[0] < 0
+    assert (
+        optax.apply_updates(w, clipped(optax.chain(*links), jnp.array([5.0]), w))[0] < 0
+    )
     with pytest.raises(ValueError, match="must come after"):
         clipjax.chain(clipjax.non_negative(), optax.sgd(1.0))

@@ -1,4 +1,6 @@
-"""The clips of TensorFlow, by value, by norm and by global norm, and those of a custom gradient."""
+"""The clips of TensorFlow, by value, by norm and by global norm, and those of a custom
+gradient.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +31,22 @@ def test_clip_by_value(tf: Any, seed: int) -> None:
     leaves, bound = draw(seed)
     leaves[0][0, :3] = [np.nan, np.inf, -np.inf]
     low, high = -bound / 30, bound / 20
-    ours, theirs = functional.clip_by_value(leaves, low, high), [tf.clip_by_value(x, low, high) for x in leaves]
+    ours, theirs = (
+        functional.clip_by_value(leaves, low, high),
+        [tf.clip_by_value(x, low, high) for x in leaves],
+    )
     for a, b in zip(ours, theirs, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1.2e-7)  # ours rounds limits inward, by at most an ulp
+        np.testing.assert_allclose(
+            a, b, rtol=1.2e-7
+        )  # ours rounds limits inward, by at most an ulp
 
 
 @SEEDS
 @pytest.mark.parametrize("axes", [None, 0, -1, (0, 1), (-3, 2), (0, 1, 2)])
 def test_clip_by_norm(tf: Any, seed: int, axes: Any) -> None:
-    """As a function with literal axes; as a transformation the axes of matrices mean the same."""
+    """As a function with literal axes; as a transformation the axes of matrices mean
+    the same.
+    """
     (matrix, *_, kernel), bound = draw(seed)
     own = list(axes) if isinstance(axes, tuple) else axes
     for limit in (bound, bound / 10, 0.0):
@@ -45,7 +54,10 @@ def test_clip_by_norm(tf: Any, seed: int, axes: Any) -> None:
         assert_close([functional.clip_by_norm(kernel, limit, axes=axes)], [theirs])
     if axes in (None, 0, -1, (0, 1)):
         tx = clipjax.clip_by_norm(bound / 5, axes=axes)
-        assert_close([tx.update(matrix, tx.init(matrix))[0]], [tf.clip_by_norm(matrix, bound / 5, axes=own)])
+        assert_close(
+            [tx.update(matrix, tx.init(matrix))[0]],
+            [tf.clip_by_norm(matrix, bound / 5, axes=own)],
+        )
 
 
 @SEEDS
@@ -85,6 +97,9 @@ def test_custom_gradient(tf: Any, seed: int, axes: Any) -> None:
     with tf.GradientTape() as tape:
         tape.watch(given)
         loss = tf.reduce_sum(tf.square(layer(given)) @ w)
-    ours = jax.grad(lambda x: jnp.sum(clipjax.clip_gradient_by_norm(x, bound, axes=axes) ** 2 @ w))(x)
-    # The gradients before the clip are sums of 6 products of one sign, that each library adds in its order.
+    ours = jax.grad(
+        lambda x: jnp.sum(clipjax.clip_gradient_by_norm(x, bound, axes=axes) ** 2 @ w)
+    )(x)
+    # The gradients before the clip are sums of 6 products of one sign, that each
+    # library adds in its order.
     assert_close([ours], [tape.gradient(loss, given)], extra=1e-6)

@@ -37,8 +37,11 @@ def test_clip_grad_norm(torch: Any, seed: int, ord: float) -> None:
     theirs = torch.nn.utils.clip_grad_norm_(parameters, bound, norm_type=float(ord))
     ours, norm = functional.clip_by_global_norm(leaves, bound, ord=ord)
     assert_close([norm], [theirs])
-    # torch multiplies by bound / (norm + 1e-6), so its result is smaller by 1e-6 / norm.
-    assert_close(ours, [parameter.grad for parameter in parameters], extra=1e-6 / float(theirs))
+    # torch multiplies by bound / (norm + 1e-6), so its result is smaller by 1e-6 /
+    # norm.
+    assert_close(
+        ours, [parameter.grad for parameter in parameters], extra=1e-6 / float(theirs)
+    )
 
 
 @SEEDS
@@ -46,4 +49,7 @@ def test_clip_grad_value(torch: Any, seed: int) -> None:
     leaves, bound = draw(seed)
     parameters = parameters_with(torch, leaves)
     torch.nn.utils.clip_grad_value_(parameters, bound / 20)
-    assert_close(functional.clip_by_value(leaves, -bound / 20, bound / 20), [p.grad for p in parameters])
+    assert_close(
+        functional.clip_by_value(leaves, -bound / 20, bound / 20),
+        [p.grad for p in parameters],
+    )

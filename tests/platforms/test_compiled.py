@@ -1,10 +1,12 @@
-"""Steps compile for TPUs and GPUs that are not here, and cost no more than Optax's or those by hand.
+"""Steps compile for TPUs and GPUs that are not here, and cost no more than Optax's or
+those by hand.
 
     python -m pytest -m tpu_compile -n 2 --dist=worksteal tests/platforms
     python -m pytest -m gpu_compile -n 2 --dist=worksteal tests/platforms
 
-The extras `platforms-tpu` and `platforms` bring the compilers; where they are missing, the tests are skipped.
-`python -m benchmarks --compiled` prints the figures, on larger trees.
+The extras `platforms-tpu` and `platforms` bring the compilers; where they are missing,
+the tests are skipped. `python -m benchmarks --compiled` prints the figures, on larger
+trees.
 """
 
 from __future__ import annotations
@@ -37,7 +39,10 @@ def skip_where_missing(platform: str) -> None:
 def costs(platform: str, name: str, dtype: str, tree: str = "quick") -> list[object]:
     device = jax.sharding.SingleDeviceSharding(devices_of(platform)[0])
     params = shapes_of(tree, dtype, lambda *_: device)
-    return [compile_step(platform, recipe, params) for recipe in (STEPS[name].ours, STEPS[name].theirs)]
+    return [
+        compile_step(platform, recipe, params)
+        for recipe in (STEPS[name].ours, STEPS[name].theirs)
+    ]
 
 
 @pytest.mark.tpu_compile
@@ -46,7 +51,8 @@ def costs(platform: str, name: str, dtype: str, tree: str = "quick") -> list[obj
 def test_a_tpu_reads_and_computes_no_more(name: str, dtype: str) -> None:
     skip_where_missing("v5e")
     ours, theirs = costs("v5e", name, dtype)
-    # What a leaf costs is in the larger trees; here a kernel for the metrics counts as much as one for a leaf.
+    # What a leaf costs is in the larger trees; here a kernel for the metrics counts as
+    # much as one for a leaf.
     assert ours.bytes <= theirs.bytes * (STEPS[name].goals.bytes + 0.05)
     assert ours.operations <= theirs.operations * STEPS[name].goals.operations
 
@@ -61,7 +67,9 @@ def missed(name: str, platform: str) -> dict[str, str]:
 @pytest.mark.tpu_compile
 @pytest.mark.parametrize("name", MEMBERS)
 def test_a_member_costs_a_tpu_what_its_arithmetic_needs(name: str) -> None:
-    """Bytes and scratch of a whole step, on a tree that does not fit in the chip's own memory."""
+    """Bytes and scratch of a whole step, on a tree that does not fit in the chip's own
+    memory.
+    """
     assert not missed(name, "v5e")
 
 
@@ -86,6 +94,9 @@ def test_a_gpu_runs_hardly_more_kernels(name: str, platform: str) -> None:
 @pytest.mark.parametrize("name", ["global", "called", "link", "bounded", "agc", "cone"])
 def test_256_tpus_add_norms_with_as_many_collectives_as_by_hand(name: str) -> None:
     skip_where_missing("v5e")
-    ours, theirs = (collectives_of(r, "v5e", "quick") for r in (STEPS[name].ours, STEPS[name].theirs))
+    ours, theirs = (
+        collectives_of(r, "v5e", "quick")
+        for r in (STEPS[name].ours, STEPS[name].theirs)
+    )
     assert set(ours) <= {"all-reduce"}
     assert ours["all-reduce"] <= theirs["all-reduce"] + STEPS[name].goals.maxima

@@ -1,4 +1,6 @@
-"""Every kind of member compiles for a TPU, alone and, where it has whole leaves or trees, inside `shard_map`."""
+"""Every kind of member compiles for a TPU, alone and, where it has whole leaves or
+trees, inside `shard_map`.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,20 @@ pytestmark = pytest.mark.tpu_compile
 
 def shapes(dtype: str, sharding: Any) -> dict[str, Any]:
     sizes = {"both": (16, 8), "w": (8, 16), "b": (16,)}
-    return {name: jax.ShapeDtypeStruct(size, dtype, sharding=sharding) for name, size in sizes.items()}
+    return {
+        name: jax.ShapeDtypeStruct(size, dtype, sharding=sharding)
+        for name, size in sizes.items()
+    }
 
 
 def compiled(step: Any, *trees: Any) -> str:
-    return jax.jit(step).trace(*trees).lower(lowering_platforms=("tpu",)).compile().as_text()
+    return (
+        jax.jit(step)
+        .trace(*trees)
+        .lower(lowering_platforms=("tpu",))
+        .compile()
+        .as_text()
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -42,12 +53,24 @@ def test_leaves_and_trees_compile_inside_shard_map(dtype: str) -> None:
     if reason := missing("v5e"):
         pytest.skip(reason)
     mesh = Mesh(np.array(devices_of("v5e")[:4]), ("data",))
-    specs = {"both": PartitionSpec("data"), "w": PartitionSpec("data"), "b": PartitionSpec()}
-    tree = {name: x.update(sharding=NamedSharding(mesh, specs[name])) for name, x in shapes(dtype, None).items()}
+    specs = {
+        "both": PartitionSpec("data"),
+        "w": PartitionSpec("data"),
+        "b": PartitionSpec(),
+    }
+    tree = {
+        name: x.update(sharding=NamedSharding(mesh, specs[name]))
+        for name, x in shapes(dtype, None).items()
+    }
     table = members(None)
 
     def step(grads: Any, params: Any) -> Any:
-        return {name: tx.update(grads, tx.init(params), params)[0] for name, tx in table.items()}
+        return {
+            name: tx.update(grads, tx.init(params), params)[0]
+            for name, tx in table.items()
+        }
 
-    program = jax.shard_map(step, mesh=mesh, in_specs=(specs, specs), out_specs=dict.fromkeys(table, specs))
+    program = jax.shard_map(
+        step, mesh=mesh, in_specs=(specs, specs), out_specs=dict.fromkeys(table, specs)
+    )
     assert "all-reduce" in compiled(program, tree, tree)

@@ -1,4 +1,5 @@
-"""Every process traces the same program: otherwise hosts compile different ones, and caches of programs miss.
+"""Every process traces the same program: otherwise hosts compile different ones, and
+caches of programs miss.
 
 The order of a set of dtypes, for example, changes from process to process.
 """
@@ -26,7 +27,11 @@ def test_every_process_traces_the_same_programs() -> None:
     for seed in "12":
         environment = {**os.environ, "PYTHONHASHSEED": seed}
         done = subprocess.run(
-            [sys.executable, "-c", PRINT_PROGRAMS], capture_output=True, text=True, env=environment, check=True
+            [sys.executable, "-c", PRINT_PROGRAMS],
+            capture_output=True,
+            text=True,
+            env=environment,
+            check=True,
         )
         found.append(done.stdout.splitlines())
     assert len(found[0]) > 30

@@ -1,7 +1,9 @@
-"""Programs of many leaves stay small: each leaf adds few instructions, or tracing and compiling take minutes.
+"""Programs of many leaves stay small: each leaf adds few instructions, or tracing and
+compiling take minutes.
 
-Instructions and equations are counted, since compile times depend on the machine. Nothing else would notice, for
-example, that an operation follows the division of a factor, which XLA then repeats for every entry of every leaf.
+Instructions and equations are counted, since compile times depend on the machine.
+Nothing else would notice, for example, that an operation follows the division of a
+factor, which XLA then repeats for every entry of every leaf.
 """
 
 from __future__ import annotations
@@ -16,9 +18,12 @@ import pytest
 
 import clipjax
 
-LEAVES = {f"leaf_{i:02}": jax.ShapeDtypeStruct((64, 48), jnp.float32) for i in range(60)}
+LEAVES = {
+    f"leaf_{i:02}": jax.ShapeDtypeStruct((64, 48), jnp.float32) for i in range(60)
+}
 
-# The instructions that are counted are XLA's own; LLVM, which takes most of the time, comes after it.
+# The instructions that are counted are XLA's own; LLVM, which takes most of the time,
+# comes after it.
 FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
@@ -30,7 +35,9 @@ def traced(tx: optax.GradientTransformation) -> Any:
 
 @functools.cache
 def instructions(tx: optax.GradientTransformation) -> int:
-    """Return how many instructions the compiled update of 60 leaves has; other lines say where they come from."""
+    """Return how many instructions the compiled update of 60 leaves has; other lines
+    say where they come from.
+    """
     text = traced(tx).lower().compile(compiler_options=FAST).as_text()
     return sum(line.startswith("  ") and " = " in line for line in text.splitlines())
 
@@ -56,8 +63,16 @@ CASES = {
     "autoclip": (clipjax.autoclip(), GLOBAL, 1.3),  # sorts its window
     "clip_by_rms": (clipjax.clip_by_rms(1.0), LEAF, 2.0),
     "clip_by_norm": (clipjax.clip_by_norm(1.0), LEAF, 2.0),
-    "adaptive_grad_clip": (clipjax.adaptive_grad_clip(), optax.adaptive_grad_clip(0.01), 2.0),
-    "max_norm": (clipjax.max_norm(1.0), by_hand(1.0), 1.7),  # an entry inside is chosen, not multiplied
+    "adaptive_grad_clip": (
+        clipjax.adaptive_grad_clip(),
+        optax.adaptive_grad_clip(0.01),
+        2.0,
+    ),
+    "max_norm": (
+        clipjax.max_norm(1.0),
+        by_hand(1.0),
+        1.7,
+    ),  # an entry inside is chosen, not multiplied
 }
 
 
@@ -69,6 +84,8 @@ def test_programs_of_sixty_leaves_are_hardly_longer_than_others(name: str) -> No
 
 @pytest.mark.parametrize("name", CASES)
 def test_jax_traces_no_more_of_a_leaf_than_with_others(name: str) -> None:
-    """What is done to each leaf is traced once for each shape; the metrics may have an equation for each leaf."""
+    """What is done to each leaf is traced once for each shape; the metrics may have an
+    equation for each leaf.
+    """
     ours, theirs, _ = CASES[name]
     assert len(traced(ours).jaxpr.eqns) <= len(traced(theirs).jaxpr.eqns) + len(LEAVES)

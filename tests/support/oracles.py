@@ -1,6 +1,8 @@
-"""What members should return, in NumPy float64, written from the formulas and not from the library.
+"""What members should return, in NumPy float64, written from the formulas and not from
+the library.
 
-Trees are dicts of float64 arrays. An oracle is a function `(tree, params, bound) -> tree`.
+Trees are dicts of float64 arrays. An oracle is a function `(tree, params, bound) ->
+tree`.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ Tree = dict[str, np.ndarray]
 Oracle = Callable[[Tree, Tree, float], Tree]
 
 
-def norm(x: np.ndarray, axes: tuple[int, ...] | None = None, ord: float = 2) -> np.ndarray:
+def norm(
+    x: np.ndarray, axes: tuple[int, ...] | None = None, ord: float = 2
+) -> np.ndarray:
     """Measure along axes, which stay with size 1; None is all of them."""
     axes = tuple(range(x.ndim)) if axes is None else axes
     size = np.abs(x)
@@ -23,12 +27,18 @@ def norm(x: np.ndarray, axes: tuple[int, ...] | None = None, ord: float = 2) -> 
     if np.isinf(ord):
         return size.max(axis=axes, keepdims=True, initial=0)
     powers = {1: size, 2: size * size}.get(ord)
-    return np.sum(size**ord if powers is None else powers, axis=axes, keepdims=True) ** (1 / ord)
+    return np.sum(
+        size**ord if powers is None else powers, axis=axes, keepdims=True
+    ) ** (1 / ord)
 
 
 def tree_norm(tree: Tree, ord: float = 2) -> float:
     """Measure all leaves as one vector."""
-    return float(norm(np.array([norm(x, None, ord).item() for x in tree.values()]), None, ord).item())
+    return float(
+        norm(
+            np.array([norm(x, None, ord).item() for x in tree.values()]), None, ord
+        ).item()
+    )
 
 
 def fan_in(x: np.ndarray) -> tuple[int, ...] | None:
@@ -45,11 +55,15 @@ def shrink(x: np.ndarray, size: Any, bound: Any) -> np.ndarray:
 
 def of_tree(ord: float = 2) -> Oracle:
     """Clip the norm of all leaves."""
-    return lambda tree, params, bound: {k: shrink(x, tree_norm(tree, ord), bound) for k, x in tree.items()}
+    return lambda tree, params, bound: {
+        k: shrink(x, tree_norm(tree, ord), bound) for k, x in tree.items()
+    }
 
 
 def of_groups(prefix: str) -> Oracle:
-    """Clip the norm of the leaves whose names start with a prefix, and that of the others."""
+    """Clip the norm of the leaves whose names start with a prefix, and that of the
+    others.
+    """
 
     def clip(tree: Tree, params: Tree, bound: float) -> Tree:
         inner = {k: x for k, x in tree.items() if k.startswith(prefix)}
@@ -65,13 +79,19 @@ def of_leaves(ord: float = 2, *, rms: bool = False) -> Oracle:
 
     def clip(tree: Tree, params: Tree, bound: float) -> Tree:
         roots = {k: max(x.size, 1) ** 0.5 if rms else 1 for k, x in tree.items()}
-        return {k: shrink(x, norm(x, None, ord) / roots[k], bound) for k, x in tree.items()}
+        return {
+            k: shrink(x, norm(x, None, ord) / roots[k], bound) for k, x in tree.items()
+        }
 
     return clip
 
 
-def of_units(ord: float = 2, *, rms: bool = False, relative_to: float | None = None) -> Oracle:
-    """Clip each column; vectors stay, except relative to the weights, whose norms count as at least a number."""
+def of_units(
+    ord: float = 2, *, rms: bool = False, relative_to: float | None = None
+) -> Oracle:
+    """Clip each column; vectors stay, except relative to the weights, whose norms count
+    as at least a number.
+    """
 
     def clip(tree: Tree, params: Tree, bound: float) -> Tree:
         clipped = dict(tree)
@@ -105,7 +125,9 @@ def between(low: Callable[[float], float], high: Callable[[float], float]) -> Or
 
 def of_entries(low: Callable[[float], float], high: Callable[[float], float]) -> Oracle:
     """Clip each entry."""
-    return lambda tree, params, bound: {k: np.clip(x, low(bound), high(bound)) for k, x in tree.items()}
+    return lambda tree, params, bound: {
+        k: np.clip(x, low(bound), high(bound)) for k, x in tree.items()
+    }
 
 
 def of_singular_values(tree: Tree, params: Tree, bound: float) -> Tree:
@@ -121,12 +143,17 @@ def of_singular_values(tree: Tree, params: Tree, bound: float) -> Tree:
 
 
 def of_cone(tree: Tree, params: Tree, bound: float) -> Tree:
-    """Remove what would push columns of weights on the sphere outward, by a step against the gradient."""
+    """Remove what would push columns of weights on the sphere outward, by a step
+    against the gradient.
+    """
 
     def remove(g: np.ndarray, w: np.ndarray) -> np.ndarray:
         if g.ndim < 2:
             return g
-        size, inner = norm(w, fan_in(w)), np.sum((g * np.conj(w)).real, axis=fan_in(w), keepdims=True)
+        size, inner = (
+            norm(w, fan_in(w)),
+            np.sum((g * np.conj(w)).real, axis=fan_in(w), keepdims=True),
+        )
         outward = (size >= bound) & (inner < 0)
         return g - w * np.where(outward, inner, 0) / np.where(size > 0, size, 1) ** 2
 
@@ -155,5 +182,7 @@ def gradient(loss: Callable[[Tree], float], at: Tree, step: float = 1e-4) -> Tre
     slopes = {k: np.zeros_like(x) for k, x in at.items()}
     for name, slope in slopes.items():
         for place in np.ndindex(slope.shape):
-            slope[place] = (moved(name, place, step) - moved(name, place, -step)) / (2 * step)
+            slope[place] = (moved(name, place, step) - moved(name, place, -step)) / (
+                2 * step
+            )
     return slopes

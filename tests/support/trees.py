@@ -14,7 +14,9 @@ SHAPES = {"a": (3, 5), "c": (65536, 2)}
 
 
 @functools.cache
-def _entries(kind: str, exponent: int, shape: tuple[int, ...], dtype: str, seed: int) -> jax.Array:
+def _entries(
+    kind: str, exponent: int, shape: tuple[int, ...], dtype: str, seed: int
+) -> jax.Array:
     rng = np.random.default_rng([seed, *shape, *dtype.encode()])
     if kind == "constant":
         x = np.broadcast_to(rng.uniform(1, 2, size=shape[-1:]), shape)
@@ -27,8 +29,16 @@ def _entries(kind: str, exponent: int, shape: tuple[int, ...], dtype: str, seed:
     return jnp.asarray(x * scale, jnp.dtype(dtype))
 
 
-def draw(kind: str, exponent: int, shapes: dict[str, Any], dtypes: Any = DTYPES, seed: int = 0) -> dict[str, Any]:
-    """Draw entries of size 2**exponent; zeros in float16 where results would be subnormal or infinite there."""
+def draw(
+    kind: str,
+    exponent: int,
+    shapes: dict[str, Any],
+    dtypes: Any = DTYPES,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Draw entries of size 2**exponent; zeros in float16 where results would be
+    subnormal or infinite there.
+    """
     return {
         f"{name}_{dtype}": _entries(kind, exponent, shape, dtype, seed)
         for dtype in dtypes
@@ -38,7 +48,10 @@ def draw(kind: str, exponent: int, shapes: dict[str, Any], dtypes: Any = DTYPES,
 
 def exact(tree: Any) -> dict[str, np.ndarray]:
     """Return a tree in float64, or complex128."""
-    return {k: np.asarray(x).astype(np.complex128 if np.iscomplexobj(x) else np.float64) for k, x in tree.items()}
+    return {
+        k: np.asarray(x).astype(np.complex128 if np.iscomplexobj(x) else np.float64)
+        for k, x in tree.items()
+    }
 
 
 def bits(x: Any) -> bytes:
@@ -51,5 +64,7 @@ def changed(before: Any, after: Any) -> list[str]:
     return [
         k
         for k in before
-        if bits(before[k]) != bits(after[k]) or before[k].shape != after[k].shape or before[k].dtype != after[k].dtype
+        if bits(before[k]) != bits(after[k])
+        or before[k].shape != after[k].shape
+        or before[k].dtype != after[k].dtype
     ]

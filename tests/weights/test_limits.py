@@ -1,4 +1,6 @@
-"""Bounds by path: the first match wins, and a leaf that no pattern matches is not changed."""
+"""Bounds by path: the first match wins, and a leaf that no pattern matches is not
+changed.
+"""
 
 from __future__ import annotations
 
@@ -14,41 +16,64 @@ import clipjax
 
 RNG = np.random.default_rng(0)
 PARAMS = {
-    "encoder": {"kernel": jnp.asarray(RNG.normal(size=(6, 4)) * 5, np.float32), "bias": jnp.ones(4)},
+    "encoder": {
+        "kernel": jnp.asarray(RNG.normal(size=(6, 4)) * 5, np.float32),
+        "bias": jnp.ones(4),
+    },
     "head": {"kernel": jnp.asarray(RNG.normal(size=(6, 4)) * 5, np.float32)},
-    "stack": jnp.asarray(RNG.normal(size=(2, 6, 4)) * 5, np.float32),  # whose rank does not tell what it is
+    "stack": jnp.asarray(
+        RNG.normal(size=(2, 6, 4)) * 5, np.float32
+    ),  # whose rank does not tell what it is
 }
 
 
 def column_norms(tree: Any) -> Any:
-    return jax.tree.map(lambda x: np.linalg.norm(np.asarray(x, np.float64), axis=0), tree)
+    return jax.tree.map(
+        lambda x: np.linalg.norm(np.asarray(x, np.float64), axis=0), tree
+    )
 
 
 def test_max_norm_takes_a_radius_for_each_path() -> None:
-    project = clipjax.max_norm({"head/kernel": jnp.linspace(1.0, 2.0, 4), "kernel": lambda step: 3.0 - step})
+    project = clipjax.max_norm(
+        {"head/kernel": jnp.linspace(1.0, 2.0, 4), "kernel": lambda step: 3.0 - step}
+    )
     new = jax.jit(project)(PARAMS, 1)
     norms = column_norms(PARAMS)
     np.testing.assert_allclose(
-        column_norms(new)["encoder"]["kernel"], np.minimum(norms["encoder"]["kernel"], 2), rtol=2e-6
+        column_norms(new)["encoder"]["kernel"],
+        np.minimum(norms["encoder"]["kernel"], 2),
+        rtol=2e-6,
     )
-    np.testing.assert_allclose(column_norms(new)["head"]["kernel"], np.linspace(1, 2, 4), rtol=2e-6)
+    np.testing.assert_allclose(
+        column_norms(new)["head"]["kernel"], np.linspace(1, 2, 4), rtol=2e-6
+    )
     for name in ("stack", ("encoder", "bias")):
-        old, now = ((t["stack"] if name == "stack" else t["encoder"]["bias"]) for t in (PARAMS, new))
+        old, now = (
+            (t["stack"] if name == "stack" else t["encoder"]["bias"])
+            for t in (PARAMS, new)
+        )
         np.testing.assert_array_equal(old, now)
 
 
 def test_min_max_norm_has_no_limit_where_no_pattern_matches() -> None:
-    params = {name: jnp.asarray([[0.6, 3.0], [0.8, 4.0]]) for name in "abc"}  # norms 1 and 5
+    params = {
+        name: jnp.asarray([[0.6, 3.0], [0.8, 4.0]]) for name in "abc"
+    }  # norms 1 and 5
     new = clipjax.min_max_norm({"a": 2.0}, {"b": 3.0})(params)
     for name, expected in (("a", [2, 5]), ("b", [1, 3]), ("c", [1, 5])):
         np.testing.assert_allclose(column_norms(new)[name], expected, rtol=2e-6)
-    for one, other in ((0.5, {"b": 3.0}), ({"a": 2.0}, 4.0)):  # a number is for all leaves
+    for one, other in (
+        (0.5, {"b": 3.0}),
+        ({"a": 2.0}, 4.0),
+    ):  # a number is for all leaves
         new = column_norms(clipjax.min_max_norm(one, other)(params))
         assert new["c"][1] == (5 if one == 0.5 else pytest.approx(4, rel=2e-6))
 
 
 def test_norms_stay_at_their_first_values() -> None:
-    """The recipe of docs/recipes.md: each layer keeps the norm that it had at the start."""
+    """The recipe of docs/recipes.md: each layer keeps the norm that it had at the
+    start.
+    """
     params = {"in": PARAMS["encoder"]["kernel"], "out": PARAMS["head"]["kernel"] / 7}
     radii = {name: jnp.linalg.norm(x) for name, x in params.items()}
     tx = optax.chain(optax.adam(0.1), clipjax.min_max_norm(radii, radii, axes=None))
@@ -67,7 +92,13 @@ def test_violations_are_those_of_the_leaves_with_a_bound() -> None:
 
 
 def test_spectral_cap_takes_a_bound_for_each_path() -> None:
-    capped = clipjax.spectral_cap({"head/kernel": 1.0, "kernel": lambda step: 2.0 + step})(PARAMS, step=1)
+    capped = clipjax.spectral_cap(
+        {"head/kernel": 1.0, "kernel": lambda step: 2.0 + step}
+    )(PARAMS, step=1)
     for path, bound in (("encoder", 3.0), ("head", 1.0)):
-        np.testing.assert_allclose(np.linalg.norm(np.asarray(capped[path]["kernel"], np.float64), 2), bound, rtol=5e-5)
+        np.testing.assert_allclose(
+            np.linalg.norm(np.asarray(capped[path]["kernel"], np.float64), 2),
+            bound,
+            rtol=5e-5,
+        )
     np.testing.assert_array_equal(capped["stack"], PARAMS["stack"])

@@ -18,15 +18,24 @@ from clipjax.weights.qk_clip import qk_clip
 HEADS, DIM, WIDTH = 4, 8, 16
 TOKENS = np.random.default_rng(0).normal(size=(10, WIDTH))
 KEY_HEADS = pytest.mark.parametrize("key_heads", [HEADS, 2, 1, None])
-scheduled = jax.jit(lambda low, params, logits: qk_clip(lambda step: low)(params, step=0, max_logits=logits))
+scheduled = jax.jit(
+    lambda low, params, logits: qk_clip(lambda step: low)(
+        params, step=0, max_logits=logits
+    )
+)
 
 
-def layer(key_heads: int | None, seed: int = 0, dtype: Any = np.float32) -> dict[str, Any]:
+def layer(
+    key_heads: int | None, seed: int = 0, dtype: Any = np.float32
+) -> dict[str, Any]:
     """Draw the weights of a layer; None is a key with one head and no axis for it."""
     rng = np.random.default_rng(seed)
 
     def side(*heads: int) -> dict[str, Any]:
-        return {"kernel": 2 * rng.normal(size=(WIDTH, *heads, DIM)), "bias": rng.normal(size=(*heads, DIM))}
+        return {
+            "kernel": 2 * rng.normal(size=(WIDTH, *heads, DIM)),
+            "bias": rng.normal(size=(*heads, DIM)),
+        }
 
     sides = {
         "query": side(HEADS),
@@ -39,7 +48,10 @@ def layer(key_heads: int | None, seed: int = 0, dtype: Any = np.float32) -> dict
 def largest(params: Any) -> np.ndarray:
     """Return the largest logit of each query head, in float64."""
     one = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
-    q, k = (np.tensordot(TOKENS, one[side]["kernel"], 1) + one[side]["bias"] for side in ("query", "key"))
+    q, k = (
+        np.tensordot(TOKENS, one[side]["kernel"], 1) + one[side]["bias"]
+        for side in ("query", "key")
+    )
     k = k[:, None] if k.ndim == 2 else k
     k = np.repeat(k, HEADS // k.shape[1], axis=1)
     return np.einsum("thd,shd->hts", q, k).max(axis=(1, 2)) / math.sqrt(DIM)
@@ -59,26 +71,40 @@ def test_every_head_ends_at_or_below_the_threshold(key_heads: int | None) -> Non
         assert after.max() >= threshold * (1 - 1e-5)
         if key_heads == HEADS:
             np.testing.assert_allclose(after, np.minimum(before, threshold), rtol=1e-5)
-        for new, old in zip(jax.tree.leaves(clipped), jax.tree.leaves(params), strict=True):
+        for new, old in zip(
+            jax.tree.leaves(clipped), jax.tree.leaves(params), strict=True
+        ):
             assert (np.abs(new) <= np.abs(old)).all()  # no weight grows
         for name, x in params["query"].items():
             inside = (..., before <= threshold, slice(None))
             np.testing.assert_array_equal(clipped["query"][name][inside], x[inside])
-        np.testing.assert_array_equal(clipped["value"]["kernel"], params["value"]["kernel"])
+        np.testing.assert_array_equal(
+            clipped["value"]["kernel"], params["value"]["kernel"]
+        )
 
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 def test_the_factors_by_hand(dtype: Any) -> None:
-    """Two groups of two heads, with logits of 400 and 1600, and of 50 and 200, for a threshold of 100."""
+    """Two groups of two heads, with logits of 400 and 1600, and of 50 and 200, for a
+    threshold of 100.
+    """
     ones = jax.tree.map(jnp.ones_like, layer(2, dtype=dtype))
     logits = np.array([400.0, 1600.0, 50.0, 200.0])
     clipped = qk_clip(100.0)(ones, max_logits=logits)
     root, rtol = math.sqrt(0.5), 2e-6 if dtype == np.float32 else 2**-8
     for name in ("kernel", "bias"):
-        key, query = (np.asarray(clipped[side][name], np.float64)[..., 0] for side in ("key", "query"))
-        # The first head needs 1/4, which its key gives; the second 1/16. The third needs nothing.
-        np.testing.assert_allclose(key, np.broadcast_to([0.25, root], key.shape), rtol=rtol)
-        np.testing.assert_allclose(query, np.broadcast_to([1, 0.25, 1, root], query.shape), rtol=rtol)
+        key, query = (
+            np.asarray(clipped[side][name], np.float64)[..., 0]
+            for side in ("key", "query")
+        )
+        # The first head needs 1/4, which its key gives; the second 1/16. The third
+        # needs nothing.
+        np.testing.assert_allclose(
+            key, np.broadcast_to([0.25, root], key.shape), rtol=rtol
+        )
+        np.testing.assert_allclose(
+            query, np.broadcast_to([1, 0.25, 1, root], query.shape), rtol=rtol
+        )
 
 
 def test_stacks_of_layers() -> None:
@@ -89,13 +115,20 @@ def test_stacks_of_layers() -> None:
     for i, row in enumerate(logits):
         alone = qk_clip()(one, max_logits=row)
         for name in ("query", "key"):
-            np.testing.assert_allclose(clipped["layers"][name]["kernel"][i], alone[name]["kernel"], rtol=1e-6)
+            np.testing.assert_allclose(
+                clipped["layers"][name]["kernel"][i], alone[name]["kernel"], rtol=1e-6
+            )
 
 
 def test_layers_by_path() -> None:
-    """Paths as Flax sows logits: below the layer's path, in tuples, several for a layer."""
+    """Paths as Flax sows logits: below the layer's path, in tuples, several for a
+    layer.
+    """
     one = layer(HEADS)
-    params = {"block_0": {"attention": one}, "block_1": {"attention": one, "dense": jnp.ones(3)}}
+    params = {
+        "block_0": {"attention": one},
+        "block_1": {"attention": one, "dense": jnp.ones(3)},
+    }
     low, high = np.full(HEADS, 1.0), np.full(HEADS, 400.0)
     for logits in (
         {"block_1": {"attention": {"logits": (low, high)}}},
@@ -105,7 +138,9 @@ def test_layers_by_path() -> None:
         clipped = qk_clip()(params, max_logits=logits)
         halved = clipped["block_1"]["attention"]["key"]["kernel"]
         np.testing.assert_allclose(halved, one["key"]["kernel"] / 2, rtol=2e-6)
-        jax.tree.map(np.testing.assert_array_equal, clipped["block_0"]["attention"], one)
+        jax.tree.map(
+            np.testing.assert_array_equal, clipped["block_0"]["attention"], one
+        )
 
 
 def test_logits_that_clip_nothing() -> None:
@@ -113,16 +148,26 @@ def test_logits_that_clip_nothing() -> None:
     for logits in ([0.0, -5.0, -1e30, 100.0], [-math.inf, math.nan, 1.0, math.inf]):
         clipped = qk_clip(100.0)(params, max_logits=jnp.array(logits))
         jax.tree.map(np.testing.assert_array_equal, clipped, params)
-    other = qk_clip(100.0)(params, max_logits=jnp.array([math.nan, 400.0, math.inf, 1.0]))
-    np.testing.assert_allclose(other["query"]["kernel"][:, 1], params["query"]["kernel"][:, 1] / 2, rtol=2e-6)
-    np.testing.assert_array_equal(other["query"]["kernel"][:, 2], params["query"]["kernel"][:, 2])
+    other = qk_clip(100.0)(
+        params, max_logits=jnp.array([math.nan, 400.0, math.inf, 1.0])
+    )
+    np.testing.assert_allclose(
+        other["query"]["kernel"][:, 1], params["query"]["kernel"][:, 1] / 2, rtol=2e-6
+    )
+    np.testing.assert_array_equal(
+        other["query"]["kernel"][:, 2], params["query"]["kernel"][:, 2]
+    )
 
 
 def test_extreme_thresholds() -> None:
     for threshold in (0.0, -1.0, 1e-30):
-        clipped = scheduled(threshold, layer(2), np.array([3e38, 1.0, 0.0, -1.0], np.float32))
+        clipped = scheduled(
+            threshold, layer(2), np.array([3e38, 1.0, 0.0, -1.0], np.float32)
+        )
         assert all(np.isfinite(x).all() for x in jax.tree.leaves(clipped))
-        assert np.abs(clipped["key"]["kernel"][:, 0]).max() <= (1e-33 if threshold > 0 else 0)
+        assert np.abs(clipped["key"]["kernel"][:, 0]).max() <= (
+            1e-33 if threshold > 0 else 0
+        )
 
 
 def test_as_the_last_link_of_a_chain() -> None:
@@ -142,7 +187,11 @@ def test_as_the_last_link_of_a_chain() -> None:
     jax.tree.map(np.testing.assert_array_equal, first, params)
     second, state = step(first, state)
     wanted = qk_clip(100.0)(params, max_logits=logits)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6), second, wanted)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6),
+        second,
+        wanted,
+    )
     assert isinstance(qk_clip().init(params), optax.EmptyState)
 
 
@@ -150,7 +199,9 @@ def test_explicit_mesh_axes() -> None:
     sharding = NamedSharding(jax.make_mesh((1,), ("d",)), P("d"))
     logits = jax.device_put(np.full(HEADS, 400.0, np.float32), sharding)
     clipped = qk_clip()(layer(2), max_logits=logits)
-    np.testing.assert_allclose(clipped["key"]["kernel"], layer(2)["key"]["kernel"] / 2, rtol=2e-6)
+    np.testing.assert_allclose(
+        clipped["key"]["kernel"], layer(2)["key"]["kernel"] / 2, rtol=2e-6
+    )
 
 
 def test_errors() -> None:
@@ -160,65 +211,113 @@ def test_errors() -> None:
         (HEADS, np.ones((2, HEADS)), "does not fit"),
         (HEADS, 1.0, "does not fit"),
         (3, np.ones(HEADS), "the number of key heads divides that of query heads"),
-        (HEADS, {"b": np.ones(HEADS)}, "max_logits: the path 'b' does not name one of the attention layers: 'a'"),
+        (
+            HEADS,
+            {"b": np.ones(HEADS)},
+            "max_logits: the path 'b' does not name one of the attention layers: 'a'",
+        ),
         (HEADS, {}, "max_logits: {} names none of the layers: 'a'"),
     ):
         with pytest.raises(ValueError, match=message):
             qk_clip()({"a": layer(key_heads)}, max_logits=logits)
     kernels = {name: side["kernel"] for name, side in layer(HEADS).items()}
-    with pytest.raises(ValueError, match="'dce' does not name one of the attention layers: 'dec', ''"):  # nor the root
+    with pytest.raises(
+        ValueError, match="'dce' does not name one of the attention layers: 'dec', ''"
+    ):  # nor the root
         qk_clip()(kernels | {"dec": layer(HEADS)}, max_logits={"dce": np.ones(HEADS)})
-    with pytest.raises(ValueError, match="does not fit"):  # logits of a batch: kernels are no stack of biases
+    with pytest.raises(
+        ValueError, match="does not fit"
+    ):  # logits of a batch: kernels are no stack of biases
         qk_clip()(kernels, max_logits=np.ones((WIDTH, HEADS)))
     for names in ({"query": "a/b"}, {"key": ""}, {"query": "key"}, {"key": None}):
         with pytest.raises(ValueError, match="query and key must be two components"):
             qk_clip(**names)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"query, key: no layer has both 'q' and 'key', .*: leaf 'key/bias' of shape"):
+    with pytest.raises(
+        ValueError,
+        match=r"query, key: no layer has both 'q' and 'key', .*: leaf 'key/bias' of shape",
+    ):
         qk_clip(query="q").init(layer(HEADS))
     flat = {name: jnp.ones((WIDTH, WIDTH)) for name in ("query", "key")}
-    with pytest.raises(ValueError, match=r"kernels \(in, heads, head_dim\): .* leaf 'query' of shape \(16, 16\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"kernels \(in, heads, head_dim\): .* leaf 'query' of shape \(16, 16\)",
+    ):
         qk_clip().init(flat)
     with pytest.raises(ValueError, match="threshold must be at least 0"):
         qk_clip(-1.0)
-    with pytest.raises(ValueError, match=r"threshold must broadcast to shape .4,., for the logits of ''"):
+    with pytest.raises(
+        ValueError,
+        match=r"threshold must broadcast to shape .4,., for the logits of ''",
+    ):
         qk_clip(np.ones(3))(layer(HEADS), max_logits=np.ones(HEADS))
 
 
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 def test_multi_head_latent_attention(dtype: Any, stacked: bool) -> None:
-    """Queries are (nope, rope), keys and values share a kernel, and all heads share a rotary key: logits by hand."""
+    """Queries are (nope, rope), keys and values share a kernel, and all heads share a
+    rotary key: logits by hand.
+    """
     nope, rope, values = 8, 4, 6
     rng = np.random.default_rng(3)
-    shapes = {"wq_b": (WIDTH, HEADS, nope + rope), "wkv_b": (WIDTH, HEADS, nope + values), "wk_rope": (WIDTH, rope)}
-    params = {name: {"kernel": jnp.asarray(rng.normal(size=shape), dtype)} for name, shape in shapes.items()}
+    shapes = {
+        "wq_b": (WIDTH, HEADS, nope + rope),
+        "wkv_b": (WIDTH, HEADS, nope + values),
+        "wk_rope": (WIDTH, rope),
+    }
+    params = {
+        name: {"kernel": jnp.asarray(rng.normal(size=shape), dtype)}
+        for name, shape in shapes.items()
+    }
 
     def logits(params: Any) -> np.ndarray:
-        one = {name: np.asarray(side["kernel"], np.float64) for name, side in params.items()}
+        one = {
+            name: np.asarray(side["kernel"], np.float64)
+            for name, side in params.items()
+        }
         q, kv = (np.tensordot(TOKENS, one[name], 1) for name in ("wq_b", "wkv_b"))
         rotary = np.einsum("thd,sd->hts", q[..., nope:], TOKENS @ one["wk_rope"])
-        return (np.einsum("thd,shd->hts", q[..., :nope], kv[..., :nope]) + rotary).max(axis=(1, 2))
+        return (np.einsum("thd,shd->hts", q[..., :nope], kv[..., :nope]) + rotary).max(
+            axis=(1, 2)
+        )
 
     before = logits(params)
     threshold = float(np.sort(before)[1:3].mean())  # two heads are outside
     clip = qk_clip(threshold, query="wq_b", key="wkv_b", rope=rope)
     if stacked:
         stack = jax.tree.map(lambda x: jnp.stack([x, x]), {"blocks": params})
-        clipped = jax.jit(clip)(stack, max_logits={"blocks": np.stack([before, np.zeros(HEADS)])})
-        jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[1], y), clipped["blocks"], params)
+        clipped = jax.jit(clip)(
+            stack, max_logits={"blocks": np.stack([before, np.zeros(HEADS)])}
+        )
+        jax.tree.map(
+            lambda x, y: np.testing.assert_array_equal(x[1], y),
+            clipped["blocks"],
+            params,
+        )
         clipped = jax.tree.map(lambda x: x[0], clipped["blocks"])
     else:
         clipped = clip(params, max_logits=before)
     # Logits are rounded to float32; in bfloat16 each weight once more.
     np.testing.assert_allclose(
-        logits(clipped), np.minimum(before, threshold), rtol=1e-5 if dtype == np.float32 else 2e-2
+        logits(clipped),
+        np.minimum(before, threshold),
+        rtol=1e-5 if dtype == np.float32 else 2e-2,
     )
     inside = before <= threshold
-    np.testing.assert_array_equal(clipped["wq_b"]["kernel"][:, inside], params["wq_b"]["kernel"][:, inside])
-    np.testing.assert_array_equal(clipped["wkv_b"]["kernel"][..., nope:], params["wkv_b"]["kernel"][..., nope:])
-    np.testing.assert_array_equal(clipped["wk_rope"]["kernel"], params["wk_rope"]["kernel"])
+    np.testing.assert_array_equal(
+        clipped["wq_b"]["kernel"][:, inside], params["wq_b"]["kernel"][:, inside]
+    )
+    np.testing.assert_array_equal(
+        clipped["wkv_b"]["kernel"][..., nope:], params["wkv_b"]["kernel"][..., nope:]
+    )
+    np.testing.assert_array_equal(
+        clipped["wk_rope"]["kernel"], params["wk_rope"]["kernel"]
+    )
     updates, _ = (link := optax.chain(clip)).update(
-        jax.tree.map(jnp.zeros_like, params), link.init(params), params, max_logits=before
+        jax.tree.map(jnp.zeros_like, params),
+        link.init(params),
+        params,
+        max_logits=before,
     )
     for x, y in zip(
         jax.tree.leaves(optax.apply_updates(params, updates)),
@@ -226,7 +325,9 @@ def test_multi_head_latent_attention(dtype: Any, stacked: bool) -> None:
         strict=True,
     ):
         np.testing.assert_allclose(
-            np.asarray(x, np.float32), np.asarray(y, np.float32), rtol=1e-6 if dtype == np.float32 else 1e-2
+            np.asarray(x, np.float32),
+            np.asarray(y, np.float32),
+            rtol=1e-6 if dtype == np.float32 else 1e-2,
         )
 
 
@@ -234,14 +335,21 @@ def test_shapes_that_do_not_say_what_meets_are_refused_at_init() -> None:
     query = jnp.ones((WIDTH, HEADS, DIM))
     for key, rope in (
         ((WIDTH, HEADS, 2 * DIM), 0),  # keys and values in one kernel
-        ((WIDTH, 2, HEADS, DIM), 0), ((2, WIDTH, HEADS, DIM), 0),  # the same with an axis for the two
+        ((WIDTH, 2, HEADS, DIM), 0),
+        ((2, WIDTH, HEADS, DIM), 0),  # the same with an axis for the two
         ((WIDTH, HEADS * DIM), 0),  # flat
-        ((WIDTH, HEADS, DIM), DIM), ((WIDTH, HEADS, DIM), DIM + 1), ((WIDTH, HEADS, 3), 4),  # too much left, or nothing
-    ):  # fmt: skip
+        ((WIDTH, HEADS, DIM), DIM),
+        ((WIDTH, HEADS, DIM), DIM + 1),
+        ((WIDTH, HEADS, 3), 4),  # too much left, or nothing
+    ):
         with pytest.raises(
-            ValueError, match=r"in the layer 'a', .* do not meet: .* shape \(16, 4, 8\).*" f"got {rope}"
+            ValueError,
+            match=r"in the layer 'a', .* do not meet: .* shape \(16, 4, 8\).*"
+            f"got {rope}",
         ):
             qk_clip(rope=rope).init({"a": {"query": query, "key": jnp.ones(key)}})
-    with pytest.raises(ValueError, match="rope must be a whole number of at least 0, got -1"):
+    with pytest.raises(
+        ValueError, match="rope must be a whole number of at least 0, got -1"
+    ):
         qk_clip(rope=-1)
     assert repr(qk_clip(50.0, rope=64)) == "clipjax.qk_clip(50.0, rope=64)"

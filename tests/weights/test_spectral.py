@@ -25,27 +25,51 @@ RNG = np.random.default_rng(0)
 
 
 def with_values(s: Any, rows: int, columns: int) -> np.ndarray:
-    """Return a matrix with these singular values, as many of them as fit, as multiples of the bound."""
+    """Return a matrix with these singular values, as many of them as fit, as multiples
+    of the bound.
+    """
     u, _, vh = np.linalg.svd(RNG.normal(size=(rows, columns)), full_matrices=False)
     return BOUND * (u * np.asarray(s)[: len(vh)]) @ vh
 
 
 def hard(rows: int, columns: int) -> dict[str, np.ndarray]:
-    """Return matrices that are hard to cap, by how; the oracle is as exact as float64 for all of them."""
+    """Return matrices that are hard to cap, by how; the oracle is as exact as float64
+    for all of them.
+    """
     n = min(rows, columns)
-    drawn = with_values(np.linalg.svd(RNG.normal(size=(n, n)), compute_uv=False), rows, columns)
-    values = {"steep": np.geomspace(2, 2e-6, n), "deficient": np.where(np.arange(n) < n / 3, 2, 0), "at": np.ones(n)}
+    drawn = with_values(
+        np.linalg.svd(RNG.normal(size=(n, n)), compute_uv=False), rows, columns
+    )
+    values = {
+        "steep": np.geomspace(2, 2e-6, n),
+        "deficient": np.where(np.arange(n) < n / 3, 2, 0),
+        "at": np.ones(n),
+    }
     for top in (1, 1.6, 2.4, 4):
         for near in (1e-6, 1e-5, 1e-4, 1e-3):
-            values[f"{near} near, {top}"] = np.r_[top, 1 + near * RNG.uniform(-1, 1, size=n - 1)]
+            values[f"{near} near, {top}"] = np.r_[
+                top, 1 + near * RNG.uniform(-1, 1, size=n - 1)
+            ]
     made = {name: with_values(s, rows, columns) for name, s in values.items()}
-    made |= {f"drawn {share}": share * drawn / np.linalg.norm(drawn, 2) for share in (0.75, 1, 30, 700)}
-    return made | {"ones": np.ones((rows, columns)), "signs": np.sign(drawn), "huge": 1e30 * drawn}
+    made |= {
+        f"drawn {share}": share * drawn / np.linalg.norm(drawn, 2)
+        for share in (0.75, 1, 30, 700)
+    }
+    return made | {
+        "ones": np.ones((rows, columns)),
+        "signs": np.sign(drawn),
+        "huge": 1e30 * drawn,
+    }
 
 
 def inside(rows: int, columns: int) -> dict[str, np.ndarray]:
     n = min(rows, columns)
-    values = {"half": np.linspace(0.5, 0, n), "just": np.full(n, 1 - 3e-5), "tiny": np.full(n, 1e-30), "0": np.zeros(n)}
+    values = {
+        "half": np.linspace(0.5, 0, n),
+        "just": np.full(n, 1 - 3e-5),
+        "tiny": np.full(n, 1e-30),
+        "0": np.zeros(n),
+    }
     return {name: with_values(s, rows, columns) for name, s in values.items()}
 
 
@@ -69,7 +93,9 @@ def bits(x: Any) -> bytes:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_cap(dtype: str) -> None:
-    """Of each shape one stack, of what is outside first; in 16 bits "just" inside is not, once it is rounded."""
+    """Of each shape one stack, of what is outside first; in 16 bits "just" inside is
+    not, once it is rounded.
+    """
     exact, info = dtype in ("float64", "complex128"), jnp.finfo(dtype)
     turn = (1 + 0.5j) / abs(1 + 0.5j) if dtype.startswith("complex") else 1
     shapes = SHAPES if dtype in ("float32", "bfloat16") else SHAPES[:3]
@@ -78,14 +104,24 @@ def test_the_cap(dtype: str) -> None:
         if info.bits == 16:
             x.pop("huge"), y.pop("just"), y.pop("tiny")
     with jax.enable_x64(exact):
-        tree = {shape: [*x.values(), *y.values()] for shape, x, y in zip(map(str, shapes), outer, inner, strict=True)}
-        given = {shape: jnp.asarray(turn * np.array(x), dtype) for shape, x in tree.items()}
-        given |= {"bias": jnp.full(2, 9, dtype), "empty": jnp.zeros((2, 0, 3), dtype), "steps": jnp.full((2, 2), 9)}
+        tree = {
+            shape: [*x.values(), *y.values()]
+            for shape, x, y in zip(map(str, shapes), outer, inner, strict=True)
+        }
+        given = {
+            shape: jnp.asarray(turn * np.array(x), dtype) for shape, x in tree.items()
+        }
+        given |= {
+            "bias": jnp.full(2, 9, dtype),
+            "empty": jnp.zeros((2, 0, 3), dtype),
+            "steps": jnp.full((2, 2), 9),
+        }
         call = jax.jit(spectral_cap(BOUND, flatten=(1, 2)))
         once = call(given)
         twice = call(once)
     rounding = float(info.eps) / 2 if info.bits == 16 else 0.0
-    # What the cap leaves below the bound, and what it knows of the smaller singular values.
+    # What the cap leaves below the bound, and what it knows of the smaller singular
+    # values.
     room, known = (1e-13, 1e-15) if exact else (2.5e-5, 1e-7)
     for name, x in given.items():
         assert once[name].dtype == x.dtype, name
@@ -98,16 +134,29 @@ def test_the_cap(dtype: str) -> None:
         assert (largest(results) <= BOUND * (1 + rounding)).all(), name
         above = before > BOUND * (1 + rounding)
         assert above.sum() > count / 3
-        assert (largest(results)[above] >= BOUND * (1 - 5e-5 - 3 * rounding)).all(), name
+        assert (largest(results)[above] >= BOUND * (1 - 5e-5 - 3 * rounding)).all(), (
+            name
+        )
         errors = np.linalg.norm(results - cap(x, BOUND), 2, axis=(-2, -1))
-        # From far above the smallest singular values are lost, but those of drawn matrices are large enough.
-        assert (errors <= BOUND * (room + 3 * rounding) + known * np.minimum(before, 1e3 * BOUND)).all(), name
-        assert (np.linalg.norm(kept - results, 2, axis=(-2, -1)) <= 1e-6 * BOUND).all(), name
+        # From far above the smallest singular values are lost, but those of drawn
+        # matrices are large enough.
+        assert (
+            errors
+            <= BOUND * (room + 3 * rounding) + known * np.minimum(before, 1e3 * BOUND)
+        ).all(), name
+        assert (
+            np.linalg.norm(kept - results, 2, axis=(-2, -1)) <= 1e-6 * BOUND
+        ).all(), name
 
 
 def test_large_matrices() -> None:
-    """Where many roundings add up: all singular values at the bound, and just inside it."""
-    at, just = (with_values(np.full(256, s), 256, 256).astype(np.float32) for s in (1.0, 1 - 3e-5))
+    """Where many roundings add up: all singular values at the bound, and just inside
+    it.
+    """
+    at, just = (
+        with_values(np.full(256, s), 256, 256).astype(np.float32)
+        for s in (1.0, 1 - 3e-5)
+    )
     capped, kept = jax.jit(spectral_cap(BOUND))({"at": at, "just": just}).values()
     assert 1 - 5e-5 < largest(capped) / BOUND <= 1
     assert bits(kept) == bits(just)
@@ -116,14 +165,25 @@ def test_large_matrices() -> None:
 def test_nothing_is_decomposed_forward() -> None:
     params = {"a": jnp.ones((8, 4)), "b": jnp.ones((3, 5, 5), jnp.complex64)}
     project = spectral_cap(BOUND, flatten=(1, 2))
-    found = re.findall(r"= (svd|eigh|eig|qr|lu|cholesky|householder\w*|schur)\b", str(jax.make_jaxpr(project)(params)))
+    found = re.findall(
+        r"= (svd|eigh|eig|qr|lu|cholesky|householder\w*|schur)\b",
+        str(jax.make_jaxpr(project)(params)),
+    )
     assert not found
     assert "custom_call" not in jax.jit(project).lower(params).as_text()
 
 
 def test_transformations() -> None:
-    """What vmap, scan and jit make of it is what it makes of each matrix; finite ones raise nothing when debugged."""
-    stack = jnp.asarray([0.1 * with_values([4, 1], 5, 2), with_values([9, 0.3], 5, 2), with_values([1e3, 1e-3], 5, 2)])
+    """What vmap, scan and jit make of it is what it makes of each matrix; finite ones
+    raise nothing when debugged.
+    """
+    stack = jnp.asarray(
+        [
+            0.1 * with_values([4, 1], 5, 2),
+            with_values([9, 0.3], 5, 2),
+            with_values([1e3, 1e-3], 5, 2),
+        ]
+    )
     bounds = jnp.array([BOUND, 0.5, jnp.inf])
 
     def one(w: Any, bound: Any) -> Any:
@@ -131,7 +191,9 @@ def test_transformations() -> None:
 
     with jax.debug_nans(True):
         wanted = [one(w, bound) for w, bound in zip(stack, bounds, strict=True)]
-        zeros = spectral_cap(jnp.array([0.0, 1.0]), flatten=(1, 2))(jnp.zeros((2, 3, 3)))
+        zeros = spectral_cap(jnp.array([0.0, 1.0]), flatten=(1, 2))(
+            jnp.zeros((2, 3, 3))
+        )
     mapped = jax.jit(jax.vmap(one))(stack, bounds)
     _, scanned = jax.lax.scan(lambda _, each: (None, one(*each)), None, (stack, bounds))
     for found in (mapped, scanned, spectral_cap(bounds, flatten=(1, 2))(stack)):
@@ -150,18 +212,28 @@ def test_transformations() -> None:
         ({"b/*": (1, 2), "a": None}, (0, 1, 2), (4, 6, 5)),
     ],
 )
-def test_kernels_of_higher_rank(flatten: Any, order: Any, stack: tuple[int, ...]) -> None:
-    conv, dense = (RNG.normal(size=shape).astype(np.float32) for shape in ((4, 6, 5), (5, 3)))
+def test_kernels_of_higher_rank(
+    flatten: Any, order: Any, stack: tuple[int, ...]
+) -> None:
+    conv, dense = (
+        RNG.normal(size=shape).astype(np.float32) for shape in ((4, 6, 5), (5, 3))
+    )
     result = jax.jit(spectral_cap(0.5, flatten=flatten))({"a": dense, "b": {"c": conv}})
     moved = np.transpose(conv, order)
-    wanted = np.transpose(cap(moved.reshape(stack), 0.5).reshape(moved.shape), np.argsort(order))
+    wanted = np.transpose(
+        cap(moved.reshape(stack), 0.5).reshape(moved.shape), np.argsort(order)
+    )
     np.testing.assert_allclose(result["b"]["c"], wanted, atol=2e-5)
-    np.testing.assert_allclose(result["a"], dense if callable(flatten) else cap(dense, 0.5), atol=2e-5)
+    np.testing.assert_allclose(
+        result["a"], dense if callable(flatten) else cap(dense, 0.5), atol=2e-5
+    )
 
 
 def test_the_forms_of_bounds() -> None:
     stack = jnp.asarray(RNG.normal(size=(3, 6, 5)), jnp.float32)
-    capped = spectral_cap(np.array([0.0, 0.5, math.inf]), flatten=(1, 2))({"w": stack})["w"]
+    capped = spectral_cap(np.array([0.0, 0.5, math.inf]), flatten=(1, 2))({"w": stack})[
+        "w"
+    ]
     assert not np.any(capped[0])
     np.testing.assert_allclose(largest(capped[1]), 0.5, rtol=2e-5)
     assert bits(capped[2]) == bits(stack[2])
@@ -185,7 +257,9 @@ POINTS = {
 
 
 def test_derivatives() -> None:
-    """In both modes, along the weights and the bound, beside central differences of NumPy's cap."""
+    """In both modes, along the weights and the bound, beside central differences of
+    NumPy's cap.
+    """
 
     def draw(x: np.ndarray) -> np.ndarray:
         drawn = RNG.normal(size=x.shape)
@@ -204,7 +278,9 @@ def test_derivatives() -> None:
         along, (pulled, by_bound) = slopes(tangents, cotangents)
     h = 1e-6
     for name, x in POINTS.items():
-        wanted = (cap(x + h * tangents[name], 0.5 + h) - cap(x - h * tangents[name], 0.5 - h)) / (2 * h)
+        wanted = (
+            cap(x + h * tangents[name], 0.5 + h) - cap(x - h * tangents[name], 0.5 - h)
+        ) / (2 * h)
         np.testing.assert_allclose(along[name], wanted, atol=1e-5, err_msg=name)
     # JAX pairs complex numbers without conjugation.
     forward, backward = (
@@ -215,23 +291,41 @@ def test_derivatives() -> None:
 
 
 def test_derivatives_at_zero_and_in_16_bits_are_finite() -> None:
-    points = {"zero": jnp.zeros((3, 2)), "half": jnp.ones((3, 2), jnp.bfloat16), "none": jnp.zeros((0, 2))}
-    slope = jax.jit(jax.grad(lambda tree, bound: sum(map(jnp.sum, spectral_cap(bound)(tree).values()))))
+    points = {
+        "zero": jnp.zeros((3, 2)),
+        "half": jnp.ones((3, 2), jnp.bfloat16),
+        "none": jnp.zeros((0, 2)),
+    }
+    slope = jax.jit(
+        jax.grad(
+            lambda tree, bound: sum(map(jnp.sum, spectral_cap(bound)(tree).values()))
+        )
+    )
     for bound in (0.0, 1.0):
-        assert all(np.isfinite(x.astype(jnp.float32)).all() for x in slope(points, bound).values())
+        assert all(
+            np.isfinite(x.astype(jnp.float32)).all()
+            for x in slope(points, bound).values()
+        )
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_meshes(kind: AxisType) -> None:
-    """Shardings stay under jit, on explicit mesh axes too; a leaf that differs inside shard_map is an error."""
-    mesh, project = jax.make_mesh((1,), ("d",), axis_types=(kind,)), spectral_cap(1.0, flatten=(1, 2))
+    """Shardings stay under jit, on explicit mesh axes too; a leaf that differs inside
+    shard_map is an error.
+    """
+    mesh, project = (
+        jax.make_mesh((1,), ("d",), axis_types=(kind,)),
+        spectral_cap(1.0, flatten=(1, 2)),
+    )
     for spec in (P("d"), P(None, None, "d")):
         x = jax.device_put(np.ones((2, 4, 4), np.float32), NamedSharding(mesh, spec))
         result = jax.jit(project)(x)
         assert jax.typeof(result) == jax.typeof(x)
         assert result.sharding.is_equivalent_to(x.sharding, 3)
         np.testing.assert_allclose(result, 0.25, rtol=2e-5)
-        with pytest.raises(ValueError, match=r"spectral_cap: inside shard_map, leaf .* differs over"):
+        with pytest.raises(
+            ValueError, match=r"spectral_cap: inside shard_map, leaf .* differs over"
+        ):
             jax.shard_map(project, mesh=mesh, in_specs=spec, out_specs=spec)(x)
 
 
@@ -260,13 +354,28 @@ def test_errors() -> None:
 def test_on_a_mesh_no_more_than_the_short_side_is_gathered(kind: AxisType) -> None:
     if reason := missing("v5e"):
         pytest.skip(reason)
-    mesh = Mesh(np.array(devices_of("v5e")).reshape(2, 2), ("data", "model"), axis_types=(kind, kind))
-    for spec in (P("data", "model"), P("model", "data"), P("data"), P(None, "model"), P(("data", "model"))):
-        x = jax.ShapeDtypeStruct((1024, 256), np.float32, sharding=NamedSharding(mesh, spec))
+    mesh = Mesh(
+        np.array(devices_of("v5e")).reshape(2, 2),
+        ("data", "model"),
+        axis_types=(kind, kind),
+    )
+    for spec in (
+        P("data", "model"),
+        P("model", "data"),
+        P("data"),
+        P(None, "model"),
+        P(("data", "model")),
+    ):
+        x = jax.ShapeDtypeStruct(
+            (1024, 256), np.float32, sharding=NamedSharding(mesh, spec)
+        )
         project = jax.jit(spectral_cap(1.0), out_shardings=x.sharding)
         text = project.trace(x).lower(lowering_platforms=("tpu",)).compile().as_text()
         moved = [
-            max(map(programs.bytes_of, re.findall(r"f32\[[\d,]*\]", each.type)), default=0)
+            max(
+                map(programs.bytes_of, re.findall(r"f32\[[\d,]*\]", each.type)),
+                default=0,
+            )
             for body in programs.parse(text).computations.values()
             for each in body
             if each.opcode.startswith(("all-", "reduce-scatter", "collective-permute"))

@@ -40,22 +40,33 @@ def test_units_of_norms(axes: Any, dtype: str) -> None:
         before = np.linalg.norm(eval(f"sizes{each.unit}"))  # as NumPy writes it
         assert each.before == pytest.approx(before)
         assert each.before > bound
-        assert each.after == pytest.approx(bound, rel=2e-6 + (2**-7 if dtype == "bfloat16" else 0))
+        assert each.after == pytest.approx(
+            bound, rel=2e-6 + (2**-7 if dtype == "bfloat16" else 0)
+        )
     assert [v.change for v in found] == sorted((v.change for v in found), reverse=True)
     assert violations(projection({"w": w}), projection) == []
 
 
 def test_units_that_need_the_same_factor_are_told_apart() -> None:
     kernel = jnp.full((4, 3), 2.0)
-    assert list(map(str, violations(kernel, max_norm(1.0)))) == [f"[:, {i}]: 4 -> 1" for i in range(3)]
+    assert list(map(str, violations(kernel, max_norm(1.0)))) == [
+        f"[:, {i}]: 4 -> 1" for i in range(3)
+    ]
     (worst,) = violations({"bias": jnp.full(3, 9.0)}, box(-1.0, 1.0))
     assert (str(worst), worst.entries) == ("bias[0]: 9 -> 1", 3)
 
 
 def test_other_projections_name_the_worst_entry_of_each_leaf() -> None:
-    params = {"a": jnp.array([[1.0, -2.0], [-3.0, 4.0]]), "b": jnp.array([-0.5, 1.0, 1.0]), "c": jnp.ones(2)}
+    params = {
+        "a": jnp.array([[1.0, -2.0], [-3.0, 4.0]]),
+        "b": jnp.array([-0.5, 1.0, 1.0]),
+        "c": jnp.ones(2),
+    }
     found = violations(params, non_negative)
-    assert {str(v): v.entries for v in found} == {"a[1, 0]: -3 -> 0": 2, "b[0]: -0.5 -> 0": 1}
+    assert {str(v): v.entries for v in found} == {
+        "a[1, 0]: -3 -> 0": 2,
+        "b[0]: -0.5 -> 0": 1,
+    }
     w = RNG.normal(size=(2, 8, 8)).astype(np.float32)
     (outside,) = violations({"w": w}, spectral_cap(1.0, flatten=(1, 2)))
     assert outside.path == "w"
@@ -68,7 +79,10 @@ def test_sequences_and_schedules() -> None:
     assert violations(params, falling, step=0) == []
     found = violations(params, [falling, (non_negative,)], step=4)
     assert list(map(str, found)) == ["w[0, 1]: -0.3 -> 0", "w[:, 0]: 5 -> 2"]
-    assert list(map(str, violations(params, unit_norm()))) == ["w[:, 0]: 5 -> 1", "w[:, 1]: 0.5 -> 1"]
+    assert list(map(str, violations(params, unit_norm()))) == [
+        "w[:, 0]: 5 -> 1",
+        "w[:, 1]: 0.5 -> 1",
+    ]
     (low,) = violations(params, min_max_norm(1.0, 9.0))
     assert (low.unit, low.before, low.entries) == ("[:, 1]", pytest.approx(0.5), 2)
     with pytest.raises(ValueError, match="radius is a schedule and needs the step"):
@@ -88,23 +102,40 @@ def test_what_is_not_finite_comes_first() -> None:
     ]
     assert math.isnan(found[0].before)
     assert math.isinf(found[0].change)
-    assert violations({"w": np.full((2, 2), math.nan)}, lambda tree: tree)[0].unit == "[0, 0]"
+    assert (
+        violations({"w": np.full((2, 2), math.nan)}, lambda tree: tree)[0].unit
+        == "[0, 0]"
+    )
 
 
 def test_leaves_without_units() -> None:
-    params = {"empty": jnp.zeros((0, 3)), "steps": jnp.arange(3), "none": None, "scale": 7.0, "w": jnp.eye(2)}
+    params = {
+        "empty": jnp.zeros((0, 3)),
+        "steps": jnp.arange(3),
+        "none": None,
+        "scale": 7.0,
+        "w": jnp.eye(2),
+    }
     assert violations(params, max_norm(1.0)) == []
-    assert list(map(str, violations(params, max_norm(1.0, axes={"scale": None})))) == ["scale: 7 -> 1"]
+    assert list(map(str, violations(params, max_norm(1.0, axes={"scale": None})))) == [
+        "scale: 7 -> 1"
+    ]
 
 
 def test_errors() -> None:
     params = {"w": jnp.ones((2, 2))}
-    with pytest.raises(TypeError, match=r"params: leaf 'w' of shape .*traced: call violations outside jit"):
+    with pytest.raises(
+        TypeError,
+        match=r"params: leaf 'w' of shape .*traced: call violations outside jit",
+    ):
         jax.jit(lambda p: violations(p, max_norm(1.0)) and 0)(params)
     with pytest.raises(TypeError, match="traced"):
         jax.jit(lambda bound: violations(params, max_norm(bound)) and 0)(1.0)
     chain = optax.chain(optax.adam(1e-3), max_norm(1.0))
-    for wrong, message in ((chain, "pass the last link of a chain"), (3, "a function of the weights, got 3")):
+    for wrong, message in (
+        (chain, "pass the last link of a chain"),
+        (3, "a function of the weights, got 3"),
+    ):
         with pytest.raises(TypeError, match=message):
             violations(params, wrong)  # type: ignore[arg-type]
 
@@ -113,6 +144,10 @@ def test_a_train_state_is_no_tree_of_weights() -> None:
     """The paths of its moments end as those of the weights."""
     train_state = pytest.importorskip("flax.training.train_state")
     params = {"kernel": jnp.full((4, 3), 2.0)}
-    state = train_state.TrainState.create(apply_fn=None, params=params, tx=optax.sgd(1.0, momentum=0.9))
-    with pytest.raises(ValueError, match=r"opt_state.*is not a weight.*train_state.params"):
+    state = train_state.TrainState.create(
+        apply_fn=None, params=params, tx=optax.sgd(1.0, momentum=0.9)
+    )
+    with pytest.raises(
+        ValueError, match=r"opt_state.*is not a weight.*train_state.params"
+    ):
         max_norm(1.0, axes={"kernel": 0})(state)

@@ -1,4 +1,6 @@
-"""JAX's transformations and modes around every kind of member: the results are those of plain steps."""
+"""JAX's transformations and modes around every kind of member: the results are those of
+plain steps.
+"""
 
 from typing import Any
 
@@ -13,14 +15,23 @@ import clipjax
 from tests.devices import members as of_members
 from tests.devices.members import assert_same, members
 
-VARIANTS = ("clip_by_group_norm", "clip_by_rms", "clip_by_norm, infinity", "clip_by_global_norm, 1", "non_negative")
+VARIANTS = (
+    "clip_by_group_norm",
+    "clip_by_rms",
+    "clip_by_norm, infinity",
+    "clip_by_global_norm, 1",
+    "non_negative",
+)
 MEMBERS = {name: tx for name, tx in members(0).items() if name not in VARIANTS}
 RNG = np.random.default_rng(0)
 
 
 def tree(*batch: int) -> Any:
     sizes = {"w": (4, 3), "b": (3,)}
-    return {name: RNG.normal(size=(*batch, *size)).astype(np.float32) for name, size in sizes.items()}
+    return {
+        name: RNG.normal(size=(*batch, *size)).astype(np.float32)
+        for name, size in sizes.items()
+    }
 
 
 PARAMS, GRADS = tree(), tree(3)
@@ -56,7 +67,8 @@ def test_scan_and_vmap_take_the_same_steps(plain: Any) -> None:
     assert_same(states, plain[0])
     for i in range(3):
         assert_same(jax.tree.map(lambda x, i=i: x[i], updates), plain[1][i])
-    # Three trees, each with a state, take their first step; then the first does what it did alone.
+    # Three trees, each with a state, take their first step; then the first does what it
+    # did alone.
     many = jax.vmap(step, in_axes=(None, 0))
     _, updates = jax.jit(many)(init(PARAMS), GRADS)
     assert_same(jax.tree.map(lambda x: x[0], updates), plain[1][0])
@@ -76,38 +88,71 @@ def test_an_exported_step_survives_bytes(plain: Any) -> None:
 def test_strict_modes_and_leak_checks_find_nothing() -> None:
     half = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), {"w": PARAMS["w"]})
     trees = PARAMS, PARAMS | half
-    members = MEMBERS | {"bounded": clipjax.skip_nonfinite(optax.sgd(0.1))}  # MultiSteps promotes types itself
+    members = MEMBERS | {
+        "bounded": clipjax.skip_nonfinite(optax.sgd(0.1))
+    }  # MultiSteps promotes types itself
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         for params in trees:
             for name, tx in members.items():
-                found = jax.eval_shape(lambda p, tx=tx: tx.update(p, tx.init(p), p), params)
-                for a, b in zip(jax.tree.leaves(found[0]), jax.tree.leaves(params), strict=True):
+                found = jax.eval_shape(
+                    lambda p, tx=tx: tx.update(p, tx.init(p), p), params
+                )
+                for a, b in zip(
+                    jax.tree.leaves(found[0]), jax.tree.leaves(params), strict=True
+                ):
                     assert (a.shape, a.dtype) == (b.shape, b.dtype), name
         skip = clipjax.skip_spikes(optax.sgd(0.1))
         for number in (jnp.bfloat16(2), jnp.int32(2), 2):
-            jax.eval_shape(lambda p, x=number: skip.update(p, skip.init(p), p, loss=x), PARAMS)
-            jax.eval_shape(lambda p, x=number: clipjax.functional.clip_by_global_norm(p, 1.0, norm=x), PARAMS)
+            jax.eval_shape(
+                lambda p, x=number: skip.update(p, skip.init(p), p, loss=x), PARAMS
+            )
+            jax.eval_shape(
+                lambda p, x=number: clipjax.functional.clip_by_global_norm(
+                    p, 1.0, norm=x
+                ),
+                PARAMS,
+            )
         jax.eval_shape(clipjax.spectral_cap(1.0), jnp.ones((4, 3)))  # as several blocks
         for bound in (jnp.bfloat16(2), jnp.int32(2), lambda step: 10 - step):
-            of_entries = clipjax.clip_by_value(low=-1.0, high=bound), clipjax.box(bound, np.inf)
+            of_entries = (
+                clipjax.clip_by_value(low=-1.0, high=bound),
+                clipjax.box(bound, np.inf),
+            )
             eight = jnp.ones(2, jnp.float8_e4m3fn)
-            jax.eval_shape(lambda p, tx=of_entries[0]: tx.update(p, tx.init(p), p), eight)
-            for tx in (*of_entries, clipjax.tangent_cone(bound), clipjax.min_max_norm(bound, np.inf)):
+            jax.eval_shape(
+                lambda p, tx=of_entries[0]: tx.update(p, tx.init(p), p), eight
+            )
+            for tx in (
+                *of_entries,
+                clipjax.tangent_cone(bound),
+                clipjax.min_max_norm(bound, np.inf),
+            ):
                 jax.eval_shape(lambda p, tx=tx: tx.update(p, tx.init(p), p), trees[1])
     with jax.checking_leaks():
         for name in ("clip_by_global_norm", "min_max_norm", "bounded"):
-            jax.eval_shape(lambda p, tx=members[name]: tx.update(p, tx.init(p), p), PARAMS)
+            jax.eval_shape(
+                lambda p, tx=members[name]: tx.update(p, tx.init(p), p), PARAMS
+            )
 
 
 def test_steps_without_jit_compile_nothing_after_the_first() -> None:
-    """A function that is made anew at each step, such as the body of a loop, would be compiled at each step."""
+    """A function that is made anew at each step, such as the body of a loop, would be
+    compiled at each step.
+    """
     compiled: list[str] = []
     jax.monitoring.register_event_duration_secs_listener(
-        lambda event, *_, **__: compiled.append(event) if event.endswith("backend_compile_duration") else None
+        lambda event, *_, **__: (
+            compiled.append(event)
+            if event.endswith("backend_compile_duration")
+            else None
+        )
     )
     jax.jit(lambda x: x + len(compiled))(1)
     assert compiled
-    others = {"bounded": clipjax.skip_nonfinite(optax.sgd(0.1)), "spectral_cap": clipjax.spectral_cap(0.1)}
+    others = {
+        "bounded": clipjax.skip_nonfinite(optax.sgd(0.1)),
+        "spectral_cap": clipjax.spectral_cap(0.1),
+    }
     for name, tx in (MEMBERS | others).items():  # MultiSteps in `bounded` makes one
         state = tx.init(PARAMS)
         for _ in range(3):
@@ -120,7 +165,9 @@ def test_debug_nans_finds_nothing_at_zero() -> None:
     zeros = jax.tree.map(jnp.zeros_like, PARAMS)
 
     def loss(grads: Any) -> Any:
-        updates = [tx.update(grads, tx.init(zeros), zeros)[0] for name, tx in MEMBERS.items()]
+        updates = [
+            tx.update(grads, tx.init(zeros), zeros)[0] for name, tx in MEMBERS.items()
+        ]
         return sum(jnp.sum(x) for x in jax.tree.leaves(updates))
 
     with jax.debug_nans(True):
@@ -128,16 +175,25 @@ def test_debug_nans_finds_nothing_at_zero() -> None:
         with jax.disable_jit():  # as one looks for a NaN of one's own
             for grads in (zeros, at(0)):
                 loss(grads)
-        clipjax.scale_gradient(jnp.array([1.0, -jnp.inf]), 0.0)  # no product in the forward pass
+        clipjax.scale_gradient(
+            jnp.array([1.0, -jnp.inf]), 0.0
+        )  # no product in the forward pass
 
 
 def test_without_jit_and_with_checkpoint() -> None:
     names = ("clip_by_global_norm", "bounded")
     with jax.disable_jit():
-        eager = {name: MEMBERS[name].update(at(0), MEMBERS[name].init(PARAMS), PARAMS)[0] for name in names}
+        eager = {
+            name: MEMBERS[name].update(at(0), MEMBERS[name].init(PARAMS), PARAMS)[0]
+            for name in names
+        }
     jitted = jax.jit(lambda: step(init(PARAMS), at(0))[1])()
     for name in names:
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), eager[name], jitted[name])
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+            eager[name],
+            jitted[name],
+        )
 
     projection = clipjax.max_norm(1.0)
 
@@ -147,22 +203,37 @@ def test_without_jit_and_with_checkpoint() -> None:
         )[0]
         return jnp.sum(clipped["w"] ** 3) + jnp.sum(clipped["b"])
 
-    first, second = jax.jit(lambda p: (jax.grad(loss)(p), jax.grad(jax.checkpoint(loss))(p)))(PARAMS)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), first, second)
+    first, second = jax.jit(
+        lambda p: (jax.grad(loss)(p), jax.grad(jax.checkpoint(loss))(p))
+    )(PARAMS)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+        first,
+        second,
+    )
 
 
 def test_float64_leaves_have_norms_and_bounds_in_float64() -> None:
     with jax.enable_x64(True):
-        grads = {"w": jnp.asarray(RNG.normal(size=(50, 3))), "b": jnp.ones(3, jnp.float32)}
+        grads = {
+            "w": jnp.asarray(RNG.normal(size=(50, 3))),
+            "b": jnp.ones(3, jnp.float32),
+        }
         clip, projection = clipjax.clip_by_global_norm(1.0), clipjax.max_norm(1.0)
         clipped, state = jax.jit(clip.update)(grads, clip.init(grads))
         kernel = np.asarray(projection(grads)["w"])
-        assert jax.tree.map(jnp.result_type, clipped) == {"w": np.float64, "b": np.float32}
+        assert jax.tree.map(jnp.result_type, clipped) == {
+            "w": np.float64,
+            "b": np.float32,
+        }
         found = clipjax.metrics(state)["clip_by_global_norm/norm"]
-        exact = np.sqrt(sum((np.asarray(x, np.float64) ** 2).sum() for x in grads.values()))
+        exact = np.sqrt(
+            sum((np.asarray(x, np.float64) ** 2).sum() for x in grads.values())
+        )
         assert found.dtype == np.float64
         np.testing.assert_allclose(found, exact, rtol=1e-14)
-        # The float32 leaf is a little smaller than the bound asks; the float64 one ends within its margin.
+        # The float32 leaf is a little smaller than the bound asks; the float64 one ends
+        # within its margin.
         ratio = np.asarray(clipped["w"]) * exact / np.asarray(grads["w"])
         for norms in (ratio, np.linalg.norm(kernel, axis=0)):
             assert (norms <= 1 + 1e-15).all()
@@ -174,10 +245,20 @@ def test_float64_leaves_have_norms_and_bounds_in_float64() -> None:
         updates, _ = accumulate.update(grads, state, grads)
         np.testing.assert_allclose(updates["w"], -grads["w"], rtol=1e-15)
         # Norms and losses of 1e100 are finite, and enter the past as they are.
-        skip, large = clipjax.skip_spikes(optax.identity(), warmup_steps=1), {"w": jnp.full(4, 1e100)}
+        skip, large = (
+            clipjax.skip_spikes(optax.identity(), warmup_steps=1),
+            {"w": jnp.full(4, 1e100)},
+        )
         update, state = jax.jit(skip.update), skip.init(large)
         for factor in (1.0, 1.0, 100.0):
-            _, state = update(jax.tree.map(lambda g, f=factor: f * g, large), state, large, loss=jnp.float64(1e100))
+            _, state = update(
+                jax.tree.map(lambda g, f=factor: f * g, large),
+                state,
+                large,
+                loss=jnp.float64(1e100),
+            )
         found = clipjax.metrics(state)
         assert (found["skip_spikes/norm"], found["skip_spikes/skipped"]) == (2e102, 1)
-        assert np.isfinite([found["skip_spikes/z_score"], found["skip_spikes/threshold"]]).all()
+        assert np.isfinite(
+            [found["skip_spikes/z_score"], found["skip_spikes/threshold"]]
+        ).all()

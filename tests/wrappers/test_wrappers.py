@@ -22,13 +22,19 @@ INJECTED = optax.inject_hyperparams(clipjax.clip_by_global_norm)
 WRAPPERS: dict[str, Any] = {
     "MultiSteps": optax.MultiSteps(TX, 1).gradient_transformation(),
     "masked": optax.masked(TX, clipjax.matching("w")),
-    "partition": optax.partition({"a": TX, "b": optax.set_to_zero()}, {"w": "a", "b": "b"}),
+    "partition": optax.partition(
+        {"a": TX, "b": optax.set_to_zero()}, {"w": "a", "b": "b"}
+    ),
     "inject_hyperparams": optax.chain(INJECTED(max_norm=1.0), optax.scale(-1.0)),
-    "injected schedule": optax.chain(INJECTED(lambda step: 1.0 + step), optax.scale(-1.0)),
+    "injected schedule": optax.chain(
+        INJECTED(lambda step: 1.0 + step), optax.scale(-1.0)
+    ),
     "apply_if_finite": optax.apply_if_finite(TX, 3),
     "named_chain": optax.named_chain(("clip", CLIP), ("step", optax.sgd(1.0))),
     "flatten": optax.flatten(TX),
-    "conditionally": optax.transforms.conditionally_transform(TX, lambda step: step >= 0),
+    "conditionally": optax.transforms.conditionally_transform(
+        TX, lambda step: step >= 0
+    ),
     "skip": clipjax.skip_nonfinite(TX),
     "bounded": clipjax.bounded(optax.sgd(1.0), clip=CLIP, nonfinite="zero"),
 }
@@ -37,12 +43,17 @@ WRAPPERS: dict[str, Any] = {
 def test_wrappers_of_optax_take_the_same_step_and_show_metrics() -> None:
     @jax.jit
     def steps() -> Any:
-        return {name: tx.update(GRADS, tx.init(PARAMS), PARAMS) for name, tx in WRAPPERS.items()}
+        return {
+            name: tx.update(GRADS, tx.init(PARAMS), PARAMS)
+            for name, tx in WRAPPERS.items()
+        }
 
     for name, (updates, state) in steps().items():
         np.testing.assert_allclose(updates["w"], -W / 13, rtol=3e-6, err_msg=name)
         found = clipjax.metrics(state)
-        np.testing.assert_allclose(found["clip_by_global_norm/norm"], 13.0, rtol=1e-6, err_msg=name)
+        np.testing.assert_allclose(
+            found["clip_by_global_norm/norm"], 13.0, rtol=1e-6, err_msg=name
+        )
 
 
 def test_optimizers_that_wrap_others_train() -> None:
@@ -53,7 +64,9 @@ def test_optimizers_that_wrap_others_train() -> None:
             updates, state = tx.update(grads, state, params)
             return (optax.apply_updates(params, updates), state), None
 
-        (params, state), _ = jax.jit(lambda p: jax.lax.scan(step, (p, tx.init(p)), length=60))(PARAMS)
+        (params, state), _ = jax.jit(
+            lambda p: jax.lax.scan(step, (p, tx.init(p)), length=60)
+        )(PARAMS)
         assert clipjax.metrics(state)["clip_by_global_norm/steps"] > 0
         return float(jnp.max(jnp.abs(params["w"] - 1)))
 
@@ -72,37 +85,64 @@ def test_optimizers_that_wrap_others_train() -> None:
 
 def test_states_can_be_mapped_by_what_they_hold() -> None:
     tx = clipjax.bounded(
-        optax.adam(0.1), clip=[clipjax.zclip(), CLIP], project=PROJECTION, nonfinite="skip", accumulate=2
+        optax.adam(0.1),
+        clip=[clipjax.zclip(), CLIP],
+        project=PROJECTION,
+        nonfinite="skip",
+        accumulate=2,
     )
-    kinds = optax.tree.map_params(tx, lambda x: "p", tx.init(PARAMS), transform_non_params=lambda x: "n")
-    assert jax.tree.leaves(kinds).count("p") == 6  # of two leaves two moments, and the mean of gradients
+    kinds = optax.tree.map_params(
+        tx, lambda x: "p", tx.init(PARAMS), transform_non_params=lambda x: "n"
+    )
+    assert (
+        jax.tree.leaves(kinds).count("p") == 6
+    )  # of two leaves two moments, and the mean of gradients
 
 
 def test_the_memory_of_each_leaf_is_mapped_like_a_parameter() -> None:
     adagc = clipjax.adagc()
-    kinds = optax.tree.map_params(adagc, lambda x: "p", adagc.init(PARAMS), transform_non_params=lambda x: "n")
+    kinds = optax.tree.map_params(
+        adagc, lambda x: "p", adagc.init(PARAMS), transform_non_params=lambda x: "n"
+    )
     assert jax.tree.leaves(kinds.memory.gammas) == ["p", "p"]
     nn = pytest.importorskip("flax.linen")
-    boxed = {"w": nn.Partitioned(PARAMS["w"], names=(None, "x"))}  # one value for each box
-    found = optax.tree.map_params(adagc, lambda _, spec: spec, adagc.init(boxed), nn.get_partition_spec(boxed))
+    boxed = {
+        "w": nn.Partitioned(PARAMS["w"], names=(None, "x"))
+    }  # one value for each box
+    found = optax.tree.map_params(
+        adagc, lambda _, spec: spec, adagc.init(boxed), nn.get_partition_spec(boxed)
+    )
     assert found.memory.gammas == nn.get_partition_spec(boxed)
 
 
 def test_the_memory_of_each_leaf_is_not_sharded_like_a_flax_parameter() -> None:
     nn = pytest.importorskip("flax.linen")
-    boxed = {"kernel": nn.Partitioned(jnp.ones((4, 3)), ("data", "model")), "bias": jnp.ones(3)}
+    boxed = {
+        "kernel": nn.Partitioned(jnp.ones((4, 3)), ("data", "model")),
+        "bias": jnp.ones(3),
+    }
     specs = nn.get_partition_spec(clipjax.adagc().init(boxed))
     assert jax.tree.leaves(specs.memory.gammas) == [jax.sharding.PartitionSpec()] * 2
-    for patterns, shapes in ((["kernel"], [()]), (["bias"], [()]), (["*"], [(), ()])):  # masked boxes are empty
+    for patterns, shapes in (
+        (["kernel"], [()]),
+        (["bias"], [()]),
+        (["*"], [(), ()]),
+    ):  # masked boxes are empty
         tx = optax.masked(clipjax.adagc(), clipjax.matching(*patterns))
         _, state = tx.update(boxed, tx.init(boxed))
-        assert [x.shape for x in jax.tree.leaves(state.inner_state.memory.gammas)] == shapes
+        assert [
+            x.shape for x in jax.tree.leaves(state.inner_state.memory.gammas)
+        ] == shapes
 
 
 def test_a_projection_is_a_leaf_a_function_and_survives_copies() -> None:
     cloudpickle = pytest.importorskip("cloudpickle")
     expected = jax.jit(PROJECTION)(PARAMS)
-    others = [copy.copy(PROJECTION), copy.deepcopy(PROJECTION), cloudpickle.loads(cloudpickle.dumps(PROJECTION))]
+    others = [
+        copy.copy(PROJECTION),
+        copy.deepcopy(PROJECTION),
+        cloudpickle.loads(cloudpickle.dumps(PROJECTION)),
+    ]
     others.append(jax.tree.map(lambda x: x, PROJECTION))
     for other in others:
         assert repr(other) == "clipjax.max_norm(0.5)"
@@ -116,13 +156,24 @@ def test_a_projection_is_a_leaf_a_function_and_survives_copies() -> None:
     def branches(i: Any, params: Any) -> Any:
         chosen = jax.lax.switch(i, [PROJECTION, lambda p: p], params)
         kept = jax.lax.cond(i == 0, PROJECTION, lambda p: p, params)
-        return chosen, kept, jax.checkpoint(PROJECTION)(params), jax.vmap(PROJECTION)({"w": jnp.stack([W / 20] * 2)})
+        return (
+            chosen,
+            kept,
+            jax.checkpoint(PROJECTION)(params),
+            jax.vmap(PROJECTION)({"w": jnp.stack([W / 20] * 2)}),
+        )
 
     for wrapped in (jax.jit(PROJECTION), PROJECTION.__call__):
-        jax.tree.map(np.testing.assert_array_equal, clipjax.project(wrapped)(PARAMS), PROJECTION(PARAMS))
+        jax.tree.map(
+            np.testing.assert_array_equal,
+            clipjax.project(wrapped)(PARAMS),
+            PROJECTION(PARAMS),
+        )
     chosen, kept, checked, many = branches(0, PARAMS)
     for found in (chosen, kept, checked):
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, expected)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, expected
+        )
     np.testing.assert_allclose(many["w"][1], expected["w"], rtol=1e-6)
     np.testing.assert_array_equal(branches(1, PARAMS)[0]["w"], PARAMS["w"])
     init, update = PROJECTION
@@ -134,9 +185,13 @@ def test_flax_states_train_and_show_metrics() -> None:
     nnx = pytest.importorskip("flax.nnx")
     from flax.training.train_state import TrainState
 
-    tx = clipjax.bounded(optax.sgd(1.0), clip=CLIP, project=PROJECTION, nonfinite="skip")
+    tx = clipjax.bounded(
+        optax.sgd(1.0), clip=CLIP, project=PROJECTION, nonfinite="skip"
+    )
     state = TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
-    state = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))(state, GRADS)
+    state = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))(
+        state, GRADS
+    )
     assert clipjax.metrics(state)["clip_by_global_norm/norm"] == 13
     assert np.linalg.norm(state.params["w"], axis=0).max() <= 0.5 * (1 + 1e-6)
 
@@ -162,7 +217,9 @@ def test_equinox_and_haiku_parameters() -> None:
     @eqx.filter_jit
     def step(model: Any, state: Any) -> Any:
         grads = eqx.filter_grad(lambda model: jnp.sum(jax.vmap(model)(W) ** 2))(model)
-        updates, state = tx.update(grads, state, eqx.filter(model, eqx.is_inexact_array))
+        updates, state = tx.update(
+            grads, state, eqx.filter(model, eqx.is_inexact_array)
+        )
         return eqx.apply_updates(model, updates), state
 
     model, state = step(model, state)
@@ -179,25 +236,41 @@ def test_equinox_and_haiku_parameters() -> None:
 
 
 def test_a_state_of_numpy_arrays_works_without_jit() -> None:
-    for tx in (clipjax.autoclip(), clipjax.zclip(), clipjax.adagc(), clipjax.skip_spikes(optax.sgd(0.1))):
+    for tx in (
+        clipjax.autoclip(),
+        clipjax.zclip(),
+        clipjax.adagc(),
+        clipjax.skip_spikes(optax.sgd(0.1)),
+    ):
         state = jax.tree.map(np.asarray, tx.init(PARAMS))
-        jax.tree.map(np.testing.assert_array_equal, tx.update(GRADS, state)[0], tx.update(GRADS, tx.init(PARAMS))[0])
+        jax.tree.map(
+            np.testing.assert_array_equal,
+            tx.update(GRADS, state)[0],
+            tx.update(GRADS, tx.init(PARAMS))[0],
+        )
 
 
 def test_orbax_restores_a_state(tmp_path: Path) -> None:
     ocp = pytest.importorskip("orbax.checkpoint")
     tx = clipjax.bounded(
-        optax.adam(0.1), clip=[clipjax.autoclip(window=4), clipjax.adagc()], nonfinite="skip", accumulate=2
+        optax.adam(0.1),
+        clip=[clipjax.autoclip(window=4), clipjax.adagc()],
+        nonfinite="skip",
+        accumulate=2,
     )
     _, state = jax.jit(tx.update)(GRADS, tx.init(PARAMS), PARAMS)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "state", state)
         checkpointer.wait_until_finished()
-        restored = checkpointer.restore(tmp_path / "state", jax.eval_shape(tx.init, PARAMS))
+        restored = checkpointer.restore(
+            tmp_path / "state", jax.eval_shape(tx.init, PARAMS)
+        )
     assert jax.tree.structure(restored) == jax.tree.structure(state)
     jax.tree.map(np.testing.assert_array_equal, restored, state)
     assert clipjax.metrics(restored).keys() == clipjax.metrics(state).keys()
-    jax.tree.map(np.testing.assert_array_equal, pickle.loads(pickle.dumps(state)), state)
+    jax.tree.map(
+        np.testing.assert_array_equal, pickle.loads(pickle.dumps(state)), state
+    )
 
 
 def test_what_is_printed_says_what_it_is_and_copies_are_the_same() -> None:
