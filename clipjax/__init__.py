@@ -1,11 +1,11 @@
-"""clipjax clips gradients, constrains weights, and logs what it changed, in JAX and Optax."""
+"""clipjax clips gradients, constrains weights, and logs what it changed."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 from clipjax import functional
 from clipjax._core.transformation import with_metrics
-from clipjax._core.units import SKIP, fan_in, fan_in_or_all
+from clipjax._core.units import SKIP, fan_in
 from clipjax._matching import matching
 from clipjax.backward import (
     clip_gradient_by_global_norm,
@@ -32,8 +32,8 @@ from clipjax.gradients.zclip import clip_by_lognormal, zclip
 from clipjax.monitoring.metrics import metrics
 from clipjax.monitoring.norm_log import NormLog
 from clipjax.monitoring.record_norms import record_norms
-from clipjax.weights.entries import box, non_negative
-from clipjax.weights.norms import max_norm, min_max_norm, unit_norm
+from clipjax.weights.box import box, non_negative
+from clipjax.weights.max_norm import max_norm, min_max_norm, unit_norm
 from clipjax.weights.projection import project
 from clipjax.weights.qk_clip import qk_clip
 from clipjax.weights.spectral import spectral_cap
@@ -61,7 +61,6 @@ __all__ = [
     "clip_gradient_by_norm",
     "clip_gradient_by_value",
     "fan_in",
-    "fan_in_or_all",
     "functional",
     "matching",
     "max_norm",

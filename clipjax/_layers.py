@@ -1,31 +1,30 @@
 """The axes of a model's parameters, once its layers are known."""
 
-from __future__ import annotations
-
 import glob
 import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from clipjax._core import bounds, trees, units
+from clipjax._core import trees, units
+from clipjax._core.messages import short_repr
 
 
 class Param(NamedTuple):
-    """A parameter of a layer, among whose axes there may be those of a stack of layers."""
+    """A parameter of a layer, perhaps of a stack of layers."""
 
     path: str  # in the model
     shape: tuple[int, ...]
     layer: Any
     name: str  # in the layer
-    axes: (
-        tuple[int, ...] | units.Skip | None
-    )  # those to reduce, counted from the right; None if they are unknown
+    # Those to reduce, counted from the right; None if they are unknown.
+    axes: tuple[int, ...] | units.Skip | None
     own_shape: tuple[int, ...]  # of one layer, as it says
 
     @property
     def mistake(self) -> str | None:
         """Why the axes are unknown, or None."""
-        text = f"{self.path} of shape {self.shape}: {self.name!r} of {type(self.layer).__name__}"
+        layer = type(self.layer).__name__
+        text = f"{self.path} of shape {self.shape}: {self.name!r} of {layer}"
         if self.axes is None:
             return f"{text}, which is not known"
         if len(self.found) != 1:
@@ -34,7 +33,10 @@ class Param(NamedTuple):
 
     @property
     def found(self) -> set[Any]:
-        """The axes to reduce, for each way to take some axes for a stack that leaves the layer's own shape."""
+        """The axes to reduce, for each way to take axes for those of a stack.
+
+        The others have the layer's own shape.
+        """
         if not isinstance(self.axes, tuple):
             return {self.axes}
         each = itertools.combinations(enumerate(self.shape), len(self.own_shape))
@@ -49,11 +51,14 @@ class Param(NamedTuple):
 def axes_by_path(
     params: Iterable[Param], other: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Return the axes of each parameter, by a pattern that is its path; `other` wins over what is known."""
+    """Return the axes of each parameter, by a pattern that is its path.
+
+    `other` wins over what is known.
+    """
     if not isinstance(other, Mapping | None):
         raise TypeError(
             "other must be a mapping from path patterns to axes, got "
-            f"{bounds.short_repr(other)}"
+            f"{short_repr(other)}"
         )
     other = units.check_axes(other, "other") if other else {}
     by_path = {param.path: param for param in params}
@@ -65,9 +70,8 @@ def axes_by_path(
     patterns = trees.first_matches("other", list(other), dict.fromkeys(by_path, 0))
     axes: dict[str, Any] = {}
     mistakes = []
-    for path, pattern in zip(
-        sorted(by_path), patterns, strict=True
-    ):  # as JAX sorts the keys of a dict
+    # As JAX sorts the keys of a dict.
+    for path, pattern in zip(sorted(by_path), patterns, strict=True):
         param = by_path[path]
         if pattern is not None:
             axes[path] = other[pattern]

@@ -1,7 +1,5 @@
 """Masks from path patterns."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 `axes` are literal here, as in NumPy: an int or a tuple applies to leaves of every rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -16,6 +14,7 @@ from jax.typing import ArrayLike
 
 from clipjax import _checks, functional
 from clipjax._core import bounds, clipping, norms, trees, units
+from clipjax._core.messages import short_repr
 
 T = TypeVar("T")
 
@@ -41,8 +40,8 @@ def clip_gradient_by_value(x: T, low: ArrayLike, high: ArrayLike) -> T:
       1.0
     """
     low, high = (
-        bounds.check_constant("low", low, -np.inf),
-        bounds.check_constant("high", high, -np.inf),
+        bounds.as_constant("low", low, -np.inf),
+        bounds.as_constant("high", high, -np.inf),
     )
     _checks.check_order(low, high)
     return _with_gradient(functional.clip_by_value, x, low, high)
@@ -75,7 +74,7 @@ def clip_gradient_by_norm(x: T, max_norm: ArrayLike, axes: units.Axes = None) ->
       >>> print(jax.grad(loss)(jnp.ones(2)).round(3))
       [0.6 0.8]
     """
-    bound = bounds.check_constant("max_norm", max_norm)
+    bound = bounds.as_constant("max_norm", max_norm)
     return _with_gradient(
         lambda gradient, bound: functional.clip_by_norm(gradient, bound, axes), x, bound
     )
@@ -101,7 +100,7 @@ def clip_gradient_by_global_norm(tree: T, max_norm: ArrayLike) -> T:
       >>> print(gradient["a"].round(3), gradient["b"].round(3))
       0.6 0.8
     """
-    bound = bounds.check_constant("max_norm", max_norm, scalar=True)
+    bound = bounds.as_constant("max_norm", max_norm, scalar=True)
     return _with_gradient(
         lambda gradient, bound: functional.clip_by_global_norm(gradient, bound)[0],
         tree,
@@ -171,9 +170,9 @@ def scale_gradient(x: T, factor: ArrayLike) -> T:
       >>> float(jax.grad(lambda x: clipjax.scale_gradient(x, 5.0))(2.0))
       5.0
     """
-    value = bounds.check_constant("factor", factor, -np.inf)
+    value = bounds.as_constant("factor", factor, -np.inf)
     if not isinstance(value, jax.core.Tracer) and not np.isfinite(value).all():
-        raise ValueError(f"factor must be finite, got {bounds.short_repr(factor)}")
+        raise ValueError(f"factor must be finite, got {short_repr(factor)}")
     leaves, rebuild = trees.leaves_of(x)
 
     def scale(leaf: Any) -> Any:
@@ -230,9 +229,7 @@ def replace_gradient(
     """
     for name, given in (("forward", forward), ("backward", backward)):
         if not callable(given):
-            raise TypeError(
-                f"{name} must be a function, got {bounds.short_repr(given)}"
-            )
+            raise TypeError(f"{name} must be a function, got {short_repr(given)}")
 
     def function(*args: Any, **kwargs: Any) -> Any:
         fixed = jax.tree.map(

@@ -1,25 +1,23 @@
 """Transformations together, in the right order."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, SupportsIndex
 
-import jax
 import jax.numpy as jnp
 import optax
 
 from clipjax import _checks
-from clipjax._core import bounds, transformation, trees
+from clipjax._core import transformation, trees
+from clipjax._core.aliases import Tree
 from clipjax.gradients.nonfinite import skip_nonfinite, zero_nonfinite
 from clipjax.monitoring.record_norms import Recorder
-from clipjax.weights.projection import as_projection, is_projection
+from clipjax.weights.projection import Projection, as_projection
 
 
 def chain(
     *links: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
-    """Chain transformations as `optax.chain` does, and check that projections come last.
+    """Chain transformations as `optax.chain`, and check that projections come last.
 
     A projection constrains the weights that result from the update. A transformation
     after it would move them again, which `optax.chain` does not report.
@@ -41,14 +39,14 @@ def chain(
       >>> clipjax.chain(clipjax.max_norm(3.0), optax.adam(1e-3))
       Traceback (most recent call last):
       ...
-      ValueError: links[0], clipjax.max_norm(3.0), must come after links[1], which would move the weights again
+      ValueError: links[0], clipjax.max_norm(3.0), must come after links[1], ...
     """
     if not links:
         raise ValueError("links: a chain needs at least one")
     last = None
     for i, link in enumerate(links):
         _checks.check_transformation(f"links[{i}]", link)
-        if is_projection(link):
+        if isinstance(link, Projection):
             last = i
         elif last is not None and not isinstance(link, Recorder):
             raise ValueError(
@@ -101,26 +99,17 @@ def bounded(
       ...     nonfinite="skip",
       ... )
     """
-    if nonfinite not in ("propagate", "zero", "skip"):
-        raise ValueError(
-            "nonfinite must be 'propagate', 'zero' or 'skip', got "
-            f"{bounds.short_repr(nonfinite)}"
-        )
-    if isinstance(accumulate, jax.Array):  # a traced one would fail under jit only
-        raise bounds.traced_error("accumulate", accumulate)
-    steps = _checks.check_count("accumulate", accumulate, 1)
+    _checks.check_word("nonfinite", nonfinite, ("propagate", "zero", "skip"))
+    steps = _checks.check_count("accumulate", accumulate, 1, static=True)
     before = [_check_before("clip", each) for each in _several(clip)]
-    if before and isinstance(
-        getattr(getattr(optimizer, "update", None), "__self__", None), optax.MultiSteps
-    ):
+    update = getattr(optimizer, "update", None)
+    if before and isinstance(getattr(update, "__self__", None), optax.MultiSteps):
         raise ValueError(
             "optimizer: optax.MultiSteps inside bounded would accumulate clipped "
             "gradients: use bounded(..., accumulate=k) instead"
         )
-    if (
-        nonfinite == "zero" and before
-    ):  # a norm may overflow although the entries do not
-        before.append(zero_nonfinite())
+    # A norm may overflow although the entries do not.
+    before += [zero_nonfinite()] if nonfinite == "zero" and before else []
     after = [as_projection("project", each) for each in _several(project)]
     tx = chain(*before, _check_before("optimizer", optimizer), *after)
     if steps > 1:
@@ -133,11 +122,10 @@ def bounded(
 def _accumulating(
     tx: optax.GradientTransformation, steps: int
 ) -> optax.GradientTransformationExtraArgs:
-    accumulated = optax.MultiSteps(
-        tx, steps, accumulator_dtype=float
-    )  # float64 where that is enabled
+    # float64 where that is enabled.
+    accumulated = optax.MultiSteps(tx, steps, accumulator_dtype=float)
 
-    def init(params: Any) -> Any:
+    def init(params: Tree) -> Any:
         for leaf in trees.leaves_of(params)[0]:
             if trees.is_float(leaf.value) and jnp.iscomplexobj(leaf.value):
                 raise TypeError(
@@ -146,26 +134,29 @@ def _accumulating(
                 )
         return accumulated.init(params)
 
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-        transformation.check_state(
-            "bounded with accumulate=", optax.MultiStepsState, state
-        )
-        trees.leaves_of(updates)  # raises its errors
+    def update(updates: Tree, state: Any, params: Tree = None, **extra: Any) -> Any:
+        name = "bounded with accumulate="
+        transformation.check_state(name, optax.MultiStepsState, state)
+        for tree in (updates, params):
+            trees.leaves_of(tree)  # raises its errors
         return accumulated.update(updates, state, params, **extra)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _several(value: Any) -> list[Any]:
-    """Return the elements of a list or a plain tuple, or one value; gradient transformations are tuples, too."""
+    """Return the elements of a list or a plain tuple, or one value.
+
+    Gradient transformations are tuples, too.
+    """
     if value is None:
         return []
     return list(value) if type(value) in (list, tuple) else [value]
 
 
 def _check_before(name: str, value: Any) -> Any:
-    """Return a transformation that may come before projections, or raise an error."""
-    if is_projection(value):
+    """Return a transformation that may come before projections."""
+    if isinstance(value, Projection):
         raise ValueError(
             f"{name}: {value!r} is a projection: pass it to bounded as project="
         )

@@ -4,8 +4,6 @@ This module needs Equinox, and `import clipjax` does not load it: `from clipjax.
 import unit_axes`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,14 +11,15 @@ import equinox as eqx
 import jax
 from equinox import nn
 
-from clipjax._core import bounds, trees, units
+from clipjax._core import trees, units
+from clipjax._core.messages import short_repr
 from clipjax._layers import Param, axes_by_path
 
 __all__ = ["unit_axes"]
 
 
 def unit_axes(model: Any, *, other: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the axes to reduce in each parameter of an Equinox model, by the layer that it belongs to.
+    """Return the axes to reduce in each parameter of an Equinox model, by its layer.
 
     A unit is the weights that compute one output: a row of a Linear weight `(out, in)`,
     a filter of a convolution, one component of one head's query, key or value, a gate
@@ -56,7 +55,7 @@ def unit_axes(model: Any, *, other: Mapping[str, Any] | None = None) -> dict[str
         given = (
             f"the class {model.__name__}"
             if isinstance(model, type)
-            else bounds.short_repr(model)
+            else short_repr(model)
         )
         raise TypeError(
             "unit_axes: model must be an Equinox module, or a tree of them, got "
@@ -84,7 +83,10 @@ def _params(layer: Any, at: tuple[Any, ...]) -> Iterator[Param]:
 
 
 def _own_shape(layer: Any, name: str) -> tuple[int, ...] | None:
-    """Return the shape of a layer's weight, first its units; () for biases and scales, None if it is unknown."""
+    """Return the shape of a layer's weight, first its units.
+
+    It is () for biases and scales, None if it is unknown.
+    """
     match layer, name:
         case nn.Linear(), "weight":
             sizes = layer.out_features, layer.in_features

@@ -4,8 +4,6 @@ This module needs Flax, and `import clipjax` does not load it: `from clipjax.fla
 unit_axes`.
 """
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -32,7 +30,7 @@ def unit_axes(
     wrt: Any = nnx.Param,
     **kwargs: Any,
 ) -> dict[str, Any]:
-    """Return the axes to reduce in each parameter of a Flax model, by the layer that it belongs to.
+    """Return the axes to reduce in each parameter of a Flax model, by its layer.
 
     A unit is the weights that compute one output: a column of a Dense kernel, a filter
     of a convolution, one component of one head's query, key or value, a gate of a cell;
@@ -83,11 +81,8 @@ def unit_axes(
                 "inputs"
             )
         return axes_by_path(_linen_params(model, args, kwargs), other)
-    given = (
-        f"the class {model.__name__}"
-        if isinstance(model, type)
-        else f"a {type(model).__name__}"
-    )
+    is_class = isinstance(model, type)
+    given = f"the class {model.__name__}" if is_class else f"a {type(model).__name__}"
     raise TypeError(
         f"unit_axes: model must be a Flax module, of Linen or of NNX, got {given}"
     )
@@ -97,12 +92,10 @@ def _linen_params(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[Param]:
     """Yield the parameters that `model.init(*args, **kwargs)` makes, by tracing it."""
-    layers: dict[Names, list[nn.Module]] = {
-        (): [model]
-    }  # several modules may share a scope
-    own_shapes: dict[
-        Names, tuple[int, ...]
-    ] = {}  # inside a stack, where a module sees one layer
+    # Several modules may share a scope.
+    layers: dict[Names, list[nn.Module]] = {(): [model]}
+    # Inside a stack, where a module sees one layer.
+    own_shapes: dict[Names, tuple[int, ...]] = {}
 
     def watch(
         call: Any,
@@ -112,32 +105,26 @@ def _linen_params(
     ) -> Any:
         scope = context.module.scope
         result = call(*call_args, **call_kwargs)
-        if (
-            scope is not None and context.method_name != "<lambda>"
-        ):  # Flax tries out a setup elsewhere
+        # Flax tries out a setup elsewhere.
+        if scope is not None and context.method_name != "<lambda>":
             layers.setdefault(scope.path, []).append(context.module)
-            for path, leaf in jax.tree_util.tree_leaves_with_path(
-                scope.variables().get("params", {})
-            ):
+            own = scope.variables().get("params", {})
+            for path, leaf in jax.tree_util.tree_leaves_with_path(own):
                 own_shapes.setdefault((*scope.path, *_names(path)), leaf.shape)
         return result
 
     leaves, treedef = jax.tree.flatten((args, kwargs))
-    arrays = [
-        x if hasattr(x, "shape") and hasattr(x, "dtype") else None for x in leaves
-    ]
+    arrays = [x if _is_array(x) else None for x in leaves]
     # A new name each time: otherwise modules under nn.jit that JAX has traced before
     # would not be seen.
     mutable = DenyList(("intermediates", f"unit_axes_{uuid.uuid4()}"))
 
     def init(arrays: list[Any]) -> Any:
-        each = [
-            old if new is None else new for old, new in zip(leaves, arrays, strict=True)
-        ]
+        pairs = zip(leaves, arrays, strict=True)
+        each = [old if new is None else new for old, new in pairs]
         init_args, init_kwargs = jax.tree.unflatten(treedef, each)
-        return model.init(*init_args, **({"mutable": mutable} | init_kwargs)).get(
-            "params", {}
-        )
+        variables = model.init(*init_args, **({"mutable": mutable} | init_kwargs))
+        return variables.get("params", {})
 
     with nn.intercept_methods(watch):
         params = jax.eval_shape(init, arrays)
@@ -147,14 +134,12 @@ def _linen_params(
         name = trees.path_name(path[depth:])
         each = [(layer, _axes(layer, name)) for layer in layers[names[:depth]]]
         layer, axes = next((known for known in each if known[1] is not None), each[-1])
-        yield Param(
-            trees.path_name(path),
-            leaf.shape,
-            layer,
-            name,
-            axes,
-            own_shapes.get(names, leaf.shape),
-        )
+        own_shape = own_shapes.get(names, leaf.shape)
+        yield Param(trees.path_name(path), leaf.shape, layer, name, axes, own_shape)
+
+
+def _is_array(x: Any) -> bool:
+    return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
 def _names(path: Sequence[Any]) -> Names:
@@ -164,35 +149,28 @@ def _names(path: Sequence[Any]) -> Names:
 
 def _nnx_params(model: nnx.Module, wrt: Any) -> Iterator[Param]:
     """Yield the parameters of `model` that the filter `wrt` chooses."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(
-        nnx.to_pure_dict(nnx.state(model, wrt))
-    ):
+    params = nnx.to_pure_dict(nnx.state(model, wrt))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         node: Any = model
         layer, depth = model, 0
         for i, key in enumerate(path):
-            node = (
-                node[key.key]
-                if isinstance(node, Mapping | Sequence)
-                else getattr(node, key.key)
-            )
+            is_container = isinstance(node, Mapping | Sequence)
+            node = node[key.key] if is_container else getattr(node, key.key)
             if isinstance(node, nnx.Variable):
                 break
             if isinstance(node, nnx.Module):
                 layer, depth = node, i + 1
         name = trees.path_name(path[depth:])
         own_shape = _own_shape(layer, name, leaf.shape)
-        yield Param(
-            trees.path_name(path),
-            leaf.shape,
-            layer,
-            name,
-            _axes(layer, name),
-            own_shape,
-        )
+        axes = _axes(layer, name)
+        yield Param(trees.path_name(path), leaf.shape, layer, name, axes, own_shape)
 
 
 def _own_shape(layer: Any, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of a layer's kernel before layers are stacked; of other layers the given shape."""
+    """Return the shape of a layer's kernel before layers are stacked.
+
+    Of other layers it is the given shape.
+    """
     match layer:
         case nnx.Linear():
             return (layer.in_features, layer.out_features)
@@ -203,11 +181,9 @@ def _own_shape(layer: Any, name: str, shape: tuple[int, ...]) -> tuple[int, ...]
         case nnx.Embed():
             return (layer.num_embeddings, layer.features)
         case nnx.LoRA():
-            return (
-                (layer.in_features, *shape[-1:])
-                if name == "lora_a"
-                else (*shape[-2:-1], layer.out_features)
-            )
+            if name == "lora_a":
+                return (layer.in_features, *shape[-1:])
+            return (*shape[-2:-1], layer.out_features)
     return shape
 
 
@@ -227,18 +203,15 @@ _SKIPPED = {
 
 
 def _axes(layer: Any, name: str) -> tuple[int, ...] | units.Skip | None:
-    """Return the axes to reduce in a layer's parameter, counted from the right; None if they are unknown."""
+    """Return the axes to reduce in a parameter from the right; None: unknown."""
     if name == "kernel":
         return _kernel_axes(layer)
     if name == "embedding" and isinstance(layer, nn.Embed | nnx.Embed):
         return (-1,)
     if name in ("lora_a", "lora_b") and isinstance(layer, nnx.LoRA):
         return (-2,)
-    return (
-        units.SKIP
-        if isinstance(layer, (*_REPARAMETRIZED, *_SKIPPED.get(name, ())))
-        else None
-    )
+    skipped = (*_REPARAMETRIZED, *_SKIPPED.get(name, ()))
+    return units.SKIP if isinstance(layer, skipped) else None
 
 
 def _kernel_axes(layer: Any) -> tuple[int, ...] | None:

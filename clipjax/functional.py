@@ -3,8 +3,7 @@
 `axes` are literal here, as in NumPy: an int or a tuple applies to leaves of every rank.
 """
 
-from __future__ import annotations
-
+import functools
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -14,7 +13,8 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from clipjax import _checks
-from clipjax._core import bounds, clipping, norms, trees, units
+from clipjax._core import bounds, clipping, entries, norms, trees, units
+from clipjax._core.aliases import Tree
 
 __all__ = [
     "clip_by_global_norm",
@@ -44,6 +44,7 @@ def global_norm(tree: Any, *, ord: bounds.Ord = None) -> jax.Array:
       >>> float(functional.global_norm([jnp.array([3.0]), jnp.array([[4.0]])]))
       5.0
     """
+    norms.warn_if_local()
     return norms.tree_norm(trees.floats_of(tree), _checks.check_ord(ord))
 
 
@@ -63,29 +64,31 @@ def leaf_norms(tree: T, *, ord: bounds.Ord = None) -> T:
       >>> functional.leaf_norms([jnp.array([3.0, 4.0]), jnp.array([-2.0])])
       [Array(5., dtype=float32), Array(2., dtype=float32)]
     """
-    order = _checks.check_ord(ord)
     norms.warn_if_local()
+    order = _checks.check_ord(ord)
     leaves, rebuild = trees.leaves_of(tree)
     zero = jnp.zeros((), np.float32)
+    values = [leaf.value for leaf in leaves]
     return rebuild(
-        [
-            norms.norm(x.value, None, order) if trees.is_float(x.value) else zero
-            for x in leaves
-        ]
+        [norms.norm(x, None, order) if trees.is_float(x) else zero for x in values]
     )
 
 
-def unitwise_norms(tree: Any, axes: units.Axes, *, ord: bounds.Ord = None) -> Any:
+def unitwise_norms(
+    tree: Tree, axes: units.Axes, *, ord: bounds.Ord = None, keepdims: bool = False
+) -> Tree:
     """Measure the norm of each unit along `axes`.
 
     Args:
       tree: a pytree of arrays.
       axes: the axes that are reduced, in leaves of every rank, biases too.
       ord: 1, 2 (the default), any p >= 1, or `jax.numpy.inf`.
+      keepdims: whether reduced axes stay, with size 1, as bounds for these units have
+        them.
 
     Returns:
       A tree of the same structure; a leaf of shape (in, out) reduced over axis 0
-      becomes (out,), and a leaf without units None.
+      becomes (out,), or (1, out) with `keepdims`, and a leaf without units None.
 
     Example:
       >>> import jax.numpy as jnp
@@ -93,13 +96,17 @@ def unitwise_norms(tree: Any, axes: units.Axes, *, ord: bounds.Ord = None) -> An
       >>> functional.unitwise_norms(jnp.array([[3.0, 0.0], [4.0, 1.0]]), axes=0)
       Array([5., 1.], dtype=float32)
     """
+    norms.warn_if_local()
     leaves, rebuild = trees.leaves_of(tree)
     measured: list[Any] = [None] * len(leaves)
     found = units.of_tree(tree, _literal(axes))
-    for each, norm in zip(
-        found, units.norms_of(found, _checks.check_ord(ord)), strict=True
-    ):
-        measured[each.place] = norm if each.axes is None else norm.squeeze(each.axes)
+    sizes = units.norms_of(found, _checks.check_ord(ord))
+    for each, norm in zip(found, sizes, strict=True):
+        if each.axes is None and keepdims:
+            norm = norm.reshape((1,) * each.leaf.value.ndim)
+        elif each.axes is not None and not keepdims:
+            norm = norm.squeeze(each.axes)
+        measured[each.place] = norm
     return rebuild(measured)
 
 
@@ -124,13 +131,11 @@ def clip_by_value(tree: T, low: ArrayLike, high: ArrayLike) -> T:
       >>> functional.clip_by_value(jnp.array([-3.0, 0.5, 3.0]), -1.0, 1.0)
       Array([-1. ,  0.5,  1. ], dtype=float32)
     """
-    bottom, top = (
-        bounds.check_constant("low", low, -np.inf),
-        bounds.check_constant("high", high, -np.inf),
-    )
-    _checks.check_order(bottom, top)
-    leaves, rebuild = trees.leaves_of(tree)
-    return rebuild([clipping.clip_entries(leaf, bottom, top) for leaf in leaves])
+    low = bounds.as_constant("low", low, -np.inf)
+    high = bounds.as_constant("high", high, -np.inf)
+    _checks.check_order(low, high)
+    clip = functools.partial(entries.clip_entries, low=low, high=high)
+    return trees.map_floats(clip, tree)
 
 
 def clip_by_norm(
@@ -153,11 +158,11 @@ def clip_by_norm(
       [[0.6 0.8]
        [0.3 0.4]]
     """
-    bound = bounds.check_constant("max_norm", max_norm)
+    norms.warn_if_local()
+    bound = bounds.as_constant("max_norm", max_norm)
     found = units.of_tree(tree, _literal(axes))
-    return clipping.clip_units(
-        tree, found, units.norms_of(found, _checks.check_ord(ord)), bound
-    )[0]
+    sizes = units.norms_of(found, _checks.check_ord(ord))
+    return clipping.clip_units(tree, found, sizes, bound)[0]
 
 
 def clip_by_global_norm(
@@ -187,21 +192,26 @@ def clip_by_global_norm(
       >>> print(norm, [x.round(3) for x in clipped])
       5.0 [Array([0.6], dtype=float32), Array([0.8], dtype=float32)]
     """
-    bound = bounds.check_constant("max_norm", max_norm, scalar=True)
+    norms.warn_if_local()
+    bound = bounds.as_constant("max_norm", max_norm, scalar=True)
+    order = _checks.check_ord(ord)
     if norm is not None:
-        bounds.check_fits("norm", norm, (), "the whole tree")
-        is_known = bounds.is_real(norm) and not isinstance(norm, jax.core.Tracer)
-        if not (
-            is_known and np.isnan(float(jax.device_get(norm)))
-        ):  # NaN is a norm that is not finite
-            norm = bounds.check_constant("norm", norm)
-        norm = jnp.asarray(norm, norms.sum_dtype(jnp.result_type(norm)))
-    clipped, metrics = clipping.clip_tree(tree, bound, _checks.check_ord(ord), norm)
+        norm = _given_norm(norm)
+    clipped, metrics = clipping.clip_tree(tree, bound, order, norm)
     return clipped, metrics["norm"]
 
 
+def _given_norm(norm: ArrayLike) -> jax.Array:
+    """Return a norm that a user gave, where NaN is one that is not finite."""
+    bounds.check_fits("norm", norm, (), "the whole tree")
+    is_known = bounds.is_real(norm) and not isinstance(norm, jax.core.Tracer)
+    if not (is_known and np.isnan(float(jax.device_get(norm)))):
+        norm = bounds.as_constant("norm", norm)
+    return jnp.asarray(norm, norms.sum_dtype(jnp.result_type(norm)))
+
+
 def _literal(axes: Any) -> Any:
-    """Return checked `axes` that apply to leaves of every rank, as NumPy's do, instead of to matrices only."""
+    """Return checked `axes` that apply to leaves of every rank, as NumPy's do."""
     axes = units.check_axes(axes)
     if isinstance(axes, Mapping):
         return {pattern: _literal(each) for pattern, each in axes.items()}

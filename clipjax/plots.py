@@ -9,8 +9,6 @@ by more than a factor of 20. Crosses at the top are values that are not finite. 
 that do not match, and no steps, raise a ValueError.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
@@ -20,6 +18,7 @@ import numpy as np
 
 from clipjax import _checks
 from clipjax._core import bounds, clipping, trees, units
+from clipjax._core.messages import a_few, short_repr
 
 try:
     from matplotlib import pyplot as plt
@@ -144,7 +143,7 @@ def group_norms(
         if not all(
             isinstance(row, Mapping) and row.keys() == rows[0].keys() for row in rows
         ):
-            shown = bounds.short_repr(given)
+            shown = short_repr(given)
             raise TypeError(
                 "history must be norms by name, or metrics of the same names at each "
                 f"step, got {shown}"
@@ -152,7 +151,7 @@ def group_norms(
         history = {key: [row[key] for row in rows] for key in rows[0]} if rows else {}
     recorded = _groups_in(history)
     if not recorded and any(at_each_step or key.endswith("/steps") for key in history):
-        shown = bounds.short_repr(given)
+        shown = short_repr(given)
         raise TypeError(
             "history must be norms by name, or metrics with record_norms or groups, "
             f"got {shown}"
@@ -167,7 +166,7 @@ def group_norms(
         }
         if not chosen:
             raise ValueError(
-                f"only: {only!r} matches none of {trees.a_few(list(names.values()))}"
+                f"only: {only!r} matches none of {a_few(list(names.values()))}"
             )
         names = chosen
     found = {name: _taken(history, key) for key, name in names.items()}
@@ -220,9 +219,7 @@ def unit_norms(
       ['kernel (50%)', 'radius 2']
     """
     bound = float(
-        bounds.check_constant(
-            "radius", np.inf if radius is None else radius, scalar=True
-        )
+        bounds.as_constant("radius", np.inf if radius is None else radius, scalar=True)
     )
     lines = {}
     found = units.of_tree(params, units.check_axes(axes, auto=units.fan_in_of_matrices))
@@ -254,8 +251,7 @@ def _per_step(
         )  # those of a NormLog
     except (TypeError, ValueError) as error:
         raise TypeError(
-            f"{name} must be numbers, one for each step, got "
-            f"{bounds.short_repr(values)}"
+            f"{name} must be numbers, one for each step, got {short_repr(values)}"
         ) from error
     array = array if array.ndim or not shape else np.full(shape, array)
     if array.ndim != 1 or not array.size or array.shape != (shape or array.shape):

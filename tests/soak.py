@@ -21,7 +21,7 @@ import optax
 import clipjax
 from tests.support import oracles as o
 from tests.support.tolerances import tolerance
-from tests.support.trees import bits, exact
+from tests.support.trees import bits, exact, fan_in_or_all
 
 STRUCTURES = 4
 SHAPES = [
@@ -139,7 +139,7 @@ CASES = {
         "clip_by_group_norm",
     ),
     "agc": Case(
-        stepped(lambda b: clipjax.adaptive_grad_clip(b, axes=clipjax.fan_in_or_all)),
+        stepped(lambda b: clipjax.adaptive_grad_clip(b, axes=fan_in_or_all)),
         "ratio",
         "adaptive_grad_clip",
     ),

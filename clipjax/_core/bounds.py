@@ -1,7 +1,5 @@
 """Bounds: checked when they are known, and evaluated at each step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -11,77 +9,38 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
+from clipjax._core.messages import short_repr
+
 Number: TypeAlias = float | np.number[Any] | jax.Array
 Bound: TypeAlias = ArrayLike | optax.Schedule
 Ord: TypeAlias = float | np.number[Any] | None
 
 
-def short_repr(value: Any, most: int = 80) -> str:
-    """Return the repr of a value on one line, cut to a length that an error message can hold."""
-    text = " ".join(repr(value).split())
-    return text if len(text) <= most else f"{text[: most - 3]}..."
-
-
 def is_real(value: Any) -> bool:
     """Return whether a value is a real number, or an array of real numbers."""
     if isinstance(value, jax.Array | np.ndarray | np.generic):
-        return any(
-            jnp.issubdtype(value.dtype, kind) for kind in (jnp.floating, jnp.integer)
-        )
+        kinds = (jnp.floating, jnp.integer)
+        return any(jnp.issubdtype(value.dtype, kind) for kind in kinds)
     if isinstance(value, int):
-        return not isinstance(value, bool) and abs(value) < 2**1000  # a float holds it
+        fits_a_float = abs(value) < 2**1000
+        return fits_a_float and not isinstance(value, bool)
     return isinstance(value, float)
 
 
 def as_float(value: Any) -> Any:
-    """Return a real number or array as floats, if it is not JAX's: that would take whole ones for int32, and wrap."""
+    """Return a real number or array as floats, if it is not JAX's.
+
+    JAX would take whole numbers for int32, which wrap above 2^31.
+    """
     if isinstance(value, np.ndarray | np.generic):
-        whole_or_long = (
-            jnp.issubdtype(value.dtype, jnp.integer) or value.dtype.itemsize > 8
+        is_whole = jnp.issubdtype(value.dtype, jnp.integer)
+        return (
+            value.astype(np.float64) if is_whole or value.dtype.itemsize > 8 else value
         )
-        return value.astype(np.float64) if whole_or_long else value
     return float(value) if isinstance(value, int) else value
 
 
-def check_bound(
-    name: str,
-    bound: Any,
-    least: float = 0,
-    *,
-    scalar: bool = False,
-    forms: str = "a number, an array or a schedule",
-) -> Any:
-    """Return a number, an array or a schedule, or raise an error that names it.
-
-    Of a traced array the value is not known: it is raised to `least`, as what a
-    schedule returns.
-    """
-    if callable(bound) and not isinstance(
-        bound, optax.GradientTransformation
-    ):  # a projection is callable, too
-        return bound
-    if not is_real(bound):
-        hint = "; trees go to clipjax.functional, or to a projection, as in max_norm(3.0)(params)"
-        hint = (
-            hint if type(bound) in (list, tuple, dict) and "schedule" in forms else ""
-        )
-        raise TypeError(
-            f"{name} must be {forms} of real numbers, got {short_repr(bound)}{hint}"
-        )
-    if scalar:
-        check_fits(name, bound, (), "the norm of all leaves")
-    if isinstance(bound, jax.core.Tracer):
-        return _at_least(bound, least)
-    value = np.asarray(
-        jax.device_get(bound), np.float64
-    )  # an explicit transfer, which transfer guards allow
-    if not (value >= least).all():
-        wanted = "not be NaN" if np.isnan(value).any() else f"be at least {least:g}"
-        raise ValueError(f"{name} must {wanted}, got {short_repr(bound)}")
-    return as_float(bound)
-
-
-def check_constant(
+def as_constant(
     name: str, bound: Any, least: float = 0, *, scalar: bool = False
 ) -> Any:
     """Return a checked number or array, for functions that have no step."""
@@ -90,18 +49,21 @@ def check_constant(
             f"{name} must be a number or an array here, not a schedule: got "
             f"{short_repr(bound)}"
         )
-    return check_bound(name, bound, least, scalar=scalar, forms="a number or an array")
+    return _checked(name, bound, least, scalar, "a number or an array")
 
 
 def as_schedule(
     name: str, bound: Any, least: float = 0, *, scalar: bool = False
 ) -> Callable[[Any], Any]:
-    """Check a bound, and return the function from the step to its value, which is never below `least`.
+    """Check a bound, and return the function from the step to its value.
 
-    So a schedule that falls below 0 clips to 0, and flips no sign. NaN stays NaN.
+    The value is never below `least`, so that a schedule that falls below 0 clips to 0
+    and flips no sign. NaN stays NaN.
     """
-    checked = check_bound(name, bound, least, scalar=scalar)
-    if not callable(bound):
+    # A projection is callable, too.
+    if not callable(bound) or isinstance(bound, optax.GradientTransformation):
+        forms = "a number, an array or a schedule"
+        checked = _checked(name, bound, least, scalar, forms)
         return lambda step: checked
 
     def evaluate(step: Any) -> Any:
@@ -124,18 +86,47 @@ def as_schedule(
     return evaluate
 
 
+def _checked(name: str, bound: Any, least: float, scalar: bool, forms: str) -> Any:
+    """Return a number or an array, or raise an error that names it.
+
+    Of a traced array the value is not known: it is raised to `least`, as what a
+    schedule returns.
+    """
+    if not is_real(bound):
+        is_tree = type(bound) in (list, tuple, dict) and "schedule" in forms
+        hint = (
+            "; trees go to clipjax.functional, or to a projection, as in "
+            "max_norm(3.0)(params)"
+        )
+        raise TypeError(
+            f"{name} must be {forms} of real numbers, got {short_repr(bound)}"
+            f"{hint if is_tree else ''}"
+        )
+    if scalar:
+        check_fits(name, bound, (), "the norm of all leaves")
+    if isinstance(bound, jax.core.Tracer):
+        return _at_least(bound, least)
+    # An explicit transfer, which transfer guards allow.
+    value = np.asarray(jax.device_get(bound), np.float64)
+    if not (value >= least).all():
+        wanted = "not be NaN" if np.isnan(value).any() else f"be at least {least:g}"
+        raise ValueError(f"{name} must {wanted}, got {short_repr(bound)}")
+    return as_float(bound)
+
+
 def _at_least(bound: Any, least: float) -> Any:
     if least == -np.inf:
         return bound
-    return (jnp if isinstance(bound, jax.Array) else np).maximum(
-        bound, least
-    )  # numbers stay as exact as they are
+    xp = jnp if isinstance(bound, jax.Array) else np  # NumPy's stay exact
+    return xp.maximum(bound, least)
 
 
 def fit_bound(name: str, bound: Any, norms: jax.Array, of: Any) -> Any:
-    """Return a bound for norms: a scalar as it is, an array of the rank of the norms."""
+    """Return a bound for norms: a scalar as it is, an array with their rank."""
     if np.ndim(bound) == 0:
         return bound
+    if norms.ndim == 0 and np.size(bound) == 1:  # a norm whose axes were kept
+        return jnp.reshape(bound, ())
     check_fits(name, bound, norms.shape, of)
     return jnp.reshape(bound, (1,) * (norms.ndim - np.ndim(bound)) + np.shape(bound))
 
@@ -147,11 +138,3 @@ def check_fits(name: str, bound: Any, shape: tuple[int, ...], of: Any) -> None:
     if len(given) > len(shape) or any(b not in (1, s) for b, s in pairs):
         wanted = f"broadcast to shape {tuple(shape)}" if shape else "be a scalar"
         raise ValueError(f"{name} must {wanted}, for {of}; got shape {given}")
-
-
-def traced_error(name: str, value: Any) -> TypeError:
-    """Return the error for a traced number on which the program itself depends, such as a size."""
-    return TypeError(
-        f"{name} must be known before compiling: pass a Python value, and name it in "
-        f"static_args of optax.inject_hyperparams, got {short_repr(value)}"
-    )

@@ -1,6 +1,7 @@
-"""From `act(updates, params, step, memory, **extra)` to an Optax transformation whose state holds metrics."""
+"""From `act(updates, params, step, memory, **extra)` to an Optax transformation.
 
-from __future__ import annotations
+Its state holds metrics.
+"""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -12,9 +13,11 @@ import numpy as np
 import optax
 from jax import lax
 
-from clipjax._core import bounds, trees
+from clipjax._core import bounds, norms, trees
+from clipjax._core.aliases import Metrics, Scalar, Tree
+from clipjax._core.messages import a_few, short_repr
 
-Act = Callable[..., tuple[Any, dict[str, jax.Array], Any]]
+Act = Callable[..., tuple[Tree, Metrics, Any]]
 
 
 class MetricsState(NamedTuple):
@@ -23,19 +26,19 @@ class MetricsState(NamedTuple):
     Keys are `"<transformation>/<metric>"`.
     """
 
-    step: jax.Array  # int32: how many updates there were
-    last: dict[str, jax.Array]  # metrics of the last update
-    totals: dict[str, jax.Array]  # int32, of int metrics: their sums over all updates
-    shares: dict[
-        str, jax.Array
-    ]  # int32, of bool metrics: the updates at which they were true
+    step: Scalar  # int32: how many updates there were
+    last: Metrics  # metrics of the last update
+    totals: Metrics  # int32, of int metrics: their sums over all updates
+    shares: Metrics  # int32, of bool metrics: the updates at which they were true
     memory: Any  # what the transformation itself remembers
 
 
 def with_metrics(
     name: str, act: Act, remember: Callable[[Any], Any] | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Make a gradient transformation whose metrics :func:`clipjax.metrics` reads; every clip here is one.
+    """Make a gradient transformation with metrics, as every clip here is one.
+
+    :func:`clipjax.metrics` reads them from its state.
 
     Args:
       name: the first part of the names of its metrics.
@@ -81,77 +84,23 @@ def with_metrics(
         raise TypeError(
             f"remember must be a function of the parameters or None, got {remember!r}"
         )
+    parameters = inspect.signature(act).parameters.values()
+    takes_extra = any(each.kind is each.VAR_KEYWORD for each in parameters)
 
-    takes_extra = any(
-        each.kind is each.VAR_KEYWORD
-        for each in inspect.signature(act).parameters.values()
-    )
-
-    def named(metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        for key, x in metrics.items():
-            if np.ndim(x) or not (
-                bounds.is_real(x)
-                or isinstance(x, bool)
-                or getattr(x, "dtype", "") == "bool"
-            ):
-                given = f"shape {np.shape(x)}" if np.ndim(x) else bounds.short_repr(x)
-                raise TypeError(
-                    f"act: the metric {key!r} of {name} must be a real scalar or a "
-                    f"bool, got {given}"
-                )
-        shares = {
-            f"{key}_fraction"
-            for key, x in metrics.items()
-            if jnp.result_type(x).kind == "b"
-        }
-        if taken := {"steps", "nonfinite_count", *shares} & set(metrics):
-            raise ValueError(
-                f"metrics: {sorted(taken)} of {name} are names that clipjax adds; "
-                "choose others"
-            )
-        if "norm" in metrics:
-            metrics = {
-                **metrics,
-                "nonfinite_count": (~jnp.isfinite(metrics["norm"])).astype(np.int32),
-            }
-        return {f"{name}/{key}": jnp.asarray(x) for key, x in metrics.items()}
-
-    def first_metrics(params: Any, memory: Any) -> dict[str, jax.Array]:
+    def first_metrics(params: Tree, memory: Any) -> Metrics:
         returned = act(params, params, jnp.zeros((), np.int32), memory)
-        if not (
-            isinstance(returned, tuple)
-            and len(returned) == 3
-            and isinstance(returned[1], Mapping)
-        ):
-            given = bounds.short_repr(returned)
-            raise TypeError(
-                f"act of {name} must return (updates, a dict of metrics, memory), got "
-                f"{given}"
-            )
-        kinds = [
-            jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(np.shape(x))}", m)
-            for m in (memory, returned[2])
-        ]
-        # Not kinds[0] != kinds[1]: placeholders of optax.tree.map_params equal only
-        # themselves.
-        if (
-            len({(jax.tree.structure(kind), *jax.tree.leaves(kind)) for kind in kinds})
-            > 1
-        ):
-            raise TypeError(
-                f"act of {name} must return memory in the shapes and dtypes "
-                f"{kinds[0]}, got {kinds[1]}"
-            )
-        return named(returned[1])
+        _check_returned(name, returned, memory)
+        return named(name, returned[1])
 
-    def init(params: Any) -> MetricsState:
+    def init(params: Tree) -> MetricsState:
         trees.leaves_of(params)  # raises its errors
         memory = () if remember is None else remember(params)
         return first_state(jax.eval_shape(first_metrics, params, memory), memory)
 
     def update(
-        updates: Any, state: Any, params: Any = None, **extra: Any
-    ) -> tuple[Any, Any]:
+        updates: Tree, state: Any, params: Tree = None, **extra: Any
+    ) -> tuple[Tree, Any]:
+        norms.warn_if_local()
         extra = extra if takes_extra else {}
         if state is None or isinstance(state, optax.EmptyState):
             if remember is not None:
@@ -163,69 +112,110 @@ def with_metrics(
         updates, metrics, memory = act(
             updates, params, state.step, state.memory, **extra
         )
-        return updates, next_state(state, named(metrics), memory)
+        return updates, next_state(state, named(name, metrics), memory)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def first_state(metrics: dict[str, Any], memory: Any) -> MetricsState:
+def _check_returned(name: str, returned: Any, memory: Any) -> None:
+    """Raise an error if `act` returned what a state cannot hold."""
+    is_triple = isinstance(returned, tuple) and len(returned) == 3
+    if not (is_triple and isinstance(returned[1], Mapping)):
+        raise TypeError(
+            f"act of {name} must return (updates, a dict of metrics, memory), got "
+            f"{short_repr(returned)}"
+        )
+    wanted, given = (jax.tree.map(_kind, each) for each in (memory, returned[2]))
+    # Not wanted != given: placeholders of optax.tree.map_params equal only themselves.
+    each = {(jax.tree.structure(x), *jax.tree.leaves(x)) for x in (wanted, given)}
+    if len(each) > 1:
+        raise TypeError(
+            f"act of {name} must return memory in the shapes and dtypes {wanted}, got "
+            f"{given}"
+        )
+
+
+def _kind(x: Any) -> str:
+    return f"{jnp.result_type(x)}{list(np.shape(x))}"
+
+
+def named(name: str, metrics: Metrics) -> Metrics:
+    """Return checked metrics by the names in a state, with those that clipjax adds."""
+    shares = set()
+    for key, x in metrics.items():
+        is_bool = isinstance(x, bool) or getattr(x, "dtype", "") == "bool"
+        if np.ndim(x) or not (is_bool or bounds.is_real(x)):
+            given = f"shape {np.shape(x)}" if np.ndim(x) else short_repr(x)
+            raise TypeError(
+                f"act: the metric {key!r} of {name} must be a real scalar or a bool, "
+                f"got {given}"
+            )
+        shares |= {f"{key}_fraction"} if is_bool else set()
+    if taken := {"steps", "nonfinite_count", *shares} & set(metrics):
+        raise ValueError(
+            f"metrics: {sorted(taken)} of {name} are names that clipjax adds; choose "
+            "others"
+        )
+    if "norm" in metrics:
+        bad = ~jnp.isfinite(metrics["norm"])
+        metrics = {**metrics, "nonfinite_count": bad.astype(np.int32)}
+    return {f"{name}/{key}": jnp.asarray(x) for key, x in metrics.items()}
+
+
+def first_state(metrics: Mapping[str, Any], memory: Any) -> MetricsState:
     """Return the state before the first step, for metrics of these dtypes.
 
     Each scalar is a buffer of its own, since a buffer can be donated only once.
     """
-    kinds: dict[str, dict[str, jax.Array]] = {"b": {}, "i": {}, "f": {}}
+    last: Metrics = {}
+    totals: Metrics = {}
+    shares: Metrics = {}
     for key, x in metrics.items():
-        kind = {"b": "b", "i": "i", "u": "i"}.get(np.dtype(x.dtype).kind, "f")
-        kinds[kind][key] = jnp.zeros((), x.dtype if kind == "f" else np.int32)
-    return MetricsState(
-        jnp.zeros((), np.int32), kinds["f"], kinds["i"], kinds["b"], memory
-    )
+        kind = np.dtype(x.dtype).kind
+        part = {"b": shares, "i": totals, "u": totals}.get(kind, last)
+        part[key] = jnp.zeros((), x.dtype if part is last else np.int32)
+    return MetricsState(jnp.zeros((), np.int32), last, totals, shares, memory)
 
 
-def next_state(
-    state: MetricsState, metrics: dict[str, jax.Array], memory: Any
-) -> MetricsState:
-    """Return the state after a step with these metrics, or raise an error if it was made for others."""
+def next_state(state: MetricsState, metrics: Metrics, memory: Any) -> MetricsState:
+    """Return the state after a step with these metrics.
+
+    A state that was made for other metrics is an error.
+    """
     known = {*state.last, *state.totals, *state.shares}
-    if known != set(metrics):
-        more, less = (
-            trees.a_few(sorted(x), 5) or "none"
-            for x in (set(metrics) - known, known - set(metrics))
-        )
+    more = sorted(set(metrics) - known)
+    less = sorted(known - set(metrics))
+    if more or less:
         raise ValueError(
-            f"state: it was made for other metrics; this step has {more} more, and "
-            f"{less} less"
+            "state: it was made for other metrics; this step has "
+            f"{a_few(more, 5) or 'none'} more, and {a_few(less, 5) or 'none'} less"
         )
-    metrics = lax.stop_gradient(metrics)
-    last = {key: metrics[key].astype(old.dtype) for key, old in state.last.items()}
-    totals, shares = (
-        {key: saturating_add(old, metrics[key]) for key, old in part.items()}
-        for part in state[2:4]
-    )
-    return MetricsState(optax.safe_increment(state.step), last, totals, shares, memory)
+    new = lax.stop_gradient(metrics)
+    last = {key: new[key].astype(old.dtype) for key, old in state.last.items()}
+    totals = {key: saturating_add(old, new[key]) for key, old in state.totals.items()}
+    shares = {key: saturating_add(old, new[key]) for key, old in state.shares.items()}
+    step = optax.safe_increment(state.step)
+    return MetricsState(step, last, totals, shares, memory)
 
 
 def saturating_add(counter: jax.Array, more: jax.Array) -> jax.Array:
     """Add a number to an int32 counter, which stops at its largest value."""
     most = np.iinfo(np.int32).max
-    more = (more if more.dtype.itemsize < 4 else jnp.minimum(more, most)).astype(
-        np.int32
-    )
+    if more.dtype.itemsize >= 4:
+        more = jnp.minimum(more, most)
+    more = more.astype(np.int32)
     return jnp.where(counter > most - jnp.maximum(more, 0), most, counter + more)
 
 
 def check_state(name: str, kind: type[Any], state: Any) -> None:
-    """Raise an error if a state is not of the class that `init` returns, or has the metrics of others."""
-    keys = (
-        (*state.last, *state.totals, *state.shares)
-        if isinstance(state, MetricsState)
-        else ()
-    )
+    """Raise an error if a state is not one that `init` returned, but of others."""
+    keys: tuple[str, ...] = ()
+    if isinstance(state, MetricsState):
+        keys = (*state.last, *state.totals, *state.shares)
     others = {key.partition("/")[0] for key in keys} - {name}
     if not isinstance(state, kind) or others:
-        given = (
-            f"that of {', '.join(sorted(others))}" if others else type(state).__name__
-        )
+        of_others = f"that of {', '.join(sorted(others))}"
+        given = of_others if others else type(state).__name__
         raise TypeError(
             f"state: {name} needs the state that its init returned, got {given}"
         )

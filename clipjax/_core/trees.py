@@ -1,7 +1,5 @@
 """Leaves with their paths, and the patterns that match these."""
 
-from __future__ import annotations
-
 import fnmatch
 import glob
 import itertools
@@ -14,11 +12,16 @@ import numpy as np
 import optax
 from jax.tree_util import GetAttrKey
 
+from clipjax._core.aliases import Tree
+from clipjax._core.messages import a_few
+
+Path = tuple[Any, ...]  # JAX's keys
+
 
 class Leaf(NamedTuple):
     """A leaf of a tree: an array, or what is no array and passes through."""
 
-    path: tuple[Any, ...]
+    path: Path
     value: Any
 
     @property
@@ -31,35 +34,29 @@ class Leaf(NamedTuple):
 
 
 def is_float(x: Any) -> bool:
-    """Return whether a leaf has a norm: float and complex ones do; ints, bools, keys and float0 do not."""
+    """Return whether a leaf has a norm: float and complex ones do."""
     return bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
-def path_name(path: tuple[Any, ...]) -> str:
+def path_name(path: Path) -> str:
     """Format a key path, such as `"encoder/Dense_0/kernel"`."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def with_paths(
-    tree: Any, is_leaf: Callable[[Any], bool] = lambda _: False
-) -> list[tuple[tuple[Any, ...], Any]]:
+    tree: Tree, is_leaf: Callable[[Any], bool] = lambda _: False
+) -> list[tuple[Path, Any]]:
     """Return the leaves of a tree with their key paths.
 
-    Flax keeps an array in a box (`nnx.Variable`, `nn.Partitioned`) at `value`, which is
-    left out.
+    Flax keeps an array in a box (`nnx.Variable`, `nn.Partitioned`) at `value`, which
+    is left out.
     """
+    flatten = jax.tree_util.tree_leaves_with_path
     found = []
-    for path, node in jax.tree_util.tree_leaves_with_path(
-        tree, is_leaf=lambda x: is_box(x) or is_leaf(x)
-    ):
-        for inner, leaf in (
-            jax.tree_util.tree_leaves_with_path(node, is_leaf)
-            if is_box(node)
-            else [((), node)]
-        ):
-            found.append(
-                ((*path, *itertools.dropwhile(GetAttrKey("value").__eq__, inner)), leaf)
-            )
+    for path, node in flatten(tree, is_leaf=lambda x: is_box(x) or is_leaf(x)):
+        for inner, leaf in flatten(node, is_leaf) if is_box(node) else [((), node)]:
+            kept = itertools.dropwhile(GetAttrKey("value").__eq__, inner)
+            found.append(((*path, *kept), leaf))
     return found
 
 
@@ -67,31 +64,36 @@ def is_box(node: Any) -> bool:
     """Return whether a node is one of Flax's boxes around arrays."""
     if isinstance(node, jax.Array):  # nearly all are
         return False
-    each = type(node).__mro__
     return any(
-        x.__name__ in ("Variable", "AxisMetadata") and x.__module__.startswith("flax.")
-        for x in each
+        kind.__name__ in ("Variable", "AxisMetadata")
+        and kind.__module__.startswith("flax.")
+        for kind in type(node).__mro__
     )
 
 
-def leaves_of(tree: Any) -> tuple[list[Leaf], Callable[[Sequence[Any]], Any]]:
-    """Return the leaves of a tree, and the function that puts other values in their places.
+def leaves_of(tree: Tree) -> tuple[list[Leaf], Callable[[Sequence[Any]], Tree]]:
+    """Return the leaves of a tree, and the function that puts others in their places.
 
     Python numbers and NumPy arrays of floats become JAX arrays; what is no array, such
     as a function, is an error.
     """
+    leaves = [Leaf(path, _as_array(path, leaf)) for path, leaf in with_paths(tree)]
     treedef: Any = jax.tree.structure(tree)
-    return [
-        Leaf(path, _as_array(path, leaf)) for path, leaf in with_paths(tree)
-    ], treedef.unflatten
+    return leaves, treedef.unflatten
 
 
-def floats_of(tree: Any) -> list[jax.Array]:
+def floats_of(tree: Tree) -> list[jax.Array]:
     """Return the leaves that have a norm."""
     return [leaf.value for leaf in leaves_of(tree)[0] if is_float(leaf.value)]
 
 
-def _as_array(path: tuple[Any, ...], leaf: Any) -> Any:
+def map_floats(function: Callable[[Leaf], Any], tree: Tree) -> Tree:
+    """Return a tree with `function(leaf)` in place of each leaf that has a norm."""
+    leaves, rebuild = leaves_of(tree)
+    return rebuild([function(x) if is_float(x.value) else x.value for x in leaves])
+
+
+def _as_array(path: Path, leaf: Any) -> Any:
     if isinstance(leaf, jax.Array):
         return leaf
     if isinstance(leaf, bool | int | float | complex) or hasattr(leaf, "__jax_array__"):
@@ -110,17 +112,61 @@ def _as_array(path: tuple[Any, ...], leaf: Any) -> Any:
     )
 
 
+def params_for(name: str, updates: Tree, params: Tree) -> Tree:
+    """Return the parameters, with None where the updates have None.
+
+    Other structures and shapes than those of the updates are an error.
+    """
+    if params is None:
+        raise ValueError(
+            f"params: {name} needs them: tx.update(updates, state, params)"
+        )
+
+    def is_none(x: Any) -> bool:
+        return x is None
+
+    def if_updated(update: Any, param: Any) -> Any:
+        return None if update is None else param
+
+    try:
+        params = jax.tree.map(if_updated, updates, params, is_leaf=is_none)
+    except ValueError as error:
+        raise ValueError(
+            f"params: {name} needs them in the structure of the updates: {error}"
+        ) from error
+    wanted, given = (list(map(np.shape, jax.tree.leaves(x))) for x in (updates, params))
+    if wanted != given:
+        _raise_if_unlike(name, leaves_of(updates)[0], leaves_of(params)[0])
+    return params
+
+
+def _raise_if_unlike(name: str, updates: list[Leaf], params: list[Leaf]) -> None:
+    missing = {leaf.name for leaf in updates} - {leaf.name for leaf in params}
+    if missing:
+        raise ValueError(
+            f"params: {name} needs one for each update, but has none for "
+            f"{a_few(sorted(missing))}"
+        )
+    for update, param in zip(updates, params, strict=True):
+        shape = np.shape(update.value)
+        if shape != np.shape(param.value):
+            raise ValueError(
+                f"updates: {name} got shape {shape} for the parameter {param.name!r} "
+                f"of shape {np.shape(param.value)}"
+            )
+
+
 def matches(pattern: str, name: str) -> bool:
-    """Return whether a glob matches a whole path, or its last components; with a leading slash, only the former."""
-    whole = pattern.startswith("/")
-    return (
-        fnmatch.fnmatchcase(f"/{name}", pattern if whole else f"*/{pattern}")
-        or pattern == name
-    )
+    """Return whether a glob matches a whole path, or its last components.
+
+    With a leading slash it only matches the whole path.
+    """
+    glob_of_all = pattern if pattern.startswith("/") else f"*/{pattern}"
+    return pattern == name or fnmatch.fnmatchcase(f"/{name}", glob_of_all)
 
 
 def first_matches(
-    argument: str, patterns: Sequence[str], tree: Any, *, in_order: bool = True
+    argument: str, patterns: Sequence[str], tree: Tree, *, in_order: bool = True
 ) -> list[str | None]:
     """Return the first of `patterns` that matches each leaf of a tree, or None.
 
@@ -129,30 +175,28 @@ def first_matches(
     which it may be for.
     """
     found = with_paths(tree, _is_absent)
-    names = [
-        path_name(path) for path, _ in found
-    ]  # two may be the same: those of {"a/b": x, "a": {"b": y}}
+    # Two may be the same: those of {"a/b": x, "a": {"b": y}}.
+    names = [path_name(path) for path, _ in found]
     each = _all_matches(patterns, names)
     first = [which[0] if which else None for which in each]
     if names and not any(isinstance(node, optax.MaskedNode) for _, node in found):
         used = set(itertools.chain(*each))
         for pattern in (p for p in patterns if p not in used):
-            inside = any(matches(f"{pattern}/*", name) for name in names)
-            hint = f"; {pattern + '/*'!r} matches some" if inside else ""
+            below = f"{pattern}/*"
+            is_folder = any(matches(below, name) for name in names)
+            hint = f"; {below!r} matches some" if is_folder else ""
             raise ValueError(
-                f"{argument}: the pattern {pattern!r} matches no leaf{hint}. The "
-                f"paths are: {a_few(names)}"
+                f"{argument}: the pattern {pattern!r} matches no leaf{hint}. The paths "
+                f"are: {a_few(names)}"
             )
-        if in_order and (late := set(patterns) - set(first)):
+        late = set(patterns) - set(first)
+        if in_order and late:
             raise ValueError(
                 f"{argument}: {a_few(sorted(late))} comes after patterns that match "
                 "all of its leaves"
             )
-    return [
-        which
-        for which, (_, node) in zip(first, found, strict=True)
-        if not _is_absent(node)
-    ]
+    kept = zip(first, found, strict=True)
+    return [which for which, (_, node) in kept if not _is_absent(node)]
 
 
 def _all_matches(patterns: Sequence[str], names: Sequence[str]) -> list[list[str]]:
@@ -161,20 +205,14 @@ def _all_matches(patterns: Sequence[str], names: Sequence[str]) -> list[list[str
     Those without wildcards are looked up: `unit_axes` has one for each leaf, and would
     take quadratic time.
     """
-    place, globs = (
-        {pattern: i for i, pattern in enumerate(patterns)},
-        [p for p in patterns if glob.has_magic(p)],
-    )
+    place = {pattern: i for i, pattern in enumerate(patterns)}
+    globs = [pattern for pattern in patterns if glob.has_magic(pattern)]
     each = []
     for name in names:
-        ends = {
-            f"/{name}",
-            *(name.split("/", i)[-1] for i in range(name.count("/") + 1)),
-        }
-        found = {
-            *(end for end in ends if end in place),
-            *(p for p in globs if matches(p, name)),
-        }
+        parts = name.split("/")
+        ends = {"/".join(parts[i:]) for i in range(len(parts))}
+        exact = [end for end in (f"/{name}", *ends) if end in place]
+        found = {*exact, *(p for p in globs if matches(p, name))}
         each.append(sorted(found, key=place.__getitem__))
     return each
 
@@ -183,17 +221,12 @@ def _is_absent(node: Any) -> bool:
     return node is None or isinstance(node, optax.MaskedNode)
 
 
-def per_leaf(argument: str, given: Any, tree: Any, other: Any) -> list[Any]:
-    """Return what is given for each leaf: the same for all, or by path patterns, with `other` where none matches."""
+def per_leaf(argument: str, given: Any, tree: Tree, other: Any) -> list[Any]:
+    """Return what is given for each leaf: the same for all, or by path patterns.
+
+    It is `other` where no pattern matches.
+    """
     if not isinstance(given, Mapping):
-        return [given] * len(leaves_of(tree)[0])
-    return [
-        other if pattern is None else given[pattern]
-        for pattern in first_matches(argument, tuple(given), tree)
-    ]
-
-
-def a_few(names: Sequence[Any], most: int = 20) -> str:
-    """List the first names, and say how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(map(str, names[:most])) + more
+        return [given] * len(jax.tree.leaves(tree))
+    found = first_matches(argument, tuple(given), tree)
+    return [other if pattern is None else given[pattern] for pattern in found]

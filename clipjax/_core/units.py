@@ -1,14 +1,14 @@
-"""Units: which entries of a leaf share a norm, as `axes` say, those that are reduced."""
-
-from __future__ import annotations
+"""Units: which entries of a leaf share a norm, as the reduced `axes` say."""
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NamedTuple, SupportsIndex, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, SupportsIndex, TypeAlias
 
 import jax
 
-from clipjax._core import bounds, norms, trees
+from clipjax._core import norms, trees
+from clipjax._core.aliases import Tree
+from clipjax._core.messages import a_few, traced_error
 
 
 class Skip:
@@ -24,10 +24,13 @@ class Skip:
 SKIP: Final = Skip()
 """The axes of a leaf that is not changed."""
 
+_UNMATCHED = Skip()  # of a leaf that no pattern matches
+
 Rule: TypeAlias = Callable[[Any, Any], Any]
 Axes: TypeAlias = (
     SupportsIndex | Sequence[SupportsIndex] | Rule | Skip | Mapping[str, Any] | None
 )
+AutoAxes: TypeAlias = Axes | Literal["auto"]
 
 
 def fan_in(path: Any, leaf: Any) -> tuple[int, ...] | Skip:
@@ -48,20 +51,8 @@ def fan_in(path: Any, leaf: Any) -> tuple[int, ...] | Skip:
     return tuple(range(len(leaf.shape) - 1)) or SKIP
 
 
-def fan_in_or_all(path: Any, leaf: Any) -> tuple[int, ...] | None:
-    """Reduce as :func:`fan_in`, and over all of a bias or a scale, which is one unit.
-
-    Example:
-      >>> import clipjax, jax.numpy as jnp
-      >>> kernel, bias = jnp.ones((3, 3, 16, 32)), jnp.ones(32)
-      >>> clipjax.fan_in_or_all((), kernel), clipjax.fan_in_or_all((), bias)
-      ((0, 1, 2), None)
-    """
-    return tuple(range(len(leaf.shape) - 1)) or None
-
-
 def fan_in_of_matrices(path: Any, leaf: Any) -> tuple[int, ...] | Skip:
-    """Return `fan_in`, or raise an error for higher ranks: what "auto" stands for where weights are bounded."""
+    """Return `fan_in`, or raise for higher ranks: "auto" where weights are bounded."""
     if len(leaf.shape) > 2:
         raise unclear(path, leaf)
     return fan_in(path, leaf)
@@ -83,57 +74,65 @@ class LeafUnits(NamedTuple):
 
     place: int  # among the leaves of the tree
     leaf: trees.Leaf
-    axes: (
-        tuple[int, ...] | None
-    )  # those that are reduced; None: the whole leaf is one unit
+    axes: norms.Reduced  # None: the whole leaf is one unit
 
 
 def of_tree(
-    tree: Any, axes: Any, chosen: Sequence[bool] | None = None
+    tree: Tree, axes: Any, chosen: Sequence[bool] | None = None
 ) -> list[LeafUnits]:
-    """Return the leaves of a tree that have units, as checked `axes` say, of all leaves or of those that are chosen.
+    """Return the leaves of a tree that have units, of all leaves or those chosen.
+
+    Args:
+      tree: a pytree of arrays.
+      axes: what :func:`check_axes` returned.
+      chosen: for each leaf whether it may have units; None: all may.
 
     Raises:
-      ValueError: an axis is out of range or repeated; a pattern matches no leaf; every
-        leaf is skipped, but not by SKIP itself, by a rule, or in a mapping that has
-        other axes, too; inside `shard_map`, a leaf may be split along the reduced axes.
+      ValueError: an axis is out of range or repeated; a pattern matches no leaf; no
+        leaf is found, and nobody asked for that; inside `shard_map`, a leaf may be
+        split along the reduced axes.
     """
-    norms.warn_if_local()
-    found, floats = [], []
-    each = zip(
-        trees.leaves_of(tree)[0], trees.per_leaf("axes", axes, tree, SKIP), strict=True
-    )
-    for i, (leaf, rule) in enumerate(each):
+    leaves, _ = trees.leaves_of(tree)
+    rules = trees.per_leaf("axes", axes, tree, _UNMATCHED)
+    found = []
+    skipped = []
+    for i, (leaf, rule) in enumerate(zip(leaves, rules, strict=True)):
         if trees.is_float(leaf.value) and (chosen is None or chosen[i]):
-            floats += [leaf] if leaf.value.size else []
             reduced = _resolve(rule, leaf)
-            if not isinstance(reduced, Skip):
-                if reduced is not None:
-                    check_whole("axes", leaf)
-                found.append(LeafUnits(i, leaf, reduced))
-    if isinstance(axes, Mapping):  # one that skips some leaves may find no others
-        asked = 0 < sum(isinstance(each, Skip) for each in axes.values()) < len(axes)
-    else:
-        asked = isinstance(axes, Skip) or (
-            callable(axes) and axes not in (fan_in, fan_in_of_matrices)
-        )
-    if floats and not (asked or found):
-        shown = (
-            "'auto'"
-            if axes is fan_in_of_matrices
-            else getattr(axes, "__name__", repr(axes))
-        )
-        raise ValueError(
-            f"axes: nothing is changed, since {shown} applies to none of: "
-            f"{trees.a_few(floats, 5)}. 'auto', ints and fan_in are for rank 2 and "
-            "more; axes=None gives each leaf one norm, axes={'*bias': None} each "
-            "bias. A mapping is only for the leaves that its patterns match"
-        )
+            if isinstance(reduced, Skip):
+                skipped.append((leaf, rule))
+                continue
+            if reduced is not None:
+                check_whole("axes", leaf)
+            found.append(LeafUnits(i, leaf, reduced))
+    if not found:
+        _check_is_meant(axes, skipped)
     return found
 
 
+def _check_is_meant(axes: Any, skipped: list[tuple[trees.Leaf, Any]]) -> None:
+    """Raise an error if leaves are skipped that no SKIP and no user's rule skips."""
+    rules = [rule for _, rule in skipped]
+    asked = any(rule is SKIP or _is_rule(rule) for rule in rules)
+    full = [leaf for leaf, _ in skipped if leaf.value.size]
+    if full and (not asked or _UNMATCHED in rules):
+        is_auto = axes is fan_in_of_matrices
+        shown = "'auto'" if is_auto else getattr(axes, "__name__", repr(axes))
+        raise ValueError(
+            f"axes: nothing is changed, since {shown} applies to none of: "
+            f"{a_few(full, 5)}. 'auto', ints and fan_in are for rank 2 and more; "
+            "axes=None gives each leaf one norm, axes={'*bias': None} each bias. A "
+            "mapping is only for the leaves that its patterns match"
+        )
+
+
+def _is_rule(axes: Any) -> bool:
+    """Return whether axes are a rule of the user's."""
+    return callable(axes) and axes not in (fan_in, fan_in_of_matrices)
+
+
 def check_whole(name: str, leaf: trees.Leaf) -> None:
-    """Raise an error inside `shard_map` if this device may hold a part of each unit."""
+    """Raise inside `shard_map` if this device may hold a part of each unit."""
     if axes := norms.mesh_axes(leaf.value):
         raise ValueError(
             f"{name}: inside shard_map, {leaf} differs over {axes}, and its type does "
@@ -148,12 +147,12 @@ def norms_of(found: Sequence[LeafUnits], ord: float = 2) -> list[jax.Array]:
 
 
 def check_axes(axes: Any, name: str = "axes", *, auto: Rule | None = None) -> Any:
-    """Return `axes`, with ints as Python's and the rule `auto` for "auto", or raise an error for invalid ones.
+    """Return `axes`, with ints as Python's and the rule `auto` for "auto".
 
     The default is that word and no function, since `optax.inject_hyperparams` takes
-    functions for schedules.
+    functions for schedules. What is invalid for any tree is an error.
     """
-    if isinstance(axes, str) and axes == "auto" and auto:
+    if auto and isinstance(axes, str) and axes == "auto":
         return auto
     if isinstance(axes, Mapping):
         if not axes or not all(isinstance(pattern, str) for pattern in axes):
@@ -161,43 +160,38 @@ def check_axes(axes: Any, name: str = "axes", *, auto: Rule | None = None) -> An
                 f"{name}: a mapping must be from path patterns, got {axes!r}"
             )
         return {
-            pattern: check_axes(each, f"{name}[{pattern!r}]")
+            pattern: check_axes(each, f"{name}[{pattern!r}]", auto=auto)
             for pattern, each in axes.items()
         }
     if axes is None or callable(axes) or isinstance(axes, Skip):
         return axes
     if isinstance(axes, jax.core.Tracer):
-        raise bounds.traced_error(name, axes)
+        raise traced_error(name, axes)
     several = isinstance(axes, Sequence)
     try:
-        each = tuple(operator.index(axis) for axis in (axes if several else [axes]))
+        each = tuple(map(operator.index, axes if several else [axes]))
     except TypeError:
         each = None
     if each is None or isinstance(axes, bool | str | bytes):
         raise TypeError(
-            f"{name} must be ints, a rule (path, leaf) -> axes, a mapping or None, "
-            f"got {axes!r}"
+            f"{name} must be ints, a rule (path, leaf) -> axes, a mapping or None, got "
+            f"{axes!r}"
         )
     return each if several else each[0]
 
 
-def _resolve(axes: Any, leaf: trees.Leaf) -> tuple[int, ...] | Skip | None:
-    """Return the axes to reduce in a leaf, as sorted non-negative ints; None for the whole leaf."""
-    shape = leaf.value.shape
-    rank = len(shape)
+def _resolve(axes: Any, leaf: trees.Leaf) -> norms.Reduced | Skip:
+    """Return the axes to reduce in a leaf, sorted and not negative."""
+    rank = len(leaf.value.shape)
     if callable(axes):
-        axes = check_axes(
-            axes(leaf.path, leaf.value), f"axes of {leaf.name!r}, by the rule,"
-        )
+        name = f"axes of {leaf.name!r}, by the rule,"
+        axes = check_axes(axes(leaf.path, leaf.value), name)
+        if callable(axes) or isinstance(axes, Mapping):
+            raise TypeError(f"{name} must be ints, None or SKIP, got {axes!r}")
     elif axes is not None and not isinstance(axes, Skip) and rank < 2:
         return SKIP
     if axes is None or isinstance(axes, Skip):
         return axes
-    if callable(axes) or isinstance(axes, Mapping):
-        raise TypeError(
-            f"axes of {leaf.name!r}, by the rule, must be ints, None or SKIP, got "
-            f"{axes!r}"
-        )
     each = (axes,) if isinstance(axes, int) else tuple(axes)
     if any(not -rank <= axis < rank for axis in each):
         raise ValueError(f"axes: {axes} is out of range for {leaf}")

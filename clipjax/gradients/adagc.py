@@ -1,8 +1,7 @@
 """Bounds on each leaf or unit that follow its own past norms."""
 
-from __future__ import annotations
-
 import functools
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, SupportsIndex, get_args
 
 import jax
@@ -12,6 +11,7 @@ import optax
 
 from clipjax import _checks
 from clipjax._core import bounds, clipping, norms, transformation, trees, units
+from clipjax._core.aliases import Scalar, Tree
 from clipjax.gradients.history import if_counted
 
 WarmupNorms = Literal["before", "after"]
@@ -36,7 +36,7 @@ def adagc(
     warmup_norms: WarmupNorms = "before",
     axes: units.Axes = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Clip the norm of each leaf, or unit along `axes`, to a little more than its moving average gamma.
+    """Clip the norm of each leaf, or unit, to a little more than its moving average.
 
     In the warm-up, the norm of all leaves is clipped to `max_norm`, and gamma is the
     smallest norm so far. After it, each leaf is clipped to relative_bound * gamma, and
@@ -87,18 +87,16 @@ def adagc(
       >>> print(clipped["a"], f"{clipped['b'][0]:.3f}")
       [0.3 0.4] 0.520
     """
-    ratio_at = bounds.as_schedule("relative_bound", relative_bound, scalar=True)
-    cap_at = bounds.as_schedule("max_norm", max_norm, scalar=True)
+    relative_bound_at = bounds.as_schedule(
+        "relative_bound", relative_bound, scalar=True
+    )
+    max_norm_at = bounds.as_schedule("max_norm", max_norm, scalar=True)
     decay = _checks.check_number("decay", decay, "[0, 1)")
     warm = _checks.check_count("warmup_steps", warmup_steps, 0)
-    if warmup_norms not in get_args(WarmupNorms):
-        raise ValueError(
-            f"warmup_norms must be one of {get_args(WarmupNorms)}, got "
-            f"{bounds.short_repr(warmup_norms)}"
-        )
+    _checks.check_word("warmup_norms", warmup_norms, get_args(WarmupNorms))
     axes = units.check_axes(axes)
 
-    def remember(params: Any) -> AdagcMemory:
+    def remember(params: Tree) -> AdagcMemory:
         # A box of Flax may have a sharding, which is not that of the norms.
         leaves, rebuild = trees.leaves_of(_unboxed(params))
         gammas: list[Any] = [None] * len(leaves)
@@ -109,94 +107,98 @@ def adagc(
             gammas[each.place] = jnp.where(n < 0, n, jnp.inf)
         return AdagcMemory(rebuild(gammas), jnp.zeros((), np.int32))
 
-    def act(updates: Any, params: Any, step: Any, memory: AdagcMemory) -> Any:
+    def act(
+        updates: Tree, params: Tree, step: Scalar | None, memory: AdagcMemory
+    ) -> Any:
         found = units.of_tree(updates, axes)
-        sizes, gammas, steps = (
-            units.norms_of(found),
-            jax.tree.leaves(memory.gammas),
-            memory.steps,
-        )
+        sizes = units.norms_of(found)
+        gammas = jax.tree.leaves(memory.gammas)
         _check_units(found, sizes, gammas)
         # The metrics are computed of all leaves together: the share of each would be
         # another kernel to compile.
-        same = (gamma.astype(n.dtype) for n, gamma in zip(sizes, gammas, strict=True))
-        all_sizes, all_gammas = _stacked(sizes), _stacked(list(same))
-        warming, total = steps < warm, norms.tree_norm(all_sizes)
-        cap, ratio = (jnp.asarray(at(step), total.dtype) for at in (cap_at, ratio_at))
-        follow = functools.partial(
-            _follow,
-            warming=warming,
-            total=total,
-            cap=cap,
-            ratio=ratio,
-            rate=1 - decay,
-            after=warmup_norms == "after",
+        pairs = list(zip(sizes, gammas, strict=True))
+        all_sizes = _stacked(sizes)
+        all_gammas = _stacked([gamma.astype(n.dtype) for n, gamma in pairs])
+        total = norms.tree_norm(all_sizes)
+        now = _Now(
+            memory.steps < warm,
+            total,
+            jnp.asarray(max_norm_at(step), total.dtype),
+            jnp.asarray(relative_bound_at(step), total.dtype),
         )
 
-        factors, new_gammas = [], []
-        for each, n, gamma in zip(found, sizes, gammas, strict=True):
-            _, most, seen, _, new = follow(n, gamma)
-            factors.append(clipping.factor_to(most, seen, each.leaf.value.dtype))
-            new_gammas.append(new)
+        factors = []
+        new_gammas = []
+        for each, (n, gamma) in zip(found, pairs, strict=True):
+            bound = _bound(n, gamma, now)
+            factors.append(_factor(n, bound, now, each.leaf.value.dtype))
+            clipped = _clipped(n, bound, now)
+            entering = jnp.where(now.warming, n, clipped)
+            entering = clipped if warmup_norms == "after" else entering
+            new_gammas.append(_next_gamma(gamma, entering, now, 1 - decay))
 
-        limits, mosts, all_seen, after, _ = (
-            zip(*map(follow, all_sizes, all_gammas), strict=True) if found else [()] * 5
-        )
-        scales = list(map(clipping.factor_to, mosts, all_seen))
-        metrics = clipping.metrics_of(
-            total, clipping.smallest(scales), norms.tree_norm(after)
-        )
-        least = -norms.largest((-bound for bound in limits), empty=-jnp.inf)
-        metrics["threshold"] = jnp.where(warming, cap, least.astype(cap.dtype))
-        new_steps = if_counted(total, optax.safe_increment(steps), steps)
-        new_memory = AdagcMemory(
-            jax.tree.unflatten(jax.tree.structure(memory.gammas), new_gammas), new_steps
-        )
+        all_bounds = [
+            _bound(n, gamma, now)
+            for n, gamma in zip(all_sizes, all_gammas, strict=True)
+        ]
+        stacks = list(zip(all_sizes, all_bounds, strict=True))
+        scales = [_factor(n, bound, now) for n, bound in stacks]
+        after = norms.tree_norm(_clipped(n, bound, now) for n, bound in stacks)
+        metrics = clipping.metrics_of(total, clipping.smallest(scales), after)
+        least = norms.smallest(all_bounds).astype(total.dtype)
+        metrics["threshold"] = jnp.where(now.warming, now.cap, least)
+        steps = if_counted(total, optax.safe_increment(memory.steps), memory.steps)
+        treedef = jax.tree.structure(memory.gammas)
+        new_memory = AdagcMemory(jax.tree.unflatten(treedef, new_gammas), steps)
         return clipping.rescaled(updates, found, factors), metrics, new_memory
 
     return transformation.with_metrics("adagc", act, remember)
 
 
-@functools.partial(jax.jit, static_argnames="after")
-def _follow(
-    n: jax.Array,
-    gamma: jax.Array,
-    *,
-    warming: Any,
-    total: Any,
-    cap: Any,
-    ratio: Any,
-    rate: Any,
-    after: bool,
-) -> tuple[jax.Array, ...]:
-    """Return the bound, what is compared with what, the norm after the clip, and the next gamma."""
-    total, cap, ratio = (x.astype(n.dtype) for x in (total, cap, ratio))
-    is_known, is_finite = (
-        gamma < jnp.inf,
-        ratio < jnp.inf,
-    )  # infinity times 0 would be NaN in derivatives
-    usual = jnp.where(is_known, gamma, n)
-    bound = jnp.where(
-        is_known & is_finite, jnp.where(is_finite, ratio, 1) * usual, jnp.inf
-    )
-    most, seen = jnp.where(warming, cap, bound), jnp.where(warming, total, n)
-    n_after = jnp.where(
-        warming, n * clipping.factor_to(cap, total), jnp.minimum(n, bound)
-    )
-    entering = n_after if after else jnp.where(warming, n, n_after)
-    new = jnp.where(
-        warming, jnp.minimum(gamma, entering), usual + rate * (entering - usual)
-    )
-    return (
-        bound,
-        most,
-        seen,
-        n_after,
-        if_counted(total, jnp.where(entering > 0, new, gamma), gamma),
-    )
+class _Now(NamedTuple):
+    """What all leaves share at a step."""
+
+    warming: Scalar
+    total: Scalar  # the norm of all leaves
+    cap: Scalar  # its bound in the warm-up
+    ratio: Scalar  # the relative bound
 
 
-def _stacked(each: list[jax.Array]) -> list[jax.Array]:
+@jax.jit
+def _bound(n: jax.Array, gamma: jax.Array, now: _Now) -> jax.Array:
+    """Return the bound after the warm-up; infinity for an unknown gamma."""
+    ratio = now.ratio.astype(n.dtype)
+    # Infinity times 0 would be NaN in derivatives.
+    finite = (gamma < jnp.inf) & (ratio < jnp.inf)
+    usual = jnp.where(gamma < jnp.inf, gamma, n)
+    return jnp.where(finite, jnp.where(finite, ratio, 1) * usual, jnp.inf)
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def _factor(n: jax.Array, bound: jax.Array, now: _Now, dtype: Any = None) -> jax.Array:
+    """Return the factor of a leaf, in the warm-up that of all leaves."""
+    most = jnp.where(now.warming, now.cap.astype(n.dtype), bound)
+    seen = jnp.where(now.warming, now.total.astype(n.dtype), n)
+    return clipping.factor_to(most, seen, dtype)
+
+
+@jax.jit
+def _clipped(n: jax.Array, bound: jax.Array, now: _Now) -> jax.Array:
+    """Return the norm after the clip."""
+    in_warmup = n * clipping.factor_to(now.cap, now.total).astype(n.dtype)
+    return jnp.where(now.warming, in_warmup, jnp.minimum(n, bound))
+
+
+@jax.jit
+def _next_gamma(gamma: jax.Array, n: jax.Array, now: _Now, rate: Any) -> jax.Array:
+    """Return gamma after a norm: the smallest in the warm-up, then the average."""
+    usual = jnp.where(gamma < jnp.inf, gamma, n)
+    average = usual + rate * (n - usual)
+    new = jnp.where(now.warming, jnp.minimum(gamma, n), average)
+    return if_counted(now.total, jnp.where(n > 0, new, gamma), gamma)
+
+
+def _stacked(each: Sequence[jax.Array]) -> list[jax.Array]:
     """Stack the scalars among arrays, by dtype."""
     scalars: dict[Any, list[jax.Array]] = {}
     for x in each:
@@ -206,9 +208,11 @@ def _stacked(each: list[jax.Array]) -> list[jax.Array]:
 
 
 def _check_units(
-    found: list[units.LeafUnits], sizes: list[jax.Array], gammas: list[jax.Array]
+    found: Sequence[units.LeafUnits],
+    sizes: Sequence[jax.Array],
+    gammas: Sequence[jax.Array],
 ) -> None:
-    """Raise an error if the state was made for other leaves or units than those of the updates."""
+    """Raise an error if the state was made for other leaves or units."""
     if len(found) != len(gammas):
         raise ValueError(
             f"updates: adagc got {len(found)} leaves to clip; the parameters given to "
@@ -222,15 +226,14 @@ def _check_units(
             )
 
 
-def _unboxed(tree: Any) -> Any:
-    """Return a tree with arrays in place of Flax's boxes around them, which may be empty inside `optax.masked`."""
+def _unboxed(tree: Tree) -> Tree:
+    """Return a tree with arrays in place of Flax's boxes around them.
+
+    Inside `optax.masked` boxes may be empty.
+    """
 
     def content(node: Any) -> Any:
-        leaves = jax.tree.leaves(node)
+        leaves = jax.tree.leaves(node) if trees.is_box(node) else [node]
         return leaves[0] if len(leaves) == 1 else leaves
 
-    return jax.tree.map(
-        lambda node: content(node) if trees.is_box(node) else node,
-        tree,
-        is_leaf=trees.is_box,
-    )
+    return jax.tree.map(content, tree, is_leaf=trees.is_box)

@@ -1,24 +1,23 @@
 """Clips whose bounds depend neither on the weights nor on past steps."""
 
-from __future__ import annotations
-
+import functools
 import math
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
 
 from clipjax import _checks
-from clipjax._core import bounds, clipping, norms, transformation, trees, units
+from clipjax._core import bounds, clipping, entries, norms, transformation, trees, units
+from clipjax._core.aliases import Scalar, Tree
+from clipjax._core.messages import short_repr
 
 
 def clip_by_global_norm(
     max_norm: bounds.Bound, *, ord: bounds.Ord = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Clip the norm of all leaves together: each is multiplied by min(1, max_norm / norm).
+    """Clip the norm of all leaves together: x * min(1, max_norm / norm).
 
     Args:
       max_norm: the bound: a number, a scalar array or a schedule `step -> bound`.
@@ -43,13 +42,11 @@ def clip_by_global_norm(
       >>> print(clipped["w"].round(3), metrics["clip_by_global_norm/norm"])
       [0.6] 5.0
     """
-    bound, order = (
-        bounds.as_schedule("max_norm", max_norm, scalar=True),
-        _checks.check_ord(ord),
-    )
+    max_norm_at = bounds.as_schedule("max_norm", max_norm, scalar=True)
+    order = _checks.check_ord(ord)
 
-    def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:
-        return *clipping.clip_tree(updates, bound(step), order), memory
+    def act(updates: Tree, params: Tree, step: Scalar | None, memory: Any) -> Any:
+        return *clipping.clip_tree(updates, max_norm_at(step), order), memory
 
     return transformation.with_metrics("clip_by_global_norm", act)
 
@@ -57,7 +54,7 @@ def clip_by_global_norm(
 def clip_by_norm(
     max_norm: bounds.Bound, *, axes: units.Axes = None, ord: bounds.Ord = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Clip the norm of each leaf, or of each unit along `axes`: x * min(1, max_norm / |x|).
+    """Clip the norm of each leaf, or unit: x * min(1, max_norm / |x|).
 
     Args:
       max_norm: the bound: a number, an array that broadcasts to the norms, whose
@@ -79,17 +76,15 @@ def clip_by_norm(
       [[0.6 0.3]
        [0.8 0.4]]
     """
-    bound, order, axes = (
-        bounds.as_schedule("max_norm", max_norm),
-        _checks.check_ord(ord),
-        units.check_axes(axes),
-    )
+    max_norm_at = bounds.as_schedule("max_norm", max_norm)
+    order = _checks.check_ord(ord)
+    axes = units.check_axes(axes)
 
-    def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:
+    def act(updates: Tree, params: Tree, step: Scalar | None, memory: Any) -> Any:
         found = units.of_tree(updates, axes)
-        return *clipping.clip_units(
-            updates, found, units.norms_of(found, order), bound(step)
-        ), memory
+        sizes = units.norms_of(found, order)
+        bound = max_norm_at(step)
+        return *clipping.clip_units(updates, found, sizes, bound), memory
 
     return transformation.with_metrics("clip_by_norm", act)
 
@@ -97,7 +92,7 @@ def clip_by_norm(
 def clip_by_rms(
     threshold: bounds.Bound, *, axes: units.Axes = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Clip the root mean square of each leaf, or of each unit along `axes`: x * min(1, threshold / rms(x)).
+    """Clip the root mean square of each leaf, or unit: x * min(1, threshold / rms(x)).
 
     Args:
       threshold: the bound on the RMS: a number, an array that broadcasts to the units,
@@ -124,24 +119,26 @@ def clip_by_rms(
       >>> print(tx.update(grads, tx.init(grads))[0].round(3))
       [1. 1. 1. 1.]
     """
-    bound, axes = bounds.as_schedule("threshold", threshold), units.check_axes(axes)
+    threshold_at = bounds.as_schedule("threshold", threshold)
+    axes = units.check_axes(axes)
 
-    def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:
+    def act(updates: Tree, params: Tree, step: Scalar | None, memory: Any) -> Any:
         found = units.of_tree(updates, axes)
-        each = zip(found, units.norms_of(found), strict=True)
-        sizes = [norm / max(_entries_per_unit(of), 1) ** 0.5 for of, norm in each]
-        return *clipping.clip_units(
-            updates, found, sizes, bound(step), "threshold"
-        ), memory
+        pairs = zip(units.norms_of(found), found, strict=True)
+        sizes = [norm / _entries_per_unit(each) ** 0.5 for norm, each in pairs]
+        bound = threshold_at(step)
+        clipped = clipping.clip_units(updates, found, sizes, bound, "threshold")
+        return *clipped, memory
 
     return transformation.with_metrics("clip_by_rms", act)
 
 
 def _entries_per_unit(each: units.LeafUnits) -> int:
-    """Return how many entries share a norm, of which this device may hold a part."""
+    """Return how many entries share a norm, 1 for none; this device may hold a part."""
     shape = each.leaf.value.shape
     local = shape if each.axes is None else [shape[axis] for axis in each.axes]
-    return math.prod([*local, *map(lax.axis_size, norms.mesh_axes(each.leaf.value))])
+    devices = map(lax.axis_size, norms.mesh_axes(each.leaf.value))
+    return max(math.prod([*local, *devices]), 1)
 
 
 def clip_by_value(
@@ -150,7 +147,7 @@ def clip_by_value(
     *,
     low: bounds.Bound | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Clip each entry to `[-bound, bound]`, or to `[low, high]`: min(max(x, low), high).
+    """Clip each entry to `[-bound, bound]` or `[low, high]`: min(max(x, low), high).
 
     Args:
       bound: the bound on absolute values. Two positional arguments are `low` and
@@ -180,84 +177,26 @@ def clip_by_value(
       [-1.   0.5  1. ]
     """
     given = {"bound": bound, "high": high, "low": low}
-    if low is None and high is not None:
-        bound, low = None, bound  # clip_by_value(low, high)
+    if low is None and high is not None:  # clip_by_value(low, high)
+        bound, low = None, bound
     if (bound is None) == (low is None) or (low is None) != (high is None):
-        listed = ", ".join(
-            f"{name}={bounds.short_repr(value)}"
-            for name, value in given.items()
-            if value is not None
-        )
+        listed = [f"{key}={short_repr(x)}" for key, x in given.items() if x is not None]
         raise TypeError(
-            "clip_by_value takes one bound, as in clip_by_value(1.0), or low and "
-            f"high, where infinity means no limit; got {listed or 'nothing'}"
+            "clip_by_value takes one bound, as in clip_by_value(1.0), or low and high, "
+            f"where infinity means no limit; got {', '.join(listed) or 'nothing'}"
         )
-    if bound is None:
-        lower, upper = (
-            bounds.as_schedule("low", low, -np.inf),
-            bounds.as_schedule("high", high, -np.inf),
-        )
-        _checks.check_order(low, high)
+    if low is None:
+        high_at = bounds.as_schedule("bound", bound)
     else:
-        lower, upper = (lambda _: None), bounds.as_schedule("bound", bound)
+        low_at = bounds.as_schedule("low", low, -np.inf)
+        high_at = bounds.as_schedule("high", high, -np.inf)
+        _checks.check_order(low, high)
 
-    def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:
-        leaves, rebuild = trees.leaves_of(updates)
-        bottom, top = lower(step), upper(step)
-        clipped = [clipping.clip_entries(leaf, bottom, top) for leaf in leaves]
-        metrics = _metrics_of_entries(
-            trees.floats_of(updates), trees.floats_of(clipped), bottom, top
-        )
-        return rebuild(clipped), metrics, memory
+    def act(updates: Tree, params: Tree, step: Scalar | None, memory: Any) -> Any:
+        limits = None if low is None else low_at(step), high_at(step)
+        clip = functools.partial(entries.clip_entries, low=limits[0], high=limits[1])
+        clipped = trees.map_floats(clip, updates)
+        each = trees.floats_of(updates), trees.floats_of(clipped)
+        return clipped, entries.metrics_of_entries(*each, *limits), memory
 
     return transformation.with_metrics("clip_by_value", act)
-
-
-def _metrics_of_entries(
-    before: list[jax.Array], after: list[jax.Array], low: Any, high: Any
-) -> dict[str, jax.Array]:
-    """Return the metrics of clipped entries, whose norm is the largest absolute value.
-
-    Where the limits are numbers, the largest and the smallest entry decide the rest.
-    """
-    norms.warn_if_local()
-    before, after = lax.stop_gradient(
-        (before, after)
-    )  # a maximum over devices has no derivative
-    if np.ndim(high) or (low is not None and np.ndim(low)):
-        size, rest = (
-            norms.largest(norms.norm(x, None, jnp.inf) for x in each)
-            for each in (before, after)
-        )
-        changes = (
-            jnp.any((x != y) & (x == x)) for x, y in zip(before, after, strict=True)
-        )
-        clipped = norms.largest(change.astype(np.float32) for change in changes) > 0
-    elif low is None:
-        size = norms.largest(norms.norm(x, None, jnp.inf) for x in before)
-        rest = jnp.minimum(size, jnp.asarray(high, size.dtype))
-        clipped = size > rest
-    else:
-        wide = [(x.astype(norms.sum_dtype(x.dtype)), jnp.isnan(x)) for x in before]
-        most = norms.largest(
-            (norms.maximum(x, is_nan, empty=-jnp.inf) for x, is_nan in wide), -jnp.inf
-        )
-        least = -norms.largest(
-            (norms.maximum(-x, is_nan, empty=-jnp.inf) for x, is_nan in wide), -jnp.inf
-        )
-        low, high = jnp.asarray(low, most.dtype), jnp.asarray(high, most.dtype)
-        size, clipped = (
-            jnp.maximum(jnp.maximum(most, -least), 0),
-            (most > high) | (least < low),
-        )
-        ends = jnp.maximum(
-            jnp.abs(jnp.clip(most, low, high)), jnp.abs(jnp.clip(least, low, high))
-        )
-        rest = jnp.where(clipped, ends, size)
-    scale, finite = (
-        jnp.where(rest < size, rest, 1) / jnp.where(rest < size, size, 1),
-        size < jnp.inf,
-    )
-    return clipping.metrics_of(size, norms.nan_unless(finite, scale), rest) | {
-        "clipped": clipped & finite
-    }

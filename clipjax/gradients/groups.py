@@ -1,7 +1,5 @@
 """One norm and one bound for each group of leaves."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,12 +7,14 @@ import optax
 
 from clipjax import _checks
 from clipjax._core import bounds, clipping, norms, transformation, trees
+from clipjax._core.aliases import Metrics, Scalar, Tree
+from clipjax._core.messages import short_repr
 
 
 def clip_by_group_norm(
     max_norms: Mapping[str, bounds.Bound], *, ord: bounds.Ord = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Clip the norm of each group of leaves to the bound of the group: x * min(1, max_norm / norm of the group).
+    """Clip the norm of each group of leaves: x * min(1, max_norm / norm of its group).
 
     Args:
       max_norms: a mapping from path patterns to bounds: numbers, scalar arrays or
@@ -43,44 +43,37 @@ def clip_by_group_norm(
     if not isinstance(max_norms, Mapping):
         raise TypeError(
             "max_norms must be a mapping from path patterns to bounds, got "
-            f"{bounds.short_repr(max_norms)}"
+            f"{short_repr(max_norms)}"
         )
     _checks.check_patterns("max_norms", tuple(max_norms))
-    limits = {
-        p: bounds.as_schedule(f"max_norms[{p!r}]", bound, scalar=True)
-        for p, bound in max_norms.items()
+    max_norm_at = {
+        pattern: bounds.as_schedule(f"max_norms[{pattern!r}]", bound, scalar=True)
+        for pattern, bound in max_norms.items()
     }
     order = _checks.check_ord(ord)
 
-    def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:
+    def act(updates: Tree, params: Tree, step: Scalar | None, memory: Any) -> Any:
         leaves, rebuild = trees.leaves_of(updates)
-        groups = trees.first_matches("max_norms", tuple(limits), updates)
-        values, of_groups = {i: leaf.value for i, leaf in enumerate(leaves)}, {}
-        for pattern, bound in limits.items():
+        groups = trees.first_matches("max_norms", tuple(max_norm_at), updates)
+        values = {i: leaf.value for i, leaf in enumerate(leaves)}
+        of_groups = {}
+        for pattern, bound_at in max_norm_at.items():
             members = {i: x for i, x in values.items() if groups[i] == pattern}
             clipped, of_groups[pattern] = clipping.clip_tree(
-                members, bound(step), order
+                members, bound_at(step), order
             )
             values |= clipped
-        metrics = {
-            f"{pattern}/{key}": x
-            for pattern, each in of_groups.items()
-            for key, x in each.items()
-        }
-        return (
-            rebuild(list(values.values())),
-            metrics | _together(list(of_groups.values())),
-            memory,
-        )
+        metrics = _together(list(of_groups.values()))
+        for pattern, of_group in of_groups.items():
+            metrics |= {f"{pattern}/{key}": x for key, x in of_group.items()}
+        return rebuild(list(values.values())), metrics, memory
 
     return transformation.with_metrics("clip_by_group_norm", act)
 
 
-def _together(of_groups: list[dict[str, Any]]) -> dict[str, Any]:
+def _together(of_groups: list[Metrics]) -> Metrics:
     """Return the metrics of all groups: the largest norms, and the smallest scale."""
-    norm, after = (
-        norms.largest(each[key] for each in of_groups) for key in ("norm", "norm_after")
-    )
-    return clipping.metrics_of(
-        norm, clipping.smallest([each["scale"] for each in of_groups]), after
-    )
+    norm = norms.largest(each["norm"] for each in of_groups)
+    after = norms.largest(each["norm_after"] for each in of_groups)
+    scale = clipping.smallest([each["scale"] for each in of_groups])
+    return clipping.metrics_of(norm, scale, after)

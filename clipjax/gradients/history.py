@@ -1,6 +1,4 @@
-"""Bounds that follow the norms of past steps: what the methods for whole trees share."""
-
-from __future__ import annotations
+"""Bounds that follow past norms: what the methods for whole trees share."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,6 +10,7 @@ import optax
 from jax import lax
 
 from clipjax._core import clipping, norms, transformation, trees
+from clipjax._core.aliases import Scalar, Tree
 
 
 def clip_by_history(
@@ -33,7 +32,7 @@ def clip_by_history(
       A transformation. A norm that is 0 or not finite does not change its memory.
     """
 
-    def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:
+    def act(updates: Tree, params: Tree, step: Scalar | None, memory: Any) -> Any:
         norm = norms.tree_norm(trees.floats_of(updates))
         bound, new = bound_of(norm, memory, step)
         bound = jnp.asarray(bound, norm.dtype)
@@ -89,7 +88,7 @@ def counts(norm: jax.Array) -> jax.Array:
 
 
 def if_counted(norm: jax.Array, new: Any, old: Any) -> Any:
-    """Return the new memory if the norm of the step counts, else the old one; a constant for derivatives."""
+    """Return the new memory if the norm counts, else the old one, as a constant."""
 
     def choose(new: jax.Array, old: jax.Array) -> jax.Array:
         return lax.stop_gradient(jnp.where(counts(norm), new.astype(old.dtype), old))

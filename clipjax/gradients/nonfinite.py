@@ -1,15 +1,15 @@
 """Gradients that are not finite: zero their entries, or skip their steps."""
 
-from __future__ import annotations
-
 from typing import Any, SupportsIndex
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
 
 from clipjax._core import clipping, norms, transformation, trees
+from clipjax._core.aliases import Metrics, Scalar, Tree
 from clipjax.gradients.skipping import skipping
 
 
@@ -34,30 +34,26 @@ def zero_nonfinite() -> optax.GradientTransformationExtraArgs:
       [1. 0. 0.] 2
     """
 
-    def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:
-        norms.warn_if_local()
-        leaves, rebuild = trees.leaves_of(updates)
-        # Counted in float32, which rounds large counts, but does not wrap where
-        # billions of entries are NaN.
-        values, zeroed = [leaf.value for leaf in leaves], jnp.zeros((), np.float32)
-        for i, x in enumerate(values):
-            if trees.is_float(x):
-                finite = jnp.isfinite(x)
-                # Of one byte each, since XLA on a CPU writes what it counts to memory.
-                zeroed += norms.over_devices(
-                    lax.psum, jnp.sum((~finite).astype(np.uint8), dtype=np.float32)
-                )
-                values[i] = clipping.weak_like(
-                    x, jnp.where(finite, x, jnp.zeros((), x.dtype))
-                )
+    def act(updates: Tree, params: Tree, step: Scalar | None, memory: Any) -> Any:
+        # In float32, which rounds large counts, but does not wrap where billions of
+        # entries are NaN.
+        zeroed = jnp.zeros((), np.float32)
+        for x in trees.floats_of(updates):
+            # Of one byte each, since XLA on a CPU writes what it counts to memory.
+            bad = (~jnp.isfinite(x)).astype(np.uint8)
+            zeroed += norms.over_devices(lax.psum, jnp.sum(bad, dtype=np.float32))
         entries = jnp.minimum(zeroed, np.float32(2**31 - 128)).astype(np.int32)
-        metrics = {
-            "zeroed_entries": entries,
-            "nonfinite_steps": (zeroed > 0).astype(np.int32),
-        }
-        return rebuild(values), metrics, memory
+        steps = (zeroed > 0).astype(np.int32)
+        metrics = {"zeroed_entries": entries, "nonfinite_steps": steps}
+        return trees.map_floats(_with_zeros, updates), metrics, memory
 
     return transformation.with_metrics("zero_nonfinite", act)
+
+
+def _with_zeros(leaf: trees.Leaf) -> jax.Array:
+    x = leaf.value
+    zeros = jnp.zeros((), x.dtype)
+    return clipping.weak_like(x, jnp.where(jnp.isfinite(x), x, zeros))
 
 
 def skip_nonfinite(
@@ -103,9 +99,8 @@ def skip_nonfinite(
       [1. 2.] 1
     """
 
-    def compare(norm: Any, loss: Any, past: Any, step: Any) -> Any:
-        return np.False_, past, {}
+    def compare(norm: Scalar, loss: Scalar | None, past: Any, step: Scalar) -> Any:
+        metrics: Metrics = {}
+        return np.False_, past, metrics
 
-    return skipping(
-        "skip_nonfinite", optimizer, max_consecutive, compare, lambda dtype: ()
-    )
+    return skipping("skip_nonfinite", optimizer, max_consecutive, compare)

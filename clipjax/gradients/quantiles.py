@@ -1,7 +1,5 @@
 """Bounds at a quantile of the norms of past steps."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple, SupportsIndex
 
 import jax
@@ -11,6 +9,7 @@ import optax
 
 from clipjax import _checks
 from clipjax._core import bounds
+from clipjax._core.messages import short_repr, traced_error
 from clipjax.gradients.history import Ring, clip_by_history, counts, empty_ring, enter
 
 
@@ -23,7 +22,7 @@ class QuantileMemory(NamedTuple):
 def autoclip(
     percentile: bounds.Number = 10.0, *, window: SupportsIndex = 1000
 ) -> optax.GradientTransformationExtraArgs:
-    """Clip the norm of all leaves to a percentile of the last norms, this step's among them.
+    """Clip the norm of all leaves to a percentile of the last norms and this one.
 
     Args:
       percentile: 0, or from 1 to 100, in percent; interpolated as by
@@ -63,15 +62,14 @@ def autoclip(
 
     def remember(dtype: Any) -> Ring:
         if isinstance(window, jax.core.Tracer):
-            raise bounds.traced_error("window", window)
+            raise traced_error("window", window)
         return empty_ring(int(window), dtype)
 
     def bound_of(norm: jax.Array, past: Ring, step: Any) -> tuple[jax.Array, Ring]:
         size = len(past.values)
         if not isinstance(window, jax.core.Tracer) and size != window:
             raise ValueError(
-                f"window: the state was made with {size}, got "
-                f"{bounds.short_repr(window)}"
+                f"window: the state was made with {size}, got {short_repr(window)}"
             )
         ring = enter(past, norm, counts(norm))
         last = jnp.clip(
@@ -95,11 +93,11 @@ def clip_by_quantile(
     learning_rate: bounds.Number = 0.2,
     initial_max_norm: bounds.Number = 1.0,
 ) -> optax.GradientTransformationExtraArgs:
-    """Clip the norm of all leaves to a bound that tracks a quantile of the norms, without a history.
+    """Clip the norm of all leaves to a bound that tracks a quantile of the norms.
 
-    After each step c <- c * exp(-learning_rate * (b - quantile)), where b is 1 if the
-    norm was at most c, and 0 else. So c settles where that share of the norms is at
-    most c.
+    It keeps no history. After each step c <- c * exp(-learning_rate * (b - quantile)),
+    where b is 1 if the norm was at most c, and 0 else. So c settles where that share of
+    the norms is at most c.
 
     Args:
       quantile: the share of the steps that is not clipped, in (0, 1).

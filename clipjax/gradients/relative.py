@@ -1,14 +1,13 @@
 """The clip relative to the weights."""
 
-from __future__ import annotations
-
-from typing import Any, Literal
+from typing import Any
 
 import jax.numpy as jnp
 import optax
 
 from clipjax import _checks
 from clipjax._core import bounds, norms, transformation, trees, units
+from clipjax._core.aliases import Scalar, Tree
 from clipjax._core.clipping import clip_units  # `clipping` is a parameter, as in Optax
 
 # Below this no norm is measured, and divided by it none overflows.
@@ -19,21 +18,21 @@ def adaptive_grad_clip(
     clipping: bounds.Bound = 0.01,
     *,
     eps: bounds.Number = 1e-3,
-    axes: units.Axes | Literal["auto"] = "auto",
+    axes: units.AutoAxes = "auto",
 ) -> optax.GradientTransformationExtraArgs:
-    """Clip the gradient of each unit to a share of the norm of its weights: |g| <= clipping * max(|w|, eps).
+    """Clip each unit's gradient to a share of its weights: |g| <= clipping * |w|.
 
     The paper does not clip the classifier's head: `axes={"head/*": clipjax.SKIP, "*":
-    clipjax.fan_in_or_all}`.
+    "auto"}`.
 
     Args:
       clipping: the share: a number, an array that broadcasts to the units, or a
         schedule.
       eps: the smallest norm of weights that counts, so that weights of 0 can move: a
         number; 1e-18 if it is less.
-      axes: the axes that are reduced. "auto": those of :func:`clipjax.fan_in_or_all`
-        for ranks 2 and 4, and all for less; rank 3, and 5 and more, may be stacks of
-        layers or heads, and are an error.
+      axes: the axes that are reduced. "auto": all but the last for ranks 2 and 4, all
+        for less; rank 3, and 5 and more, may be stacks of layers or heads, and are an
+        error.
 
     Returns:
       A transformation that needs `params` in `update`. Its metric `norm` is the largest
@@ -55,29 +54,27 @@ def adaptive_grad_clip(
       >>> print(jnp.linalg.norm(clipped, axis=0).round(6))
       [5.e-02 1.e-05]
     """
-    share = bounds.as_schedule("clipping", clipping)
+    clipping_at = bounds.as_schedule("clipping", clipping)
     eps = _checks.check_number("eps", eps, "[0, inf)")
-    axes = units.check_axes(axes, auto=_fan_in_or_all_by_rank)
+    axes = units.check_axes(axes, auto=_fan_in_or_all)
 
-    def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:
-        weights = trees.leaves_of(
-            _checks.params_for("adaptive_grad_clip", updates, params)
-        )[0]
-        found, least = units.of_tree(updates, axes), jnp.maximum(eps, _LEAST)
-        sizes = [
-            jnp.maximum(norms.norm(weights[each.place].value, each.axes), least)
-            for each in found
-        ]
-        relative = [
-            norm / size for norm, size in zip(units.norms_of(found), sizes, strict=True)
-        ]
-        return *clip_units(updates, found, relative, share(step), "clipping"), memory
+    def act(updates: Tree, params: Tree, step: Scalar | None, memory: Any) -> Any:
+        params = trees.params_for("adaptive_grad_clip", updates, params)
+        weights, _ = trees.leaves_of(params)
+        found = units.of_tree(updates, axes)
+        least = jnp.maximum(eps, _LEAST)
+        relative = []
+        for each, norm in zip(found, units.norms_of(found), strict=True):
+            size = norms.norm(weights[each.place].value, each.axes)
+            relative.append(norm / jnp.maximum(size, least))
+        bound = clipping_at(step)
+        return *clip_units(updates, found, relative, bound, "clipping"), memory
 
     return transformation.with_metrics("adaptive_grad_clip", act)
 
 
-def _fan_in_or_all_by_rank(path: Any, leaf: Any) -> tuple[int, ...] | None:
-    """Return `fan_in_or_all` for the ranks of the paper; kernels of others may be stacks or heads."""
-    if len(leaf.shape) in (0, 1, 2, 4):
-        return units.fan_in_or_all(path, leaf)
-    raise units.unclear(path, leaf)
+def _fan_in_or_all(path: Any, leaf: Any) -> norms.Reduced:
+    """Reduce as `fan_in`, and over all of a bias; other ranks may be stacks."""
+    if len(leaf.shape) not in (0, 1, 2, 4):
+        raise units.unclear(path, leaf)
+    return tuple(range(len(leaf.shape) - 1)) or None

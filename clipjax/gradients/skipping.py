@@ -1,9 +1,7 @@
-"""Skipping a step: the common code of :func:`skip_nonfinite` and :func:`skip_spikes`."""
-
-from __future__ import annotations
+"""Skipping a step: what :func:`skip_nonfinite` and :func:`skip_spikes` share."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, SupportsIndex
+from typing import Any, NamedTuple, SupportsIndex, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,16 +11,21 @@ from jax import lax
 
 from clipjax import _checks
 from clipjax._core import bounds, norms, transformation, trees
+from clipjax._core.aliases import Metrics, Scalar, Tree
+from clipjax._core.messages import short_repr
 from clipjax.gradients.history import norm_dtype
+
+# compare(norm, loss, past, step) -> (whether they are a spike, the next past, metrics)
+Compare: TypeAlias = Callable[
+    [Scalar, Scalar | None, Any, Scalar], tuple[Any, Any, Metrics]
+]
 
 
 class SkipMemory(NamedTuple):
     """What a transformation that skips steps remembers."""
 
     past: Any  # what it compares a step with
-    in_a_row: (
-        jax.Array
-    )  # int32: how many steps in a row were bad, at most `max_consecutive`
+    in_a_row: Scalar  # int32: bad steps in a row, at most `max_consecutive`
     inner: Any  # the state of the inner transformation
 
 
@@ -30,98 +33,93 @@ def skipping(
     name: str,
     optimizer: optax.GradientTransformation,
     max_consecutive: SupportsIndex | None,
-    compare: Callable[[Any, Any, Any, Any], tuple[Any, Any, dict[str, Any]]],
-    remember: Callable[[Any], Any],
+    compare: Compare,
+    remember: Callable[[Any], Any] = lambda dtype: (),
 ) -> optax.GradientTransformationExtraArgs:
-    """Make a transformation that skips steps whose norm or loss is not finite or a spike.
+    """Make a transformation that skips steps which are not finite, or spikes.
 
-    `compare(norm, loss, past, step)` returns whether they are a spike, the next past,
-    and metrics; `remember(dtype)` makes the first past, from the dtype of the norm.
+    `compare` says what is a spike; `remember` makes the first past, from the dtype of
+    the norm.
     """
-    inner = optax.with_extra_args_support(
-        _checks.check_transformation("optimizer", optimizer)
-    )
-    most = (
-        None
-        if max_consecutive is None
-        else _checks.check_count("max_consecutive", max_consecutive, 1)
-    )
+    _checks.check_transformation("optimizer", optimizer)
+    inner = optax.with_extra_args_support(optimizer)
+    most = None
+    if max_consecutive is not None:
+        most = _checks.check_count("max_consecutive", max_consecutive, 1)
 
-    def judge(updates: Any, params: Any, step: Any, memory: Any, **extra: Any) -> Any:
-        past, in_a_row, _ = memory
-        loss = None if extra.get("loss") is None else _mean_of_devices(extra["loss"])
+    def judge(updates: Tree, loss: Any, memory: SkipMemory, step: Any) -> Any:
+        """Return whether the step is skipped, metrics, and what is remembered."""
+        loss = None if loss is None else _mean_of_devices(loss)
         norm = lax.stop_gradient(norms.tree_norm(trees.floats_of(updates)))
-        spike, past, metrics = compare(norm, loss, past, step)
+        spike, past, metrics = compare(norm, loss, memory.past, step)
         bad_loss = jnp.zeros((), bool) if loss is None else ~jnp.isfinite(loss)
         fine = jnp.isfinite(norm) & ~bad_loss & ~spike
-        skipped = ~(fine if most is None else fine | (in_a_row >= most))
+        skipped = ~fine if most is None else ~(fine | (memory.in_a_row >= most))
         # It stays at `max_consecutive`, so that bad steps are taken until a fine one
         # makes it 0.
-        in_a_row = jnp.where(fine, 0, transformation.saturating_add(in_a_row, skipped))
-        counts = {"skipped": skipped, "nonfinite_loss_count": bad_loss}
-        last = {"norm": norm, "skipped_last": skipped, "skipped_in_a_row": in_a_row}
-        metrics |= {key: x.astype(np.int32) for key, x in counts.items()}
-        metrics |= {key: x.astype(norm.dtype) for key, x in last.items()}
-        return ~skipped, metrics, SkipMemory(past, in_a_row, ())
+        more = transformation.saturating_add(memory.in_a_row, skipped)
+        in_a_row = jnp.where(fine, 0, more)
+        metrics |= {
+            "skipped": skipped.astype(np.int32),
+            "nonfinite_loss_count": bad_loss.astype(np.int32),
+            "norm": norm,
+            "skipped_last": skipped.astype(norm.dtype),
+            "skipped_in_a_row": in_a_row.astype(norm.dtype),
+        }
+        named = transformation.named(name, metrics)
+        return skipped, named, SkipMemory(past, in_a_row, memory.inner)
 
-    def first(params: Any) -> SkipMemory:
-        return SkipMemory(remember(norm_dtype(params)), jnp.zeros((), np.int32), ())
-
-    # Without the inner state: `init` traces `judge`, and an inner step may need
-    # arguments that only `update` gets.
-    watch = transformation.with_metrics(name, judge, first)
-
-    def init(params: Any) -> transformation.MetricsState:
-        state = watch.init(params)
-        return state._replace(memory=state.memory._replace(inner=inner.init(params)))
+    def init(params: Tree) -> transformation.MetricsState:
+        trees.leaves_of(params)  # raises its errors
+        step = jnp.zeros((), np.int32)
+        # Without the inner state, which may hold anything.
+        first = SkipMemory(remember(norm_dtype(params)), jnp.zeros((), np.int32), ())
+        _, metrics, _ = jax.eval_shape(judge, params, None, first, step)
+        memory = first._replace(inner=inner.init(params))
+        return transformation.first_state(metrics, memory)
 
     def update(
-        updates: Any, state: Any, params: Any = None, **extra: Any
-    ) -> tuple[Any, transformation.MetricsState]:
+        updates: Tree, state: Any, params: Tree = None, **extra: Any
+    ) -> tuple[Tree, transformation.MetricsState]:
+        norms.warn_if_local()
         transformation.check_state(name, transformation.MetricsState, state)
-        before, seen = (
-            state.memory.inner,
-            state._replace(memory=state.memory._replace(inner=())),
-        )
-        taken, watched = watch.update(updates, seen, params, **extra)
-        step, after = inner.update(updates, before, params, **extra)
-        updates, after = _select(
-            taken, (step, after), (jax.tree.map(_nothing, step), before)
-        )
-        return updates, watched._replace(memory=watched.memory._replace(inner=after))
+        loss = extra.get("loss")
+        skipped, metrics, memory = judge(updates, loss, state.memory, state.step)
+        taken = inner.update(updates, memory.inner, params, **extra)
+        nothing = jax.tree.map(_nothing, taken[0]), memory.inner
+        updates, after = _select(skipped, nothing, taken)
+        memory = memory._replace(inner=after)
+        return updates, transformation.next_state(state, metrics, memory)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _select(taken: jax.Array, new: Any, old: Any) -> Any:
-    """Return the new tree if the step is taken, else the old one.
+def _select(skipped: Scalar, old: Tree, new: Tree) -> Tree:
+    """Return the old tree if the step is skipped, else the new one, in its dtypes.
 
     Entries are selected: a `lax.cond` copies the state and keeps all updates on a TPU,
-    and waits for the host on a GPU.
+    and waits for the host on a GPU (JAX 0.12).
     """
 
-    def select(new: Any, old: Any) -> Any:
-        new, old = jnp.asarray(new), jnp.asarray(old)
-        return lax.select(
-            taken, new, old if old.dtype == new.dtype else old.astype(new.dtype)
-        )
+    def select(old: Any, new: Any) -> jax.Array:
+        old = jnp.asarray(old)
+        new = jnp.asarray(new)
+        same = old if old.dtype == new.dtype else old.astype(new.dtype)
+        return lax.select(skipped, same, new)
 
-    return jax.tree.map(select, new, old)
+    return jax.tree.map(select, old, new)
 
 
-def _nothing(x: Any) -> Any:
+def _nothing(x: Any) -> jax.Array:
     zeros = jnp.zeros_like(x)
     return -zeros if trees.is_float(zeros) else zeros  # -0.0 + 0.0 would be 0.0
 
 
-def _mean_of_devices(loss: Any) -> jax.Array:
-    """Return the mean of a loss over devices, or raise if it is not a real scalar."""
+def _mean_of_devices(loss: Any) -> Scalar:
+    """Return the mean of a loss over devices."""
     if not bounds.is_real(loss) or np.ndim(loss):
-        given = (
-            f"shape {np.shape(loss)}"
-            if bounds.is_real(loss)
-            else bounds.short_repr(loss)
-        )
+        is_real = bounds.is_real(loss)
+        given = f"shape {np.shape(loss)}" if is_real else short_repr(loss)
         raise TypeError(
             f"loss must be a real scalar, such as the mean over the batch, got {given}"
         )

@@ -1,7 +1,5 @@
 """Skipping steps whose gradients or loss are far larger than usual."""
 
-from __future__ import annotations
-
 from typing import Any, SupportsIndex
 
 import jax
@@ -11,6 +9,7 @@ import optax
 
 from clipjax import _checks
 from clipjax._core import bounds
+from clipjax._core.messages import traced_error
 from clipjax.gradients.history import Ring, empty_ring, enter
 from clipjax.gradients.skipping import skipping
 
@@ -87,7 +86,7 @@ def skip_spikes(
     highest = bounds.as_schedule("z_threshold", z_threshold, scalar=True)
     cap = bounds.as_schedule("max_norm", max_norm, scalar=True)
     if isinstance(window, jax.core.Tracer):
-        raise bounds.traced_error("window", window)
+        raise traced_error("window", window)
     length = _checks.check_count("window", window, 1)
     enough = (
         max(1, length // 2)

@@ -1,21 +1,22 @@
 """The gradient without the part that would push weights out of the ball."""
 
-from __future__ import annotations
+from typing import Any
 
-from typing import Any, Literal
-
+import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
 
-from clipjax import _checks
 from clipjax._core import bounds, clipping, norms, transformation, trees, units
+from clipjax._core.aliases import Scalar, Tree
 
 
 def tangent_cone(
-    radius: bounds.Bound, *, axes: units.Axes | Literal["auto"] = "auto"
+    radius: bounds.Bound, *, axes: units.AutoAxes = "auto"
 ) -> optax.GradientTransformationExtraArgs:
-    """Remove what would push a unit on the sphere further out: g - w ⟨g, w⟩ / |w|² where |w| >= radius, ⟨g, w⟩ < 0.
+    """Remove what would push a unit on the sphere further out: g - w ⟨g, w⟩ / |w|².
+
+    So it is done where |w| >= radius and ⟨g, w⟩ < 0.
 
     :func:`clipjax.max_norm` undoes that part at each step, but it would stay in the
     moments of an optimizer. Use both, with the same radius and axes:
@@ -50,44 +51,46 @@ def tangent_cone(
       [[-0.64 -1.  ]
        [ 0.48  0.  ]]
     """
-    bound, axes = (
-        bounds.as_schedule("radius", radius),
-        units.check_axes(axes, auto=units.fan_in_of_matrices),
-    )
+    radius_at = bounds.as_schedule("radius", radius)
+    axes = units.check_axes(axes, auto=units.fan_in_of_matrices)
 
-    def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:
-        weights, limit = (
-            trees.leaves_of(_checks.params_for("tangent_cone", updates, params))[0],
-            bound(step),
-        )
+    def act(updates: Tree, params: Tree, step: Scalar | None, memory: Any) -> Any:
+        params = trees.params_for("tangent_cone", updates, params)
+        weights, _ = trees.leaves_of(params)
         leaves, rebuild = trees.leaves_of(updates)
-        values, removed = [leaf.value for leaf in leaves], []
+        values = [leaf.value for leaf in leaves]
+        bound = radius_at(step)
+        removed = []
         for each in units.of_tree(updates, axes):
-            x, weight = each.leaf.value, weights[each.place].value
-            dtype = x.dtype if jnp.iscomplexobj(x) else norms.sum_dtype(x.dtype)
-            g, w = x.astype(dtype), weight.astype(dtype)
-            size = norms.norm(w, each.axes)
-            product = jnp.sum(
-                (g * jnp.conj(w)).real, axis=each.axes, keepdims=each.axes is not None
-            )
-            product = (
-                norms.over_devices(lax.psum, product) if each.axes is None else product
-            )
-            # max_norm leaves a unit a margin or two below the radius.
-            fitted = jnp.asarray(
-                bounds.fit_bound("radius", limit, size, each.leaf), size.dtype
-            )
-            near = fitted * (1 - 4 * clipping.margin(weight.dtype))
-            outward = ~(size < near) & ~(product >= 0)  # NaN counts as outward
-            # One number for each unit. Measuring what is left would keep the whole
-            # gradient in memory.
-            part = jnp.where(outward, product, 0) / jnp.where(
-                outward & (size > 0), size * size, 1
-            )
-            new = (g - w * part.astype(dtype)).astype(x.dtype)
-            values[each.place] = clipping.weak_like(x, jnp.where(part == 0, x, new))
-            removed.append(-part * size)
-        most = norms.largest(removed)
-        return rebuild(values), {"norm": most, "removed": most > 0}, memory
+            weight = weights[each.place].value
+            values[each.place], part = _without_outward_part(each, weight, bound)
+            removed.append(part)
+        largest = norms.largest(removed)
+        return rebuild(values), {"norm": largest, "removed": largest > 0}, memory
 
     return transformation.with_metrics("tangent_cone", act)
+
+
+def _without_outward_part(
+    each: units.LeafUnits, weight: jax.Array, radius: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Return a leaf without its outward parts, and how long these are, by unit."""
+    x = each.leaf.value
+    dtype = x.dtype if jnp.iscomplexobj(x) else norms.sum_dtype(x.dtype)
+    g = x.astype(dtype)
+    w = weight.astype(dtype)
+    size = norms.norm(w, each.axes)
+    along = (g * jnp.conj(w)).real
+    product = jnp.sum(along, axis=each.axes, keepdims=each.axes is not None)
+    if each.axes is None:
+        product = norms.over_devices(lax.psum, product)
+    fitted = bounds.fit_bound("radius", radius, size, each.leaf)
+    bound = jnp.asarray(fitted, size.dtype)
+    near = clipping.least_inside(bound, weight.dtype)
+    outward = ~(size < near) & ~(product >= 0)  # NaN counts as outward
+    # One number for each unit. Measuring what is left would keep the whole gradient in
+    # memory.
+    square = jnp.where(outward & (size > 0), size * size, 1)
+    part = jnp.where(outward, product, 0) / square
+    new = (g - w * part.astype(dtype)).astype(x.dtype)
+    return clipping.weak_like(x, jnp.where(part == 0, x, new)), -part * size

@@ -1,6 +1,4 @@
-"""Bounds on outliers: norms many standard deviations above the moving mean of past norms."""
-
-from __future__ import annotations
+"""Bounds on outliers: norms far above the moving mean of past norms."""
 
 from typing import Any, Literal, NamedTuple, SupportsIndex, get_args
 
@@ -12,6 +10,8 @@ from jax import lax
 
 from clipjax import _checks
 from clipjax._core import bounds
+from clipjax._core.aliases import Scalar
+from clipjax._core.messages import short_repr
 from clipjax.gradients.history import clip_by_history, counts
 
 ZclipMode = Literal["adaptive", "mean", "percentile"]
@@ -23,7 +23,7 @@ _NO_SPIKES, _ORDINARY = 100, 4
 
 
 class Moments(NamedTuple):
-    """What :func:`zclip` remembers of the norms, and :func:`clip_by_lognormal` of their logarithms."""
+    """What `zclip` remembers of norms, `clip_by_lognormal` of their logarithms."""
 
     mean: jax.Array  # float: the moving mean
     std: jax.Array  # float: the moving standard deviation
@@ -91,74 +91,77 @@ def zclip(
       >>> print(f"{clipped[0]:.3f}")  # 2 + 2.5**2 * 1 / 10
       2.625
     """
-    highest = bounds.as_schedule("z_threshold", z_threshold, scalar=True)
+    z_threshold_at = bounds.as_schedule("z_threshold", z_threshold, scalar=True)
+    max_norm_at = bounds.as_schedule("max_norm", max_norm, scalar=True)
     decay = _checks.check_number("decay", decay, "[0, 1)")
     warm = _checks.check_count("warmup_steps", warmup_steps, 0)
     clip_factor = _checks.check_number("clip_factor", clip_factor, "[0, inf)")
     eps = _checks.check_number("eps", eps, "[0, inf)")
-    if mode not in get_args(ZclipMode):
-        raise ValueError(
-            f"mode must be one of {get_args(ZclipMode)}, got {bounds.short_repr(mode)}"
-        )
+    _checks.check_word("mode", mode, get_args(ZclipMode))
     if not isinstance(update_on_spike, bool):
         raise TypeError(
-            f"update_on_spike must be a bool, got {bounds.short_repr(update_on_spike)}"
+            f"update_on_spike must be a bool, got {short_repr(update_on_spike)}"
         )
-    cap = bounds.as_schedule("max_norm", max_norm, scalar=True)
 
-    def bound_of(
-        norm: jax.Array, memory: Moments, step: Any
-    ) -> tuple[jax.Array, Moments]:
-        mean, std, steps, spikes = memory
+    def bound_of(norm: Scalar, memory: Moments, step: Any) -> tuple[Scalar, Moments]:
         tiny = np.finfo(norm.dtype).tiny
-        warming = steps < jnp.maximum(warm, 1)
-        most, wide = (
-            jnp.asarray(highest(step), norm.dtype),
-            jnp.maximum(std, tiny),
-        )  # infinity times 0 would be NaN
-        width = wide if mode == "percentile" else wide + eps
-        limit = mean + most * width
+        warming = memory.steps < jnp.maximum(warm, 1)
+        z_max = jnp.asarray(z_threshold_at(step), norm.dtype)
+        std = jnp.maximum(memory.std, tiny)  # infinity times 0 would be NaN
+        width = std if mode == "percentile" else std + eps
+        limit = memory.mean + z_max * width
         spike = ~warming & (norm > limit)
+        of_spike = limit
+        if mode == "mean":
+            of_spike = memory.mean
         if mode == "adaptive":
-            excess, z = (
-                jnp.where(spike, norm - mean, 1),
-                jnp.where(spike, most, 0),
-            )  # neither 0 nor infinite
-            of_spike = (mean + z * wide * (z * width / excess)) * clip_factor
-        else:
-            of_spike = mean if mode == "mean" else limit
-        bound = jnp.where(warming, jnp.inf, jnp.where(spike, of_spike, limit))
+            # Neither 0 nor infinite.
+            excess = jnp.where(spike, norm - memory.mean, 1)
+            z = jnp.where(spike, z_max, 0)
+            of_spike = memory.mean + z * std * (z * width / excess)
+            of_spike *= clip_factor
+        bound = jnp.where(spike, of_spike, limit)
+        bound = jnp.where(warming, jnp.inf, bound)
 
-        # Plain averages in the warm-up. Later, the paper's variance is about the new
-        # mean, which is (1 - rate) * away from the norm.
-        rate = jnp.where(warming, 1 / (steps.astype(norm.dtype) + 1), 1 - decay)
-        away = lax.stop_gradient(jnp.where(spike, of_spike, norm)) - mean
-        kept = jnp.where(warming, 1 - rate, (1 - rate) ** 2)
-        largest = jnp.maximum(jnp.maximum(std, jnp.abs(away)), tiny)
-        before = std / largest  # the squares of norms would leave float32
-        # Steps from the old averages, not decay * old + rate * new: in float32 the two
-        # shares of a long one are not 1.
-        change = rate * (kept * (away / largest) ** 2 - before**2)
-        total = before + jnp.sqrt(before**2 + change)  # of the old and the new root
-        wider = largest * (change / jnp.where(total > 0, total, 1))
-        new = Moments(
-            mean + rate * away,
-            jnp.maximum(std + wider, 0),
-            optax.safe_increment(steps),
-            spikes,
-        )
+        entering = lax.stop_gradient(jnp.where(spike, of_spike, norm))
+        after = _after(memory, entering, warming, decay)
         if not update_on_spike:
-            new = jax.tree.map(
-                lambda after, before: jnp.where(spike, before, after), new, memory
-            )
-        spikes = jnp.maximum(spikes + jnp.where(spike, 1, -_ORDINARY), 0)
+            after = jax.tree.map(lambda a, b: jnp.where(spike, b, a), after, memory)
+        spikes = memory.spikes + jnp.where(spike, 1, -_ORDINARY)
+        spikes = jnp.maximum(spikes, 0)
         anew = spikes >= _NO_SPIKES  # the first of a warm-up replaces the averages
-        new = new._replace(
-            steps=jnp.where(anew, 0, new.steps), spikes=jnp.where(anew, 0, spikes)
+        after = after._replace(
+            steps=jnp.where(anew, 0, after.steps), spikes=jnp.where(anew, 0, spikes)
         )
-        return jnp.minimum(bound, jnp.asarray(cap(step), norm.dtype)), new
+        return jnp.minimum(bound, jnp.asarray(max_norm_at(step), norm.dtype)), after
 
     return clip_by_history("zclip", _no_moments, bound_of)
+
+
+def _after(memory: Moments, norm: Scalar, warming: Scalar, decay: Any) -> Moments:
+    """Return the averages after a norm: plain ones in the warm-up, then the paper's.
+
+    Its variance is about the new mean, which is (1 - rate) * away from the norm. The
+    averages make steps from the old ones: in decay * old + rate * new the two shares of
+    a long average are not 1 in float32.
+    """
+    plain = 1 / (memory.steps.astype(norm.dtype) + 1)
+    rate = jnp.where(warming, plain, 1 - decay)
+    kept = jnp.where(warming, 1 - rate, (1 - rate) ** 2)
+    away = norm - memory.mean
+    # The squares of norms would leave float32.
+    largest = jnp.maximum(memory.std, jnp.abs(away))
+    largest = jnp.maximum(largest, np.finfo(norm.dtype).tiny)
+    std = memory.std / largest
+    change = rate * (kept * (away / largest) ** 2 - std**2)
+    total = std + jnp.sqrt(std**2 + change)  # of the old and the new root
+    wider = largest * (change / jnp.where(total > 0, total, 1))
+    return Moments(
+        memory.mean + rate * away,
+        jnp.maximum(memory.std + wider, 0),
+        optax.safe_increment(memory.steps),
+        memory.spikes,
+    )
 
 
 def clip_by_lognormal(
@@ -168,7 +171,7 @@ def clip_by_lognormal(
     max_norm: bounds.Bound = jnp.inf,
     eps: bounds.Number = 1e-8,
 ) -> optax.GradientTransformationExtraArgs:
-    """Clip the norm of all leaves, if its logarithm is an outlier, to the geometric mean of the norms.
+    """Clip the norm of all leaves to the geometric mean, if its log is an outlier.
 
     With m and s the moving mean and standard deviation of log(norm + eps), this step's
     among them, a norm of exp(m + z_threshold * s) or more is clipped to exp(m).
@@ -200,35 +203,31 @@ def clip_by_lognormal(
       >>> print(f"{clipped[0]:.3f}, {jnp.exp(state.memory.mean):.3f}")
       1.774, 1.774
     """
-    highest = bounds.as_schedule("z_threshold", z_threshold, scalar=True)
+    z_threshold_at = bounds.as_schedule("z_threshold", z_threshold, scalar=True)
+    max_norm_at = bounds.as_schedule("max_norm", max_norm, scalar=True)
     decay = _checks.check_number("decay", decay, "[0, 1)")
     eps = _checks.check_number("eps", eps, "(0, inf)")
-    cap = bounds.as_schedule("max_norm", max_norm, scalar=True)
 
-    def bound_of(
-        norm: jax.Array, memory: Moments, step: Any
-    ) -> tuple[jax.Array, Moments]:
-        mean, std, steps, spikes = memory
-        known = counts(norm) | (steps > 0)
-        rate = jnp.where(
-            counts(norm), jnp.maximum(1 - decay, 1 / (steps.astype(norm.dtype) + 1)), 0
-        )
-        away = jnp.log(jnp.where(counts(norm), norm, 1) + eps) - mean
-        mean = mean + rate * away
-        variance = std**2 + rate * ((1 - rate) * away**2 - std**2)
-        most = jnp.asarray(highest(step), norm.dtype)
-        finite = known & (most < jnp.inf)
+    def bound_of(norm: Scalar, memory: Moments, step: Any) -> tuple[Scalar, Moments]:
+        counted = counts(norm)
+        plain = 1 / (memory.steps.astype(norm.dtype) + 1)
+        rate = jnp.where(counted, jnp.maximum(1 - decay, plain), 0)
+        away = jnp.log(jnp.where(counted, norm, 1) + eps) - memory.mean
+        mean = memory.mean + rate * away
+        square = memory.std**2
+        variance = square + rate * ((1 - rate) * away**2 - square)
+        known = counted | (memory.steps > 0)
+        z_max = jnp.asarray(z_threshold_at(step), norm.dtype)
+        finite = known & (z_max < jnp.inf)
+        width = jnp.where(finite, z_max, 0) * jnp.sqrt(jnp.maximum(variance, eps))
         top = 0.99 * np.log(np.finfo(norm.dtype).max)  # above it slopes are infinite
-        width = jnp.where(finite, most, 0) * jnp.sqrt(jnp.maximum(variance, eps))
-        limit = jnp.where(finite, jnp.exp(jnp.minimum(mean + width, top)), jnp.inf)
+        limit = jnp.exp(jnp.minimum(mean + width, top))
+        limit = jnp.where(finite, limit, jnp.inf)
         bound = jnp.where(~known | (norm < limit), limit, jnp.exp(mean))
-        new = Moments(
-            mean,
-            jnp.sqrt(jnp.maximum(lax.stop_gradient(variance), 0)),
-            optax.safe_increment(steps),
-            spikes,
-        )
-        return jnp.minimum(bound, jnp.asarray(cap(step), norm.dtype)), new
+        std = jnp.sqrt(jnp.maximum(lax.stop_gradient(variance), 0))
+        steps = optax.safe_increment(memory.steps)
+        after = Moments(mean, std, steps, memory.spikes)
+        return jnp.minimum(bound, jnp.asarray(max_norm_at(step), norm.dtype)), after
 
     return clip_by_history("clip_by_lognormal", _no_moments, bound_of)
 

@@ -1,7 +1,5 @@
 """Metrics: what the transformations measured and did, read from their states."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clipjax._core import bounds, transformation
+from clipjax._core import transformation
+from clipjax._core.messages import short_repr
 
 
 def metrics(opt_state: Any) -> dict[str, jax.Array]:
@@ -47,7 +46,7 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
     if not states:
         raise ValueError(
             "opt_state: there is no state with metrics in "
-            f"{bounds.short_repr(opt_state)}; pass the state that tx.init and "
+            f"{short_repr(opt_state)}; pass the state that tx.init and "
             "tx.update return. A projection has none: add a clip, nonfinite='skip' "
             "or record_norms()"
         )

@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike
 
 from clipjax import _checks
 from clipjax._core import bounds
+from clipjax._core.messages import short_repr
 from clipjax.gradients.quantiles import autoclip, clip_by_quantile
 from clipjax.gradients.zclip import clip_by_lognormal, zclip
 from clipjax.monitoring.metrics import metrics
@@ -49,9 +50,7 @@ class NormLog:
 
     def __init__(self, name: str | None = None) -> None:
         if not isinstance(name, str | None):
-            raise TypeError(
-                f"name must be a str or None, got {bounds.short_repr(name)}"
-            )
+            raise TypeError(f"name must be a str or None, got {short_repr(name)}")
         self.name = name
         self._waiting: list[
             Any
@@ -88,7 +87,7 @@ class NormLog:
         if not real:
             raise TypeError(
                 "norms must be real numbers or clipjax.metrics(state), got "
-                f"{bounds.short_repr(given)}"
+                f"{short_repr(given)}"
             )
         if norms.ndim != rank:
             raise ValueError(
@@ -146,7 +145,7 @@ class NormLog:
         """Return quantiles of the finite norms, interpolated linearly, in the shape of `q`."""
         shares = _real_numbers("q", q)
         if not np.all((shares >= 0) & (shares <= 1)):
-            raise ValueError(f"q must be in [0, 1], got {bounds.short_repr(q)}")
+            raise ValueError(f"q must be in [0, 1], got {short_repr(q)}")
         return np.asarray(np.quantile(self._finite(), shares))
 
     def clip_rate(self, thresholds: ArrayLike) -> np.ndarray:
@@ -177,7 +176,7 @@ class NormLog:
         if not isinstance(rules, Mapping):
             raise TypeError(
                 "rules must be a mapping from names to transformations, got "
-                f"{bounds.short_repr(rules)}"
+                f"{short_repr(rules)}"
             )
         return {name: _replayed(name, tx, self._finite()) for name, tx in rules.items()}
 
@@ -203,7 +202,7 @@ def _real_numbers(name: str, values: ArrayLike) -> np.ndarray:
     array = np.asarray(values)
     if not bounds.is_real(array) or np.isnan(array).any():
         raise ValueError(
-            f"{name} must be real numbers, not NaN, got {bounds.short_repr(values)}"
+            f"{name} must be real numbers, not NaN, got {short_repr(values)}"
         )
     return array
 

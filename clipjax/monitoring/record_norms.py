@@ -1,7 +1,5 @@
 """Norms in the state of a chain, for a logger, without clipping."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -9,7 +7,8 @@ import jax
 import optax
 
 from clipjax import _checks
-from clipjax._core import bounds, norms, transformation, trees, units
+from clipjax._core import norms, transformation, trees, units
+from clipjax._core.messages import a_few, short_repr, traced_error
 
 
 class Recorder(optax.GradientTransformationExtraArgs):
@@ -62,14 +61,14 @@ def record_norms(
     )
     if not measured or any(each not in ("updates", "params") for each in measured):
         raise ValueError(
-            f"of must be 'updates', 'params' or both, got {bounds.short_repr(of)}"
+            f"of must be 'updates', 'params' or both, got {short_repr(of)}"
         )
     if not isinstance(name, str) or not name:
-        raise TypeError(f"name must be a str, got {bounds.short_repr(name)}")
+        raise TypeError(f"name must be a str, got {short_repr(name)}")
     if name != "updates" and "updates" not in measured:
         raise ValueError(
             f"name is what the updates are called, got {name!r}, but "
-            f"of={bounds.short_repr(of)} leaves them out"
+            f"of={short_repr(of)} leaves them out"
         )
     if name == "params" and len(set(measured)) == 2:
         raise ValueError(
@@ -77,7 +76,7 @@ def record_norms(
             "weights are called"
         )
     if isinstance(groups, jax.Array):
-        raise bounds.traced_error("groups", groups)
+        raise traced_error("groups", groups)
     depth = (
         _checks.check_count("groups", groups, 1) if isinstance(groups, int) else None
     )
@@ -125,7 +124,7 @@ def record_norms(
         metrics = measured_in(name, updates) if "updates" in measured else {}
         if "params" in measured:
             metrics |= measured_in(
-                "params", _checks.params_for("record_norms", updates, params)
+                "params", trees.params_for("record_norms", updates, params)
             )
         return updates, metrics, memory
 
@@ -138,7 +137,7 @@ def _norms_of_layers(stacks: list[trees.Leaf]) -> list[jax.Array]:
     if len(lengths) > 1 or () in lengths:
         raise ValueError(
             "stacked: these must have equally many layers along their first axis: "
-            f"{trees.a_few(stacks)}"
+            f"{a_few(stacks)}"
         )
     for leaf in stacks:
         units.check_whole("stacked", leaf)

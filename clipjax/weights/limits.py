@@ -1,44 +1,69 @@
 """Limits of weights that are the same for all leaves, or differ by path."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 from clipjax import _checks
 from clipjax._core import bounds, trees
+from clipjax._core.aliases import Tree
 
-Limit = bounds.Bound | Mapping[str, bounds.Bound]
+Limit: TypeAlias = bounds.Bound | Mapping[str, bounds.Bound]
 
 
 class Limits(NamedTuple):
-    """Which limit each leaf of a tree has, and what the limits are at a step."""
+    """The limits of all leaves."""
 
-    patterns: Callable[
-        [Any], list[str | None]
-    ]  # from a tree; None: the leaf has no limit
-    at: Callable[[Any], dict[str | None, Any]]  # from a step; by pattern, without None
-    scheduled: set[str | None]  # the patterns whose limits are schedules
+    name: str
+    given: Mapping[str, Any]  # by path pattern; "*" if they are the same for all
+    at_step: Mapping[str, Callable[[Any], Any]]  # the same, checked
+    by_path: bool
+    other: Any  # the limit of leaves that no pattern matches
+
+    @property
+    def scheduled(self) -> bool:
+        """Whether one of them is a schedule."""
+        return any(map(callable, self.given.values()))
+
+    def patterns(self, tree: Tree) -> list[str | None]:
+        """Return the pattern of each leaf's limit, None if it has none."""
+        patterns = {pattern: pattern for pattern in self.given}
+        return trees.per_leaf(self.name, patterns if self.by_path else "*", tree, None)
+
+    def at(self, tree: Tree, step: Any) -> list[Any]:
+        """Return the limit of each leaf at a step."""
+        now: dict[Any, Any] = {
+            pattern: at(step) for pattern, at in self.at_step.items()
+        }
+        return [now.get(pattern, self.other) for pattern in self.patterns(tree)]
 
 
-def by_leaf(name: str, limit: Any, least: float = 0) -> Limits:
-    """Return the limits that a number, an array, a schedule, or a mapping from path patterns to these stands for."""
+def by_leaf(name: str, limit: Any, least: float = 0, other: Any = None) -> Limits:
+    """Check a limit: a number, an array, a schedule, or a mapping to these by path."""
     by_path = isinstance(limit, Mapping)
-    given = (
-        {p: limit[p] for p in _checks.check_patterns(name, tuple(limit))}
-        if by_path
-        else {"*": limit}
-    )
-    schedules = {
-        p: bounds.as_schedule(f"{name}[{p!r}]" if by_path else name, x, least)
-        for p, x in given.items()
+    given = {"*": limit}
+    names = {"*": name}
+    if by_path:
+        given = {each: limit[each] for each in _checks.check_patterns(name, (*limit,))}
+        names = {pattern: f"{name}[{pattern!r}]" for pattern in given}
+    at_step = {
+        pattern: bounds.as_schedule(names[pattern], each, least)
+        for pattern, each in given.items()
     }
-    return Limits(
-        lambda tree: trees.per_leaf(
-            name, {p: p for p in given} if by_path else "*", tree, None
-        ),
-        lambda step: {
-            pattern: schedule(step) for pattern, schedule in schedules.items()
-        },
-        {pattern for pattern, x in given.items() if callable(x)},
-    )
+    return Limits(name, given, at_step, by_path, other)
+
+
+def are_given(each: Sequence[Limits], tree: Tree) -> list[bool]:
+    """Return for each leaf whether one of several limits is given."""
+    of_leaves = zip(*(limits.patterns(tree) for limits in each), strict=True)
+    return [any(pattern is not None for pattern in patterns) for patterns in of_leaves]
+
+
+def check_order(low: Limits, high: Limits, tree: Tree, places: Collection[int]) -> None:
+    """Raise an error if limits by path that are no schedules do not go together."""
+    if not (low.by_path or high.by_path):
+        return
+    leaves, _ = trees.leaves_of(tree)
+    each = zip(leaves, low.patterns(tree), high.patterns(tree), strict=True)
+    for i, (leaf, of_low, of_high) in enumerate(each):
+        if i in places and of_low is not None and of_high is not None:
+            _checks.check_order(low.given[of_low], high.given[of_high], leaf)

@@ -1,9 +1,9 @@
 """A projection: a function of the weights that is also the last link of a chain."""
 
-from __future__ import annotations
-
+import dataclasses
+import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import jax
@@ -12,8 +12,9 @@ import numpy as np
 import optax
 from jax import lax
 
-from clipjax import _checks
 from clipjax._core import bounds, norms, transformation, trees, units
+from clipjax._core.aliases import Scalar, Tree
+from clipjax._core.messages import short_repr
 
 T = TypeVar("T")
 # Optax and type checkers ask for Optax's class. A subclass of it would be a tuple,
@@ -28,9 +29,10 @@ class ProjectionState(NamedTuple):
     would have to stay in memory.
     """
 
-    step: jax.Array  # int32: how many updates there were
+    step: Scalar  # int32: how many updates there were
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Projection(_OptaxClass):
     """A projection of weights, as a function and as the last link of a chain.
 
@@ -42,90 +44,80 @@ class Projection(_OptaxClass):
 
     __class__ = property(lambda _: optax.GradientTransformationExtraArgs)
 
-    def __init__(
-        self,
-        name: str,
-        function: Callable[..., Any],
-        scheduled: bool = False,
-        find: Callable[[Any], list[units.LeafUnits]] | None = None,
-        check: Callable[[Any], Any] | None = None,
-    ) -> None:
-        """Make a projection from `function(params, step)`; it is scheduled if it depends on the step.
+    name: str  # as a user wrote it
+    function: Callable[..., Tree]  # of (weights, step, **needs)
+    _: dataclasses.KW_ONLY
+    # What else the function needs by keyword: `old`, the weights before the update, or
+    # arguments of `update`. None where they are not given.
+    needs: tuple[str, ...] = ()
+    scheduled: bool = False  # it depends on the step
+    units_of: Callable[[Tree], list[units.LeafUnits]] | None = None  # that it rescales
+    measures_first: bool = False  # it measures a leaf before it changes it
+    # Raises the errors of `init`, where what the function needs is not known yet.
+    check: Callable[[Tree], Any] | None = None
 
-        `find(params)` returns the units that it rescales, if it does. If it needs more
-        than the weights, `function(params, step, **extra)` gets what is given to
-        `update`, and `check(params)` raises the errors of `init`, where that is not
-        known yet.
-        """
-        self.name, self.function, self.scheduled, self.find, self.check = (
-            name,
-            function,
-            scheduled,
-            find,
-            check,
-        )
-
-    def __call__(self, params: T, step: Any = None, **extra: Any) -> T:
+    def __call__(self, params: T, *args: Any, **kwargs: Any) -> T:
         """Project weights; `step` is needed if a bound is a schedule."""
-        if extra and not self.check:
-            raise TypeError(
-                f"{self} takes params and step, got {', '.join(extra)}, too"
-            )
+        norms.warn_if_local()
+        names = (*self.needs, "step")
+        given = dict(zip(names, args, strict=False)) | kwargs
+        if len(args) > len(names) or set(given) - set(names):
+            more = sorted(set(given) - set(names)) or short_repr(args)
+            raise TypeError(f"{self} takes params and {', '.join(names)}, got {more}")
+        step = given.pop("step", None)
         if step is not None and not (bounds.is_real(step) and np.ndim(step) == 0):
-            raise TypeError(f"step must be a number, got {bounds.short_repr(step)}")
-        leaves, rebuild = trees.leaves_of(
-            params
-        )  # JAX's arrays, of which those that do not change stay the same
-        return self._projected(rebuild([leaf.value for leaf in leaves]), step, **extra)
+            raise TypeError(f"step must be a number, got {short_repr(step)}")
+        # JAX's arrays, of which those that do not change stay the same.
+        leaves, rebuild = trees.leaves_of(params)
+        return self._projected(rebuild([leaf.value for leaf in leaves]), step, **given)
 
-    def init(self, params: Any) -> Any:
+    def init(self, params: Tree) -> Any:
         """Raise errors, and return the state."""
         step = jnp.zeros((), np.int32) if self.scheduled else None
         trees.leaves_of(params)  # raises its errors
         if self.check is None:
-            jax.eval_shape(
-                lambda tree: self._projected(tree, step), params
-            )  # raises its errors
+            jax.eval_shape(lambda tree: self._linked(tree, step, tree, {}), params)
         else:
             self.check(params)
         return optax.EmptyState() if step is None else ProjectionState(step)
 
     def update(
-        self, updates: Any, state: Any, params: Any = None, **extra: Any
-    ) -> tuple[Any, Any]:
-        """Return the updates that take the weights to the projection of `params + updates`."""
+        self, updates: Tree, state: Any, params: Tree = None, **extra: Any
+    ) -> tuple[Tree, Any]:
+        """Return the updates that take weights to the projection of their sum."""
+        norms.warn_if_local()
         if self.scheduled:
             transformation.check_state(self.name, ProjectionState, state)
-        params = _checks.params_for(self.name, updates, params)
-        (before, as_params), (changes, as_updates) = (
-            trees.leaves_of(params),
-            trees.leaves_of(updates),
-        )
-        summed = [
-            applied(p.value, u.value) for p, u in zip(before, changes, strict=True)
-        ]
-        if self.find:
-            # Norms are measured before their weights change. XLA would compute new
-            # weights twice, from both moments of Adam, rather than keep them meanwhile:
-            # on a TPU v5e a step moves 11.0 instead of 9.0 (JAX 0.12).
+        params = trees.params_for(self.name, updates, params)
+        before, as_params = trees.leaves_of(params)
+        changes, as_updates = trees.leaves_of(updates)
+        pairs = list(zip(before, changes, strict=True))
+        summed = [applied(param.value, update.value) for param, update in pairs]
+        if self.measures_first:
+            # XLA would compute new weights twice, from both moments of Adam, rather
+            # than keep them while their norms are measured: on a TPU v5e a step moves
+            # 11.0 instead of 9.0 (JAX 0.12).
             summed = [
                 lax.optimization_barrier(x) if trees.is_float(x) else x for x in summed
             ]
         step = state.step if self.scheduled else None
-        wanted = self._projected(
-            as_params(summed), step, **(extra if self.check else {})
-        )
-        each = zip(trees.leaves_of(wanted)[0], summed, before, changes, strict=True)
-        steps = as_updates(
-            [_step_to(new.value, old, p.value, u.value) for new, old, p, u in each]
-        )
-        return steps, ProjectionState(
-            optax.safe_increment(step)
-        ) if self.scheduled else state
+        wanted = jax.tree.leaves(self._linked(as_params(summed), step, params, extra))
+        steps = [
+            _step_to(new, old, param.value, update.value)
+            for new, old, (param, update) in zip(wanted, summed, pairs, strict=True)
+        ]
+        if step is not None:
+            state = ProjectionState(optax.safe_increment(step))
+        return as_updates(steps), state
 
-    def _projected(self, params: Any, step: Any, **extra: Any) -> Any:
-        wanted = self.function(params, step, **extra)
-        _checks.check_are_weights(params, wanted)
+    def _linked(self, params: Tree, step: Any, old: Tree, extra: Any) -> Tree:
+        known = {**extra, "old": old}
+        given = {name: known[name] for name in self.needs if name in known}
+        return self._projected(params, step, **given)
+
+    def _projected(self, params: Any, step: Any, **given: Any) -> Any:
+        wanted = self.function(params, step, **given)
+        _check_are_weights(params, wanted)
         return wanted
 
     def __iter__(self) -> Iterator[Any]:
@@ -134,34 +126,26 @@ class Projection(_OptaxClass):
     def __repr__(self) -> str:
         return self.name
 
-    def __deepcopy__(self, memo: Any = None) -> Projection:
+    def __deepcopy__(self, memo: Any = None) -> "Projection":
         return self  # so that a copied TrainState has the same structure
 
     __copy__ = __deepcopy__
 
     def __reduce__(self) -> Any:
-        return Projection, (
-            self.name,
-            self.function,
-            self.scheduled,
-            self.find,
-            self.check,
-        )
-
-
-def is_projection(value: Any) -> bool:
-    """Return whether a value is a projection; `isinstance` would ask for Optax's class."""
-    return type(value) is Projection
+        return functools.partial(Projection, **vars(self)), ()
 
 
 def written(name: str, *args: Any, **options: tuple[Any, Any]) -> str:
-    """Return the call that made a projection; of options, `(value, default)`, those that are not the default."""
-    shown = {key: tuple(map(bounds.short_repr, pair)) for key, pair in options.items()}
-    given = [
-        *map(bounds.short_repr, args),
-        *(f"{key}={x}" for key, (x, default) in shown.items() if x != default),
-    ]
-    return f"clipjax.{name}({', '.join(given)})"
+    """Return the call that made a projection.
+
+    Options are pairs of a value and the default; those that are the default are left
+    out.
+    """
+    shown = list(map(short_repr, args))
+    for key, pair in options.items():
+        value, default = map(short_repr, pair)
+        shown += [f"{key}={value}"] if value != default else []
+    return f"clipjax.{name}({', '.join(shown)})"
 
 
 def applied(param: Any, update: Any) -> Any:
@@ -207,7 +191,9 @@ def _step_to(wanted: Any, summed: Any, param: Any, update: Any) -> Any:
 
 
 def project(function: Callable[[Any], Any]) -> Projection:
-    """Make a projection from any function of the whole tree of weights; a projection is returned as it is.
+    """Make a projection from any function of the whole tree of weights.
+
+    A projection is returned as it is.
 
     Args:
       function: `params -> params`, which keeps structure, shapes and dtypes, such as
@@ -227,26 +213,24 @@ def project(function: Callable[[Any], Any]) -> Projection:
 
 
 def as_projection(name: str, function: Any) -> Projection:
-    """Return a projection, or make one from a function, or raise an error that names the argument."""
-    if is_projection(function):
+    """Return a projection, or make one from a function; errors name the argument."""
+    if isinstance(function, Projection):
         return function
-    ours = isinstance(function, types.FunctionType) and str(
-        function.__module__
-    ).startswith("clipjax.")
     hint = ""
     if isinstance(function, optax.GradientTransformation):
-        hint = ", a gradient transformation; clips are for clip=, and masks are written as axes= or where="
-    elif ours and not hasattr(
-        function, "__wrapped__"
-    ):  # which jax.vmap(max_norm(3.0)) has
+        hint = (
+            ", a gradient transformation; clips are for clip=, and masks are written "
+            "as axes= or where="
+        )
+    elif _is_ours(function):
         hint = ": call it, as in clipjax.max_norm(3.0)"
     if hint or not callable(function):
         raise TypeError(
             f"{name} must be a projection or a function of the weights, got "
-            f"{bounds.short_repr(function)}{hint}"
+            f"{short_repr(function)}{hint}"
         )
 
-    def call(params: Any, step: Any) -> Any:
+    def call(params: Tree, step: Any) -> Tree:
         try:
             projected = function(params)
         except TypeError as error:
@@ -255,24 +239,67 @@ def as_projection(name: str, function: Any) -> Projection:
                 "jax.tree.map in it."
             )
             raise
-        given: Any
-        given, returned = jax.tree.structure(params), jax.tree.structure(projected)
+        given: Any = jax.tree.structure(params)
+        returned: Any = jax.tree.structure(projected)
         if returned != given:
             raise TypeError(
                 f"function must keep the structure of the weights, {given}, but "
                 f"returned {returned}"
             )
-        for old, new in zip(
-            trees.leaves_of(params)[0], trees.leaves_of(projected)[0], strict=True
-        ):
-            was, now = (
-                f"{leaf.value.dtype}{list(leaf.value.shape)}" for leaf in (old, new)
-            )
+        before, _ = trees.leaves_of(params)
+        after, rebuild = trees.leaves_of(projected)
+        for old, new in zip(before, after, strict=True):
+            was, now = (f"{x.value.dtype}{list(x.value.shape)}" for x in (old, new))
             if was != now:
                 raise TypeError(
                     f"function must keep shapes and dtypes, but made {now} of {old}, "
                     f"which is {was}"
                 )
-        return projected
+        return rebuild([leaf.value for leaf in after])
 
-    return Projection(f"clipjax.project({bounds.short_repr(function)})", call)
+    return Projection(f"clipjax.project({short_repr(function)})", call)
+
+
+def _is_ours(function: Any) -> bool:
+    """Return whether a function is one of this package, such as max_norm itself."""
+    is_wrapped = hasattr(function, "__wrapped__")  # as jax.vmap(max_norm(3.0)) is
+    is_function = isinstance(function, types.FunctionType) and not is_wrapped
+    return is_function and str(function.__module__).startswith("clipjax.")
+
+
+# What a tree with all variables of a Flax model holds beside its weights: collections
+# of Linen, variables of NNX, and the moments in a TrainState, whose paths end as those
+# of the weights.
+_COLLECTIONS = ("batch_stats", "cache", "intermediates", "opt_state")
+_VARIABLES = ("BatchStat", "Cache", "Intermediate")
+
+
+def _check_are_weights(params: Tree, wanted: Tree) -> None:
+    """Raise an error if a projection would change what is known not to be a weight."""
+
+    def is_variable(node: Any) -> bool:
+        kind = type(node)
+        return kind.__name__ in _VARIABLES and kind.__module__.startswith("flax.")
+
+    is_state = hasattr(params, "opt_state")
+    weights = params.get("params") if isinstance(params, Mapping) else None
+    names = {path[-1:] for path, _ in trees.with_paths(weights)}
+    flatten = jax.tree_util.tree_leaves_with_path
+    each = zip(
+        flatten(params, is_leaf=is_variable),
+        jax.tree.leaves(wanted, is_leaf=is_variable),
+        strict=True,
+    )
+    for (path, old), new in each:
+        kind = type(old).__name__
+        if not is_variable(old):
+            # A module may be called "cache": its leaves are called as other weights.
+            in_variables = weights is not None and path[-1:] not in names
+            kind = trees.path_name(path[:1]) if is_state or in_variables else ""
+        leaves = zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)
+        if kind in (*_COLLECTIONS, *_VARIABLES) and any(a is not b for a, b in leaves):
+            raise ValueError(
+                f"params: {trees.path_name(path)!r}, of {kind}, is not a weight, but "
+                "would be changed: pass only the weights, as in variables['params'], "
+                "train_state.params or nnx.state(model, nnx.Param)"
+            )

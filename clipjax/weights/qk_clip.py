@@ -1,7 +1,5 @@
 """A bound on attention logits, by scaling the weights of queries and keys."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any, NamedTuple, SupportsIndex
 
@@ -13,6 +11,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from clipjax import _checks
 from clipjax._core import bounds, clipping, trees
+from clipjax._core.aliases import Tree
+from clipjax._core.messages import a_few, short_repr
 from clipjax.weights.projection import Projection, written
 
 
@@ -23,15 +23,15 @@ def qk_clip(
     key: str = "key",
     rope: SupportsIndex = 0,
 ) -> Projection:
-    """Scale each head's queries and keys by sqrt(min(1, threshold / S)), where S is its largest logit.
+    """Scale each head's queries and keys by sqrt(min(1, threshold / S)).
 
-    S then becomes `threshold`, as a logit is linear in each of the two. Kernels are
-    (in, heads, head_dim) and biases (heads, head_dim), as in Flax. A key may have fewer
-    heads than the query, or no axis for them: each of its heads serves equally many
-    consecutive query heads, is scaled for the largest of their logits, and each query
-    head is scaled by the rest, but never up: a head inside the threshold may lose by
-    its neighbors. Megatron scales all queries of a group by its largest logit instead,
-    and so more.
+    S, the largest logit of the head, then becomes `threshold`, as a logit is linear in
+    each of the two. Kernels are (in, heads, head_dim) and biases (heads, head_dim), as
+    in Flax. A key may have fewer heads than the query, or no axis for them: each of its
+    heads serves equally many consecutive query heads, is scaled for the largest of
+    their logits, and each query head is scaled by the rest, but never up: a head inside
+    the threshold may lose by its neighbors. Megatron scales all queries of a group by
+    its largest logit instead, and so more.
 
     Args:
       threshold: the largest logit: a number, an array that broadcasts to the logits, or
@@ -76,51 +76,55 @@ def qk_clip(
       [[1.  1.  1. ]
        [0.5 0.5 0.5]]
     """
-    bound, rotary = (
-        bounds.as_schedule("threshold", threshold),
-        _checks.check_count("rope", rope, 0),
-    )
-    if (
-        not all(
-            isinstance(each, str) and each and "/" not in each for each in (query, key)
-        )
-        or query == key
-    ):
+    threshold_at = bounds.as_schedule("threshold", threshold)
+    rotary = _checks.check_count("rope", rope, 0, static=True)
+    parts = query, key
+    if query == key or not all(map(_is_part, parts)):
         raise ValueError(
             f"query and key must be two components of paths, got {query!r} and {key!r}"
         )
 
-    def find(params: Any) -> dict[str, list[_Side]]:
+    def layers_of(params: Tree) -> dict[str, list[_Side]]:
         layers = _layers_of(params, query, key)
         for path, sides in layers.items():
             _check_heads(path, sides, rotary)
         return layers
 
-    def clip(params: Any, step: Any, max_logits: Any = None, **other: Any) -> Any:
+    def clip(params: Tree, step: Any, max_logits: Any = None) -> Tree:
         if max_logits is None:
             raise ValueError(
                 "max_logits: qk_clip needs the largest logit of each head, as in "
                 "tx.update(grads, state, params, max_logits=max_logits)"
             )
-        limit, each, scales = bound(step), [], []
-        for path, logits, sides in _by_layer(max_logits, find(params)):
+        bound = threshold_at(step)
+        changed = []
+        scales = []
+        for path, logits, sides in _by_layer(max_logits, layers_of(params)):
             finite = jnp.where(jnp.isfinite(logits), logits, 0)
-            factor = clipping.factor_to(
-                bounds.fit_bound("threshold", limit, finite, f"the logits of {path!r}"),
-                finite,
-            )
-            each += sides
-            scales += _scales(sides, factor, rotary)
-        return clipping.rescaled(params, each, scales)
+            of = f"the logits of {path!r}"
+            fitted = bounds.fit_bound("threshold", bound, finite, of)
+            changed += sides
+            scales += _scales(sides, clipping.factor_to(fitted, finite), rotary)
+        return clipping.rescaled(params, changed, scales)
 
     name = written(
-        "qk_clip", threshold, query=(query, "query"), key=(key, "key"), rope=(rope, 0)
+        "qk_clip", threshold, query=(query, "query"), key=(key, "key"), rope=(rotary, 0)
     )
-    return Projection(name, clip, scheduled=callable(threshold), check=find)
+    return Projection(
+        name,
+        clip,
+        needs=("max_logits",),
+        scheduled=callable(threshold),
+        check=layers_of,
+    )
+
+
+def _is_part(name: Any) -> bool:
+    return isinstance(name, str) and name != "" and "/" not in name
 
 
 class _Side(NamedTuple):
-    """A parameter that makes the queries or the keys of a layer, or of a stack of layers."""
+    """A parameter that makes the queries or the keys of a layer, or of a stack."""
 
     place: int  # among the leaves of the tree
     leaf: trees.Leaf
@@ -128,60 +132,55 @@ class _Side(NamedTuple):
     rest: str  # of the path, such as "kernel"
 
 
-def _layers_of(params: Any, query: str, key: str) -> dict[str, list[_Side]]:
+def _layers_of(params: Tree, query: str, key: str) -> dict[str, list[_Side]]:
     """Return the layers that have both queries and keys, by path."""
     found: dict[str, list[_Side]] = {}
     leaves, _ = trees.leaves_of(params)
     for i, leaf in enumerate(leaves):
         parts = leaf.name.split("/")
-        at = max(
-            (j for j, part in enumerate(parts) if part in (query, key)), default=None
-        )
-        if at is not None and trees.is_float(leaf.value):
+        places = [j for j, part in enumerate(parts) if part in (query, key)]
+        if places and trees.is_float(leaf.value):
+            at = places[-1]
             side = _Side(i, leaf, parts[at] == query, "/".join(parts[at + 1 :]))
             found.setdefault("/".join(parts[:at]), []).append(side)
-    layers = {
-        path: sides
-        for path, sides in found.items()
-        if len({s.is_query for s in sides}) == 2 and _kernels(sides)
-    }
+    layers = {}
+    for path, sides in found.items():
+        if len({side.is_query for side in sides}) == 2 and _kernels(sides):
+            layers[path] = sides
     if leaves and not layers:
         raise ValueError(
             f"query, key: no layer has both {query!r} and {key!r}, with kernels (in, "
             "heads, head_dim): reshape others first. The leaves are: "
-            f"{trees.a_few(leaves)}"
+            f"{a_few(leaves)}"
         )
     return layers
 
 
 def _check_heads(path: str, sides: list[_Side], rope: int) -> None:
-    """Raise an error if the shapes of a layer do not say which components of queries and keys meet."""
-    ranks = {side.rest: side.leaf.value.ndim for side in sides if side.is_query}
-    of_query, of_key = (
-        {s.leaf.value.shape[-1:] for s in sides if s.is_query is kind}
-        for kind in (True, False)
-    )
-    ranks_fit = all(
-        ranks.get(s.rest, s.leaf.value.ndim) - s.leaf.value.ndim in (0, 1)
-        for s in sides
-        if not s.is_query
-    )
-    if ranks_fit and len(of_query) == len(of_key) == 1 and () not in of_key:
-        ((wide,),), ((narrow,),) = of_query, of_key
+    """Raise an error if shapes do not say which components of queries and keys meet."""
+    queries = [side for side in sides if side.is_query]
+    keys = [side for side in sides if not side.is_query]
+    ranks = {side.rest: side.leaf.value.ndim for side in queries}
+    fewer = [ranks.get(k.rest, k.leaf.value.ndim) - k.leaf.value.ndim for k in keys]
+    of_queries = {side.leaf.value.shape[-1:] for side in queries}
+    of_keys = {side.leaf.value.shape[-1:] for side in keys}
+    one_size = len(of_queries) == len(of_keys) == 1 and () not in of_keys
+    if one_size and set(fewer) <= {0, 1}:
+        ((wide,),) = of_queries
+        ((narrow,),) = of_keys
         if wide == narrow if rope == 0 else 0 < wide - rope <= narrow:
             return
-    found = ", ".join(str(side.leaf) for side in sides)
     raise ValueError(
         f"query, key: in the layer {path!r}, the heads of queries and keys do not "
-        f"meet: {found}. Both are (in, heads, head_dim). Heads of two sizes are those "
-        "of multi-head latent attention, where rope= says how many of the last "
-        f"components of a query are rotary, got {rope}. Split or reshape fused and "
-        "flat kernels first"
+        f"meet: {', '.join(str(side.leaf) for side in sides)}. Both are (in, heads, "
+        "head_dim). Heads of two sizes are those of multi-head latent attention, where "
+        "rope= says how many of the last components of a query are rotary, got "
+        f"{rope}. Split or reshape fused and flat kernels first"
     )
 
 
 def _kernels(sides: list[_Side], stacked: int = 0) -> list[_Side]:
-    """Return the kernels (in, heads, head_dim) of queries, behind the axes of a stack."""
+    """Return the kernels (in, heads, head_dim) of queries, behind those of a stack."""
     return [
         side for side in sides if side.is_query and side.leaf.value.ndim >= stacked + 3
     ]
@@ -190,13 +189,13 @@ def _kernels(sides: list[_Side], stacked: int = 0) -> list[_Side]:
 def _by_layer(
     max_logits: Any, layers: dict[str, list[_Side]]
 ) -> list[tuple[str, jax.Array, list[_Side]]]:
-    """Return the layers that are named, with their logits: the largest, where there are several arrays."""
+    """Return the layers that are named, with the largest of their logits."""
     found: dict[str, jax.Array] = {}
     for path, value in jax.tree_util.tree_leaves_with_path(max_logits):
         if not bounds.is_real(value):
             raise TypeError(
                 "max_logits must be a real array or a mapping to such arrays, got "
-                f"{bounds.short_repr(value)}"
+                f"{short_repr(value)}"
             )
         layer = _layer_at(trees.path_name(path), list(layers))
         logits = jnp.asarray(lax.stop_gradient(value)).astype(np.float32)
@@ -208,26 +207,22 @@ def _by_layer(
         found[layer] = jnp.maximum(found[layer], logits) if layer in found else logits
     if layers and not found:
         raise ValueError(
-            f"max_logits: {bounds.short_repr(max_logits)} names none of the layers: "
+            f"max_logits: {short_repr(max_logits)} names none of the layers: "
             f"{_shown(layers)}"
         )
     return [(path, logits, layers[path]) for path, logits in found.items()]
 
 
 def _layer_at(name: str, layers: list[str]) -> str:
-    """Return the layer whose path, or the end of whose path, is `name` or the start of `name`."""
+    """Return the layer whose path, or its end, is `name` or the start of `name`."""
     for i in range(name.count("/") + 1):
         start = name.rsplit("/", i)[0]
-        named = [layer for layer in layers if layer == start]
-        named = named or [
-            layer for layer in layers if start and layer.endswith(f"/{start}")
-        ]
-        if len(named) == 1:
-            return named[0]
-    if len(layers) == 1 and "" in (
-        name,
-        layers[0],
-    ):  # a model that is one layer may call its logits anything
+        exact = [layer for layer in layers if layer == start]
+        ends = [layer for layer in layers if start and layer.endswith(f"/{start}")]
+        if len(exact or ends) == 1:
+            return (exact or ends)[0]
+    # A model that is one layer may call its logits anything.
+    if len(layers) == 1 and "" in (name, layers[0]):
         return layers[0]
     what = f"the path {name!r}" if name else "an array without a path"
     raise ValueError(
@@ -237,63 +232,66 @@ def _layer_at(name: str, layers: list[str]) -> str:
 
 
 def _shown(layers: Iterable[str]) -> str:
-    return trees.a_few(
-        [repr(layer) for layer in layers]
-    )  # the tree itself may be one, ''
+    return a_few([repr(layer) for layer in layers])  # the tree may be one, ''
 
 
 def _scales(sides: list[_Side], factor: jax.Array, rope: int) -> list[jax.Array]:
-    """Return what multiplies the parameters of a layer, for a factor of each query head's logits."""
+    """Return what multiplies each parameter of a layer.
+
+    Args:
+      sides: the parameters.
+      factor: that of each query head's logits, `(*stack, heads)`.
+      rope: how many of the last components of a query are rotary.
+    """
     *stack, heads = factor.shape or (0,)
+    shapes, shared_by = _fitted(sides, factor.shape, stack, heads)
+    of_group = factor.reshape(*stack, heads // shared_by, shared_by)
+    of_key = jnp.sqrt(jnp.min(of_group, axis=-1))
+    given = jnp.repeat(of_key, shared_by, axis=-1)
+    # At most 1: a query does not grow to make up for the key that it shares.
+    less = factor < given
+    of_query = jnp.where(less, factor, 1) / jnp.where(less, given, 1)
+    of_rotary = factor
+    of_values = jnp.ones_like(of_key)
+    wide = next(side.leaf.value.shape[-1] for side in sides if side.is_query)
+    scales = []
+    for side, shape in zip(sides, shapes, strict=True):
+        own, rest = (of_query, of_rotary) if side.is_query else (of_key, of_values)
+        scale = own.reshape(shape)
+        if rope:
+            both = jnp.arange(side.leaf.value.shape[-1]) < wide - rope
+            scale = jnp.where(both, scale, rest.reshape(shape))
+        scales.append(scale)
+    return scales
+
+
+def _fitted(
+    sides: list[_Side], given: tuple[int, ...], stack: list[int], heads: int
+) -> tuple[list[tuple[int, ...]], int]:
+    """Return the shapes that heads have in each parameter, and how many share a key."""
     ranks = {side.rest: side.leaf.value.ndim for side in sides if side.is_query}
-    shapes, counts = [], {True: set[int](), False: set[int]()}
+    depth = len(stack)
+    shapes = []
+    counts: dict[bool, set[int]] = {True: set(), False: set()}
     for side in sides:
         shape = side.leaf.value.shape
-        own = shape[len(stack) :]
-        alone = (
-            not side.is_query and ranks.get(side.rest) == len(shape) + 1
-        )  # one head without an axis
-        fits = list(shape[: len(stack)]) == stack and len(own) >= (1 if alone else 2)
-        count = 0 if not fits else 1 if alone else own[-2]
-        counts[side.is_query].add(count)
+        own = shape[depth:]
+        # One key head may have no axis.
+        is_query = side.is_query
+        alone = not is_query and ranks.get(side.rest) == len(shape) + 1
+        fits = list(shape[:depth]) == stack and len(own) >= (1 if alone else 2)
+        count = 1 if alone else own[-2] if fits else 0
+        counts[is_query].add(count if fits else 0)
         last = (count,) if alone else (count, 1)
         shapes.append((*stack, *(1,) * (len(own) - len(last)), *last))
     shared_by = heads // max(max(counts[False]), 1)
-    heads_fit = (
-        counts[True] == {heads}
-        and heads
-        and all(count * shared_by == heads for count in counts[False])
-    )
-    if not (heads_fit and _kernels(sides, len(stack))):
-        found = ", ".join(str(side.leaf) for side in sides)
+    keys_fit = all(count * shared_by == heads for count in counts[False])
+    queries_fit = heads > 0 and counts[True] == {heads}
+    if not (keys_fit and queries_fit and _kernels(sides, depth)):
         raise ValueError(
-            f"max_logits: shape {factor.shape} does not fit {found}. It must be "
-            "(heads,), or (layers, heads) for a stack; kernels are (in, heads, "
-            "head_dim), biases (heads, head_dim), and the number of key heads "
-            "divides that of query heads"
+            f"max_logits: shape {given} does not fit "
+            f"{', '.join(str(side.leaf) for side in sides)}. It must be (heads,), or "
+            "(layers, heads) for a stack; kernels are (in, heads, head_dim), biases "
+            "(heads, head_dim), and the number of key heads divides that of query heads"
         )
-    of_key = jnp.sqrt(
-        jnp.min(factor.reshape(*stack, heads // shared_by, shared_by), axis=-1)
-    )
-    given = jnp.repeat(of_key, shared_by, axis=-1)
-    # At most 1: a query does not grow to make up for the key that it shares.
-    of_query = jnp.where(factor < given, factor, 1) / jnp.where(
-        factor < given, given, 1
-    )
-    if rope == 0:
-        return [
-            (of_query if s.is_query else of_key).reshape(shape)
-            for s, shape in zip(sides, shapes, strict=True)
-        ]
-    of_rotary, of_values = factor, jnp.ones_like(of_key)
-    both = {True: (of_query, of_rotary), False: (of_key, of_values)}
-    width = (
-        next(side.leaf.value.shape[-1] for side in sides if side.is_query) - rope
-    )  # of what both have
-    scales = []
-    for side, shape in zip(sides, shapes, strict=True):
-        own, rest = (scale.reshape(shape) for scale in both[side.is_query])
-        scales.append(
-            jnp.where(jnp.arange(side.leaf.value.shape[-1]) < width, own, rest)
-        )
-    return scales
+    return shapes, shared_by

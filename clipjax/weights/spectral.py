@@ -1,7 +1,6 @@
 """A projection that caps the singular values of weights."""
 
-from __future__ import annotations
-
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -11,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from clipjax._core import bounds, clipping, norms, trees, units
+from clipjax._core.aliases import Tree
+from clipjax._core.messages import a_few, short_repr
 from clipjax.weights import limits, singular_values
 from clipjax.weights.projection import Projection, written
 
@@ -25,7 +26,7 @@ Flatten: TypeAlias = (
 
 
 def spectral_cap(bound: limits.Limit, *, flatten: Flatten = None) -> Projection:
-    """Reduce the singular values above a bound to it, and keep the others: U min(S, bound) Vᴴ.
+    """Reduce the singular values above a bound to it: U min(S, bound) Vᴴ.
 
     Args:
       bound: a number, an array that broadcasts to the stack of matrices of each leaf, a
@@ -64,28 +65,21 @@ def spectral_cap(bound: limits.Limit, *, flatten: Flatten = None) -> Projection:
       [[1.  0. ]
        [0.  0.5]]
     """
-    limit, flatten = limits.by_leaf("bound", bound), _check_flatten(flatten)
+    each_limit = limits.by_leaf("bound", bound)
+    flatten = _check_flatten(flatten)
 
-    def project(params: Any, step: Any) -> Any:
-        norms.warn_if_local()
+    def cap(params: Tree, step: Any) -> Tree:
         leaves, rebuild = trees.leaves_of(params)
-        now, patterns = limit.at(step), limit.patterns(params)
         sides = _sides_of_leaves(
-            params, flatten, [pattern is not None for pattern in patterns]
+            params, flatten, limits.are_given([each_limit], params)
         )
-        each = zip(leaves, sides, patterns, strict=True)
+        each = zip(leaves, sides, each_limit.at(params, step), strict=True)
         return rebuild(
-            [
-                _capped(leaf, of, now[pattern]) if of else leaf.value
-                for leaf, of, pattern in each
-            ]
+            [_capped(leaf, of, limit) if of else leaf.value for leaf, of, limit in each]
         )
 
-    return Projection(
-        written("spectral_cap", bound, flatten=(flatten, None)),
-        project,
-        scheduled=bool(limit.scheduled),
-    )
+    name = written("spectral_cap", bound, flatten=(flatten, None))
+    return Projection(name, cap, scheduled=each_limit.scheduled)
 
 
 def _capped(leaf: trees.Leaf, sides: Sides, bound: Any) -> jax.Array:
@@ -94,69 +88,56 @@ def _capped(leaf: trees.Leaf, sides: Sides, bound: Any) -> jax.Array:
     if not x.size:
         return x
     units.check_whole("spectral_cap", leaf)
-    long, short = sorted(
-        sides, key=lambda side: -math.prod(x.shape[axis] for axis in side)
-    )
+    long, short = sorted(sides, key=lambda side: -_size(x, side))
     stack = tuple(axis for axis in range(x.ndim) if axis not in long + short)
-    order, batch = stack + long + short, tuple(x.shape[axis] for axis in stack)
+    order = stack + long + short
+    batch = tuple(x.shape[axis] for axis in stack)
     bounds.check_fits("bound", bound, batch, f"the matrices of {leaf}")
-    info, dtype = (
-        jnp.finfo(x.dtype),
-        x.dtype if jnp.iscomplexobj(x) else norms.sum_dtype(x.dtype),
-    )
+    real = norms.sum_dtype(x.dtype)
+    info = jnp.finfo(x.dtype)
     rounding = float(info.eps) / 2 if info.bits < 32 else 0.0
 
     def cap(x: jax.Array, bound: jax.Array) -> jax.Array:
         moved = jnp.transpose(x, order)
-        w = moved.reshape(
-            *batch,
-            *(math.prod(x.shape[axis] for axis in side) for side in (long, short)),
-        )
-        capped = singular_values.cap(
-            w.astype(dtype), jnp.broadcast_to(bound, batch), rounding
-        ).astype(x.dtype)
-        return jnp.transpose(capped.reshape(moved.shape), tuple(np.argsort(order)))
+        w = moved.reshape(*batch, _size(x, long), _size(x, short))
+        w = w if jnp.iscomplexobj(x) else w.astype(real)
+        capped = singular_values.cap(w, jnp.broadcast_to(bound, batch), rounding)
+        back = capped.astype(x.dtype).reshape(moved.shape)
+        return jnp.transpose(back, tuple(np.argsort(order)))
 
     sharding = jax.typeof(x).sharding
-    if any(
-        sharding.spec
-        # on explicit mesh axes, where products would need names; XLA finds them by
-        # itself
-    ):
+    # On explicit mesh axes products would need names; XLA finds them by itself.
+    if any(sharding.spec):
         cap = jax.sharding.auto_axes(cap, out_sharding=sharding)
-    return clipping.weak_like(x, cap(x, jnp.asarray(bound, norms.sum_dtype(x.dtype))))
+    return clipping.weak_like(x, cap(x, jnp.asarray(bound, real)))
 
 
-def _sides_of_leaves(tree: Any, flatten: Any, chosen: list[bool]) -> list[Sides | None]:
-    """Return the axes of rows and of columns of each leaf, None if it is not changed, as those are not chosen."""
-    leaves, rules = (
-        trees.leaves_of(tree)[0],
-        trees.per_leaf("flatten", flatten, tree, None),
-    )
-    if isinstance(
-        flatten,
-        tuple,
-        # for kernels of higher rank: those of Dense layers beside them are matrices
-        # already
-    ):
-        rules = [None if np.ndim(leaf.value) <= 2 else flatten for leaf in leaves]
-    counts = [
-        trees.is_float(leaf.value) and is_chosen
-        for leaf, is_chosen in zip(leaves, chosen, strict=True)
-    ]
-    each = zip(rules, leaves, counts, strict=True)
-    sides = [_sides_of(rule, leaf) if counted else None for rule, leaf, counted in each]
-    floats = [
-        leaf
-        for leaf, counted in zip(leaves, counts, strict=True)
-        if counted and leaf.value.size
-    ]
+def _size(x: jax.Array, side: tuple[int, ...]) -> int:
+    return math.prod(x.shape[axis] for axis in side)
+
+
+def _sides_of_leaves(
+    tree: Tree, flatten: Any, chosen: Sequence[bool]
+) -> list[Sides | None]:
+    """Return the axes of rows and columns of each leaf, None if it is not changed."""
+    leaves, _ = trees.leaves_of(tree)
+    rules = trees.per_leaf("flatten", flatten, tree, None)
+    sides: list[Sides | None] = []
+    matrices = []
+    for leaf, rule, is_chosen in zip(leaves, rules, chosen, strict=True):
+        counts = is_chosen and trees.is_float(leaf.value)
+        # One pair for all is for kernels of higher rank: those of Dense layers beside
+        # them are matrices already.
+        for_all = isinstance(flatten, tuple) and np.ndim(leaf.value) <= 2
+        own_rule = None if for_all else rule
+        sides.append(_sides_of(own_rule, leaf) if counts else None)
+        matrices += [leaf] if counts and leaf.value.size else []
     given = flatten.values() if isinstance(flatten, Mapping) else [flatten]
     asked = callable(flatten) or any(isinstance(each, units.Skip) for each in given)
-    if floats and not asked and not any(sides):
+    if matrices and not asked and not any(sides):
         raise ValueError(
             "flatten: nothing is changed, since none of these is a matrix: "
-            f"{trees.a_few(floats, 5)}"
+            f"{a_few(matrices, 5)}"
         )
     return sides
 
@@ -164,9 +145,8 @@ def _sides_of_leaves(tree: Any, flatten: Any, chosen: list[bool]) -> list[Sides 
 def _sides_of(rule: Any, leaf: trees.Leaf) -> Sides | None:
     rank = leaf.value.ndim
     if callable(rule):
-        rule = _check_flatten(
-            rule(leaf.path, leaf.value), f"flatten of {leaf.name!r}, by the rule,"
-        )
+        name = f"flatten of {leaf.name!r}, by the rule,"
+        rule = _check_flatten(rule(leaf.path, leaf.value), name)
     if isinstance(rule, units.Skip) or (rule is None and rank < 2):
         return None
     if rule is None and rank > 2:
@@ -186,12 +166,9 @@ def _sides_of(rule: Any, leaf: trees.Leaf) -> Sides | None:
 
 
 def _check_flatten(flatten: Any, name: str = "flatten") -> Any:
-    """Return `flatten`, with pairs as pairs of tuples, or raise an error if it is invalid for any tree."""
-    if (
-        isinstance(flatten, Mapping)
-        and flatten
-        and all(isinstance(pattern, str) for pattern in flatten)
-    ):
+    """Return `flatten`, with pairs as pairs of tuples."""
+    is_mapping = isinstance(flatten, Mapping) and len(flatten) > 0
+    if is_mapping and all(isinstance(pattern, str) for pattern in flatten):
         return {
             pattern: _check_flatten(each, f"{name}[{pattern!r}]")
             for pattern, each in flatten.items()
@@ -203,14 +180,14 @@ def _check_flatten(flatten: Any, name: str = "flatten") -> Any:
             tuple(side) if isinstance(side, tuple | list) else (side,)
             for side in flatten
         )
-        if all(
-            isinstance(axis, int | np.integer) and not isinstance(axis, bool)
-            for side in sides
-            for axis in side
-        ):
+        if all(map(_is_axis, itertools.chain(*sides))):
             return sides
     raise TypeError(
         f"{name} must be a pair (axes of rows, axes of columns), a rule (path, leaf) "
         "-> pair, a mapping from path patterns to these, or None, got "
-        f"{bounds.short_repr(flatten)}"
+        f"{short_repr(flatten)}"
     )
+
+
+def _is_axis(axis: Any) -> bool:
+    return isinstance(axis, int | np.integer) and not isinstance(axis, bool)

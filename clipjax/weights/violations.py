@@ -1,6 +1,7 @@
-"""List the weights that a projection would still change: for tests, and for averages and casts of weights."""
+"""List the weights that a projection would still change.
 
-from __future__ import annotations
+It is for tests, and for averages and casts of weights.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -9,8 +10,8 @@ import jax
 import numpy as np
 import optax
 
-from clipjax._core import trees, units
-from clipjax.weights.projection import Projection, as_projection, is_projection
+from clipjax._core import norms, trees, units
+from clipjax.weights.projection import Projection, as_projection
 
 
 class Violation(NamedTuple):
@@ -18,21 +19,17 @@ class Violation(NamedTuple):
 
     path: str  # of the leaf, such as "encoder/Dense_0/kernel"
     unit: str  # its index as NumPy writes it, such as "[:, 0]"; "" for the whole leaf
-    # the norm of a unit that would be rescaled; otherwise the entry that would change
-    # most
+    # The norm of a unit that would be rescaled; else the entry that would change most.
     before: float
     after: float  # the same, projected
     entries: int  # how many entries would change
 
     @property
     def change(self) -> float:
-        """How far it would move, relative to the larger of the two numbers; infinity if one is not finite."""
+        """How far it would move, as a share of the larger number; inf for NaN."""
+        distance = abs(self.after - self.before)
         size = max(abs(self.before), abs(self.after)) or 1.0
-        return (
-            abs(self.after - self.before) / size
-            if np.isfinite(self.after - self.before)
-            else np.inf
-        )
+        return distance / size if np.isfinite(distance) else np.inf
 
     def __str__(self) -> str:
         return f"{self.path}{self.unit}: {self.before:.5g} -> {self.after:.5g}"
@@ -73,26 +70,20 @@ def violations(
     """
     leaves, _ = trees.leaves_of(params)
     for leaf in leaves:
-        if not isinstance(leaf.value, jax.core.Tracer) and not getattr(
-            leaf.value, "is_fully_addressable", True
-        ):
+        is_traced = isinstance(leaf.value, jax.core.Tracer)
+        if not is_traced and not getattr(leaf.value, "is_fully_addressable", True):
             raise ValueError(
                 f"params: {leaf} is on devices of several processes: gather it to one "
                 "first"
             )
     found: list[Violation] = []
     for each in _projections(projection):
-        axes_at = (
-            {found.place: found.axes for found in each.find(params)}
-            if each.find
-            else {}
-        )
-        for i, (old, new) in enumerate(
-            zip(leaves, trees.leaves_of(each(params, step))[0], strict=True)
-        ):
-            if isinstance(old.value, jax.core.Tracer) or isinstance(
-                new.value, jax.core.Tracer
-            ):
+        axes_at: dict[int, Any] = {}
+        if each.units_of:
+            axes_at = {found.place: found.axes for found in each.units_of(params)}
+        projected, _ = trees.leaves_of(each(params, step=step))
+        for i, (old, new) in enumerate(zip(leaves, projected, strict=True)):
+            if isinstance(new.value, jax.core.Tracer):
                 raise TypeError(
                     f"params: {old}, or its bound, is traced: call violations outside "
                     "jit"
@@ -103,7 +94,7 @@ def violations(
 
 
 def _projections(projection: Any) -> list[Projection]:
-    if is_projection(projection):
+    if isinstance(projection, Projection):
         return [projection]
     if isinstance(projection, optax.GradientTransformation):
         raise TypeError(
@@ -117,33 +108,30 @@ def _projections(projection: Any) -> list[Projection]:
 
 @np.errstate(all="ignore")
 def _violations_of(
-    old: trees.Leaf, new: trees.Leaf, axes: tuple[int, ...] | units.Skip | None
+    old: trees.Leaf, new: trees.Leaf, axes: norms.Reduced | units.Skip
 ) -> list[Violation]:
-    exact = [np.asarray(leaf.value) for leaf in (old, new)]
-    changed = exact[0] != exact[1]  # NaN differs from itself
-    before, after = (
-        np.asarray(abs(x) if np.iscomplexobj(x) else x, np.float64) for x in exact
-    )
+    """Return the units that differ, or where there are none the farthest entry."""
+    was = np.asarray(old.value)
+    is_now = np.asarray(new.value)
+    changed = was != is_now  # NaN differs from itself
+    before = _real(was)
+    after = _real(is_now)
     if isinstance(axes, units.Skip):
         axes = ()
-        distance = np.where(changed, np.nan_to_num(abs(after - before), nan=np.inf), -1)
-        counts = np.full(before.shape, changed.sum())
-        places = (
-            [np.unravel_index(np.argmax(distance), before.shape)]
-            if changed.any()
-            else []
-        )
+        distance = np.nan_to_num(abs(after - before), nan=np.inf)
+        farthest = np.argmax(np.where(changed, distance, -1)) if changed.any() else 0
+        places = [np.unravel_index(farthest, was.shape)] if changed.any() else []
+        counts = np.full(was.shape, changed.sum())
     else:
-        axes = tuple(range(before.ndim)) if axes is None else axes
-        before, after = (
-            np.sqrt(np.sum(x * x, axes, keepdims=True)) for x in (before, after)
-        )
+        axes = tuple(range(was.ndim)) if axes is None else axes
+        before = np.sqrt(np.sum(before * before, axes, keepdims=True))
+        after = np.sqrt(np.sum(after * after, axes, keepdims=True))
         counts = np.sum(changed, axes, keepdims=True)
         places = [tuple(at) for at in np.argwhere(counts)]
 
     def index(at: Sequence[Any]) -> str:
-        kept = ", ".join(":" if axis in axes else str(i) for axis, i in enumerate(at))
-        return f"[{kept}]" if len(axes) < len(at) else ""
+        kept = [":" if axis in axes else str(i) for axis, i in enumerate(at)]
+        return f"[{', '.join(kept)}]" if len(axes) < len(at) else ""
 
     return [
         Violation(
@@ -151,3 +139,7 @@ def _violations_of(
         )
         for at in places
     ]
+
+
+def _real(x: np.ndarray) -> np.ndarray:
+    return np.asarray(abs(x) if np.iscomplexobj(x) else x, np.float64)

@@ -476,7 +476,6 @@ OTHERS = {
     "NormLog",
     "SKIP",
     "fan_in",
-    "fan_in_or_all",
     "functional",
     "functional.global_norm",
     "functional.leaf_norms",

@@ -14,6 +14,7 @@ import pytest
 import clipjax
 from clipjax import functional
 from tests.contract.members import ROWS, Row
+from tests.support.trees import fan_in_or_all
 
 KERNEL = jnp.asarray(np.random.default_rng(0).uniform(1, 2, (2, 3, 4)), np.float32)
 TREE = {
@@ -38,13 +39,13 @@ FORMS: list[tuple[Any, list[Any]]] = [
     ((0, 1), [(0, 1), (0, 1), NO, NO]),
     ({"conv/kernel": (-2, 0)}, [(0, 1), NO, NO, NO]),
     (clipjax.fan_in, [(0, 1), (0,), NO, NO]),
-    (clipjax.fan_in_or_all, [(0, 1), (0,), (0,), ()]),
+    (fan_in_or_all, [(0, 1), (0,), (0,), ()]),
     (by_rank, [NO, NO, (0,), NO]),
     ({"conv/kernel": (0, 1), "*": 0}, [(0, 1), (0,), NO, NO]),
     ({"kernel": 1}, [(1,), (1,), NO, NO]),
     ({"dense/*": None, "kernel": clipjax.SKIP}, [NO, (0, 1), NO, NO]),
     (
-        {"bias": None, "scale": clipjax.fan_in_or_all, "*": clipjax.fan_in},
+        {"bias": None, "scale": fan_in_or_all, "*": clipjax.fan_in},
         [(0, 1), (0,), (0,), ()],
     ),
 ]
@@ -191,7 +192,7 @@ def test_agc_refuses_ranks_that_may_be_stacks(shape: tuple[int, ...]) -> None:
     axes = tuple(range(1, len(shape) - 1))
     tx = clipjax.adaptive_grad_clip(axes=axes)
     clipped, _ = tx.update(grads, tx.init(tree), tree)
-    one = clipjax.adaptive_grad_clip(axes=clipjax.fan_in_or_all)
+    one = clipjax.adaptive_grad_clip(axes=fan_in_or_all)
     alone = jax.tree.map(lambda x: x[1], (grads, tree))
     expected, _ = one.update(alone[0], one.init(alone[1]), alone[1])
     np.testing.assert_allclose(
@@ -211,7 +212,7 @@ def test_agc_reduces_kernels_of_convolutions_and_whole_biases() -> None:
             jax.tree.leaves(tx.update(tree, tx.init(tree), tree)[0])
             for tx in (
                 clipjax.adaptive_grad_clip(),
-                clipjax.adaptive_grad_clip(axes=clipjax.fan_in_or_all),
+                clipjax.adaptive_grad_clip(axes=fan_in_or_all),
             )
         ),
         strict=True,

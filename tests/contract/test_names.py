@@ -55,7 +55,6 @@ NAMES = [
     "scale_gradient",
     "replace_gradient",
     "fan_in",
-    "fan_in_or_all",
     "SKIP",
     "matching",
     "functional",

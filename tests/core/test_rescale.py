@@ -11,7 +11,7 @@ import numpy as np
 import clipjax
 from clipjax._core.clipping import factor_to, smallest
 from clipjax._core.norms import largest, norm
-from clipjax.weights.norms import _factor_between
+from clipjax.weights.max_norm import _factor_between
 
 INF, NAN = float("inf"), float("nan")
 

@@ -9,8 +9,8 @@ import optax
 import pytest
 
 import clipjax
-from clipjax._checks import params_for
 from clipjax._core.transformation import saturating_add
+from clipjax._core.trees import params_for
 
 MOST = np.iinfo(np.int32).max
 

@@ -66,7 +66,7 @@ def test_each_call_is_once_in_the_table_and_every_member_is() -> None:
         for node in ast.walk(ast.parse(call))
         if isinstance(node, ast.Name)
     }
-    missing = set(clipjax.__all__) - used - {"fan_in", "fan_in_or_all"}
+    missing = set(clipjax.__all__) - used - {"fan_in"}
     assert not missing, (
         f"calls of {missing} are missing in tests/errors/calls.py or table.py"
     )

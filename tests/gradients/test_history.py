@@ -22,6 +22,7 @@ from tests.gradients.norm_runs import (
     norms_with_spikes,
     runs,
 )
+from tests.support.trees import fan_in_or_all
 
 # Short warm-ups, so that few steps take each rule through all that it does.
 RULES: dict[str, Any] = {
@@ -32,9 +33,7 @@ RULES: dict[str, Any] = {
     "zclip-percentile": clipjax.zclip(warmup_steps=4, mode="percentile"),
     "clip_by_lognormal": clipjax.clip_by_lognormal(0.5),
     "adagc": clipjax.adagc(warmup_steps=4, max_norm=math.inf),
-    "adagc-axes": clipjax.adagc(
-        axes=clipjax.fan_in_or_all, warmup_steps=4, max_norm=math.inf
-    ),
+    "adagc-axes": clipjax.adagc(axes=fan_in_or_all, warmup_steps=4, max_norm=math.inf),
 }
 
 

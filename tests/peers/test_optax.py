@@ -15,6 +15,7 @@ import pytest
 import clipjax
 from clipjax import functional
 from tests.peers.draws import SEEDS, assert_close, draw, norm_of
+from tests.support.trees import fan_in_or_all
 
 pytestmark = pytest.mark.peer
 proj = optax.projections
@@ -25,7 +26,7 @@ CLIPS = {
     "rms": (clipjax.clip_by_rms, optax.clip_by_block_rms),
 }
 # Optax reduces rank 3 over axis 0, and rank 4 over all but the last.
-LIKE_OPTAX = {"3": 0, "*": clipjax.fan_in_or_all}
+LIKE_OPTAX = {"3": 0, "*": fan_in_or_all}
 PROJECTIONS = [
     (
         clipjax.box(-0.5, 0.7),

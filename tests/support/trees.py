@@ -68,3 +68,8 @@ def changed(before: Any, after: Any) -> list[str]:
         or before[k].shape != after[k].shape
         or before[k].dtype != after[k].dtype
     ]
+
+
+def fan_in_or_all(path: Any, leaf: Any) -> tuple[int, ...] | None:
+    """Reduce all axes but the last, and all of a vector."""
+    return tuple(range(leaf.ndim - 1)) or None

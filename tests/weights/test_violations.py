@@ -11,8 +11,8 @@ import numpy as np
 import optax
 import pytest
 
-from clipjax.weights.entries import box
-from clipjax.weights.norms import max_norm, min_max_norm, unit_norm
+from clipjax.weights.box import box
+from clipjax.weights.max_norm import max_norm, min_max_norm, unit_norm
 from clipjax.weights.spectral import spectral_cap
 from clipjax.weights.violations import violations
 

@@ -1,14 +1,14 @@
-"""Projections of single entries of weights: onto boxes, and onto the non-negative numbers."""
+"""Projections of single entries: onto boxes, and onto the non-negative numbers."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from clipjax import _checks
-from clipjax._core import bounds, clipping, trees
+from clipjax._core import entries, trees
+from clipjax._core.aliases import Tree
+from clipjax._core.messages import a_few, short_repr
 from clipjax.weights import limits
 from clipjax.weights.projection import Projection, written
 
@@ -68,74 +68,49 @@ def non_negative(*, where: Where = None) -> Projection:
 def _box(name: str, low: Any, high: Any, where: Where) -> Projection:
     for limit, value in (("low", low), ("high", high)):
         if isinstance(value, list | tuple):
-            wanted = "a number, an array, a schedule or a mapping"
-            raise TypeError(f"{limit} must be {wanted}, got {bounds.short_repr(value)}")
-    lower, upper = (
-        limits.by_leaf("low", low, -np.inf),
-        limits.by_leaf("high", high, -np.inf),
-    )
-    by_path = isinstance(low, Mapping) or isinstance(high, Mapping)
-    if not by_path:
+            raise TypeError(
+                f"{limit} must be a number, an array, a schedule or a mapping, got "
+                f"{short_repr(value)}"
+            )
+    lows = limits.by_leaf("low", low, -np.inf, other=-np.inf)
+    highs = limits.by_leaf("high", high, -np.inf, other=np.inf)
+    if not (lows.by_path or highs.by_path):
         _checks.check_order(low, high)
     choose = _choice(where)
 
-    def clip(params: Any, step: Any) -> Any:
+    def clip(params: Tree, step: Any) -> Tree:
         leaves, rebuild = trees.leaves_of(params)
-        values, bottoms, tops = (
-            [leaf.value for leaf in leaves],
-            lower.at(step),
-            upper.at(step),
-        )
-        each = zip(
-            leaves,
-            choose(params),
-            lower.patterns(params),
-            upper.patterns(params),
-            strict=True,
-        )
-        for i, (leaf, chosen, of_low, of_high) in enumerate(each):
-            if chosen and (of_low, of_high) != (None, None):
-                bottom, top = bottoms.get(of_low, -np.inf), tops.get(of_high, np.inf)
-                if (
-                    by_path
-                    and of_low not in lower.scheduled
-                    and of_high not in upper.scheduled
-                ):
-                    _checks.check_order(bottom, top, leaf)
-                values[i] = clipping.clip_entries(leaf, bottom, top)
+        values = [leaf.value for leaf in leaves]
+        both = zip(choose(params), limits.are_given([lows, highs], params), strict=True)
+        places = [i for i, (chosen, given) in enumerate(both) if chosen and given]
+        limits.check_order(lows, highs, params, places)
+        bottoms = lows.at(params, step)
+        tops = highs.at(params, step)
+        for i in places:
+            values[i] = entries.clip_entries(leaves[i], bottoms[i], tops[i])
         return rebuild(values)
 
-    return Projection(name, clip, scheduled=bool(lower.scheduled or upper.scheduled))
+    return Projection(name, clip, scheduled=lows.scheduled or highs.scheduled)
 
 
-def _choice(where: Any) -> Callable[[Any], list[bool]]:
+def _choice(where: Any) -> Callable[[Tree], list[bool]]:
     """Return the function from a tree to whether each leaf is chosen."""
     rule = (lambda path, leaf: True) if where is None else where
     patterns = None if callable(rule) else _checks.check_patterns("where", rule)
 
-    def choose(tree: Any) -> list[bool]:
+    def choose(tree: Tree) -> list[bool]:
         leaves, _ = trees.leaves_of(tree)
+        floats = [trees.is_float(leaf.value) for leaf in leaves]
         if patterns is None:
             found = [bool(rule(leaf.path, leaf.value)) for leaf in leaves]
         else:
-            found = [
-                pattern is not None
-                for pattern in trees.first_matches(
-                    "where", patterns, tree, in_order=False
-                )
-            ]
-        chosen = [
-            yes and trees.is_float(leaf.value)
-            for yes, leaf in zip(found, leaves, strict=True)
-        ]
-        if (
-            where is not None
-            and any(trees.is_float(leaf.value) for leaf in leaves)
-            and not any(chosen)
-        ):
+            matched = trees.first_matches("where", patterns, tree, in_order=False)
+            found = [pattern is not None for pattern in matched]
+        chosen = [a and b for a, b in zip(found, floats, strict=True)]
+        if where is not None and any(floats) and not any(chosen):
             raise ValueError(
-                f"where: {bounds.short_repr(where)} chooses no float leaf of: "
-                f"{trees.a_few(leaves, 5)}"
+                f"where: {short_repr(where)} chooses no float leaf of: "
+                f"{a_few(leaves, 5)}"
             )
         return chosen
 

@@ -1,0 +1,121 @@
+"""Limits of single entries."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from clipjax._core import bounds, clipping, norms, trees
+from clipjax._core.aliases import Metrics
+
+
+def clip_entries(leaf: trees.Leaf, low: Any, high: Any) -> jax.Array:
+    """Clip each entry of a leaf of floats to `[low, high]`; NaN stays NaN.
+
+    `low=None` means -high.
+    """
+    x = leaf.value
+    name = "bound" if low is None else "high"
+    above = bounds.fit_bound(name, high, x, leaf)
+    if jnp.iscomplexobj(x):
+        if low is not None:
+            raise TypeError(
+                f"low, high: {leaf} is complex, of dtype {x.dtype}, and has no order; "
+                "one bound, as in clip_by_value(1.0), clips |z|"
+            )
+        sizes = norms.norm(x, axes=())  # each entry is a unit
+        return clipping.rescale(x, clipping.factor_to(above, sizes, x.dtype))
+    top = _inward(above, x.dtype, -np.inf)
+    if low is None:
+        return _between(x, -top, top)
+    below = bounds.fit_bound("low", low, x, leaf)
+    return _between(x, _inward(below, x.dtype, np.inf), top)
+
+
+@jax.jit
+def _between(x: jax.Array, low: Any, high: Any) -> jax.Array:
+    """Return x clipped.
+
+    XLA on a CPU flushes subnormal numbers in a maximum, but not in a choice.
+    """
+    inside = (low < x) & (x < high)
+    return clipping.weak_like(x, jnp.where(inside, x, jnp.clip(x, low, high)))
+
+
+def _inward(limit: Any, dtype: Any, toward: float) -> Any:
+    """Return a limit in a leaf's dtype, rounded `toward` -inf or inf.
+
+    So no entry is beyond what the user wrote. A limit that is known is compared in
+    float64, since 0.1 is not a float32.
+    """
+    known = not isinstance(limit, jax.Array)
+    xp: Any = np if known else jnp
+    exact = np.asarray(limit, np.float64) if known else limit
+    # 8 bits may have no infinity, which would become NaN.
+    if np.isnan(np.asarray(np.inf).astype(dtype)):
+        most = float(jnp.finfo(dtype).max)
+        toward = np.copysign(most, toward)
+        exact = xp.clip(exact.astype(float), -most, most)
+    with np.errstate(over="ignore"):
+        near = exact.astype(dtype)
+    back = near.astype(exact.dtype)
+    beyond = back > exact if toward < 0 else back < exact
+    following = np.nextafter if known else _nextafter
+    return xp.where(beyond, following(near, xp.asarray(toward, dtype)), near)
+
+
+@jax.custom_jvp
+def _nextafter(x: jax.Array, toward: jax.Array) -> jax.Array:
+    """Return the next number, with a derivative of 1: JAX before 0.12 has none."""
+    return jnp.nextafter(x, toward)
+
+
+_nextafter.defjvps(lambda tangent, *_: tangent, None)
+
+
+def metrics_of_entries(
+    before: Sequence[jax.Array], after: Sequence[jax.Array], low: Any, high: Any
+) -> Metrics:
+    """Return the metrics of clipped entries, whose norm is the largest absolute value.
+
+    Where the limits are numbers, the largest and the smallest entry decide the rest.
+    """
+    # A maximum over devices has no derivative.
+    before, after = lax.stop_gradient((before, after))
+    if np.ndim(high) or (low is not None and np.ndim(low)):
+        size = _largest_size(before)
+        rest = _largest_size(after)
+        pairs = zip(before, after, strict=True)
+        changes = (jnp.any((x != y) & (x == x)) for x, y in pairs)
+        clipped = norms.largest(each.astype(np.float32) for each in changes) > 0
+    elif low is None:
+        size = _largest_size(before)
+        rest = jnp.minimum(size, jnp.asarray(high, size.dtype))
+        clipped = size > rest
+    else:
+        wide = [x.astype(norms.sum_dtype(x.dtype)) for x in before]
+        most = _largest_entry(wide)
+        least = -_largest_entry([-x for x in wide])
+        low = jnp.asarray(low, most.dtype)
+        high = jnp.asarray(high, most.dtype)
+        clipped = (most > high) | (least < low)
+        size = jnp.maximum(jnp.maximum(most, -least), 0)
+        ends = [jnp.abs(jnp.clip(end, low, high)) for end in (most, least)]
+        rest = jnp.where(clipped, jnp.maximum(*ends), size)
+    smaller = rest < size
+    scale = jnp.where(smaller, rest, 1) / jnp.where(smaller, size, 1)
+    finite = size < jnp.inf
+    metrics = clipping.metrics_of(size, norms.nan_unless(finite, scale), rest)
+    return metrics | {"clipped": clipped & finite}
+
+
+def _largest_size(leaves: Sequence[jax.Array]) -> jax.Array:
+    return norms.largest(norms.norm(x, None, jnp.inf) for x in leaves)
+
+
+def _largest_entry(leaves: Sequence[jax.Array]) -> jax.Array:
+    each = (norms.maximum(x, jnp.isnan(x), empty=-jnp.inf) for x in leaves)
+    return norms.largest(each, -jnp.inf)
