@@ -1,6 +1,6 @@
 """Limits of single entries."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -96,9 +96,9 @@ def metrics_of_entries(
         rest = jnp.minimum(size, jnp.asarray(high, size.dtype))
         clipped = size > rest
     else:
-        wide = [x.astype(norms.sum_dtype(x.dtype)) for x in before]
+        wide = [(x.astype(norms.sum_dtype(x.dtype)), jnp.isnan(x)) for x in before]
         most = _largest_entry(wide)
-        least = -_largest_entry([-x for x in wide])
+        least = -_largest_entry((-x, is_nan) for x, is_nan in wide)
         low = jnp.asarray(low, most.dtype)
         high = jnp.asarray(high, most.dtype)
         clipped = (most > high) | (least < low)
@@ -116,6 +116,7 @@ def _largest_size(leaves: Sequence[jax.Array]) -> jax.Array:
     return norms.largest(norms.norm(x, None, jnp.inf) for x in leaves)
 
 
-def _largest_entry(leaves: Sequence[jax.Array]) -> jax.Array:
-    each = (norms.maximum(x, jnp.isnan(x), empty=-jnp.inf) for x in leaves)
+def _largest_entry(pairs: Iterable[tuple[jax.Array, jax.Array]]) -> jax.Array:
+    """Return the largest entry of leaves, of which it is known what is NaN."""
+    each = (norms.maximum(x, is_nan, empty=-jnp.inf) for x, is_nan in pairs)
     return norms.largest(each, -jnp.inf)

@@ -132,10 +132,10 @@ def adagc(
         for each, (n, gamma) in zip(found, pairs, strict=True):
             bound = _bound(n, gamma, now)
             factors.append(_factor(n, bound, now, each.leaf.value.dtype))
-            clipped = _clipped(n, bound, now)
-            entering = jnp.where(now.warming, n, clipped)
-            entering = clipped if warmup_norms == "after" else entering
-            new_gammas.append(_next_gamma(gamma, entering, now, 1 - decay))
+            entering = n
+            if warmup_norms == "after":
+                entering = _clipped(n, bound, now)
+            new_gammas.append(_next_gamma(gamma, bound, entering, now, 1 - decay))
 
         all_bounds = [
             _bound(n, gamma, now)
@@ -190,12 +190,15 @@ def _clipped(n: jax.Array, bound: jax.Array, now: _Now) -> jax.Array:
 
 
 @jax.jit
-def _next_gamma(gamma: jax.Array, n: jax.Array, now: _Now, rate: Any) -> jax.Array:
+def _next_gamma(
+    gamma: jax.Array, bound: jax.Array, n: jax.Array, now: _Now, rate: Any
+) -> jax.Array:
     """Return gamma after a norm: the smallest in the warm-up, then the average."""
-    usual = jnp.where(gamma < jnp.inf, gamma, n)
-    average = usual + rate * (n - usual)
-    new = jnp.where(now.warming, jnp.minimum(gamma, n), average)
-    return if_counted(now.total, jnp.where(n > 0, new, gamma), gamma)
+    entering = jnp.where(now.warming, n, jnp.minimum(n, bound))
+    usual = jnp.where(gamma < jnp.inf, gamma, entering)
+    average = usual + rate * (entering - usual)
+    new = jnp.where(now.warming, jnp.minimum(gamma, entering), average)
+    return if_counted(now.total, jnp.where(entering > 0, new, gamma), gamma)
 
 
 def _stacked(each: Sequence[jax.Array]) -> list[jax.Array]:
