@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from tests.contract.members import ROWS, Row
-from tests.contract.test_bounds import BOUND, RUNS
+from tests.contract.test_ends import BOUND, RUNS
 from tests.support.programs import run, tree_of, weights_of
 from tests.support.trees import changed
 

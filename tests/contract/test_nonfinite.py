@@ -14,7 +14,7 @@ import pytest
 
 import clipjax
 from tests.contract.members import CLIPS, ROWS, Row
-from tests.contract.test_bounds import BOUND
+from tests.contract.test_ends import BOUND
 from tests.support.programs import run, start, tree_of, weights_of
 from tests.support.trees import bits, exact
 

@@ -15,7 +15,7 @@ import pytest
 import clipjax
 from clipjax import functional
 from tests.contract.members import CLIPS, FUNCTIONS, PROJECTIONS, ROWS, Row
-from tests.contract.test_bounds import BOUND
+from tests.contract.test_ends import BOUND
 from tests.support.programs import is_transformation, run, tree_of, weights_of
 from tests.support.tolerances import tolerance
 from tests.support.trees import changed, draw, exact

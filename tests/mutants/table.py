@@ -16,7 +16,7 @@ class Mutant(NamedTuple):
     test: str  # in tests/: the file that should fail first
 
 
-_CONTRACT = ("bounds", "inside", "nonfinite", "derivatives", "axes", "states", "leaves")
+_CONTRACT = ("ends", "inside", "nonfinite", "derivatives", "axes", "states", "leaves")
 BOUNDS, INSIDE, NONFINITE, DERIVATIVES, AXES, STATES, LEAVES = (
     f"contract/test_{name}.py" for name in _CONTRACT
 )
@@ -27,7 +27,7 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("else 2.0**-20", "else 0.0", BOUNDS),
         ("else 2.0**-20", "else 2.0**-17", BOUNDS),
         ("(float(info.eps) / 2 if info.bits < 32 else 0)", "0.0", BOUNDS),
-        ("    inside &= norm < jnp.inf\n", "", "core/test_rescale.py"),
+        ("    inside &= norm < jnp.inf\n", "", "core/test_clipping.py"),
         ("target + 0 * norm", "target", NONFINITE),
         (
             "quotient_or_1(norm <= bound, bound * (1 - margin(norm.dtype if dtype is "
@@ -47,7 +47,7 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         (
             "metrics_of(most, smallest(factors), after)",
             "metrics_of(most, smallest(factors))",
-            "core/test_rescale.py",
+            "core/test_clipping.py",
         ),
         ("factor_to(bound, norm, dtype) for", "factor_to(bound, norm) for", BOUNDS),
         (
@@ -55,9 +55,9 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
             "{x.dtype for x in floats}",
             "programs/test_same.py",
         ),
-        ("scale < 1}", "scale <= 1}", "core/test_states.py"),
+        ("scale < 1}", "scale <= 1}", "core/test_transformation.py"),
         ("norm * scale if", "norm if", BOUNDS),
-        ("norms.nan_unless(least > -jnp.inf, least)", "least", "core/test_rescale.py"),
+        ("norms.nan_unless(least > -jnp.inf, least)", "least", "core/test_clipping.py"),
         (
             "xp.where(beyond, (np.nextafter if known else _nextafter)(near, "
             "xp.asarray(toward, dtype)), near)",
@@ -67,7 +67,7 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         (
             '("low", low, x, leaf), x.dtype, np.inf)',
             '("low", low, x, leaf), x.dtype, -np.inf)',
-            "core/test_limits.py",
+            "core/test_bounds.py",
         ),
         (
             "jnp.where((low < x) & (x < high), x, jnp.clip(x, low, high))",
@@ -88,7 +88,7 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ),
         ("part.astype(sum_dtype(x.dtype)) for part", "part for part", BOUNDS),
         ("(x.real, x.imag)", "(x.real,)", LEAVES),
-        ("jnp.where(x < jnp.inf, x, jnp.inf)", "x", "core/test_rescale.py"),
+        ("jnp.where(x < jnp.inf, x, jnp.inf)", "x", "core/test_clipping.py"),
         (
             "jnp.where(root > 0, jnp.where(root > 0, root, 1) ** (1 - ord) / ord, 0)",
             "root ** (1 - ord) / ord",
@@ -99,7 +99,7 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
             ", keepdims=axes is not None)",
             LEAVES,
         ),
-        ("jnp.where(any_nan > 0, jnp.inf, most)", "most", "core/test_rescale.py"),
+        ("jnp.where(any_nan > 0, jnp.inf, most)", "most", "core/test_clipping.py"),
         (
             "over_devices(lax.pmax if ord == jnp.inf else lax.psum, total)",
             "over_devices(lax.psum, total)",
@@ -122,7 +122,7 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("and rank < 2:", "and rank < 1:", AXES),
         ("if len(leaf.shape) > 2:", "if len(leaf.shape) > 3:", AXES),
         ("-rank <= axis < rank", "-rank <= axis <= rank", AXES),
-        ("{axis % rank for axis in each}", "set(each)", "core/test_axes.py"),
+        ("{axis % rank for axis in each}", "set(each)", "errors/test_errors.py"),
         (
             "if floats and not (asked or found)",
             "if not floats and not (asked or found)",
@@ -131,7 +131,7 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     ],
     "_core/bounds.py": [
         ("return _at_least(as_float(value), least)", "return value", STATES),
-        ("return _at_least(bound, least)", "return bound", "core/test_limits.py"),
+        ("return _at_least(bound, least)", "return bound", "core/test_bounds.py"),
         ("(value >= least).all()", "(value >= least).any()", STATES),
     ],
     "_core/transformation.py": [
@@ -140,15 +140,19 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         (
             "jnp.where(counter > most - jnp.maximum(more, 0), most, counter + more)",
             "counter + more",
-            "core/test_states.py",
+            "core/test_transformation.py",
         ),
-        ("more.dtype.itemsize < 4", "more.dtype == bool", "core/test_states.py"),
+        (
+            "more.dtype.itemsize < 4",
+            "more.dtype == bool",
+            "core/test_transformation.py",
+        ),
     ],
     "_core/trees.py": [
         (
             'pattern if whole else f"*/{pattern}"',
             "f\"/{pattern.lstrip('/')}\"",
-            "composition/test_chain.py",
+            "composition/test_matching.py",
         ),
         (
             "sorted(found, key=place.__getitem__)",
@@ -158,7 +162,7 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         (
             "zip(first, found, strict=True) if not _is_absent(node)]",
             "zip(first, found, strict=True)]",
-            "composition/test_chain.py",
+            "composition/test_matching.py",
         ),
         (
             "[other if pattern is None else given",
@@ -171,13 +175,17 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         (
             "float64) > np.asarray(high",
             "float64) >= np.asarray(high",
-            "core/test_limits.py",
+            "core/test_bounds.py",
         ),
-        ("None if u is None else p, updates", "p, updates", "core/test_states.py"),
+        (
+            "None if u is None else p, updates",
+            "p, updates",
+            "core/test_transformation.py",
+        ),
         (
             "if np.shape(update.value) != np.shape(param.value):",
             "if False:",
-            "core/test_states.py",
+            "core/test_transformation.py",
         ),
     ],
     "gradients/clips.py": [
@@ -198,21 +206,25 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         (
             'smallest([each["scale"]',
             'norms.largest([each["scale"]',
-            "core/test_rescale.py",
+            "gradients/test_groups.py",
         ),
     ],
     "gradients/relative.py": [
         ("jnp.maximum(eps, _LEAST)", "_LEAST", BOUNDS),
         ("[norm / size for", "[norm * size for", BOUNDS),
-        ("in (0, 1, 2, 4)", "in (0, 1, 2, 3, 4)", AXES),
+        ("in (0, 1, 2, 4)", "in (0, 1, 2, 3, 4)", "gradients/test_relative.py"),
     ],
     "gradients/tangent_cone.py": [
         ("~(product >= 0)", "~(product <= 0)", BOUNDS),
-        (" * (1 - 4 * clipping.margin(weight.dtype))", "", "core/test_link.py"),
+        (
+            " * (1 - 4 * clipping.margin(weight.dtype))",
+            "",
+            "gradients/test_tangent_cone.py",
+        ),
         (
             "limit, size, each.leaf), size.dtype)",
             "limit, size, each.leaf))",
-            "core/test_link.py",
+            "gradients/test_tangent_cone.py",
         ),
     ],
     "gradients/history.py": [
@@ -281,19 +293,19 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         (
             "astype(np.uint8), dtype=np.float32)",
             "astype(np.uint8), dtype=np.int32)",
-            "composition/test_skipping.py",
+            "gradients/test_skipping.py",
         ),
     ],
     "gradients/skipping.py": [
         (
             "fine | (in_a_row >= most)",
             "fine | (in_a_row > most)",
-            "composition/test_skipping.py",
+            "gradients/test_skipping.py",
         ),
         (
             "-zeros if trees.is_float(zeros) else zeros",
             "zeros",
-            "composition/test_skipping.py",
+            "gradients/test_skipping.py",
         ),
         (
             "lax.select(taken, new, old if old.dtype == new.dtype else "
@@ -309,18 +321,18 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         (
             "transformation.saturating_add(in_a_row, skipped)",
             "in_a_row + 1",
-            "core/test_states.py",
+            "gradients/test_skipping.py",
         ),
     ],
     "gradients/spikes.py": [
-        ("_STD_PER_MAD = 1.4826", "_STD_PER_MAD = 1.0", "composition/test_skipping.py"),
-        ("finite & (norm > 0)", "finite", "core/test_states.py"),
+        ("_STD_PER_MAD = 1.4826", "_STD_PER_MAD = 1.0", "gradients/test_skipping.py"),
+        ("finite & (norm > 0)", "finite", "gradients/test_skipping.py"),
     ],
     "weights/norms.py": [
         (
             "jnp.minimum(low, high), jnp.minimum(rate, 1)",
             "low, jnp.minimum(rate, 1)",
-            "core/test_rescale.py",
+            "weights/test_norms.py",
         ),
         ("low * (1 - 4 * small)", "low", "contract/test_idempotent.py"),
         (
@@ -388,17 +400,17 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         (
             "rounded = lax.reduce_precision(total, info.nexp, info.nmant)",
             "rounded = total",
-            "core/test_link.py",
+            "weights/test_projection.py",
         ),
         (
             "jnp.where(wanted == summed, update, wanted - param)",
             "wanted - param",
-            "core/test_link.py",
+            "weights/test_projection.py",
         ),
         (
             "float(info.smallest_normal), total, rounded)",
             "0, total, rounded)",
-            "core/test_link.py",
+            "weights/test_projection.py",
         ),
     ],
     "backward.py": [
@@ -434,8 +446,12 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ),
     ],
     "monitoring/metrics.py": [
-        ("if i else name) not in labels)", "if i else name))", "core/test_states.py"),
-        ("jnp.maximum(steps, 1)", "steps", "core/test_states.py"),
+        (
+            "if i else name) not in labels)",
+            "if i else name))",
+            "core/test_transformation.py",
+        ),
+        ("jnp.maximum(steps, 1)", "steps", "core/test_transformation.py"),
     ],
 }
 

@@ -279,3 +279,26 @@ def test_no_skip_has_a_conditional() -> None:
         assert "stablehlo.case" not in text
         assert "stablehlo.if" not in text
         assert "stablehlo.select" in text
+
+
+def test_steps_that_are_taken_whatever_they_contain_do_not_count_as_skipped() -> None:
+    tx = clipjax.skip_nonfinite(optax.sgd(0.1), max_consecutive=2)
+    state, seen = tx.init(jnp.ones(1)), []
+    for value in (np.nan, np.nan, np.nan, np.nan, 1.0, np.nan):
+        _, state = tx.update(jnp.array([value]), state)
+        found = clipjax.metrics(state)
+        seen.append(
+            (
+                int(found["skip_nonfinite/skipped"]),
+                int(found["skip_nonfinite/skipped_in_a_row"]),
+            )
+        )
+    assert seen == [(1, 1), (2, 2), (2, 2), (2, 2), (2, 0), (3, 1)]
+
+
+def test_zeros_do_not_enter_the_window_of_spikes() -> None:
+    tx = clipjax.skip_spikes(optax.sgd(0.1), window=4, warmup_steps=2)
+    state = tx.init(jnp.ones(1))
+    for value in (0.0, 0.0, 0.0, 0.0, 1.0, 0.9, 0.0, 1.1):
+        _, state = tx.update(jnp.array([value]), state)
+    assert clipjax.metrics(state)["skip_spikes/skipped"] == 0

@@ -1,0 +1,77 @@
+"""`matching`: which leaves path patterns choose."""
+
+from __future__ import annotations
+
+import collections
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import clipjax
+
+TREE = {
+    "encoder": {
+        "layer_0": {"w": np.array([[3.0, 4.0]], np.float32)},
+        "layer_1": {"w": np.array([[6.0, 8.0]], np.float32)},
+    },
+    "head": {"w": np.full((2, 2), 1.5, np.float32), "b": np.array([2.0], np.float16)},
+    "count": np.array([7]),
+}
+
+
+def test_matching_chooses_leaves_by_their_paths() -> None:
+    def chosen(*patterns: str) -> list[str]:
+        mask = clipjax.matching(*patterns)(TREE)
+        assert jax.tree.structure(mask) == jax.tree.structure(TREE)
+        paths = jax.tree_util.tree_leaves_with_path(mask)
+        return [
+            jax.tree_util.keystr(path, simple=True, separator="/")
+            for path, yes in paths
+            if yes
+        ]
+
+    assert chosen("encoder/*") == ["encoder/layer_0/w", "encoder/layer_1/w"]
+    assert chosen("b", "layer_1/w") == ["encoder/layer_1/w", "head/b"]
+    assert chosen("layer_[0]/*") == ["encoder/layer_0/w"]
+    assert chosen("/head/*", "/encoder/layer_1/w") == [
+        "encoder/layer_1/w",
+        "head/b",
+        "head/w",
+    ]
+    with pytest.raises(ValueError, match="'/w' matches no leaf"):
+        chosen("/w")
+    assert len(chosen("*")) == 5
+    with pytest.raises(
+        ValueError,
+        match=r"patterns: the pattern 'decoder/\*' matches no leaf.*encoder/layer_0/w",
+    ):
+        chosen("encoder/*", "decoder/*")
+    # The arrays in Flax' boxes are at `value`, which paths leave out there, and only
+    # there.
+    attention = collections.namedtuple("Attention", "query value")(
+        np.ones(2), np.ones(2)
+    )
+    assert clipjax.matching("value")({"attention": attention})["attention"] == (
+        False,
+        True,
+    )
+    for wrong in ((), (3,)):
+        with pytest.raises(
+            TypeError, match="patterns must be one or several path patterns"
+        ):
+            clipjax.matching(*wrong)
+    # In a chain of masks the leaves that another mask has hidden are no error.
+    tx = optax.masked(
+        optax.masked(
+            clipjax.clip_by_global_norm(1.0), clipjax.matching("head/*", "encoder/*")
+        ),
+        clipjax.matching("head/*"),
+    )
+    _, state = jax.jit(tx.update)(TREE, tx.init(TREE))
+    np.testing.assert_allclose(
+        clipjax.metrics(state)["clip_by_global_norm/norm"],
+        np.sqrt(4 * 1.5**2 + 4),
+        rtol=1e-6,
+    )

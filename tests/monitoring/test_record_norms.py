@@ -1,0 +1,83 @@
+"""`record_norms`: which norms it measures, and that nothing changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import clipjax
+
+TREE = {
+    "encoder": {
+        "layer_0": {"w": np.array([[3.0, 4.0]], np.float32)},
+        "layer_1": {"w": np.array([[6.0, 8.0]], np.float32)},
+    },
+    "head": {"w": np.full((2, 2), 1.5, np.float32), "b": np.array([2.0], np.float16)},
+    "count": np.array([7]),
+}
+
+
+def test_record_norms_measures_and_changes_nothing() -> None:
+    def found(*args: Any, **kwargs: Any) -> dict[str, float]:
+        tx = clipjax.record_norms(*args, **kwargs)
+        double = jax.tree.map(lambda x: 2 * x, TREE)
+        updates, state = jax.jit(tx.update)(double, tx.init(TREE), TREE)
+        jax.tree.map(np.testing.assert_array_equal, updates, double)
+        read = clipjax.metrics(state)
+        assert read.pop("record_norms/steps") == 1
+        return {key.removeprefix("record_norms/"): float(x) for key, x in read.items()}
+
+    total, encoder, head = (2 * float(np.sqrt(x)) for x in (138, 125, 13))
+    layers = {"encoder/layer_0": 10, "encoder/layer_1": 20, "head/w": 6, "head/b": 4}
+    leaves = {
+        "encoder/layer_0/w": 10,
+        "encoder/layer_1/w": 20,
+        "head/w": 6,
+        "head/b": 4,
+    }
+    for args, expected in (
+        ((), {"": total}),
+        (("leaf",), leaves),
+        ((1,), {"encoder": encoder, "head": head}),
+        ((2,), layers),
+        ((["layer_0/*", "encoder/*"],), {"layer_0/*": 10, "encoder/*": 20}),
+        (("head/*",), {"head/*": head}),
+    ):
+        assert found(*args) == pytest.approx(
+            {f"updates/{key}".rstrip("/"): x for key, x in expected.items()}
+        )
+    assert found(name="gradients") == pytest.approx({"gradients": total})
+    assert found(of="params") == pytest.approx({"params": total / 2})
+    both = found(1, of=("updates", "params"), name="g")
+    assert both == pytest.approx(
+        {
+            "g/encoder": encoder,
+            "g/head": head,
+            "params/encoder": encoder / 2,
+            "params/head": head / 2,
+        }
+    )
+
+
+def test_record_norms_rejects_other_forms() -> None:
+    for message, arguments in (
+        ("of must be 'updates', 'params' or both", {"of": "gradients"}),
+        ("of must be 'updates', 'params' or both", {"of": ()}),
+        ("name must be a str", {"name": ""}),
+        ("groups must be a whole number of at least 1", {"groups": 0}),
+        ("groups must be a whole number", {"groups": True}),
+        ("groups must be one or several path patterns", {"groups": []}),
+        ("groups must be one or several path patterns", {"groups": 1.5}),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            clipjax.record_norms(**arguments)  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError, match="groups: the pattern 'decoder' matches no leaf"
+    ):
+        clipjax.record_norms("decoder").init(TREE)
+    tx = clipjax.record_norms(of="params")
+    with pytest.raises(ValueError, match="params: record_norms needs them"):
+        tx.update(TREE, tx.init(TREE))

@@ -1,0 +1,53 @@
+"""Projections of norms, where their bounds are at odds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import clipjax
+
+
+def test_the_upper_bound_wins_where_traced_bounds_cross() -> None:
+    """Known ones raise; traced ones cannot."""
+
+    @jax.jit
+    def projected(weights: Any, low: Any, high: Any) -> Any:
+        return clipjax.min_max_norm(low, high)(weights)
+
+    for dtype, error in ((np.float32, 2e-6), (jnp.bfloat16, 1e-2)):
+        weights = jnp.asarray(
+            np.random.default_rng(0).normal(size=(50, 8)) * 2.0 ** np.arange(-4, 4),
+            dtype,
+        )
+        once = projected(weights, 5.0, 1.0)
+        np.testing.assert_allclose(
+            np.linalg.norm(np.asarray(once, np.float64), axis=0), np.ones(8), rtol=error
+        )
+        np.testing.assert_array_equal(once, projected(once, 5.0, 1.0))
+
+
+def test_a_rate_that_rises_above_1_turns_no_weights_over() -> None:
+    projected = clipjax.min_max_norm(1.0, 2.0, rate=lambda step: 3.0)(
+        jnp.array([[3.0], [4.0]]), step=0
+    )
+    np.testing.assert_allclose(projected, [[1.2], [1.6]], rtol=2e-6)
+
+
+def test_bounds_of_units_broadcast() -> None:
+    """An array bounds units one by one; a shape that does not fit raises."""
+    matrix = jnp.array([[3.0, 3.0], [4.0, 4.0]])
+    np.testing.assert_allclose(
+        clipjax.max_norm(jnp.array([1.0, 2.5]))(matrix),
+        [[0.6, 1.5], [0.8, 2.0]],
+        rtol=2e-6,
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"radius must broadcast to shape \(1, 2\), .* got shape \(3,\)",
+    ):
+        clipjax.max_norm(jnp.ones(3))(matrix)
