@@ -473,7 +473,6 @@ ROWS = CLIPS + STEPS + PROJECTIONS + FUNCTIONS
 # Public names that change neither gradients nor weights, or only as a function of the
 # user's does.
 OTHERS = {
-    "NormLog",
     "SKIP",
     "fan_in",
     "fan_in_or_all",
@@ -483,6 +482,8 @@ OTHERS = {
     "functional.unitwise_norms",
     "matching",
     "metrics",
+    "series",
+    "suggest",
     "violations",
     "with_metrics",
 }
