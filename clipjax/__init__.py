@@ -29,6 +29,7 @@ from clipjax.gradients.relative import adaptive_grad_clip
 from clipjax.gradients.spikes import skip_spikes
 from clipjax.gradients.tangent_cone import tangent_cone
 from clipjax.gradients.zclip import clip_by_lognormal, zclip
+from clipjax.monitoring.bad_steps import bad_steps
 from clipjax.monitoring.history import series, suggest
 from clipjax.monitoring.metrics import metrics
 from clipjax.monitoring.record_norms import record_norms
@@ -46,6 +47,7 @@ __all__ = [
     "adagc",
     "adaptive_grad_clip",
     "autoclip",
+    "bad_steps",
     "bounded",
     "box",
     "chain",

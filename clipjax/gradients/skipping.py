@@ -14,6 +14,7 @@ from jax import lax
 from clipjax import _checks
 from clipjax._core import bounds, norms, transformation, trees
 from clipjax.gradients.history import norm_dtype
+from clipjax.gradients.window import keeps_bad_steps
 
 
 class SkipMemory(NamedTuple):
@@ -49,7 +50,7 @@ def skipping(
 
     def judge(updates: Any, params: Any, step: Any, memory: Any, **extra: Any) -> Any:
         past, in_a_row, _ = memory
-        loss = None if extra.get("loss") is None else _mean_of_devices(extra["loss"])
+        loss = loss_of(extra)
         norm = lax.stop_gradient(norms.tree_norm(trees.floats_of(updates)))
         spike, past, metrics = compare(norm, loss, past, step)
         bad_loss = jnp.zeros((), bool) if loss is None else ~jnp.isfinite(loss)
@@ -73,7 +74,14 @@ def skipping(
 
     def init(params: Any) -> transformation.MetricsState:
         state = watch.init(params)
-        return state._replace(memory=state.memory._replace(inner=inner.init(params)))
+        first_of_inner = inner.init(params)
+        if keeps_bad_steps(first_of_inner):
+            raise ValueError(
+                f"keep: record_norms is inside of {name}, where its state is frozen at "
+                "bad steps. Put it outside: optax.chain(record_norms(..., keep=n), "
+                f"{name}(...))"
+            )
+        return state._replace(memory=state.memory._replace(inner=first_of_inner))
 
     def update(
         updates: Any, state: Any, params: Any = None, **extra: Any
@@ -114,8 +122,11 @@ def _nothing(x: Any) -> Any:
     return -zeros if trees.is_float(zeros) else zeros  # -0.0 + 0.0 would be 0.0
 
 
-def _mean_of_devices(loss: Any) -> jax.Array:
-    """Return the mean of a loss over devices, or raise if it is not a real scalar."""
+def loss_of(extra: dict[str, Any]) -> jax.Array | None:
+    """Return the mean over devices of the loss that `update` got, if it got one."""
+    loss = extra.get("loss")
+    if loss is None:
+        return None
     if not bounds.is_real(loss) or np.ndim(loss):
         given = (
             f"shape {np.shape(loss)}"

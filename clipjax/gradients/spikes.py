@@ -144,12 +144,13 @@ def compare(
     norms, losses = past
     dtype = losses.values.dtype
     seen = jnp.zeros((), dtype) if loss is None else loss.astype(dtype)
+    values = jnp.stack([norms.values, losses.values])
     # Both windows at once, which takes half as many kernels.
     z_scores, thresholds = jax.vmap(_compared, (0, 0, 0, 0, None, None))(
         jnp.stack([norm, seen]),
-        jnp.stack([norms.values, losses.values]),
+        values,
         jnp.stack([is_held(norms), is_held(losses)]),
-        np.array(_LEAST_STDS, np.float32),
+        np.array(_LEAST_STDS, values.dtype),
         enough,
         z_threshold,
     )
@@ -179,7 +180,7 @@ def _compared(
     value: jax.Array,
     values: jax.Array,
     held: jax.Array,
-    least_std: jax.Array,
+    least_std: Any,
     enough: Any,
     z_threshold: Any,
 ) -> tuple[jax.Array, jax.Array]:
@@ -195,7 +196,7 @@ def _compared(
     median = quantile(past, held, 0.5)
     floor = least_std * jnp.where(positive, 1, jnp.abs(median))
     std = _STD_PER_MAD * quantile(jnp.abs(past - median), held, 0.5)
-    std = jnp.maximum(std, floor.astype(std.dtype))
+    std = jnp.maximum(std, floor)
     limit = median + jnp.asarray(z_threshold, std.dtype) * std
     threshold = jnp.where(positive, jnp.exp(limit), limit)
     scaled = jnp.where(positive, jnp.log(jnp.maximum(value, _LEAST_VALUE)), value)

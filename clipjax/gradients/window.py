@@ -1,4 +1,4 @@
-"""A window: the last values of a norm or a loss, and their quantiles."""
+"""The last values of a norm or a loss, their quantiles, and the last bad steps."""
 
 from __future__ import annotations
 
@@ -30,10 +30,23 @@ def empty_ring(size: int, dtype: Any) -> Ring:
 def enter(ring: Ring, value: jax.Array, enters: jax.Array) -> Ring:
     """Return a ring with a value in place of the oldest, if it enters."""
     values = jnp.asarray(ring.values)  # NumPy's, if it was restored
-    entered = ring.entered
-    more = jnp.where(entered >= 2 * len(values) - 1, len(values), entered + 1)
-    new = values.at[entered % len(values)].set(value.astype(values.dtype))
-    return Ring(jnp.where(enters, new, values), jnp.where(enters, more, entered))
+    here = is_next(values.size, ring.entered) & enters
+    new = jnp.where(here, value.astype(values.dtype), values)
+    return Ring(new, one_more(values.size, ring.entered, enters))
+
+
+def is_next(size: int, entered: jax.Array) -> jax.Array:
+    """Return which of `size` places the next value takes, bool `(size,)`.
+
+    A choice of entries, since a scatter is a kernel of its own.
+    """
+    return jnp.arange(size, dtype=np.int32) == entered % size
+
+
+def one_more(size: int, entered: jax.Array, enters: jax.Array) -> jax.Array:
+    """Count a value that enters; from 2 * size the count goes back to size."""
+    more = jnp.where(entered >= 2 * size - 1, size, entered + 1)
+    return jnp.where(enters, more, entered)
 
 
 def is_held(ring: Ring) -> jax.Array:
@@ -54,6 +67,26 @@ def quantile(values: jax.Array, held: jax.Array, share: Any) -> jax.Array:
     above = jnp.minimum(below + 1, last)
     step = ascending[above] - ascending[below]
     return ascending[below] + step * (rank - jnp.floor(rank))
+
+
+class BadSteps(NamedTuple):
+    """What `record_norms(keep=n)` remembers."""
+
+    past: Any  # the windows of norms and losses that a step is compared with
+    entered: jax.Array  # int32: how many bad steps there were, as in a ring
+    steps: jax.Array  # int32 (n,): how many updates there were before each
+    # float (n, 3 + groups): norm, threshold, loss, and the norms of the groups, sorted
+    # by name. One array, since a thousand would be a thousand kernels.
+    rows: jax.Array
+
+
+def keeps_bad_steps(tree: Any) -> bool:
+    """Return whether a state, or a part of it, keeps bad steps."""
+
+    def is_one(node: Any) -> bool:
+        return isinstance(node, BadSteps)
+
+    return any(is_one(node) for node in jax.tree.leaves(tree, is_leaf=is_one))
 
 
 def check_size(ring: Ring, window: Any) -> None:

@@ -47,6 +47,7 @@ NAMES = [
     "chain",
     "metrics",
     "record_norms",
+    "bad_steps",
     "series",
     "suggest",
     "with_metrics",

@@ -338,6 +338,33 @@ THEMES = {
         of_value("record_norms(of='grads')", "of", "'updates'", "'grads'"),
         of_value("record_norms(of=())", "of", "()"),
         of_type("record_norms(name='')", "name", "''"),
+        of_value("record_norms(of='params', keep=2)", "keep", "of='params'"),
+        of_value(
+            "record_norms(keep=2).update(x, state_of(record_norms(keep=3)))",
+            "keep",
+            "made with 3, got 2",
+        ),
+        of_value(
+            "record_norms().update(x, record_norms(keep=3).init(x))",
+            "keep",
+            "made with 3, got 0",
+        ),
+        of_type(
+            "jax.jit(lambda n: record_norms(keep=n).init(params))(10)", "keep", "static"
+        ),
+        of_type(
+            "record_norms(keep=2).update(x, record_norms(keep=2).init(x), loss=x)",
+            "loss",
+            "shape (3,)",
+        ),
+        of_value(
+            "bad_steps(state_of(clip))", "opt_state", "record_norms('leaf', keep=16)"
+        ),
+        of_value(
+            "skip_nonfinite(record_norms(keep=2)).init(x)",
+            "keep",
+            "inside of skip_nonfinite",
+        ),
         of_type("box({0: 0.0}, 1.0)", "low", "(0,)"),
         of_type("non_negative(where=1)", "where", "got 1"),
         of_type("non_negative(where=())", "where", "()"),

@@ -32,7 +32,7 @@ def drawn(ax: Any) -> dict[str, tuple[list[float], list[float]]]:
     }
 
 
-def test_norms_show_what_was_clipped_and_what_is_not_finite() -> None:
+def test_norms_show_what_was_clipped_and_what_is_not() -> None:
     norms = [0.5, 4.0, NAN, 2.0, 0.25, INF]
     history = {"clip/norm": norms, "clip/threshold": [1.0] * 6}
     ax = plots.norms(history)
@@ -53,7 +53,7 @@ def test_norms_show_what_was_clipped_and_what_is_not_finite() -> None:
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_norms_show_a_whole_run_from_its_metrics(accumulate: int) -> None:
-    """A fixed threshold is where it clipped; a skipped step is at the norm that came."""
+    """A fixed threshold is told by what it clipped; a skip shows the norm that came."""
     clip = clipjax.clip_by_global_norm(2.0)
     tx = clipjax.bounded(optax.sgd(1.0), clip=clip, accumulate=accumulate)
     tx = clipjax.skip_spikes(tx, z_threshold=INF, max_norm=100.0)
