@@ -29,8 +29,9 @@ from clipjax.gradients.relative import adaptive_grad_clip
 from clipjax.gradients.spikes import skip_spikes
 from clipjax.gradients.tangent_cone import tangent_cone
 from clipjax.gradients.zclip import clip_by_lognormal, zclip
+from clipjax.monitoring.bad_steps import bad_steps
+from clipjax.monitoring.history import series, suggest
 from clipjax.monitoring.metrics import metrics
-from clipjax.monitoring.norm_log import NormLog
 from clipjax.monitoring.record_norms import record_norms
 from clipjax.weights.box import box, non_negative
 from clipjax.weights.max_norm import max_norm, min_max_norm, unit_norm
@@ -43,10 +44,10 @@ __version__ = "0.3.0"
 
 __all__ = [
     "SKIP",
-    "NormLog",
     "adagc",
     "adaptive_grad_clip",
     "autoclip",
+    "bad_steps",
     "bounded",
     "box",
     "chain",
@@ -72,9 +73,11 @@ __all__ = [
     "record_norms",
     "replace_gradient",
     "scale_gradient",
+    "series",
     "skip_nonfinite",
     "skip_spikes",
     "spectral_cap",
+    "suggest",
     "tangent_cone",
     "unit_norm",
     "violations",

@@ -1,8 +1,8 @@
-"""Three pictures: norms over the steps, norms of groups over the steps, norms of the units of weights.
+"""Pictures of norms over the steps, of groups, and of the units of weights.
 
 They need Matplotlib, which `import clipjax` does not load. Each function takes `ax`,
 the axes to draw on, and returns them; None makes a new figure:
-`plots.norms(log).figure.savefig("norms.png")`. The legend is beside the axes if the
+`plots.norms(history).figure.savefig("norms.png")`. The legend is beside the axes if the
 figure has a layout, such as "constrained". Lines differ in colors that can be told
 apart by people who cannot tell red from green. A scale is logarithmic if values differ
 by more than a factor of 20. Crosses at the top are values that are not finite. Shapes
@@ -13,12 +13,19 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
-import jax
 import numpy as np
 
 from clipjax import _checks
 from clipjax._core import bounds, clipping, trees, units
 from clipjax._core.messages import a_few, short_repr
+from clipjax.monitoring.history import (
+    History,
+    columns_of,
+    key_of,
+    label_of,
+    per_step,
+    steps_taken,
+)
 
 try:
     from matplotlib import pyplot as plt
@@ -44,69 +51,76 @@ _GREY = "#8a8a8a"
 _BOUND: dict[str, Any] = {"linestyle": (0, (6, 2)), "linewidth": 1.6}
 
 
-def norms(
-    norms: Any, *, threshold: Any = None, scale: Any = None, ax: Any = None
-) -> Any:
-    """Draw the gradient norm over the steps, from 0 on, the threshold, and which steps were clipped.
+def norms(history: History, name: str | None = None, *, ax: Any = None) -> Any:
+    """Draw a norm over the steps, its threshold, and what was clipped and skipped.
 
     Args:
-      norms: the norms before clipping, `(steps,)`, or a :class:`clipjax.NormLog`.
-      threshold: a number, or one for each step, `(steps,)` or a
-        `NormLog("zclip/threshold")`.
-      scale: what each gradient was multiplied by, in the same forms: the metric
-        `scale`. If it is given, the steps whose scale is below 1 count as clipped, else
-        those whose norm is above the threshold.
+      history: what `clipjax.metrics` returned at each step, in a list or stacked by a
+        `scan`.
+      name: which norm: a transformation, such as `"zclip"`, or a whole key. Not needed
+        if one clip has a norm, or none but a skip.
       ax: the axes to draw on; None makes a new figure.
 
     Returns:
-      The axes. The legend has the share of the steps with a finite norm that were
-      clipped.
+      The axes. The threshold is the metric `threshold`, or else the norm after the clip
+      where it clipped, so that a fixed one is a line through these steps. The legend
+      has the shares of the steps that were clipped, of those with a finite norm, and
+      skipped, of all. A skipped step is at the norm that the skip has seen, or at the
+      top if that is not finite.
+
+    Raises:
+      ValueError: several clips have a norm, and none is named.
 
     Example:
       >>> from clipjax import plots
-      >>> ax = plots.norms([0.5, 4.0, 1.0, 2.0], threshold=1.0)
+      >>> norms, thresholds = [0.5, 4.0, 1.0, 2.0], [1.0, 1.0, 1.0, 1.5]
+      >>> history = {"zclip/norm": norms, "zclip/threshold": thresholds}
+      >>> ax = plots.norms(history)
       >>> [line.get_label() for line in ax.lines]
-      ['norm', 'clipped (50.0%)', 'threshold 1']
+      ['norm', 'clipped (50.0%)', 'threshold']
     """
-    values, threshold = (
-        _per_step("norms", norms),
-        getattr(threshold, "norms", threshold),
-    )
-    limits = _per_step(
-        "threshold", np.inf if threshold is None else threshold, values.shape
-    )
-    finite = np.isfinite(values)
-    above = (
-        values > limits
-        if scale is None
-        else _per_step("scale", scale, values.shape) < 1
-    )
-    ax, steps, clipped = _new(ax), np.arange(len(values)), finite & above
-    _line(ax, steps, values, color=_GREY, linewidth=1, label="norm")
-    if threshold is not None or scale is not None:
-        count, label = (
-            clipped.sum(),
-            f"clipped ({clipped.sum() / max(1, finite.sum()):.1%})",
-        )
-        size = 5 if count < 200 else 3 if count < 2000 else 1.5
-        ax.plot(
-            steps[clipped],
-            values[clipped],
-            "^",
-            c=_COLORS[1],
-            ms=size,
-            mew=0,
-            label=label,
-        )
-    if threshold is not None:
-        label = "threshold" if np.ndim(threshold) else f"threshold {limits[0]:.4g}"
-        _line(ax, steps, limits, color=_COLORS[0], zorder=2.5, label=label, **_BOUND)
+    columns = columns_of(history)
+    key = _norm_in(columns) if name is None else key_of(columns, name)
+    own = key.removesuffix("/norm")
+    norm = per_step(columns, key)
+    if not norm.size:
+        raise ValueError("history must have at least one step")
+    taken = steps_taken(columns, key)
+    skips = _skips_in(columns)
+    skipped = np.zeros(norm.shape, bool)
+    for skip in skips:
+        is_new = np.diff(per_step(columns, f"{skip}/skipped"), prepend=0) > 0
+        norm = np.where(is_new, per_step(columns, f"{skip}/norm"), norm)
+        skipped |= is_new
+    limits = _limits_of(columns, own, taken)
+    steps = np.arange(norm.size)
+    shown = taken | skipped
+    ax = _new(ax)
+    _line(ax, steps[shown], norm[shown], color=_GREY, linewidth=1, label="norm")
+    if own not in skips and (limits is not None or f"{own}/scale" in columns):
+        counted = taken & ~skipped & np.isfinite(norm)
+        clipped = counted & _is_clipped(columns, own, norm, limits)
+        share = clipped.sum() / max(1, counted.sum())
+        style = {"marker": "^", "color": _COLORS[1], "mew": 0}
+        _marks(ax, steps, norm, clipped, label=f"clipped ({share:.1%})", **style)
+    if skips:
+        style = {"marker": "o", "color": _COLORS[3], "mfc": "none"}
+        seen = skipped & np.isfinite(norm)
+        _marks(ax, steps, norm, seen, label=f"skipped ({skipped.mean():.1%})", **style)
+        _at_top(ax, steps[skipped & ~seen], ms=5, **style)
+    if limits is not None:
+        known = taken & ~np.isnan(limits)
+        least, most = limits[known].min(), limits[known].max()
+        same = least == most or most < 1.001 * least
+        label = f"threshold {least:.4g}" if same else "threshold"
+        style = {"color": _COLORS[0], "zorder": 2.5, "label": label}
+        _line(ax, steps[known], limits[known], **style, **_BOUND)
     ax.set(xlabel="step", ylabel="norm of the gradient")
-    return _finished(ax, [(steps, values)])
+    return _finished(ax, [(steps[shown], norm[shown])])
 
 
 def group_norms(
-    history: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+    history: History,
     *,
     only: str | Sequence[str] | None = None,
     ax: Any = None,
@@ -133,30 +147,17 @@ def group_norms(
       >>> [line.get_label() for line in ax.lines]
       ['encoder', 'head']
     """
-    given, at_each_step = history, not isinstance(history, Mapping)
-    if not isinstance(history, Mapping):
-        rows = (
-            jax.device_get(list(history))
-            if isinstance(history, Sequence)
-            else [history]
-        )
-        if not all(
-            isinstance(row, Mapping) and row.keys() == rows[0].keys() for row in rows
-        ):
-            shown = short_repr(given)
-            raise TypeError(
-                "history must be norms by name, or metrics of the same names at each "
-                f"step, got {shown}"
-            )
-        history = {key: [row[key] for row in rows] for key in rows[0]} if rows else {}
-    recorded = _groups_in(history)
-    if not recorded and any(at_each_step or key.endswith("/steps") for key in history):
-        shown = short_repr(given)
+    columns = columns_of(history)
+    recorded = _groups_in(columns)
+    of_metrics = columns is not history or any(
+        key.endswith("/steps") for key in columns
+    )
+    if not recorded and columns and of_metrics:
         raise TypeError(
             "history must be norms by name, or metrics with record_norms or groups, "
-            f"got {shown}"
+            f"got {short_repr(history)}"
         )
-    names = recorded or {key: key for key in history}
+    names = recorded or {key: key for key in columns}
     if only is not None:
         patterns = _checks.check_patterns("only", only)
         chosen = {
@@ -169,12 +170,16 @@ def group_norms(
                 f"only: {only!r} matches none of {a_few(list(names.values()))}"
             )
         names = chosen
-    found = {name: _taken(history, key) for key, name in names.items()}
-    if len({x.shape for x in found.values()}) != 1:
+    values = {key: per_step(columns, key) for key in names}
+    if len({x.shape for x in values.values()}) != 1:
         raise ValueError(
             "history must have one or more groups with equally many steps, got "
-            f"{list(found)[:20]}"
+            f"{list(names.values())[:20]}"
         )
+    labels = {key: label_of(columns, key) for key in names}
+    one_of_each = {label: key for key, label in labels.items()}
+    taken = {x: steps_taken(columns, key) for x, key in one_of_each.items()}
+    found = {name: values[key][taken[labels[key]]] for key, name in names.items()}
     ax = _new(ax)
     ax.set(xlabel="step", ylabel="norm")
     weights = [name for name in recorded.values() if name.partition("/")[0] == "params"]
@@ -242,54 +247,72 @@ def unit_norms(
     return _lines(ax, lines, "leaves", bound)
 
 
-def _per_step(
-    name: str, values: Any, shape: tuple[int, ...] | None = None
-) -> np.ndarray:
-    try:
-        array = np.asarray(
-            jax.device_get(getattr(values, "norms", values)), np.float64
-        )  # those of a NormLog
-    except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"{name} must be numbers, one for each step, got {short_repr(values)}"
-        ) from error
-    array = array if array.ndim or not shape else np.full(shape, array)
-    if array.ndim != 1 or not array.size or array.shape != (shape or array.shape):
+def _norm_in(columns: Mapping[str, Any]) -> str:
+    """Return the key of the one norm that is not that of a skip, or of the one norm."""
+    found = [key for key in columns if key == "norm" or key.endswith("/norm")]
+    of_skips = [f"{skip}/norm" for skip in _skips_in(columns)]
+    of_clips = [key for key in found if key not in of_skips]
+    chosen = of_clips or found or _recorded_in(columns)
+    if len(chosen) != 1:
         raise ValueError(
-            f"{name} must have shape {shape or '(steps,), with at least one'}, got "
-            f"{array.shape}"
+            "name must say which norm to draw, of "
+            f"{a_few(chosen or list(columns)) or 'none'}"
         )
-    return array
+    return chosen[0]
 
 
-def _groups_in(history: Mapping[str, Any]) -> dict[str, str]:
-    """Return the names of the groups whose norms are among metrics, by key."""
-    recorded = [
+def _skips_in(columns: Mapping[str, Any]) -> list[str]:
+    """Return the names of the transformations that skip steps."""
+    ends = "/skipped"
+    return [key.removesuffix(ends) for key in columns if key.endswith(ends)]
+
+
+def _limits_of(
+    columns: Mapping[str, Any], own: str, taken: np.ndarray
+) -> np.ndarray | None:
+    """Return the threshold at each step, NaN where it is not known."""
+    if f"{own}/threshold" in columns:
+        return per_step(columns, f"{own}/threshold")
+    if f"{own}/norm_after" not in columns or f"{own}/scale" not in columns:
+        return None
+    after = per_step(columns, f"{own}/norm_after")
+    clipped = taken & (per_step(columns, f"{own}/scale") < 1)
+    if not clipped.any():
+        return None
+    least, most = after[clipped].min(), after[clipped].max()
+    # Rounding and margins of a fixed threshold are smaller.
+    if most < 1.001 * least:
+        return np.full(after.shape, np.median(after[clipped]))
+    return np.where(clipped, after, np.nan)
+
+
+def _is_clipped(
+    columns: Mapping[str, Any], own: str, norm: np.ndarray, limits: Any
+) -> np.ndarray:
+    if f"{own}/scale" in columns:
+        return per_step(columns, f"{own}/scale") < 1
+    return norm > limits
+
+
+def _recorded_in(columns: Mapping[str, Any]) -> list[str]:
+    """Return the keys of norms that `record_norms` has measured."""
+    return [
         key
-        for key in history
+        for key in columns
         if key.startswith("record_norms") and not key.endswith("/steps")
     ]
-    clipped = [
-        key for key in history if re.fullmatch("clip_by_group_norm[^/]*/.+/norm", key)
-    ]
-    names = {
+
+
+def _groups_in(columns: Mapping[str, Any]) -> dict[str, str]:
+    """Return the names of the groups whose norms are among metrics, by key."""
+    recorded = _recorded_in(columns)
+    if recorded:
+        return {key: key.removeprefix("record_norms/") for key in recorded}
+    return {
         key: key.removesuffix("/norm").removeprefix("clip_by_group_norm/")
-        for key in clipped
+        for key in columns
+        if re.fullmatch("clip_by_group_norm[^/]*/.+/norm", key)
     }
-    return {key: key.removeprefix("record_norms/") for key in recorded} or names
-
-
-def _taken(history: Mapping[str, Any], key: str) -> np.ndarray:
-    """Return the values of a metric at the steps that its transformation took; it shows the last one at others."""
-    values, counter = (
-        _per_step(f"history[{key!r}]", history[key]),
-        f"{key.partition('/')[0]}/steps",
-    )
-    if counter not in history:
-        return values
-    return values[
-        np.diff(_per_step(counter, history[counter], values.shape), prepend=0) != 0
-    ]
 
 
 def _new(ax: Any) -> Any:
@@ -301,7 +324,29 @@ def _line(ax: Any, x: np.ndarray, y: np.ndarray, **style: Any) -> None:
     good = np.isfinite(np.concatenate([[np.nan], y, [np.nan]]))
     alone = np.flatnonzero(good[1:-1] & ~good[:-2] & ~good[2:]).tolist()
     dots = {"marker": "o", "markersize": 4, "markevery": alone} if alone else {}
-    ax.plot(x, np.where(np.isfinite(y), y, np.nan), **style, **dots)
+    ax.plot(x, _drawable(y), **style, **dots)
+
+
+def _marks(
+    ax: Any, x: np.ndarray, y: np.ndarray, where: np.ndarray, **style: Any
+) -> None:
+    """Draw marks, smaller ones if there are many."""
+    count = where.sum()
+    size = 5 if count < 200 else 3 if count < 2000 else 1.5
+    ax.plot(x[where], _drawable(y[where]), linestyle="", ms=size, **style)
+
+
+def _at_top(ax: Any, x: np.ndarray, **style: Any) -> None:
+    """Draw marks at the top of the axes, whatever their scale."""
+    if x.size:
+        top = ax.get_xaxis_transform()
+        ax.plot(x, np.full(x.shape, 0.98), linestyle="", transform=top, **style)
+
+
+def _drawable(y: np.ndarray) -> np.ndarray:
+    """Return NaN for what is not finite, and no size with which margins overflow."""
+    y = np.where(np.isfinite(y), y, np.nan)
+    return np.where(y > 0, np.clip(y, 1e-100, 1e100), y)
 
 
 def _lines(
@@ -359,17 +404,8 @@ def _finished(ax: Any, points: Sequence[Any], title: str = "") -> Any:
     """Mark what is not finite, choose the scale for what is, and add the legend."""
     ax.margins(y=0.08)
     bad = np.concatenate([[], *(x[~np.isfinite(y)] for x, y in points)])
-    if bad.size:
-        top, ink = ax.get_xaxis_transform(), plt.rcParams["text.color"]
-        ax.plot(
-            bad,
-            np.full(bad.shape, 0.98),
-            "x",
-            color=ink,
-            ms=4,
-            transform=top,
-            label="not finite",
-        )
+    ink = plt.rcParams["text.color"]
+    _at_top(ax, bad, marker="x", color=ink, ms=4, label="not finite")
     ax.autoscale(axis="y")
     least, top, zeros = (
         ax.dataLim.minposy,

@@ -94,11 +94,8 @@ def draw(path, runs):
     plt.rcParams.update({"font.size": 13, "axes.titlesize": 14, "legend.fontsize": 12})
     figure, axes = plt.subplots(1, 3, figsize=(10, 4.8), layout="constrained")
     _, log, _ = runs["with clipjax"]
-    plots.norms(
-        [metrics["clip_by_global_norm/norm"][0] for metrics in log],
-        threshold=CLIP,
-        ax=axes[0],
-    )
+    of_first_seed = [jax.tree.map(lambda x: x[0], metrics) for metrics in log]
+    plots.norms(of_first_seed, "clip_by_global_norm", ax=axes[0])
     axes[0].set(title="Gradient norms\nof a run with clipjax", xlabel="step", ylabel="")
     axes[0].legend(loc="lower left", handlelength=1.2, borderaxespad=0.2)
     for (name, (params, log, scores)), color in zip(runs.items(), COLORS, strict=True):

@@ -71,18 +71,16 @@ def train(mesh, steps, images, labels):
         return (
             optax.apply_updates(params, updates),
             state,
-            loss,
-            clipjax.metrics(state)["clip_by_global_norm/norm"],
+            {"loss": loss} | clipjax.metrics(state),
         )
 
-    order, losses, norms = np.random.default_rng(0), [], []
+    order, history = np.random.default_rng(0), []
     for _ in range(steps):
         rows = order.integers(len(labels), size=BATCH)
         batch = jax.device_put((images[rows], labels[rows]), of_batch)
-        params, state, loss, norm = step(params, state, *batch)
-        losses.append(loss)
-        norms.append(norm)
-    return np.array(losses), np.array(norms), params
+        params, state, metrics = step(params, state, *batch)
+        history.append(metrics)
+    return clipjax.series(history, "loss"), history, params
 
 
 def main():
@@ -106,12 +104,13 @@ def main():
         results[name] = train(
             jax.sharding.Mesh(each, ("data", "model")), steps, images, labels
         )
-        losses, norms, params = results[name]
+        losses, history, params = results[name]
+        norms = clipjax.series(history, "clip_by_global_norm")
         print(
             f"{name:10} last loss {losses[-1]:.4f}, first norm {norms[0]:.6f}, w1: "
             f"{params['w1'].sharding.spec}"
         )
-    (losses, norms, params), (others, _, _) = results.values()
+    (losses, history, params), (others, _, _) = results.values()
     print(f"largest difference of the losses: {np.abs(losses - others).max():.1e}")
     print(
         "units beyond the radius: "
@@ -120,7 +119,7 @@ def main():
 
     plt.rcParams["font.size"] = 13
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
-    plots.norms(norms, threshold=0.5, ax=left).set_title(
+    plots.norms(history, "clip_by_global_norm", ax=left).set_title(
         f"Gradient norm on {len(devices)} devices"
     )
     for (name, (losses, _, _)), style in zip(results.items(), ("-", ":"), strict=True):

@@ -1,10 +1,10 @@
-"""Train with broken batches, bounded in several ways, and choose a threshold from a log of the norms.
+"""Train with broken batches, bounded in several ways, and choose a threshold.
 
     python examples/spikes.py
 
 A broken batch has pixels a hundred times too bright and wrong labels, which makes a
 spike of the gradient norm, or pixels that are NaN. Every method sees the same batches.
-`NormLog` records the norms of the first run and says which threshold each rule would
+`suggest` replays the norms of the first run, and says which threshold each rule would
 have used.
 """
 
@@ -47,7 +47,7 @@ def logits_of(params, x):
 
 
 def train(tx, data, factors):
-    """Train in one scan; return the gradient norms, the accuracies and the last metrics."""
+    """Train in one scan; return the history, and the accuracies."""
     train_x, test_x, train_y, test_y = data
     keys = jax.random.split(jax.random.key(0))
     params = {
@@ -70,13 +70,12 @@ def train(tx, data, factors):
         updates, state = tx.update(grads, state, params)
         params = optax.apply_updates(params, updates)
         right = jnp.mean(logits_of(params, test_x).argmax(-1) == test_y)
-        return (params, state), (clipjax.functional.global_norm(grads), right)
+        return (params, state), (clipjax.metrics(state), right)
 
     rows = np.random.default_rng(1).integers(len(train_y), size=(len(factors), BATCH))
-    carry, (norms, accuracies) = jax.jit(
-        lambda c: jax.lax.scan(step, c, (rows, factors))
-    )((params, tx.init(params)))
-    return norms, np.asarray(accuracies), clipjax.metrics(carry[1])
+    run = jax.jit(lambda carry: jax.lax.scan(step, carry, (rows, factors)))
+    _, (history, accuracies) = run((params, tx.init(params)))
+    return history, np.asarray(accuracies)
 
 
 def main():
@@ -101,17 +100,18 @@ def main():
         draws < args.spikes, 100.0, np.where(draws < 1.5 * args.spikes, np.nan, 1.0)
     )
 
-    log, results = clipjax.NormLog(), {}
+    results = {}
     for name, tx in methods().items():
-        norms, accuracies, _ = results[name] = train(tx, data, np.float32(broken))
-        if not len(log):
-            log.extend(norms)
+        results[name] = train(tx, data, np.float32(broken))
+        _, accuracies = results[name]
         print(
             f"{name:28} accuracy after step 100: mean {accuracies[100:].mean():.1%}, "
             f"worst {accuracies[100:].min():.1%}"
         )
+    history, _ = results["nothing but a skip of NaN"]
+    norms = clipjax.series(history, "skip_nonfinite")
     print("\nwhat each rule would have done with these norms:")
-    for rule, found in log.suggest().items():
+    for rule, found in clipjax.suggest(norms).items():
         print(
             f"  {rule:22} threshold {found['threshold']:.3g}, clips "
             f"{found['clip_rate']:.1%} of the steps"
@@ -119,8 +119,9 @@ def main():
 
     plt.rcParams["font.size"] = 13
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
-    plots.norms(log, threshold=1.0, ax=left).set_title("Gradient norms, spikes and NaN")
-    for (name, (_, accuracies, _)), style in zip(
+    history, _ = results["clip_by_global_norm(1.0)"]
+    plots.norms(history, ax=left).set_title("Gradient norms, spikes and NaN")
+    for (name, (_, accuracies)), style in zip(
         results.items(), ("-", "--", "-.", ":", "-", "--"), strict=True
     ):
         smooth = np.convolve(accuracies, np.ones(20) / 20, "valid")

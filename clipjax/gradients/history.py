@@ -1,11 +1,10 @@
 """Bounds that follow past norms: what the methods for whole trees share."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 
@@ -49,33 +48,6 @@ def norm_dtype(tree: Any) -> Any:
     return jax.eval_shape(
         lambda tree: norms.tree_norm(trees.floats_of(tree)), tree
     ).dtype
-
-
-class Ring(NamedTuple):
-    """The last values of a norm or a loss."""
-
-    # float (window,): the newest is in place of the oldest; infinite where there is
-    # none yet
-    values: jax.Array
-    # int32: how many have entered; from 2 * window it goes back to window, so never
-    # overflows
-    entered: jax.Array
-
-
-def empty_ring(size: int, dtype: Any) -> Ring:
-    """Return a ring without values."""
-    return Ring(jnp.full(size, jnp.inf, dtype), jnp.zeros((), np.int32))
-
-
-def enter(ring: Ring, value: jax.Array, enters: jax.Array) -> Ring:
-    """Return a ring with a value in place of the oldest, if it enters."""
-    values, entered = (
-        jnp.asarray(ring.values),
-        ring.entered,
-    )  # NumPy's, if it was restored
-    more = jnp.where(entered >= 2 * len(values) - 1, len(values), entered + 1)
-    new = values.at[entered % len(values)].set(value.astype(values.dtype))
-    return Ring(jnp.where(enters, new, values), jnp.where(enters, more, entered))
 
 
 def counts(norm: jax.Array) -> jax.Array:

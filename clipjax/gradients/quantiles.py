@@ -4,13 +4,19 @@ from typing import Any, NamedTuple, SupportsIndex
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from clipjax import _checks
 from clipjax._core import bounds
-from clipjax._core.messages import short_repr, traced_error
-from clipjax.gradients.history import Ring, clip_by_history, counts, empty_ring, enter
+from clipjax.gradients.history import clip_by_history, counts
+from clipjax.gradients.window import (
+    Ring,
+    check_size,
+    empty_ring,
+    enter,
+    is_held,
+    quantile,
+)
 
 
 class QuantileMemory(NamedTuple):
@@ -61,27 +67,12 @@ def autoclip(
     window = _checks.check_count("window", window, 1)
 
     def remember(dtype: Any) -> Ring:
-        if isinstance(window, jax.core.Tracer):
-            raise traced_error("window", window)
-        return empty_ring(int(window), dtype)
+        return empty_ring(window, dtype)
 
     def bound_of(norm: jax.Array, past: Ring, step: Any) -> tuple[jax.Array, Ring]:
-        size = len(past.values)
-        if not isinstance(window, jax.core.Tracer) and size != window:
-            raise ValueError(
-                f"window: the state was made with {size}, got {short_repr(window)}"
-            )
+        check_size(past, window)
         ring = enter(past, norm, counts(norm))
-        last = jnp.clip(
-            ring.entered - 1, 0, size - 1
-        )  # the place of the largest, after sorting
-        rank = percentile / 100 * last.astype(norm.dtype)
-        low = jnp.floor(rank).astype(np.int32)
-        ascending = jnp.sort(
-            jnp.nan_to_num(ring.values)
-        )  # infinite ones would make NaN in derivatives
-        below, above = ascending[low], ascending[jnp.minimum(low + 1, last)]
-        bound = below + (above - below) * (rank - jnp.floor(rank))
+        bound = quantile(ring.values, is_held(ring), percentile / 100)
         return jnp.where(ring.entered > 0, bound, jnp.inf), ring
 
     return clip_by_history("autoclip", remember, bound_of)

@@ -1,6 +1,6 @@
 """Skipping a step: what :func:`skip_nonfinite` and :func:`skip_spikes` share."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, SupportsIndex, TypeAlias
 
 import jax
@@ -14,6 +14,7 @@ from clipjax._core import bounds, norms, transformation, trees
 from clipjax._core.aliases import Metrics, Scalar, Tree
 from clipjax._core.messages import short_repr
 from clipjax.gradients.history import norm_dtype
+from clipjax.gradients.window import keeps_bad_steps
 
 # compare(norm, loss, past, step) -> (whether they are a spike, the next past, metrics)
 Compare: TypeAlias = Callable[
@@ -47,9 +48,8 @@ def skipping(
     if max_consecutive is not None:
         most = _checks.check_count("max_consecutive", max_consecutive, 1)
 
-    def judge(updates: Tree, loss: Any, memory: SkipMemory, step: Any) -> Any:
+    def judge(updates: Tree, loss: Scalar | None, memory: SkipMemory, step: Any) -> Any:
         """Return whether the step is skipped, metrics, and what is remembered."""
-        loss = None if loss is None else _mean_of_devices(loss)
         norm = lax.stop_gradient(norms.tree_norm(trees.floats_of(updates)))
         spike, past, metrics = compare(norm, loss, memory.past, step)
         bad_loss = jnp.zeros((), bool) if loss is None else ~jnp.isfinite(loss)
@@ -76,6 +76,12 @@ def skipping(
         first = SkipMemory(remember(norm_dtype(params)), jnp.zeros((), np.int32), ())
         _, metrics, _ = jax.eval_shape(judge, params, None, first, step)
         memory = first._replace(inner=inner.init(params))
+        if keeps_bad_steps(memory.inner):
+            raise ValueError(
+                f"keep: record_norms is inside of {name}, where its state is frozen at "
+                "bad steps. Put it outside: optax.chain(record_norms(..., keep=n), "
+                f"{name}(...))"
+            )
         return transformation.first_state(metrics, memory)
 
     def update(
@@ -83,7 +89,7 @@ def skipping(
     ) -> tuple[Tree, transformation.MetricsState]:
         norms.warn_if_local()
         transformation.check_state(name, transformation.MetricsState, state)
-        loss = extra.get("loss")
+        loss = loss_of(extra)
         skipped, metrics, memory = judge(updates, loss, state.memory, state.step)
         taken = inner.update(updates, memory.inner, params, **extra)
         nothing = jax.tree.map(_nothing, taken[0]), memory.inner
@@ -115,8 +121,11 @@ def _nothing(x: Any) -> jax.Array:
     return -zeros if trees.is_float(zeros) else zeros  # -0.0 + 0.0 would be 0.0
 
 
-def _mean_of_devices(loss: Any) -> Scalar:
-    """Return the mean of a loss over devices."""
+def loss_of(extra: Mapping[str, Any]) -> Scalar | None:
+    """Return the mean over devices of the loss that `update` got, if it got one."""
+    loss = extra.get("loss")
+    if loss is None:
+        return None
     if not bounds.is_real(loss) or np.ndim(loss):
         is_real = bounds.is_real(loss)
         given = f"shape {np.shape(loss)}" if is_real else short_repr(loss)

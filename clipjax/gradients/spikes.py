@@ -9,18 +9,28 @@ import optax
 
 from clipjax import _checks
 from clipjax._core import bounds
-from clipjax._core.messages import traced_error
-from clipjax.gradients.history import Ring, empty_ring, enter
 from clipjax.gradients.skipping import skipping
+from clipjax.gradients.window import (
+    Ring,
+    check_size,
+    empty_ring,
+    enter,
+    is_held,
+    quantile,
+)
 
 # For normally distributed numbers, the median of |x - median| times this is the
 # standard deviation.
 _STD_PER_MAD = 1.4826
 
-# The smallest standard deviations of logarithms: a norm within 5% of the usual one is
-# never an outlier, nor a loss within 1%, since bfloat16 rounds a loss in steps of up to
-# 0.8%.
-_LEAST_STD, _LEAST_STD_OF_LOSS = 0.05, 0.01
+# The smallest standard deviations of logarithms, of norms and of losses: a norm within
+# 5% of the usual one is never an outlier, nor a loss within 1%, since bfloat16 rounds a
+# loss in steps of up to 0.8%.
+_LEAST_STDS = (0.05, 0.01)
+
+# The defaults, for those who want to know what `skip_spikes` would skip.
+Z_THRESHOLD = 6.0
+WINDOW = 64
 
 # In place of 0 and less, which have no logarithm.
 _LEAST_VALUE = 1e-30
@@ -28,14 +38,14 @@ _LEAST_VALUE = 1e-30
 
 def skip_spikes(
     optimizer: optax.GradientTransformation,
-    z_threshold: bounds.Bound = 6.0,
+    z_threshold: bounds.Bound = Z_THRESHOLD,
     *,
     max_norm: bounds.Bound = jnp.inf,
-    window: SupportsIndex = 64,
+    window: SupportsIndex = WINDOW,
     warmup_steps: SupportsIndex | None = None,
     max_consecutive: SupportsIndex | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Skip every step whose gradients, or whose loss, are far larger than usual, or not finite.
+    """Skip every step whose gradients or loss are not finite, or far larger than usual.
 
     With the median m and the median absolute deviation d of the logarithms of the last
     norms, a step is a spike if (log(norm) - m) / (1.4826 d) > z_threshold. Losses are
@@ -83,87 +93,113 @@ def skip_spikes(
       >>> print(w, clipjax.metrics(state)["skip_spikes/skipped"])
       [1. 1.] 1
     """
-    highest = bounds.as_schedule("z_threshold", z_threshold, scalar=True)
-    cap = bounds.as_schedule("max_norm", max_norm, scalar=True)
-    if isinstance(window, jax.core.Tracer):
-        raise traced_error("window", window)
+    z_threshold_at = bounds.as_schedule("z_threshold", z_threshold, scalar=True)
+    max_norm_at = bounds.as_schedule("max_norm", max_norm, scalar=True)
     length = _checks.check_count("window", window, 1)
-    enough = (
-        max(1, length // 2)
-        if warmup_steps is None
-        else _checks.check_count("warmup_steps", warmup_steps, 1)
-    )
-    if not isinstance(enough, jax.core.Tracer) and enough > length:
-        raise ValueError(f"warmup_steps must be at most window={length}, got {enough}")
-
-    def compare(
-        norm: Any, loss: Any, past: Any, step: Any
-    ) -> tuple[Any, Any, dict[str, Any]]:
-        past_norms, losses = past
-        if past_norms.values.size != length:
+    enough = None
+    if warmup_steps is not None:
+        enough = _checks.check_count("warmup_steps", warmup_steps, 1)
+        is_known = not isinstance(length + enough, jax.core.Tracer)
+        if is_known and enough > length:
             raise ValueError(
-                f"window: the state was made with {past_norms.values.size}, got "
-                f"{length}"
+                f"warmup_steps must be at most window={length}, got {enough}"
             )
-        z_score, threshold = _compared(
-            norm, past_norms, highest(step), enough, _LEAST_STD
-        )
-        threshold = jnp.minimum(threshold, jnp.asarray(cap(step), threshold.dtype))
-        seen = (
-            jnp.zeros((), losses.values.dtype)
-            if loss is None
-            else loss.astype(losses.values.dtype)
-        )
-        loss_z_score, limit = _compared(
-            seen, losses, highest(step), enough, _LEAST_STD_OF_LOSS
-        )
-        spike = jnp.isfinite(norm) & (norm > threshold)
-        loss_spike = jnp.isfinite(seen) & (seen > limit) & (loss is not None)
-        metrics = {
-            "norm_spike_count": spike.astype(np.int32),
-            "loss_spike_count": loss_spike.astype(np.int32),
-        }
-        metrics |= {"z_score": z_score, "threshold": threshold}
-        metrics |= {"loss": seen, "loss_z_score": loss_z_score, "loss_threshold": limit}
-        finite = jnp.isfinite(norm) & jnp.isfinite(seen)
-        past = (
-            enter(past_norms, norm, finite & (norm > 0)),
-            enter(losses, seen, finite & (seen != 0)),
-        )
-        return spike | loss_spike, past, metrics
 
-    def remember(dtype: Any) -> tuple[Ring, ...]:
-        return empty_ring(length, dtype), empty_ring(
-            length, float
-        )  # a loss may be float64 wherever that is enabled
+    def compare_at(
+        norm: Any, loss: Any, past: Any, step: Any
+    ) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
+        check_size(past[0], length)
+        return compare(
+            norm, loss, past, enough, z_threshold_at(step), max_norm_at(step)
+        )
 
-    return skipping("skip_spikes", optimizer, max_consecutive, compare, remember)
+    def remember(dtype: Any) -> tuple[Ring, Ring]:
+        return no_past(length, dtype)
+
+    return skipping("skip_spikes", optimizer, max_consecutive, compare_at, remember)
+
+
+def no_past(window: Any, dtype: Any) -> tuple[Ring, Ring]:
+    """Return the windows of norms and losses before the first step."""
+    # A loss may be float64 wherever that is enabled.
+    return empty_ring(window, dtype), empty_ring(window, float)
+
+
+def compare(
+    norm: jax.Array,
+    loss: jax.Array | None,
+    past: tuple[Ring, Ring],
+    enough: Any = None,
+    z_threshold: Any = Z_THRESHOLD,
+    max_norm: Any = jnp.inf,
+) -> tuple[jax.Array, tuple[Ring, Ring], dict[str, jax.Array]]:
+    """Compare a norm and a loss with those of the past.
+
+    Returns:
+      Whether the step is a spike, the next past, and metrics.
+    """
+    norms, losses = past
+    enough = max(1, norms.values.size // 2) if enough is None else enough
+    dtype = losses.values.dtype
+    seen = jnp.zeros((), dtype) if loss is None else loss.astype(dtype)
+    values = jnp.stack([norms.values, losses.values])
+    # Both windows at once, which takes half as many kernels.
+    z_scores, thresholds = jax.vmap(_compared, (0, 0, 0, 0, None, None))(
+        jnp.stack([norm, seen]),
+        values,
+        jnp.stack([is_held(norms), is_held(losses)]),
+        np.array(_LEAST_STDS, values.dtype),
+        enough,
+        z_threshold,
+    )
+    threshold = thresholds[0].astype(norm.dtype)
+    threshold = jnp.minimum(threshold, jnp.asarray(max_norm, norm.dtype))
+    loss_threshold = thresholds[1].astype(dtype)
+    spike = jnp.isfinite(norm) & (norm > threshold)
+    loss_spike = jnp.isfinite(seen) & (seen > loss_threshold) & (loss is not None)
+    metrics = {
+        "norm_spike_count": spike.astype(np.int32),
+        "loss_spike_count": loss_spike.astype(np.int32),
+        "z_score": z_scores[0].astype(norm.dtype),
+        "threshold": threshold,
+        "loss": seen,
+        "loss_z_score": z_scores[1].astype(dtype),
+        "loss_threshold": loss_threshold,
+    }
+    finite = jnp.isfinite(norm) & jnp.isfinite(seen)
+    past = (
+        enter(norms, norm, finite & (norm > 0)),
+        enter(losses, seen, finite & (seen != 0)),
+    )
+    return spike | loss_spike, past, metrics
 
 
 def _compared(
-    value: jax.Array, window: Ring, highest: Any, enough: Any, least: float
+    value: jax.Array,
+    values: jax.Array,
+    held: jax.Array,
+    least_std: Any,
+    enough: Any,
+    z_threshold: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return how many standard deviations a value is above the median, and the value that is `highest` of them."""
-    held = jnp.arange(window.values.size, dtype=np.int32) < window.entered
-    past = jnp.where(held, window.values, 1)
+    """Compare a value with those of a window.
+
+    Returns:
+      How many standard deviations it is above their median, and which value is
+      `z_threshold` of them above it.
+    """
+    past = jnp.where(held, values, 1)
     positive = jnp.all(past > 0)  # always so for norms, and for most losses
     past = jnp.where(positive, jnp.log(jnp.where(positive, past, 1)), past)
-    median = _median(past, held)
-    floor = least * jnp.where(positive, 1, jnp.abs(median))
-    std = jnp.maximum(_STD_PER_MAD * _median(jnp.abs(past - median), held), floor)
-    limit = median + jnp.asarray(highest, std.dtype) * std
-    scaled = jnp.where(positive, jnp.log(jnp.maximum(value, _LEAST_VALUE)), value)
-    warm = jnp.minimum(window.entered, window.values.size) >= enough
+    median = quantile(past, held, 0.5)
+    floor = least_std * jnp.where(positive, 1, jnp.abs(median))
+    std = _STD_PER_MAD * quantile(jnp.abs(past - median), held, 0.5)
+    std = jnp.maximum(std, floor)
+    limit = median + jnp.asarray(z_threshold, std.dtype) * std
     threshold = jnp.where(positive, jnp.exp(limit), limit)
-    return jnp.where(warm, (scaled - median) / std, 0), jnp.where(
-        warm, threshold, jnp.inf
-    )
-
-
-def _median(values: jax.Array, held: jax.Array) -> jax.Array:
-    """Return the median of the values that are held; 0 if there are none."""
-    ascending = jnp.sort(jnp.where(held, values, jnp.inf))
-    last = jnp.maximum(jnp.sum(held, dtype=np.int32), 1) - 1
-    return jnp.where(
-        jnp.any(held), (ascending[last // 2] + ascending[(last + 1) // 2]) / 2, 0
+    scaled = jnp.where(positive, jnp.log(jnp.maximum(value, _LEAST_VALUE)), value)
+    warm = jnp.sum(held, dtype=np.int32) >= enough
+    return (
+        jnp.where(warm, (scaled - median) / std, 0),
+        jnp.where(warm, threshold, jnp.inf),
     )

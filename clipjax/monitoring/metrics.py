@@ -13,7 +13,7 @@ from clipjax._core.messages import short_repr
 
 
 def metrics(opt_state: Any) -> dict[str, jax.Array]:
-    """Read what clipjax's transformations did, as a flat dict of scalars for any logger.
+    """Read what clipjax's transformations did: a flat dict of scalars for any logger.
 
     Args:
       opt_state: an optimizer state, however its parts are nested (`chain`, `masked`,
@@ -29,6 +29,9 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
     Raises:
       ValueError: `opt_state` contains no state of clipjax.
 
+    The arrays are copies, so that the state may be donated to the next step. A list of
+    what each step returned is a history, for :func:`series` and `plots`.
+
     A logger that takes floats: `{key: float(x) for key, x in
     jax.device_get(metrics(state)).items()}`.
 
@@ -42,7 +45,7 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
     """
     found: dict[str, jax.Array] = {}
     labels: set[str] = set()
-    states = list(_states_in(opt_state))
+    states = list(states_in(opt_state))
     if not states:
         raise ValueError(
             "opt_state: there is no state with metrics in "
@@ -51,44 +54,49 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
             "or record_norms()"
         )
     for state in states:
-        last, totals, shares = (
-            {key: _array(x) for key, x in part.items()} for part in state[1:4]
-        )
-        steps = _array(state.step)
-        each = (
-            last
-            | totals
-            | {f"{key}_fraction": _share(x, steps) for key, x in shares.items()}
-        )
-        name = next(iter(each), "").partition("/")[0]
-        label = next(
-            x
-            for i in itertools.count()
-            if (x := f"{name}_{i}" if i else name) not in labels
-        )
+        parts = (state.last, state.totals, state.shares)
+        arrays = [{key: as_array(x) for key, x in part.items()} for part in parts]
+        each = _read(*arrays, as_array(state.step))
+        if not each:
+            continue
+        name = next(iter(each)).partition("/")[0]
+        numbered = (f"{name}_{i}" if i else name for i in itertools.count())
+        label = next(x for x in numbered if x not in labels)
         labels.add(label)
-        if each:
-            each[f"{name}/steps"] = steps
         found |= {label + key.removeprefix(name): value for key, value in each.items()}
     return dict(sorted(found.items()))  # as those that a jitted function returns
 
 
-def _states_in(tree: Any) -> Iterator[transformation.MetricsState]:
+def states_in(tree: Any) -> Iterator[transformation.MetricsState]:
     """Yield the states in a tree, outer states before those in their memories."""
     for node in jax.tree.leaves(
         tree, is_leaf=lambda node: isinstance(node, transformation.MetricsState)
     ):
         if isinstance(node, transformation.MetricsState):
             yield node
-            yield from _states_in(node.memory)
+            yield from states_in(node.memory)
 
 
-# so that outside jit no constant goes to the device, which transfer guards forbid
+# Jitted, so that outside of jit no constant goes to the device, which transfer guards
+# forbid.
 @jax.jit
-def _share(count: jax.Array, steps: jax.Array) -> jax.Array:
-    return count.astype(np.float32) / jnp.maximum(steps, 1).astype(np.float32)
+def _read(
+    last: dict[str, jax.Array],
+    totals: dict[str, jax.Array],
+    shares: dict[str, jax.Array],
+    steps: jax.Array,
+) -> dict[str, jax.Array]:
+    """Return the metrics of one state, in buffers that are not the state's own."""
+    found = last | totals
+    for key, count in shares.items():
+        known = jnp.maximum(steps, 1).astype(np.float32)
+        found[f"{key}_fraction"] = count.astype(np.float32) / known
+    if found:
+        name = next(iter(found)).partition("/")[0]
+        found[f"{name}/steps"] = steps
+    return jax.tree.map(jnp.copy, found)
 
 
-def _array(x: Any) -> jax.Array:
+def as_array(x: Any) -> jax.Array:
     """Return the array in a box of Flax NNX, or the array itself."""
     return jax.tree.leaves(x)[0]

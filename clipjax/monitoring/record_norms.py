@@ -1,18 +1,27 @@
-"""Norms in the state of a chain, for a logger, without clipping."""
+"""Norms in the state of a chain, without clipping: for a logger, and of bad steps."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
+from jax import lax
 
 from clipjax import _checks
 from clipjax._core import norms, transformation, trees, units
 from clipjax._core.messages import a_few, short_repr, traced_error
+from clipjax.gradients import skipping, spikes
+from clipjax.gradients.history import norm_dtype
+from clipjax.gradients.window import BadSteps, is_next, one_more
 
 
 class Recorder(optax.GradientTransformationExtraArgs):
-    """What :func:`record_norms` returns: it may come after a projection, since it changes nothing."""
+    """What :func:`record_norms` returns.
+
+    It changes nothing, so it may come after a projection.
+    """
 
 
 def record_norms(
@@ -21,6 +30,7 @@ def record_norms(
     of: str | Sequence[str] = ("updates",),
     name: str = "updates",
     stacked: str | Sequence[str] = (),
+    keep: SupportsIndex = 0,
 ) -> Recorder:
     """Record norms for a logger, and change nothing.
 
@@ -37,6 +47,11 @@ def record_norms(
         `<group>/<index>`, and `<group>` has the other leaves alone. All stacks of a
         group have equally many layers.
 
+      keep: how many bad steps to keep in the state, the last ones, for
+        :func:`bad_steps`. A step is bad if its norm is not finite, or the loss that
+        `update(..., loss=loss)` gets, or if :func:`skip_spikes` with its defaults would
+        skip it. It has to be outside of a skip, whose inside is frozen at such steps.
+
     Returns:
       A transformation with the metrics `record_norms/<name>`, and
       `record_norms/<name>/<group>` for groups. With `"params"`, `update` needs the
@@ -44,7 +59,7 @@ def record_norms(
 
     Raises:
       ValueError: the parameters are missing; the stacks of a group differ in length, or
-        one is a scalar.
+        one is a scalar; `keep` is inside of a skip, or the updates are not measured.
 
     Example:
       >>> import clipjax, optax, jax.numpy as jnp
@@ -86,6 +101,12 @@ def record_norms(
         else None
     )
     stacks = _checks.check_patterns("stacked", stacked) if stacked else ()
+    size = _checks.check_count("keep", keep, 0)
+    is_traced = isinstance(size, jax.core.Tracer)
+    if not is_traced and size and "updates" not in measured:
+        raise ValueError(
+            f"keep: it is for bad updates, but of={short_repr(of)} leaves them out"
+        )
 
     def groups_of(tree: Any) -> list[str | None]:
         if patterns is not None:
@@ -120,15 +141,65 @@ def record_norms(
                 each[prefix] = norms.tree_norm([leaf.value for leaf in of_group])
         return each
 
-    def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:
+    def act(
+        updates: Any, params: Any, step: Any, memory: Any, **extra: Any
+    ) -> tuple[Any, dict[str, jax.Array], Any]:
         metrics = measured_in(name, updates) if "updates" in measured else {}
+        kept = memory[name].steps.size if memory else 0
+        if not is_traced and kept != size:
+            raise ValueError(f"keep: the state was made with {kept}, got {size}")
+        if memory:
+            groups = [metrics[key] for key in sorted(metrics)]
+            norm = norms.tree_norm(trees.floats_of(updates))
+            loss = skipping.loss_of(extra)
+            memory = {name: _with_step(memory[name], step, norm, loss, groups)}
         if "params" in measured:
             metrics |= measured_in(
                 "params", trees.params_for("record_norms", updates, params)
             )
         return updates, metrics, memory
 
-    return Recorder(*transformation.with_metrics("record_norms", act))
+    def remember(params: Any) -> dict[str, BadSteps]:
+        if is_traced:
+            raise traced_error("keep", keep)
+        groups = jax.eval_shape(lambda tree: measured_in(name, tree), params)
+        return {name: _no_steps(size, len(groups), norm_dtype(params))}
+
+    of_steps = remember if is_traced or size else None
+    return Recorder(*transformation.with_metrics("record_norms", act, of_steps))
+
+
+def _no_steps(size: int, groups: int, dtype: Any) -> BadSteps:
+    """Return the memory before the first step."""
+    wide = jnp.promote_types(dtype, jnp.result_type(float))  # a loss may be float64
+    return BadSteps(
+        spikes.no_past(spikes.WINDOW, dtype),
+        jnp.zeros((), np.int32),
+        jnp.zeros(size, np.int32),
+        jnp.zeros((size, 3 + groups), wide),
+    )
+
+
+def _with_step(
+    kept: BadSteps, step: Any, norm: Any, loss: Any, groups: list[jax.Array]
+) -> BadSteps:
+    """Return the memory after a step, which it keeps if the step is bad."""
+    norm = lax.stop_gradient(norm)
+    spike, past, seen = spikes.compare(norm, loss, kept.past)
+    is_bad = spike | ~jnp.isfinite(norm)
+    if loss is not None:
+        is_bad |= ~jnp.isfinite(loss)
+    # No NaN in place of a loss that is not given: it would raise under
+    # `jax_debug_nans` where nothing is wrong.
+    numbers = [norm, seen["threshold"], -jnp.inf if loss is None else loss, *groups]
+    row = jnp.stack([jnp.asarray(x, kept.rows.dtype) for x in numbers])
+    here = is_next(kept.steps.size, kept.entered) & is_bad
+    return BadSteps(
+        past,
+        one_more(kept.steps.size, kept.entered, is_bad),
+        jnp.where(here, step, kept.steps),
+        jnp.where(here[:, None], lax.stop_gradient(row), kept.rows),
+    )
 
 
 def _norms_of_layers(stacks: list[trees.Leaf]) -> list[jax.Array]:

@@ -130,7 +130,7 @@ def _steps_to_1(low: float, dtype: Any) -> jax.Array:
 
 
 def _room(dtype: Any) -> float:
-    """Return the share of the bound by which values end below: more than roundings."""
+    """Return the share of the bound by which values end below it."""
     return 2.0**-44 if norms.sum_dtype(dtype) == np.float64 else 2.0**-16
 
 

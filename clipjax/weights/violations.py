@@ -41,7 +41,7 @@ def violations(
     *,
     step: Any = None,
 ) -> list[Violation]:
-    """List the weights that a projection would still change, those that would move farthest first.
+    """List the weights that a projection would still change, the farthest first.
 
     Args:
       params: the weights, which must be concrete and on devices of this process.

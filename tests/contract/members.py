@@ -293,6 +293,17 @@ STEPS = [
         same_code=True,
     ),
     Row(
+        "record_norms",
+        "step",
+        lambda b: clipjax.record_norms("leaf", keep=2),
+        o.times(1),
+        "none",
+        title="keep",
+        bounds=False,
+        schedule=False,
+        same_code=True,
+    ),
+    Row(
         "bounded",
         "step",
         lambda b: clipjax.bounded(optax.identity(), clip=clipjax.clip_by_norm(b)),
@@ -473,7 +484,7 @@ ROWS = CLIPS + STEPS + PROJECTIONS + FUNCTIONS
 # Public names that change neither gradients nor weights, or only as a function of the
 # user's does.
 OTHERS = {
-    "NormLog",
+    "bad_steps",
     "SKIP",
     "fan_in",
     "functional",
@@ -482,6 +493,8 @@ OTHERS = {
     "functional.unitwise_norms",
     "matching",
     "metrics",
+    "series",
+    "suggest",
     "violations",
     "with_metrics",
 }

@@ -47,7 +47,9 @@ NAMES = [
     "chain",
     "metrics",
     "record_norms",
-    "NormLog",
+    "bad_steps",
+    "series",
+    "suggest",
     "with_metrics",
     "clip_gradient_by_value",
     "clip_gradient_by_norm",
@@ -110,8 +112,7 @@ def test_the_benchmarks_show_every_member() -> None:
 OTHERWISE = {
     "axes": "None is the whole leaf for gradients, 'auto' asks for weights; functions of trees take it by position",
     "warmup_steps": "None is half of the window",
-    "name": "of a transformation, or which one a log reads",
-    "threshold": "that of a picture is what was recorded, None if it is not drawn",
+    "name": "of a transformation, or which one a picture shows",
 }
 
 

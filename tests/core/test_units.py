@@ -4,9 +4,57 @@ from __future__ import annotations
 
 import copy
 import pickle
+from typing import Any
 
-from clipjax import SKIP
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import clipjax
+from clipjax import SKIP, functional
 
 
 def test_skip_stays_itself_in_copies() -> None:
     assert copy.deepcopy(SKIP) is pickle.loads(pickle.dumps(SKIP)) is SKIP
+
+
+def test_auto_is_a_word_in_mappings_too() -> None:
+    """The head stays, and other kernels are bounded by unit, as "auto" alone does."""
+    params = {name: {"kernel": np.full((4, 3), 5.0)} for name in ("body", "head")}
+    params["body"]["bias"] = np.full(3, 9.0)
+    projected = clipjax.max_norm(1.0, axes={"head/*": SKIP, "*": "auto"})(params)
+    np.testing.assert_array_equal(projected["head"]["kernel"], 5.0)
+    np.testing.assert_array_equal(projected["body"]["bias"], 9.0)
+    norms = np.linalg.norm(np.asarray(projected["body"]["kernel"], float), axis=0)
+    np.testing.assert_allclose(norms, 1.0, rtol=2e-6)
+    conv = {"head": {"kernel": jnp.ones((3, 3, 2, 4))}}
+    with pytest.raises(ValueError, match="'head/kernel' .* may be the kernel of"):
+        clipjax.max_norm(1.0, axes={"*": "auto"})(conv)
+    with pytest.raises(TypeError, match=r"axes\['\*'\] must be ints"):
+        clipjax.clip_by_norm(1.0, axes={"*": "auto"})
+
+
+@pytest.mark.parametrize("axes", [SKIP, {"*": SKIP}, {"scale": SKIP, "bias": SKIP}])
+def test_skipping_every_leaf_is_a_wish(axes: Any) -> None:
+    """So a model of norms alone, of which `unit_axes` skips everything, is no error."""
+    params = {"scale": jnp.ones(3), "bias": jnp.ones(3)}
+    projection = clipjax.max_norm(0.5, axes=axes)
+    projection.init(params)
+    np.testing.assert_array_equal(projection(params)["scale"], 1.0)
+
+
+def test_norms_of_units_are_bounds_of_units() -> None:
+    """With the reduced axes kept, what is measured is what a clip takes."""
+    x = np.random.default_rng(0).standard_normal((5, 4, 3)).astype(np.float32)
+    for axes in (0, (0, 1), (1,), None):
+        kept = functional.unitwise_norms(x, axes, keepdims=True)
+        expected = np.linalg.norm(x.astype(float).reshape(-1)) if axes is None else None
+        if axes is not None:
+            expected = np.sqrt(np.sum(x.astype(float) ** 2, axes, keepdims=True))
+        np.testing.assert_allclose(np.reshape(kept, np.shape(expected)), expected, 1e-6)
+        assert kept.ndim == x.ndim
+        clipped = functional.clip_by_norm(x, kept / 2, axes)
+        np.testing.assert_allclose(clipped, x / 2, rtol=3e-6)
+        np.testing.assert_array_equal(
+            np.squeeze(kept), np.squeeze(functional.unitwise_norms(x, axes))
+        )

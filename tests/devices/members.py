@@ -42,7 +42,7 @@ def members(axes: Any) -> dict[str, Any]:
         "zclip": clipjax.zclip(warmup_steps=2),
         "clip_by_lognormal": clipjax.clip_by_lognormal(),
         "zero_nonfinite": clipjax.zero_nonfinite(),
-        "record_norms": clipjax.record_norms("leaf", of=("updates", "params")),
+        "record_norms": clipjax.record_norms("leaf", of=("updates", "params"), keep=2),
         "box": clipjax.box(-0.5, 0.5),
         "non_negative": clipjax.non_negative(),
         "skip_nonfinite": clipjax.skip_nonfinite(optimizer),

@@ -71,6 +71,7 @@ FINITE = [
     ("decay", "adagc(decay=$)"),
 ]
 COUNTS = [
+    ("keep", "record_norms(keep=$)"),
     ("window", "autoclip(window=$)"),
     ("warmup_steps", "zclip(warmup_steps=$)"),
     ("warmup_steps", "adagc(warmup_steps=$)"),

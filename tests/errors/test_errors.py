@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
@@ -23,14 +22,11 @@ def names() -> dict[str, Any]:
     """Return what the calls of the table use: the public members, and small trees."""
     params = {"kernel": jnp.ones((4, 3)), "bias": jnp.ones(3)}
     heads = {name: {"kernel": jnp.ones((4, 2, 3))} for name in ("query", "key")}
-    log = clipjax.NormLog()
-    log.extend(np.ones(4))
     return {name: getattr(clipjax, name) for name in clipjax.__all__} | {
         "clipjax": clipjax,
         "jax": jax,
         "jnp": jnp,
         "optax": optax,
-        "log": log,
         "x": jnp.ones(3),
         "params": params,
         "grads": params,

@@ -357,3 +357,16 @@ def test_hyperparameters_can_be_injected() -> None:
             np.testing.assert_allclose(
                 norms[name], expected[name][i], rtol=1e-5, err_msg=f"{name} {i}"
             )
+
+
+def test_a_window_may_be_a_hyperparameter() -> None:
+    """Its size is that of the state, so that a traced number is no obstacle."""
+    skips = optax.inject_hyperparams(
+        lambda window: clipjax.skip_spikes(optax.sgd(1.0), window=window)
+    )(window=8)
+    clips = optax.inject_hyperparams(clipjax.autoclip)(window=8)
+    for tx in (skips, clips):
+        state = tx.init(jnp.zeros(3))
+        _, state = jax.jit(tx.update)(jnp.ones(3), state)
+        assert float(state.hyperparams["window"]) == 8
+        assert 8 in [x.size for x in jax.tree.leaves(state)]

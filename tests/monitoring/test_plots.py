@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import clipjax
@@ -31,34 +32,64 @@ def drawn(ax: Any) -> dict[str, tuple[list[float], list[float]]]:
     }
 
 
-def test_norms_show_the_threshold_what_was_clipped_and_what_is_not_finite() -> None:
-    limits, log = clipjax.NormLog(), clipjax.NormLog()
-    limits.extend([1.0] * 6)
-    log.extend([0.5, 4.0, NAN, 2.0, 0.25, INF])
-    ax = plots.norms(log, threshold=1.0)
+def test_norms_show_what_was_clipped_and_what_is_not() -> None:
+    norms = [0.5, 4.0, NAN, 2.0, 0.25, INF]
+    history = {"clip/norm": norms, "clip/threshold": [1.0] * 6}
+    ax = plots.norms(history)
     found = drawn(ax)
     assert found["norm"] == ([0, 1, 3, 4], [0.5, 4.0, 2.0, 0.25])
     assert found["clipped (50.0%)"] == ([1, 3], [4.0, 2.0])
     assert found["threshold 1"] == ([0, 1, 2, 3, 4, 5], [1.0] * 6)
     assert found["not finite"][0] == [2, 5]
-    assert (ax.get_xlabel(), ax.get_ylabel(), ax.get_yscale()) == (
-        "step",
-        "norm of the gradient",
-        "linear",
-    )
+    labels = (ax.get_xlabel(), ax.get_ylabel(), ax.get_yscale())
+    assert labels == ("step", "norm of the gradient", "linear")
     assert [text.get_text() for text in ax.legend_.get_texts()] == list(found)
-    assert (
-        drawn(plots.norms(log, threshold=limits))["threshold"] == found["threshold 1"]
-    )
-    found = drawn(
-        plots.norms(
-            log.norms, scale=[0.5, 1, NAN, 1, 1, 0], threshold=[INF, INF, 3, 3, 3, 3]
-        )
-    )
-    assert (found["clipped (25.0%)"], found["threshold"][0]) == (
-        ([0], [0.5]),
-        [2, 3, 4, 5],
-    )
+    history |= {"clip/threshold": [INF, INF, 3, 3, 3, 4]}
+    history |= {"clip/scale": [0.5, 1, NAN, 1, 1, 0]}
+    found = drawn(plots.norms(history))
+    assert found["clipped (25.0%)"] == ([0], [0.5])
+    assert found["threshold"][0] == [2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_norms_show_a_whole_run_from_its_metrics(accumulate: int) -> None:
+    """A fixed threshold is told by what it clipped; a skip shows the norm that came."""
+    clip = clipjax.clip_by_global_norm(2.0)
+    tx = clipjax.bounded(optax.sgd(1.0), clip=clip, accumulate=accumulate)
+    tx = clipjax.skip_spikes(tx, z_threshold=INF, max_norm=100.0)
+    norms = jnp.array([1.0, 1.1, 1.0, 3.0, NAN, 1.2, 500.0, 1.3, 1.1])
+
+    def step(state: Any, norm: jax.Array) -> Any:
+        state = tx.update(norm[None], state, jnp.zeros(1))[1]
+        return state, clipjax.metrics(state)
+
+    history = jax.lax.scan(step, tx.init(jnp.zeros(1)), norms)[1]
+    found = drawn(plots.norms(history))
+    taken = [0, 1, 2, 3, 5, 7, 8] if accumulate == 1 else [1, 3, 7]
+    assert found["norm"][0] == sorted([*taken, 6])
+    assert found["skipped (22.2%)"] == ([6], [500.0])
+    assert found["not finite"][0] == [4]
+    if accumulate == 1:
+        assert found["clipped (14.3%)"] == ([3], [3.0])
+        assert found["threshold 2"][0] == taken
+    of_skip = drawn(plots.norms(history, "skip_spikes"))
+    assert of_skip["norm"][0] == [0, 1, 2, 3, 5, 6, 7, 8]
+    assert not any("clipped" in label for label in of_skip)
+
+
+def test_several_norms_need_a_name() -> None:
+    history = {"a/norm": [1.0], "b/norm": [2.0], "record_norms/updates/c": [3.0]}
+    with pytest.raises(ValueError, match=r"name must say .* of a/norm, b/norm"):
+        plots.norms(history)
+    for name, norm in {"a": 1, "b/norm": 2, "record_norms/updates/c": 3}.items():
+        assert drawn(plots.norms(history, name))["norm"] == ([0], [norm])
+
+
+@pytest.mark.parametrize("values", [[1e308, 1], [5e-324, 1], [1.7e308], [0, 1e308]])
+def test_norms_at_the_ends_of_float64_are_drawn(values: list[float]) -> None:
+    history = {"norm": values}
+    assert len(drawn(plots.norms(history))["norm"][0]) == len(values)
+    assert len(drawn(plots.group_norms(history))["norm"][0]) == len(values)
 
 
 @pytest.mark.parametrize(
@@ -74,13 +105,12 @@ def test_norms_show_the_threshold_what_was_clipped_and_what_is_not_finite() -> N
 def test_the_scale_is_logarithmic_where_values_vary_and_shows_zeros(
     values: Any, bound: Any, scale: str
 ) -> None:
-    ax = plots.norms(values, threshold=bound)
+    ax = plots.norms({"a/norm": values, "a/threshold": [bound] * len(values)})
     drawn(ax)
     assert ax.get_yscale() == scale
     assert ax.get_ylim()[0] <= min([bound, *values])
-    assert ax.lines[0].get_markevery() == (
-        [0] if values == [2] else None
-    )  # a dot where there is no line
+    # A dot where there is no line.
+    assert ax.lines[0].get_markevery() == ([0] if values == [2] else None)
 
 
 def test_groups_are_lines_from_metrics_however_they_come() -> None:
@@ -189,16 +219,9 @@ def test_units_are_sorted_and_those_at_the_bound_are_counted() -> None:
 def test_what_cannot_be_drawn_is_an_error() -> None:
     plt.close("all")  # those of other tests in this process
     for draw, value, error in (
-        (
-            plots.norms,
-            [],
-            r"norms must have shape \(steps,\), with at least one, got \(0,\)",
-        ),
-        (
-            lambda x: plots.norms([1.0], threshold=x),
-            [1.0, 2.0],
-            r"threshold must have shape \(1,\), got \(2,\)",
-        ),
+        (plots.norms, {"norm": []}, "history must have at least one step"),
+        (plots.norms, [], r"name must say which norm to draw, of none"),
+        (plots.norms, {"norm": 1.0}, r"history\['norm'\] must have shape \(steps,\)"),
         (
             plots.group_norms,
             {"a": [1.0], "b": [1.0, 2.0]},
@@ -218,9 +241,7 @@ def test_what_cannot_be_drawn_is_an_error() -> None:
         [{"clip_by_norm/norm": 1.0}],
         [{"record_norms/updates": 1.0}, {"record_norms/params": 1.0}],
     ):
-        with pytest.raises(
-            TypeError, match="history must be norms by name, or metrics"
-        ):
+        with pytest.raises(TypeError, match="history must be "):
             plots.group_norms(history)
     assert not plt.get_fignums()
 
@@ -228,11 +249,11 @@ def test_what_cannot_be_drawn_is_an_error() -> None:
 def test_what_is_on_the_axes_stays_in_the_picture() -> None:
     ax = plt.subplots()[1]
     ax.axvspan(0, 1, label="warm-up")
-    plots.norms([10.0, 9.0, 8.0], ax=ax)
-    plots.norms([1.0, 2.0, 3.0], ax=ax)
+    plots.norms({"norm": [10.0, 9.0, 8.0]}, ax=ax)
+    plots.norms({"norm": [1.0, 2.0, 3.0]}, ax=ax)
     assert ax.get_ylim()[0] <= 1
     assert ax.get_ylim()[1] >= 10
-    plots.norms([0.1, 2.0], ax=ax)
+    plots.norms({"norm": [0.1, 2.0]}, ax=ax)
     assert ax.get_yscale() == "log"
     assert "warm-up" in [text.get_text() for text in ax.legend_.get_texts()]
     drawn(ax)

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import clipjax
-from clipjax.weights.projection import applied
+from clipjax.weights.projection import Projection, applied
 from tests.support.trees import bits
 
 RNG = np.random.default_rng(0)
@@ -80,3 +80,34 @@ def test_no_compiler_may_leave_out_the_rounding(dtype: str) -> None:
     """
     x = jnp.ones(3, dtype)
     assert "reduce_precision" in str(jax.make_jaxpr(applied)(x, x))
+
+
+def test_modules_may_be_called_as_collections_of_variables() -> None:
+    """Their leaves are called as other weights; those of collections are not."""
+    kernel = jnp.full((4, 3), 5.0)
+    model = {"params": {"kernel": kernel}, "cache": {"kernel": kernel}}
+    projected = clipjax.max_norm(1.0)(model)
+    assert float(jnp.max(projected["cache"]["kernel"])) < 1
+    variables = {"params": {"kernel": kernel}, "cache": {"cached_key": kernel}}
+    with pytest.raises(ValueError, match="'cache/cached_key', of cache, is not a wei"):
+        clipjax.max_norm(1.0)(variables)
+
+
+def test_isinstance_tells_a_projection() -> None:
+    """It is an Optax transformation, too, which is no projection by itself."""
+    projection = clipjax.max_norm(1.0)
+    assert isinstance(projection, Projection)
+    assert isinstance(projection, optax.GradientTransformationExtraArgs)
+    assert not isinstance(optax.sgd(0.1), Projection)
+    assert not isinstance(clipjax.clip_by_norm(1.0), Projection)
+
+
+def test_a_call_takes_the_step_and_nothing_else() -> None:
+    """By position or by name; what a projection does not know is an error."""
+    weights = jnp.full((4, 3), 5.0)
+    projection = clipjax.max_norm(lambda step: 1.0 + step)
+    np.testing.assert_array_equal(projection(weights, 2), projection(weights, step=2))
+    with pytest.raises(TypeError, match=r"takes params and step, got \['max_logits'\]"):
+        projection(weights, 2, max_logits=jnp.ones(3))
+    with pytest.raises(TypeError, match="takes params and step"):
+        projection(weights, 2, 3)

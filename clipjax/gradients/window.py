@@ -1,0 +1,98 @@
+"""The last values of a norm or a loss, their quantiles, and the last bad steps."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from clipjax._core.messages import short_repr, traced_error
+
+
+class Ring(NamedTuple):
+    """The last values of a norm or a loss."""
+
+    # float (window,): the newest is in place of the oldest; infinite where there is
+    # none yet
+    values: jax.Array
+    # int32: how many have entered; from 2 * window it goes back to window, so never
+    # overflows
+    entered: jax.Array
+
+
+def empty_ring(size: Any, dtype: Any) -> Ring:
+    """Return a ring without values."""
+    if isinstance(size, jax.core.Tracer):
+        raise traced_error("window", size)
+    return Ring(jnp.full(int(size), jnp.inf, dtype), jnp.zeros((), np.int32))
+
+
+def enter(ring: Ring, value: jax.Array, enters: jax.Array) -> Ring:
+    """Return a ring with a value in place of the oldest, if it enters."""
+    values = jnp.asarray(ring.values)  # NumPy's, if it was restored
+    here = is_next(values.size, ring.entered) & enters
+    new = jnp.where(here, value.astype(values.dtype), values)
+    return Ring(new, one_more(values.size, ring.entered, enters))
+
+
+def is_next(size: int, entered: jax.Array) -> jax.Array:
+    """Return which of `size` places the next value takes, bool `(size,)`.
+
+    A choice of entries, since a scatter is a kernel of its own.
+    """
+    return jnp.arange(size, dtype=np.int32) == entered % size
+
+
+def one_more(size: int, entered: jax.Array, enters: jax.Array) -> jax.Array:
+    """Count a value that enters; from 2 * size the count goes back to size."""
+    more = jnp.where(entered >= 2 * size - 1, size, entered + 1)
+    return jnp.where(enters, more, entered)
+
+
+def is_held(ring: Ring) -> jax.Array:
+    """Return which places of a ring have a value, bool `(window,)`."""
+    return jnp.arange(ring.values.size, dtype=np.int32) < ring.entered
+
+
+def quantile(values: jax.Array, held: jax.Array, share: Any) -> jax.Array:
+    """Return a quantile of the values that are held, as `numpy.quantile` does.
+
+    If none is held, it is the largest float.
+    """
+    # The others come last. Infinite ones would make NaN in derivatives.
+    ascending = jnp.sort(jnp.where(held, values, jnp.finfo(values.dtype).max))
+    last = jnp.maximum(jnp.sum(held, dtype=np.int32), 1) - 1
+    rank = share * last.astype(values.dtype)
+    below = jnp.floor(rank).astype(np.int32)
+    above = jnp.minimum(below + 1, last)
+    step = ascending[above] - ascending[below]
+    return ascending[below] + step * (rank - jnp.floor(rank))
+
+
+class BadSteps(NamedTuple):
+    """What `record_norms(keep=n)` remembers."""
+
+    past: Any  # the windows of norms and losses that a step is compared with
+    entered: jax.Array  # int32: how many bad steps there were, as in a ring
+    steps: jax.Array  # int32 (n,): how many updates there were before each
+    # float (n, 3 + groups): norm, threshold, loss, and the norms of the groups, sorted
+    # by name. One array, since a thousand would be a thousand kernels.
+    rows: jax.Array
+
+
+def keeps_bad_steps(tree: Any) -> bool:
+    """Return whether a state, or a part of it, keeps bad steps."""
+
+    def is_one(node: Any) -> bool:
+        return isinstance(node, BadSteps)
+
+    return any(is_one(node) for node in jax.tree.leaves(tree, is_leaf=is_one))
+
+
+def check_size(ring: Ring, window: Any) -> None:
+    """Raise an error if a state was made with a window of another size."""
+    if not isinstance(window, jax.core.Tracer) and ring.values.size != window:
+        raise ValueError(
+            f"window: the state was made with {ring.values.size}, got "
+            f"{short_repr(window)}"
+        )

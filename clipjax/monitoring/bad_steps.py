@@ -1,0 +1,115 @@
+"""The bad steps that a recorder keeps, read from its state."""
+
+import itertools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from clipjax._core import transformation
+from clipjax._core.messages import a_few
+from clipjax.gradients.window import keeps_bad_steps
+from clipjax.monitoring.metrics import as_array, states_in
+
+
+class BadStep(NamedTuple):
+    """A step whose norm or loss was not finite, or a spike; `print` says what it was.
+
+    What is not known is NaN or infinity: the loss if `update` got none, the threshold
+    in the first steps.
+    """
+
+    step: int  # how many updates there were before it
+    norm: float  # that of all leaves
+    threshold: float  # up to which norm a step is no spike
+    loss: float
+    groups: dict[str, float]  # the norm of each group, by name
+
+    def __str__(self) -> str:
+        usual = ""
+        if self.threshold < math.inf:
+            usual = f", usual up to {self.threshold:.2g}"
+        norm = f"norm {self.norm:.2g}{usual}"
+        if self.norm <= self.threshold and self.norm < math.inf:
+            return f"step {self.step}: loss {self.loss:.2g}; {norm}"
+        where = f"; {self._where()}" if self.groups else ""
+        return f"step {self.step}: {norm}{where}"
+
+    def _where(self) -> str:
+        bad = [name for name, norm in self.groups.items() if not math.isfinite(norm)]
+        if bad:
+            return f"not finite in {a_few(bad, 1)}"
+        name, largest = max(self.groups.items(), key=lambda item: item[1])
+        if not math.isfinite(self.norm):
+            return f"largest in {name}"
+        # Of squares, which add up to that of the norm.
+        return f"{(largest / self.norm) ** 2:.0%} of it in {name}"
+
+
+def bad_steps(opt_state: Any) -> list[BadStep]:
+    """Return the last bad steps that `record_norms(keep=n)` has kept, oldest first.
+
+    Args:
+      opt_state: an optimizer state, or a tree that contains one, as in :func:`metrics`.
+
+    Returns:
+      A list of `BadStep(step, norm, threshold, loss, groups)`, empty if there was none.
+      `step` counts the updates before it, as schedules do; `groups` maps names to
+      norms. `print` of one names the group with the largest share of the squared norm,
+      or those that are not finite.
+
+    Raises:
+      ValueError: no recorder in `opt_state` keeps steps; the state is stacked, as
+        `vmap` makes it.
+
+    Example:
+      >>> import clipjax, optax, jax.numpy as jnp
+      >>> tx = optax.chain(
+      ...     clipjax.record_norms("leaf", keep=8),
+      ...     clipjax.bounded(optax.adam(1e-3), nonfinite="skip"),
+      ... )
+      >>> params = {"body": jnp.ones(2), "head": jnp.ones(2)}
+      >>> state = tx.init(params)
+      >>> for size in (1.0, 2.0, jnp.nan):
+      ...     grads = {"body": jnp.ones(2), "head": jnp.array([size, 0.0])}
+      ...     _, state = tx.update(grads, state, params)
+      >>> for each in clipjax.bad_steps(state):
+      ...     print(each)
+      step 2: norm nan; not finite in head
+    """
+    # Not those with a recorder in their memory, as a skip has.
+    recorders = [x for x in states_in(opt_state) if isinstance(x.memory, dict)]
+    recorders = [x for x in recorders if keeps_bad_steps(x.memory)]
+    if not recorders:
+        raise ValueError(
+            "opt_state: no recorder in it keeps bad steps. Put one in front of the "
+            "optimizer, outside of a skip: optax.chain(clipjax.record_norms('leaf', "
+            "keep=16), clipjax.bounded(...))"
+        )
+    found = itertools.chain.from_iterable(map(_steps_in, recorders))
+    return sorted(found, key=lambda each: each.step)
+
+
+def _steps_in(state: transformation.MetricsState) -> list[BadStep]:
+    ((name, kept),) = state.memory.items()
+    arrays = [as_array(x) for x in (kept.entered, kept.steps, kept.rows)]
+    entered, steps, rows = jax.device_get(arrays)
+    if np.ndim(entered):
+        raise ValueError(
+            f"opt_state: it is stacked, of shape {np.shape(entered)}; take one, as in "
+            "jax.tree.map(lambda x: x[0], opt_state)"
+        )
+    label = f"record_norms/{name}"
+    keys = (key for key in state.last if f"{key}/".startswith(f"{label}/"))
+    groups = [key[len(label) + 1 :] for key in sorted(keys)]
+    size = len(steps)
+    count = min(entered, size)
+    found = []
+    for place in (np.arange(entered - count, entered) % size).tolist():
+        norm, threshold, loss, *norms = map(float, rows[place])
+        # -inf stands for a loss that is not given.
+        loss = math.nan if loss == -math.inf else loss
+        by_name = {key: x for key, x in zip(groups, norms, strict=True) if key}
+        found.append(BadStep(int(steps[place]), norm, threshold, loss, by_name))
+    return found

@@ -1,0 +1,197 @@
+"""Histories: what `metrics` returned at each step of a run."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.typing import ArrayLike
+
+from clipjax import _checks
+from clipjax._core import bounds
+from clipjax._core.messages import a_few, short_repr
+from clipjax.gradients.quantiles import autoclip, clip_by_quantile
+from clipjax.gradients.zclip import clip_by_lognormal, zclip
+from clipjax.monitoring.metrics import metrics
+
+History: TypeAlias = Mapping[str, Any] | Sequence[Mapping[str, Any]]
+
+
+def series(history: History, name: str) -> np.ndarray:
+    """Read one metric of a run, at the steps that its transformation took.
+
+    A step that a transformation did not take, since it was skipped or is accumulated,
+    shows the last values again, and counts once. The norms of all steps are those of
+    `"skip_nonfinite"` or `"skip_spikes"`.
+
+    Args:
+      history: what :func:`metrics` returned at each step: a list of dicts, or one dict
+        that a `scan` stacked. Other entries, such as a loss, may be among them.
+      name: a transformation, such as `"zclip"`, whose `norm` is meant; or a whole key,
+        such as `"zclip/threshold"`.
+
+    Returns:
+      The values, float64 `(steps,)`, in NumPy: `np.quantile(values, 0.99)` is a usual
+      threshold, and `np.mean(values > 1.0)` the share of the steps above 1.
+
+    Raises:
+      TypeError: `history` is neither of the two, or is traced.
+      ValueError: no metric has this name, or it does not have one number for each step.
+
+    Example:
+      >>> import clipjax, jax.numpy as jnp
+      >>> tx, history = clipjax.clip_by_global_norm(jnp.inf), []
+      >>> state = tx.init(jnp.zeros(2))
+      >>> for norm in (1.0, 2.0, 4.0):
+      ...     _, state = tx.update(jnp.array([norm, 0.0]), state)
+      ...     history.append(clipjax.metrics(state))
+      >>> print(clipjax.series(history, "clip_by_global_norm"))
+      [1. 2. 4.]
+    """
+    columns = columns_of(history)
+    key = key_of(columns, name)
+    return per_step(columns, key)[steps_taken(columns, key)]
+
+
+def suggest(
+    norms: ArrayLike, rules: Mapping[str, optax.GradientTransformation] | None = None
+) -> dict[str, dict[str, float]]:
+    """Replay the norms of a run through rules that follow the past.
+
+    Args:
+      norms: the norms, `(steps,)`, as :func:`series` returns them. Those that are not
+        finite are left out.
+      rules: transformations with a metric `threshold`, by name. None: `autoclip`,
+        `zclip`, `clip_by_quantile` and `clip_by_lognormal` with their defaults.
+
+    Returns:
+      For each rule `"threshold"`, the median of its finite thresholds over the last
+      quarter of the steps (infinity if there are none), and `"clip_rate"`, the share of
+      the steps that it would have clipped. The norms are those of the run, although
+      another clip would have led to others.
+
+    Raises:
+      TypeError, ValueError: `norms` are not real numbers `(steps,)`, or none is finite;
+        a rule is no transformation with one metric `threshold`.
+
+    Example:
+      >>> import clipjax
+      >>> rules = {"median": clipjax.autoclip(50.0)}
+      >>> found = clipjax.suggest([1.0, 2.0, 3.0] * 50, rules)
+      >>> print(found["median"]["threshold"])
+      2.0
+    """
+    values = _numbers("norms", norms)
+    values = values[np.isfinite(values)]
+    if not values.size:
+        raise ValueError(f"norms: none is finite, of {np.size(norms)}")
+    if rules is None:
+        makers = (autoclip, zclip, clip_by_quantile, clip_by_lognormal)
+        rules = {make.__name__: make() for make in makers}
+    if not isinstance(rules, Mapping):
+        raise TypeError(
+            "rules must be a mapping from names to transformations, got "
+            f"{short_repr(rules)}"
+        )
+    return {name: _replayed(name, tx, values) for name, tx in rules.items()}
+
+
+def columns_of(history: Any) -> Mapping[str, Any]:
+    """Return what a history has under each name, at all steps."""
+    if isinstance(history, Mapping):
+        return history
+    rows = list(history) if isinstance(history, Sequence) else [history]
+    names = [row.keys() if isinstance(row, Mapping) else None for row in rows]
+    if None in names or any(each != names[0] for each in names):
+        raise TypeError(
+            "history must be a list of what clipjax.metrics returned at each step, or "
+            f"a dict that a scan stacked, got {short_repr(history)}"
+        )
+    return {key: [row[key] for row in rows] for key in rows[0]} if rows else {}
+
+
+def key_of(columns: Mapping[str, Any], name: str) -> str:
+    """Return the key that a name means: itself, or the norm of a transformation."""
+    for key in (name, f"{name}/norm"):
+        if key in columns:
+            return key
+    raise ValueError(
+        f"name must be a transformation or a key of history, got {name!r}; it has "
+        f"{a_few(list(columns))}"
+    )
+
+
+def per_step(columns: Mapping[str, Any], key: str) -> np.ndarray:
+    """Return the values of a metric at all steps."""
+    return _numbers(f"history[{key!r}]", columns[key])
+
+
+def label_of(columns: Mapping[str, Any], key: str) -> str | None:
+    """Return the name of the transformation of a metric, None if it is of none."""
+    # A user may have put something before its name, such as "train/".
+    starts = (key[:i] for i, letter in enumerate(key) if letter == "/")
+    return next((label for label in starts if f"{label}/steps" in columns), None)
+
+
+def steps_taken(columns: Mapping[str, Any], key: str) -> np.ndarray:
+    """Return at which steps the transformation of a metric took one, bool `(steps,)`.
+
+    There its counter rises. If it stays, as in a run that begins with a new state each
+    time, other metrics change.
+    """
+    label = label_of(columns, key)
+    if label is None:
+        return np.ones(per_step(columns, key).shape, bool)
+    taken = np.diff(per_step(columns, f"{label}/steps"), prepend=0) != 0
+    for other in columns:
+        if other.startswith(f"{label}/") and not taken.all():
+            values = per_step(columns, other)
+            # NaN may be the same NaN.
+            both_nan = np.isnan(values[1:]) & np.isnan(values[:-1])
+            taken[1:] |= (values[1:] != values[:-1]) & ~both_nan
+    return taken
+
+
+def _numbers(name: str, values: Any) -> np.ndarray:
+    """Return real numbers, one for each step, or raise an error."""
+    try:
+        array = np.asarray(jax.device_get(values))
+    except (TypeError, ValueError) as error:  # of tracers, and of rows of other lengths
+        raise TypeError(
+            f"{name} must be known numbers, one for each step, got {short_repr(values)}"
+        ) from error
+    if not (bounds.is_real(array) or array.dtype == bool):
+        raise TypeError(
+            f"{name} must be real numbers, one for each step, got {short_repr(values)}"
+        )
+    if array.ndim != 1:
+        raise ValueError(f"{name} must have shape (steps,), got {array.shape}")
+    return array.astype(np.float64)
+
+
+def _replayed(
+    name: str, tx: optax.GradientTransformation, norms: np.ndarray
+) -> dict[str, float]:
+    zero = jnp.zeros((), np.float32)
+    state = _checks.check_transformation(f"rules[{name!r}]", tx).init(zero)
+    try:
+        keys = [key for key in metrics(state) if key.endswith("/threshold")]
+    except ValueError:  # it is no transformation of clipjax
+        keys = []
+    if len(keys) != 1:
+        raise ValueError(f"rules[{name!r}] must have one metric threshold, got {keys}")
+
+    def step(state: Any, norm: jax.Array) -> Any:
+        _, state = tx.update(norm, state, zero)
+        threshold = metrics(state)[keys[0]]
+        return state, (threshold, norm > threshold)
+
+    run = jax.jit(lambda *args: lax.scan(step, *args)[1])
+    thresholds, clipped = run(state, norms.astype(np.float32))
+    last = np.asarray(thresholds)[-max(1, len(norms) // 4) :]
+    finite = last[np.isfinite(last)]
+    settled = np.median(finite) if finite.size else np.inf
+    return {"threshold": float(settled), "clip_rate": float(np.mean(clipped))}

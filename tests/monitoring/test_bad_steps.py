@@ -1,0 +1,301 @@
+"""`record_norms(keep=n)` keeps the last bad steps, and `bad_steps` returns them."""
+
+from __future__ import annotations
+
+import functools
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import clipjax
+
+NAN, INF = np.nan, np.inf
+KEEP, STEPS = 6, 120
+RECORD = clipjax.record_norms("leaf", stacked="blocks", keep=KEEP)
+
+
+def shapes(wide: str) -> dict[str, Any]:
+    """Leaves of each kind: a stack of two layers, 16 bits, 32 and perhaps 64."""
+    return {
+        "blocks": np.ones((2, 3, 4), np.float32),
+        "half": jnp.ones(5, jnp.bfloat16),
+        "short": np.ones(3, np.float16),
+        "wide": np.ones((4, 2), wide),
+        "count": np.ones(2, np.int32),
+    }
+
+
+def run_of(dtype: str) -> tuple[Any, np.ndarray]:
+    """Gradients and losses of a run in which more than `KEEP` steps are bad."""
+    rng = np.random.default_rng(0)
+    sizes = np.exp(0.2 * rng.standard_normal(STEPS))
+    sizes[[10, 40, 70, 71, 100]] *= 200  # the first comes before the windows are warm
+
+    def draw(x: Any) -> Any:
+        draws = rng.standard_normal((STEPS, *x.shape))
+        draws = sizes.reshape(-1, *[1] * x.ndim) * draws
+        return jnp.asarray(draws, x.dtype)
+
+    grads = jax.tree.map(draw, shapes(dtype))
+    losses = np.exp(0.1 * rng.standard_normal(STEPS)).astype(np.float32)
+    losses[[20, 60]] = NAN, INF
+    losses[80] = 50
+    grads["wide"] = grads["wide"].at[90, 1, 0].set(NAN)
+    grads["half"] = grads["half"].at[90, 2].set(INF)
+    grads["blocks"] = grads["blocks"].at[110, 1].set(NAN)
+    return grads, losses
+
+
+def norms_of(grads: Any, step: int) -> dict[str, float]:
+    """The norms of the groups, in float64."""
+    each = {"blocks/0": grads["blocks"][step, 0], "blocks/1": grads["blocks"][step, 1]}
+    each |= {name: grads[name][step] for name in ("half", "short", "wide")}
+    return {k: float(np.linalg.norm(np.float64(x).ravel())) for k, x in each.items()}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_bad_steps_are_those_that_skip_spikes_skips(dtype: str) -> None:
+    """Number for number, in a scan and in a loop that donates its state."""
+    with jax.enable_x64(dtype == "float64"):
+        grads, losses = run_of(dtype)
+        tx = optax.chain(RECORD, clipjax.skip_spikes(optax.identity()))
+
+        @functools.partial(jax.jit, donate_argnums=0)
+        def step(state: Any, inputs: Any) -> Any:
+            updates, loss = inputs
+            state = tx.update(updates, state, loss=loss)[1]
+            return state, clipjax.metrics(state)
+
+        first = tx.init(shapes(dtype))
+        state, history = jax.lax.scan(step, first, (grads, losses))
+        assert clipjax.bad_steps(first) == []
+        skipped = np.flatnonzero(history["skip_spikes/skipped_last"])
+        assert list(skipped) == [20, 40, 60, 70, 71, 80, 90, 100, 110]
+        found = clipjax.bad_steps(state)
+        assert [each.step for each in found] == list(skipped[-KEEP:])
+        for each in found:
+            for name in ("norm", "threshold", "loss"):
+                exact = history[f"skip_spikes/{name}"][each.step]
+                np.testing.assert_array_equal(getattr(each, name), exact)
+            exact = norms_of(grads, each.step)
+            assert each.groups == pytest.approx(exact, rel=1e-5, nan_ok=True)
+            assert list(each.groups) == sorted(exact)
+
+        donated = tx.init(shapes(dtype))
+        for i in range(STEPS):
+            inputs = jax.tree.map(lambda x, i=i: x[i], (grads, losses))
+            donated, _ = step(donated, inputs)
+        assert repr(clipjax.bad_steps(donated)) == repr(found)
+
+
+def test_what_is_not_known_is_nan_or_infinite() -> None:
+    tx = clipjax.record_norms(keep=2)
+    state = tx.init(jnp.ones(1))
+    with jax.debug_nans(True):
+        for size in (1.0, INF):
+            _, state = jax.jit(tx.update)(jnp.array([size]), state)
+    (found,) = clipjax.bad_steps(state)
+    assert repr(found) == repr(clipjax.bad_steps(state)[0])
+    assert found[:3] == (1, INF, INF)
+    assert math.isnan(found.loss)
+    assert found.groups == {}
+
+
+def test_a_group_that_is_never_finite_does_not_hide_others() -> None:
+    tx = clipjax.record_norms("leaf", keep=3)
+    state = tx.init({"a": jnp.ones(1), "b": jnp.ones(1)})
+    for size in range(5):
+        grads = {"a": jnp.array([float(size)]), "b": jnp.array([NAN])}
+        _, state = tx.update(grads, state)
+    found = clipjax.bad_steps(state)
+    assert [each.step for each in found] == [2, 3, 4]
+    assert [each.groups["a"] for each in found] == [2, 3, 4]
+    assert all(math.isnan(each.groups["b"]) for each in found)
+
+
+def test_counters_do_not_overflow() -> None:
+    most = np.iinfo(np.int32).max
+    tx = clipjax.record_norms(keep=2)
+    state = tx.init(jnp.ones(1))._replace(step=jnp.int32(most - 1))
+    for _ in range(7):
+        _, state = jax.jit(tx.update)(jnp.array([NAN]), state)
+        assert state.memory["updates"].entered < 4
+    assert [each.step for each in clipjax.bad_steps(state)] == [most, most]
+
+
+# What may be around a recorder: a transformation, and which steps are bad in it, of
+# those at which the norm is not finite.
+AROUND: dict[str, tuple[Any, list[int]]] = {
+    "MultiSteps": (optax.MultiSteps(RECORD, 2), [1]),
+    "inject_hyperparams": (
+        optax.inject_hyperparams(clipjax.record_norms, static_args=("keep",))(
+            groups="leaf", stacked="blocks", keep=KEEP
+        ),
+        [3, 4],
+    ),
+    "bounded": (
+        optax.chain(
+            RECORD,
+            clipjax.bounded(optax.adam(0.1), clip=clipjax.zclip(), nonfinite="skip"),
+        ),
+        [3, 4],
+    ),
+    "accumulate": (
+        optax.chain(
+            RECORD, clipjax.bounded(optax.sgd(0.1), nonfinite="skip", accumulate=2)
+        ),
+        [3, 4],
+    ),
+    "partition": (
+        optax.partition({"all": RECORD}, dict.fromkeys(shapes("float32"), "all")),
+        [3, 4],
+    ),
+}
+
+
+def five_steps() -> Any:
+    """Gradients of five steps, of which two are bad."""
+    grads = jax.tree.map(lambda x: jnp.stack([jnp.asarray(x)] * 5), shapes("float32"))
+    return grads | {"wide": grads["wide"].at[3:, 0].set(NAN)}
+
+
+def stepped(tx: Any, state: Any, grads: Any) -> Any:
+    for i in range(5):
+        updates = jax.tree.map(lambda x, i=i: x[i], grads)
+        state = tx.update(updates, state, shapes("float32"))[1]
+    return state
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_they_are_kept_inside_of_others_and_in_checkpoints(
+    name: str, tmp_path: Path
+) -> None:
+    ocp = pytest.importorskip("orbax.checkpoint")
+    tx, bad = AROUND[name]
+    first = tx.init(shapes("float32"))
+    state = jax.jit(functools.partial(stepped, tx))(first, five_steps())
+    found = clipjax.bad_steps(state)
+    assert [each.step for each in found] == bad
+    assert str(found[-1]).endswith("norm nan; not finite in wide")
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "state", first)
+    assert repr(clipjax.bad_steps(restored)) == repr(found)
+
+
+def test_each_seed_has_its_own() -> None:
+    grads = five_steps()
+    both = jax.tree.map(lambda x: jnp.stack([x, jnp.ones_like(x)]), grads)
+    first = RECORD.init(shapes("float32"))
+    each = jax.vmap(functools.partial(stepped, RECORD), (None, 0))(first, both)
+    seeds = [jax.tree.map(lambda x, i=i: x[i], each) for i in range(2)]
+    assert [len(clipjax.bad_steps(state)) for state in seeds] == [2, 0]
+    with pytest.raises(ValueError, match=r"opt_state: it is stacked, of shape \(2,\)"):
+        clipjax.bad_steps(each)
+
+
+def test_an_nnx_optimizer_has_them() -> None:
+    nnx = pytest.importorskip("flax.nnx")
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(
+        model, optax.chain(clipjax.record_norms("leaf", keep=2)), wrt=nnx.Param
+    )
+    grads = jax.tree.map(lambda x: x * NAN, nnx.state(model, nnx.Param))
+    optimizer.update(model, grads)
+    (found,) = clipjax.bad_steps(optimizer)
+    assert str(found) == "step 0: norm nan; not finite in bias and 1 more"
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
+@pytest.mark.parametrize("mapped", [True, False])
+def test_norms_and_losses_are_those_of_all_devices(mapped: bool) -> None:
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    tx = clipjax.record_norms("leaf", keep=3)
+    params = {"split": jnp.ones(16), "held": jnp.ones(3)}
+    rng = np.random.default_rng(0)
+    grads = {k: rng.normal(size=(40, *x.shape)) for k, x in params.items()}
+    grads["split"][35, 9] = NAN  # on one device
+    grads["split"][36, 9] = 5e3
+    losses = rng.random((40, 8))
+    losses[37, 2] = INF
+
+    def run(state: Any, grads: Any, losses: Any) -> Any:
+        def step(state: Any, inputs: Any) -> Any:
+            updates, loss = inputs
+            return tx.update(updates, state, loss=jnp.mean(loss))[1], None
+
+        return jax.lax.scan(step, state, (grads, losses))[0]
+
+    inputs = jax.tree.map(jnp.float32, (grads, losses))
+    specs = {"split": P(None, "data"), "held": P()}, P(None, "data")
+    if mapped:
+        on_devices = jax.shard_map(
+            run, mesh=mesh, in_specs=(P(), *specs), out_specs=P()
+        )
+    else:
+        on_devices = run
+    placed = jax.tree.map(
+        lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), inputs, specs
+    )
+    state = jax.jit(on_devices)(tx.init(params), *placed)
+    assert all(x.is_fully_replicated for x in jax.tree.leaves(state))
+    found = clipjax.bad_steps(state)
+    expected = clipjax.bad_steps(jax.jit(run)(tx.init(params), *inputs))
+    assert [each.step for each in found] == [35, 36, 37]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours[:4] == pytest.approx(theirs[:4], rel=1e-5, nan_ok=True)
+        assert ours.groups == pytest.approx(theirs.groups, rel=1e-5, nan_ok=True)
+
+
+def bad(norm: float, threshold: float, loss: float, **groups: float) -> Any:
+    (one,) = clipjax.bad_steps(one_bad_step())
+    return one._replace(norm=norm, threshold=threshold, loss=loss, groups=groups)
+
+
+@functools.cache
+def one_bad_step() -> Any:
+    tx = clipjax.record_norms(keep=1)
+    return tx.update(jnp.array([NAN]), tx.init(jnp.ones(1)))[1]
+
+
+def test_what_is_printed_names_the_place() -> None:
+    texts = {
+        "norm 4.2e+03, usual up to 12; 98% of it in b": (4243, 12, NAN, 600, 4200),
+        "norm nan; not finite in a": (NAN, INF, NAN, NAN, 1),
+        "norm inf, usual up to 12; not finite in a and 1 more": (INF, 12, 1, INF, NAN),
+        "norm inf; largest in b": (INF, INF, NAN, 1e19, 1.5e19),
+        "loss nan; norm 1.5, usual up to 12": (1.5, 12, NAN, 1, 1),
+        "loss 8.1e+03; norm 1.5": (1.5, INF, 8100, 1, 1),
+    }
+    for text, (norm, threshold, loss, a, b) in texts.items():
+        assert str(bad(norm, threshold, loss, a=a, b=b)) == f"step 0: {text}"
+    assert str(bad(NAN, INF, NAN)) == "step 0: norm nan"
+
+
+def test_nothing_is_kept_by_default() -> None:
+    state = clipjax.record_norms("leaf").init(jnp.ones(1))
+    assert state.memory == ()
+    with pytest.raises(ValueError, match=r"clipjax.record_norms\('leaf', keep=16\)"):
+        clipjax.bad_steps(state)
+
+
+def test_a_skip_around_a_recorder_is_an_error() -> None:
+    """It would freeze what the recorder keeps; wherever the recorder is in it."""
+    record = clipjax.record_norms(keep=2)
+    hidden = optax.chain(optax.masked(record, {"a": True}), optax.sgd(1.0))
+    for tx, name in (
+        (clipjax.bounded(optax.sgd(1.0), clip=record, nonfinite="skip"), "nonfinite"),
+        (clipjax.skip_spikes(clipjax.chain(record, optax.sgd(1.0))), "spikes"),
+        (clipjax.skip_nonfinite(hidden), "nonfinite"),
+    ):
+        with pytest.raises(ValueError, match=f"keep: .* is inside of skip_{name}"):
+            tx.init({"a": jnp.ones(1)})

@@ -1,0 +1,125 @@
+"""Histories: what `series` reads from them, and what `suggest` makes of their norms."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import clipjax
+
+NAN, INF = np.nan, np.inf
+NORMS = np.exp(0.5 * np.random.default_rng(0).standard_normal(600)).astype(np.float32)
+NORMS[::50] *= 100  # spikes
+
+
+def rows_of(stacked: Any, steps: int) -> list[dict[str, Any]]:
+    return [{key: x[i] for key, x in stacked.items()} for i in range(steps)]
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_history_outlives_states_that_are_donated(inside: bool) -> None:
+    """Whether `metrics` is called in the compiled step or outside of it."""
+    tx = clipjax.bounded(
+        optax.sgd(1.0), clip=clipjax.clip_by_global_norm(1.0), nonfinite="skip"
+    )
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(state: Any, norm: jax.Array) -> Any:
+        state = tx.update(norm, state)[1]
+        return state, clipjax.metrics(state) if inside else {}
+
+    history = []
+    state = tx.init(jnp.zeros(()))
+    for norm in NORMS[:9]:
+        before = state
+        state, metrics = step(state, norm)
+        assert before.memory.inner[0].last["clip_by_global_norm/norm"].is_deleted()
+        history.append(metrics if inside else clipjax.metrics(state))
+    found = clipjax.series(history, "clip_by_global_norm")
+    assert found.dtype == np.float64
+    np.testing.assert_array_equal(found, NORMS[:9])
+    steps = clipjax.series(history, "skip_nonfinite/steps")
+    np.testing.assert_array_equal(steps, np.arange(1, 10))
+
+
+@pytest.mark.parametrize("prefix", ["", "train/"])
+@pytest.mark.parametrize(
+    ("accumulate", "of_clip"), [(1, [1, 2, 3, 4, 6, 6, 4]), (2, [1.5, 3.5, 6])]
+)
+def test_a_step_that_was_not_taken_counts_once(
+    accumulate: int, of_clip: list[float], prefix: str
+) -> None:
+    """A clip that is skipped, or waits for micro-batches, shows its last norm again."""
+    tx = clipjax.bounded(
+        optax.sgd(1.0),
+        clip=clipjax.clip_by_global_norm(1.0),
+        nonfinite="skip",
+        accumulate=accumulate,
+    )
+    norms = jnp.array([1.0, 2.0, NAN, 3.0, 4.0, NAN, 6.0, 6.0, 4.0])
+
+    def step(state: Any, norm: jax.Array) -> Any:
+        state = tx.update(norm[None], state, jnp.zeros(1))[1]
+        found = {f"{prefix}{key}": x for key, x in clipjax.metrics(state).items()}
+        return state, {"loss": norm} | found
+
+    stacked = jax.lax.scan(step, tx.init(jnp.zeros(1)), norms)[1]
+    expected = {
+        f"{prefix}clip_by_global_norm": of_clip,
+        f"{prefix}clip_by_global_norm/norm_after": [1.0] * len(of_clip),
+        f"{prefix}skip_nonfinite": norms,
+        "loss": norms,
+    }
+    for history in (stacked, rows_of(stacked, len(norms))):
+        for name, values in expected.items():
+            np.testing.assert_allclose(clipjax.series(history, name), values, 1e-5)
+
+
+def test_norms_of_new_states_count_although_their_steps_are_the_same() -> None:
+    """And all metrics of a transformation have the same steps."""
+    tx = clipjax.record_norms(["a", "b"])
+    history = []
+    for a, b in ((1.0, 1.0), (2.0, 1.0), (2.0, 1.0), (2.0, NAN), (2.0, NAN)):
+        grads = {"a": jnp.array([a]), "b": jnp.array([b])}
+        history.append(clipjax.metrics(tx.update(grads, tx.init(grads))[1]))
+    for group, values in {"a": [1, 2, 2], "b": [1, 1, NAN]}.items():
+        found = clipjax.series(history, f"record_norms/updates/{group}")
+        np.testing.assert_array_equal(found, values)
+
+
+def test_rules_see_the_finite_norms_in_their_order() -> None:
+    def act(updates: Any, params: Any, step: Any, mean: Any) -> Any:
+        """Clip to twice the mean so far."""
+        threshold = jnp.where(step < 10, jnp.inf, 2 * mean)
+        clipped = jnp.minimum(updates, threshold)
+        return clipped, {"threshold": threshold}, mean + (updates - mean) / (step + 1)
+
+    mine = {"mine": clipjax.with_metrics("mine", act, remember=jnp.zeros_like)}
+    exact = NORMS.astype(np.float64)
+    thresholds = 2 * np.roll(np.cumsum(exact) / np.arange(1, 601), 1)
+    found = clipjax.suggest(np.insert(NORMS, [0, 77], [NAN, INF]), mine)["mine"]
+    # 600 sums in float32, and no norm is within their rounding of its threshold.
+    wanted = np.median(thresholds[-150:])
+    np.testing.assert_allclose(found["threshold"], wanted, rtol=600 * 2.0**-24)
+    clipped = (exact > thresholds) & (np.arange(600) >= 10)
+    np.testing.assert_allclose(found["clip_rate"], np.mean(clipped))
+    unsettled = {"threshold": INF, "clip_rate": 0.0}
+    assert clipjax.suggest(NORMS[:5], mine) == {"mine": unsettled}
+
+    rules = {"link": clipjax.zclip(), "chain": optax.chain(clipjax.zclip())}
+    of_link, of_chain = clipjax.suggest(NORMS, rules).values()
+    assert of_link == of_chain
+
+
+def test_four_rules_are_suggested_without_any() -> None:
+    found = clipjax.suggest(NORMS)
+    assert list(found) == ["autoclip", "zclip", "clip_by_quantile", "clip_by_lognormal"]
+    for rule in found.values():
+        assert np.median(NORMS) / 2 < rule["threshold"] < 50  # below the spikes
+        assert 0.01 < rule["clip_rate"] < 1
