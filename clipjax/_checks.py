@@ -120,11 +120,10 @@ def check_transformation(name: str, value: Any) -> Any:
     hint = ""
     if isinstance(value, optax.MultiSteps):
         hint = ": write .gradient_transformation() after it"
+    elif str(getattr(value, "__module__", "")).startswith(("clipjax", "optax")):
+        hint = f": call it, as in {getattr(value, '__name__', 'it')}(...)"
     elif callable(value):
-        called = f"{getattr(value, '__name__', 'it')}(...)"
-        hint = (
-            f": call it, as in {called}; functions of weights go into clipjax.project"
-        )
+        hint = "; functions of weights go into clipjax.project"
     raise TypeError(
         f"{name} must be a gradient transformation, got {short_repr(value)}{hint}"
     )

@@ -95,8 +95,8 @@ def _checked(name: str, bound: Any, least: float, scalar: bool, forms: str) -> A
     if not is_real(bound):
         is_tree = type(bound) in (list, tuple, dict) and "schedule" in forms
         hint = (
-            "; trees go to clipjax.functional, or to a projection, as in "
-            "max_norm(3.0)(params)"
+            "; to clip a tree, call clipjax.functional.clip_by_global_norm(tree, "
+            "max_norm) and the like, or a projection, as in max_norm(3.0)(params)"
         )
         raise TypeError(
             f"{name} must be {forms} of real numbers, got {short_repr(bound)}"
