@@ -8,10 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 
 import clipjax
-from clipjax._checks import params_for
 from clipjax._core.transformation import saturating_add
 
 MOST = np.iinfo(np.int32).max
@@ -59,7 +57,6 @@ def test_metrics_are_read_without_transfers() -> None:
 def test_parameters_without_updates_are_left_out() -> None:
     params = {"frozen": jnp.ones(3), "w": jnp.array([[3.0], [4.0]])}
     updates = {"frozen": None, "w": jnp.array([[3.0], [4.0]])}
-    assert params_for("clip", updates, params)["frozen"] is None
     for tx in (
         clipjax.adaptive_grad_clip(0.1),
         clipjax.max_norm(1.0),
@@ -68,8 +65,6 @@ def test_parameters_without_updates_are_left_out() -> None:
         result, _ = tx.update(updates, tx.init(params), params)
         assert result["frozen"] is None
         assert result["w"].shape == (2, 1)
-    with pytest.raises(ValueError, match="got shape"):
-        params_for("clip", {"frozen": jnp.ones(2), "w": None}, params)
 
 
 def test_a_step_inside_the_bound_does_not_count_as_clipped() -> None:
@@ -181,15 +176,6 @@ def test_metrics_are_found_in_any_nest_and_repeated_names_get_numbers() -> None:
     }
     np.testing.assert_allclose(found["clip_by_global_norm_2/norm"], 1.0, rtol=3e-6)
     assert found["clip_by_norm/steps"] == 2
-    for nothing in (
-        optax.adam(0.1).init(TREE),
-        (),
-        PROJECTION.init({"w": np.ones((2, 2))}),
-    ):
-        with pytest.raises(
-            ValueError, match="opt_state: there is no state with metrics"
-        ):
-            clipjax.metrics(nothing)
 
 
 def test_a_clip_of_a_user_has_metrics_and_a_memory() -> None:
@@ -230,13 +216,3 @@ def test_a_clip_of_a_user_has_metrics_and_a_memory() -> None:
         "mine/steps": 4,
     }
     assert state.memory["most"] == np.inf
-    with pytest.raises(ValueError, match="mine needs the state that init returned"):
-        tx.update(np.ones(3), None)
-    with pytest.raises(
-        TypeError, match="mine needs the state that its init returned, got TraceState"
-    ):
-        tx.update(np.ones(3), optax.trace(0.9).init(np.ones(3)))
-    with pytest.raises(TypeError, match="name must be a str"):
-        clipjax.with_metrics(1, act)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="act must be a function"):
-        clipjax.with_metrics("mine", None)  # type: ignore[arg-type]

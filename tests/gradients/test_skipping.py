@@ -97,15 +97,10 @@ def test_a_skipped_step_returns_zeros_and_freezes_the_state(skip: Any) -> None:
 
 def test_max_consecutive_lets_steps_through_until_one_is_finite() -> None:
     tx = clipjax.skip_nonfinite(optax.sgd(1.0), max_consecutive=2)
-    theirs = optax.apply_if_finite(optax.sgd(1.0), max_consecutive_errors=2)
-    update, other = jax.jit(tx.update), jax.jit(theirs.update)
-    state, their_state, taken = tx.init(np.zeros(2)), theirs.init(np.zeros(2)), []
+    update, state, taken = jax.jit(tx.update), tx.init(np.zeros(2)), []
     for value in (1, np.nan, np.nan, np.nan, np.inf, 1, np.nan, 1):
-        grads = np.array([value, 1.0], np.float32)
-        updates, state = update(grads, state)
-        expected, their_state = other(grads, their_state)
+        updates, state = update(np.array([value, 1.0], np.float32), state)
         taken.append(bool(updates[1] != 0))
-        np.testing.assert_array_equal(updates, expected)
     assert taken == [True, False, False, True, True, True, False, True]
     assert read(state, "skipped", "nonfinite_count") == [3, 5]
 
@@ -194,41 +189,10 @@ def test_the_loss_reaches_the_inner_transformation_and_must_be_a_scalar(
     np.testing.assert_array_equal(updates, [6, 6])
     tx = skip(optax.sgd(1.0))
     state = tx.init(np.ones(2))
-    for loss in (np.ones(2), np.zeros((1, 1)), True, "1.0", 1j):
-        with pytest.raises(
-            TypeError,
-            match="loss must be a real scalar, such as the mean over the batch",
-        ):
-            tx.update(np.ones(2), state, loss=loss)
     tx.update(np.ones(2), state, loss=jnp.bfloat16(1.5))
 
 
-def test_wrong_arguments_raise_errors() -> None:
-    for skip in (clipjax.skip_nonfinite, clipjax.skip_spikes):
-        with pytest.raises(
-            TypeError, match=r"optimizer must be a gradient transformation.*call it"
-        ):
-            skip(optax.adam)
-        with pytest.raises(
-            ValueError,
-            match="max_consecutive must be a whole number of at least 1, got 0",
-        ):
-            skip(optax.sgd(0.1), max_consecutive=0)
-        with pytest.raises(TypeError, match="needs the state that its init returned"):
-            skip(optax.sgd(0.1)).update(np.ones(2), optax.EmptyState())
-    wrong = (
-        ("window must be", {"window": 0}),
-        ("at most window=4, got 5", {"window": 4, "warmup_steps": 5}),
-    )
-    for message, arguments in (
-        *wrong,
-        ("z_threshold must be at least 0", {"z_threshold": -1.0}),
-    ):
-        with pytest.raises(ValueError, match=message):
-            clipjax.skip_spikes(optax.sgd(0.1), **arguments)
-
-
-def test_zero_nonfinite_is_optax_zero_nans_and_zeroes_infinities() -> None:
+def test_zero_nonfinite_zeroes_what_is_not_finite_and_counts() -> None:
     tx, clean = clipjax.zero_nonfinite(), gradients()
     update, state = jax.jit(tx.update), tx.init(WEIGHTS)
     for at, zeroed in ((None, 0), (np.nan, 1), (-np.inf, 2)):
