@@ -11,6 +11,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +20,7 @@ import numpy as np
 import optax
 
 import clipjax
+from tests.contract.members import FIRST, Row
 from tests.support import oracles as o
 from tests.support.tolerances import tolerance
 from tests.support.trees import bits, exact, fan_in_or_all
@@ -38,9 +40,8 @@ SHAPES = [
     (10, 20, 20),
     (1, 1, 1, 1),
 ]
-SHARES = np.float32(
-    [1, 0.5, 2, 0.25, 1, 8, 3, 1]
-)  # the bounds of the columns of "m", as multiples of the drawn one
+# The bounds of the columns of "m", as multiples of the drawn one.
+SHARES = np.float32([1, 0.5, 2, 0.25, 1, 8, 3, 1])
 
 
 class Case(NamedTuple):
@@ -74,6 +75,7 @@ def norms_of(case: Case, tree: o.Tree, w: o.Tree) -> dict[str, Any]:
             k: o.norm(x, o.fan_in(x)) for k, x in tree.items() if x.ndim >= 2
         },
         "leaf": lambda: {k: o.norm(x, None, case.ord) for k, x in tree.items()},
+        "none": dict,
         "rms": lambda: {k: o.norm(x) / max(x.size, 1) ** 0.5 for k, x in tree.items()},
         "ratio": lambda: {
             k: o.norm(x, o.fan_in(x)) / o.norm(w[k], o.fan_in(x)).clip(1e-3)
@@ -111,54 +113,48 @@ def back(layer: Callable[..., Any]) -> Any:
     return run
 
 
-CLIP, GLOBAL, UNITS = (
-    clipjax.clip_by_global_norm,
-    "clip_by_global_norm",
-    {"axes": clipjax.fan_in},
-)
-CASES = {
-    "global": Case(stepped(CLIP), name=GLOBAL),
+def case_of(row: Row) -> Case:
+    """Make the case of a clip from its row; one that remembers has a past of two steps,
+    and its threshold is a metric.
+    """
+    known = row.shares in ("tree", "leaf", "entry") and row.logs != "multiple"
+    return Case(
+        stepped(row.make, past=2 if row.remembers else 0),
+        row.shares,
+        row.name if known else "",
+        row.ord,
+        bad="entry" if row.shares == "entry" else "propagate",
+        oracle=None if known else row.oracle,
+    )
+
+
+CLIP, GLOBAL = clipjax.clip_by_global_norm, "clip_by_global_norm"
+UNITS = {"axes": clipjax.fan_in}
+# Every clip as its row says, then those with other forms, and the other rooms.
+CASES = {row.name: case_of(row) for row in FIRST.values() if row.kind == "clip"} | {
     "global 1": Case(stepped(lambda b: CLIP(b, ord=1)), name=GLOBAL, ord=1),
     "global inf": Case(
         stepped(lambda b: CLIP(b, ord=jnp.inf)), name=GLOBAL, ord=np.inf
     ),
-    "norm": Case(stepped(clipjax.clip_by_norm), "leaf", "clip_by_norm"),
     "norm 3": Case(
         stepped(lambda b: clipjax.clip_by_norm(b, ord=3)), "leaf", "clip_by_norm", ord=3
     ),
     "norm of units": Case(
         stepped(lambda b: clipjax.clip_by_norm(b, **UNITS)), "unit", "clip_by_norm"
     ),
-    "rms": Case(stepped(clipjax.clip_by_rms), "rms", "clip_by_rms"),
-    "value": Case(
-        stepped(clipjax.clip_by_value), "entry", "clip_by_value", bad="entry"
-    ),
-    "groups": Case(
+    "clip_by_rms": Case(stepped(clipjax.clip_by_rms), "rms", "clip_by_rms"),
+    "clip_by_group_norm": Case(
         stepped(lambda b: clipjax.clip_by_group_norm({"m": b, "*": b})),
         "group",
         "clip_by_group_norm",
     ),
-    "agc": Case(
+    "adaptive_grad_clip": Case(
         stepped(lambda b: clipjax.adaptive_grad_clip(b, axes=fan_in_or_all)),
         "ratio",
         "adaptive_grad_clip",
     ),
     "cone": Case(
         stepped(lambda b: clipjax.tangent_cone(b, **UNITS)), "unit", oracle=o.of_cone
-    ),
-    "autoclip": Case(
-        stepped(lambda b: clipjax.autoclip(window=4), past=2), name="autoclip"
-    ),
-    "quantile": Case(
-        stepped(lambda b: clipjax.clip_by_quantile(), past=2), name="clip_by_quantile"
-    ),
-    "zclip": Case(
-        stepped(lambda b: clipjax.zclip(max_norm=b, warmup_steps=2), past=2),
-        name="zclip",
-    ),
-    "lognormal": Case(
-        stepped(lambda b: clipjax.clip_by_lognormal(max_norm=b), past=2),
-        name="clip_by_lognormal",
     ),
     "adagc": Case(stepped(lambda b: clipjax.adagc(max_norm=b)), name="adagc"),
     "max_norm": Case(lambda t, w, b: (clipjax.max_norm(b, **UNITS)(t), None), "unit"),
@@ -189,19 +185,11 @@ CASES = {
     "inject": Case(
         stepped(lambda b: optax.inject_hyperparams(CLIP)(max_norm=b)), name=GLOBAL
     ),
-    **{
-        p: Case(
-            stepped(
-                lambda b, p=p: clipjax.bounded(
-                    optax.identity(), clip=CLIP(b), nonfinite=p
-                )
-            ),
-            name=GLOBAL,
-            bad=p,
-        )
-        for p in ("propagate", "zero", "skip")
-    },
 }
+for policy in ("propagate", "zero", "skip"):
+    bound_by = partial(clipjax.bounded, optax.identity(), nonfinite=policy)
+    run = stepped(lambda b, bound_by=bound_by: bound_by(clip=CLIP(b)))
+    CASES[policy] = Case(run, name=GLOBAL, bad=policy)
 
 
 def drawn(place: int, rng: np.random.Generator, exponent: float) -> dict[str, Any]:
@@ -209,24 +197,15 @@ def drawn(place: int, rng: np.random.Generator, exponent: float) -> dict[str, An
     which it has.
     """
     of = np.random.default_rng(place)  # "m" is a matrix
-    shapes = dict(
-        zip(
-            "abcdef",
-            [SHAPES[i] for i in of.permutation(len(SHAPES))[: of.integers(2, 7)]],
-            strict=False,
-        )
-    )
+    order = of.permutation(len(SHAPES))[: of.integers(2, 7)]
+    shapes = {k: SHAPES[i] for k, i in zip("abcdef", order, strict=False)}
     tree: dict[str, Any] = {"n": np.arange(3, dtype=np.int32)}
     for name, shape in (shapes | {"m": (int(of.integers(1, 300)), 8)}).items():
         dtype = of.choice(["float32", "float32", "bfloat16", "float16"])
-        x = (
-            rng.normal(size=shape)
-            * rng.choice([1, 1, 1, 0, 1e-3])
-            * (rng.random(shape) < 0.9)
-        )
-        tree[name] = np.asarray(
-            x * 10 ** (np.clip(exponent, -1, 3) if dtype == "float16" else exponent)
-        ).astype(dtype)
+        x = rng.normal(size=shape) * rng.choice([1, 1, 1, 0, 1e-3])
+        x = x * (rng.random(shape) < 0.9)
+        size = np.clip(exponent, -1, 3) if dtype == "float16" else exponent
+        tree[name] = np.asarray(x * 10**size).astype(dtype)
     return tree
 
 
@@ -250,19 +229,13 @@ def faults(
         {k: x + w[k] if link else x for k, x in t.items()} for t in (before, after)
     )
     norms, slack = norms_of(case, before, w), tolerance(np.float32, 4000)
-    bound = float(
-        found.get(f"{case.name}/threshold", bound)
-    )  # of those that follow the past
+    # Of those that follow the past.
+    bound = float(found.get(f"{case.name}/threshold", bound))
     if case.name and finite:
-        size, most = (
-            float(found[f"{case.name}/norm"]),
-            max((np.max(x, initial=0) for x in norms.values()), default=0),
-        )
-        wrong += (
-            []
-            if np.isclose(size, most, rtol=slack, atol=1e-30)
-            else [f"the norm is {size}, not {most}"]
-        )
+        size = float(found[f"{case.name}/norm"])
+        most = max((np.max(x, initial=0) for x in norms.values()), default=0)
+        if not np.isclose(size, most, rtol=slack, atol=1e-30):
+            wrong.append(f"the norm is {size}, not {most}")
     want = case.oracle(before, w, bound) if case.oracle else {}
     for k, x in before.items():
         size, info = np.asarray(norms.get(k, 0.0)), jnp.finfo(tree[k].dtype)

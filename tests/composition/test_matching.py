@@ -7,7 +7,6 @@ import collections
 import jax
 import numpy as np
 import optax
-import pytest
 
 import clipjax
 
@@ -40,14 +39,7 @@ def test_matching_chooses_leaves_by_their_paths() -> None:
         "head/b",
         "head/w",
     ]
-    with pytest.raises(ValueError, match="'/w' matches no leaf"):
-        chosen("/w")
     assert len(chosen("*")) == 5
-    with pytest.raises(
-        ValueError,
-        match=r"patterns: the pattern 'decoder/\*' matches no leaf.*encoder/layer_0/w",
-    ):
-        chosen("encoder/*", "decoder/*")
     # The arrays in Flax' boxes are at `value`, which paths leave out there, and only
     # there.
     attention = collections.namedtuple("Attention", "query value")(
@@ -57,11 +49,6 @@ def test_matching_chooses_leaves_by_their_paths() -> None:
         False,
         True,
     )
-    for wrong in ((), (3,)):
-        with pytest.raises(
-            TypeError, match="patterns must be one or several path patterns"
-        ):
-            clipjax.matching(*wrong)
     # In a chain of masks the leaves that another mask has hidden are no error.
     tx = optax.masked(
         optax.masked(

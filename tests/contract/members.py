@@ -1,9 +1,11 @@
-"""One row for every public member that changes gradients or weights; a new member is
-one row.
+"""One row for every public member that changes gradients or weights.
+
+All suites that go over members take them from here, so that a new one is one row.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -32,9 +34,8 @@ class Row(NamedTuple):
     # of the norm; 1 also where entries are not squared, and so do not overflow before
     # they are infinite
     ord: float = 2
-    measure: Callable[[np.ndarray], Any] | None = (
-        None  # what it bounds of a leaf, if not a norm
-    )
+    # what it bounds of a leaf, if not a norm
+    measure: Callable[[np.ndarray], Any] | None = None
     # its metric `norm`: the "largest" norm, that of the "tree", or a "multiple" of a
     # norm
     logs: str = "largest"
@@ -46,11 +47,12 @@ class Row(NamedTuple):
     # the past that makes the bound: norms at the bound, of the "tree" for 3 steps, of
     # each "leaf" for 1
     warm: str = ""
+    # the member that `gradients/test_levels.py` runs, if that with its defaults is slow
+    quick: Callable[[], Any] | None = None
     params: bool = False  # it needs the weights
     tree: str = "main"  # "matrices" and "heads" are smaller
-    below: float | None = (
-        None  # how far below the bound a float32 result may be, if not 2e-6
-    )
+    # how far below the bound a float32 result may be, if not 2e-6
+    below: float | None = None
     # what rounding is relative to: each "entry", or the largest of the "input" or the
     # "result"
     rounds: str = "entry"
@@ -60,13 +62,22 @@ class Row(NamedTuple):
     passes: bool = True  # what is no float passes through
     same_code: bool = False  # another row differentiates what it calls
     axes: Callable[..., Any] | None = None  # from the bound and axes=
-    # the bound is passed on as it is: wrong ones, and schedules unless it is a function
+    # the bound is passed on as it is: schedules, too, unless it is a function
     schedule: bool = True
     twice: bool = True  # second derivatives are finite at 0, too
 
     @property
     def id(self) -> str:
         return f"{self.name}{' ' if self.title else ''}{self.title}"
+
+    @property
+    def remembers(self) -> bool:
+        """Whether a clip follows the past, as its state says."""
+        if self.kind != "clip":
+            return False
+        tree = {"a": np.ones((2, 2), np.float32), "c_": np.ones(2, np.float32)}
+        state = jax.eval_shape(self.make(1.0).init, tree)
+        return bool(jax.tree.leaves(state.memory))
 
 
 def _agc(bound: Any, **axes: Any) -> Any:
@@ -203,6 +214,8 @@ CLIPS = [
         TREE,
         "tree",
         warm="tree",
+        # as fast as its window, here a quarter of the default
+        quick=lambda: clipjax.autoclip(window=250),
         schedule=False,
     ),
     Row(
@@ -237,6 +250,8 @@ CLIPS = [
         o.of_leaves(),
         "leaf",
         warm="leaf",
+        # as fast as its decay, which by default is slow
+        quick=lambda: clipjax.adagc(decay=0.5),
         axes=_adagc,
         schedule=False,
         logs="tree",
@@ -480,6 +495,25 @@ FUNCTIONS = [
 ]
 
 ROWS = CLIPS + STEPS + PROJECTIONS + FUNCTIONS
+# The first row of each member, which is the plain one.
+FIRST = {row.name: row for row in reversed(ROWS)}
+FIRST = {name: FIRST[name] for name in dict.fromkeys(row.name for row in ROWS)}
+
+
+def usual(name: str) -> Any:
+    """Make a member with its defaults, if it has some for all of its arguments."""
+    member = getattr(clipjax, name)
+    needed = [
+        x.default is x.empty for x in inspect.signature(member).parameters.values()
+    ]
+    return FIRST[name].make(1.0) if any(needed) else member()
+
+
+def with_axes(name: str, bound: Any, axes: Any) -> Any:
+    """Make a member that reduces these axes, if it takes such."""
+    takes = [row.axes for row in ROWS if row.name == name and row.axes]
+    return takes[0](bound, axes=axes) if takes else FIRST[name].make(bound)
+
 
 # Public names that change neither gradients nor weights, or only as a function of the
 # user's does.

@@ -4,6 +4,7 @@ oracles elsewhere.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ import pytest
 import clipjax
 from tests.contract.members import ROWS, Row
 from tests.support import oracles
-from tests.support.programs import apply, start
+from tests.support.programs import apply, put, start
 from tests.support.trees import exact
 
 # No entry or norm is near a limit of 0.6875 or 64, and singular values are apart.
@@ -48,33 +49,62 @@ def in_tree(row: Row, tree: Any, kind: Any) -> Any:
     return {k: kind(x) for k, x in tree.items()}
 
 
-@pytest.mark.parametrize(
-    "row", [row for row in ROWS if not row.same_code], ids=lambda row: row.id
-)
+OWN = {row.id: row for row in ROWS if not row.same_code}
+
+
+def float32(x: Any) -> Any:
+    return jnp.asarray(np.asarray(x, np.float32))
+
+
+def float64(x: Any) -> Any:
+    return np.asarray(x, np.float64)
+
+
+def weights_of(row: Row) -> Any:
+    return in_tree(row, WEIGHTS, float32) if row.params else None
+
+
+@jax.jit
+def all_slopes(trees: Any, states: Any, bound: Any) -> Any:
+    """Return the first derivatives of all members, and second ones along a direction."""
+    found = {}
+    for id, row in OWN.items():
+        weight, along = (in_tree(row, x, float32) for x in (COTANGENT, DIRECTION))
+        params = weights_of(row)
+
+        def loss(x: Any, row: Any = row, weight: Any = weight, p: Any = params) -> Any:
+            return dot(weight, apply(row, x, states[row.id], p, bound)[0])
+
+        found[id] = jax.jvp(jax.grad(loss), (trees[id],), (along,))
+    return found
+
+
+@functools.cache
+def slopes_at(bound: float, state_at: float, zeros: str = "") -> Any:
+    """Return all derivatives at the point, at one with zeros in "some" places or at
+    "all" zeros, with states for a bound.
+    """
+    at = {id: in_tree(row, POINT, float32) for id, row in OWN.items()}
+    states = {
+        id: start(row, at[id], weights_of(row), state_at) for id, row in OWN.items()
+    }
+    if zeros:
+        place = (..., 0) if zeros == "some" else ...
+        at = jax.tree.map(lambda x: put(x, place, 0), at)
+    return all_slopes(at, states, np.float32(bound))
+
+
+@pytest.mark.parametrize("row", OWN.values(), ids=lambda row: row.id)
 def test_they_are_right(row: Row) -> None:
-    def float32(x: Any) -> Any:
-        return jnp.asarray(x, np.float32)
-
-    def float64(x: Any) -> Any:
-        return np.asarray(x, np.float64)
-
-    weight, direction = (in_tree(row, each, float32) for each in (COTANGENT, DIRECTION))
-    params = in_tree(row, WEIGHTS, float32) if row.params else None
-
-    @jax.jit
-    def slopes(tree: Any, state: Any, bound: Any) -> Any:
-        first = jax.grad(lambda x: dot(weight, apply(row, x, state, params, bound)[0]))
-        return jax.jvp(first, (tree,), (direction,))
+    params = weights_of(row)
 
     def loss(x: Any) -> float:
         made = row.oracle(x, {} if params is None else exact(params), bound)
         return float(dot(in_tree(row, COTANGENT, float64), made))
 
-    at = in_tree(row, POINT, float32)
+    point, toward = in_tree(row, POINT, float64), in_tree(row, DIRECTION, float64)
     for bound in (OUTSIDE, INSIDE):
-        state = start(row, at, params, bound)
-        first, second = slopes(at, state, bound)
-        point, toward = in_tree(row, POINT, float64), in_tree(row, DIRECTION, float64)
+        first, second = slopes_at(bound, bound)[row.id]
         want = oracles.gradient(loss, point)
         ahead, behind = (
             oracles.gradient(
@@ -87,14 +117,9 @@ def test_they_are_right(row: Row) -> None:
             np.testing.assert_allclose(
                 second[name], (ahead[name] - behind[name]) / 2e-3, rtol=1e-3, atol=1e-4
             )
-
-    zero = (
-        {k: x.at[..., 0].set(0) for k, x in at.items()},
-        jax.tree.map(jnp.zeros_like, at),
-    )
-    for tree in zero:
+    for zeros in ("some", "all"):
         for bound in (0.0, OUTSIDE):
-            found = slopes(tree, state, bound)[: 2 if row.twice else 1]
+            found = slopes_at(bound, INSIDE, zeros)[row.id][: 2 if row.twice else 1]
             assert all(np.isfinite(x).all() for x in jax.tree.leaves(found)), bound
 
 

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 import clipjax
+from clipjax import functional
+from tests.support.trees import DTYPES
 
 ENTRIES = np.linspace(-1, 1, 101)
 
@@ -37,7 +39,6 @@ def test_a_traced_bound_below_0_counts_as_0() -> None:
 )
 def test_a_limit_that_int32_cannot_hold_clips_nothing(limit: Any) -> None:
     """JAX takes whole numbers for int32, which would wrap to a negative limit, or to 0."""
-    tree = {"w": jnp.array([[3.0, 1.0], [4.0, 2.0]])}
     clips = [
         clipjax.clip_by_global_norm(limit),
         clipjax.clip_by_norm(limit),
@@ -45,68 +46,79 @@ def test_a_limit_that_int32_cannot_hold_clips_nothing(limit: Any) -> None:
         clipjax.clip_by_global_norm(lambda step: limit),
         clipjax.adaptive_grad_clip(0.1, eps=limit),
     ]
-    each = [tx.update(tree, tx.init(tree), tree)[0] for tx in clips]
-    each += [
-        clipjax.max_norm(limit)(tree),
-        clipjax.max_norm({"w": limit})(tree),
-        clipjax.box(-limit, limit)(tree),
+    functions = [
+        clipjax.max_norm(limit),
+        clipjax.max_norm({"w": limit}),
+        clipjax.box(-limit, limit),
+        lambda tree: functional.clip_by_global_norm(tree, limit)[0],
+        lambda tree: functional.clip_by_norm(tree, limit),
     ]
-    each += [
-        clipjax.functional.clip_by_global_norm(tree, limit)[0],
-        clipjax.functional.clip_by_norm(tree, limit),
-    ]
-    each += [
-        jax.vjp(lambda x: clipjax.clip_gradient_by_global_norm(x, limit), tree)[1](
-            tree
-        )[0]
-    ]
-    for clipped in each:
-        np.testing.assert_array_equal(clipped["w"], tree["w"])
+
+    def layer(tree: Any) -> Any:
+        return clipjax.clip_gradient_by_global_norm(tree, limit)
+
+    @jax.jit
+    def clipped(tree: Any) -> Any:
+        each = [tx.update(tree, tx.init(tree), tree)[0] for tx in clips]
+        each += [function(tree) for function in functions]
+        return [*each, jax.vjp(layer, tree)[1](tree)[0]]
+
+    tree = {"w": np.float32([[3.0, 1.0], [4.0, 2.0]])}
+    for result in clipped(tree):
+        np.testing.assert_array_equal(result["w"], tree["w"])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_both_limits_are_rounded_inward(dtype: str) -> None:
+LIMITS = ((-0.1, 0.3), (0.1, 0.7), (-0.7, -0.3), (0.3, 0.3000001))
+
+
+def test_both_limits_are_rounded_inward() -> None:
     """Measured in float64, no entry is beyond what the user wrote; and none is far from
     it.
     """
-    for low, high in ((-0.1, 0.3), (0.1, 0.7), (-0.7, -0.3), (0.3, 0.3000001)):
-        x = np.asarray(clipjax.box(low, high)(jnp.asarray(ENTRIES, dtype))).astype(
-            np.float64
-        )
-        ulp = float(jnp.finfo(dtype).eps)
-        if high - low > ulp:
-            assert x.min() >= low
-            assert x.max() <= high
-        np.testing.assert_allclose([x.min(), x.max()], [low, high], rtol=2 * ulp)
+
+    @jax.jit
+    def boxed(tree: Any) -> Any:
+        return [clipjax.box(low, high)(tree) for low, high in LIMITS]
+
+    tree = {dtype: ENTRIES.astype(jnp.dtype(dtype)) for dtype in DTYPES}
+    for (low, high), result in zip(LIMITS, boxed(tree), strict=True):
+        for dtype, each in result.items():
+            x = np.asarray(each).astype(np.float64)
+            ulp = float(jnp.finfo(dtype).eps)
+            if high - low > ulp:
+                assert x.min() >= low
+                assert x.max() <= high
+            np.testing.assert_allclose([x.min(), x.max()], [low, high], rtol=2 * ulp)
 
 
-@pytest.mark.parametrize(
-    "limit",
-    [
+def test_whole_limits_beyond_float32_are_rounded_inward() -> None:
+    limits = (
         2**24 + 3,
         np.int32(2**24 + 3),
         jnp.int32(2**24 + 3),
         lambda _: jnp.int32(2**24 + 3),
         lambda _: 2**24 + 3,
-    ],
-)
-def test_whole_limits_beyond_float32_are_rounded_inward(limit: Any) -> None:
-    tx, x = clipjax.clip_by_value(limit), jnp.array([[3e7, -3e7]])
-    np.testing.assert_array_equal(
-        tx.update(x, tx.init(x))[0], [[2.0**24 + 2, -(2.0**24) - 2]]
     )
-    step = 0 if callable(limit) else None
-    np.testing.assert_array_equal(
-        clipjax.box(-np.inf, limit)(x, step=step), [[2.0**24 + 2, -3e7]]
-    )
+
+    @jax.jit
+    def clipped(x: Any) -> Any:
+        txs = [clipjax.clip_by_value(limit) for limit in limits]
+        boxes = [clipjax.box(-np.inf, limit) for limit in limits]
+        return [tx.update(x, tx.init(x))[0] for tx in txs], [
+            box(x, step=0 if callable(limit) else None)
+            for box, limit in zip(boxes, limits, strict=True)
+        ]
+
+    by_value, by_box = clipped(np.float32([[3e7, -3e7]]))
+    for x in by_value:
+        np.testing.assert_array_equal(x, [[2.0**24 + 2, -(2.0**24) - 2]])
+    for x in by_box:
+        np.testing.assert_array_equal(x, [[2.0**24 + 2, -3e7]])
 
 
 def test_equal_limits_are_allowed() -> None:
-    np.testing.assert_array_equal(
-        clipjax.box(0.5, 0.5)(jnp.asarray(ENTRIES)), np.full(101, 0.5, np.float32)
-    )
-    np.testing.assert_allclose(
-        clipjax.min_max_norm(2.0, 2.0)(jnp.ones((1, 3))),
-        np.full((1, 3), 2.0),
-        rtol=2e-6,
-    )
+    boxed = jax.jit(clipjax.box(0.5, 0.5))(ENTRIES.astype(np.float32))
+    np.testing.assert_array_equal(boxed, np.full(101, 0.5, np.float32))
+    ones = np.ones((1, 3), np.float32)
+    twos = jax.jit(clipjax.min_max_norm(2.0, 2.0))(ones)
+    np.testing.assert_allclose(twos, 2 * ones, rtol=2e-6)

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 
 import clipjax
+from tests.contract.members import FIRST, with_axes
 
 CLIP = clipjax.clip_by_global_norm(1.0)
 
@@ -19,36 +20,25 @@ def growing(step: Any) -> Any:
 
 def members(axes: Any) -> dict[str, Any]:
     """Transformations by name; those that have units reduce `axes`."""
-    rules = {
-        "clip_by_norm": clipjax.clip_by_norm(1.0, axes=axes),
-        "clip_by_norm, infinity": clipjax.clip_by_norm(0.5, axes=axes, ord=jnp.inf),
-        "clip_by_rms": clipjax.clip_by_rms(0.5, axes=axes),
-        "adaptive_grad_clip": clipjax.adaptive_grad_clip(0.1, axes=axes),
-        "tangent_cone": clipjax.tangent_cone(1.0, axes=axes),
-        "adagc": clipjax.adagc(warmup_steps=1, axes=axes),
-        "max_norm": clipjax.max_norm(1.0, axes=axes),
-        "min_max_norm": clipjax.min_max_norm(1.0, growing, axes=axes),
-        "unit_norm": clipjax.unit_norm(axes=axes),
+    plain = {
+        name: with_axes(name, 1.0, axes)
+        for name, row in FIRST.items()
+        if row.kind in ("clip", "step", "projection") and row.tree == "main"
     }
     optimizer = optax.chain(CLIP, optax.sgd(0.1, momentum=0.9))
-    return rules | {
-        "clip_by_value": clipjax.clip_by_value(0.5),
+    return plain | {
+        "clip_by_norm, infinity": clipjax.clip_by_norm(0.5, axes=axes, ord=jnp.inf),
+        "min_max_norm": clipjax.min_max_norm(1.0, growing, axes=axes),
         "clip_by_global_norm": clipjax.clip_by_global_norm(growing),
         "clip_by_global_norm, 1": clipjax.clip_by_global_norm(1.0, ord=1),
         "clip_by_global_norm, infinity": clipjax.clip_by_global_norm(0.5, ord=jnp.inf),
         "clip_by_group_norm": clipjax.clip_by_group_norm({"both": 1.0, "*": 0.5}),
-        "autoclip": clipjax.autoclip(window=4),
-        "clip_by_quantile": clipjax.clip_by_quantile(0.9),
-        "zclip": clipjax.zclip(warmup_steps=2),
-        "clip_by_lognormal": clipjax.clip_by_lognormal(),
-        "zero_nonfinite": clipjax.zero_nonfinite(),
-        "record_norms": clipjax.record_norms("leaf", of=("updates", "params"), keep=2),
-        "box": clipjax.box(-0.5, 0.5),
-        "non_negative": clipjax.non_negative(),
+        "record_norms": clipjax.record_norms("leaf", of=("updates", "params")),
         "skip_nonfinite": clipjax.skip_nonfinite(optimizer),
         "skip_spikes": clipjax.skip_spikes(optimizer, window=4),
+        "project": clipjax.project(clipjax.box(-0.5, 0.5)),
         "bounded": clipjax.bounded(
-            optimizer, project=rules["max_norm"], nonfinite="skip", accumulate=2
+            optimizer, project=plain["max_norm"], nonfinite="skip", accumulate=2
         ),
     }
 

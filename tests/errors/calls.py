@@ -1,173 +1,144 @@
 """Calls with a wrong argument in the place of $, many with its name: the rows and
 columns of `table.py`.
+
+Most follow from the signatures of the public functions and from the contract's rows: a
+parameter of one name has one rule, and a new member is called wrongly like the others.
 """
 
 from __future__ import annotations
 
-# Names of bounds, which are at least 0, calls that have one in the place of $, and
-# which forms it has: "scalar" is no array, "constant" no schedule, "optional" may be
-# None.
-BOUNDS = [
-    ("max_norm", "clip_by_global_norm($)", "scalar"),
-    ("max_norm", "clip_by_norm($)", ""),
-    ("threshold", "clip_by_rms($)", ""),
-    ("bound", "clip_by_value(bound=$)", "optional"),
-    ("max_norms['*']", "clip_by_group_norm({'*': $})", "scalar"),
-    ("clipping", "adaptive_grad_clip($)", ""),
-    ("eps", "adaptive_grad_clip(eps=$)", "constant"),
-    ("radius", "tangent_cone($)", ""),
-    ("radius", "max_norm($)", ""),
-    ("high", "min_max_norm(0.0, $)", ""),
-    ("low", "min_max_norm($, 9.0)", ""),
-    ("rate", "min_max_norm(0.0, 1.0, rate=$)", ""),
-    ("bound", "spectral_cap($)", ""),
-    ("threshold", "qk_clip($)", ""),
-    ("max_norm", "functional.clip_by_norm(x, $)", "constant"),
-    ("max_norm", "functional.clip_by_global_norm(x, $)", "scalar constant"),
-    ("max_norm", "clip_gradient_by_norm(x, $)", "constant"),
-    ("max_norm", "clip_gradient_by_global_norm(x, $)", "scalar constant"),
-    ("relative_bound", "adagc($)", "scalar"),
-    ("max_norm", "adagc(max_norm=$)", "scalar"),
-    ("z_threshold", "zclip($)", "scalar"),
-    ("clip_factor", "zclip(clip_factor=$)", "constant"),
-    ("eps", "zclip(eps=$)", "constant"),
-    ("max_norm", "zclip(max_norm=$)", "scalar"),
-    ("z_threshold", "clip_by_lognormal($)", "scalar"),
-    ("eps", "clip_by_lognormal(eps=$)", "constant"),
-    ("max_norm", "clip_by_lognormal(max_norm=$)", "scalar"),
-    ("percentile", "autoclip($)", "constant"),
-    ("quantile", "clip_by_quantile($)", "constant"),
-    ("learning_rate", "clip_by_quantile(learning_rate=$)", "constant"),
-    ("initial_max_norm", "clip_by_quantile(initial_max_norm=$)", "constant"),
-    ("decay", "zclip(decay=$)", "constant"),
-    ("decay", "clip_by_lognormal(decay=$)", "constant"),
-    ("decay", "adagc(decay=$)", "constant"),
-    ("z_threshold", "skip_spikes(sgd, $)", "scalar"),
-    ("max_norm", "skip_spikes(sgd, max_norm=$)", "scalar"),
+import inspect
+
+import clipjax
+from tests.contract.members import FIRST, Row
+
+# Parameters by their rules. A bound is at least 0, unless it is one of entries.
+BOUND_NAMES = {"max_norm", "max_norms", "bound", "radius", "threshold", "clipping"}
+BOUND_NAMES |= {"relative_bound", "z_threshold", "rate", "low", "high"}
+NUMBER_NAMES = {"eps", "decay", "clip_factor", "quantile", "percentile"}  # finite
+NUMBER_NAMES |= {"learning_rate", "initial_max_norm", "factor"}
+COUNT_NAMES = {"window", "warmup_steps", "max_consecutive", "accumulate", "rope"}
+
+# What stands for arguments that have to be there, and members that need more.
+GIVEN = {"optimizer": "sgd", "function": "lambda w: w", "low": "0.0", "high": "9.0"}
+GIVEN |= {"max_norms": "{'*': 1.0}", "axes": "None", "x": "x", "tree": "x"}
+WHOLE = {"chain": "chain(clip)", "clip_by_value": "clip_by_value(1.0)"}
+WHOLE["bounded"] = "bounded(sgd, clip=clip, nonfinite='skip')"
+
+SIGNATURES = {
+    prefix + name: dict(inspect.signature(getattr(room, name)).parameters)
+    for prefix, room in (("", clipjax), ("functional.", clipjax.functional))
+    for name in room.__all__
+    if inspect.isfunction(getattr(room, name))
+}
+
+
+def call_of(name: str, tree: str = "x", **given: str) -> str:
+    """Write a call with these arguments, and what has to be there beside them."""
+    needed = {
+        k: {**GIVEN, "x": tree, "tree": tree}.get(k, "1.0")
+        for k, x in SIGNATURES[name].items()
+        if x.default is x.empty and x.kind != x.VAR_POSITIONAL
+    }
+    if name == "clip_by_value" and given.keys() & {"low", "high"}:
+        needed |= {"low": "0.0", "high": "9.0"}
+    both = ", ".join(f"{k}={x}" for k, x in (needed | given).items())
+    return f"{name}({both})"
+
+
+def calls_with(names: set[str]) -> list[tuple[str, str, str]]:
+    """Return `(function, parameter, call)` for the parameters with these names."""
+    return [
+        (name, k, call_of(name, **{k: "{'*': $}" if k == "max_norms" else "$"}))
+        for name, signature in SIGNATURES.items()
+        for k in signature
+        if k in names
+    ]
+
+
+def forms_of(name: str, argument: str) -> str:
+    """Say which forms a number has: "scalar" is no array, "constant" no schedule,
+    "optional" may be None, "signed" below 0.
+    """
+    row, number = FIRST[name], argument in NUMBER_NAMES
+    of_tree = row.shares in ("tree", "group") or row.logs == "tree" or row.skips
+    forms = {
+        "scalar": of_tree and not number,
+        "constant": number or row.kind in ("function", "layer"),
+        "optional": SIGNATURES[name][argument].default is None,
+        "signed": argument == "factor"
+        or (argument in ("low", "high") and row.shares == "entry"),
+    }
+    return " ".join(form for form, has in forms.items() if has)
+
+
+# Names of numbers, calls that have one in the place of $, and its forms.
+NUMBERS = [
+    ("max_norms['*']" if k == "max_norms" else k, call, forms_of(name, k))
+    for name, k, call in calls_with(BOUND_NAMES | NUMBER_NAMES)
 ]
-# Limits of any sign.
-LIMITS = [
-    ("low", "clip_by_value(low=$, high=1.0)", "optional"),
-    ("high", "clip_by_value(low=-1.0, high=$)", "optional"),
-    ("low", "box($, 9.0)", ""),
-    ("high", "box(-9.0, $)", ""),
-    ("low['kernel']", "box({'kernel': $}, 9.0)", ""),
-    ("low", "functional.clip_by_value(x, $, 9.0)", "constant"),
-    ("high", "clip_gradient_by_value(x, -9.0, $)", "constant"),
-    ("factor", "scale_gradient(x, $)", "constant"),
+NUMBERS += [("low['kernel']", "box({'kernel': $}, 9.0)", "signed")]
+FINITE = [(k, call) for _, k, call in calls_with(NUMBER_NAMES)]
+COUNTS = [(k, call) for _, k, call in calls_with(COUNT_NAMES)]
+AT_LEAST_1 = [each for each in COUNTS if each[0] not in ("warmup_steps", "rope")]
+DECAYS = [each for each in FINITE if each[0] == "decay"]
+ORDERS = [call for _, _, call in calls_with({"ord"})]
+TRANSFORMATIONS = [(k, call) for _, k, call in calls_with({"optimizer"})]
+TRANSFORMATIONS += [("clip", "bounded(adam, clip=$)"), ("links[1]", "chain(clip, $)")]
+IN_ORDER = [
+    call_of(name, low="$", high="1.0")
+    for name, signature in SIGNATURES.items()
+    if {"low", "high"} <= signature.keys()
 ]
-# Numbers that infinity would turn into nonsense: those of the adaptive clips.
-FINITE = [
-    ("eps", "adaptive_grad_clip(eps=$)"),
-    ("decay", "zclip(decay=$)"),
-    ("clip_factor", "zclip(clip_factor=$)"),
-    ("eps", "zclip(eps=$)"),
-    ("decay", "clip_by_lognormal(decay=$)"),
-    ("eps", "clip_by_lognormal(eps=$)"),
-    ("quantile", "clip_by_quantile($)"),
-    ("learning_rate", "clip_by_quantile(learning_rate=$)"),
-    ("percentile", "autoclip($)"),
-    ("initial_max_norm", "clip_by_quantile(initial_max_norm=$)"),
-    ("decay", "adagc(decay=$)"),
+
+
+def of_kinds(*kinds: str) -> dict[str, Row]:
+    return {name: row for name, row in FIRST.items() if row.kind in kinds}
+
+
+def applied(name: str, tree: str, **given: str) -> str:
+    """Write a call that also meets a tree."""
+    call = WHOLE.get(name) or call_of(name, tree, **given)
+    if name in of_kinds("clip", "step"):
+        return f"{call}.init({tree})"
+    return f"{call}({tree})" if name in of_kinds("projection") else call
+
+
+# Calls with axes, and those of them that reduce an int of matrices only.
+AXES = [applied(name, "params", axes="$") for name, _, _ in calls_with({"axes"})]
+OF_MATRICES = [
+    applied(name, "params", axes="$")
+    for name, _, _ in calls_with({"axes"})
+    if name in of_kinds("clip", "step", "projection")
 ]
-COUNTS = [
-    ("keep", "record_norms(keep=$)"),
-    ("window", "autoclip(window=$)"),
-    ("warmup_steps", "zclip(warmup_steps=$)"),
-    ("warmup_steps", "adagc(warmup_steps=$)"),
-    ("window", "skip_spikes(sgd, window=$)"),
-    ("warmup_steps", "skip_spikes(sgd, warmup_steps=$)"),
-    ("max_consecutive", "skip_spikes(sgd, max_consecutive=$)"),
-    ("max_consecutive", "skip_nonfinite(sgd, max_consecutive=$)"),
-    ("accumulate", "bounded(adam, accumulate=$)"),
-]
-ORDERS = [
-    "clip_by_global_norm(1.0, ord=$)",
-    "clip_by_norm(1.0, ord=$)",
-    "clip_by_group_norm({'*': 1.0}, ord=$)",
-    "functional.global_norm(x, ord=$)",
-    "functional.leaf_norms(x, ord=$)",
-    "functional.unitwise_norms(x, 0, ord=$)",
-    "functional.clip_by_norm(x, 1.0, ord=$)",
-    "functional.clip_by_global_norm(x, 1.0, ord=$)",
-]
-AXES = [
-    "max_norm(3.0, axes=$)(params)",
-    "min_max_norm(0.0, 3.0, axes=$)(params)",
-    "unit_norm(axes=$)(params)",
-    "tangent_cone(3.0, axes=$).init(params)",
-    "clip_by_norm(1.0, axes=$).init(params)",
-    "clip_by_rms(1.0, axes=$).init(params)",
-    "adaptive_grad_clip(axes=$).init(params)",
-    "adagc(axes=$).init(params)",
-    "functional.clip_by_norm(params, 1.0, axes=$)",
-    "functional.unitwise_norms(params, axes=$)",
-    "clip_gradient_by_norm(params, 1.0, axes=$)",
-]
-TRANSFORMATIONS = [
-    ("optimizer", "bounded($)"),
-    ("clip", "bounded(adam, clip=$)"),
-    ("links[1]", "chain(clip, $)"),
-    ("optimizer", "skip_nonfinite($)"),
-    ("optimizer", "skip_spikes($)"),
-]
-WITH_PARAMS = [
-    ("max_norm", "max_norm(3.0)"),
-    ("min_max_norm", "min_max_norm(0.0, 3.0)"),
-    ("unit_norm", "unit_norm()"),
-    ("non_negative", "non_negative()"),
-    ("box", "box(0.0, 1.0)"),
-    ("spectral_cap", "spectral_cap(1.0)"),
-    ("project", "project(lambda w: w)"),
-    ("adaptive_grad_clip", "adaptive_grad_clip()"),
-    ("tangent_cone", "tangent_cone(3.0)"),
-    ("record_norms", "record_norms(of='params')"),
+WITH_PARAMS = [("record_norms", "record_norms(of='params')")]
+WITH_PARAMS += [
+    (name, call_of(name))
+    for name, row in FIRST.items()
+    if row.params or (row.kind == "projection" and row.tree != "heads")
 ]
 TAKE_A_TREE = [
-    "clip.init($)",
+    applied(name, "$", **{k: "None" for k in ("axes",) if k in SIGNATURES[name]})
+    for name, row in FIRST.items()
+    if row.passes
+]
+TAKE_A_TREE += [
     "clip.update($, None)",
     "clip_by_value(1.0).update($, None)",
-    "zero_nonfinite().init($)",
-    "skip_nonfinite(sgd).init($)",
-    "skip_spikes(sgd).init($)",
-    "bounded(sgd, clip=clip, nonfinite='skip').init($)",
-    "autoclip().init($)",
-    "adagc().init($)",
-    "record_norms().init($)",
-    "max_norm(3.0, axes=None)($)",
-    "box(0.0, 1.0)($)",
-    "spectral_cap(1.0)($)",
-    "qk_clip().init($)",
-    "project(lambda w: w)($)",
     "violations($, max_norm(3.0, axes=None))",
     "functional.global_norm($)",
     "functional.leaf_norms($)",
     "functional.unitwise_norms($, None)",
-    "functional.clip_by_norm($, 1.0)",
-    "functional.clip_by_global_norm($, 1.0)",
-    "functional.clip_by_value($, -1.0, 1.0)",
-    "clip_gradient_by_norm($, 1.0)",
-    "clip_gradient_by_global_norm($, 1.0)",
-    "clip_gradient_by_value($, -1.0, 1.0)",
-    "scale_gradient($, 2.0)",
 ]
 STATES = [
-    ("clip_by_global_norm", "clip"),
-    ("clip_by_value", "clip_by_value(1.0)"),
-    ("adaptive_grad_clip", "adaptive_grad_clip()"),
-    ("tangent_cone", "tangent_cone(3.0)"),
-    ("zero_nonfinite", "zero_nonfinite()"),
-    ("record_norms", "record_norms()"),
-    ("autoclip", "autoclip()"),
-    ("clip_by_quantile", "clip_by_quantile()"),
-    ("zclip", "zclip()"),
-    ("clip_by_lognormal", "clip_by_lognormal()"),
-    ("adagc", "adagc()"),
-    ("skip_nonfinite", "skip_nonfinite(sgd)"),
-    ("skip_spikes", "skip_spikes(sgd)"),
-    ("max_norm", "max_norm(schedule)"),
+    (name, WHOLE.get(name) or call_of(name))
+    for name in of_kinds("clip", "step")
+    if name not in ("chain", "bounded")  # whose states are those of others
 ]
-NUMBERS = BOUNDS + LIMITS
+REMEMBER = [each for each in STATES if FIRST[each[0]].remembers]
+SKIP = [each for each in STATES if FIRST[each[0]].skips]
+SKIP += [("max_norm", "max_norm(schedule)")]
+STATES += [("max_norm", "max_norm(schedule)")]
 BY_LEAF = [
     ("threshold", "clip_by_rms($).init(params)"),
     ("bound", "clip_by_value($).init(params)"),
@@ -189,13 +160,9 @@ BY_UNIT = [
     ("rate", "min_max_norm(0.5, 1.0, rate=$).init(params)"),
     ("bound", "spectral_cap($)(params)"),
 ]
-IN_ORDER = [
-    "clip_by_value($)",
-    "min_max_norm($)",
-    "box($)",
-    "functional.clip_by_value(x, $)",
-    "clip_gradient_by_value(x, $)",
-]
+CONV = "{'conv': jnp.ones((2, 3, 4))}"
+FLAT = "{'query': jnp.ones((4, 4)), 'key': jnp.ones((4, 4))}"
+KERNELS = "{'query': jnp.ones((4, 2, 3)), 'key': jnp.ones((4, 2, 3))}"
 ATTENTION = [
     "max_norm(3.0)(attention)",
     "unit_norm().init(attention)",

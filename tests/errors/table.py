@@ -13,10 +13,11 @@ class Row(NamedTuple):
     """A wrong call, in the names of `test_errors.py`, and what comes of it."""
 
     call: str
-    error: type[Exception]
-    words: tuple[
-        str, ...
-    ]  # the argument, the value and the leaf, as far as there are such
+    error: Any  # the exception, or several of which it is one
+    words: tuple[str, ...]  # the argument, the value and the leaf, as far as there are
+
+
+ANY = (TypeError, ValueError)
 
 
 def of_type(call: str, *words: str) -> Row:
@@ -47,7 +48,7 @@ def all_of(name: str, calls: list[str], *wrong: tuple[Any, ...]) -> list[Row]:
     return crossed([(name, call) for call in calls], *wrong)
 
 
-def each(error: type[Exception], *values: str) -> list[tuple[Any, ...]]:
+def each(error: Any, *values: str) -> list[tuple[Any, ...]]:
     return [(x, error, f"got {x}") for x in values]
 
 
@@ -58,7 +59,11 @@ THEMES = {
             *each(TypeError, "True", "'1.0'", "[1.0]", "1j"),
             ("jnp.nan", ValueError, "got nan"),
         ),
-        *crossed(c.BOUNDS, ("-1.0", ValueError, "-1.0")),
+        *crossed(with_form("signed", have=False), ("-1.0", ValueError, "-1.0")),
+        *crossed(
+            with_form("signed", have=False),
+            ("jnp.array([1.0, -2.0])", ANY),
+        ),
         *crossed(with_form("optional", have=False), *each(TypeError, "None")),
         *crossed(with_form("constant"), ("schedule", TypeError, "a number")),
         *crossed(
@@ -66,13 +71,15 @@ THEMES = {
             *each(TypeError, "1.5", "'1'"),
             *each(ValueError, "True", "-1", str(2**31)),
         ),
+        *crossed(c.AT_LEAST_1, ("0", ValueError, "at least 1", "got 0")),
+        *crossed(c.DECAYS, *each(ValueError, "1.0", "-0.1")),
         *all_of(
             "ord",
             c.ORDERS,
             *each(ValueError, "0.5", "-1", "0"),
             *each(TypeError, "'fro'", "True", "[2]"),
         ),
-        *all_of("low=2.0", c.IN_ORDER, ("2.0, 1.0", ValueError, "high=1.0")),
+        *all_of("low=2.0", c.IN_ORDER, ("2.0", ValueError, "high=1.0")),
         of_value("clip_by_norm(1.0, ord=jnp.nan)", "ord", "nan"),
         of_type("clip_by_value()", "one bound", "nothing"),
         of_type("clip_by_value(low=0.0)", "low=0.0", "low and high"),
@@ -136,28 +143,31 @@ THEMES = {
             "1.0",
             "'kernel'",
         ),
-        of_value("scale_gradient(x, jnp.inf)", "factor", "finite", "inf"),
         of_value("autoclip(0.1)", "percentile", "0.1", "clip_by_quantile"),
         of_value("autoclip(101)", "percentile", "[0, 100]", "101"),
         of_value("clip_by_quantile(50)", "quantile", "(0, 1)", "got 50"),
         of_value("clip_by_quantile(learning_rate=0.0)", "learning_rate", "got 0.0"),
         *crossed(c.FINITE, ("jnp.inf", ValueError, "inf")),
         of_value("clip_by_lognormal(eps=0.0)", "eps", "got 0.0"),
-        of_value("zclip(decay=1.0)", "decay", "[0, 1)", "1.0"),
         of_value("adagc(decay=2.0)", "decay", "[0, 1)", "2.0"),
+        of_value("clip_by_quantile(0.0)", "quantile", "(0, 1)", "got 0.0"),
+        of_value("clip_by_quantile(1.0)", "quantile", "(0, 1)", "got 1.0"),
+        of_value(
+            "clip_by_quantile(initial_max_norm=0.0)", "initial_max_norm", "got 0.0"
+        ),
+        of_value("zclip(mode=None)", "mode", "'adaptive'", "None"),
+        of_type("bounded(adam, accumulate=jnp.array(2))", "accumulate", "static_args"),
         of_value("zclip(mode='clip')", "mode", "'adaptive'", "'clip'"),
         of_value(
             "adagc(warmup_norms='during')", "warmup_norms", "'before'", "'during'"
         ),
         of_type("zclip(update_on_spike=1)", "update_on_spike", "bool", "got 1"),
-        of_value("autoclip(window=0)", "window", "at least 1", "got 0"),
         of_value(
             "skip_spikes(sgd, window=10, warmup_steps=20)",
             "warmup_steps",
             "window=10",
             "got 20",
         ),
-        of_value("bounded(adam, accumulate=0)", "accumulate", "at least 1", "got 0"),
         of_value("record_norms(0)", "groups", "at least 1", "got 0"),
         of_type(
             "jax.jit(lambda n: autoclip(window=n).init(params))(10)",
@@ -268,6 +278,12 @@ THEMES = {
             c.AXES,
             ("2", ValueError, "2 is out of range"),
             ("(0, -2)", ValueError, "(0, -2)"),
+            ("{'kernal': 0}", ValueError, "'kernal' matches no leaf"),
+        ),
+        *all_of(
+            "axes",
+            c.OF_MATRICES,
+            ("{'bias': 0}", ValueError, "nothing is changed", "its patterns match"),
         ),
         *crossed(
             c.PATTERNS,
@@ -308,7 +324,32 @@ THEMES = {
             "spectral_cap(1.0)({'bias': x})", "flatten", "nothing is changed", "'bias'"
         ),
         of_type("spectral_cap(1.0, flatten=0)", "flatten", "pair", "got 0"),
+        *all_of(
+            "flatten",
+            ["spectral_cap(1.0, flatten=$)"],
+            *[
+                (x, TypeError)
+                for x in ("(1,)", "(0, 1.0)", "'ab'", "{}", "{0: (0, 1)}")
+            ],
+        ),
+        *[
+            of_value(f"spectral_cap(jnp.ones(3), flatten={x}).init({c.CONV})", *words)
+            for x, *words in (
+                ("None", "flatten: leaf 'conv' of shape", "Pass flatten={'conv'"),
+                ("(0, 3)", "((0,), (3,)) is out of range for leaf 'conv'"),
+                ("((0, 1), -2)", "names an axis twice for leaf 'conv'"),
+                ("(1, 2)", "bound must broadcast to shape (2,", "of leaf 'conv'"),
+            )
+        ],
         of_type("matching()", "patterns", "()"),
+        of_value("matching('/w')({'a': {'w': x}})", "'/w' matches no leaf"),
+        of_value(
+            "matching('kernel', 'dec/*')(params)",
+            "patterns: the pattern 'dec/*' matches no leaf",
+            "kernel",
+        ),
+        of_value("record_norms(True)", "groups", "whole number", "True"),
+        of_type("record_norms([])", "groups", "one or several path patterns"),
         of_type(
             "spectral_cap(1.0, flatten=(0, '1'))", "flatten", "pair", "got (0, '1')"
         ),
@@ -391,6 +432,23 @@ THEMES = {
         ),
         of_type("bounded(None)", "optimizer", "None"),
         of_value("chain()", "links", "at least one"),
+        of_value(
+            "chain(clip, max_norm(3.0), record_norms(), clip)",
+            "links[1]",
+            "after links[3]",
+        ),
+        of_type("bounded(adam, clip=[clip_by_norm])", "clip", "call it"),
+        of_value(
+            "bounded(optax.MultiSteps(adam, 4).gradient_transformation(), clip=clip)",
+            "optimizer",
+            "optax.MultiSteps",
+        ),
+        of_value(
+            "tx = bounded(sgd, project=max_norm(1.0)); "
+            "tx.update(grads, tx.init(params))",
+            "params",
+            "clipjax.max_norm(1.0) needs them",
+        ),
         of_type("chain([clip, adam])", "links[0]", "gradient transformation"),
         of_value(
             "chain(max_norm(3.0), adam)", "links[0]", "max_norm(3.0)", "after links[1]"
@@ -454,12 +512,6 @@ THEMES = {
             "bounded(adam, nonfinite='ignore')", "nonfinite", "'skip'", "'ignore'"
         ),
         of_value("bounded(adam, nonfinite=None)", "nonfinite", "'skip'", "None"),
-        of_value(
-            "skip_nonfinite(sgd, max_consecutive=0)",
-            "max_consecutive",
-            "at least 1",
-            "got 0",
-        ),
         of_type("project(clip)", "function", "gradient transformation"),
         of_type("project(max_norm)", "function", "max_norm", "call it"),
         of_type("project(lambda w: None)(x)", "function", "structure", "None"),
@@ -477,6 +529,7 @@ THEMES = {
         ),
         of_type("max_norm(1.0)(grads, params)", "step", "number", "'kernel'"),
         of_type("with_metrics('a/b', lambda *args: args)", "name", "'a/b'"),
+        of_type("with_metrics(1, lambda *args: args)", "name", "got 1"),
         of_type("with_metrics('', lambda *args: args)", "name", "''"),
         of_type("with_metrics('a', 3)", "act", "got 3"),
         of_value(
@@ -547,6 +600,20 @@ THEMES = {
         of_value(
             "adagc().update({'kernel': x}, state_of(adagc()))", "adagc", "1 leaves", "2"
         ),
+        of_type(
+            "tx = bounded(sgd, accumulate=2); tx.update({'w': jnp.sin}, tx.init(x))",
+            "leaf 'w'",
+            "array of numbers",
+        ),
+        *[
+            of_value(
+                f"adaptive_grad_clip().init({{'blocks': {{'kernel': jnp.ones({x})}}}})",
+                "axes",
+                "'blocks/kernel'",
+                "a stack of layers",
+            )
+            for x in ("(2, 4, 3)", "(2, 3, 3, 4, 3)")
+        ],
         of_value(
             "adagc(axes=0).update({'kernel': jnp.ones((4, 5))}, "
             "state_of(adagc(axes={'kernel': 0})))",
@@ -588,6 +655,7 @@ THEMES = {
             for tx in ("skip_nonfinite", "skip_spikes")
             for loss, word in (
                 ("x", "(3,)"),
+                ("jnp.zeros((1, 1))", "(1, 1)"),
                 ("True", "True"),
                 ("'1.0'", "'1.0'"),
                 ("1j", "1j"),
@@ -607,14 +675,11 @@ THEMES = {
         ],
         *[
             of_value(f"({tx}).update(grads, None)", "state", name, "init")
-            for name, tx in c.STATES
-            if name
-            in ("autoclip", "clip_by_quantile", "zclip", "clip_by_lognormal", "adagc")
+            for name, tx in c.REMEMBER
         ],
         *[
             of_type(f"({tx}).update(grads, None, params)", "state", name, "NoneType")
-            for name, tx in c.STATES
-            if name in ("skip_nonfinite", "skip_spikes", "max_norm")
+            for name, tx in c.SKIP
         ],
         of_type(
             "zclip().update(grads, state_of(autoclip()))", "state", "zclip", "autoclip"
@@ -634,7 +699,37 @@ THEMES = {
         of_value(
             "clip_by_value(schedule).update(grads, None)", "bound", "schedule", "state"
         ),
+        *[
+            of_type(
+                f"bounded(sgd, accumulate=2).update(grads, {state})",
+                "state",
+                "bounded with accumulate= needs the state",
+            )
+            for state in ("state_of(bounded(sgd))", "None")
+        ],
+        *[
+            of_type(f"({tx}).update(grads, optax.EmptyState(), params)", "state", name)
+            for name, tx in c.SKIP
+        ],
+        *[
+            of_value(f"({tx}).update(grads, optax.EmptyState())", "state", name, "init")
+            for name, tx in c.REMEMBER
+        ],
+        of_value(
+            "with_metrics('a', lambda u, p, s, m: (u, {}, m), lambda p: x)"
+            ".update(x, None)",
+            "a needs the state that init returned",
+        ),
+        *[
+            of_value(
+                f"({make}(window=16)).update(x, state_of({make}(window=8)), x)",
+                "window: the state was made with 8, got 16",
+            )
+            for make in ("autoclip", "functools.partial(skip_spikes, sgd)")
+        ],
         of_value("max_norm(schedule)(params)", "radius", "schedule", "step="),
+        of_value("min_max_norm(0.0, schedule)(params)", "high", "schedule", "step"),
+        of_value("spectral_cap(schedule)(params)", "bound", "schedule", "step"),
         of_value("box(schedule, 9.0)(params)", "low", "schedule", "step="),
         of_value(
             "violations(params, max_norm(schedule))", "radius", "schedule", "step="
@@ -648,6 +743,60 @@ THEMES = {
     ],
     "logits": [  # Attention logits.
         of_value("qk_clip(query='a/b')", "query", "'a/b'", "component"),
+        *[
+            of_value(f"qk_clip({x})", "query and key must be two components")
+            for x in ("key=''", "query='key'", "key=None")
+        ],
+        of_value(
+            "qk_clip(query='q').init(heads)",
+            "query, key: no layer has both 'q' and 'key'",
+            "leaf 'key/kernel' of shape",
+        ),
+        of_value(
+            f"qk_clip().init({c.FLAT})",
+            "kernels (in, heads, head_dim)",
+            "leaf 'query' of shape (4, 4)",
+        ),
+        *[
+            of_value(f"qk_clip()({{'a': heads}}, max_logits={logits})", word)
+            for logits, word in (
+                ("jnp.ones((2, 2))", "does not fit"),
+                ("1.0", "does not fit"),
+                ("{'b': jnp.ones(2)}", "'b' does not name one of the attention layers"),
+                ("{}", "max_logits: {} names none of the layers: 'a'"),
+            )
+        ],
+        of_value(
+            "qk_clip()({**heads, 'key': {'kernel': jnp.ones((4, 3, 3))}}, "
+            "max_logits=jnp.ones(2))",
+            "the number of key heads divides that of query heads",
+        ),
+        of_value(  # nor the root
+            f"qk_clip()({c.KERNELS} | {{'dec': heads}}, max_logits={{'dce': x}})",
+            "'dce' does not name one of the attention layers: 'dec', ''",
+        ),
+        of_value(  # logits of a batch: kernels are no stack of biases
+            f"qk_clip()({c.KERNELS}, max_logits=jnp.ones((4, 2)))", "does not fit"
+        ),
+        *[
+            of_value(
+                f"qk_clip(rope={rope}).init({{'a': {{'query': jnp.ones((4, 3, 6)), "
+                f"'key': jnp.ones({key})}}}})",
+                "in the layer 'a'",
+                "do not meet",
+                "shape (4, 3, 6)",
+                f"got {rope}",
+            )
+            for key, rope in (
+                ((4, 3, 12), 0),  # keys and values in one kernel
+                ((4, 2, 3, 6), 0),
+                ((2, 4, 3, 6), 0),  # the same with an axis for the two
+                ((4, 18), 0),  # flat
+                ((4, 3, 6), 6),
+                ((4, 3, 6), 7),
+                ((4, 3, 2), 3),  # too much left, or nothing
+            )
+        ],
         of_value("qk_clip(query='qk', key='qk')", "query and key", "'qk'"),
         of_value("qk_clip().init(params)", "'query'", "'key'", "kernel"),
         of_value("qk_clip()(heads)", "max_logits", "largest logit"),
@@ -677,6 +826,8 @@ THEMES = {
     "metrics": [  # Metrics and logs.
         of_value("metrics(adam.init(params))", "opt_state", "no state", "tx.init"),
         of_value("metrics(None)", "opt_state", "None"),
+        of_value("metrics(())", "opt_state", "no state with metrics"),
+        of_value("metrics(max_norm(3.0).init(params))", "opt_state", "no state"),
         of_value("metrics(params)", "opt_state", "kernel"),
         of_value("metrics(clip)", "opt_state", "tx.init"),
         of_type("violations(params, 3.0)", "projection", "3.0"),
@@ -687,6 +838,10 @@ THEMES = {
             "jit",
         ),
         of_type("violations(params, adam)", "projection", "last link"),
+        of_type(
+            "violations(params, chain(adam, max_norm(1.0)))", "last link of a chain"
+        ),
+        of_type("jax.jit(lambda b: violations(params, max_norm(b)))(1.0)", "traced"),
         of_type("violations(params, max_norm)", "projection", "max_norm", "call it"),
         of_type("series(state_of(clip), 'a')", "history", "clipjax.metrics"),
         of_type("series([{'a': 1.0}, {'b': 1.0}], 'a')", "history", "'b'"),
@@ -742,5 +897,6 @@ THEMES = {
             "'use_norm'",
         ),
         of_type("bounded(adam, clip)", "bounded", "positional"),
+        of_type("bounded(adam, clipping=clip)", "bounded", "'clipping'"),
     ],
 }

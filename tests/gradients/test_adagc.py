@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import clipjax
 from tests.gradients.norm_runs import BAD, PARAMS, SEEDS, norms_of, runs, with_bad_steps
@@ -156,14 +155,3 @@ def test_parameters_may_have_other_dtypes_than_their_gradients() -> None:
     np.testing.assert_allclose(
         last["adagc/norm_after"], math.sqrt(104**2 + 2), rtol=1e-5
     )
-
-
-def test_other_leaves_than_in_init_are_an_error() -> None:
-    whole, units = clipjax.adagc(), clipjax.adagc(axes={"kernel": 0})
-    more, other = {**PARAMS, "more": np.ones(2)}, {**PARAMS, "kernel": np.ones((4, 2))}
-    for tx, updates, message in (
-        (whole, more, r"3 .* 2"),
-        (units, other, r"'kernel'.*\(1, 2\).*\(1, 3\)"),
-    ):
-        with pytest.raises(ValueError, match=f"adagc.*{message}"):
-            jax.eval_shape(tx.update, updates, tx.init(PARAMS))

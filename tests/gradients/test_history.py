@@ -252,69 +252,6 @@ def test_derivatives_are_those_of_the_step() -> None:
             ).all()
 
 
-BAD_ARGUMENTS: list[tuple[str, dict[str, Any]]] = [
-    *(
-        ("autoclip", {"percentile": value})
-        for value in (-1, 101.0, math.nan, "10", True, np.ones(2), math.sin)
-    ),
-    *(("autoclip", {"window": value}) for value in (0, 10.0, True)),
-    (
-        "clip_by_quantile",
-        {"quantile": 0.0, "learning_rate": 0, "initial_max_norm": 0.0},
-    ),
-    (
-        "clip_by_quantile",
-        {"quantile": 1.0, "learning_rate": "fast", "initial_max_norm": math.inf},
-    ),
-    (
-        "zclip",
-        {
-            "z_threshold": -0.1,
-            "decay": 1.0,
-            "warmup_steps": -1,
-            "max_norm": -1.0,
-            "mode": "zscore",
-        },
-    ),
-    (
-        "zclip",
-        {
-            "clip_factor": -1.0,
-            "decay": -0.1,
-            "warmup_steps": 2.5,
-            "max_norm": np.ones(2),
-            "mode": None,
-        },
-    ),
-    ("zclip", {"eps": -1e-6, "update_on_spike": 1}),
-    (
-        "clip_by_lognormal",
-        {"z_threshold": -2.0, "decay": 1.5, "max_norm": "1", "eps": 0.0},
-    ),
-    (
-        "adagc",
-        {
-            "relative_bound": -1.0,
-            "decay": 1,
-            "warmup_steps": -5,
-            "max_norm": math.nan,
-            "axes": 0.5,
-        },
-    ),
-    (
-        "adagc",
-        {"relative_bound": None, "max_norm": np.ones((1, 1)), "warmup_norms": "both"},
-    ),
-]
-
-
-@pytest.mark.parametrize(("name", "arguments"), BAD_ARGUMENTS)
-def test_bad_arguments_raise_when_built(name: str, arguments: dict[str, Any]) -> None:
-    for argument, value in arguments.items():
-        with pytest.raises((TypeError, ValueError), match=argument):
-            getattr(clipjax, name)(**{argument: value})
-
-
 def test_hyperparameters_can_be_injected() -> None:
     """As schedules, and changed in the state from step to step, which is donated."""
     inject = optax.inject_hyperparams

@@ -13,7 +13,6 @@ import pytest
 import clipjax
 from tests.gradients.norm_runs import (
     BAD,
-    PARAMS,
     STEPS,
     check_against,
     runs,
@@ -123,10 +122,3 @@ def test_the_quantile_rule_recovers_from_steps_beyond_every_float() -> None:
     limits = np.finfo(np.float32)
     bounds = track(0.5, 1e4, 1.0, np.ones(4, np.float32))[0]
     np.testing.assert_array_equal(bounds, [1, limits.tiny, limits.max, limits.tiny])
-
-
-def test_a_share_given_as_percentile_and_a_traced_window_are_errors() -> None:
-    with pytest.raises(ValueError, match=r"percent.*0\.1.*clip_by_quantile"):
-        clipjax.autoclip(0.1)
-    with pytest.raises(TypeError, match=r"window.*static_args"):
-        jax.eval_shape(lambda n: clipjax.autoclip(window=n).init(PARAMS), 5)

@@ -3,55 +3,37 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import clipjax
+from tests.support.programs import stepped
 from tests.support.trees import fan_in_or_all
 
 
 @pytest.mark.parametrize("shape", [(2, 4, 3), (2, 3, 3, 4, 3)])
-def test_agc_refuses_ranks_that_may_be_stacks(shape: tuple[int, ...]) -> None:
-    """Layers of a stack would share a norm: a gradient of 0.005 beside one of 100
-    became 1e-6.
-    """
-    tree = {"blocks": {"kernel": jnp.ones(shape)}}
-    with pytest.raises(
-        ValueError, match=r"axes: leaf 'blocks/kernel' of shape .* a stack of layers"
-    ):
-        clipjax.adaptive_grad_clip().init(tree)
-    grads = {
-        "blocks": {
-            "kernel": jnp.stack([jnp.full(shape[1:], x) for x in (100.0, 0.005)])
-        }
-    }
+def test_layers_of_a_stack_share_no_norm(shape: tuple[int, ...]) -> None:
+    """A gradient of 0.005 beside one of 100 became 1e-6."""
+    sizes = np.float32([100.0, 0.005]).reshape(-1, *[1] * (len(shape) - 1))
+    tree = {"kernel": np.ones(shape, np.float32)}
+    grads = {"kernel": sizes * tree["kernel"]}
     axes = tuple(range(1, len(shape) - 1))
-    tx = clipjax.adaptive_grad_clip(axes=axes)
-    clipped, _ = tx.update(grads, tx.init(tree), tree)
+    clipped, _ = stepped(clipjax.adaptive_grad_clip(axes=axes), grads, params=tree)
     one = clipjax.adaptive_grad_clip(axes=fan_in_or_all)
-    alone = jax.tree.map(lambda x: x[1], (grads, tree))
-    expected, _ = one.update(alone[0], one.init(alone[1]), alone[1])
-    np.testing.assert_allclose(
-        clipped["blocks"]["kernel"][1], expected["blocks"]["kernel"], rtol=1e-6
-    )
+    alone, weights = jax.tree.map(lambda x: x[1], (grads, tree))
+    expected, _ = stepped(one, alone, params=weights)
+    np.testing.assert_allclose(clipped["kernel"][1], expected["kernel"], rtol=1e-6)
 
 
-def test_agc_reduces_kernels_of_convolutions_and_whole_biases() -> None:
+def test_kernels_of_convolutions_and_whole_biases_are_reduced() -> None:
     """Ranks 2 and 4 have units, and less is one, as in the paper."""
-    tree = {
-        "conv": jnp.ones((3, 3, 2, 4)),
-        "dense": jnp.ones((5, 4)),
-        "bias": jnp.ones(4),
-    }
-    for x, y in zip(
-        *(
-            jax.tree.leaves(tx.update(tree, tx.init(tree), tree)[0])
-            for tx in (
-                clipjax.adaptive_grad_clip(),
-                clipjax.adaptive_grad_clip(axes=fan_in_or_all),
-            )
-        ),
-        strict=True,
-    ):
-        np.testing.assert_array_equal(x, y)
+    shapes = {"conv": (3, 3, 2, 4), "dense": (5, 4), "bias": (4,)}
+    tree = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
+    usual, told = (
+        stepped(tx, tree, params=tree)[0]
+        for tx in (
+            clipjax.adaptive_grad_clip(),
+            clipjax.adaptive_grad_clip(axes=fan_in_or_all),
+        )
+    )
+    jax.tree.map(np.testing.assert_array_equal, usual, told)

@@ -39,11 +39,33 @@ def tree_of(
 
 
 def weights_of(row: Any) -> dict[str, Any] | None:
-    """Draw weights for the rows that need them; the first column of each matrix is 0."""
+    """Draw weights for the rows that need them; each matrix has a first column of 0."""
     if not row.params:
         return None
     weights = tree_of(row, seed=1)
-    return {k: w.at[:, 0].set(0) if w.ndim > 1 else w for k, w in weights.items()}
+    return {k: put(w, (..., 0), 0) if w.ndim > 1 else w for k, w in weights.items()}
+
+
+def put(x: Any, place: Any, value: float) -> Any:
+    """Replace entries by NumPy, which compiles nothing."""
+    entries = np.array(x)
+    entries[place] = np.float32(value)
+    return jnp.asarray(entries)
+
+
+def stepped(tx: Any, *steps: Any, params: Any = None) -> Any:
+    """Run a transformation over some trees as one program; return the last updates and
+    the state.
+    """
+
+    @jax.jit
+    def whole(steps: Any, params: Any) -> Any:
+        state = tx.init(steps[0] if params is None else params)
+        for each in steps:
+            updates, state = tx.update(each, state, params)
+        return updates, state
+
+    return whole(steps, params)
 
 
 def apply(row: Any, tree: Any, state: Any, params: Any, bound: Any) -> tuple[Any, Any]:
@@ -65,25 +87,20 @@ def program(row: Any) -> Any:
 
 
 def start(row: Any, tree: Any, params: Any, bound: Any) -> Any:
-    """Return the first state of a row, after the past in which norms were at the bound."""
+    """Return the first state of a row, after a past in which norms were at the bound."""
     if not is_transformation(row):
         return None
     state = row.make(bound).init(tree if params is None else params)
-    if row.warm:
-        past = {k: jnp.zeros_like(x) for k, x in tree.items()}
-        for k in (
-            past if row.warm == "leaf" else [next(k for k in past if "float32" in k)]
-        ):
-            most = (
-                0.0 if past[k].dtype == np.float16 and bound > 60000 else bound
-            )  # such leaves are all 0
-            past[k] = (
-                past[k]
-                .at[(0,) * past[k].ndim]
-                .set(jnp.float32(most).astype(past[k].dtype))
-            )
-        for _ in range(1 if row.warm == "leaf" else 3):
-            _, state = program(row)(past, state, params, np.float32(bound))
+    if not row.warm:
+        return state
+    past = {k: jnp.asarray(np.zeros(x.shape, x.dtype)) for k, x in tree.items()}
+    first = next(k for k in past if "float32" in k)
+    for k in past if row.warm == "leaf" else [first]:
+        # Such leaves are all 0.
+        too_large = past[k].dtype == np.float16 and bound > 60000
+        past[k] = put(past[k], (0,) * past[k].ndim, 0 if too_large else bound)
+    for _ in range(1 if row.warm == "leaf" else 3):
+        _, state = program(row)(past, state, params, np.float32(bound))
     return state
 
 

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import clipjax
 
@@ -32,22 +31,18 @@ def test_the_upper_bound_wins_where_traced_bounds_cross() -> None:
 
 
 def test_a_rate_that_rises_above_1_turns_no_weights_over() -> None:
-    projected = clipjax.min_max_norm(1.0, 2.0, rate=lambda step: 3.0)(
-        jnp.array([[3.0], [4.0]]), step=0
-    )
+    project = clipjax.min_max_norm(1.0, 2.0, rate=lambda step: 3.0)
+    projected = jax.jit(project)(np.float32([[3.0], [4.0]]), step=0)
     np.testing.assert_allclose(projected, [[1.2], [1.6]], rtol=2e-6)
 
 
+def test_an_infinite_norm_is_not_inside_an_infinite_bound() -> None:
+    projected = jax.jit(clipjax.min_max_norm(0.0, np.inf))(np.float32([[np.inf], [1]]))
+    assert np.isnan(projected).all()
+
+
 def test_bounds_of_units_broadcast() -> None:
-    """An array bounds units one by one; a shape that does not fit raises."""
-    matrix = jnp.array([[3.0, 3.0], [4.0, 4.0]])
-    np.testing.assert_allclose(
-        clipjax.max_norm(jnp.array([1.0, 2.5]))(matrix),
-        [[0.6, 1.5], [0.8, 2.0]],
-        rtol=2e-6,
-    )
-    with pytest.raises(
-        ValueError,
-        match=r"radius must broadcast to shape \(1, 2\), .* got shape \(3,\)",
-    ):
-        clipjax.max_norm(jnp.ones(3))(matrix)
+    """An array bounds units one by one."""
+    project = clipjax.max_norm(np.float32([1.0, 2.5]))
+    projected = jax.jit(project)(np.float32([[3.0, 3.0], [4.0, 4.0]]))
+    np.testing.assert_allclose(projected, [[0.6, 1.5], [0.8, 2.0]], rtol=2e-6)

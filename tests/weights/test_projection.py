@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,36 +11,45 @@ import optax
 import pytest
 
 import clipjax
-from clipjax.weights.projection import Projection, applied
-from tests.support.trees import bits
+from clipjax.weights.projection import Projection
+from tests.support.trees import DTYPES, bits
 
 RNG = np.random.default_rng(0)
+
+
+def drawn(exponent: int, dtype: str) -> np.ndarray:
+    return (RNG.normal(size=(64, 8)) * 2.0**exponent).astype(jnp.dtype(dtype))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_updates_to_weights_inside_are_not_changed(dtype: str) -> None:
     """In 16 bits p + ((p + u) - p) would often be another number than p + u."""
-    params, updates = (
-        jnp.asarray(RNG.normal(size=(64, 8)) * 2.0**e, dtype) for e in (0, -3)
-    )
+    params, updates = drawn(0, dtype), drawn(-3, dtype)
     link = clipjax.max_norm(100.0)
     after, _ = jax.jit(link.update)(updates, link.init(params), params)
     assert bits(after) == bits(updates)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@jax.jit
+def measured(params: Any, updates: Any) -> Any:
+    """Return the sizes of the weights that a projection is given as a link."""
+    seen = []
+    link = clipjax.project(lambda tree: seen.append(tree) or tree)
+    link.update(updates, link.init(params), params)
+    sizes = jax.tree.map(lambda x: jnp.abs(x.astype(np.float32)) * 1.0, seen[-1])
+    return sizes
+
+
 @pytest.mark.parametrize("exponent", [0, -14, -18])
-def test_a_link_measures_the_weights_that_will_be(dtype: str, exponent: int) -> None:
+def test_a_link_measures_the_weights_that_will_be(exponent: int) -> None:
     """Rounded to the dtype, with float16's subnormal numbers."""
-    params, updates = (
-        jnp.asarray(RNG.normal(size=(64, 8)) * 2.0 ** (exponent - e), dtype)
-        for e in (0, 4)
-    )
-    found = jax.jit(lambda p, u: jnp.abs(applied(p, u).astype(np.float32)) * 1.0)(
-        params, updates
-    )
-    want = np.abs(np.asarray(optax.apply_updates(params, updates)).astype(np.float32))
-    np.testing.assert_array_equal(found, want)
+    params = {dtype: drawn(exponent, dtype) for dtype in DTYPES}
+    updates = {dtype: drawn(exponent - 4, dtype) for dtype in DTYPES}
+    found = measured(params, updates)
+    for dtype, x in found.items():
+        # NumPy rounds a sum in 16 bits as the dtype does.
+        want = np.abs((params[dtype] + updates[dtype]).astype(np.float32))
+        np.testing.assert_array_equal(x, want)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -49,28 +60,39 @@ def test_updates_of_another_dtype_keep_weights_inside(
     """As from a model in 16 bits whose float32 weights an optimizer without moments
     updates; also when skipped.
     """
-    params, grads = (
-        jnp.asarray(RNG.normal(size=(64, 8)), of_weights),
-        jnp.asarray(RNG.normal(size=(64, 8)), dtype),
-    )
-    for projection in (clipjax.non_negative(), clipjax.box(-0.3, 0.3)):
-        tx = clipjax.bounded(optax.sgd(1.0), project=projection, nonfinite="skip")
-        params = projection(params)
-        updates, _ = jax.jit(tx.update)(grads, tx.init(params), params)
-        after = optax.apply_updates(params, updates)
-        np.testing.assert_allclose(
-            after, projection(after), rtol=0, atol=float(jnp.finfo(of_weights).eps) / 2
-        )
+    projections = (clipjax.non_negative(), clipjax.box(-0.3, 0.3))
+
+    @jax.jit
+    def moved(params: Any, grads: Any) -> Any:
+        found = []
+        for project in projections:
+            tx = clipjax.bounded(optax.sgd(1.0), project=project, nonfinite="skip")
+            params = project(params)
+            updates, _ = tx.update(grads, tx.init(params), params)
+            found.append((params, updates))
+        return found
+
+    @jax.jit
+    def beside(each: Any) -> Any:
+        summed = [optax.apply_updates(*pair) for pair in each]
+        return [(x, project(x)) for x, project in zip(summed, projections, strict=True)]
+
+    error = float(jnp.finfo(of_weights).eps) / 2
+    for after, projected in beside(moved(drawn(0, of_weights), drawn(0, dtype))):
+        np.testing.assert_allclose(after, projected, rtol=0, atol=error)
 
 
 @pytest.mark.parametrize(("param", "update"), [(3.0 + 4.0j, 0.0), (3.0, 0)])
 def test_updates_of_other_kinds(param: complex, update: float) -> None:
     """Of real and of whole numbers, which `optax.apply_updates` takes, too."""
-    params, updates = jnp.array([[param]]), jnp.array([[update]])
-    step, _ = clipjax.max_norm(1.0).update(updates, optax.EmptyState(), params)
-    np.testing.assert_allclose(
-        optax.apply_updates(params, step), np.array([[param]]) / abs(param), rtol=2e-6
-    )
+
+    @jax.jit
+    def moved(params: Any, updates: Any) -> Any:
+        step, _ = clipjax.max_norm(1.0).update(updates, optax.EmptyState(), params)
+        return optax.apply_updates(params, step)
+
+    after = moved(jnp.array([[param]]), jnp.array([[update]]))
+    np.testing.assert_allclose(after, np.array([[param]]) / abs(param), rtol=2e-6)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -78,8 +100,10 @@ def test_no_compiler_may_leave_out_the_rounding(dtype: str) -> None:
     """A compiler may measure p + u without its rounding to 16 bits, as those for a CPU
     seldom do.
     """
-    x = jnp.ones(3, dtype)
-    assert "reduce_precision" in str(jax.make_jaxpr(applied)(x, x))
+    x = np.ones((3, 2), jnp.dtype(dtype))
+    link = clipjax.max_norm(1.0)
+    update = jax.make_jaxpr(lambda u, p: link.update(u, optax.EmptyState(), p))
+    assert "reduce_precision" in str(update(x, x))
 
 
 def test_modules_may_be_called_as_collections_of_variables() -> None:
