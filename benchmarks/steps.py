@@ -1,4 +1,4 @@
-"""The steps that are compared: with clipjax, and with Optax or the formula written by hand."""
+"""The steps that are compared: with clipjax, and with Optax or by the formula."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OF_ONE_STEP = ("matrix", "heads")
 
 
 class Recipe(NamedTuple):
-    """A train step from the gradients on: an optimizer, and what is done to the new parameters."""
+    """A train step: an optimizer, and what is done to the new parameters."""
 
     tx: optax.GradientTransformation
     project: Callable[[Any], Any] = lambda params: params
@@ -39,7 +39,7 @@ class Recipe(NamedTuple):
 
 
 class Goals(NamedTuple):
-    """The largest ratios of ours to theirs that we want; None where there is no goal."""
+    """The largest ratios of ours to theirs; None where there is no goal."""
 
     time: tuple[float | None, ...]  # on a CPU, for the trees big, gpt and small
     compile: float | None
@@ -103,7 +103,7 @@ def _max_norm_link() -> optax.GradientTransformation:
 
 
 def _tangent_cone() -> optax.GradientTransformation:
-    """Return the two passes by hand: measure each column, then take a multiple of the weights away."""
+    """Return two passes by hand: measure columns, take a multiple of weights away."""
 
     def one(g: jax.Array, w: jax.Array) -> jax.Array:
         if g.ndim < 2:

@@ -1,4 +1,4 @@
-"""Timing donated steps: ours and theirs take turns, so that what disturbs one disturbs the other."""
+"""Timing donated steps: ours and theirs take turns, and are disturbed alike."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ class _Contestant:
         self.compiled: Any = None
 
     def compile(self) -> None:
-        """Trace, lower and compile; the processor time of all threads depends least on what else runs."""
+        """Trace, lower and compile.
+
+        The processor time of all threads depends least on what else runs.
+        """
         jax.clear_caches()
         begin = time.process_time()
         step = jax.jit(lambda *args: self.recipe.step(*args), donate_argnums=(0, 1))

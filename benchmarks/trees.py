@@ -1,4 +1,4 @@
-"""The trees that are trained: parameters whose units have norm 1, and gradients of standard deviation 1."""
+"""The trees that are trained: units of norm 1, gradients of standard deviation 1."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def shapes_of(
     dtype: Any,
     place: Callable[[str, tuple[int, ...]], Any] = lambda *_: None,
 ) -> Any:
-    """Return the tree without values; `place(name, shape)` says which sharding a leaf has."""
+    """Return the tree without values; `place(name, shape)` is the sharding of each."""
     return {
         name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=place(name, shape))
         for name, shape in TREES[tree]().items()

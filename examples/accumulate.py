@@ -1,4 +1,4 @@
-"""Accumulate gradients over micro-batches, leave out one that is NaN, and plot the norm of each layer.
+"""Accumulate gradients, leave out one that is NaN, and plot the norm of each layer.
 
     python examples/accumulate.py
 

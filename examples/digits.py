@@ -1,4 +1,4 @@
-"""Train a small network on handwritten digits, plain and with clipjax: clipped gradients and constrained weights.
+"""Train on handwritten digits, plain and with clipped gradients, bounded weights.
 
     python examples/digits.py
 
@@ -48,7 +48,7 @@ def make_optimizer(constrained):
 
 
 def train(constrained, steps, data):
-    """Train a network from each seed; return the weights, the log, and the accuracies (measurement, seed)."""
+    """Train from each seed; return weights, log, accuracies (measurement, seed)."""
     train_x, test_x, train_y, test_y = data
     network, tx = Network(), make_optimizer(constrained)
     params = jax.vmap(network.init, (0, None))(

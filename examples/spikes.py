@@ -1,4 +1,4 @@
-"""Train with broken batches, bounded in several ways, and choose a threshold from a log of the norms.
+"""Train with broken batches, bounded in several ways, and choose a threshold.
 
     python examples/spikes.py
 
@@ -47,7 +47,7 @@ def logits_of(params, x):
 
 
 def train(tx, data, factors):
-    """Train in one scan; return the gradient norms, the accuracies and the last metrics."""
+    """Train in one scan; return the norms, the accuracies and the last metrics."""
     train_x, test_x, train_y, test_y = data
     keys = jax.random.split(jax.random.key(0))
     params = {

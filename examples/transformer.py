@@ -62,7 +62,7 @@ class Block(nnx.Module):
         )
 
     def __call__(self, x):
-        """Return the activations and the largest logit of each head, after scale and mask."""
+        """Return the activations, and the largest logit of each head as it is used."""
         normed = self.norm_1(x)
         q, k, v = self.query(normed), self.key(normed), self.value(normed)
         logits = (
@@ -89,7 +89,7 @@ class Decoder(nnx.Module):
         self.norm = nnx.RMSNorm(WIDTH, rngs=rngs)
 
     def __call__(self, words):
-        """Return the logits of the next words, and the largest attention logits (layers, heads)."""
+        """Return logits of next words, and the largest of attention (layers, heads)."""
         x = self.words(words) + self.places(jnp.arange(words.shape[1]))
         run = nnx.scan(
             lambda block, x: block(x), in_axes=(0, nnx.Carry), out_axes=(nnx.Carry, 0)
@@ -99,7 +99,7 @@ class Decoder(nnx.Module):
 
 
 def matrices(params):
-    """Say for Muon which axes of stacked kernels are rows and columns; None is for AdamW."""
+    """Say for Muon which axes of stacked kernels are rows, columns; None is AdamW."""
 
     def numbers(path, leaf):
         if leaf.ndim < 3:  # embeddings, and the scales of norms, stacked or not

@@ -45,7 +45,7 @@ BAD = {
 
 
 def micro_batches(policy: str) -> list[Any]:
-    """Targets; one entry of a bad one makes one entry of the gradient NaN or infinite."""
+    """Targets; one entry of a bad one makes one of the gradient NaN or infinite."""
     found = [jax.tree.map(np.copy, target) for target in TARGETS]
     for i, value in BAD[policy].items():
         found[i]["kernel"][1, 2] = value

@@ -140,10 +140,10 @@ LINKS = {row.id: row for row in PROJECTIONS if row.tree != "heads"}
 def linked(params: Any, updates: Any, bound: Any) -> Any:
     """Return the sums of weights and updates after each projection as a link."""
     moved = {}
-    for id, row in LINKS.items():
-        link, at = row.make(bound), params[id]
+    for name, row in LINKS.items():
+        link, at = row.make(bound), params[name]
         u, _ = link.update(updates[row.tree], link.init(at), at)
-        moved[id] = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), at, u)
+        moved[name] = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), at, u)
     return moved
 
 
@@ -152,8 +152,8 @@ def all_last_links(kind: str, exponent: int) -> Any:
     """Return weights inside, updates, and what the links make of them."""
     bound = BOUND * 2.0**exponent
     params = {
-        id: run(row, tree_of(row, kind, exponent), bound)[0]
-        for id, row in LINKS.items()
+        name: run(row, tree_of(row, kind, exponent), bound)[0]
+        for name, row in LINKS.items()
     }
     updates = {
         row.tree: tree_of(row, "normal", exponent, seed=2) for row in LINKS.values()

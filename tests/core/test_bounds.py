@@ -38,7 +38,7 @@ def test_a_traced_bound_below_0_counts_as_0() -> None:
     ],
 )
 def test_a_limit_that_int32_cannot_hold_clips_nothing(limit: Any) -> None:
-    """JAX takes whole numbers for int32, which would wrap to a negative limit, or to 0."""
+    """JAX takes whole numbers for int32, which would wrap, to a negative limit or 0."""
     clips = [
         clipjax.clip_by_global_norm(limit),
         clipjax.clip_by_norm(limit),

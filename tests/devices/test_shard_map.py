@@ -138,7 +138,7 @@ def test_there_are_no_more_collectives_than_in_the_formula_by_hand(mesh: Any) ->
         )
         return len(
             re.findall(
-                r" (?:all-reduce|all-gather|all-to-all|collective-permute)(?:-start)?\(",
+                r" (?:all-(?:reduce|gather|to-all)|collective-permute)(?:-start)?\(",
                 text,
             )
         )

@@ -87,7 +87,7 @@ def program(row: Any) -> Any:
 
 
 def start(row: Any, tree: Any, params: Any, bound: Any) -> Any:
-    """Return the first state of a row, after a past in which norms were at the bound."""
+    """Return the first state of a row, after a past of norms at the bound."""
     if not is_transformation(row):
         return None
     state = row.make(bound).init(tree if params is None else params)

@@ -35,8 +35,7 @@ def measured(params: Any, updates: Any) -> Any:
     seen = []
     link = clipjax.project(lambda tree: seen.append(tree) or tree)
     link.update(updates, link.init(params), params)
-    sizes = jax.tree.map(lambda x: jnp.abs(x.astype(np.float32)) * 1.0, seen[-1])
-    return sizes
+    return jax.tree.map(lambda x: jnp.abs(x.astype(np.float32)) * 1.0, seen[-1])
 
 
 @pytest.mark.parametrize("exponent", [0, -14, -18])
