@@ -13,9 +13,8 @@ from pathlib import Path
 # Only steps are compiled, of which none should be found in a cache.
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 if {"--compiled", "--collectives"} & set(sys.argv):
-    os.environ.setdefault(
-        "JAX_PLATFORMS", "cpu"
-    )  # the devices that are compiled for are not here
+    # The devices that are compiled for are not here.
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 

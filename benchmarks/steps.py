@@ -28,9 +28,8 @@ class Recipe(NamedTuple):
     def init(self, params: Any) -> Any:
         """Return the state for float32 moments, whatever dtype the parameters have."""
         like = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
-        return jax.tree.map(
-            jnp.copy, self.tx.init(like)
-        )  # separate buffers, which can be donated
+        # Separate buffers, which can be donated.
+        return jax.tree.map(jnp.copy, self.tx.init(like))
 
     def step(self, params: Any, state: Any, grads: Any) -> tuple[Any, Any]:
         """Take one step, which is compiled with `params` and `state` donated."""
@@ -126,9 +125,8 @@ def _spectral_cap(params: Any) -> Any:
     return jax.tree.map(one, params)
 
 
-LOGITS = {
-    f"layer_{i:02}": jnp.linspace(50.0, 200.0, 16) for i in range(12)
-}  # the largest of each head
+# The largest of each head.
+LOGITS = {f"layer_{i:02}": jnp.linspace(50.0, 200.0, 16) for i in range(12)}
 
 
 def _qk_clip(params: Any) -> Any:

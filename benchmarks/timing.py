@@ -61,9 +61,8 @@ def race(step: Step, tree: str, dtype: str, *, rounds: int, compiles: int) -> Ro
       compiles: how often each is compiled.
     """
     params, grads = values_of(tree, dtype)
-    jax.jit(step.theirs.step).lower(
-        params, step.theirs.init(params), grads
-    )  # what the first trace imports
+    # What the first trace imports.
+    jax.jit(step.theirs.step).lower(params, step.theirs.init(params), grads)
     field = [_Contestant(recipe, params, grads) for recipe in (step.ours, step.theirs)]
     del params
     for _ in range(compiles):

@@ -51,9 +51,8 @@ TREES: dict[str, Callable[[], Shapes]] = {
     "gpt": gpt,  # 25 million parameters in 80 leaves
     "small": lambda: squares(300, 16),  # nothing but overhead
     "many": lambda: squares(3000, 32),
-    "huge": lambda: squares(
-        12, 4096
-    ),  # larger than a TPU's own memory, which flatters smaller trees
+    # Larger than a TPU's own memory, which flatters smaller trees.
+    "huge": lambda: squares(12, 4096),
     "wide": lambda: gpt(12, 1024, 4096),
     "matrix": lambda: squares(1, 1024),
     "heads": heads,

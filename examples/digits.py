@@ -38,9 +38,8 @@ class Network(nn.Module):
 
 def make_optimizer(constrained):
     """Return Adam, bare but for its log, or with everything around it."""
-    clip = clipjax.clip_by_global_norm(
-        CLIP if constrained else jnp.inf
-    )  # infinity: measure only
+    # Infinity: measure only.
+    clip = clipjax.clip_by_global_norm(CLIP if constrained else jnp.inf)
     project = clipjax.max_norm(RADIUS) if constrained else None
     return clipjax.bounded(
         optax.adam(3e-3), clip=clip, project=project, nonfinite="skip"

@@ -23,9 +23,10 @@ parser.add_argument(
     "--plot", default="transformer.png", help="where to save the picture"
 )
 args = parser.parse_args()
+# Before JAX starts.
 os.environ.setdefault(
     "XLA_FLAGS", f"--xla_force_host_platform_device_count={args.devices}"
-)  # before JAX starts
+)
 
 import jax
 import jax.numpy as jnp
@@ -104,9 +105,8 @@ def matrices(params):
     def numbers(path, leaf):
         if leaf.ndim < 3:  # embeddings, and the scales of norms, stacked or not
             return None
-        rows = (
-            leaf.ndim - 2 if "out" in jax.tree_util.keystr(path) else 1
-        )  # heads are rows of `out`, else columns
+        # Heads are rows of `out`, else columns.
+        rows = leaf.ndim - 2 if "out" in jax.tree_util.keystr(path) else 1
         return optax.contrib.MuonDimensionNumbers(
             tuple(range(1, rows + 1)), tuple(range(rows + 1, leaf.ndim))
         )

@@ -1,6 +1,4 @@
-"""`axes` are those that are reduced: ints and tuples for matrices only, rules, and
-mappings from paths.
-"""
+"""`axes` are what is reduced: ints and tuples of matrices, rules, and mappings."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""First and second derivatives are finite at 0, and equal finite differences of the
-oracles elsewhere.
-"""
+"""Derivatives are finite at 0, and elsewhere finite differences of the oracles."""
 
 from __future__ import annotations
 

@@ -56,9 +56,8 @@ def test_ends_at_or_just_below_the_bound(row: Row) -> None:
                 else float(jnp.finfo(dtype).smallest_subnormal)
             )
             error = row.below or tolerance(dtype)
-            if (
-                row.rounds != "entry"
-            ):  # a sum of products rounds relative to the largest of them
+            # A sum of products rounds relative to the largest of them.
+            if row.rounds != "entry":
                 largest = np.abs(
                     want if row.rounds == "result" else exact(tree)[name]
                 ).max()
@@ -163,9 +162,7 @@ def all_last_links(kind: str, exponent: int) -> Any:
 
 @pytest.mark.parametrize("row", LINKS.values(), ids=lambda row: row.id)
 def test_the_last_link_ends_within_one_rounding(row: Row) -> None:
-    """From weights inside, p + u rounds each entry once: by half an ulp of it, or of p
-    where that is larger.
-    """
+    """From inside, p + u rounds each entry once: by half an ulp of it, or of p."""
     for kind, exponent in RUNS[:3]:
         bound = BOUND * 2.0**exponent
         params, updates, moved = all_last_links(kind, exponent)

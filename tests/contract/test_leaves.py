@@ -1,6 +1,4 @@
-"""Leaves that are no float arrays pass through and count for nothing; complex ones
-count by |z|.
-"""
+"""What is no float passes through and counts for nothing; complex ones by |z|."""
 
 from __future__ import annotations
 
@@ -58,9 +56,8 @@ def once(row: Row, tree: Any, bound: Any = BOUND) -> Any:
 
 def with_state(row: Row, tree: Any, bound: Any) -> Any:
     state = row.make(bound).init(tree) if is_transformation(row) else None
-    if (
-        row.kind == "layer"
-    ):  # integers have gradients of float0: test_layers_pass_integers
+    # Integers have gradients of float0: test_layers_pass_integers.
+    if row.kind == "layer":
         tree = {k: x for k, x in tree.items() if k not in others()}
     return apply(row, tree, state, tree if row.params else None, bound)
 

@@ -37,9 +37,8 @@ def test_the_types_of_arguments_are_known_at_runtime() -> None:
                         typing.get_origin(x) or x
                         for x in typing.get_args(hint) or [hint]
                     ]
-                    numpy_too = (
-                        np.number in forms or argument == "groups"
-                    )  # a depth, which is a literal
+                    # A depth, which is a literal.
+                    numpy_too = np.number in forms or argument == "groups"
                     assert numpy_too or not (int in forms or float in forms), (
                         name,
                         argument,
@@ -57,9 +56,7 @@ OTHERWISE = {
 
 
 def test_one_parameter_is_one_thing() -> None:
-    """What has no default is positional. Where it has one, a name has one kind, default
-    type and annotation.
-    """
+    """What has no default is positional; else a name has one kind, type, annotation."""
     rules: dict[str, dict[Any, str]] = {}
     for module in MODULES:
         public = getattr(module, "__all__", None) or [

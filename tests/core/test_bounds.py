@@ -72,9 +72,7 @@ LIMITS = ((-0.1, 0.3), (0.1, 0.7), (-0.7, -0.3), (0.3, 0.3000001))
 
 
 def test_both_limits_are_rounded_inward() -> None:
-    """Measured in float64, no entry is beyond what the user wrote; and none is far from
-    it.
-    """
+    """In float64 no entry is beyond what the user wrote, and none is far from it."""
 
     @jax.jit
     def boxed(tree: Any) -> Any:

@@ -87,9 +87,7 @@ def test_projections(seed: int) -> None:
     "optimizer", [optax.sgd(1.0), optax.adam(0.1)], ids=["sgd", "adam"]
 )
 def test_steps_that_are_not_finite(optimizer: Any, most: int) -> None:
-    """A step is skipped, too many in a row are taken, and the state is that of the
-    steps that were taken.
-    """
+    """A step is skipped, too many in a row are taken; the state is of those taken."""
     ours, theirs = (
         clipjax.skip_nonfinite(optimizer, max_consecutive=most),
         optax.apply_if_finite(optimizer, most),
@@ -219,9 +217,7 @@ def test_weights_stay_non_negative(start: float) -> None:
 
 @pytest.mark.parametrize("place", range(4))
 def test_a_projection_is_the_nearest_point(place: int) -> None:
-    """It is in the set, a point of the set stays, and no other point of the set that is
-    drawn is nearer.
-    """
+    """It is in the set, a point of the set stays, and no other drawn one is nearer."""
     ours = PROJECTIONS[place][0]
     rng = np.random.default_rng(place)
     x = jnp.asarray(rng.standard_normal(4), np.float32)
@@ -239,9 +235,7 @@ def test_a_projection_is_the_nearest_point(place: int) -> None:
 
 @pytest.mark.parametrize("entry", [1e20, np.inf])
 def test_an_infinite_norm_does_not_make_zeros(entry: float) -> None:
-    """The square of 1e20 overflows, too; Optax divides by infinity, and the other
-    entries are silently 0.
-    """
+    """The square of 1e20 overflows; Optax divides by infinity, others become 0."""
     grads, tx = jnp.array([entry, 1.0]), clipjax.clip_by_global_norm(1.0)
     assert clipped(optax.clip_by_global_norm(1.0), grads)[1] == 0
     ours, state = tx.update(grads, tx.init(grads))

@@ -95,9 +95,7 @@ def test_updates_of_other_kinds(param: complex, update: float) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_no_compiler_may_leave_out_the_rounding(dtype: str) -> None:
-    """A compiler may measure p + u without its rounding to 16 bits, as those for a CPU
-    seldom do.
-    """
+    """A compiler may leave it out of p + u, as those for a CPU seldom do."""
     x = np.ones((3, 2), jnp.dtype(dtype))
     link = clipjax.max_norm(1.0)
     update = jax.make_jaxpr(lambda u, p: link.update(u, optax.EmptyState(), p))

@@ -41,9 +41,8 @@ OPTIMIZERS: dict[str, Any] = {
     "sam": optax.GradientTransformation(
         *contrib.sam(SGD, optax.chain(contrib.normalize(), SGD))
     ),
-    "galore": optax.chain(
-        clipjax.zero_nonfinite(), contrib.galore(0.1)
-    ),  # of infinities, no decomposition may end
+    # Of infinities, no decomposition may end.
+    "galore": optax.chain(clipjax.zero_nonfinite(), contrib.galore(0.1)),
     "plateau": optax.chain(ADAM, contrib.reduce_on_plateau()),
     "if_finite": optax.apply_if_finite(ADAM, 3),
     "inject": optax.inject_hyperparams(optax.adam)(RATE),
