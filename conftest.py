@@ -1,4 +1,4 @@
-"""Where the tests run: on a CPU, as eight virtual devices. It is set before JAX is imported."""
+"""Where tests run: a CPU, as eight virtual devices; set before JAX is imported."""
 
 import contextlib
 import doctest
@@ -37,20 +37,19 @@ def _leave(namespace: dict[str, Any]) -> None:
     shutil.rmtree(namespace["_folder"])
 
 
-SHOWN = re.compile(
-    r"^ *print\(.*?\)(?:  # (.+))?((?:\n# .+)*)$", re.MULTILINE
-)  # beside or below the call
+# Beside or below the call.
+SHOWN = re.compile(r"^ *print\(.*?\)(?:  # (.+))?((?:\n# .+)*)$", re.MULTILINE)
 
 
 def _compare(shown: str, printed: str) -> str:
-    """Say what differs between output that a page shows, numbers rounded, and what is printed."""
+    """Say what differs between what a page shows, rounded, and what is printed."""
     flags = NUMBER | doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     same = OutputChecker().check_output(shown, printed, flags)
     return "" if same else f"shown:\n{shown}printed:\n{printed}"
 
 
 def _run(example: Example) -> str:
-    """Run a block, and compare what it prints with its comments, if it shows any output."""
+    """Run a block, and compare what it prints with its comments, if it has some."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
         PythonEvaluator()(example)
     parts = [

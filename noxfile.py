@@ -1,4 +1,7 @@
-"""The tests on every Python, with the oldest and the newest versions: `pip install "nox[uv]" && nox`."""
+"""The tests on every Python, with the oldest and the newest versions.
+
+`pip install "nox[uv]" && nox`
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,7 @@ RESOLUTIONS = {"oldest": "lowest-direct", "newest": "highest"}
 @nox.parametrize("versions", list(RESOLUTIONS))
 def tests(session: nox.Session, versions: str) -> None:
     """Run the tests, or those that follow `--`."""
-    wheels = [
-        "--only-binary",
-        ":all:",
-        "--no-binary",
-        "clipjax",
-    ]  # what has no wheel is as good as not there
+    # What has no wheel is as good as not there.
+    wheels = ["--only-binary", ":all:", "--no-binary", "clipjax"]
     session.install("--resolution", RESOLUTIONS[versions], *wheels, "-e", ".[test]")
     session.run("python", "-m", "pytest", *session.posargs)

@@ -1,1 +1,1 @@
-"""What a bound costs: train steps with clipjax beside the same steps with Optax or by the formula."""
+"""What a bound costs: steps with clipjax beside those with Optax or by the formula."""

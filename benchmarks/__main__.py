@@ -13,9 +13,8 @@ from pathlib import Path
 # Only steps are compiled, of which none should be found in a cache.
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 if {"--compiled", "--collectives"} & set(sys.argv):
-    os.environ.setdefault(
-        "JAX_PLATFORMS", "cpu"
-    )  # the devices that are compiled for are not here
+    # The devices that are compiled for are not here.
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 
@@ -143,7 +142,8 @@ def _progress(done: int, total: int, begin: float) -> None:
     """Draw a bar on stderr, if that is a terminal."""
     if sys.stderr.isatty():
         filled = 30 * done // total
-        bar = f"[{'#' * filled}{'.' * (30 - filled)}] {done}/{total}, {time.perf_counter() - begin:.0f} s"
+        seconds = time.perf_counter() - begin
+        bar = f"[{'#' * filled}{'.' * (30 - filled)}] {done}/{total}, {seconds:.0f} s"
         print(f"\r{bar}", end="" if done < total else "\n", file=sys.stderr, flush=True)
 
 
@@ -176,7 +176,8 @@ def main() -> None:
     print(title, tables.as_text(head, rows), tables.summary(rows, unit), sep="\n\n")
     if args.markdown:
         args.markdown.write_text(
-            f"{title}\n\n{tables.as_markdown(head, rows)}\n\n{tables.summary(rows, unit)}\n"
+            f"{title}\n\n{tables.as_markdown(head, rows)}\n\n"
+            f"{tables.summary(rows, unit)}\n"
         )
 
 

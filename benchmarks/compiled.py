@@ -1,4 +1,4 @@
-"""Steps as compiled for devices that are not here: what they cost, and their collectives on many chips."""
+"""Steps as compiled for devices that are not here: costs, and collectives."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def mesh_of(platform: str) -> Mesh:
 
 
 def collectives_of(recipe: Recipe, platform: str, tree: str) -> dict[str, int]:
-    """Return the collectives of a step whose matrices are split over both axes of the mesh."""
+    """Return the collectives of a step; matrices are split over both axes of a mesh."""
     mesh = mesh_of(platform)
 
     def place(name: str, shape: tuple[int, ...]) -> NamedSharding:

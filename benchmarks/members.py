@@ -1,4 +1,4 @@
-"""Every public member in front of Adam, beside Adam alone: what it may cost, by the clock and as compiled."""
+"""Every public member in front of Adam, beside Adam alone: what it may cost."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ for _name, _row in FIRST.items():
 
 
 def weigh(member: Member, platform: str, tree: str, dtype: str) -> Row:
-    """Compile a step for one device: bytes and scratch in units of the parameters' own."""
+    """Compile a step for one device; sizes are in units of the parameters' own."""
     device = SingleDeviceSharding(devices_of(platform)[0])
     params = shapes_of(tree, dtype, lambda *_: device)
     size = sum(x.size * x.dtype.itemsize for x in params.values())

@@ -1,4 +1,4 @@
-"""Compiling for TPUs and GPUs that are not here: XLA's compilers come as wheels and need no device."""
+"""Compiling for TPUs and GPUs that are not here: XLA's compilers are wheels."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def missing(platform: str) -> str:
 
 
 def devices_of(platform: str, shape: str = "") -> Sequence[Any]:
-    """Return the devices of a topology such as "16x16", for shardings; nothing can run on them."""
+    """Return the devices of a topology such as "16x16", on which nothing can run."""
     from jax.experimental import topologies
 
     if reason := missing(platform):

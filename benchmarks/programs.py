@@ -1,4 +1,4 @@
-"""Reading a compiled program, XLA's optimized HLO: its kernels, the bytes they move, its collectives."""
+"""Reading a program, XLA's optimized HLO: kernels, bytes that move, collectives."""
 
 from __future__ import annotations
 
@@ -96,7 +96,10 @@ def bytes_of(kind: str) -> float:
 
 
 def transferred(kind: str) -> float:
-    """Return the bytes of a copy beside the kernels, whose type has the source, perhaps larger, and the copy."""
+    """Return the bytes of a copy beside the kernels.
+
+    Its type has the source, which is perhaps larger, and the copy.
+    """
     arrays = [(size, in_memory) for size, in_memory in _arrays(kind) if size > 4]
     return min((size for size, _ in arrays), default=0) * sum(
         in_memory for _, in_memory in arrays

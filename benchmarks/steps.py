@@ -1,4 +1,4 @@
-"""The steps that are compared: with clipjax, and with Optax or the formula written by hand."""
+"""The steps that are compared: with clipjax, and with Optax or by the formula."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OF_ONE_STEP = ("matrix", "heads")
 
 
 class Recipe(NamedTuple):
-    """A train step from the gradients on: an optimizer, and what is done to the new parameters."""
+    """A train step: an optimizer, and what is done to the new parameters."""
 
     tx: optax.GradientTransformation
     project: Callable[[Any], Any] = lambda params: params
@@ -28,9 +28,8 @@ class Recipe(NamedTuple):
     def init(self, params: Any) -> Any:
         """Return the state for float32 moments, whatever dtype the parameters have."""
         like = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
-        return jax.tree.map(
-            jnp.copy, self.tx.init(like)
-        )  # separate buffers, which can be donated
+        # Separate buffers, which can be donated.
+        return jax.tree.map(jnp.copy, self.tx.init(like))
 
     def step(self, params: Any, state: Any, grads: Any) -> tuple[Any, Any]:
         """Take one step, which is compiled with `params` and `state` donated."""
@@ -39,7 +38,7 @@ class Recipe(NamedTuple):
 
 
 class Goals(NamedTuple):
-    """The largest ratios of ours to theirs that we want; None where there is no goal."""
+    """The largest ratios of ours to theirs; None where there is no goal."""
 
     time: tuple[float | None, ...]  # on a CPU, for the trees big, gpt and small
     compile: float | None
@@ -103,7 +102,7 @@ def _max_norm_link() -> optax.GradientTransformation:
 
 
 def _tangent_cone() -> optax.GradientTransformation:
-    """Return the two passes by hand: measure each column, then take a multiple of the weights away."""
+    """Return two passes by hand: measure columns, take a multiple of weights away."""
 
     def one(g: jax.Array, w: jax.Array) -> jax.Array:
         if g.ndim < 2:
@@ -126,9 +125,8 @@ def _spectral_cap(params: Any) -> Any:
     return jax.tree.map(one, params)
 
 
-LOGITS = {
-    f"layer_{i:02}": jnp.linspace(50.0, 200.0, 16) for i in range(12)
-}  # the largest of each head
+# The largest of each head.
+LOGITS = {f"layer_{i:02}": jnp.linspace(50.0, 200.0, 16) for i in range(12)}
 
 
 def _qk_clip(params: Any) -> Any:

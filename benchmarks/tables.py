@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Figure(NamedTuple):
-    """A ratio of ours to theirs, its quartiles if it was measured several times, and its goal."""
+    """A ratio of ours to theirs, its quartiles if there are some, and its goal."""
 
     value: float
     goal: float | None = None
@@ -28,7 +28,7 @@ class Figure(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What was found out about one step: figures by column, or text such as "ours / theirs"."""
+    """What is known of one step: figures by column, or text such as "ours / theirs"."""
 
     case: tuple[str, ...]  # step, what it is compared with, tree, and so on
     cells: dict[str, Figure | str]

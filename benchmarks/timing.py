@@ -1,4 +1,4 @@
-"""Timing donated steps: ours and theirs take turns, so that what disturbs one disturbs the other."""
+"""Timing donated steps: ours and theirs take turns, and are disturbed alike."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ class _Contestant:
         self.compiled: Any = None
 
     def compile(self) -> None:
-        """Trace, lower and compile; the processor time of all threads depends least on what else runs."""
+        """Trace, lower and compile.
+
+        The processor time of all threads depends least on what else runs.
+        """
         jax.clear_caches()
         begin = time.process_time()
         step = jax.jit(lambda *args: self.recipe.step(*args), donate_argnums=(0, 1))
@@ -58,9 +61,8 @@ def race(step: Step, tree: str, dtype: str, *, rounds: int, compiles: int) -> Ro
       compiles: how often each is compiled.
     """
     params, grads = values_of(tree, dtype)
-    jax.jit(step.theirs.step).lower(
-        params, step.theirs.init(params), grads
-    )  # what the first trace imports
+    # What the first trace imports.
+    jax.jit(step.theirs.step).lower(params, step.theirs.init(params), grads)
     field = [_Contestant(recipe, params, grads) for recipe in (step.ours, step.theirs)]
     del params
     for _ in range(compiles):

@@ -1,4 +1,4 @@
-"""The trees that are trained: parameters whose units have norm 1, and gradients of standard deviation 1."""
+"""The trees that are trained: units of norm 1, gradients of standard deviation 1."""
 
 from __future__ import annotations
 
@@ -51,9 +51,8 @@ TREES: dict[str, Callable[[], Shapes]] = {
     "gpt": gpt,  # 25 million parameters in 80 leaves
     "small": lambda: squares(300, 16),  # nothing but overhead
     "many": lambda: squares(3000, 32),
-    "huge": lambda: squares(
-        12, 4096
-    ),  # larger than a TPU's own memory, which flatters smaller trees
+    # Larger than a TPU's own memory, which flatters smaller trees.
+    "huge": lambda: squares(12, 4096),
     "wide": lambda: gpt(12, 1024, 4096),
     "matrix": lambda: squares(1, 1024),
     "heads": heads,
@@ -66,7 +65,7 @@ def shapes_of(
     dtype: Any,
     place: Callable[[str, tuple[int, ...]], Any] = lambda *_: None,
 ) -> Any:
-    """Return the tree without values; `place(name, shape)` says which sharding a leaf has."""
+    """Return the tree without values; `place(name, shape)` is the sharding of each."""
     return {
         name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=place(name, shape))
         for name, shape in TREES[tree]().items()

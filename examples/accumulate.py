@@ -1,4 +1,4 @@
-"""Accumulate gradients over micro-batches, leave out one that is NaN, and plot the norm of each layer.
+"""Accumulate gradients, leave out one that is NaN, and plot the norm of each layer.
 
     python examples/accumulate.py
 
@@ -76,9 +76,8 @@ def main():
     order, losses, history = np.random.default_rng(0), [], []
     for number in range(200 if args.quick else 1200):
         rows = order.integers(len(labels), size=MICRO_BATCH)
-        x = images[rows] * (
-            jnp.nan if number % 50 == 30 else 1
-        )  # a broken micro-batch now and then
+        # A broken micro-batch now and then.
+        x = images[rows] * (jnp.nan if number % 50 == 30 else 1)
         state, loss, metrics = step(state, x, labels[rows])
         losses.append(loss)
         history.append(metrics)

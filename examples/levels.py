@@ -1,4 +1,4 @@
-"""Draw the thresholds that follow the past: where norms come to a new level, and after norms of 0.
+"""Draw thresholds that follow the past, at a new level and after norms of 0.
 
     python examples/levels.py
 
@@ -28,7 +28,10 @@ RULES = {
 
 
 def thresholds_of(name, norms):
-    """Return the threshold at each step, NaN where the norm is 0, and on how many of the last 500 steps it acts."""
+    """Return the threshold at each step, and on how many of the last 500 it acts.
+
+    It is NaN where the norm is 0.
+    """
     tx = optax.with_extra_args_support(RULES[name])
 
     def step(state, norm):

@@ -1,4 +1,4 @@
-"""Train a small convolutional network of Flax NNX with constrained filters, and log metrics after each epoch.
+"""Train a small network of Flax NNX with constrained filters, and log its metrics.
 
     python examples/nnx_cnn.py
 

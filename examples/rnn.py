@@ -1,4 +1,4 @@
-"""Train a recurrent network to remember what it saw long ago, with clipped gradients and without.
+"""Train a recurrent network to remember, with clipped gradients and without.
 
     python examples/rnn.py
 
@@ -43,7 +43,10 @@ def sequences(key, count, length):
 
 
 def first_params(key):
-    """Draw the weights; the recurrent ones are sparse, with a spectral radius of 0.95, as in the paper."""
+    """Draw the weights.
+
+    The recurrent ones are sparse, with a spectral radius of 0.95, as in the paper.
+    """
     keys = jax.random.split(key, 4)
     recurrent = jax.random.normal(keys[0], (HIDDEN, HIDDEN))
     recurrent = jnp.where(
@@ -77,7 +80,7 @@ def logits_of(params, x, method):
 
 
 def train(method, length, seeds, steps):
-    """Train one network for each seed; return the errors (blocks, seeds) and the gradient norms (steps, seeds)."""
+    """Train from each seed; return errors (blocks, seeds) and norms (steps, seeds)."""
     bound = 1.0 if method == "global" else jnp.inf  # infinity: measure only
     tx = optax.chain(clipjax.clip_by_global_norm(bound), optax.sgd(0.1))
 

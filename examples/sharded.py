@@ -10,9 +10,8 @@ norm is that of the whole model.
 import argparse
 import os
 
-os.environ.setdefault(
-    "XLA_FLAGS", "--xla_force_host_platform_device_count=8"
-)  # before JAX starts
+# Before JAX starts.
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import jax
 import jax.numpy as jnp

@@ -23,9 +23,10 @@ parser.add_argument(
     "--plot", default="transformer.png", help="where to save the picture"
 )
 args = parser.parse_args()
+# Before JAX starts.
 os.environ.setdefault(
     "XLA_FLAGS", f"--xla_force_host_platform_device_count={args.devices}"
-)  # before JAX starts
+)
 
 import jax
 import jax.numpy as jnp
@@ -62,7 +63,7 @@ class Block(nnx.Module):
         )
 
     def __call__(self, x):
-        """Return the activations and the largest logit of each head, after scale and mask."""
+        """Return the activations, and the largest logit of each head as it is used."""
         normed = self.norm_1(x)
         q, k, v = self.query(normed), self.key(normed), self.value(normed)
         logits = (
@@ -89,7 +90,7 @@ class Decoder(nnx.Module):
         self.norm = nnx.RMSNorm(WIDTH, rngs=rngs)
 
     def __call__(self, words):
-        """Return the logits of the next words, and the largest attention logits (layers, heads)."""
+        """Return logits of next words, and the largest of attention (layers, heads)."""
         x = self.words(words) + self.places(jnp.arange(words.shape[1]))
         run = nnx.scan(
             lambda block, x: block(x), in_axes=(0, nnx.Carry), out_axes=(nnx.Carry, 0)
@@ -99,14 +100,13 @@ class Decoder(nnx.Module):
 
 
 def matrices(params):
-    """Say for Muon which axes of stacked kernels are rows and columns; None is for AdamW."""
+    """Say for Muon which axes of stacked kernels are rows, columns; None is AdamW."""
 
     def numbers(path, leaf):
         if leaf.ndim < 3:  # embeddings, and the scales of norms, stacked or not
             return None
-        rows = (
-            leaf.ndim - 2 if "out" in jax.tree_util.keystr(path) else 1
-        )  # heads are rows of `out`, else columns
+        # Heads are rows of `out`, else columns.
+        rows = leaf.ndim - 2 if "out" in jax.tree_util.keystr(path) else 1
         return optax.contrib.MuonDimensionNumbers(
             tuple(range(1, rows + 1)), tuple(range(rows + 1, leaf.ndim))
         )

@@ -85,9 +85,7 @@ def norms_of(case: Case, tree: o.Tree, w: o.Tree) -> dict[str, Any]:
 
 
 def stepped(make: Callable[[Any], Any], *, past: int = 0, before: int = 0) -> Any:
-    """Make an update, after some in which the weights were the gradients, and some of
-    the same gradients.
-    """
+    """Make an update, after some of the weights, and some of the same gradients."""
 
     def run(tree: Any, weights: Any, bound: Any) -> Any:
         tx = make(bound)
@@ -193,9 +191,7 @@ for policy in ("propagate", "zero", "skip"):
 
 
 def drawn(place: int, rng: np.random.Generator, exponent: float) -> dict[str, Any]:
-    """Draw a tree of a structure, with entries of one size; in float16 that size is one
-    which it has.
-    """
+    """Draw a tree with entries of one size, in float16 of one that it has."""
     of = np.random.default_rng(place)  # "m" is a matrix
     order = of.permutation(len(SHAPES))[: of.integers(2, 7)]
     shapes = {k: SHAPES[i] for k, i in zip("abcdef", order, strict=False)}
@@ -278,9 +274,8 @@ def faults(
             for k, x in before.items()
             if tree[k].dtype == np.float16
         )
-        room *= (
-            1e3 if case.shares == "ratio" else 1
-        )  # a share of norms of at least 1e-3
+        # A share of norms of at least 1e-3.
+        room *= 1e3 if case.shares == "ratio" else 1
         for k, size in norms_of(case, after, w).items():
             if np.any((norms[k] > bound * (1 + slack)) & (size > bound + room)):
                 wrong.append(f"{k} ends at {np.max(size)}, above {bound}")
@@ -309,9 +304,8 @@ def draw(seed: int, place: int, number: int, program: Any, cases: Any) -> None:
     )
     for name, (result, found) in results.items():
         wrong = faults(name, tree, weights, float(bounds[name]), result, found)
-        if wrong and (
-            CASES[name].ord != 3 or abs(exponent) < 8
-        ):  # cubes of more have no float32
+        # Cubes of more have no float32.
+        if wrong and (CASES[name].ord != 3 or abs(exponent) < 8):
             print(
                 f"{name} with bound {bounds[name]} and entries of 1e{exponent:.1f}: "
                 f"{'; '.join(wrong)}"

@@ -1,6 +1,4 @@
-"""`bounded` against the same training loop written by hand in NumPy, for every policy
-and accumulation.
-"""
+"""`bounded` against the loop by hand in NumPy, for each policy and accumulation."""
 
 from typing import Any
 
@@ -45,7 +43,7 @@ BAD = {
 
 
 def micro_batches(policy: str) -> list[Any]:
-    """Targets; one entry of a bad one makes one entry of the gradient NaN or infinite."""
+    """Targets; one entry of a bad one makes one of the gradient NaN or infinite."""
     found = [jax.tree.map(np.copy, target) for target in TARGETS]
     for i, value in BAD[policy].items():
         found[i]["kernel"][1, 2] = value
@@ -116,9 +114,8 @@ def test_every_combination_is_the_loop_by_hand(step: Any) -> None:
         )
         for key in COMBINATIONS:
             kernel = np.asarray(params[key]["kernel"], np.float64)
-            if (
-                key[0] == "propagate" and i == 11
-            ):  # one such entry reaches all that share the norm
+            # One such entry reaches all that share the norm.
+            if key[0] == "propagate" and i == 11:
                 assert all(np.isnan(x).all() for x in params[key].values()), key
                 continue
             for name in START:  # a dozen steps in float32
@@ -152,9 +149,7 @@ def test_every_combination_is_the_loop_by_hand(step: Any) -> None:
 
 
 def test_a_skipped_micro_batch_is_as_if_it_had_not_been(step: Any) -> None:
-    """Bit for bit, in the parameters and the whole inner state, and the next one is
-    taken.
-    """
+    """Bit for bit, in parameters and inner state, and the next one is taken."""
     with_bad, without = start(), start()
     for i, target in enumerate(micro_batches("skip")):
         same = dict.fromkeys(COMBINATIONS, target)

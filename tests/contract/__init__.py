@@ -1,1 +1,1 @@
-"""What holds for every member: one file a guarantee, one row of `members.py` a member."""
+"""What holds for every member: a file for a guarantee, a row for a member."""

@@ -1,6 +1,4 @@
-"""First and second derivatives are finite at 0, and equal finite differences of the
-oracles elsewhere.
-"""
+"""Derivatives are finite at 0, and elsewhere finite differences of the oracles."""
 
 from __future__ import annotations
 
@@ -13,6 +11,7 @@ import numpy as np
 import pytest
 
 import clipjax
+from clipjax import functional
 from tests.contract.members import ROWS, Row
 from tests.support import oracles
 from tests.support.programs import apply, put, start
@@ -66,16 +65,16 @@ def weights_of(row: Row) -> Any:
 
 @jax.jit
 def all_slopes(trees: Any, states: Any, bound: Any) -> Any:
-    """Return the first derivatives of all members, and second ones along a direction."""
+    """Return first derivatives of all members, and second ones along a direction."""
     found = {}
-    for id, row in OWN.items():
+    for name, row in OWN.items():
         weight, along = (in_tree(row, x, float32) for x in (COTANGENT, DIRECTION))
         params = weights_of(row)
 
         def loss(x: Any, row: Any = row, weight: Any = weight, p: Any = params) -> Any:
             return dot(weight, apply(row, x, states[row.id], p, bound)[0])
 
-        found[id] = jax.jvp(jax.grad(loss), (trees[id],), (along,))
+        found[name] = jax.jvp(jax.grad(loss), (trees[name],), (along,))
     return found
 
 
@@ -84,9 +83,10 @@ def slopes_at(bound: float, state_at: float, zeros: str = "") -> Any:
     """Return all derivatives at the point, at one with zeros in "some" places or at
     "all" zeros, with states for a bound.
     """
-    at = {id: in_tree(row, POINT, float32) for id, row in OWN.items()}
+    at = {name: in_tree(row, POINT, float32) for name, row in OWN.items()}
     states = {
-        id: start(row, at[id], weights_of(row), state_at) for id, row in OWN.items()
+        name: start(row, at[name], weights_of(row), state_at)
+        for name, row in OWN.items()
     }
     if zeros:
         place = (..., 0) if zeros == "some" else ...
@@ -135,38 +135,34 @@ def test_forward_mode_takes_tangents_of_all_kinds() -> None:
 
 def test_a_threshold_has_a_derivative_and_that_of_a_layer_has_none() -> None:
     """A clip may learn it; for a layer it is a constant, in second derivatives, too."""
-    x, w = jnp.array([1.0, -2.0, 0.1]), jnp.full((2, 2), 3.0)
+    x, w = np.float32([1.0, -2.0, 0.1]), np.full((2, 2), 3.0, np.float32)
+    ones = np.ones(1, jnp.bfloat16)  # in which 0.3 and 0.7 are rounded, one inward
+    value, norm = functional.clip_by_value, functional.clip_by_norm
     clips = {
-        "value": lambda s: jnp.sum(jnp.abs(clipjax.functional.clip_by_value(x, -s, s))),
-        "norm": lambda s: jnp.linalg.norm(clipjax.functional.clip_by_norm(x, s)) * 2,
+        "value": lambda s: jnp.sum(jnp.abs(value(x, -s, s))),
+        "norm": lambda s: jnp.linalg.norm(norm(x, s)) * 2,
         "box": lambda s: jnp.sum(clipjax.box(-s, s)(w)) / 2,
         "max_norm": lambda s: jnp.sum(clipjax.max_norm(s)(w)) / 2**0.5,
     }
-    for name, clip in clips.items():
-        np.testing.assert_allclose(
-            jax.jit(jax.grad(clip))(0.5), 2, rtol=1e-5, err_msg=name
-        )
-    ones = jnp.ones(
-        1, jnp.bfloat16
-    )  # in which 0.3 and 0.7 are rounded, one of them inward
-    for limit in (0.3, 0.5, 0.7):
-        assert (
-            jax.grad(
-                lambda s: jnp.sum(clipjax.functional.clip_by_value(ones, -s, s)).astype(
-                    np.float32
-                )
-            )(limit)
-            == 1
-        )
     layers = {
         "scale": clipjax.scale_gradient,
         "value": lambda x, s: clipjax.clip_gradient_by_value(x, -s, s),
         "norm": clipjax.clip_gradient_by_norm,
         "global": clipjax.clip_gradient_by_global_norm,
     }
-    for name, layer in layers.items():
 
-        def slope(s: Any, layer: Any = layer) -> Any:
-            return jnp.sum(jax.grad(lambda x: jnp.sum(layer(x, s) ** 2))(x))
+    def slope(s: Any, layer: Any) -> Any:
+        return jnp.sum(jax.grad(lambda x: jnp.sum(layer(x, s) ** 2))(x))
 
-        assert jax.jit(jax.grad(slope))(0.5) == 0, name
+    @jax.jit
+    def all_slopes(s: Any, limits: Any) -> Any:
+        in_16_bits = jax.grad(lambda s: jnp.sum(value(ones, -s, s)).astype(np.float32))
+        of_clips = {name: jax.grad(clip)(s) for name, clip in clips.items()}
+        of_layers = {name: jax.grad(slope)(s, layer) for name, layer in layers.items()}
+        return of_clips, [in_16_bits(limit) for limit in limits], of_layers
+
+    of_clips, in_16_bits, of_layers = all_slopes(0.5, [0.3, 0.5, 0.7])
+    for name, found in of_clips.items():
+        np.testing.assert_allclose(found, 2, rtol=1e-5, err_msg=name)
+    assert in_16_bits == [1, 1, 1]
+    assert of_layers == dict.fromkeys(layers, 0)

@@ -56,9 +56,8 @@ def test_ends_at_or_just_below_the_bound(row: Row) -> None:
                 else float(jnp.finfo(dtype).smallest_subnormal)
             )
             error = row.below or tolerance(dtype)
-            if (
-                row.rounds != "entry"
-            ):  # a sum of products rounds relative to the largest of them
+            # A sum of products rounds relative to the largest of them.
+            if row.rounds != "entry":
                 largest = np.abs(
                     want if row.rounds == "result" else exact(tree)[name]
                 ).max()
@@ -140,10 +139,10 @@ LINKS = {row.id: row for row in PROJECTIONS if row.tree != "heads"}
 def linked(params: Any, updates: Any, bound: Any) -> Any:
     """Return the sums of weights and updates after each projection as a link."""
     moved = {}
-    for id, row in LINKS.items():
-        link, at = row.make(bound), params[id]
+    for name, row in LINKS.items():
+        link, at = row.make(bound), params[name]
         u, _ = link.update(updates[row.tree], link.init(at), at)
-        moved[id] = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), at, u)
+        moved[name] = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), at, u)
     return moved
 
 
@@ -152,8 +151,8 @@ def all_last_links(kind: str, exponent: int) -> Any:
     """Return weights inside, updates, and what the links make of them."""
     bound = BOUND * 2.0**exponent
     params = {
-        id: run(row, tree_of(row, kind, exponent), bound)[0]
-        for id, row in LINKS.items()
+        name: run(row, tree_of(row, kind, exponent), bound)[0]
+        for name, row in LINKS.items()
     }
     updates = {
         row.tree: tree_of(row, "normal", exponent, seed=2) for row in LINKS.values()
@@ -163,9 +162,7 @@ def all_last_links(kind: str, exponent: int) -> Any:
 
 @pytest.mark.parametrize("row", LINKS.values(), ids=lambda row: row.id)
 def test_the_last_link_ends_within_one_rounding(row: Row) -> None:
-    """From weights inside, p + u rounds each entry once: by half an ulp of it, or of p
-    where that is larger.
-    """
+    """From inside, p + u rounds each entry once: by half an ulp of it, or of p."""
     for kind, exponent in RUNS[:3]:
         bound = BOUND * 2.0**exponent
         params, updates, moved = all_last_links(kind, exponent)

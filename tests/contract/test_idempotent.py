@@ -1,6 +1,4 @@
-"""What ends inside its bound counts as inside: the same program does not change it
-again.
-"""
+"""What ends inside counts as inside: the same program does not change it again."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What is inside its bound comes back bit for bit; shape, dtype and weak type always
-stay.
-"""
+"""What is inside comes back bit for bit; shape, dtype and weak type always stay."""
 
 from __future__ import annotations
 
@@ -36,9 +34,7 @@ def test_inside_nothing_changes(row: Row) -> None:
 
 
 def with_tiny_entries(x: Any) -> Any:
-    """Replace the first column, or the first entries of a vector, by numbers down to
-    the smallest one.
-    """
+    """Replace the first column, or first entries, by numbers down to the smallest."""
     info = jnp.finfo(x.dtype)
     tiny = np.array(
         [info.smallest_subnormal, -3 * info.smallest_subnormal, -0.0, 0.0, info.tiny]

@@ -16,6 +16,11 @@ import pytest
 import clipjax
 from tests.contract.members import OTHERS, ROWS
 
+# Flax and Equinox configure JAX, which then compiles anew what it had compiled before:
+# they are imported before any test runs.
+ROOMS = ("", ".functional", ".flax", ".equinox", ".plots")
+MODULES = [importlib.import_module(f"clipjax{room}") for room in ROOMS]
+
 
 def test_every_public_name_says_what_it_is() -> None:
     for room in (clipjax, clipjax.functional):
@@ -32,9 +37,8 @@ def test_the_types_of_arguments_are_known_at_runtime() -> None:
                         typing.get_origin(x) or x
                         for x in typing.get_args(hint) or [hint]
                     ]
-                    numpy_too = (
-                        np.number in forms or argument == "groups"
-                    )  # a depth, which is a literal
+                    # A depth, which is a literal.
+                    numpy_too = np.number in forms or argument == "groups"
                     assert numpy_too or not (int in forms or float in forms), (
                         name,
                         argument,
@@ -43,19 +47,17 @@ def test_the_types_of_arguments_are_known_at_runtime() -> None:
 
 # What a name may be beside its rule, and why.
 OTHERWISE = {
-    "axes": "None is the whole leaf for gradients, 'auto' asks for weights; functions of trees take it by position",
+    "axes": "None is the whole leaf for gradients, 'auto' asks for weights; functions "
+    "of trees take it by position",
     "warmup_steps": "None is half of the window",
     "name": "of a transformation, or which one a picture shows",
 }
 
 
 def test_one_parameter_is_one_thing() -> None:
-    """What has no default is positional. Where it has one, a name has one kind, default
-    type and annotation.
-    """
+    """What has no default is positional; else a name has one kind, type, annotation."""
     rules: dict[str, dict[Any, str]] = {}
-    for room in ("", ".functional", ".flax", ".equinox", ".plots"):
-        module = importlib.import_module(f"clipjax{room}")
+    for module in MODULES:
         public = getattr(module, "__all__", None) or [
             n for n in vars(module) if re.match("(group_|unit_)?norms$", n)
         ]
@@ -92,11 +94,12 @@ def test_an_unknown_name_raises_as_usual() -> None:
     with pytest.raises(
         AttributeError, match=r"module 'clipjax' has no attribute 'clip_by_nrom'$"
     ):
-        clipjax.clip_by_nrom
+        getattr(clipjax, "clip_by_nrom")  # noqa: B009
 
 
 def test_importing_clipjax_imports_no_more_than_it_needs() -> None:
-    code = "import sys, clipjax; print(*{'flax', 'equinox', 'matplotlib', 'haiku', 'orbax'} & set(sys.modules))"
+    others = {"flax", "equinox", "matplotlib", "haiku", "orbax"}
+    code = f"import sys, clipjax; print(*{others} & set(sys.modules))"
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )

@@ -1,6 +1,4 @@
-"""NaN and infinity spread to all that shares their norm, are counted, and enter no
-memory.
-"""
+"""NaN and infinity spread over a norm, are counted, and enter no memory."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""States have constant shapes and separate buffers; bounds may be 0, infinite and
-schedules.
-"""
+"""States have constant shapes; bounds may be 0, infinite and schedules."""
 
 from __future__ import annotations
 

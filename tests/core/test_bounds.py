@@ -38,7 +38,7 @@ def test_a_traced_bound_below_0_counts_as_0() -> None:
     ],
 )
 def test_a_limit_that_int32_cannot_hold_clips_nothing(limit: Any) -> None:
-    """JAX takes whole numbers for int32, which would wrap to a negative limit, or to 0."""
+    """JAX takes whole numbers for int32, which would wrap, to a negative limit or 0."""
     clips = [
         clipjax.clip_by_global_norm(limit),
         clipjax.clip_by_norm(limit),
@@ -72,9 +72,7 @@ LIMITS = ((-0.1, 0.3), (0.1, 0.7), (-0.7, -0.3), (0.3, 0.3000001))
 
 
 def test_both_limits_are_rounded_inward() -> None:
-    """Measured in float64, no entry is beyond what the user wrote; and none is far from
-    it.
-    """
+    """In float64 no entry is beyond what the user wrote, and none is far from it."""
 
     @jax.jit
     def boxed(tree: Any) -> Any:

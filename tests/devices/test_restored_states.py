@@ -1,6 +1,4 @@
-"""States that are restored to a mesh, by the programs of docs/many-devices.md, for all
-members with a memory.
-"""
+"""States of all members with a memory, restored to a mesh as the page says."""
 
 import re
 from pathlib import Path

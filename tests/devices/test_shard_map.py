@@ -63,9 +63,8 @@ def test_every_member_sums_over_the_axes_of_each_leaf_and_keeps_its_state_replic
 ) -> None:
     params, trees = weights(0), [weights(1), weights(2), weights(3)]
     trees[2]["data"][5] = np.nan  # on two of the eight devices
-    losses = [
-        np.full(4, 2.0, np.float32) for _ in range(3)
-    ]  # one for each device along "data"
+    # One for each device along "data".
+    losses = [np.full(4, 2.0, np.float32) for _ in range(3)]
     losses[1][2] = np.inf
 
     states = others = init(MEMBERS, params)
@@ -138,7 +137,7 @@ def test_there_are_no_more_collectives_than_in_the_formula_by_hand(mesh: Any) ->
         )
         return len(
             re.findall(
-                r" (?:all-reduce|all-gather|all-to-all|collective-permute)(?:-start)?\(",
+                r" (?:all-(?:reduce|gather|to-all)|collective-permute)(?:-start)?\(",
                 text,
             )
         )

@@ -1,6 +1,4 @@
-"""Under `jit` with any shardings nothing is special: eight devices return what one
-does.
-"""
+"""Under `jit` with any shardings eight devices return what one does."""
 
 from typing import Any
 

@@ -1,6 +1,4 @@
-"""The pages: their links, their sizes, and the length of their lines of code. Sybil
-runs the code itself.
-"""
+"""The pages: links, sizes, and lines of code. Sybil runs the code itself."""
 
 import re
 import tomllib

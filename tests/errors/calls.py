@@ -13,17 +13,32 @@ import clipjax
 from tests.contract.members import FIRST, Row
 
 # Parameters by their rules. A bound is at least 0, unless it is one of entries.
-BOUND_NAMES = {"max_norm", "max_norms", "bound", "radius", "threshold", "clipping"}
-BOUND_NAMES |= {"relative_bound", "z_threshold", "rate", "low", "high"}
-NUMBER_NAMES = {"eps", "decay", "clip_factor", "quantile", "percentile"}  # finite
-NUMBER_NAMES |= {"learning_rate", "initial_max_norm", "factor"}
+BOUND_NAMES = {
+    *("max_norm", "max_norms", "bound", "radius", "threshold", "clipping"),
+    *("relative_bound", "z_threshold", "rate", "low", "high"),
+}
+NUMBER_NAMES = {  # finite
+    *("eps", "decay", "clip_factor", "quantile", "percentile"),
+    *("learning_rate", "initial_max_norm", "factor"),
+}
 COUNT_NAMES = {"window", "warmup_steps", "max_consecutive", "accumulate", "rope"}
 
 # What stands for arguments that have to be there, and members that need more.
-GIVEN = {"optimizer": "sgd", "function": "lambda w: w", "low": "0.0", "high": "9.0"}
-GIVEN |= {"max_norms": "{'*': 1.0}", "axes": "None", "x": "x", "tree": "x"}
-WHOLE = {"chain": "chain(clip)", "clip_by_value": "clip_by_value(1.0)"}
-WHOLE["bounded"] = "bounded(sgd, clip=clip, nonfinite='skip')"
+GIVEN = {
+    "optimizer": "sgd",
+    "function": "lambda w: w",
+    "low": "0.0",
+    "high": "9.0",
+    "max_norms": "{'*': 1.0}",
+    "axes": "None",
+    "x": "x",
+    "tree": "x",
+}
+WHOLE = {
+    "chain": "chain(clip)",
+    "clip_by_value": "clip_by_value(1.0)",
+    "bounded": "bounded(sgd, clip=clip, nonfinite='skip')",
+}
 
 SIGNATURES = {
     prefix + name: dict(inspect.signature(getattr(room, name)).parameters)

@@ -1,6 +1,4 @@
-"""Wrong calls, by theme: what is written, the exception, and words that its message
-has.
-"""
+"""Wrong calls, by theme: what is written, the exception, and words it has."""
 
 from __future__ import annotations
 

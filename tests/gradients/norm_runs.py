@@ -1,6 +1,4 @@
-"""Sequences of gradients whose norms are given, and one program that runs several clips
-over them.
-"""
+"""Gradients whose norms are given, and one program that runs clips over them."""
 
 from __future__ import annotations
 
@@ -13,12 +11,13 @@ import numpy as np
 SHAPES = {"bias": (3,), "kernel": (4, 3)}
 PARAMS = {name: np.ones(shape, np.float32) for name, shape in SHAPES.items()}
 SEEDS, STEPS = 3, 160
+# One entry of the kernel at these steps.
 BAD = {
     0: np.nan,
     9: np.inf,
     10: np.nan,
     70: -np.inf,
-}  # one entry of the kernel at these steps
+}
 
 
 def norms_with_spikes(seed: int) -> np.ndarray:

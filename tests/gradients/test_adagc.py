@@ -21,9 +21,7 @@ def adagc(
     max_norm=1.0,
     warmup_norms="before",
 ):
-    """The norms after the clip, and the smallest bounds, of norms of the shape (steps,
-    leaves).
-    """
+    """The norms after the clip, and the smallest bounds, of norms (steps, leaves)."""
     gamma = np.full(norms.shape[1], np.inf)
     after, least = [], []
     for t, n in enumerate(norms):
@@ -81,9 +79,7 @@ def test_it_follows_the_authors_code() -> None:
 
 
 def test_a_leaf_without_a_gradient_is_not_kept_at_zero() -> None:
-    """Gamma is never 0, so that a leaf can start to learn later; its first norm is not
-    clipped.
-    """
+    """Gamma is never 0, so that a leaf can start later; its first norm is unclipped."""
     tx = clipjax.adagc(warmup_steps=5)
     state, update = tx.init(PARAMS), jax.jit(tx.update)
     for bias in [0] * 9 + [3, 0, 300]:
@@ -92,9 +88,7 @@ def test_a_leaf_without_a_gradient_is_not_kept_at_zero() -> None:
 
 
 def test_units_of_a_leaf_follow_their_own_past() -> None:
-    """One leaf of several layers is clipped as the layers in leaves of their own; what
-    is skipped stays.
-    """
+    """A leaf of several layers is clipped as those in leaves of their own."""
     rng, short = np.random.default_rng(3), {"warmup_steps": 5, "max_norm": 3.0}
     sizes = np.exp(0.5 * rng.standard_normal((30, 4))) * 10.0 ** np.arange(-2, 2)
     layers = (rng.standard_normal((1, 30, 4, 5, 3)) * sizes[:, :, None, None]).astype(
@@ -118,10 +112,11 @@ def test_units_of_a_leaf_follow_their_own_past() -> None:
     )["apart"]
 
     updates, _, state = done["units"]
+    # The first axis: seeds.
     assert [x.shape for x in jax.tree.leaves(state.memory.gammas)] == [
         (1,),
         (1, 4, 1, 1),
-    ]  # the first axis: seeds
+    ]
     after = leaf_norms([updates["head"][0], *np.moveaxis(updates["layers"][0], 1, 0)])
     expected, _ = adagc(leaf_norms([head[0], *np.moveaxis(layers[0], 1, 0)]), **short)
     np.testing.assert_allclose(after, expected, rtol=1e-4)
@@ -138,9 +133,7 @@ def test_units_of_a_leaf_follow_their_own_past() -> None:
 
 
 def test_parameters_may_have_other_dtypes_than_their_gradients() -> None:
-    """The metrics are computed of stacks of norms and of gammas, which have to be in
-    one order.
-    """
+    """The metrics are of stacks of norms and of gammas, which are in one order."""
     with jax.enable_x64(True):
         kinds = {"a": np.float32, "b": np.float64, "c": np.float32}
         tx = clipjax.adagc(1.04, warmup_steps=1, max_norm=math.inf)

@@ -54,9 +54,7 @@ def step_of_all(grads: Any, states: Any) -> tuple[Any, Any]:
 
 
 def test_norms_that_are_not_finite_leave_no_trace() -> None:
-    """First, in the warm-up, at its end and later: the memories stay as they are, and
-    the updates are NaN.
-    """
+    """In the warm-up, at its end and later: memories stay, and the updates are NaN."""
     stacked = gradients_of(norms_with_spikes(1)[:12], 1)
     states = {name: tx.init(PARAMS) for name, tx in RULES.items()}
     for i in range(12):
@@ -183,9 +181,7 @@ def test_max_norm_may_be_a_schedule_and_relative_bound_too() -> None:
 
 
 def test_states_stay_replicated_inside_shard_map() -> None:
-    """Where leaves differ over a mesh axis, the norm is that of all devices, and so are
-    the statistics.
-    """
+    """Where leaves differ over a mesh axis, norm and statistics are of all devices."""
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
     rules = {name: tx for name, tx in RULES.items() if name != "adagc-axes"}
 
@@ -207,9 +203,7 @@ def test_states_stay_replicated_inside_shard_map() -> None:
 
 
 def test_derivatives_are_those_of_the_step() -> None:
-    """Through the norm of the step, which moves the bound, too; past norms are
-    constants. Finite at 0.
-    """
+    """Through the step's norm, which moves the bound; past norms are constants."""
     usual = gradients_of(np.exp(0.3 * np.random.default_rng(2).standard_normal(8)))
     with jax.enable_x64(True):
         usual = jax.tree.map(lambda x: x.astype(np.float64), usual)

@@ -33,9 +33,7 @@ NOISES = (0.02, 0.1, 0.4)
 
 
 def pasts(rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """Draw what the norms did before: zeros, masked batches, a pause, NaN, another
-    level.
-    """
+    """Draw past norms: zeros, masked batches, a pause, NaN, another level."""
     at = np.arange(BEFORE)
     noise = np.exp(0.1 * rng.standard_normal(BEFORE))
     return {
@@ -50,9 +48,7 @@ def pasts(rng: np.random.Generator) -> dict[str, np.ndarray]:
 
 
 def rates(norms: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the share of the last steps that each rule clips, of several runs (runs,
-    steps).
-    """
+    """Return the share of the last steps that each rule clips in each run."""
     zero = jnp.zeros(())
 
     def one_step(states: Any, norm: Any) -> Any:

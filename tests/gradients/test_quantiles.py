@@ -40,10 +40,11 @@ AUTOCLIP: list[dict[str, Any]] = [
     {"percentile": 0.0, "window": STEPS - len(BAD)},  # just as long as the run
     {"percentile": 50.0, "window": 2},
 ]
+# Each step is the largest of its window.
 NEVER = [
     {"percentile": 100.0, "window": 13},
     {"window": 1},
-]  # each step is the largest of its window
+]
 QUANTILE: list[dict[str, Any]] = [
     {},
     {"quantile": 0.9, "learning_rate": 0.05, "initial_max_norm": 30.0},
@@ -77,9 +78,7 @@ def test_the_quantile_rule_follows_the_paper() -> None:
 
 @jax.jit
 def track(quantile: Any, rate: Any, start: Any, norms: Any) -> Any:
-    """The bounds of the quantile rule over gradients of one entry, and that of the step
-    after them.
-    """
+    """The bounds of the quantile rule over gradients of one entry, and the next one."""
     tx = clipjax.clip_by_quantile(quantile, learning_rate=rate, initial_max_norm=start)
 
     def one(state: Any, norm: Any) -> Any:
@@ -93,9 +92,7 @@ def track(quantile: Any, rate: Any, start: Any, norms: Any) -> Any:
 @pytest.mark.parametrize("quantile", [0.1, 0.5, 0.9])
 @pytest.mark.parametrize("start", [0.1, 100.0])
 def test_the_quantile_rule_tracks_its_quantile(quantile: float, start: float) -> None:
-    """From a start that is far off, to within 10% after 200 rounds; and so does the
-    share of steps inside.
-    """
+    """From far off to within 10% after 200 rounds; so does the share inside."""
     norms = np.exp(0.2 * np.random.default_rng(5).standard_normal(3000)).astype(
         np.float32
     )
@@ -107,9 +104,7 @@ def test_the_quantile_rule_tracks_its_quantile(quantile: float, start: float) ->
 
 
 def test_a_norm_at_the_bound_counts_as_inside() -> None:
-    """The norm of one entry is exact, and so is the comparison: one ulp more is
-    outside.
-    """
+    """The norm of one entry is exact, as is the comparison: one ulp more is outside."""
     at = np.float32(4)
     for norm, inside in ((at, 1), (np.nextafter(at, np.float32(5)), 0)):
         after = track(0.25, 0.5, at, np.full(1, norm))[1]

@@ -1,6 +1,4 @@
-"""`skip_nonfinite`, `skip_spikes` and `zero_nonfinite`: what they skip, count and leave
-as it was.
-"""
+"""What `skip_nonfinite`, `skip_spikes` and `zero_nonfinite` skip and count."""
 
 import math
 from typing import Any
@@ -111,9 +109,7 @@ def test_max_consecutive_lets_steps_through_until_one_is_finite() -> None:
 def z_scores(
     values: list[float], window: int, warmup: int, least: float
 ) -> list[float]:
-    """How many standard deviations each value is above the median of the logarithms
-    before it, in float64.
-    """
+    """How many deviations each value is above the median of logarithms before it."""
     scores = []
     for i, value in enumerate(values):
         past = np.log(values[max(0, i - window) : i]) if i else np.zeros(0)
@@ -146,9 +142,8 @@ def test_spikes_of_norms_and_losses_are_those_of_the_formula() -> None:
         )
     expected = z_scores(norms, 8, 6, 0.05), z_scores(losses, 8, 6, 0.01)
     taken, z, loss_z, norm, loss = (np.array(x) for x in zip(*found, strict=True))
-    np.testing.assert_allclose(
-        z, expected[0], atol=1e-4
-    )  # logarithms of float32, divided by 0.05 or 0.01
+    # Logarithms of float32, divided by 0.05 or 0.01.
+    np.testing.assert_allclose(z, expected[0], atol=1e-4)
     np.testing.assert_allclose(loss_z, expected[1], atol=1e-4)
     np.testing.assert_allclose(norm, norms, rtol=1e-6)
     np.testing.assert_allclose(loss, losses, rtol=1e-6)

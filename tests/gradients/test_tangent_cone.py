@@ -15,9 +15,7 @@ RNG = np.random.default_rng(0)
 
 
 def test_what_max_norm_returns_is_on_the_sphere_of_the_cone() -> None:
-    """It ends a margin below the radius, and counts as on the sphere: a step outward is
-    removed.
-    """
+    """It ends a margin below, and counts as there: a step outward is removed."""
 
     @jax.jit
     def kept(tree: Any) -> Any:

@@ -117,9 +117,8 @@ def test_a_level_that_lasts_starts_the_statistics_anew() -> None:
     )
     after = np.abs(done["zclip"].updates["w"][0, :, 0])
     assert (after[40:140] < 1.3).all()  # the paper's rule, which takes them for spikes
-    np.testing.assert_array_equal(
-        after[140:165], norms[140:165].astype(np.float32)
-    )  # a warm-up
+    # A warm-up.
+    np.testing.assert_array_equal(after[140:165], norms[140:165].astype(np.float32))
     np.testing.assert_array_equal(np.isinf(done["zclip"].thresholds[0][140:165]), True)
     assert np.mean(after[165:] < norms[165:] * 0.999) < 0.2
 
@@ -210,9 +209,8 @@ def test_the_deviation_is_never_below_0() -> None:
     norms = np.exp(0.1 * np.random.default_rng(0).standard_normal((8, 400))).astype(
         np.float32
     )
-    norms[:, 50:190] = (
-        norms[:, 50:51] * 8
-    )  # equal ones, which are taken for spikes until the statistics start anew
+    # Equal ones, which are taken for spikes until the statistics start anew.
+    norms[:, 50:190] = norms[:, 50:51] * 8
     for tx in (
         clipjax.zclip(),
         clipjax.zclip(decay=0.0),

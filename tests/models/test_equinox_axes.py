@@ -120,7 +120,8 @@ def test_unknown_parameters_and_wrong_calls() -> None:
         )
         with pytest.raises(
             ValueError,
-            match=r"'weight' of Linear, itself of shape \(3, 3\): which axes are a stack",
+            match=r"'weight' of Linear, itself of shape \(3, 3\): which axes "
+            "are a stack",
         ):
             unit_axes(eqx.filter_eval_shape(cube, jax.random.split(KEY, 3)))
     for wrong in ({"kernel": jnp.ones((2, 3))}, nn.Linear):

@@ -215,7 +215,8 @@ def test_stacks_of_linen_layers() -> None:
     for axis in (0, 1):  # as many layers as inputs
         with pytest.raises(
             ValueError,
-            match=r"'kernel' of Dense, itself of shape \(4, 4\): which axes are a stack",
+            match=r"'kernel' of Dense, itself of shape \(4, 4\): which axes "
+            "are a stack",
         ):
             unit_axes(scanned(axis, 4)(), KEY, x)
     assert unit_axes(scanned(1, 4)(), KEY, x, other={"*kernel": 0})[kernel] == 0
@@ -286,7 +287,8 @@ def test_an_nnx_model_in_a_projection() -> None:
         else:
             with pytest.raises(
                 ValueError,
-                match=r"of shape \(4, 4, 5\).*itself of shape \(4, 5\): which axes are a",
+                match=r"of shape \(4, 4, 5\).*itself of shape \(4, 5\): which axes "
+                "are a",
             ):
                 unit_axes(stack)
 

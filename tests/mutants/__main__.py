@@ -75,9 +75,7 @@ def killer(mutant: Mutant, source: Path, ignored: list[str]) -> str | None:
 
 
 def main() -> int:
-    """Run all mutants, or those whose file or text contains the arguments, and print a
-    table.
-    """
+    """Run all mutants, or those with the arguments in file or text; print a table."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.mutants", description=__doc__
     )

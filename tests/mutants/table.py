@@ -430,7 +430,8 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     "composition.py": [
         ("before.append(zero_nonfinite())", "pass", NONFINITE),
         (
-            '        transformation.check_state("bounded with accumulate=", optax.MultiStepsState, state)\n',
+            '        transformation.check_state("bounded with accumulate=", '
+            "optax.MultiStepsState, state)\n",
             "",
             "composition/test_bounded.py",
         ),

@@ -1,4 +1,4 @@
-"""Comparisons with other libraries; each is skipped where the library is not installed."""
+"""Comparisons with other libraries; each is skipped where its library is missing."""
 
 import os
 

@@ -14,9 +14,7 @@ SEEDS = pytest.mark.parametrize("seed", range(len(SHARES)))
 
 
 def draw(seed: int) -> tuple[list[np.ndarray], float]:
-    """Draw leaves of rank 1 to 4, with entries of size 1e-3 to 1e3, and a bound for
-    their norm.
-    """
+    """Draw leaves of rank 1 to 4, of sizes 1e-3 to 1e3, and a bound for their norm."""
     rng = np.random.default_rng(seed)
     size = 10 ** rng.uniform(-3, 3)
     shapes = [(5, 6), (7,), (3, 3, 2, 4), (4, 2, 3)]

@@ -83,9 +83,7 @@ def test_a_rate_moves_part_of_the_way(keras: Any, rate: float) -> None:
 
 
 def test_a_bias_has_no_constraint_unless_asked(keras: Any) -> None:
-    """`kernel_constraint` leaves the bias of a layer as it is, and so does every
-    projection with axes=0.
-    """
+    """`kernel_constraint` leaves a bias as it is, as do projections with axes=0."""
     params = {
         "kernel": jnp.full((4, 3), 9.0),
         "bias": jnp.full(3, 9.0),

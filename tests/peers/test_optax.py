@@ -88,32 +88,19 @@ def test_projections(seed: int) -> None:
     "optimizer", [optax.sgd(1.0), optax.adam(0.1)], ids=["sgd", "adam"]
 )
 def test_steps_that_are_not_finite(optimizer: Any, most: int) -> None:
-    """A step is skipped, too many in a row are taken, and the state is that of the
-    steps that were taken.
-    """
+    """A step is skipped, too many in a row are taken; the state is of those taken."""
     ours, theirs = (
         clipjax.skip_nonfinite(optimizer, max_consecutive=most),
         optax.apply_if_finite(optimizer, most),
     )
-    w = jnp.zeros(2)
+    w = np.zeros(2, np.float32)
+    step, their_step = jax.jit(ours.update), jax.jit(theirs.update)
     state, their_state = ours.init(w), theirs.init(w)
     skipped = 0
-    for good in (
-        True,
-        False,
-        True,
-        False,
-        False,
-        True,
-        False,
-        False,
-        False,
-        False,
-        True,
-    ):
-        grads = jnp.array([1.0, 2.0 if good else jnp.nan])
-        updates, state = ours.update(grads, state, w)
-        expected, their_state = theirs.update(grads, their_state, w)
+    for good in map(int, "10100100001"):
+        grads = np.float32([1.0, 2.0 if good else np.nan])
+        updates, state = step(grads, state, w)
+        expected, their_state = their_step(grads, their_state, w)
         inner = state.memory.inner, their_state.inner_state
         assert_close(*map(jax.tree.leaves, ((updates, inner[0]), (expected, inner[1]))))
         skipped += not good and not np.isnan(expected).any()
@@ -231,9 +218,7 @@ def test_weights_stay_non_negative(start: float) -> None:
 
 @pytest.mark.parametrize("place", range(4))
 def test_a_projection_is_the_nearest_point(place: int) -> None:
-    """It is in the set, a point of the set stays, and no other point of the set that is
-    drawn is nearer.
-    """
+    """It is in the set, a point of the set stays, and no other drawn one is nearer."""
     ours = PROJECTIONS[place][0]
     rng = np.random.default_rng(place)
     x = jnp.asarray(rng.standard_normal(4), np.float32)
@@ -251,9 +236,7 @@ def test_a_projection_is_the_nearest_point(place: int) -> None:
 
 @pytest.mark.parametrize("entry", [1e20, np.inf])
 def test_an_infinite_norm_does_not_make_zeros(entry: float) -> None:
-    """The square of 1e20 overflows, too; Optax divides by infinity, and the other
-    entries are silently 0.
-    """
+    """The square of 1e20 overflows; Optax divides by infinity, others become 0."""
     grads, tx = jnp.array([entry, 1.0]), clipjax.clip_by_global_norm(1.0)
     assert clipped(optax.clip_by_global_norm(1.0), grads)[1] == 0
     ours, state = tx.update(grads, tx.init(grads))
@@ -262,7 +245,7 @@ def test_an_infinite_norm_does_not_make_zeros(entry: float) -> None:
 
 
 def test_a_sum_in_bfloat16_does_not_stop_growing() -> None:
-    """Optax adds the squares of leaves in their dtype, which beyond 256 loses each 1."""
+    """Optax adds squares of leaves in their dtype, which beyond 256 loses each 1."""
     leaves = [jnp.ones((), jnp.bfloat16)] * 400
     assert float(optax.tree.norm(leaves)) < 17
     np.testing.assert_allclose(functional.global_norm(leaves), 20, rtol=1e-6)

@@ -1,6 +1,4 @@
-"""The clips of TensorFlow, by value, by norm and by global norm, and those of a custom
-gradient.
-"""
+"""The clips of TensorFlow, and those of a custom gradient."""
 
 from __future__ import annotations
 
@@ -36,17 +34,14 @@ def test_clip_by_value(tf: Any, seed: int) -> None:
         [tf.clip_by_value(x, low, high) for x in leaves],
     )
     for a, b in zip(ours, theirs, strict=True):
-        np.testing.assert_allclose(
-            a, b, rtol=1.2e-7
-        )  # ours rounds limits inward, by at most an ulp
+        # Ours rounds limits inward, by at most an ulp.
+        np.testing.assert_allclose(a, b, rtol=1.2e-7)
 
 
 @SEEDS
 @pytest.mark.parametrize("axes", [None, 0, -1, (0, 1), (-3, 2), (0, 1, 2)])
 def test_clip_by_norm(tf: Any, seed: int, axes: Any) -> None:
-    """As a function with literal axes; as a transformation the axes of matrices mean
-    the same.
-    """
+    """As a function with literal axes; as a transformation they mean the same."""
     (matrix, *_, kernel), bound = draw(seed)
     own = list(axes) if isinstance(axes, tuple) else axes
     for limit in (bound, bound / 10, 0.0):

@@ -67,9 +67,7 @@ def missed(name: str, platform: str) -> dict[str, str]:
 @pytest.mark.tpu_compile
 @pytest.mark.parametrize("name", MEMBERS)
 def test_a_member_costs_a_tpu_what_its_arithmetic_needs(name: str) -> None:
-    """Bytes and scratch of a whole step, on a tree that does not fit in the chip's own
-    memory.
-    """
+    """Bytes and scratch of a step, on a tree larger than the chip's own memory."""
     assert not missed(name, "v5e")
 
 

@@ -68,11 +68,12 @@ CASES = {
         optax.adaptive_grad_clip(0.01),
         2.0,
     ),
+    # An entry inside is chosen, not multiplied.
     "max_norm": (
         clipjax.max_norm(1.0),
         by_hand(1.0),
         1.7,
-    ),  # an entry inside is chosen, not multiplied
+    ),
 }
 
 
@@ -84,8 +85,6 @@ def test_programs_of_sixty_leaves_are_hardly_longer_than_others(name: str) -> No
 
 @pytest.mark.parametrize("name", CASES)
 def test_jax_traces_no_more_of_a_leaf_than_with_others(name: str) -> None:
-    """What is done to each leaf is traced once for each shape; the metrics may have an
-    equation for each leaf.
-    """
+    """A leaf is traced once for each shape; metrics may have an equation a leaf."""
     ours, theirs, _ = CASES[name]
     assert len(traced(ours).jaxpr.eqns) <= len(traced(theirs).jaxpr.eqns) + len(LEAVES)

@@ -61,9 +61,7 @@ def of_tree(ord: float = 2) -> Oracle:
 
 
 def of_groups(prefix: str) -> Oracle:
-    """Clip the norm of the leaves whose names start with a prefix, and that of the
-    others.
-    """
+    """Clip the norm of leaves whose names start with a prefix, and of the others."""
 
     def clip(tree: Tree, params: Tree, bound: float) -> Tree:
         inner = {k: x for k, x in tree.items() if k.startswith(prefix)}
@@ -89,9 +87,7 @@ def of_leaves(ord: float = 2, *, rms: bool = False) -> Oracle:
 def of_units(
     ord: float = 2, *, rms: bool = False, relative_to: float | None = None
 ) -> Oracle:
-    """Clip each column; vectors stay, except relative to the weights, whose norms count
-    as at least a number.
-    """
+    """Clip each column; vectors stay, unless it is relative to weights."""
 
     def clip(tree: Tree, params: Tree, bound: float) -> Tree:
         clipped = dict(tree)
@@ -143,9 +139,7 @@ def of_singular_values(tree: Tree, params: Tree, bound: float) -> Tree:
 
 
 def of_cone(tree: Tree, params: Tree, bound: float) -> Tree:
-    """Remove what would push columns of weights on the sphere outward, by a step
-    against the gradient.
-    """
+    """Remove what a step against the gradient would push outward on the sphere."""
 
     def remove(g: np.ndarray, w: np.ndarray) -> np.ndarray:
         if g.ndim < 2:

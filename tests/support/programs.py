@@ -1,6 +1,4 @@
-"""Run a row of the table: one compiled program for each row and each structure of
-trees.
-"""
+"""Run a row: one compiled program for each row and structure of trees."""
 
 from __future__ import annotations
 
@@ -54,9 +52,7 @@ def put(x: Any, place: Any, value: float) -> Any:
 
 
 def stepped(tx: Any, *steps: Any, params: Any = None) -> Any:
-    """Run a transformation over some trees as one program; return the last updates and
-    the state.
-    """
+    """Run over some trees as one program; return the last updates and the state."""
 
     @jax.jit
     def whole(steps: Any, params: Any) -> Any:
@@ -69,9 +65,7 @@ def stepped(tx: Any, *steps: Any, params: Any = None) -> Any:
 
 
 def apply(row: Any, tree: Any, state: Any, params: Any, bound: Any) -> tuple[Any, Any]:
-    """Return what a row makes of a tree, of gradients or of weights, and the next
-    state.
-    """
+    """Return what a row makes of a tree, and the next state."""
     made = row.make(bound)
     if is_transformation(row):
         return made.update(tree, state, params)
@@ -87,7 +81,7 @@ def program(row: Any) -> Any:
 
 
 def start(row: Any, tree: Any, params: Any, bound: Any) -> Any:
-    """Return the first state of a row, after a past in which norms were at the bound."""
+    """Return the first state of a row, after a past of norms at the bound."""
     if not is_transformation(row):
         return None
     state = row.make(bound).init(tree if params is None else params)

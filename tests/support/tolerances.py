@@ -23,8 +23,6 @@ def tolerance(dtype: Any, terms: int = 1) -> float:
 
 
 def below(dtype: Any) -> float:
-    """Return how far below its bound a norm may end, as the guarantee says: a share of
-    the bound.
-    """
+    """Return how far below its bound a norm may end: a share of the bound."""
     info = jnp.finfo(dtype)
     return 2e-6 if info.bits >= 32 else (1e-3 if info.nmant == 10 else 1e-2)

@@ -55,7 +55,7 @@ def exact(tree: Any) -> dict[str, np.ndarray]:
 
 
 def bits(x: Any) -> bytes:
-    """Return what an array is in memory, where -0 and 0 differ and NaN equals itself."""
+    """Return an array's memory, where -0 and 0 differ and NaN equals itself."""
     return np.asarray(x).tobytes()
 
 

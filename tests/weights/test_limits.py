@@ -1,6 +1,4 @@
-"""Bounds by path: the first match wins, and a leaf that no pattern matches is not
-changed.
-"""
+"""Bounds by path: the first match wins, and a leaf without one is not changed."""
 
 from __future__ import annotations
 
@@ -21,9 +19,8 @@ PARAMS = {
         "bias": jnp.ones(4),
     },
     "head": {"kernel": jnp.asarray(RNG.normal(size=(6, 4)) * 5, np.float32)},
-    "stack": jnp.asarray(
-        RNG.normal(size=(2, 6, 4)) * 5, np.float32
-    ),  # whose rank does not tell what it is
+    # Whose rank does not tell what it is.
+    "stack": jnp.asarray(RNG.normal(size=(2, 6, 4)) * 5, np.float32),
 }
 
 
@@ -56,24 +53,22 @@ def test_max_norm_takes_a_radius_for_each_path() -> None:
 
 
 def test_min_max_norm_has_no_limit_where_no_pattern_matches() -> None:
-    params = {
-        name: jnp.asarray([[0.6, 3.0], [0.8, 4.0]]) for name in "abc"
-    }  # norms 1 and 5
+    # Norms 1 and 5.
+    params = {name: jnp.asarray([[0.6, 3.0], [0.8, 4.0]]) for name in "abc"}
     new = clipjax.min_max_norm({"a": 2.0}, {"b": 3.0})(params)
     for name, expected in (("a", [2, 5]), ("b", [1, 3]), ("c", [1, 5])):
         np.testing.assert_allclose(column_norms(new)[name], expected, rtol=2e-6)
+    # A number is for all leaves.
     for one, other in (
         (0.5, {"b": 3.0}),
         ({"a": 2.0}, 4.0),
-    ):  # a number is for all leaves
+    ):
         new = column_norms(clipjax.min_max_norm(one, other)(params))
         assert new["c"][1] == (5 if one == 0.5 else pytest.approx(4, rel=2e-6))
 
 
 def test_norms_stay_at_their_first_values() -> None:
-    """The recipe of docs/recipes.md: each layer keeps the norm that it had at the
-    start.
-    """
+    """The recipe of docs/recipes.md: layers keep the norms that they had first."""
     params = {"in": PARAMS["encoder"]["kernel"], "out": PARAMS["head"]["kernel"] / 7}
     radii = {name: jnp.linalg.norm(x) for name, x in params.items()}
     tx = optax.chain(optax.adam(0.1), clipjax.min_max_norm(radii, radii, axes=None))

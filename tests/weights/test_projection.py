@@ -36,8 +36,7 @@ def measured(params: Any, updates: Any) -> Any:
     seen = []
     link = clipjax.project(lambda tree: seen.append(tree) or tree)
     link.update(updates, link.init(params), params)
-    sizes = jax.tree.map(lambda x: jnp.abs(x.astype(np.float32)) * 1.0, seen[-1])
-    return sizes
+    return jax.tree.map(lambda x: jnp.abs(x.astype(np.float32)) * 1.0, seen[-1])
 
 
 @pytest.mark.parametrize("exponent", [0, -14, -18])
@@ -97,9 +96,7 @@ def test_updates_of_other_kinds(param: complex, update: float) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_no_compiler_may_leave_out_the_rounding(dtype: str) -> None:
-    """A compiler may measure p + u without its rounding to 16 bits, as those for a CPU
-    seldom do.
-    """
+    """A compiler may leave it out of p + u, as those for a CPU seldom do."""
     x = np.ones((3, 2), jnp.dtype(dtype))
     link = clipjax.max_norm(1.0)
     update = jax.make_jaxpr(lambda u, p: link.update(u, optax.EmptyState(), p))

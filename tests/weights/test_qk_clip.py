@@ -85,9 +85,7 @@ def test_every_head_ends_at_or_below_the_threshold(key_heads: int | None) -> Non
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 def test_the_factors_by_hand(dtype: Any) -> None:
-    """Two groups of two heads, with logits of 400 and 1600, and of 50 and 200, for a
-    threshold of 100.
-    """
+    """Two groups of two heads, whose logits are 400, 1600 and 50, 200, for 100."""
     ones = jax.tree.map(jnp.ones_like, layer(2, dtype=dtype))
     logits = np.array([400.0, 1600.0, 50.0, 200.0])
     clipped = qk_clip(100.0)(ones, max_logits=logits)
@@ -121,9 +119,7 @@ def test_stacks_of_layers() -> None:
 
 
 def test_layers_by_path() -> None:
-    """Paths as Flax sows logits: below the layer's path, in tuples, several for a
-    layer.
-    """
+    """Paths as Flax sows logits: below the layer's path, in tuples, several a layer."""
     one = layer(HEADS)
     params = {
         "block_0": {"attention": one},

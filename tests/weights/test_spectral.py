@@ -25,17 +25,13 @@ RNG = np.random.default_rng(0)
 
 
 def with_values(s: Any, rows: int, columns: int) -> np.ndarray:
-    """Return a matrix with these singular values, as many of them as fit, as multiples
-    of the bound.
-    """
+    """Return a matrix with these singular values, as multiples of the bound."""
     u, _, vh = np.linalg.svd(RNG.normal(size=(rows, columns)), full_matrices=False)
     return BOUND * (u * np.asarray(s)[: len(vh)]) @ vh
 
 
 def hard(rows: int, columns: int) -> dict[str, np.ndarray]:
-    """Return matrices that are hard to cap, by how; the oracle is as exact as float64
-    for all of them.
-    """
+    """Return matrices that are hard to cap, by how; float64 is exact for all."""
     n = min(rows, columns)
     drawn = with_values(
         np.linalg.svd(RNG.normal(size=(n, n)), compute_uv=False), rows, columns
@@ -150,9 +146,7 @@ def test_the_cap(dtype: str) -> None:
 
 
 def test_large_matrices() -> None:
-    """Where many roundings add up: all singular values at the bound, and just inside
-    it.
-    """
+    """Where many roundings add up: all singular values at the bound, just inside."""
     at, just = (
         with_values(np.full(256, s), 256, 256).astype(np.float32)
         for s in (1.0, 1 - 3e-5)
@@ -257,9 +251,7 @@ POINTS = {
 
 
 def test_derivatives() -> None:
-    """In both modes, along the weights and the bound, beside central differences of
-    NumPy's cap.
-    """
+    """In both modes, along weights and bound, beside differences of NumPy's cap."""
 
     def draw(x: np.ndarray) -> np.ndarray:
         drawn = RNG.normal(size=x.shape)
@@ -310,9 +302,7 @@ def test_derivatives_at_zero_and_in_16_bits_are_finite() -> None:
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_meshes(kind: AxisType) -> None:
-    """Shardings stay under jit, on explicit mesh axes too; a leaf that differs inside
-    shard_map is an error.
-    """
+    """Shardings stay under jit; a leaf that differs inside shard_map is an error."""
     mesh, project = (
         jax.make_mesh((1,), ("d",), axis_types=(kind,)),
         spectral_cap(1.0, flatten=(1, 2)),

@@ -41,9 +41,8 @@ OPTIMIZERS: dict[str, Any] = {
     "sam": optax.GradientTransformation(
         *contrib.sam(SGD, optax.chain(contrib.normalize(), SGD))
     ),
-    "galore": optax.chain(
-        clipjax.zero_nonfinite(), contrib.galore(0.1)
-    ),  # of infinities, no decomposition may end
+    # Of infinities, no decomposition may end.
+    "galore": optax.chain(clipjax.zero_nonfinite(), contrib.galore(0.1)),
     "plateau": optax.chain(ADAM, contrib.reduce_on_plateau()),
     "if_finite": optax.apply_if_finite(ADAM, 3),
     "inject": optax.inject_hyperparams(optax.adam)(RATE),
@@ -109,14 +108,13 @@ def test_optimizers_in_a_scan_of_a_vmap_with_donated_states() -> None:
     program = jax.jit(
         jax.vmap(lambda carry, *given: lax.scan(step, carry, given)), donate_argnums=0
     )
-    for name, (params, state) in jax.device_get(program(carry, SIZES, LOSSES))[
-        1
-    ].items():
+    _, steps = jax.device_get(program(carry, SIZES, LOSSES))
+    for name, (params, state) in steps.items():
         skipped = ~np.isfinite(SIZES * LOSSES) | (("spikes" in name) & (SIZES > 1e6))
         for i, j in np.ndindex(2, 4):
             each = [
-                jax.tree.map(lambda x: x[i, t], (params, state.memory.inner))
-                for t in (j, j + 1)
+                jax.tree.map(lambda x, t=t: x[t], (params, state.memory.inner))
+                for t in ((i, j), (i, j + 1))
             ]
             assert (bits(each[0]) == bits(each[1])) == skipped[i, j + 1], (name, i, j)
 
@@ -242,9 +240,7 @@ def test_finite_gradients_raise_nothing_under_debug_nans() -> None:
     with jax.debug_nans(True):
         update, state = jax.jit(tx.update), tx.init(PARAMS)
         for size in np.float32([1, 2, 3, 0, 1e6, 1e30]):
-            _, state = update(
-                jax.tree.map(lambda x: size * x, PARAMS), state, PARAMS, loss=size
-            )
-    assert (
-        clipjax.metrics(state)["skip_nonfinite/skipped"] == 1
-    )  # the square of the last norm is infinite
+            grads = {name: size * x for name, x in PARAMS.items()}
+            _, state = update(grads, state, PARAMS, loss=size)
+    # The square of the last norm is infinite.
+    assert clipjax.metrics(state)["skip_nonfinite/skipped"] == 1

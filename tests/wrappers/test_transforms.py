@@ -1,6 +1,4 @@
-"""JAX's transformations and modes around every kind of member: the results are those of
-plain steps.
-"""
+"""JAX's transformations and modes around members: the results are the same."""
 
 from typing import Any
 
@@ -88,9 +86,8 @@ def test_an_exported_step_survives_bytes(plain: Any) -> None:
 def test_strict_modes_and_leak_checks_find_nothing() -> None:
     half = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), {"w": PARAMS["w"]})
     trees = PARAMS, PARAMS | half
-    members = MEMBERS | {
-        "bounded": clipjax.skip_nonfinite(optax.sgd(0.1))
-    }  # MultiSteps promotes types itself
+    # MultiSteps promotes types itself.
+    members = MEMBERS | {"bounded": clipjax.skip_nonfinite(optax.sgd(0.1))}
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         for params in trees:
             for name, tx in members.items():
@@ -136,9 +133,7 @@ def test_strict_modes_and_leak_checks_find_nothing() -> None:
 
 
 def test_steps_without_jit_compile_nothing_after_the_first() -> None:
-    """A function that is made anew at each step, such as the body of a loop, would be
-    compiled at each step.
-    """
+    """A function made anew at each step, as in a loop, would be compiled each time."""
     compiled: list[str] = []
     jax.monitoring.register_event_duration_secs_listener(
         lambda event, *_, **__: (
@@ -175,9 +170,8 @@ def test_debug_nans_finds_nothing_at_zero() -> None:
         with jax.disable_jit():  # as one looks for a NaN of one's own
             for grads in (zeros, at(0)):
                 loss(grads)
-        clipjax.scale_gradient(
-            jnp.array([1.0, -jnp.inf]), 0.0
-        )  # no product in the forward pass
+        # No product in the forward pass.
+        clipjax.scale_gradient(jnp.array([1.0, -jnp.inf]), 0.0)
 
 
 def test_without_jit_and_with_checkpoint() -> None:

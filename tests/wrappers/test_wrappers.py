@@ -94,9 +94,8 @@ def test_states_can_be_mapped_by_what_they_hold() -> None:
     kinds = optax.tree.map_params(
         tx, lambda x: "p", tx.init(PARAMS), transform_non_params=lambda x: "n"
     )
-    assert (
-        jax.tree.leaves(kinds).count("p") == 6
-    )  # of two leaves two moments, and the mean of gradients
+    # Of two leaves two moments, and the mean of gradients.
+    assert jax.tree.leaves(kinds).count("p") == 6
 
 
 def test_the_memory_of_each_leaf_is_mapped_like_a_parameter() -> None:
@@ -106,9 +105,8 @@ def test_the_memory_of_each_leaf_is_mapped_like_a_parameter() -> None:
     )
     assert jax.tree.leaves(kinds.memory.gammas) == ["p", "p"]
     nn = pytest.importorskip("flax.linen")
-    boxed = {
-        "w": nn.Partitioned(PARAMS["w"], names=(None, "x"))
-    }  # one value for each box
+    # One value for each box.
+    boxed = {"w": nn.Partitioned(PARAMS["w"], names=(None, "x"))}
     found = optax.tree.map_params(
         adagc, lambda _, spec: spec, adagc.init(boxed), nn.get_partition_spec(boxed)
     )
@@ -123,11 +121,12 @@ def test_the_memory_of_each_leaf_is_not_sharded_like_a_flax_parameter() -> None:
     }
     specs = nn.get_partition_spec(clipjax.adagc().init(boxed))
     assert jax.tree.leaves(specs.memory.gammas) == [jax.sharding.PartitionSpec()] * 2
+    # Masked boxes are empty.
     for patterns, shapes in (
         (["kernel"], [()]),
         (["bias"], [()]),
         (["*"], [(), ()]),
-    ):  # masked boxes are empty
+    ):
         tx = optax.masked(clipjax.adagc(), clipjax.matching(*patterns))
         _, state = tx.update(boxed, tx.init(boxed))
         assert [
