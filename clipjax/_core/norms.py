@@ -82,8 +82,13 @@ def norm(x: jax.Array, axes: Axes = None, ord: float = 2) -> jax.Array:
 
 def tree_norm(leaves: Iterable[jax.Array], ord: float = 2) -> jax.Array:
     """Return the norm of all leaves together, with one all-reduce for each set of mesh axes."""
+    return _root(tree_total(leaves, ord), ord)
+
+
+def tree_total(leaves: Iterable[jax.Array], ord: float = 2) -> jax.Array:
+    """Return the norm of all leaves together to the power `ord`, as `tree_norm`."""
     warn_if_local()
-    return _root(_on_all([_total(x, None, ord) for x in leaves], ord), ord)
+    return _on_all([_total(x, None, ord) for x in leaves], ord)
 
 
 def largest(values: Iterable[jax.Array], empty: float = 0) -> jax.Array:
