@@ -95,7 +95,7 @@ def unitwise_norms(tree: Any, axes: units.Axes, *, ord: bounds.Ord = None) -> An
     """
     leaves, rebuild = trees.leaves_of(tree)
     measured: list[Any] = [None] * len(leaves)
-    found = units.of_tree(tree, _literal(axes))
+    found = units.of_tree(tree, literal(axes))
     for each, norm in zip(
         found, units.norms_of(found, _checks.check_ord(ord)), strict=True
     ):
@@ -154,7 +154,7 @@ def clip_by_norm(
        [0.3 0.4]]
     """
     bound = bounds.check_constant("max_norm", max_norm)
-    found = units.of_tree(tree, _literal(axes))
+    found = units.of_tree(tree, literal(axes))
     return clipping.clip_units(
         tree, found, units.norms_of(found, _checks.check_ord(ord)), bound
     )[0]
@@ -200,9 +200,9 @@ def clip_by_global_norm(
     return clipped, metrics["norm"]
 
 
-def _literal(axes: Any) -> Any:
-    """Return checked `axes` that apply to leaves of every rank, as NumPy's do, instead of to matrices only."""
+def literal(axes: Any) -> Any:
+    """Return checked `axes` for leaves of every rank, as NumPy's, not matrices only."""
     axes = units.check_axes(axes)
     if isinstance(axes, Mapping):
-        return {pattern: _literal(each) for pattern, each in axes.items()}
+        return {pattern: literal(each) for pattern, each in axes.items()}
     return (lambda path, leaf: axes) if isinstance(axes, int | tuple) else axes

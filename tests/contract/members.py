@@ -496,6 +496,8 @@ OTHERS = {
     "metrics",
     "series",
     "suggest",
+    "tap",
+    "tapped",
     "violations",
     "with_metrics",
 }

@@ -50,6 +50,8 @@ NAMES = [
     "bad_steps",
     "series",
     "suggest",
+    "tap",
+    "tapped",
     "with_metrics",
     "clip_gradient_by_value",
     "clip_gradient_by_norm",
