@@ -13,6 +13,8 @@ from clipjax.backward import (
     clip_gradient_by_value,
     replace_gradient,
     scale_gradient,
+    tap,
+    tapped,
 )
 from clipjax.composition import bounded, chain
 from clipjax.gradients.adagc import adagc
@@ -79,6 +81,8 @@ __all__ = [
     "spectral_cap",
     "suggest",
     "tangent_cone",
+    "tap",
+    "tapped",
     "unit_norm",
     "violations",
     "with_metrics",

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +19,78 @@ from clipjax._core.messages import short_repr
 T = TypeVar("T")
 
 
-def clip_gradient_by_value(x: T, low: ArrayLike, high: ArrayLike) -> T:
+# What a tap holds of norms: how many there were, how many were clipped, how many were
+# not finite, and the sum of the finite ones.
+_SHAPE_OF_TAP = (4,)
+
+
+def tap() -> jax.Array:
+    """Make a tap: the gradient with respect to it is what a clip in the model saw.
+
+    Pass it to a clip of this page, and take the gradient of the loss with respect to
+    it, too. The clip then returns sums there, which add up over the steps of a `scan`,
+    over the examples of a `vmap`, over devices, and over all clips that share the tap.
+    :func:`tapped` reads them.
+
+    Returns:
+      Zeros, float32 `(4,)`, on which no value depends.
+
+    Example:
+      >>> import clipjax, jax, jax.numpy as jnp
+      >>> def loss(x, t):
+      ...     return 3.0 * jnp.sum(clipjax.clip_gradient_by_norm(x, 1.0, tap=t))
+      >>> grads = jax.grad(loss, argnums=(0, 1))(jnp.ones(()), clipjax.tap())
+      >>> print(clipjax.tapped(grads[1])["mean_norm"])
+      3.0
+    """
+    return jnp.zeros(_SHAPE_OF_TAP, np.float32)
+
+
+def tapped(gradient: jax.Array) -> dict[str, jax.Array]:
+    """Read the gradient with respect to a tap, for a logger.
+
+    Args:
+      gradient: float32 `(..., 4)`, as JAX returns it for a :func:`tap`.
+
+    Returns:
+      A dict of float32 scalars, or of shape `(...)`: `count`, of norms; and of these
+      `clipped_fraction`, `nonfinite_count` and `mean_norm`, that of the finite ones. A
+      norm that is not finite is not clipped. The fraction and the mean are 0 if there
+      were none.
+
+    Raises:
+      ValueError: `gradient` does not have the shape of a tap.
+
+    Example:
+      >>> import clipjax, jax.numpy as jnp
+      >>> seen = clipjax.tapped(jnp.array([8.0, 2.0, 0.0, 4.0]))
+      >>> print(seen["count"], seen["clipped_fraction"], seen["mean_norm"])
+      8.0 0.25 0.5
+    """
+    if np.shape(gradient)[-1:] != _SHAPE_OF_TAP or not bounds.is_real(gradient):
+        raise ValueError(
+            "gradient must be that with respect to clipjax.tap(), of shape "
+            f"{_SHAPE_OF_TAP}, got {short_repr(gradient)}"
+        )
+    count, clipped, nonfinite, total = jnp.moveaxis(jnp.asarray(gradient), -1, 0)
+    return {
+        "count": count,
+        "clipped_fraction": clipped / jnp.maximum(count, 1),
+        "nonfinite_count": nonfinite,
+        "mean_norm": total / jnp.maximum(count - nonfinite, 1),
+    }
+
+
+def clip_gradient_by_value(
+    x: T, low: ArrayLike, high: ArrayLike, *, tap: jax.Array | None = None
+) -> T:
     """Return `x`, and clip each entry of its gradient to `[low, high]`.
 
     Args:
       x: a pytree of arrays.
       low: the lower limit, a number or an array that broadcasts to every leaf.
       high: the upper limit, likewise.
+      tap: a :func:`tap`; the norm of a leaf is its largest absolute entry.
 
     Raises:
       TypeError, ValueError: a limit is NaN or not a number; `low` is above `high`; a
@@ -39,16 +104,29 @@ def clip_gradient_by_value(x: T, low: ArrayLike, high: ArrayLike) -> T:
       >>> float(jax.grad(loss)(2.0))
       1.0
     """
-    low, high = (
-        bounds.as_constant("low", low, -np.inf),
-        bounds.as_constant("high", high, -np.inf),
-    )
+    low = bounds.as_constant("low", low, -np.inf)
+    high = bounds.as_constant("high", high, -np.inf)
     _checks.check_order(low, high)
-    return _with_gradient(functional.clip_by_value, x, low, high)
+
+    def seen(gradient: Any, low: Any, high: Any) -> list[Seen]:
+        def one(g: jax.Array) -> Seen:
+            outside = jnp.any((g < low) | (g > high)).astype(np.uint8)
+            is_above = norms.over_devices(lax.pmax, outside) > 0
+            return norms.norm(g, None, jnp.inf), is_above
+
+        return [one(g) for g in trees.floats_of(gradient)]
+
+    return _with_gradient(functional.clip_by_value, seen, tap, x, low, high)
 
 
-def clip_gradient_by_norm(x: T, max_norm: ArrayLike, axes: units.Axes = None) -> T:
-    """Return `x`, and clip the norm of its gradient: of each leaf, or of each unit along `axes`.
+def clip_gradient_by_norm(
+    x: T,
+    max_norm: ArrayLike,
+    axes: units.Axes = None,
+    *,
+    tap: jax.Array | None = None,
+) -> T:
+    """Return `x`, and clip the norm of its gradient, of each leaf or unit.
 
     In a recurrent network it clips at every step. Under `vmap` each example is clipped
     alone.
@@ -58,6 +136,7 @@ def clip_gradient_by_norm(x: T, max_norm: ArrayLike, axes: units.Axes = None) ->
       max_norm: the bound, a number or an array that broadcasts to the norms. Its own
         gradient is 0.
       axes: the axes that are reduced; None for the whole leaf.
+      tap: a :func:`tap`.
 
     Raises:
       TypeError, ValueError: `max_norm` is negative, NaN or not a number, or does not
@@ -75,17 +154,26 @@ def clip_gradient_by_norm(x: T, max_norm: ArrayLike, axes: units.Axes = None) ->
       [0.6 0.8]
     """
     bound = bounds.as_constant("max_norm", max_norm)
-    return _with_gradient(
-        lambda gradient, bound: functional.clip_by_norm(gradient, bound, axes), x, bound
-    )
+
+    def clip(gradient: Any, bound: Any) -> Any:
+        return functional.clip_by_norm(gradient, bound, axes)
+
+    def seen(gradient: Any, bound: Any) -> list[Seen]:
+        found = units.of_tree(gradient, functional.literal(axes))
+        return [(norm, norm > bound) for norm in units.norms_of(found)]
+
+    return _with_gradient(clip, seen, tap, x, bound)
 
 
-def clip_gradient_by_global_norm(tree: T, max_norm: ArrayLike) -> T:
+def clip_gradient_by_global_norm(
+    tree: T, max_norm: ArrayLike, *, tap: jax.Array | None = None
+) -> T:
     """Return `tree`, and clip the norm of its gradient, that of all leaves together.
 
     Args:
       tree: a pytree of arrays.
       max_norm: the bound, a number or a scalar array. Its own gradient is 0.
+      tap: a :func:`tap`.
 
     Raises:
       TypeError, ValueError: `max_norm` is negative, NaN, not a number or not a scalar.
@@ -101,15 +189,35 @@ def clip_gradient_by_global_norm(tree: T, max_norm: ArrayLike) -> T:
       0.6 0.8
     """
     bound = bounds.as_constant("max_norm", max_norm, scalar=True)
-    return _with_gradient(
-        lambda gradient, bound: functional.clip_by_global_norm(gradient, bound)[0],
-        tree,
-        bound,
-    )
+
+    def clip(gradient: Any, bound: Any) -> Any:
+        return functional.clip_by_global_norm(gradient, bound)[0]
+
+    def seen(gradient: Any, bound: Any) -> list[Seen]:
+        norm = functional.global_norm(gradient)
+        return [(norm, norm > bound)]
+
+    return _with_gradient(clip, seen, tap, tree, bound)
 
 
-def _with_gradient(change: Callable[..., Any], tree: T, *limits: Any) -> T:
-    """Return a tree whose gradient becomes `change(gradient, *limits)`, where leaves without one have float0."""
+# Norms, and whether they are above the bound.
+Seen: TypeAlias = tuple[jax.Array, jax.Array]
+
+
+def _with_gradient(
+    change: Callable[..., Any],
+    seen: Callable[..., list[Seen]],
+    tap: jax.Array | None,
+    tree: T,
+    *limits: Any,
+) -> T:
+    """Return a tree whose gradient becomes `change(gradient, *limits)`.
+
+    Leaves without a gradient have float0. The gradient of the tap becomes the sums of
+    what `seen(gradient, *limits)` returns.
+    """
+    if tap is not None and (not bounds.is_real(tap) or np.shape(tap) != _SHAPE_OF_TAP):
+        raise TypeError(f"tap must be clipjax.tap(), got {short_repr(tap)}")
     leaves, rebuild = trees.leaves_of(tree)
     # Arrays are arguments, since a custom derivative must not close over tracers;
     # numbers stay exact.
@@ -118,29 +226,46 @@ def _with_gradient(change: Callable[..., Any], tree: T, *limits: Any) -> T:
         for limit in limits
     ]
 
+    def given(arrays: list[Any]) -> list[Any]:
+        pairs = zip(limits, arrays, strict=True)
+        return [limit if array is None else array for limit, array in pairs]
+
     def changed(arrays: list[Any], gradient: Any) -> Any:
-        return change(
-            gradient,
-            *(
-                x if array is None else array
-                for x, array in zip(limits, arrays, strict=True)
-            ),
-        )
+        return change(gradient, *given(arrays))
+
+    def backward(kept: Any, gradient: Any) -> tuple[Any, None, Any]:
+        arrays, tap = kept
+        sums = None if tap is None else _sums(seen(gradient, *given(arrays)), tap)
+        return changed(arrays, gradient), None, sums
 
     @jax.custom_vjp
-    def identity(tree: T, arrays: list[Any]) -> T:
+    def identity(tree: T, arrays: list[Any], tap: Any) -> T:
         return tree
 
-    identity.defvjp(
-        lambda tree, arrays: (tree, arrays),
-        lambda arrays, gradient: (changed(arrays, gradient), None),
-    )
+    identity.defvjp(lambda tree, arrays, tap: (tree, (arrays, tap)), backward)
     tree = rebuild([leaf.value for leaf in leaves])
     jax.eval_shape(changed, arrays, tree)  # raises its errors now
-    each = zip(leaves, trees.leaves_of(identity(tree, arrays))[0], strict=True)
+    passed = trees.leaves_of(identity(tree, arrays, tap))[0]
+    each = zip(leaves, passed, strict=True)
     return rebuild(
         [new.value if trees.is_float(old.value) else old.value for old, new in each]
     )
+
+
+def _sums(seen: list[Seen], tap: jax.Array) -> jax.Array:
+    """Return the gradient of a tap."""
+    sums = jnp.zeros(_SHAPE_OF_TAP, np.float32)
+    for norm, is_above in seen:
+        finite = jnp.isfinite(norm)
+        kinds = (jnp.ones_like(finite), finite & is_above, ~finite)
+        numbers = [*kinds, jnp.where(finite, norm, 0)]
+        sums += jnp.stack([jnp.sum(x, dtype=np.float32) for x in numbers])
+    sums = lax.stop_gradient(sums)
+    # Norms are those of all devices. If the tap is another on each, one has the sums,
+    # so that they count once.
+    for name in norms.mesh_axes(tap):
+        sums = jnp.where(lax.axis_index(name) == 0, sums, 0)
+    return sums.astype(tap.dtype)
 
 
 def scale_gradient(x: T, factor: ArrayLike) -> T:
@@ -187,7 +312,7 @@ def scale_gradient(x: T, factor: ArrayLike) -> T:
 
 @jax.custom_jvp
 def _scaled(x: jax.Array, factor: jax.Array) -> jax.Array:
-    """Return x, without a product that may be NaN; its tangents are multiplied by the factor."""
+    """Return x, without a product that may be NaN; tangents have the factor."""
     return x
 
 

@@ -99,7 +99,7 @@ def unitwise_norms(
     norms.warn_if_local()
     leaves, rebuild = trees.leaves_of(tree)
     measured: list[Any] = [None] * len(leaves)
-    found = units.of_tree(tree, _literal(axes))
+    found = units.of_tree(tree, literal(axes))
     sizes = units.norms_of(found, _checks.check_ord(ord))
     for each, norm in zip(found, sizes, strict=True):
         if each.axes is None and keepdims:
@@ -160,7 +160,7 @@ def clip_by_norm(
     """
     norms.warn_if_local()
     bound = bounds.as_constant("max_norm", max_norm)
-    found = units.of_tree(tree, _literal(axes))
+    found = units.of_tree(tree, literal(axes))
     sizes = units.norms_of(found, _checks.check_ord(ord))
     return clipping.clip_units(tree, found, sizes, bound)[0]
 
@@ -210,9 +210,9 @@ def _given_norm(norm: ArrayLike) -> jax.Array:
     return jnp.asarray(norm, norms.sum_dtype(jnp.result_type(norm)))
 
 
-def _literal(axes: Any) -> Any:
+def literal(axes: Any) -> Any:
     """Return checked `axes` that apply to leaves of every rank, as NumPy's do."""
     axes = units.check_axes(axes)
     if isinstance(axes, Mapping):
-        return {pattern: _literal(each) for pattern, each in axes.items()}
+        return {pattern: literal(each) for pattern, each in axes.items()}
     return (lambda path, leaf: axes) if isinstance(axes, int | tuple) else axes

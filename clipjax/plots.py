@@ -1,4 +1,4 @@
-"""Pictures of norms over the steps, of groups, and of the units of weights.
+"""Pictures of norms over the steps, of groups, of bad steps, and of units of weights.
 
 They need Matplotlib, which `import clipjax` does not load. Each function takes `ax`,
 the axes to draw on, and returns them; None makes a new figure:
@@ -10,7 +10,7 @@ that do not match, and no steps, raise a ValueError.
 """
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -18,6 +18,7 @@ import numpy as np
 from clipjax import _checks
 from clipjax._core import bounds, clipping, trees, units
 from clipjax._core.messages import a_few, short_repr
+from clipjax.monitoring.bad_steps import bad_steps as find_bad_steps
 from clipjax.monitoring.history import (
     History,
     columns_of,
@@ -30,6 +31,7 @@ from clipjax.monitoring.history import (
 try:
     from matplotlib import pyplot as plt
     from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
     from matplotlib.ticker import MaxNLocator
 except ImportError as error:
     raise ImportError(
@@ -191,6 +193,78 @@ def group_norms(
     )
 
 
+def bad_steps(opt_state: Any, *, ax: Any = None) -> Any:
+    """Draw which groups the norm of each bad step came from, as bars.
+
+    Args:
+      opt_state: an optimizer state with a recorder that keeps bad steps, as for
+        :func:`clipjax.bad_steps`.
+      ax: the axes to draw on; None makes a new figure.
+
+    Returns:
+      The axes, with one bar for each step, the oldest at the top. Its parts are the
+      shares of the groups in the squared norm, sorted and colored as in
+      :func:`group_norms`. In a hatched bar they are the groups that were not finite, of
+      equal shares. In front of it is the norm, or the loss if that was bad.
+
+    Raises:
+      ValueError: no recorder keeps bad steps, or it has no groups.
+
+    Example:
+      >>> import clipjax, jax.numpy as jnp
+      >>> from clipjax import plots
+      >>> tx = clipjax.record_norms("leaf", keep=4)
+      >>> grads = {"body": jnp.ones(3), "head": jnp.array([jnp.inf])}
+      >>> _, state = tx.update(grads, tx.init(grads))
+      >>> ax = plots.bad_steps(state)
+      >>> [text.get_text() for text in ax.legend_.get_texts()]
+      ['head']
+    """
+    steps = find_bad_steps(opt_state)
+    if any(not step.groups for step in steps):
+        raise ValueError(
+            "opt_state: its recorder has one norm for all leaves; name groups, as in "
+            "record_norms('leaf', keep=16)"
+        )
+    each = [_shares(step.groups) for step in steps]
+    names = steps[0].groups if steps else {}
+    largest = {name: max(shares[name] for shares in each) for name in names}
+    colors = _colors({name: share for name, share in largest.items() if share > 0})
+    ax = _new(ax, height=1.2 + 0.3 * max(3, len(steps)))
+    for row, (step, shares) in enumerate(zip(steps, each, strict=True)):
+        is_bad = not np.isfinite([*step.groups.values()]).all()
+        style = {"height": 0.7, "ec": "white", "hatch": "////" if is_bad else None}
+        start = 0.0
+        for name, color in colors.items():
+            ax.barh(row, shares[name], left=start, color=color, **style)
+            start += shares[name]
+        # The others, as one.
+        ax.barh(row, sum(shares.values()) - start, left=start, color=_GREY, **style)
+    labels = [f"{step.step}: {step.cause}" for step in steps]
+    ax.set_yticks(range(len(steps)), labels)
+    ax.set(xlabel="share of the squared norm (%)", ylabel="step", xlim=(0, 100))
+    ax.invert_yaxis()
+    ax.legend(
+        handles=[Patch(color=color, label=name) for name, color in colors.items()],
+        title=f"of {len(names)} groups",
+        **_place(ax),
+    )
+    return ax
+
+
+def _shares(groups: Mapping[str, float]) -> dict[str, float]:
+    """Return the shares of groups in the squared norm, in percent.
+
+    Of groups that are not finite, each has the same.
+    """
+    sizes = np.array([*groups.values()])
+    bad = ~np.isfinite(sizes)
+    parts = bad.astype(float)
+    if not bad.any() and sizes.any():
+        parts = (sizes / sizes.max()) ** 2
+    return dict(zip(groups, 100 * parts / (parts.sum() or 1), strict=True))
+
+
 def unit_norms(
     params: Any,
     *,
@@ -315,8 +389,10 @@ def _groups_in(columns: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _new(ax: Any) -> Any:
-    return plt.subplots(figsize=(8, 4), layout="constrained")[1] if ax is None else ax
+def _new(ax: Any, height: float = 4) -> Any:
+    if ax is not None:
+        return ax
+    return plt.subplots(figsize=(8, height), layout="constrained")[1]
 
 
 def _line(ax: Any, x: np.ndarray, y: np.ndarray, **style: Any) -> None:
@@ -357,22 +433,14 @@ def _lines(
     dashed: Collection[str] = (),
 ) -> Any:
     """Draw lines, x and y by name, and a bound below them."""
-    order = sorted(
-        lines,
-        key=lambda name: [
-            int(x) if x.isdecimal() else x for x in re.split(r"(\d+)", name)
-        ],
-    )
     largest = {
         name: np.max(y, initial=0, where=np.isfinite(y))
         for name, (_, y) in lines.items()
     }
-    named = set(sorted(order, key=lambda name: largest[name])[-len(_COLORS) :])
-    colors = iter(_COLORS)
-    for name in order:
-        label = (
-            f" {name}" if name.startswith("_") else name
-        )  # labels that begin with "_" are not in the legend
+    colors = _colors(largest)
+    for name in _in_order(lines):
+        # Labels that begin with "_" are not in the legend.
+        label = f" {name}" if name.startswith("_") else name
         style: dict[str, Any] = {
             "color": _GREY,
             "linewidth": 0.6,
@@ -380,14 +448,10 @@ def _lines(
             "zorder": 1.6,
             "label": f"_{name}",
         }
-        if name in named:
-            style = {"color": next(colors), "linewidth": 1.2, "label": label}
+        if name in colors:
+            style = {"color": colors[name], "linewidth": 1.2, "label": label}
         _line(ax, *lines[name], linestyle="--" if name in dashed else "-", **style)
-    title = (
-        [f"the {len(named)} largest of {len(lines)} {what}"]
-        if len(lines) > len(named)
-        else []
-    )
+    title = _title(colors, lines, what)
     if bound < np.inf:
         ax.axhline(
             bound,
@@ -396,8 +460,39 @@ def _lines(
             label=f"radius {bound:.4g}",
             **_BOUND,
         )
-        title.append("(share of units at the radius)")
-    return _finished(ax, list(lines.values()), "\n".join(title))
+        title = f"{title}\n(share of units at the radius)".strip()
+    return _finished(ax, list(lines.values()), title)
+
+
+def _in_order(names: Iterable[str]) -> list[str]:
+    """Sort names, with numbers in them as numbers: `layer_2` before `layer_10`."""
+
+    def parts(name: str) -> list[Any]:
+        return [int(x) if x.isdecimal() else x for x in re.split(r"(\d+)", name)]
+
+    return sorted(names, key=parts)
+
+
+def _colors(sizes: Mapping[str, float]) -> dict[str, str]:
+    """Return a color for each of the largest, sorted by name."""
+    order = _in_order(sizes)
+    largest = sorted(order, key=lambda name: sizes[name])[-len(_COLORS) :]
+    return dict(zip(_in_order(largest), _COLORS, strict=False))
+
+
+def _title(colors: Collection[str], names: Collection[str], what: str) -> str:
+    if len(colors) == len(names):
+        return ""
+    return f"the {len(colors)} largest of {len(names)} {what}"
+
+
+def _place(ax: Any) -> dict[str, Any]:
+    """Return where the legend is: beside the axes, if the figure makes room for it."""
+    style = {"alignment": "left", "fontsize": "small", "title_fontsize": "small"}
+    if not ax.figure.get_layout_engine():
+        return style | {"loc": "upper right"}
+    beside = {"loc": "upper left", "bbox_to_anchor": (1.01, 1), "frameon": False}
+    return style | beside
 
 
 def _finished(ax: Any, points: Sequence[Any], title: str = "") -> Any:
@@ -407,11 +502,10 @@ def _finished(ax: Any, points: Sequence[Any], title: str = "") -> Any:
     ink = plt.rcParams["text.color"]
     _at_top(ax, bad, marker="x", color=ink, ms=4, label="not finite")
     ax.autoscale(axis="y")
-    least, top, zeros = (
-        ax.dataLim.minposy,
-        ax.dataLim.y1,
-        ax.dataLim.y0 <= 0,
-    )  # of all that is drawn
+    # Of all that is drawn.
+    least = ax.dataLim.minposy
+    top = ax.dataLim.y1
+    zeros = ax.dataLim.y0 <= 0
     if top > 20 * least:
         with_zero = {"linthresh": 10 ** np.floor(np.log10(least)), "linscale": 0.5}
         ax.set_yscale("symlog", **with_zero) if zeros else ax.set_yscale("log")
@@ -422,15 +516,7 @@ def _finished(ax: Any, points: Sequence[Any], title: str = "") -> Any:
         MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True, min_n_ticks=1)
     )
     ax.grid(alpha=0.25)
-    outside = {"loc": "upper left", "bbox_to_anchor": (1.01, 1), "frameon": False}
-    place = outside if ax.figure.get_layout_engine() else {"loc": "upper right"}
-    legend = ax.legend(
-        title=title or None,
-        alignment="left",
-        fontsize="small",
-        title_fontsize="small",
-        **place,
-    )
+    legend = ax.legend(title=title or None, **_place(ax))
     for handle in legend.legend_handles:
         if isinstance(handle, Line2D):  # the axes may have other artists
             handle.set_markersize(5)

@@ -7,7 +7,7 @@ has an A or a B near its start and another in its middle, and at its end the net
 says which they were. Now and then the gradient explodes in the backward pass, and one
 such step of plain SGD destroys what was learned. `global` clips the whole gradient, in
 the optimizer; `step` clips, within the network, what each time step passes back to the
-one before.
+one before, and a tap logs what that clip sees.
 """
 
 import argparse
@@ -43,10 +43,7 @@ def sequences(key, count, length):
 
 
 def first_params(key):
-    """Draw the weights.
-
-    The recurrent ones are sparse, with a spectral radius of 0.95, as in the paper.
-    """
+    """Draw the weights; the recurrent ones are sparse, of spectral radius 0.95."""
     keys = jax.random.split(key, 4)
     recurrent = jax.random.normal(keys[0], (HIDDEN, HIDDEN))
     recurrent = jnp.where(
@@ -63,12 +60,12 @@ def first_params(key):
     }
 
 
-def logits_of(params, x, method):
+def logits_of(params, x, method, tap=None):
     """Read the sequences, and classify them by the last hidden state."""
 
     def cell(hidden, symbol):
         if method == "step":
-            hidden = clipjax.clip_gradient_by_norm(hidden, 0.01)
+            hidden = clipjax.clip_gradient_by_norm(hidden, 0.01, tap=tap)
         return jnp.tanh(
             hidden @ params["recurrent"]
             + params["input"][symbol]
@@ -80,45 +77,44 @@ def logits_of(params, x, method):
 
 
 def train(method, length, seeds, steps):
-    """Train from each seed; return errors (blocks, seeds) and norms (steps, seeds)."""
+    """Train one network for each seed; return errors (blocks, seeds) and metrics.
+
+    Metrics are a dict of arrays (steps, seeds).
+    """
     bound = 1.0 if method == "global" else jnp.inf  # infinity: measure only
     tx = optax.chain(clipjax.clip_by_global_norm(bound), optax.sgd(0.1))
 
-    def loss_of(params, x, y):
-        return optax.softmax_cross_entropy_with_integer_labels(
-            logits_of(params, x, method), y
-        ).mean()
+    def loss_of(params, tap, x, y):
+        logits = logits_of(params, x, method, tap)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
 
     def step(carry, batch):
         params, state = carry
-        updates, state = tx.update(jax.grad(loss_of)(params, *batch), state, params)
-        return (optax.apply_updates(params, updates), state), clipjax.metrics(state)[
-            "clip_by_global_norm/norm"
-        ]
+        grads, seen = jax.grad(loss_of, argnums=(0, 1))(params, clipjax.tap(), *batch)
+        updates, state = tx.update(grads, state, params)
+        metrics = clipjax.metrics(state) | clipjax.tapped(seen)
+        return (optax.apply_updates(params, updates), state), metrics
 
     def block(carry, key):
         x, y = sequences(key, BLOCK * BATCH + TEST, length)
         batches = x[TEST:].reshape(BLOCK, BATCH, length), y[TEST:].reshape(BLOCK, BATCH)
-        carry, norms = jax.lax.scan(step, carry, batches)
-        return (
-            carry,
-            jnp.mean(logits_of(carry[0], x[:TEST], method).argmax(-1) != y[:TEST]),
-            norms,
-        )
+        carry, metrics = jax.lax.scan(step, carry, batches)
+        wrong = logits_of(carry[0], x[:TEST], method).argmax(-1) != y[:TEST]
+        return carry, jnp.mean(wrong), metrics
 
     keys = jax.vmap(jax.random.key)(jnp.arange(seeds))
     params = jax.jit(jax.vmap(first_params))(keys)
     carry, blocks = (params, jax.vmap(tx.init)(params)), jax.jit(jax.vmap(block))
-    errors, norms = [], []
+    errors, history = [], []
     for number in range(steps // BLOCK):
         carry, error, seen = blocks(
             carry, jax.vmap(jax.random.fold_in, (0, None))(keys, number)
         )
         errors.append(np.asarray(error))
-        norms.append(np.asarray(seen).T)
+        history.append(jax.tree.map(lambda x: np.asarray(x).T, seen))
         if np.all(np.min(errors, axis=0) < 0.01):
             break
-    return np.array(errors), np.concatenate(norms)
+    return np.array(errors), jax.tree.map(lambda *x: np.concatenate(x), *history)
 
 
 def main():
@@ -138,12 +134,18 @@ def main():
     plt.rcParams["font.size"] = 13
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
     for method, (color, style) in METHODS.items():
-        errors, norms = train(method, length, seeds, steps)
+        errors, metrics = train(method, length, seeds, steps)
+        norms = metrics["clip_by_global_norm/norm"]
         solved = np.sum(np.min(errors, axis=0) < 0.01)
         print(
             f"{method:7} {solved} of {seeds} networks learned the task, largest "
             f"gradient norm {norms.max():.3g}"
         )
+        if method == "step":
+            share = metrics["clipped_fraction"].mean()
+            mean = metrics["mean_norm"].mean()
+            seen = f"norms between time steps: mean {mean:.2g}, {share:.0%} clipped"
+            print(f"{'':7} {seen}")
         at = BLOCK * np.arange(1, len(errors) + 1)
         label = f"clip: {method}, learned by {solved} of {seeds}"
         axes[0].plot(

@@ -5,7 +5,7 @@
 A broken batch has pixels a hundred times too bright and wrong labels, which makes a
 spike of the gradient norm, or pixels that are NaN. Every method sees the same batches.
 `suggest` replays the norms of the first run, and says which threshold each rule would
-have used.
+have used. `bad_steps` says which layer the last bad steps came from.
 """
 
 import argparse
@@ -47,7 +47,8 @@ def logits_of(params, x):
 
 
 def train(tx, data, factors):
-    """Train in one scan; return the history, and the accuracies."""
+    """Train in one scan; return the history, the accuracies and the last state."""
+    tx = optax.chain(clipjax.record_norms("leaf", name="gradients", keep=8), tx)
     train_x, test_x, train_y, test_y = data
     keys = jax.random.split(jax.random.key(0))
     params = {
@@ -66,16 +67,16 @@ def train(tx, data, factors):
         params, state = carry
         rows, factor = inputs
         y = jnp.where(factor == 1, train_y[rows], (train_y[rows] + 1) % 10)
-        grads = jax.grad(loss_of)(params, factor * train_x[rows], y)
-        updates, state = tx.update(grads, state, params)
+        loss, grads = jax.value_and_grad(loss_of)(params, factor * train_x[rows], y)
+        updates, state = tx.update(grads, state, params, loss=loss)
         params = optax.apply_updates(params, updates)
         right = jnp.mean(logits_of(params, test_x).argmax(-1) == test_y)
         return (params, state), (clipjax.metrics(state), right)
 
     rows = np.random.default_rng(1).integers(len(train_y), size=(len(factors), BATCH))
     run = jax.jit(lambda carry: jax.lax.scan(step, carry, (rows, factors)))
-    _, (history, accuracies) = run((params, tx.init(params)))
-    return history, np.asarray(accuracies)
+    (_, state), (history, accuracies) = run((params, tx.init(params)))
+    return history, np.asarray(accuracies), state
 
 
 def main():
@@ -103,12 +104,12 @@ def main():
     results = {}
     for name, tx in methods().items():
         results[name] = train(tx, data, np.float32(broken))
-        _, accuracies = results[name]
+        _, accuracies, _ = results[name]
         print(
             f"{name:28} accuracy after step 100: mean {accuracies[100:].mean():.1%}, "
             f"worst {accuracies[100:].min():.1%}"
         )
-    history, _ = results["nothing but a skip of NaN"]
+    history, _, _ = results["nothing but a skip of NaN"]
     norms = clipjax.series(history, "skip_nonfinite")
     print("\nwhat each rule would have done with these norms:")
     for rule, found in clipjax.suggest(norms).items():
@@ -119,9 +120,9 @@ def main():
 
     plt.rcParams["font.size"] = 13
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
-    history, _ = results["clip_by_global_norm(1.0)"]
+    history, _, _ = results["clip_by_global_norm(1.0)"]
     plots.norms(history, ax=left).set_title("Gradient norms, spikes and NaN")
-    for (name, (_, accuracies)), style in zip(
+    for (name, (_, accuracies, _)), style in zip(
         results.items(), ("-", "--", "-.", ":", "-", "--"), strict=True
     ):
         smooth = np.convolve(accuracies, np.ones(20) / 20, "valid")
@@ -129,6 +130,11 @@ def main():
     right.set(title="Accuracy on the test set", xlabel="step", ylabel="%")
     right.legend()
     figure.savefig(args.plot, dpi=90)
+
+    _, _, state = results["skip_spikes()"]
+    print("\nthe last bad steps of the run with skip_spikes():")
+    for each in clipjax.bad_steps(state):
+        print(f"  {each}")
     print(f"picture: {args.plot}")
 
 

@@ -85,7 +85,12 @@ def norm(x: jax.Array, axes: Reduced = None, ord: float = 2) -> jax.Array:
 
 def tree_norm(leaves: Iterable[jax.Array], ord: float = 2) -> Scalar:
     """Return the norm of leaves together: an all-reduce for each set of mesh axes."""
-    return _root(_on_all([_total(x, None, ord) for x in leaves], ord), ord)
+    return _root(tree_total(leaves, ord), ord)
+
+
+def tree_total(leaves: Iterable[jax.Array], ord: float = 2) -> Scalar:
+    """Return the norm of leaves together to the power `ord`."""
+    return _on_all([_total(x, None, ord) for x in leaves], ord)
 
 
 def largest(values: Iterable[jax.Array], empty: float = 0) -> Scalar:

@@ -14,7 +14,7 @@ from clipjax.gradients.window import (
     check_size,
     empty_ring,
     enter,
-    is_held,
+    held,
     quantile,
 )
 
@@ -72,7 +72,7 @@ def autoclip(
     def bound_of(norm: jax.Array, past: Ring, step: Any) -> tuple[jax.Array, Ring]:
         check_size(past, window)
         ring = enter(past, norm, counts(norm))
-        bound = quantile(ring.values, is_held(ring), percentile / 100)
+        bound = quantile(ring.values, held(ring), percentile / 100)
         return jnp.where(ring.entered > 0, bound, jnp.inf), ring
 
     return clip_by_history("autoclip", remember, bound_of)

@@ -15,8 +15,10 @@ from clipjax.gradients.window import (
     check_size,
     empty_ring,
     enter,
-    is_held,
+    held,
+    in_order,
     quantile,
+    quantile_of,
 )
 
 # For normally distributed numbers, the median of |x - median| times this is the
@@ -142,13 +144,11 @@ def compare(
     enough = max(1, norms.values.size // 2) if enough is None else enough
     dtype = losses.values.dtype
     seen = jnp.zeros((), dtype) if loss is None else loss.astype(dtype)
-    values = jnp.stack([norms.values, losses.values])
     # Both windows at once, which takes half as many kernels.
-    z_scores, thresholds = jax.vmap(_compared, (0, 0, 0, 0, None, None))(
+    z_scores, thresholds = _compared(
         jnp.stack([norm, seen]),
-        values,
-        jnp.stack([is_held(norms), is_held(losses)]),
-        np.array(_LEAST_STDS, values.dtype),
+        jnp.stack([norms.values, losses.values]),
+        jnp.stack([held(norms), held(losses)]),
         enough,
         z_threshold,
     )
@@ -175,31 +175,26 @@ def compare(
 
 
 def _compared(
-    value: jax.Array,
-    values: jax.Array,
-    held: jax.Array,
-    least_std: Any,
-    enough: Any,
-    z_threshold: Any,
+    seen: jax.Array, values: jax.Array, held: jax.Array, enough: Any, z_threshold: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """Compare a value with those of a window.
+    """Compare a norm and a loss, `(2,)`, with those in windows, `(2, window)`.
 
     Returns:
-      How many standard deviations it is above their median, and which value is
-      `z_threshold` of them above it.
+      How many standard deviations they are above their medians, and which values are
+      `z_threshold` of them above.
     """
-    past = jnp.where(held, values, 1)
-    positive = jnp.all(past > 0)  # always so for norms, and for most losses
-    past = jnp.where(positive, jnp.log(jnp.where(positive, past, 1)), past)
-    median = quantile(past, held, 0.5)
-    floor = least_std * jnp.where(positive, 1, jnp.abs(median))
-    std = _STD_PER_MAD * quantile(jnp.abs(past - median), held, 0.5)
+    ascending = in_order(values, held)
+    positive = ascending[:, 0] > 0  # always so for norms, and for most losses
+    logs = jnp.log(jnp.where(positive[:, None], ascending, 1))
+    past = jnp.where(positive[:, None], logs, ascending)
+    median = quantile_of(past, held, 0.5)
+    least_stds = np.array(_LEAST_STDS, values.dtype)
+    floor = least_stds * jnp.where(positive, 1, jnp.abs(median))
+    std = _STD_PER_MAD * quantile(jnp.abs(past - median[:, None]), held, 0.5)
     std = jnp.maximum(std, floor)
     limit = median + jnp.asarray(z_threshold, std.dtype) * std
     threshold = jnp.where(positive, jnp.exp(limit), limit)
-    scaled = jnp.where(positive, jnp.log(jnp.maximum(value, _LEAST_VALUE)), value)
-    warm = jnp.sum(held, dtype=np.int32) >= enough
-    return (
-        jnp.where(warm, (scaled - median) / std, 0),
-        jnp.where(warm, threshold, jnp.inf),
-    )
+    logged = jnp.log(jnp.maximum(seen, _LEAST_VALUE))
+    z_score = (jnp.where(positive, logged, seen) - median) / std
+    warm = held >= enough
+    return jnp.where(warm, z_score, 0), jnp.where(warm, threshold, jnp.inf)

@@ -49,24 +49,43 @@ def one_more(size: int, entered: jax.Array, enters: jax.Array) -> jax.Array:
     return jnp.where(enters, more, entered)
 
 
-def is_held(ring: Ring) -> jax.Array:
-    """Return which places of a ring have a value, bool `(window,)`."""
-    return jnp.arange(ring.values.size, dtype=np.int32) < ring.entered
+def held(ring: Ring) -> jax.Array:
+    """Return how many values there are in a ring: in its first places."""
+    return jnp.minimum(ring.entered, ring.values.size)
 
 
 def quantile(values: jax.Array, held: jax.Array, share: Any) -> jax.Array:
-    """Return a quantile of the values that are held, as `numpy.quantile` does.
+    """Return a quantile along the last axis, as `numpy.quantile` does.
 
-    If none is held, it is the largest float.
+    Only the first values count, as many as are held. If none is, it is the largest
+    float.
     """
-    # The others come last. Infinite ones would make NaN in derivatives.
-    ascending = jnp.sort(jnp.where(held, values, jnp.finfo(values.dtype).max))
-    last = jnp.maximum(jnp.sum(held, dtype=np.int32), 1) - 1
-    rank = share * last.astype(values.dtype)
+    return quantile_of(in_order(values, held), held, share)
+
+
+def in_order(values: jax.Array, held: jax.Array) -> jax.Array:
+    """Return values in ascending order; behind those that are held, the largest float.
+
+    Infinite ones would make NaN in derivatives.
+    """
+    places = jnp.arange(values.shape[-1], dtype=np.int32)
+    most = jnp.finfo(values.dtype).max
+    return jnp.sort(jnp.where(places < jnp.expand_dims(held, -1), values, most))
+
+
+def quantile_of(ascending: jax.Array, held: jax.Array, share: Any) -> jax.Array:
+    """Return a quantile of values that are in order."""
+    last = jnp.maximum(held, 1) - 1
+    rank = share * last.astype(ascending.dtype)
     below = jnp.floor(rank).astype(np.int32)
     above = jnp.minimum(below + 1, last)
-    step = ascending[above] - ascending[below]
-    return ascending[below] + step * (rank - jnp.floor(rank))
+    # Flat, since an index with two parts is a kernel of its own.
+    flat = ascending.ravel()
+    row = ascending.shape[-1] * jnp.arange(held.size, dtype=np.int32).reshape(
+        held.shape
+    )
+    low = flat[row + below]
+    return low + (flat[row + above] - low) * (rank - jnp.floor(rank))
 
 
 class BadSteps(NamedTuple):

@@ -26,15 +26,21 @@ class BadStep(NamedTuple):
     loss: float
     groups: dict[str, float]  # the norm of each group, by name
 
-    def __str__(self) -> str:
-        usual = ""
-        if self.threshold < math.inf:
-            usual = f", usual up to {self.threshold:.2g}"
-        norm = f"norm {self.norm:.2g}{usual}"
+    @property
+    def cause(self) -> str:
+        """The norm, or the loss if the norm is a usual one."""
         if self.norm <= self.threshold and self.norm < math.inf:
-            return f"step {self.step}: loss {self.loss:.2g}; {norm}"
-        where = f"; {self._where()}" if self.groups else ""
-        return f"step {self.step}: {norm}{where}"
+            return f"loss {self.loss:.2g}"
+        return f"norm {self.norm:.2g}"
+
+    def __str__(self) -> str:
+        text = f"step {self.step}: {self.cause}"
+        is_norm = self.cause.startswith("norm")
+        if not is_norm:
+            text += f"; norm {self.norm:.2g}"
+        if self.threshold < math.inf:
+            text += f", usual up to {self.threshold:.2g}"
+        return f"{text}; {self._where()}" if is_norm and self.groups else text
 
     def _where(self) -> str:
         bad = [name for name, norm in self.groups.items() if not math.isfinite(norm)]

@@ -1,5 +1,6 @@
 """Metrics: what the transformations measured and did, read from their states."""
 
+import functools
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 
 from clipjax._core import transformation
 from clipjax._core.messages import short_repr
+from clipjax.gradients.window import keeps_bad_steps
 
 
 def metrics(opt_state: Any) -> dict[str, jax.Array]:
@@ -56,7 +58,8 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
     for state in states:
         parts = (state.last, state.totals, state.shares)
         arrays = [{key: as_array(x) for key, x in part.items()} for part in parts]
-        each = _read(*arrays, as_array(state.step))
+        squared = keeps_bad_steps(state.memory)
+        each = _read(*arrays, as_array(state.step), squared=squared)
         if not each:
             continue
         name = next(iter(each)).partition("/")[0]
@@ -79,14 +82,17 @@ def states_in(tree: Any) -> Iterator[transformation.MetricsState]:
 
 # Jitted, so that outside of jit no constant goes to the device, which transfer guards
 # forbid.
-@jax.jit
+@functools.partial(jax.jit, static_argnames="squared")
 def _read(
     last: dict[str, jax.Array],
     totals: dict[str, jax.Array],
     shares: dict[str, jax.Array],
     steps: jax.Array,
+    squared: bool,
 ) -> dict[str, jax.Array]:
     """Return the metrics of one state, in buffers that are not the state's own."""
+    if squared:
+        last = {key: jnp.sqrt(x) for key, x in last.items()}
     found = last | totals
     for key, count in shares.items():
         known = jnp.maximum(steps, 1).astype(np.float32)

@@ -116,7 +116,7 @@ def record_norms(
             for leaf in trees.leaves_of(tree)[0]
         ]
 
-    def measured_in(label: str, tree: Any) -> dict[str, jax.Array]:
+    def squares_in(label: str, tree: Any) -> dict[str, jax.Array]:
         members: dict[Any, list[trees.Leaf]] = (
             {("", False): []} if groups is None and not stacks else {}
         )
@@ -133,36 +133,37 @@ def record_norms(
         for (group, is_stacked), of_group in members.items():
             prefix = f"{label}/{group}".rstrip("/")
             if is_stacked:
-                each |= {
-                    f"{prefix}/{i}": norm
-                    for i, norm in enumerate(_norms_of_layers(of_group))
-                }
+                squares = _squares_of_layers(of_group)
+                each |= {f"{prefix}/{i}": x for i, x in enumerate(squares)}
             else:
-                each[prefix] = norms.tree_norm([leaf.value for leaf in of_group])
+                each[prefix] = norms.tree_total([leaf.value for leaf in of_group])
         return each
 
     def act(
         updates: Any, params: Any, step: Any, memory: Any, **extra: Any
     ) -> tuple[Any, dict[str, jax.Array], Any]:
-        metrics = measured_in(name, updates) if "updates" in measured else {}
+        squares = squares_in(name, updates) if "updates" in measured else {}
         kept = memory[name].steps.size if memory else 0
         if not is_traced and kept != size:
             raise ValueError(f"keep: the state was made with {kept}, got {size}")
         if memory:
-            groups = [metrics[key] for key in sorted(metrics)]
+            groups = [squares[key] for key in sorted(squares)]
             norm = norms.tree_norm(trees.floats_of(updates))
             loss = skipping.loss_of(extra)
             memory = {name: _with_step(memory[name], step, norm, loss, groups)}
         if "params" in measured:
-            metrics |= measured_in(
-                "params", trees.params_for("record_norms", updates, params)
-            )
-        return updates, metrics, memory
+            params = trees.params_for("record_norms", updates, params)
+            squares |= squares_in("params", params)
+        # Roots beside the squares, which the norm of all needs, would be a kernel for
+        # each group: of a recorder that keeps steps, `metrics` takes them.
+        if not memory:
+            squares = {key: jnp.sqrt(x) for key, x in squares.items()}
+        return updates, squares, memory
 
     def remember(params: Any) -> dict[str, BadSteps]:
         if is_traced:
             raise traced_error("keep", keep)
-        groups = jax.eval_shape(lambda tree: measured_in(name, tree), params)
+        groups = jax.eval_shape(lambda tree: squares_in(name, tree), params)
         return {name: _no_steps(size, len(groups), norm_dtype(params))}
 
     of_steps = remember if is_traced or size else None
@@ -191,8 +192,11 @@ def _with_step(
         is_bad |= ~jnp.isfinite(loss)
     # No NaN in place of a loss that is not given: it would raise under
     # `jax_debug_nans` where nothing is wrong.
-    numbers = [norm, seen["threshold"], -jnp.inf if loss is None else loss, *groups]
+    numbers = [norm, seen["threshold"], -jnp.inf if loss is None else loss]
     row = jnp.stack([jnp.asarray(x, kept.rows.dtype) for x in numbers])
+    if groups:
+        of_groups = jnp.stack([x.astype(row.dtype) for x in groups])
+        row = jnp.concatenate([row, jnp.sqrt(of_groups)])
     here = is_next(kept.steps.size, kept.entered) & is_bad
     return BadSteps(
         past,
@@ -202,8 +206,8 @@ def _with_step(
     )
 
 
-def _norms_of_layers(stacks: list[trees.Leaf]) -> list[jax.Array]:
-    """Return the norm of each layer of stacks along the first axis."""
+def _squares_of_layers(stacks: list[trees.Leaf]) -> list[jax.Array]:
+    """Return the squared norm of each layer of stacks along the first axis."""
     lengths = {leaf.value.shape[:1] for leaf in stacks}
     if len(lengths) > 1 or () in lengths:
         raise ValueError(
@@ -217,4 +221,4 @@ def _norms_of_layers(stacks: list[trees.Leaf]) -> list[jax.Array]:
         for leaf in stacks
     ]
     (count,) = lengths.pop()
-    return [norms.tree_norm([each[i] for each in of_leaves]) for i in range(count)]
+    return [norms.tree_total([each[i] for each in of_leaves]) for i in range(count)]

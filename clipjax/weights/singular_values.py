@@ -157,7 +157,7 @@ def _gram(w: jax.Array) -> jax.Array:
 
 
 def _of_each(x: jax.Array, w: jax.Array) -> jax.Array:
-    """Return what each matrix has one of so that it broadcasts to their entries."""
+    """Return one number a matrix so that it broadcasts to its entries."""
     shape = (*(1,) * (w.ndim - x.ndim - 2), *x.shape, 1, 1)
     return x.reshape(shape).astype(x.dtype if x.dtype == bool else w.dtype)
 
@@ -215,7 +215,7 @@ def _quotient(x: jax.Array, size: jax.Array) -> jax.Array:
 
 
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Return the matrix product in full float32, which accelerators do not use by default."""
+    """Return the matrix product in full float32, which accelerators avoid."""
     return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
 
 

@@ -42,7 +42,8 @@ class Docstrings(griffe.Extension):
                 text = re.sub(r"^Example:$", "Examples:", text, flags=re.MULTILINE)
                 if not item.is_module and item.parent.is_module:
                     lines = f"#L{item.lineno}-L{item.endlineno}"
-                    text += f"\n\n[Source]({SOURCE}/{item.relative_package_filepath}{lines})"
+                    file = item.relative_package_filepath
+                    text += f"\n\n[Source]({SOURCE}/{file}{lines})"
                 item.docstring.value = text
             for member in item.members.values():
                 visit(member)

@@ -529,6 +529,8 @@ OTHERS = {
     "metrics",
     "series",
     "suggest",
+    "tap",
+    "tapped",
     "violations",
     "with_metrics",
 }

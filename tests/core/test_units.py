@@ -28,7 +28,7 @@ def test_auto_is_a_word_in_mappings_too() -> None:
     norms = np.linalg.norm(np.asarray(projected["body"]["kernel"], float), axis=0)
     np.testing.assert_allclose(norms, 1.0, rtol=2e-6)
     conv = {"head": {"kernel": jnp.ones((3, 3, 2, 4))}}
-    with pytest.raises(ValueError, match="'head/kernel' .* may be the kernel of"):
+    with pytest.raises(ValueError, match=r"'head/kernel' .* may be the kernel of"):
         clipjax.max_norm(1.0, axes={"*": "auto"})(conv)
     with pytest.raises(TypeError, match=r"axes\['\*'\] must be ints"):
         clipjax.clip_by_norm(1.0, axes={"*": "auto"})

@@ -216,6 +216,35 @@ def test_units_are_sorted_and_those_at_the_bound_are_counted() -> None:
     assert [text.get_text() for text in hidden.legend_.get_texts()] == [" _w"]
 
 
+def test_bad_steps_are_bars_of_their_groups() -> None:
+    tx = clipjax.record_norms("leaf", keep=4)
+    state = tx.init({f"layer_{i}": jnp.ones(1) for i in range(12)})
+    assert drawn(plots.bad_steps(state)) == {}
+    grads = {f"layer_{i}": jnp.array([float(i)]) for i in range(12)}
+    for bad in ({"layer_2": NAN, "layer_10": INF}, {"layer_3": NAN}, {}):
+        step = grads | {name: jnp.array([x]) for name, x in bad.items()}
+        _, state = tx.update(step, state, loss=jnp.float32(0 if bad else INF))
+    ax = plots.bad_steps(state)
+    ax.figure.canvas.draw()
+    labels = [text.get_text() for text in ax.get_yticklabels()]
+    assert labels == ["0: norm nan", "1: norm nan", "2: loss inf"]
+    legend = [text.get_text() for text in ax.legend_.get_texts()]
+    assert legend == [f"layer_{i}" for i in (2, 3, 6, 7, 8, 9, 10, 11)]
+    assert ax.legend_.get_title().get_text() == "of 12 groups"
+    widths = np.reshape([bar.get_width() for bar in ax.patches], (3, 9))
+    np.testing.assert_allclose(widths[0], [50, 0, 0, 0, 0, 0, 50, 0, 0], atol=1e-9)
+    np.testing.assert_allclose(widths[1], [0, 100, 0, 0, 0, 0, 0, 0, 0], atol=1e-9)
+    squares = np.array([2, 3, 6, 7, 8, 9, 10, 11]) ** 2
+    others = 1 + 4**2 + 5**2
+    shares = 100 * np.array([*squares, others]) / (squares.sum() + others)
+    np.testing.assert_allclose(widths[2], shares, rtol=1e-6)
+    plt.close(ax.figure)
+    whole = clipjax.record_norms(keep=1)
+    state = whole.update(jnp.array([NAN]), whole.init(jnp.ones(1)))[1]
+    with pytest.raises(ValueError, match=r"opt_state: .* one norm for all leaves"):
+        plots.bad_steps(state)
+
+
 def test_what_cannot_be_drawn_is_an_error() -> None:
     plt.close("all")  # those of other tests in this process
     for draw, value, error in (
