@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from clipjax._core import transformation, trees
-from clipjax.gradients.window import keeps_bad_steps
+from clipjax.gradients.window import is_of_recorder
 from clipjax.monitoring.metrics import as_array, states_in
 
 
@@ -85,9 +85,7 @@ def bad_steps(opt_state: Any) -> list[BadStep]:
       ...     print(each)
       step 2: norm nan; not finite in head
     """
-    # Not those with a recorder in their memory, as a skip has.
-    recorders = [x for x in states_in(opt_state) if isinstance(x.memory, dict)]
-    recorders = [x for x in recorders if keeps_bad_steps(x.memory)]
+    recorders = [x for x in states_in(opt_state) if is_of_recorder(x.memory)]
     if not recorders:
         raise ValueError(
             "opt_state: no recorder in it keeps bad steps. Put one in front of the "

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from clipjax._core import bounds, transformation
-from clipjax.gradients.window import keeps_bad_steps
+from clipjax.gradients.window import is_of_recorder
 
 
 def metrics(opt_state: Any) -> dict[str, jax.Array]:
@@ -59,7 +59,7 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
     for state in states:
         parts = (state.last, state.totals, state.shares)
         arrays = [{key: as_array(x) for key, x in part.items()} for part in parts]
-        squared = keeps_bad_steps(state.memory)
+        squared = is_of_recorder(state.memory)
         each = _read(*arrays, as_array(state.step), squared=squared)
         if not each:
             continue

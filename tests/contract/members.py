@@ -295,7 +295,7 @@ STEPS = [
     Row(
         "record_norms",
         "step",
-        lambda b: clipjax.record_norms("leaf", keep=2),
+        lambda b: clipjax.record_norms(keep=2),
         o.times(1),
         "none",
         title="keep",
