@@ -10,50 +10,20 @@ that do not match, and no steps, raise a ValueError.
 """
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 
 from clipjax import _checks
+from clipjax import _drawing as draw
 from clipjax._core import bounds, clipping, trees, units
 from clipjax._core.messages import a_few, short_repr
+from clipjax.monitoring import history as runs
 from clipjax.monitoring.bad_steps import bad_steps as find_bad_steps
-from clipjax.monitoring.history import (
-    History,
-    columns_of,
-    key_of,
-    label_of,
-    per_step,
-    steps_taken,
-)
-
-try:
-    from matplotlib import pyplot as plt
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-    from matplotlib.ticker import MaxNLocator
-except ImportError as error:
-    raise ImportError(
-        "clipjax.plots needs Matplotlib: pip install matplotlib"
-    ) from error
-
-# Okabe and Ito's colors that are visible on white and on black, and two of Tol's.
-_COLORS = (
-    "#0072b2",
-    "#d55e00",
-    "#009e73",
-    "#cc79a7",
-    "#e69f00",
-    "#56b4e9",
-    "#aa4499",
-    "#999933",
-)
-_GREY = "#8a8a8a"
-_BOUND: dict[str, Any] = {"linestyle": (0, (6, 2)), "linewidth": 1.6}
 
 
-def norms(history: History, name: str | None = None, *, ax: Any = None) -> Any:
+def norms(history: runs.History, name: str | None = None, *, ax: Any = None) -> Any:
     """Draw a norm over the steps, its threshold, and what was clipped and skipped.
 
     Args:
@@ -65,10 +35,8 @@ def norms(history: History, name: str | None = None, *, ax: Any = None) -> Any:
 
     Returns:
       The axes. The threshold is the metric `threshold`, or else the norm after the clip
-      where it clipped, so that a fixed one is a line through these steps. The legend
-      has the shares of the steps that were clipped, of those with a finite norm, and
-      skipped, of all. A skipped step is at the norm that the skip has seen, or at the
-      top if that is not finite.
+      where it clipped. The legend has the share that was clipped, of the finite norms,
+      and skipped, of all steps. A skipped step is at the norm that the skip has seen.
 
     Raises:
       ValueError: several clips have a norm, and none is named.
@@ -81,48 +49,53 @@ def norms(history: History, name: str | None = None, *, ax: Any = None) -> Any:
       >>> [line.get_label() for line in ax.lines]
       ['norm', 'clipped (50.0%)', 'threshold']
     """
-    columns = columns_of(history)
-    key = _norm_in(columns) if name is None else key_of(columns, name)
+    columns = runs.columns_of(history)
+    key = _norm_in(columns) if name is None else runs.key_of(columns, name)
     own = key.removesuffix("/norm")
-    norm = per_step(columns, key)
+    norm = runs.per_step(columns, key)
     if not norm.size:
         raise ValueError("history must have at least one step")
-    taken = steps_taken(columns, key)
+    taken = runs.steps_taken(columns, key)
     skips = _skips_in(columns)
     skipped = np.zeros(norm.shape, bool)
     for skip in skips:
-        is_new = np.diff(per_step(columns, f"{skip}/skipped"), prepend=0) > 0
-        norm = np.where(is_new, per_step(columns, f"{skip}/norm"), norm)
+        is_new = np.diff(runs.per_step(columns, f"{skip}/skipped"), prepend=0) > 0
+        norm = np.where(is_new, runs.per_step(columns, f"{skip}/norm"), norm)
         skipped |= is_new
-    limits = _limits_of(columns, own, taken)
     steps = np.arange(norm.size)
     shown = taken | skipped
-    ax = _new(ax)
-    _line(ax, steps[shown], norm[shown], color=_GREY, linewidth=1, label="norm")
-    if own not in skips and (limits is not None or f"{own}/scale" in columns):
-        counted = taken & ~skipped & np.isfinite(norm)
-        clipped = counted & _is_clipped(columns, own, norm, limits)
-        share = clipped.sum() / max(1, counted.sum())
-        style = {"marker": "^", "color": _COLORS[1], "mew": 0}
-        _marks(ax, steps, norm, clipped, label=f"clipped ({share:.1%})", **style)
+    ax = draw.new_axes(ax)
+    draw.line(ax, steps[shown], norm[shown], color=draw.GREY, linewidth=1, label="norm")
+    if own not in skips and {f"{own}/scale", f"{own}/threshold"} & {*columns}:
+        finite = taken & ~skipped & np.isfinite(norm)
+        clipped = finite & _is_clipped(columns, own, norm)
+        share = clipped.sum() / max(1, finite.sum())
+        style = {"marker": "^", "color": draw.COLORS[1], "mew": 0}
+        draw.marks(ax, steps, norm, clipped, label=f"clipped ({share:.1%})", **style)
     if skips:
-        style = {"marker": "o", "color": _COLORS[3], "mfc": "none"}
+        style = {"marker": "o", "color": draw.COLORS[3], "mfc": "none"}
         seen = skipped & np.isfinite(norm)
-        _marks(ax, steps, norm, seen, label=f"skipped ({skipped.mean():.1%})", **style)
-        _at_top(ax, steps[skipped & ~seen], ms=5, **style)
-    if limits is not None:
-        known = taken & ~np.isnan(limits)
-        least, most = limits[known].min(), limits[known].max()
-        same = least == most or most < 1.001 * least
-        label = f"threshold {least:.4g}" if same else "threshold"
-        style = {"color": _COLORS[0], "zorder": 2.5, "label": label}
-        _line(ax, steps[known], limits[known], **style, **_BOUND)
+        label = f"skipped ({skipped.mean():.1%})"
+        draw.marks(ax, steps, norm, seen, label=label, **style)
+        draw.at_top(ax, steps[skipped & ~seen], ms=5, **style)
+    limits = np.broadcast_to(_limits_in(columns, own), norm.shape)
+    known = taken & ~np.isnan(limits)
+    if known.any():
+        least = limits[known].min()
+        label = "threshold"
+        # Rounding and margins of a fixed threshold are smaller.
+        if limits[known].max() <= 1.001 * least:
+            label = f"threshold {least:.4g}"
+            limits = np.full(norm.shape, least)
+            known = taken
+        style = {"color": draw.COLORS[0], "zorder": 2.5, "label": label}
+        draw.line(ax, steps[known], limits[known], **style, **draw.BOUND)
     ax.set(xlabel="step", ylabel="norm of the gradient")
-    return _finished(ax, [(steps[shown], norm[shown])])
+    return draw.finished(ax, [(steps[shown], norm[shown])])
 
 
 def group_norms(
-    history: History,
+    history: runs.History,
     *,
     only: str | Sequence[str] | None = None,
     ax: Any = None,
@@ -149,12 +122,10 @@ def group_norms(
       >>> [line.get_label() for line in ax.lines]
       ['encoder', 'head']
     """
-    columns = columns_of(history)
+    columns = runs.columns_of(history)
     recorded = _groups_in(columns)
-    of_metrics = columns is not history or any(
-        key.endswith("/steps") for key in columns
-    )
-    if not recorded and columns and of_metrics:
+    has_counters = any(key.endswith("/steps") for key in columns)
+    if not recorded and columns and (has_counters or columns is not history):
         raise TypeError(
             "history must be norms by name, or metrics with record_norms or groups, "
             f"got {short_repr(history)}"
@@ -172,20 +143,20 @@ def group_norms(
                 f"only: {only!r} matches none of {a_few(list(names.values()))}"
             )
         names = chosen
-    values = {key: per_step(columns, key) for key in names}
+    values = {key: runs.per_step(columns, key) for key in names}
     if len({x.shape for x in values.values()}) != 1:
         raise ValueError(
             "history must have one or more groups with equally many steps, got "
             f"{list(names.values())[:20]}"
         )
-    labels = {key: label_of(columns, key) for key in names}
+    labels = {key: runs.label_of(columns, key) for key in names}
     one_of_each = {label: key for key, label in labels.items()}
-    taken = {x: steps_taken(columns, key) for x, key in one_of_each.items()}
+    taken = {x: runs.steps_taken(columns, key) for x, key in one_of_each.items()}
     found = {name: values[key][taken[labels[key]]] for key, name in names.items()}
-    ax = _new(ax)
+    ax = draw.new_axes(ax)
     ax.set(xlabel="step", ylabel="norm")
     weights = [name for name in recorded.values() if name.partition("/")[0] == "params"]
-    return _lines(
+    return draw.lines(
         ax,
         {name: (np.arange(len(x)), x) for name, x in found.items()},
         "groups",
@@ -229,8 +200,10 @@ def bad_steps(opt_state: Any, *, ax: Any = None) -> Any:
     each = [_shares(step.groups) for step in steps]
     names = steps[0].groups if steps else {}
     largest = {name: max(shares[name] for shares in each) for name in names}
-    colors = _colors({name: share for name, share in largest.items() if share > 0})
-    ax = _new(ax, height=1.2 + 0.3 * max(3, len(steps)))
+    colors = draw.colors_of(
+        {name: share for name, share in largest.items() if share > 0}
+    )
+    ax = draw.new_axes(ax, height=1.2 + 0.3 * max(3, len(steps)))
     for row, (step, shares) in enumerate(zip(steps, each, strict=True)):
         is_bad = not np.isfinite([*step.groups.values()]).all()
         style = {"height": 0.7, "ec": "white", "hatch": "////" if is_bad else None}
@@ -239,17 +212,12 @@ def bad_steps(opt_state: Any, *, ax: Any = None) -> Any:
             ax.barh(row, shares[name], left=start, color=color, **style)
             start += shares[name]
         # The others, as one.
-        ax.barh(row, sum(shares.values()) - start, left=start, color=_GREY, **style)
+        ax.barh(row, sum(shares.values()) - start, left=start, color=draw.GREY, **style)
     labels = [f"{step.step}: {step.cause}" for step in steps]
     ax.set_yticks(range(len(steps)), labels)
     ax.set(xlabel="share of the squared norm (%)", ylabel="step", xlim=(0, 100))
     ax.invert_yaxis()
-    ax.legend(
-        handles=[Patch(color=color, label=name) for name, color in colors.items()],
-        title=f"of {len(names)} groups",
-        **_place(ax),
-    )
-    return ax
+    return draw.legend_of_colors(ax, colors, f"of {len(names)} groups")
 
 
 def _shares(groups: Mapping[str, float]) -> dict[str, float]:
@@ -312,13 +280,13 @@ def unit_norms(
             100 * (np.arange(sizes.size) + 0.5) / max(1, sizes.size),
             sizes,
         )
-    ax = _new(ax)
+    ax = draw.new_axes(ax)
     ax.set(
         xlabel="units of a leaf, sorted by norm (%)",
         ylabel="norm of a unit's weights",
         xlim=(-2, 102),
     )
-    return _lines(ax, lines, "leaves", bound)
+    return draw.lines(ax, lines, "leaves", bound)
 
 
 def _norm_in(columns: Mapping[str, Any]) -> str:
@@ -341,31 +309,20 @@ def _skips_in(columns: Mapping[str, Any]) -> list[str]:
     return [key.removesuffix(ends) for key in columns if key.endswith(ends)]
 
 
-def _limits_of(
-    columns: Mapping[str, Any], own: str, taken: np.ndarray
-) -> np.ndarray | None:
+def _limits_in(columns: Mapping[str, Any], own: str) -> np.ndarray:
     """Return the threshold at each step, NaN where it is not known."""
     if f"{own}/threshold" in columns:
-        return per_step(columns, f"{own}/threshold")
-    if f"{own}/norm_after" not in columns or f"{own}/scale" not in columns:
-        return None
-    after = per_step(columns, f"{own}/norm_after")
-    clipped = taken & (per_step(columns, f"{own}/scale") < 1)
-    if not clipped.any():
-        return None
-    least, most = after[clipped].min(), after[clipped].max()
-    # Rounding and margins of a fixed threshold are smaller.
-    if most < 1.001 * least:
-        return np.full(after.shape, np.median(after[clipped]))
-    return np.where(clipped, after, np.nan)
+        return runs.per_step(columns, f"{own}/threshold")
+    if f"{own}/norm_after" in columns:
+        after = runs.per_step(columns, f"{own}/norm_after")
+        return np.where(runs.per_step(columns, f"{own}/scale") < 1, after, np.nan)
+    return np.array(np.nan)
 
 
-def _is_clipped(
-    columns: Mapping[str, Any], own: str, norm: np.ndarray, limits: Any
-) -> np.ndarray:
+def _is_clipped(columns: Mapping[str, Any], own: str, norm: np.ndarray) -> np.ndarray:
     if f"{own}/scale" in columns:
-        return per_step(columns, f"{own}/scale") < 1
-    return norm > limits
+        return runs.per_step(columns, f"{own}/scale") < 1
+    return norm > runs.per_step(columns, f"{own}/threshold")
 
 
 def _recorded_in(columns: Mapping[str, Any]) -> list[str]:
@@ -387,137 +344,3 @@ def _groups_in(columns: Mapping[str, Any]) -> dict[str, str]:
         for key in columns
         if re.fullmatch("clip_by_group_norm[^/]*/.+/norm", key)
     }
-
-
-def _new(ax: Any, height: float = 4) -> Any:
-    if ax is not None:
-        return ax
-    return plt.subplots(figsize=(8, height), layout="constrained")[1]
-
-
-def _line(ax: Any, x: np.ndarray, y: np.ndarray, **style: Any) -> None:
-    """Draw a line, with dots where a value has no neighbors."""
-    good = np.isfinite(np.concatenate([[np.nan], y, [np.nan]]))
-    alone = np.flatnonzero(good[1:-1] & ~good[:-2] & ~good[2:]).tolist()
-    dots = {"marker": "o", "markersize": 4, "markevery": alone} if alone else {}
-    ax.plot(x, _drawable(y), **style, **dots)
-
-
-def _marks(
-    ax: Any, x: np.ndarray, y: np.ndarray, where: np.ndarray, **style: Any
-) -> None:
-    """Draw marks, smaller ones if there are many."""
-    count = where.sum()
-    size = 5 if count < 200 else 3 if count < 2000 else 1.5
-    ax.plot(x[where], _drawable(y[where]), linestyle="", ms=size, **style)
-
-
-def _at_top(ax: Any, x: np.ndarray, **style: Any) -> None:
-    """Draw marks at the top of the axes, whatever their scale."""
-    if x.size:
-        top = ax.get_xaxis_transform()
-        ax.plot(x, np.full(x.shape, 0.98), linestyle="", transform=top, **style)
-
-
-def _drawable(y: np.ndarray) -> np.ndarray:
-    """Return NaN for what is not finite, and no size with which margins overflow."""
-    y = np.where(np.isfinite(y), y, np.nan)
-    return np.where(y > 0, np.clip(y, 1e-100, 1e100), y)
-
-
-def _lines(
-    ax: Any,
-    lines: dict[str, Any],
-    what: str,
-    bound: float = np.inf,
-    dashed: Collection[str] = (),
-) -> Any:
-    """Draw lines, x and y by name, and a bound below them."""
-    largest = {
-        name: np.max(y, initial=0, where=np.isfinite(y))
-        for name, (_, y) in lines.items()
-    }
-    colors = _colors(largest)
-    for name in _in_order(lines):
-        # Labels that begin with "_" are not in the legend.
-        label = f" {name}" if name.startswith("_") else name
-        style: dict[str, Any] = {
-            "color": _GREY,
-            "linewidth": 0.6,
-            "alpha": 0.6,
-            "zorder": 1.6,
-            "label": f"_{name}",
-        }
-        if name in colors:
-            style = {"color": colors[name], "linewidth": 1.2, "label": label}
-        _line(ax, *lines[name], linestyle="--" if name in dashed else "-", **style)
-    title = _title(colors, lines, what)
-    if bound < np.inf:
-        ax.axhline(
-            bound,
-            c=plt.rcParams["text.color"],
-            zorder=1.5,
-            label=f"radius {bound:.4g}",
-            **_BOUND,
-        )
-        title = f"{title}\n(share of units at the radius)".strip()
-    return _finished(ax, list(lines.values()), title)
-
-
-def _in_order(names: Iterable[str]) -> list[str]:
-    """Sort names, with numbers in them as numbers: `layer_2` before `layer_10`."""
-
-    def parts(name: str) -> list[Any]:
-        return [int(x) if x.isdecimal() else x for x in re.split(r"(\d+)", name)]
-
-    return sorted(names, key=parts)
-
-
-def _colors(sizes: Mapping[str, float]) -> dict[str, str]:
-    """Return a color for each of the largest, sorted by name."""
-    order = _in_order(sizes)
-    largest = sorted(order, key=lambda name: sizes[name])[-len(_COLORS) :]
-    return dict(zip(_in_order(largest), _COLORS, strict=False))
-
-
-def _title(colors: Collection[str], names: Collection[str], what: str) -> str:
-    if len(colors) == len(names):
-        return ""
-    return f"the {len(colors)} largest of {len(names)} {what}"
-
-
-def _place(ax: Any) -> dict[str, Any]:
-    """Return where the legend is: beside the axes, if the figure makes room for it."""
-    style = {"alignment": "left", "fontsize": "small", "title_fontsize": "small"}
-    if not ax.figure.get_layout_engine():
-        return style | {"loc": "upper right"}
-    beside = {"loc": "upper left", "bbox_to_anchor": (1.01, 1), "frameon": False}
-    return style | beside
-
-
-def _finished(ax: Any, points: Sequence[Any], title: str = "") -> Any:
-    """Mark what is not finite, choose the scale for what is, and add the legend."""
-    ax.margins(y=0.08)
-    bad = np.concatenate([[], *(x[~np.isfinite(y)] for x, y in points)])
-    ink = plt.rcParams["text.color"]
-    _at_top(ax, bad, marker="x", color=ink, ms=4, label="not finite")
-    ax.autoscale(axis="y")
-    # Of all that is drawn.
-    least = ax.dataLim.minposy
-    top = ax.dataLim.y1
-    zeros = ax.dataLim.y0 <= 0
-    if top > 20 * least:
-        with_zero = {"linthresh": 10 ** np.floor(np.log10(least)), "linscale": 0.5}
-        ax.set_yscale("symlog", **with_zero) if zeros else ax.set_yscale("log")
-        ax.set_ylim(bottom=0 if zeros else None)
-    elif top > 0:
-        ax.set_ylim(0, 1.08 * top)
-    ax.xaxis.set_major_locator(
-        MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True, min_n_ticks=1)
-    )
-    ax.grid(alpha=0.25)
-    legend = ax.legend(title=title or None, **_place(ax))
-    for handle in legend.legend_handles:
-        if isinstance(handle, Line2D):  # the axes may have other artists
-            handle.set_markersize(5)
-    return ax

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from clipjax._core.messages import short_repr, traced_error
 
@@ -68,7 +69,7 @@ def in_order(values: jax.Array, held: jax.Array) -> jax.Array:
 
     Infinite ones would make NaN in derivatives.
     """
-    places = jnp.arange(values.shape[-1], dtype=np.int32)
+    places = lax.broadcasted_iota(np.int32, values.shape, values.ndim - 1)
     most = jnp.finfo(values.dtype).max
     return jnp.sort(jnp.where(places < jnp.expand_dims(held, -1), values, most))
 
@@ -97,6 +98,12 @@ class BadSteps(NamedTuple):
     # float (n, 3 + groups): norm, threshold, loss, and the norms of the groups, sorted
     # by name. One array, since a thousand would be a thousand kernels.
     rows: jax.Array
+
+
+def is_of_recorder(memory: Any) -> bool:
+    """Return whether a memory is `{what the updates are called: their bad steps}`."""
+    kinds = map(type, memory.values()) if isinstance(memory, dict) else ()
+    return BadSteps in kinds
 
 
 def keeps_bad_steps(tree: Any) -> bool:

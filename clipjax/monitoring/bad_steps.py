@@ -9,7 +9,7 @@ import numpy as np
 
 from clipjax._core import transformation
 from clipjax._core.messages import a_few
-from clipjax.gradients.window import keeps_bad_steps
+from clipjax.gradients.window import is_of_recorder
 from clipjax.monitoring.metrics import as_array, states_in
 
 
@@ -84,9 +84,7 @@ def bad_steps(opt_state: Any) -> list[BadStep]:
       ...     print(each)
       step 2: norm nan; not finite in head
     """
-    # Not those with a recorder in their memory, as a skip has.
-    recorders = [x for x in states_in(opt_state) if isinstance(x.memory, dict)]
-    recorders = [x for x in recorders if keeps_bad_steps(x.memory)]
+    recorders = [x for x in states_in(opt_state) if is_of_recorder(x.memory)]
     if not recorders:
         raise ValueError(
             "opt_state: no recorder in it keeps bad steps. Put one in front of the "

@@ -11,7 +11,7 @@ import numpy as np
 
 from clipjax._core import transformation
 from clipjax._core.messages import short_repr
-from clipjax.gradients.window import keeps_bad_steps
+from clipjax.gradients.window import is_of_recorder
 
 
 def metrics(opt_state: Any) -> dict[str, jax.Array]:
@@ -58,7 +58,7 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
     for state in states:
         parts = (state.last, state.totals, state.shares)
         arrays = [{key: as_array(x) for key, x in part.items()} for part in parts]
-        squared = keeps_bad_steps(state.memory)
+        squared = is_of_recorder(state.memory)
         each = _read(*arrays, as_array(state.step), squared=squared)
         if not each:
             continue

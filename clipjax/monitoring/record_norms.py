@@ -137,7 +137,7 @@ def record_norms(
                 each |= {f"{prefix}/{i}": x for i, x in enumerate(squares)}
             else:
                 each[prefix] = norms.tree_total([leaf.value for leaf in of_group])
-        return each
+        return lax.stop_gradient(each)
 
     def act(
         updates: Any, params: Any, step: Any, memory: Any, **extra: Any
@@ -187,9 +187,7 @@ def _with_step(
     """Return the memory after a step, which it keeps if the step is bad."""
     norm = lax.stop_gradient(norm)
     spike, past, seen = spikes.compare(norm, loss, kept.past)
-    is_bad = spike | ~jnp.isfinite(norm)
-    if loss is not None:
-        is_bad |= ~jnp.isfinite(loss)
+    is_bad = spike | ~jnp.isfinite(norm) | ~jnp.isfinite(seen["loss"])
     # No NaN in place of a loss that is not given: it would raise under
     # `jax_debug_nans` where nothing is wrong.
     numbers = [norm, seen["threshold"], -jnp.inf if loss is None else loss]
@@ -202,7 +200,7 @@ def _with_step(
         past,
         one_more(kept.steps.size, kept.entered, is_bad),
         jnp.where(here, step, kept.steps),
-        jnp.where(here[:, None], lax.stop_gradient(row), kept.rows),
+        jnp.where(here[:, None], row[None], kept.rows),
     )
 
 

@@ -59,7 +59,7 @@ def test_one_parameter_is_one_thing() -> None:
     rules: dict[str, dict[Any, str]] = {}
     for module in MODULES:
         public = getattr(module, "__all__", None) or [
-            n for n in vars(module) if re.match("(group_|unit_)?norms$", n)
+            n for n in vars(module) if re.match("((group_|unit_)?norms|bad_steps)$", n)
         ]
         for function in filter(callable, (getattr(module, name) for name in public)):
             for name, each in inspect.signature(function).parameters.items():
