@@ -93,7 +93,7 @@ def _checked(name: str, bound: Any, least: float, scalar: bool, forms: str) -> A
     schedule returns.
     """
     if not is_real(bound):
-        is_tree = type(bound) in (list, tuple, dict) and "schedule" in forms
+        is_tree = bound is not None and not jax.tree_util.all_leaves([bound])
         hint = (
             "; to clip a tree, call clipjax.functional.clip_by_global_norm(tree, "
             "max_norm) and the like, or a projection, as in max_norm(3.0)(params)"

@@ -15,7 +15,7 @@ from clipjax._core.messages import short_repr
 
 
 def clip_by_global_norm(
-    max_norm: bounds.Bound, *, ord: bounds.Ord = None
+    max_norm: bounds.Bound, ord: bounds.Ord = None
 ) -> optax.GradientTransformationExtraArgs:
     """Clip the norm of all leaves together: x * min(1, max_norm / norm).
 
@@ -52,7 +52,7 @@ def clip_by_global_norm(
 
 
 def clip_by_norm(
-    max_norm: bounds.Bound, *, axes: units.Axes = None, ord: bounds.Ord = None
+    max_norm: bounds.Bound, axes: units.Axes = None, *, ord: bounds.Ord = None
 ) -> optax.GradientTransformationExtraArgs:
     """Clip the norm of each leaf, or unit: x * min(1, max_norm / |x|).
 
@@ -90,7 +90,7 @@ def clip_by_norm(
 
 
 def clip_by_rms(
-    threshold: bounds.Bound, *, axes: units.Axes = None
+    threshold: bounds.Bound, axes: units.Axes = None
 ) -> optax.GradientTransformationExtraArgs:
     """Clip the root mean square of each leaf, or unit: x * min(1, threshold / rms(x)).
 

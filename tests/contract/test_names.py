@@ -48,7 +48,8 @@ def test_the_types_of_arguments_are_known_at_runtime() -> None:
 # What a name may be beside its rule, and why.
 OTHERWISE = {
     "axes": "None is the whole leaf for gradients, 'auto' asks for weights; functions "
-    "of trees take it by position",
+    "of trees, and clips like them, take it by position",
+    "ord": "by position where a tree may be passed in place of the bound by mistake",
     "warmup_steps": "None is half of the window",
     "name": "of a transformation, or which one a picture shows",
 }

@@ -80,6 +80,8 @@ THEMES = {
         *all_of("low=2.0", c.IN_ORDER, ("2.0", ValueError, "high=1.0")),
         of_value("clip_by_norm(1.0, ord=jnp.nan)", "ord", "nan"),
         of_type("clip_by_value()", "one bound", "nothing"),
+        of_type("clip_by_global_norm(grads, 1.0)", "functional.clip_by_global_norm"),
+        of_type("clip_by_norm(grads, 1.0)", "functional.clip_by_global_norm(tree, max"),
         of_type("clip_by_value(low=0.0)", "low=0.0", "low and high"),
         of_type("max_norm({'layer': params})", "radius['layer']", "kernel"),
         of_type("clip_by_global_norm(10**400)", "max_norm", "1000"),
