@@ -97,6 +97,7 @@ MEMBERS = {
         ),
         _before("adaptive_grad_clip", clipjax.adaptive_grad_clip(), 9.2, 9.0, 1.5),
         _before("tangent_cone", clipjax.tangent_cone(RADIUS), 9.2, 9.0, 1.5),
+        _before("relative_update", clipjax.relative_update(), 9.2, 9.0, 1.5),
         _before("autoclip", clipjax.autoclip()),
         _before("clip_by_quantile", clipjax.clip_by_quantile()),
         _before("zclip", clipjax.zclip()),
@@ -130,6 +131,8 @@ MEMBERS = {
         _after("max_norm", _MAX_NORM),
         _after("min_max_norm", clipjax.min_max_norm(RADIUS / 2, RADIUS)),
         _after("unit_norm", clipjax.unit_norm()),
+        _after("keep_norm", clipjax.keep_norm()),
+        _member("keep_norm called", Recipe(adam(), clipjax.keep_norm()), 8.2, 10.0, None),
         _after("non_negative", clipjax.non_negative()),
         _after("box", clipjax.box(-RADIUS, RADIUS)),
         _member(

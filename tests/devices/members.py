@@ -29,6 +29,8 @@ def members(axes: Any) -> dict[str, Any]:
         "max_norm": clipjax.max_norm(1.0, axes=axes),
         "min_max_norm": clipjax.min_max_norm(1.0, growing, axes=axes),
         "unit_norm": clipjax.unit_norm(axes=axes),
+        "keep_norm": clipjax.keep_norm(axes=axes),
+        "relative_update": clipjax.relative_update(axes=axes),
     }
     optimizer = optax.chain(CLIP, optax.sgd(0.1, momentum=0.9))
     return rules | {
