@@ -132,7 +132,9 @@ MEMBERS = {
         _after("min_max_norm", clipjax.min_max_norm(RADIUS / 2, RADIUS)),
         _after("unit_norm", clipjax.unit_norm()),
         _after("keep_norm", clipjax.keep_norm()),
-        _member("keep_norm called", Recipe(adam(), clipjax.keep_norm()), 8.2, 10.0, None),
+        _member(
+            "keep_norm called", Recipe(adam(), clipjax.keep_norm()), 8.2, 10.0, None
+        ),
         _after("non_negative", clipjax.non_negative()),
         _after("box", clipjax.box(-RADIUS, RADIUS)),
         _member(

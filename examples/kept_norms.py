@@ -52,7 +52,9 @@ def logits_of(params, words):
         weights, scales = layer
         inner = normed(x) * scales[0]
         heads = (*x.shape[:2], HEADS, WIDTH // HEADS)
-        q, k, v = ((inner @ weights[n]).reshape(heads) for n in ("query", "key", "value"))
+        q, k, v = (
+            (inner @ weights[n]).reshape(heads) for n in ("query", "key", "value")
+        )
         mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
         x = x + mixed.reshape(x.shape) @ weights["out"]
         hidden = jax.nn.relu(normed(x) * scales[1] @ weights["up"])
@@ -84,33 +86,39 @@ def sentences(key, count):
 
 
 def optimizer_of(name, rate, steps):
-    """Return an optimizer for all weights, whose rates rise first and then fall to 0."""
-
-    def falling(peak):
-        return lambda step: peak * share(step)
-
+    """Return an optimizer for all weights, whose rates rise and then fall to 0."""
     share = optax.warmup_cosine_decay_schedule(0.0, 1.0, 20, steps)
-    direction = {
-        "Adam": optax.scale_by_adam(b2=0.95),
-        "Muon": optax.contrib.scale_by_muon(
-            weight_dimension_numbers=lambda tree: jax.tree.map(
-                lambda _: optax.contrib.MuonDimensionNumbers(1, 2), tree
-            )
-        ),
-    }[name[:4]]
-    learning_rate = optax.scale_by_learning_rate(falling(rate))
-    if name.endswith("H"):
-        relative, keep = clipjax.relative_update(axes=EACH), clipjax.keep_norm(axes=EACH)
-        matrices = clipjax.chain(direction, relative, learning_rate, keep)
-    else:
-        decay = optax.add_decayed_weights(0.1)
-        matrices = optax.chain(direction, decay, learning_rate)
-    log = clipjax.record_norms(["blocks/*"], of="params", stacked="blocks/*")
-    parts = {"matrices": matrices, "others": optax.adamw(falling(3e-3))}
+
+    def rate_at(step):
+        return rate * share(step)
+
+    def rows_and_columns(tree):
+        numbers = optax.contrib.MuonDimensionNumbers(1, 2)
+        return jax.tree.map(lambda _: numbers, tree)
+
+    def with_kept_norms(direction):
+        return clipjax.chain(
+            direction,
+            clipjax.relative_update(axes=EACH),
+            optax.scale_by_learning_rate(rate_at),
+            clipjax.keep_norm(axes=EACH),
+        )
+
+    muon = {"muon_weight_dimension_numbers": rows_and_columns, "weight_decay": 0.1}
+    direction = optax.contrib.scale_by_muon(weight_dimension_numbers=rows_and_columns)
+    of_matrices = {
+        "AdamW": optax.adamw(rate_at, b2=0.95, weight_decay=0.1),
+        "AdamH": with_kept_norms(optax.scale_by_adam(b2=0.95)),
+        "Muon": optax.contrib.muon(rate_at, **muon),
+        "MuonH": with_kept_norms(direction),
+    }
+    others = optax.adamw(lambda step: 3e-3 * share(step))
 
     def label(params):
         return {k: "matrices" if k == "blocks" else "others" for k in params}
 
+    parts = {"matrices": of_matrices[name], "others": others}
+    log = clipjax.record_norms(["blocks/*"], of="params", stacked="blocks/*")
     return optax.chain(log, optax.partition(parts, label))
 
 
@@ -131,21 +139,18 @@ def trained(name, rate, params, text, held_out):
 def main():
     """Print the table, and draw the norms of the first layer."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer steps and seeds")
+    parser.add_argument("--quick", action="store_true", help="two, few steps, one seed")
     parser.add_argument("--plot", default="kept_norms.png", help="where to save it")
     args = parser.parse_args()
     steps, seeds = (30, 1) if args.quick else (500, 4)
-    rates = {
-        "AdamW": [3e-3, 1e-2, 3e-2],
-        "AdamH": [1e-2, 2e-2, 4e-2],
-        "Muon": [1e-2, 2e-2, 4e-2],
-        "MuonH": [1e-2, 2e-2, 4e-2],
-    }
+    rates = {"AdamH": [0.02, 0.04, 0.08], "MuonH": [0.02, 0.04, 0.08]}
+    if not args.quick:
+        rates |= {"AdamW": [0.003, 0.01, 0.03], "Muon": [0.02, 0.04, 0.08]}
     text = sentences(jax.random.key(0), steps * BATCH).reshape(steps, BATCH, LENGTH)
     held_out = sentences(jax.random.key(1), 512)
     params = jax.vmap(first_weights)(jax.random.split(jax.random.key(2), seeds))
     figure, ax = plt.subplots(figsize=(7, 4.4), layout="constrained")
-    for name, each in rates.items():
+    for name, each in sorted(rates.items()):
         of_rate = jax.vmap(functools.partial(trained, name), (None, 0, None, None))
         of_rates = jax.jit(jax.vmap(of_rate, (0, None, None, None)))
         found, norms = of_rates(jnp.array(each), params, text, held_out)

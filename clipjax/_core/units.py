@@ -70,14 +70,14 @@ def unclear(path: Any, leaf: Any) -> ValueError:
 
 
 def whole_matrices(path: Any, leaf: Any) -> Skip | None:
-    """Reduce all of a matrix, or raise for higher ranks: "auto" where norms are kept."""
+    """Reduce a whole matrix, or raise for higher ranks: "auto" where norms are kept."""
     if len(leaf.shape) > 2:
         pattern = trees.path_name(path)
         raise ValueError(
             f"axes: {trees.Leaf(path, leaf)} may be a stack of matrices, of layers or "
             "of experts, each of which has a norm of its own. Pass the axes of one "
-            f"matrix, as in axes={{{pattern!r}: (1, 2), '*': 'auto'}}, None if all of it "
-            "is one, or clipjax.SKIP"
+            f"matrix, as in axes={{{pattern!r}: (1, 2), '*': 'auto'}}, None if all of "
+            "it is one, or clipjax.SKIP"
         )
     return None if len(leaf.shape) == 2 else SKIP
 

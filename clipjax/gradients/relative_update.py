@@ -16,8 +16,8 @@ def relative_update(
 
     In front of the learning rate, which is then the share by which weights change. With
     :func:`keep_norm` as the last link this is AdamH: `clipjax.chain(
-    optax.scale_by_adam(), clipjax.relative_update(), optax.scale_by_learning_rate(1e-2),
-    clipjax.keep_norm())`.
+    optax.scale_by_adam(), clipjax.relative_update(),
+    optax.scale_by_learning_rate(1e-2), clipjax.keep_norm())`.
 
     Args:
       axes: the axes that are reduced, as in :func:`keep_norm`. "auto": a matrix is one

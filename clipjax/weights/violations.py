@@ -54,8 +54,8 @@ def violations(
     Returns:
       A list of `Violation(path, unit, before, after, entries)`, empty if nothing would
       change. There is one for each unit that `max_norm`, `min_max_norm`, `unit_norm`
-      or `keep_norm` would rescale, with its norm; otherwise one for each leaf, with the entry that
-      would change most. NaN is always a violation.
+      or `keep_norm` would rescale, with its norm; otherwise one for each leaf, with the
+      entry that would change most. NaN is always a violation.
 
     Raises:
       TypeError: `params` or a bound is traced; `projection` is not a projection.

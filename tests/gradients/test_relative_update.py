@@ -47,9 +47,7 @@ def test_each_unit_has_the_norm_of_its_weights() -> None:
             size, of_weights = (norm(x, REDUCED[name]) for x in each)
             ratios.append((size / of_weights).max())
     found = clipjax.metrics(state)
-    np.testing.assert_allclose(
-        found["relative_update/norm"], max(ratios), rtol=1e-6
-    )
+    np.testing.assert_allclose(found["relative_update/norm"], max(ratios), rtol=1e-6)
     assert found["relative_update/nonfinite_count"] == 0
 
 

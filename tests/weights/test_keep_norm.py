@@ -88,7 +88,7 @@ def test_a_rate_for_each_unit() -> None:
     ("dtype", "error"), [("float32", 2e-5), ("bfloat16", 5e-3), ("float16", 1e-3)]
 )
 def test_a_thousand_steps_keep_norms(dtype: str, error: float) -> None:
-    """Sums of 16 bits would grow by 6% if they were rounded before they are measured."""
+    """Sums that are rounded to 16 bits before they are measured grow by 6%."""
     axes = {"whole": None, "stack": (1, 2)}
     tx = clipjax.chain(
         clipjax.relative_update(axes=axes),
@@ -119,7 +119,6 @@ def test_a_thousand_steps_keep_norms(dtype: str, error: float) -> None:
 
 
 def test_a_step_from_weights_is_the_formula() -> None:
-    """In bfloat16, too, each entry is rounded once."""
     weights, updates = draw(), draw(-5)
     after = optax.apply_updates(weights, KEEP.update(updates, (), weights)[0])
     for name in SHAPES:
