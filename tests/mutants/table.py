@@ -42,6 +42,8 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
             DERIVATIVES,
         ),
         ("jnp.where(factor == 1, x, scaled)", "scaled", INSIDE),
+        ("(wanted + 0 * wanted)", "wanted", "gradients/test_relative_update.py"),
+        ("| (norm == 0) | (wanted == 0)", "| (norm == 0)", "weights/test_keep_norm.py"),
         ("(x.astype(real.dtype) * real)", "(x * real.astype(x.dtype))", BOUNDS),
         ("x.at[...].set(y) if x.weak_type else y", "y", INSIDE),
         (
@@ -382,6 +384,14 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
             "tuple(range(1, leaf.value.ndim))",
             "tuple(range(2, leaf.value.ndim))",
             "monitoring/test_stacks.py",
+        ),
+    ],
+    "weights/keep_norm.py": [
+        ("unrounded=True", "unrounded=False", "weights/test_keep_norm.py"),
+        (
+            "norms.norm(before[each.place].value, each.axes)",
+            "norm",
+            "weights/test_keep_norm.py",
         ),
     ],
     "weights/projection.py": [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -151,3 +153,43 @@ def test_a_skipped_step_keeps_weights() -> None:
     grads["whole"] = grads["whole"].at[0, 0].set(jnp.nan)
     updates, _ = step(grads, state, after)
     assert not any(x.any() for x in updates.values())
+
+
+def test_the_example_goes_on_from_what_was_saved(tmp_path: Path) -> None:
+    """MuonH on stacked layers: with radii in a state or nowhere, norms would change."""
+    pytest.importorskip("matplotlib")
+    path = Path(__file__).parents[2] / "examples" / "kept_norms.py"
+    spec = importlib.util.spec_from_file_location("kept_norms", path)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    tx = example.optimizer_of("MuonH", 0.05, 30)
+
+    @jax.jit
+    def step(carry: Any, words: Any) -> Any:
+        params, state = carry
+        grads = jax.grad(example.loss_of)(params, words)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = example.first_weights(jax.random.key(0))
+    text = example.sentences(jax.random.key(1), 20).reshape(5, 4, -1)
+    first = carry = params, tx.init(params)
+    for i, words in enumerate(text):
+        if i == 3:
+            np.savez(tmp_path / "saved.npz", *jax.tree.leaves(carry))
+        carry = step(carry, words)
+    saved = np.load(tmp_path / "saved.npz")
+    restored = jax.tree.unflatten(jax.tree.structure(first), list(saved.values()))
+    for words in text[3:]:
+        restored = step(restored, words)
+    for x, y in zip(*map(jax.tree.leaves, (carry, restored)), strict=True):
+        assert bits(x) == bits(y)
+    for name, w in carry[0]["blocks"].items():
+        now, before = (norm(np.float64(x), (1, 2)) for x in (w, params["blocks"][name]))
+        assert bits(w) != bits(params["blocks"][name])
+        np.testing.assert_allclose(now, before, rtol=2e-6)
+    seen = clipjax.metrics(carry[1])
+    for i in range(example.LAYERS):
+        each = [norm(np.float64(w[i])) for w in params["blocks"].values()]
+        logged = seen[f"record_norms/params/blocks/*/{i}"]
+        np.testing.assert_allclose(logged, norm(np.array(each)).item(), rtol=1e-5)
