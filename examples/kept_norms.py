@@ -143,7 +143,7 @@ def main():
     parser.add_argument("--plot", default="kept_norms.png", help="where to save it")
     args = parser.parse_args()
     steps, seeds = (30, 1) if args.quick else (500, 4)
-    rates = {"AdamH": [0.02, 0.04, 0.08], "MuonH": [0.02, 0.04, 0.08]}
+    rates = {"AdamH": [0.02, 0.04, 0.08], "MuonH": [0.04, 0.08, 0.16]}
     if not args.quick:
         rates |= {"AdamW": [0.003, 0.01, 0.03], "Muon": [0.02, 0.04, 0.08]}
     text = sentences(jax.random.key(0), steps * BATCH).reshape(steps, BATCH, LENGTH)
@@ -159,7 +159,7 @@ def main():
                 f"{name:5} {rate:<5} loss {losses.mean():.3f} ± {losses.std():.3f}, "
                 f"norm x {size[-1] / size[0]:.2f}"
             )
-            ax.plot(size, label=f"{name}, rate {rate}")
+        ax.plot(norms[1].mean(axis=0), label=f"{name}, rate {each[1]}")
     ax.set(title="Norm of the first layer's matrices", xlabel="step", ylim=(0, None))
     ax.legend(frameon=False)
     figure.savefig(args.plot, dpi=90)
