@@ -193,8 +193,8 @@ def _step_to(wanted: Any, summed: Any, param: Any, update: Any) -> Any:
     if wanted is summed or not trees.is_float(param):
         return update
     if update.dtype == param.dtype and jnp.finfo(param.dtype).bits < 32:
-        step = jnp.where(wanted == summed, update, wanted - param)
-        return step.astype(update.dtype)
+        step = wanted - param.astype(wanted.dtype)
+        return jnp.where(wanted == summed, update, step.astype(update.dtype))
     both = np.result_type(norms.sum_dtype(param.dtype), norms.sum_dtype(update.dtype))
     dtype = param.dtype if jnp.iscomplexobj(param) else both
     return wanted.astype(dtype) - param.astype(dtype)

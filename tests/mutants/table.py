@@ -401,8 +401,8 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
             "core/test_link.py",
         ),
         (
-            "jnp.where(wanted == summed, update, wanted - param)",
-            "wanted - param",
+            "jnp.where(wanted == summed, update, step.astype(update.dtype))",
+            "step.astype(update.dtype)",
             "core/test_link.py",
         ),
         (
