@@ -61,7 +61,7 @@ def _before(
     label: str,
     tx: optax.GradientTransformation,
     tpu: float = 8.1,
-    gpu: float = 8.0,
+    gpu: float | None = 8.0,
     cpu: float = 1.25,
 ) -> Member:
     return _member(label, Recipe(optax.chain(tx, adam())), tpu, gpu, cpu)
@@ -71,7 +71,7 @@ def _after(
     label: str,
     projection: optax.GradientTransformation,
     tpu: float = 8.3,
-    gpu: float = 11.0,
+    gpu: float | None = 11.0,
 ) -> Member:
     return _member(label, Recipe(optax.chain(adam(), projection)), tpu, gpu, 2.3)
 
@@ -98,6 +98,7 @@ MEMBERS = {
         ),
         _before("adaptive_grad_clip", clipjax.adaptive_grad_clip(), 9.2, 9.0, 1.5),
         _before("tangent_cone", clipjax.tangent_cone(RADIUS), 9.2, 9.0, 1.5),
+        _before("relative_update", clipjax.relative_update(), 9.2, None, 1.5),
         _before("autoclip", clipjax.autoclip()),
         _before("clip_by_quantile", clipjax.clip_by_quantile()),
         _before("zclip", clipjax.zclip()),
@@ -131,6 +132,10 @@ MEMBERS = {
         _after("max_norm", _MAX_NORM),
         _after("min_max_norm", clipjax.min_max_norm(RADIUS / 2, RADIUS)),
         _after("unit_norm", clipjax.unit_norm()),
+        _after("keep_norm", clipjax.keep_norm(), gpu=None),
+        _member(
+            "keep_norm called", Recipe(adam(), clipjax.keep_norm()), 8.2, None, None
+        ),
         _after("non_negative", clipjax.non_negative()),
         _after("box", clipjax.box(-RADIUS, RADIUS)),
         _member(

@@ -23,7 +23,7 @@ class Recipe(NamedTuple):
     """A train step: an optimizer, and what is done to the new parameters."""
 
     tx: optax.GradientTransformation
-    project: Callable[[Any], Any] = lambda params: params
+    project: Callable[..., Any] = lambda params: params
 
     def init(self, params: Any) -> Any:
         """Return the state for float32 moments, whatever dtype the parameters have."""
@@ -34,7 +34,8 @@ class Recipe(NamedTuple):
     def step(self, params: Any, state: Any, grads: Any) -> tuple[Any, Any]:
         """Take one step, which is compiled with `params` and `state` donated."""
         updates, state = self.tx.update(grads, state, params)
-        return self.project(optax.apply_updates(params, updates)), state
+        given = {"old": params} if "old" in getattr(self.project, "needs", ()) else {}
+        return self.project(optax.apply_updates(params, updates), **given), state
 
 
 class Goals(NamedTuple):

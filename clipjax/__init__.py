@@ -28,6 +28,7 @@ from clipjax.gradients.groups import clip_by_group_norm
 from clipjax.gradients.nonfinite import skip_nonfinite, zero_nonfinite
 from clipjax.gradients.quantiles import autoclip, clip_by_quantile
 from clipjax.gradients.relative import adaptive_grad_clip
+from clipjax.gradients.relative_update import relative_update
 from clipjax.gradients.spikes import skip_spikes
 from clipjax.gradients.tangent_cone import tangent_cone
 from clipjax.gradients.zclip import clip_by_lognormal, zclip
@@ -36,6 +37,7 @@ from clipjax.monitoring.history import series, suggest
 from clipjax.monitoring.metrics import metrics
 from clipjax.monitoring.record_norms import record_norms
 from clipjax.weights.box import box, non_negative
+from clipjax.weights.keep_norm import keep_norm
 from clipjax.weights.max_norm import max_norm, min_max_norm, unit_norm
 from clipjax.weights.projection import project
 from clipjax.weights.qk_clip import qk_clip
@@ -65,6 +67,7 @@ __all__ = [
     "clip_gradient_by_value",
     "fan_in",
     "functional",
+    "keep_norm",
     "matching",
     "max_norm",
     "metrics",
@@ -73,6 +76,7 @@ __all__ = [
     "project",
     "qk_clip",
     "record_norms",
+    "relative_update",
     "replace_gradient",
     "scale_gradient",
     "series",

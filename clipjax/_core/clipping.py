@@ -52,6 +52,19 @@ def quotient_or_1(inside: jax.Array, target: jax.Array, norm: jax.Array) -> jax.
 
 
 @jax.jit
+def factor_onto(wanted: jax.Array, norm: jax.Array, rate: Any = 1) -> jax.Array:
+    """Return what takes a norm `rate` of the way to another; 1 where one of them is 0.
+
+    It has no margin, by which a norm that is kept would shrink at every step.
+    """
+    wanted = jnp.asarray(wanted, norm.dtype)
+    rate = jnp.minimum(jnp.asarray(rate, norm.dtype), 1)
+    there = (norm == wanted) | (norm == 0) | (wanted == 0)
+    # An infinite norm becomes NaN.
+    return quotient_or_1(there, rate * (wanted + 0 * wanted) + (1 - rate) * norm, norm)
+
+
+@jax.jit
 def rescale(x: jax.Array, factor: jax.Array) -> jax.Array:
     """Return x * factor, rounded once: the one product of all clips and projections.
 

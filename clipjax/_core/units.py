@@ -69,6 +69,22 @@ def unclear(path: Any, leaf: Any) -> ValueError:
     )
 
 
+def whole_matrices(path: Any, leaf: Any) -> Skip | None:
+    """Reduce a whole matrix, or raise for higher ranks: "auto" where norms are kept."""
+    if len(leaf.shape) > 2:
+        pattern = trees.path_name(path)
+        raise ValueError(
+            f"axes: {trees.Leaf(path, leaf)} may be a stack of matrices, of layers or "
+            "of experts, each of which has a norm of its own. Pass the axes of one "
+            f"matrix, as in axes={{{pattern!r}: (1, 2), '*': 'auto'}}, None if all of "
+            "it is one, or clipjax.SKIP"
+        )
+    return None if len(leaf.shape) == 2 else SKIP
+
+
+_AUTO = (fan_in_of_matrices, whole_matrices)
+
+
 class LeafUnits(NamedTuple):
     """A leaf that has units: entries that share a norm."""
 
@@ -116,8 +132,7 @@ def _check_is_meant(axes: Any, skipped: list[tuple[trees.Leaf, Any]]) -> None:
     asked = any(rule is SKIP or _is_rule(rule) for rule in rules)
     full = [leaf for leaf, _ in skipped if leaf.value.size]
     if full and (not asked or _UNMATCHED in rules):
-        is_auto = axes is fan_in_of_matrices
-        shown = "'auto'" if is_auto else getattr(axes, "__name__", repr(axes))
+        shown = "'auto'" if axes in _AUTO else getattr(axes, "__name__", repr(axes))
         raise ValueError(
             f"axes: nothing is changed, since {shown} applies to none of: "
             f"{a_few(full, 5)}. 'auto', ints and fan_in are for rank 2 and more; "
@@ -128,7 +143,7 @@ def _check_is_meant(axes: Any, skipped: list[tuple[trees.Leaf, Any]]) -> None:
 
 def _is_rule(axes: Any) -> bool:
     """Return whether axes are a rule of the user's."""
-    return callable(axes) and axes not in (fan_in, fan_in_of_matrices)
+    return callable(axes) and axes not in (fan_in, *_AUTO)
 
 
 def check_whole(name: str, leaf: trees.Leaf) -> None:

@@ -3,9 +3,13 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+import jax
+import numpy as np
+
 from clipjax import _checks
 from clipjax._core import bounds, trees
 from clipjax._core.aliases import Tree
+from clipjax._core.messages import short_repr
 
 Limit: TypeAlias = bounds.Bound | Mapping[str, bounds.Bound]
 
@@ -67,3 +71,17 @@ def check_order(low: Limits, high: Limits, tree: Tree, places: Collection[int]) 
     for i, (leaf, of_low, of_high) in enumerate(each):
         if i in places and of_low is not None and of_high is not None:
             _checks.check_order(low.given[of_low], high.given[of_high], leaf)
+
+
+def rate_at(rate: bounds.Bound) -> Callable[[Any], Any]:
+    """Check a share of the way to a limit, and return the function from the step."""
+    at = bounds.as_schedule("rate", rate)
+    check_at_most("rate", rate, 1, "at most 1")
+    return at
+
+
+def check_at_most(name: str, value: Any, most: float, wanted: str) -> None:
+    """Raise an error if a limit that is known is above `most`."""
+    is_known = not (callable(value) or isinstance(value, jax.core.Tracer))
+    if is_known and np.any(np.asarray(value) > most):
+        raise ValueError(f"{name} must be {wanted}, got {short_repr(value)}")

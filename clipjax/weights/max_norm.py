@@ -11,7 +11,6 @@ import numpy as np
 from clipjax import _checks
 from clipjax._core import bounds, clipping, trees, units
 from clipjax._core.aliases import Tree
-from clipjax._core.messages import short_repr
 from clipjax.weights import limits
 from clipjax.weights.projection import Projection, written
 
@@ -81,13 +80,12 @@ def min_max_norm(
       [[1.2 0.6]
        [1.6 0.8]]
     """
-    rate_at = bounds.as_schedule("rate", rate)
+    rate_at = limits.rate_at(rate)
     lows = limits.by_leaf("low", low, other=0.0)
     highs = limits.by_leaf("high", high, other=np.inf)
-    _check_at_most("rate", rate, 1, "at most 1")
     for pattern, each in lows.given.items():
         key = f"low[{pattern!r}]" if lows.by_path else "low"
-        _check_at_most(key, each, np.finfo(np.float64).max, "finite")
+        limits.check_at_most(key, each, np.finfo(np.float64).max, "finite")
     if not (lows.by_path or highs.by_path):
         _checks.check_order(low, high)
 
@@ -103,12 +101,6 @@ def min_max_norm(
     name = written("min_max_norm", low, high, rate=(rate, 1.0), axes=(axes, "auto"))
     scheduled = callable(rate)
     return _rescaling(name, axes, [lows, highs], factor_at, scheduled=scheduled)
-
-
-def _check_at_most(name: str, value: Any, most: float, wanted: str) -> None:
-    is_known = not (callable(value) or isinstance(value, jax.core.Tracer))
-    if is_known and np.any(np.asarray(value) > most):
-        raise ValueError(f"{name} must be {wanted}, got {short_repr(value)}")
 
 
 def unit_norm(*, axes: units.AutoAxes = "auto") -> Projection:

@@ -53,6 +53,8 @@ class Projection(_OptaxClass):
     scheduled: bool = False  # it depends on the step
     units_of: Callable[[Tree], list[units.LeafUnits]] | None = None  # that it rescales
     measures_first: bool = False  # it measures a leaf before it changes it
+    # As a link it gets sums before they are rounded to 16 bits.
+    unrounded: bool = False
     # Raises the errors of `init`, where what the function needs is not known yet.
     check: Callable[[Tree], Any] | None = None
 
@@ -92,7 +94,8 @@ class Projection(_OptaxClass):
         before, as_params = trees.leaves_of(params)
         changes, as_updates = trees.leaves_of(updates)
         pairs = list(zip(before, changes, strict=True))
-        summed = [applied(param.value, update.value) for param, update in pairs]
+        added = _sum if self.unrounded else applied
+        summed = [added(param.value, update.value) for param, update in pairs]
         if self.measures_first:
             # XLA would compute new weights twice, from both moments of Adam, rather
             # than keep them while their norms are measured: on a TPU v5e a step moves
@@ -157,15 +160,11 @@ def applied(param: Any, update: Any) -> Any:
     """
     if not trees.is_float(param):
         return param
-    info, wide = jnp.finfo(param.dtype), norms.sum_dtype(param.dtype)
-    if info.bits >= 32:
-        return (param + update).astype(param.dtype)
-    total = param.astype(wide) + update.astype(wide)
-    if (
-        info.bits < 16
-        # some have no infinity, for which reduce_precision would keep the largest
-        # exponent
-    ):
+    total = _sum(param, update)
+    info = jnp.finfo(param.dtype)
+    # Those of 8 bits may have no infinity, for which reduce_precision would keep the
+    # largest exponent.
+    if info.bits != 16:
         return total.astype(param.dtype)
     rounded = lax.reduce_precision(total, info.nexp, info.nmant)
     if info.nexp < 8:
@@ -173,6 +172,16 @@ def applied(param: Any, update: Any) -> Any:
             jnp.abs(total) < float(info.smallest_normal), total, rounded
         )
     return rounded.astype(param.dtype)
+
+
+def _sum(param: Any, update: Any) -> Any:
+    """Return a sum, of 16 bits in float32."""
+    if not trees.is_float(param):
+        return param
+    if jnp.finfo(param.dtype).bits >= 32:
+        return (param + update).astype(param.dtype)
+    wide = norms.sum_dtype(param.dtype)
+    return param.astype(wide) + update.astype(wide)
 
 
 def _step_to(wanted: Any, summed: Any, param: Any, update: Any) -> Any:
@@ -184,7 +193,8 @@ def _step_to(wanted: Any, summed: Any, param: Any, update: Any) -> Any:
     if wanted is summed or not trees.is_float(param):
         return update
     if update.dtype == param.dtype and jnp.finfo(param.dtype).bits < 32:
-        return jnp.where(wanted == summed, update, wanted - param)
+        step = wanted - param.astype(wanted.dtype)
+        return jnp.where(wanted == summed, update, step.astype(update.dtype))
     both = np.result_type(norms.sum_dtype(param.dtype), norms.sum_dtype(update.dtype))
     dtype = param.dtype if jnp.iscomplexobj(param) else both
     return wanted.astype(dtype) - param.astype(dtype)

@@ -39,6 +39,7 @@ def violations(
     params: Any,
     projection: Callable[[Any], Any] | Sequence[Callable[[Any], Any]],
     *,
+    old: Any = None,
     step: Any = None,
 ) -> list[Violation]:
     """List the weights that a projection would still change, the farthest first.
@@ -47,18 +48,19 @@ def violations(
       params: the weights, which must be concrete and on devices of this process.
       projection: a projection such as `clipjax.max_norm(3.0)`, a function of the
         weights, or a sequence of these; each is compared with the same weights.
+      old: the weights before the update, for :func:`keep_norm`.
       step: the step at which bounds that are schedules are evaluated.
 
     Returns:
       A list of `Violation(path, unit, before, after, entries)`, empty if nothing would
-      change. There is one for each unit that `max_norm`, `min_max_norm` or `unit_norm`
-      would rescale, with its norm; otherwise one for each leaf, with the entry that
-      would change most. NaN is always a violation.
+      change. There is one for each unit that `max_norm`, `min_max_norm`, `unit_norm`
+      or `keep_norm` would rescale, with its norm; otherwise one for each leaf, with the
+      entry that would change most. NaN is always a violation.
 
     Raises:
       TypeError: `params` or a bound is traced; `projection` is not a projection.
-      ValueError: `projection` has a schedule, and `step` is missing; it is a `qk_clip`,
-        which needs logits.
+      ValueError: `projection` has a schedule, and `step` is missing; it is a
+        `keep_norm`, and `old` is missing; it is a `qk_clip`, which needs logits.
 
     Example:
       >>> import clipjax, jax.numpy as jnp
@@ -81,7 +83,8 @@ def violations(
         axes_at: dict[int, Any] = {}
         if each.units_of:
             axes_at = {found.place: found.axes for found in each.units_of(params)}
-        projected, _ = trees.leaves_of(each(params, step=step))
+        given = {"old": old} if "old" in each.needs else {}
+        projected, _ = trees.leaves_of(each(params, step=step, **given))
         for i, (old, new) in enumerate(zip(leaves, projected, strict=True)):
             if isinstance(new.value, jax.core.Tracer):
                 raise TypeError(

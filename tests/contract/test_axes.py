@@ -61,7 +61,7 @@ def applied(made: Any, tree: Any, weights: Any) -> Any:
     return (
         made.update(tree, made.init(tree), weights)[0]
         if hasattr(made, "_fields")
-        else made(tree)
+        else made(tree, *([weights] if made.needs else []))
     )
 
 

@@ -132,7 +132,7 @@ def check_metrics(
         )
 
 
-LINKS = {row.id: row for row in PROJECTIONS if row.tree != "heads"}
+LINKS = {row.id: row for row in PROJECTIONS if row.tree != "heads" and not row.params}
 
 
 @jax.jit

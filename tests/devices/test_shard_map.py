@@ -170,6 +170,8 @@ def test_units_of_a_leaf_that_differs_raise_an_error(mesh: Any) -> None:
         clipjax.tangent_cone(1.0),
         clipjax.max_norm(1.0),
         clipjax.unit_norm(),
+        clipjax.keep_norm(axes=0),
+        clipjax.relative_update(axes=0),
     ]
 
     def update(tx: Any, tree: Any) -> Any:

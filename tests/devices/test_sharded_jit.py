@@ -47,7 +47,11 @@ TREES = weights(0), weights(1), jax.tree.map(lambda x: 3 * x, weights(2))
 def one_step(states: Any, params: Any, grads: Any) -> Any:
     """An update by every member, the projections as functions, and all metrics."""
     states, updates = step(MEMBERS, states, grads, params)
-    called = {name: tx(params, step=1) for name, tx in MEMBERS.items() if callable(tx)}
+    called = {
+        name: tx(params, step=1, **dict.fromkeys(tx.needs, grads))
+        for name, tx in MEMBERS.items()
+        if callable(tx)
+    }
     return states, updates, called, {"all": clipjax.metrics(states)}
 
 

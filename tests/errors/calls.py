@@ -173,6 +173,7 @@ BY_UNIT = [
     ("radius", "max_norm($)(params)"),
     ("high", "min_max_norm(0.5, $)(params)"),
     ("rate", "min_max_norm(0.5, 1.0, rate=$).init(params)"),
+    ("rate", "keep_norm(rate=$, axes=0).init(params)"),
     ("bound", "spectral_cap($)(params)"),
 ]
 CONV = "{'conv': jnp.ones((2, 3, 4))}"

@@ -109,6 +109,22 @@ THEMES = {
         of_type("clip_by_value(1.0, low=0.0, high=1.0)", "bound=1.0", "low and high"),
         of_value("min_max_norm(jnp.inf, jnp.inf)", "low", "finite", "inf"),
         of_value("min_max_norm(0.5, 1.0, rate=2.0)", "rate", "at most 1", "2.0"),
+        of_value("keep_norm(rate=2.0)", "rate", "at most 1", "2.0"),
+        of_value("keep_norm()(params)", "old", "keep_norm()(params, old)"),
+        of_value("violations(params, keep_norm())", "old", "old=old"),
+        of_value("keep_norm()(params, [params])", "old", "structure", "kernel"),
+        of_value(
+            "keep_norm()({'w': jnp.ones((2, 3))}, {'w': jnp.ones((3, 2))})",
+            "old",
+            "'w'",
+            "(2, 3)",
+        ),
+        of_value(
+            "keep_norm().init(attention)", "axes", "stack", "axes={", "None", "SKIP"
+        ),
+        of_value(
+            "relative_update().init(attention)", "axes", "stack", "axes={", "None"
+        ),
         of_value("box(jnp.zeros(3), jnp.ones(2))", "low and high", "(3,)", "(2,)"),
         of_type(
             "jax.jit(lambda a: max_norm(1.0, axes=a).init(params))(0)",

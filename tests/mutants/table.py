@@ -42,6 +42,8 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
             DERIVATIVES,
         ),
         ("jnp.where(factor == 1, x, scaled)", "scaled", INSIDE),
+        ("(wanted + 0 * wanted)", "wanted", "gradients/test_relative_update.py"),
+        ("| (norm == 0) | (wanted == 0)", "| (norm == 0)", "weights/test_keep_norm.py"),
         ("(x.astype(real.dtype) * real)", "(x * real.astype(x.dtype))", BOUNDS),
         ("x.at[...].set(y) if x.weak_type else y", "y", INSIDE),
         (
@@ -396,6 +398,14 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
             "monitoring/test_stacks.py",
         ),
     ],
+    "weights/keep_norm.py": [
+        ("unrounded=True", "unrounded=False", "weights/test_keep_norm.py"),
+        (
+            "norms.norm(before[each.place].value, each.axes)",
+            "norm",
+            "weights/test_keep_norm.py",
+        ),
+    ],
     "weights/projection.py": [
         (
             "rounded = lax.reduce_precision(total, info.nexp, info.nmant)",
@@ -403,8 +413,8 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
             "weights/test_projection.py",
         ),
         (
-            "jnp.where(wanted == summed, update, wanted - param)",
-            "wanted - param",
+            "jnp.where(wanted == summed, update, step.astype(update.dtype))",
+            "step.astype(update.dtype)",
             "weights/test_projection.py",
         ),
         (

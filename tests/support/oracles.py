@@ -154,6 +154,18 @@ def of_cone(tree: Tree, params: Tree, bound: float) -> Tree:
     return {k: remove(x, params[k]) for k, x in tree.items()}
 
 
+def of_norms(tree: Tree, params: Tree, bound: float) -> Tree:
+    """Give each matrix the norm of its weights; 0 stays, and gives none."""
+
+    def give(x: np.ndarray, w: np.ndarray) -> np.ndarray:
+        size, wanted = norm(x), norm(w)
+        if x.ndim < 2 or not size.all() or not wanted.all():
+            return x
+        return x * (wanted / size)
+
+    return {k: give(x, params[k]) for k, x in tree.items()}
+
+
 def of_heads(excess: Any) -> Oracle:
     """Multiply each head, the last axis but one, by sqrt(min(1, 1 / excess))."""
     factor = np.sqrt(np.minimum(1, 1 / np.asarray(excess, np.float64)))

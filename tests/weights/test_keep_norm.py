@@ -1,0 +1,195 @@
+"""Norms that are kept: reached from both sides, and not lost over many steps."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import clipjax
+from tests.support.oracles import norm
+from tests.support.trees import bits
+
+RNG = np.random.default_rng(0)
+AXES = {"whole": None, "units": 0, "stack": (1, 2), "*": "auto"}
+REDUCED = {"whole": (0, 1), "units": (0,), "stack": (1, 2), "auto": (0, 1)}
+SHAPES = {"whole": (7, 9), "units": (65, 6), "stack": (3, 16, 8), "auto": (300, 40)}
+KEEP = clipjax.keep_norm(axes=AXES)
+
+
+def draw(exponent: int = 0, dtype: Any = np.float32) -> dict[str, jax.Array]:
+    weights = {
+        name: jnp.asarray(np.exp2(exponent) * RNG.normal(size=shape), dtype)
+        for name, shape in SHAPES.items()
+    }
+    return weights | {"bias": jnp.asarray(RNG.normal(size=4), dtype)}
+
+
+def sizes(tree: Any) -> dict[str, np.ndarray]:
+    return {k: norm(np.asarray(tree[k], np.float64), REDUCED[k]) for k in SHAPES}
+
+
+@pytest.mark.parametrize("exponents", [(0, 0), (-3, 4), (5, -7), (-40, 40), (0, -24)])
+def test_a_call_ends_at_the_old_norm(exponents: tuple[int, int]) -> None:
+    old, new = map(draw, exponents)
+    kept = jax.jit(KEEP)(new, old)
+    for name, size in sizes(kept).items():
+        np.testing.assert_allclose(size, sizes(old)[name], rtol=1e-6)
+        want = np.asarray(new[name], np.float64) * sizes(old)[name] / sizes(new)[name]
+        np.testing.assert_allclose(kept[name], want, rtol=2e-6)
+    assert bits(kept["bias"]) == bits(new["bias"])
+    again = jax.jit(KEEP)(kept, old)
+    for name in SHAPES:
+        np.testing.assert_allclose(again[name], kept[name], rtol=5e-7)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_where_nothing_moved_nothing_changes(dtype: str) -> None:
+    weights = draw(dtype=dtype)
+    zeros = jax.tree.map(jnp.zeros_like, weights)
+    assert bits(jax.jit(KEEP)(weights, weights)["stack"]) == bits(weights["stack"])
+    updates, _ = jax.jit(KEEP.update)(zeros, KEEP.init(weights), weights)
+    for name, update in updates.items():
+        assert not update.any(), name
+        assert update.dtype == weights[name].dtype
+
+
+def test_a_unit_of_norm_0_is_left_alone() -> None:
+    ones = jnp.ones((2, 2))
+    half = ones.at[:, 0].set(0)
+    keep = clipjax.keep_norm(axes=0)
+    assert bits(keep(ones, half)) == bits(ones)
+    assert bits(keep(half, 3 * ones)) == bits(3 * half)
+    assert bits(keep(3 * ones, half)) == bits(jnp.array([[3.0, 1.0], [3.0, 1.0]]))
+
+
+@pytest.mark.parametrize(
+    ("rate", "expected"),
+    [(0.0, 8.0), (0.25, 7.0), (1.0, 4.0), (lambda step: step / 4, 6.0)],
+)
+def test_a_rate_is_a_share_of_the_way(rate: Any, expected: float) -> None:
+    keep = clipjax.keep_norm(rate=rate)
+    kept = keep({"w": jnp.full((2, 2), 4.0)}, {"w": jnp.full((2, 2), 2.0)}, step=2)
+    np.testing.assert_allclose(norm(np.asarray(kept["w"])), [[expected]], rtol=1e-6)
+    assert bool(jax.tree.leaves(keep.init({"w": jnp.ones((2, 2))}))) == callable(rate)
+
+
+def test_a_rate_for_each_unit() -> None:
+    keep = clipjax.keep_norm(axes=0, rate=jnp.array([0.0, 1.0]))
+    kept = keep(jnp.full((4, 2), 2.0), jnp.ones((4, 2)))
+    np.testing.assert_allclose(kept[0], [2.0, 1.0], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "error"), [("float32", 2e-5), ("bfloat16", 5e-3), ("float16", 1e-3)]
+)
+def test_a_thousand_steps_keep_norms(dtype: str, error: float) -> None:
+    """Sums that are rounded to 16 bits before they are measured grow by 6%."""
+    axes = {"whole": None, "stack": (1, 2)}
+    tx = clipjax.chain(
+        clipjax.relative_update(axes=axes),
+        optax.scale(0.01),
+        clipjax.keep_norm(axes=axes),
+    )
+    shapes = {"whole": (64, 64), "stack": (2, 48, 64)}
+    weights = {k: jnp.asarray(RNG.normal(size=s), dtype) for k, s in shapes.items()}
+
+    def step(carry: Any, key: Any) -> Any:
+        weights, state = carry
+        updates = {
+            k: jax.random.normal(key, s).astype(dtype) for k, s in shapes.items()
+        }
+        updates, state = tx.update(updates, state, weights)
+        return (optax.apply_updates(weights, updates), state), None
+
+    @jax.jit
+    def run(weights: Any) -> Any:
+        keys = jax.random.split(jax.random.key(0), 1000)
+        return jax.lax.scan(step, (weights, tx.init(weights)), keys)[0][0]
+
+    after = run(weights)
+    for name in shapes:
+        before = norm(np.asarray(weights[name], np.float64), REDUCED[name])
+        now = norm(np.asarray(after[name], np.float64), REDUCED[name])
+        np.testing.assert_allclose(now, before, rtol=error)
+
+
+def test_a_step_from_weights_is_the_formula() -> None:
+    weights, updates = draw(), draw(-5)
+    after = optax.apply_updates(weights, KEEP.update(updates, (), weights)[0])
+    for name in SHAPES:
+        total = np.float64(weights[name]) + np.float64(updates[name])
+        want = total * sizes(weights)[name] / norm(total, REDUCED[name])
+        largest = np.abs(want).max()
+        np.testing.assert_allclose(after[name], want, rtol=2e-6, atol=2e-7 * largest)
+
+
+def test_violations_need_the_old_weights() -> None:
+    old = {"w": jnp.array([[3.0, 0.0], [0.0, 4.0]]), "b": jnp.ones(2)}
+    new = {"w": 2 * old["w"], "b": 2 * old["b"]}
+    keep = clipjax.keep_norm()
+    (found,) = clipjax.violations(new, keep, old=old)
+    assert str(found) == "w: 10 -> 5"
+    assert not clipjax.violations(old, [keep, clipjax.max_norm(9.0)], old=old)
+    with pytest.raises(ValueError, match="keep_norm needs the weights before"):
+        clipjax.violations(new, keep)
+
+
+def test_a_skipped_step_keeps_weights() -> None:
+    weights = draw()
+    tx = clipjax.bounded(optax.sgd(0.1), project=KEEP, nonfinite="skip")
+    grads = jax.tree.map(jnp.ones_like, weights)
+    step = jax.jit(tx.update)
+    updates, state = step(grads, tx.init(weights), weights)
+    after = optax.apply_updates(weights, updates)
+    for name, size in sizes(after).items():
+        np.testing.assert_allclose(size, sizes(weights)[name], rtol=1e-6)
+    grads["whole"] = grads["whole"].at[0, 0].set(jnp.nan)
+    updates, _ = step(grads, state, after)
+    assert not any(x.any() for x in updates.values())
+
+
+def test_the_example_goes_on_from_what_was_saved(tmp_path: Path) -> None:
+    """MuonH on stacked layers: with radii in a state or nowhere, norms would change."""
+    pytest.importorskip("matplotlib")
+    path = Path(__file__).parents[2] / "examples" / "kept_norms.py"
+    spec = importlib.util.spec_from_file_location("kept_norms", path)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    tx = example.optimizer_of("MuonH", 0.05, 30)
+
+    @jax.jit
+    def step(carry: Any, words: Any) -> Any:
+        params, state = carry
+        grads = jax.grad(example.loss_of)(params, words)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = example.first_weights(jax.random.key(0))
+    text = example.sentences(jax.random.key(1), 20).reshape(5, 4, -1)
+    first = carry = params, tx.init(params)
+    for i, words in enumerate(text):
+        if i == 3:
+            np.savez(tmp_path / "saved.npz", *jax.tree.leaves(carry))
+        carry = step(carry, words)
+    saved = np.load(tmp_path / "saved.npz")
+    restored = jax.tree.unflatten(jax.tree.structure(first), list(saved.values()))
+    for words in text[3:]:
+        restored = step(restored, words)
+    for x, y in zip(*map(jax.tree.leaves, (carry, restored)), strict=True):
+        assert bits(x) == bits(y)
+    for name, w in carry[0]["blocks"].items():
+        now, before = (norm(np.float64(x), (1, 2)) for x in (w, params["blocks"][name]))
+        assert bits(w) != bits(params["blocks"][name])
+        np.testing.assert_allclose(now, before, rtol=2e-6)
+    seen = clipjax.metrics(carry[1])
+    for i in range(example.LAYERS):
+        each = [norm(np.float64(w[i])) for w in params["blocks"].values()]
+        logged = seen[f"record_norms/params/blocks/*/{i}"]
+        np.testing.assert_allclose(logged, norm(np.array(each)).item(), rtol=1e-5)
