@@ -150,14 +150,15 @@ def main():
     held_out = sentences(jax.random.key(1), 512)
     params = jax.vmap(first_weights)(jax.random.split(jax.random.key(2), seeds))
     figure, ax = plt.subplots(figsize=(7, 4.4), layout="constrained")
+    print("optimizer, rate, loss, growth of the norm")
     for name, each in sorted(rates.items()):
         of_rate = jax.vmap(functools.partial(trained, name), (None, 0, None, None))
         of_rates = jax.jit(jax.vmap(of_rate, (0, None, None, None)))
         found, norms = of_rates(jnp.array(each), params, text, held_out)
         for rate, losses, size in zip(each, found, norms.mean(axis=1), strict=True):
             print(
-                f"{name:5} {rate:<5} loss {losses.mean():.3f} ± {losses.std():.3f}, "
-                f"norm x {size[-1] / size[0]:.2f}"
+                f"{name:5} {rate:<5} {losses.mean():.3f}±{losses.std():.3f} "
+                f"{size[-1] / size[0]:.2f}"
             )
         ax.plot(norms[1].mean(axis=0), label=f"{name}, rate {each[1]}")
     ax.set(title="Norm of the first layer's matrices", xlabel="step", ylim=(0, None))
