@@ -116,7 +116,10 @@ def applied(name: str, tree: str, **given: str) -> str:
     call = WHOLE.get(name) or call_of(name, tree, **given)
     if name in of_kinds("clip", "step"):
         return f"{call}.init({tree})"
-    return f"{call}({tree})" if name in of_kinds("projection") else call
+    if name in of_kinds("projection"):
+        old = f", {tree}" if FIRST[name].params else ""
+        return f"{call}({tree}{old})"
+    return call
 
 
 # Calls with axes, and those of them that reduce an int of matrices only.
