@@ -88,7 +88,7 @@ def test_adamh_is_the_formula() -> None:
     step = jax.jit(tx.update)
     params, state = jax.tree.map(jnp.asarray, weights), tx.init(weights)
     exact = {k: np.float64(w) for k, w in weights.items()}
-    first, second = ({k: 0.0 for k in exact} for _ in range(2))
+    first, second = (dict.fromkeys(exact, 0.0) for _ in range(2))
     for i in range(1, 21):
         grads = draw()
         updates, state = step(grads, state, params)
