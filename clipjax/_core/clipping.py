@@ -55,7 +55,9 @@ def quotient_or_1(inside: jax.Array, target: jax.Array, norm: jax.Array) -> jax.
 def factor_onto(wanted: jax.Array, norm: jax.Array, rate: Any = 1) -> jax.Array:
     """Return what takes a norm `rate` of the way to another; 1 where one of them is 0.
 
-    It has no margin, by which a norm that is kept would shrink at every step.
+    It has no margin, by which a norm that is kept would shrink at every step, and no
+    band in which it is 1: a tangential step of rate r grows a norm by r² / 2, which
+    would stay in it.
     """
     wanted = jnp.asarray(wanted, norm.dtype)
     rate = jnp.minimum(jnp.asarray(rate, norm.dtype), 1)
