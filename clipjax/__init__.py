@@ -13,8 +13,6 @@ from clipjax.backward import (
     clip_gradient_by_value,
     replace_gradient,
     scale_gradient,
-    tap,
-    tapped,
 )
 from clipjax.composition import bounded, chain
 from clipjax.gradients.adagc import adagc
@@ -36,6 +34,7 @@ from clipjax.monitoring.bad_steps import bad_steps
 from clipjax.monitoring.history import series, suggest
 from clipjax.monitoring.metrics import metrics
 from clipjax.monitoring.record_norms import record_norms
+from clipjax.monitoring.taps import tap, tapped
 from clipjax.weights.box import box, non_negative
 from clipjax.weights.keep_norm import keep_norm
 from clipjax.weights.max_norm import max_norm, min_max_norm, unit_norm

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,70 +15,9 @@ from jax.typing import ArrayLike
 from clipjax import _checks, functional
 from clipjax._core import bounds, clipping, norms, trees, units
 from clipjax._core.messages import short_repr
+from clipjax.monitoring import taps
 
 T = TypeVar("T")
-
-
-# What a tap holds of norms: how many there were, how many were clipped, how many were
-# not finite, and the sum of the finite ones.
-_SHAPE_OF_TAP = (4,)
-
-
-def tap() -> jax.Array:
-    """Make a tap: the gradient with respect to it is what a clip in the model saw.
-
-    Pass it to a clip of this page, and take the gradient of the loss with respect to
-    it, too. The clip then returns sums there, which add up over the steps of a `scan`,
-    over the examples of a `vmap`, over devices, and over all clips that share the tap.
-    :func:`tapped` reads them.
-
-    Returns:
-      Zeros, float32 `(4,)`, on which no value depends.
-
-    Example:
-      >>> import clipjax, jax, jax.numpy as jnp
-      >>> def loss(x, t):
-      ...     return 3.0 * jnp.sum(clipjax.clip_gradient_by_norm(x, 1.0, tap=t))
-      >>> grads = jax.grad(loss, argnums=(0, 1))(jnp.ones(()), clipjax.tap())
-      >>> print(clipjax.tapped(grads[1])["mean_norm"])
-      3.0
-    """
-    return jnp.zeros(_SHAPE_OF_TAP, np.float32)
-
-
-def tapped(gradient: jax.Array) -> dict[str, jax.Array]:
-    """Read the gradient with respect to a tap, for a logger.
-
-    Args:
-      gradient: float32 `(..., 4)`, as JAX returns it for a :func:`tap`.
-
-    Returns:
-      A dict of float32 scalars, or of shape `(...)`: `count`, of norms; and of these
-      `clipped_fraction`, `nonfinite_count` and `mean_norm`, that of the finite ones. A
-      norm that is not finite is not clipped. The fraction and the mean are 0 if there
-      were none.
-
-    Raises:
-      ValueError: `gradient` does not have the shape of a tap.
-
-    Example:
-      >>> import clipjax, jax.numpy as jnp
-      >>> seen = clipjax.tapped(jnp.array([8.0, 2.0, 0.0, 4.0]))
-      >>> print(seen["count"], seen["clipped_fraction"], seen["mean_norm"])
-      8.0 0.25 0.5
-    """
-    if np.shape(gradient)[-1:] != _SHAPE_OF_TAP or not bounds.is_real(gradient):
-        raise ValueError(
-            "gradient must be that with respect to clipjax.tap(), of shape "
-            f"{_SHAPE_OF_TAP}, got {short_repr(gradient)}"
-        )
-    count, clipped, nonfinite, total = jnp.moveaxis(jnp.asarray(gradient), -1, 0)
-    return {
-        "count": count,
-        "clipped_fraction": clipped / jnp.maximum(count, 1),
-        "nonfinite_count": nonfinite,
-        "mean_norm": total / jnp.maximum(count - nonfinite, 1),
-    }
 
 
 def clip_gradient_by_value(
@@ -108,8 +47,8 @@ def clip_gradient_by_value(
     high = bounds.as_constant("high", high, -np.inf)
     _checks.check_order(low, high)
 
-    def seen(gradient: Any, low: Any, high: Any) -> list[Seen]:
-        def one(g: jax.Array) -> Seen:
+    def seen(gradient: Any, low: Any, high: Any) -> list[taps.Seen]:
+        def one(g: jax.Array) -> taps.Seen:
             outside = jnp.any((g < low) | (g > high)).astype(np.uint8)
             is_above = norms.over_devices(lax.pmax, outside) > 0
             return norms.norm(g, None, jnp.inf), is_above
@@ -158,7 +97,7 @@ def clip_gradient_by_norm(
     def clip(gradient: Any, bound: Any) -> Any:
         return functional.clip_by_norm(gradient, bound, axes)
 
-    def seen(gradient: Any, bound: Any) -> list[Seen]:
+    def seen(gradient: Any, bound: Any) -> list[taps.Seen]:
         found = units.of_tree(gradient, functional.literal(axes))
         return [(norm, norm > bound) for norm in units.norms_of(found)]
 
@@ -193,20 +132,16 @@ def clip_gradient_by_global_norm(
     def clip(gradient: Any, bound: Any) -> Any:
         return functional.clip_by_global_norm(gradient, bound)[0]
 
-    def seen(gradient: Any, bound: Any) -> list[Seen]:
+    def seen(gradient: Any, bound: Any) -> list[taps.Seen]:
         norm = functional.global_norm(gradient)
         return [(norm, norm > bound)]
 
     return _with_gradient(clip, seen, tap, tree, bound)
 
 
-# Norms, and whether they are above the bound.
-Seen: TypeAlias = tuple[jax.Array, jax.Array]
-
-
 def _with_gradient(
     change: Callable[..., Any],
-    seen: Callable[..., list[Seen]],
+    seen: Callable[..., list[taps.Seen]],
     tap: jax.Array | None,
     tree: T,
     *limits: Any,
@@ -216,8 +151,7 @@ def _with_gradient(
     Leaves without a gradient have float0. The gradient of the tap becomes the sums of
     what `seen(gradient, *limits)` returns.
     """
-    if tap is not None and (not bounds.is_real(tap) or np.shape(tap) != _SHAPE_OF_TAP):
-        raise TypeError(f"tap must be clipjax.tap(), got {short_repr(tap)}")
+    taps.check_tap(tap)
     leaves, rebuild = trees.leaves_of(tree)
     # Arrays are arguments, since a custom derivative must not close over tracers;
     # numbers stay exact.
@@ -235,7 +169,9 @@ def _with_gradient(
 
     def backward(kept: Any, gradient: Any) -> tuple[Any, None, Any]:
         arrays, tap = kept
-        sums = None if tap is None else _sums(seen(gradient, *given(arrays)), tap)
+        sums = (
+            None if tap is None else taps.sums_of(seen(gradient, *given(arrays)), tap)
+        )
         return changed(arrays, gradient), None, sums
 
     @jax.custom_vjp
@@ -250,22 +186,6 @@ def _with_gradient(
     return rebuild(
         [new.value if trees.is_float(old.value) else old.value for old, new in each]
     )
-
-
-def _sums(seen: list[Seen], tap: jax.Array) -> jax.Array:
-    """Return the gradient of a tap."""
-    sums = jnp.zeros(_SHAPE_OF_TAP, np.float32)
-    for norm, is_above in seen:
-        finite = jnp.isfinite(norm)
-        kinds = (jnp.ones_like(finite), finite & is_above, ~finite)
-        numbers = [*kinds, jnp.where(finite, norm, 0)]
-        sums += jnp.stack([jnp.sum(x, dtype=np.float32) for x in numbers])
-    sums = lax.stop_gradient(sums)
-    # Norms are those of all devices. If the tap is another on each, one has the sums,
-    # so that they count once.
-    for name in norms.mesh_axes(tap):
-        sums = jnp.where(lax.axis_index(name) == 0, sums, 0)
-    return sums.astype(tap.dtype)
 
 
 def scale_gradient(x: T, factor: ArrayLike) -> T:
