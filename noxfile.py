@@ -3,8 +3,6 @@
 `pip install "nox[uv]" && nox`
 """
 
-from __future__ import annotations
-
 import nox
 
 nox.options.default_venv_backend = "uv"

@@ -1,7 +1,5 @@
 """`python -m benchmarks`: what a bound costs, beside Optax or the formula by hand."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Steps as compiled for devices that are not here: costs, and collectives."""
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np

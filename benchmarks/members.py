@@ -1,7 +1,5 @@
 """Every public member in front of Adam, beside Adam alone: what it may cost."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import jax.numpy as jnp

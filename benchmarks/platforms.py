@@ -1,7 +1,5 @@
 """Compiling for TPUs and GPUs that are not here: XLA's compilers are wheels."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import time

@@ -1,7 +1,5 @@
 """Reading a program, XLA's optimized HLO: kernels, bytes that move, collectives."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """The steps that are compared: with clipjax, and with Optax or by the formula."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple

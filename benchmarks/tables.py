@@ -1,7 +1,5 @@
 """Tables for the terminal and in Markdown."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Timing donated steps: ours and theirs take turns, and are disturbed alike."""
 
-from __future__ import annotations
-
 import gc
 import statistics
 import time

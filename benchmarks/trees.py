@@ -1,7 +1,5 @@
 """The trees that are trained: units of norm 1, gradients of standard deviation 1."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

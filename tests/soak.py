@@ -5,8 +5,6 @@ Each structure of trees is one compiled program of all cases; a trial is one cas
 draw of values and bounds.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

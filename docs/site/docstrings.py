@@ -1,7 +1,5 @@
 """The docstrings as mkdocstrings reads them: roles and papers become links."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the site adds to pages that can also be read in the repository."""
 
-from __future__ import annotations
-
 import re
 import textwrap
 from pathlib import Path

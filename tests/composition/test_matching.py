@@ -1,7 +1,5 @@
 """`matching`: which leaves path patterns choose."""
 
-from __future__ import annotations
-
 import collections
 
 import jax

@@ -3,8 +3,6 @@
 All suites that go over members take them from here, so that a new one is one row.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """`axes` are what is reduced: ints and tuples of matrices, rules, and mappings."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """Derivatives are finite at 0, and elsewhere finite differences of the oracles."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

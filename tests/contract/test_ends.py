@@ -1,7 +1,5 @@
 """Measured in float64, what is outside ends at or just below its bound."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What ends inside counts as inside: the same program does not change it again."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.contract.members import ROWS, Row

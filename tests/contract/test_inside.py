@@ -1,7 +1,5 @@
 """What is inside comes back bit for bit; shape, dtype and weak type always stay."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

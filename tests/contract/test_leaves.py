@@ -1,7 +1,5 @@
 """What is no float passes through and counts for nothing; complex ones by |z|."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The public names, a row for each member, and what importing clipjax imports."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import re

@@ -1,7 +1,5 @@
 """NaN and infinity spread over a norm, are counted, and enter no memory."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """States have constant shapes; bounds may be 0, infinite and schedules."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

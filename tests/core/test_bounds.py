@@ -1,7 +1,5 @@
 """Bounds that are known only later, and limits that a dtype cannot represent."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """Factors and norms at the ends of the numbers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """Counters that are full, metrics before the first step, and trees with holes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """`SKIP`, by which a rule leaves a leaf alone."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from typing import Any

@@ -5,8 +5,6 @@ Most follow from the signatures of the public functions and from the contract's 
 parameter of one name has one rule, and a new member is called wrongly like the others.
 """
 
-from __future__ import annotations
-
 import inspect
 
 import clipjax

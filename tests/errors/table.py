@@ -1,7 +1,5 @@
 """Wrong calls, by theme: what is written, the exception, and words it has."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from tests.errors import calls as c

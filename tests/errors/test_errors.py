@@ -2,8 +2,6 @@
 early as they are known.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 from typing import Any

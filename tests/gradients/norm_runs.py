@@ -1,7 +1,5 @@
 """Gradients whose norms are given, and one program that runs clips over them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 

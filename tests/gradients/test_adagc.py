@@ -1,7 +1,5 @@
 """`adagc` gives each leaf or unit a bound that follows its own past norms."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`clip_by_group_norm`: what its metrics say of several groups."""
 
-from __future__ import annotations
-
 import numpy as np
 
 import clipjax

@@ -1,7 +1,5 @@
 """What all clips that follow past norms guarantee, whatever their rule."""
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any

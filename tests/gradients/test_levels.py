@@ -2,8 +2,6 @@
 a fresh clip at their level.
 """
 
-from __future__ import annotations
-
 import itertools
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """`autoclip` and `clip_by_quantile` do what their papers say."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`adaptive_grad_clip`: which axes it reduces where it is given none."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest

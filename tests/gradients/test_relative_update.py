@@ -1,7 +1,5 @@
 """Updates of the size of the weights, and the two links as AdamH."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

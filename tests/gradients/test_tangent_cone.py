@@ -1,7 +1,5 @@
 """`tangent_cone` beside the projection to the same radius."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

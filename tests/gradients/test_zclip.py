@@ -1,7 +1,5 @@
 """`zclip` and `clip_by_lognormal` do what their authors' code does."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, get_args
 

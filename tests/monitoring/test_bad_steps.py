@@ -1,7 +1,5 @@
 """`record_norms(keep=n)` keeps the last bad steps, and `bad_steps` returns them."""
 
-from __future__ import annotations
-
 import functools
 import math
 from pathlib import Path

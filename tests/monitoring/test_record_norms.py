@@ -1,7 +1,5 @@
 """`record_norms`: which norms it measures, and that nothing changes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """Histories: what `series` reads from them, and what `suggest` makes of their norms."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Norms of each layer of a stack, as `nn.scan` and `nnx.vmap` make them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

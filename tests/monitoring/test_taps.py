@@ -1,7 +1,5 @@
 """Taps: the gradient with respect to `clipjax.tap()` is what the clips saw."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

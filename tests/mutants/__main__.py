@@ -5,8 +5,6 @@ the file that should notice it, and then, if it survives, all. It writes nothing
 the tree, and exits with 1 if more than one in twenty survives.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

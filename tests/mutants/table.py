@@ -2,8 +2,6 @@
 tests that should notice.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

@@ -1,7 +1,5 @@
 """The texts to replace are there, once, and so are the tests."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

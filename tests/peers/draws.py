@@ -1,7 +1,5 @@
 """Random gradients, and how close to each other two libraries are."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

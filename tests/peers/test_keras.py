@@ -1,7 +1,5 @@
 """The constraints of Keras, and the clips of its optimizers."""
 
-from __future__ import annotations
-
 import importlib.util
 from typing import Any
 

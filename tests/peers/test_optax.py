@@ -2,8 +2,6 @@
 and where ours is right.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

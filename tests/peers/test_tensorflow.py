@@ -1,7 +1,5 @@
 """The clips of TensorFlow, and those of a custom gradient."""
 
-from __future__ import annotations
-
 import importlib.util
 from typing import Any
 

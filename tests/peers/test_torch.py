@@ -1,7 +1,5 @@
 """The clips of gradients in PyTorch."""
 
-from __future__ import annotations
-
 import importlib.util
 from typing import Any
 

@@ -9,8 +9,6 @@ the tests are skipped. `python -m benchmarks --compiled` prints the figures, on 
 trees.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import jax

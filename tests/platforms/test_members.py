@@ -2,8 +2,6 @@
 trees, inside `shard_map`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -4,8 +4,6 @@ caches of programs miss.
 The order of a set of dtypes, for example, changes from process to process.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -6,8 +6,6 @@ Nothing else would notice, for example, that an operation follows the division o
 factor, which XLA then repeats for every entry of every leaf.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

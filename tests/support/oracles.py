@@ -5,8 +5,6 @@ Trees are dicts of float64 arrays. An oracle is a function `(tree, params, bound
 tree`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

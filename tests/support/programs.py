@@ -1,7 +1,5 @@
 """Run a row: one compiled program for each row and structure of trees."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

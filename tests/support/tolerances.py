@@ -1,7 +1,5 @@
 """How far a result may be from its oracle."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax.numpy as jnp

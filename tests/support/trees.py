@@ -1,7 +1,5 @@
 """Trees of numbers: dicts from a name, which ends with the dtype, to an array."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

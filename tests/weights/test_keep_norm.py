@@ -1,7 +1,5 @@
 """Norms that are kept: reached from both sides, and not lost over many steps."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Bounds by path: the first match wins, and a leaf without one is not changed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """Projections of norms, where their bounds are at odds."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

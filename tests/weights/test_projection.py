@@ -1,7 +1,5 @@
 """A projection as a link, in 16 bits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

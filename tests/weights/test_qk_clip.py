@@ -1,7 +1,5 @@
 """QK-clip: the logits of real attention before and after, and which weights change."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The spectral cap beside NumPy's decomposition in float64."""
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """What projections would still change, unit by unit."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
