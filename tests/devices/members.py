@@ -58,7 +58,10 @@ def step(
     for name, tx in table.items():
         extra = {"loss": loss} if loss is not None and name in TAKE_LOSS else {}
         results[name] = tx.update(grads, states[name], params, **extra)
-    return tuple({name: result[i] for name, result in results.items()} for i in (1, 0))  # type: ignore[return-value]
+    states, updates = (
+        {name: result[i] for name, result in results.items()} for i in (1, 0)
+    )
+    return states, updates
 
 
 def assert_same(found: Any, expected: Any) -> None:

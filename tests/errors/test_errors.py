@@ -47,7 +47,8 @@ def outcome(call: str) -> Any:
     own = dict(names())
     try:
         exec(compile(ast.Module(before, []), "<call>", "exec"), own)
-        return eval(compile(ast.Expression(last.value), "<call>", "eval"), own)  # type: ignore[attr-defined]
+        value: Any = last
+        return eval(compile(ast.Expression(value.value), "<call>", "eval"), own)
     except Exception as error:
         return error
 

@@ -24,7 +24,8 @@ RULES: dict[str, Any] = {
 }
 for mode, takes in itertools.product(("mean", "percentile", "adaptive"), (False, True)):
     name = f"zclip {mode}{'' if takes else ', no update'}"
-    RULES[name] = clipjax.zclip(mode=mode, update_on_spike=takes)  # type: ignore[arg-type]
+    options: Any = {"mode": mode, "update_on_spike": takes}
+    RULES[name] = clipjax.zclip(**options)
 BEFORE, AFTER, LAST = 200, 1000, 400
 LEVELS = (1.2, 3.0, 30.0, 1000.0, 1 / 3, 1 / 1000)
 NOISES = (0.02, 0.1, 0.4)

@@ -102,7 +102,8 @@ def test_names_of_layers_and_errors() -> None:
             ["params/a", "params/b/0", "params/b/1"],
         ),
     ):
-        found = clipjax.metrics(clipjax.record_norms(**arguments).init(tree))  # type: ignore[arg-type]
+        recorder = clipjax.record_norms(**arguments)  # type: ignore[arg-type]
+        found = clipjax.metrics(recorder.init(tree))
         assert sorted(found) == sorted(
             f"record_norms/{key}" for key in [*keys, "steps"]
         )
