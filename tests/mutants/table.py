@@ -155,7 +155,7 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         (
             "[leaf for leaf, _ in skipped if leaf.value.size]",
             "[leaf for leaf, _ in skipped]",
-            LEAVES,
+            "core/test_units.py",
         ),
         (
             'f"{name}[{pattern!r}]", auto=auto)',
@@ -267,7 +267,7 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         (
             "jnp.where(places < jnp.expand_dims(held, -1), values, most)",
             "values",
-            "monitoring/test_bad_steps.py",
+            "gradients/test_history.py",
         ),
         (
             "ring.values.size != window",
@@ -475,8 +475,8 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
             "monitoring/test_bad_steps.py",
         ),
         (
-            "for key in sorted(squares)]",
-            "for key in squares]",
+            "sorted(squares)]",
+            "sorted(squares, reverse=True)]",
             "monitoring/test_bad_steps.py",
         ),
         (
