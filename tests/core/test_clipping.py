@@ -55,6 +55,9 @@ def test_nan_is_the_largest() -> None:
     def norms(trees: Any) -> Any:
         return [functional.global_norm(tree, ord=np.inf) for tree in trees]
 
+    of_leaves = functional.leaf_norms({"a": np.float32([1.0, NAN])}, ord=np.inf)
+    assert of_leaves == {"a": INF}
+
     x, two = np.float32([1.0, NAN, 2.0]), np.float32([2.0])
     assert norms([{"a": x, "b": two}, {"a": x[1]}, {"a": two, "b": x}, {}]) == [
         INF,

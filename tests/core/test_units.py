@@ -56,3 +56,10 @@ def test_norms_of_units_are_bounds_of_units() -> None:
         np.testing.assert_array_equal(
             np.squeeze(kept), np.squeeze(functional.unitwise_norms(x, axes))
         )
+
+
+def test_a_leaf_without_entries_needs_no_axes() -> None:
+    """Nothing could be changed in it, so that "auto" need not apply to it."""
+    clipjax.max_norm(1.0)({"bias": jnp.zeros(0)})
+    with pytest.raises(ValueError, match="axes: nothing is changed"):
+        clipjax.max_norm(1.0)({"bias": jnp.zeros(1)})

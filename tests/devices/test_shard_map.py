@@ -17,6 +17,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import clipjax
+from clipjax import functional
 from tests.devices.members import CLIP, TAKE_LOSS, assert_same, init, members, step
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
@@ -217,6 +218,37 @@ def test_where_types_do_not_say_what_differs_norms_are_local_with_a_warning(
         jax.pmap(update, axis_name="i", devices=jax.devices()[:1])(
             jax.tree.map(lambda x: x[None], tree)
         )
+
+
+def linked(tx: Any) -> Callable[[Any], Any]:
+    return lambda tree: tx.update(tree, tx.init(tree), tree)[0]
+
+
+MEASURING = {
+    "clip": linked(CLIP),
+    "skip": linked(clipjax.skip_nonfinite(optax.identity())),
+    "link of a projection": linked(clipjax.max_norm(1.0, axes=None)),
+    "projection": clipjax.max_norm(1.0, axes=None),
+    "global_norm": functional.global_norm,
+    "leaf_norms": functional.leaf_norms,
+    "unitwise_norms": lambda tree: functional.unitwise_norms(tree, None),
+    "clip_by_norm": lambda tree: functional.clip_by_norm(tree, 1.0),
+    "clip_by_global_norm": lambda tree: functional.clip_by_global_norm(tree, 1.0),
+}
+
+
+@pytest.mark.parametrize("name", MEASURING)
+def test_whatever_measures_warns_where_norms_are_local(mesh: Any, name: str) -> None:
+    unchecked = jax.shard_map(
+        MEASURING[name],
+        mesh=mesh,
+        in_specs=P("data"),
+        out_specs=P(),
+        check_vma=False,
+    )
+    with pytest.warns(UserWarning, match="each device alone") as warned:
+        jax.eval_shape(unchecked, {"w": jnp.ones(8)})
+    assert all("clipjax/_core" not in each.filename for each in warned)
 
 
 def test_backward_layers_clip_the_norm_on_all_devices(mesh: Any) -> None:

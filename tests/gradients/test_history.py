@@ -299,3 +299,12 @@ def test_a_window_may_be_a_hyperparameter() -> None:
         _, state = jax.jit(tx.update)(jnp.ones(3), state)
         assert float(state.hyperparams["window"]) == 8
         assert 8 in [x.size for x in jax.tree.leaves(state)]
+
+
+def test_an_empty_window_makes_no_nan() -> None:
+    """Which would raise under `jax_debug_nans`, where nothing is wrong."""
+    with jax.debug_nans(True):
+        for tx in (clipjax.autoclip(window=3), clipjax.skip_spikes(optax.sgd(1.0))):
+            state = tx.init(jnp.zeros(1))
+            for norm in (0.0, 0.0, 1.0):
+                _, state = tx.update(jnp.full(1, norm), state)

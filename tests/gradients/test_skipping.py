@@ -257,3 +257,28 @@ def test_zeros_do_not_enter_the_window_of_spikes() -> None:
     values = (0.0, 0.0, 0.0, 0.0, 1.0, 0.9, 0.0, 1.1)
     _, state = stepped(tx, *np.float32(values)[:, None])
     assert read(state, "skipped") == [0]
+
+
+def test_each_bad_step_counts_for_one_reason() -> None:
+    """What is not finite is no spike, and a spike of a norm none of the loss."""
+    tx = clipjax.skip_spikes(optax.sgd(0.1), window=4, warmup_steps=2)
+    update, state = jax.jit(tx.update), tx.init(np.ones(1, np.float32))
+    steps = [(1, 1), (1, 1), (np.inf, 1), (1, np.inf), (100, 1), (1, 100)]
+    for norm, loss in steps:
+        _, state = update(np.float32([norm]), state, loss=np.float32(loss))
+    counters = (
+        "skipped",
+        "nonfinite_count",
+        "nonfinite_loss_count",
+        "norm_spike_count",
+        "loss_spike_count",
+    )
+    assert read(state, *counters) == [4, 1, 1, 1, 1]
+
+
+def test_steps_without_a_loss_say_nothing_about_losses() -> None:
+    tx = clipjax.skip_spikes(optax.sgd(0.1), window=4, warmup_steps=2)
+    update, state = jax.jit(tx.update), tx.init(np.ones(1, np.float32))
+    for loss in [None] * 4 + [1.0, 0.9, 1.1]:
+        _, state = update(np.ones(1, np.float32), state, loss=loss)
+    assert read(state, "skipped") == [0]

@@ -119,6 +119,28 @@ def test_a_group_that_is_never_finite_does_not_hide_others() -> None:
     assert all(math.isnan(each.groups["b"]) for each in found)
 
 
+def test_groups_keep_their_norms_where_text_has_another_order() -> None:
+    """As "layers/10" comes before "layers/2"."""
+    tx = clipjax.record_norms("leaf", stacked="layers", keep=1)
+    sizes = jnp.arange(12.0).at[11].set(INF)
+    state = tx.init({"layers": sizes})
+    (found,) = clipjax.bad_steps(jax.jit(tx.update)({"layers": sizes}, state)[1])
+    assert found.groups == {f"layers/{i}": float(x) for i, x in enumerate(sizes)}
+
+
+def test_steps_of_several_recorders_are_in_one_order() -> None:
+    tx = optax.chain(
+        clipjax.record_norms(keep=2),
+        clipjax.zero_nonfinite(),
+        optax.scale(INF),
+        clipjax.record_norms(keep=2),
+    )
+    state = tx.init(jnp.ones(1))
+    for size in (1.0, 2.0, 3.0, NAN):
+        _, state = jax.jit(tx.update)(jnp.array([size]), state)
+    assert [each.step for each in clipjax.bad_steps(state)] == [2, 3, 3]
+
+
 def test_counters_do_not_overflow() -> None:
     most = np.iinfo(np.int32).max
     tx = clipjax.record_norms(keep=2)

@@ -79,6 +79,19 @@ def test_a_step_that_was_not_taken_counts_once(
             np.testing.assert_allclose(clipjax.series(history, name), values, 1e-5)
 
 
+def test_a_step_of_one_clip_is_none_of_another_of_its_name() -> None:
+    skip = clipjax.skip_nonfinite(clipjax.clip_by_global_norm(5.0))
+    tx = optax.chain(skip, clipjax.clip_by_global_norm(5.0))
+    history = []
+    state = tx.init(jnp.zeros(1))
+    for norm in (1.0, NAN, 2.0):
+        _, state = tx.update(jnp.array([norm]), state)
+        history.append(clipjax.metrics(state))
+    for name, values in {"": [1, 2], "_1": [1, 0, 2]}.items():
+        found = clipjax.series(history, f"clip_by_global_norm{name}")
+        np.testing.assert_array_equal(found, values)
+
+
 def test_norms_of_new_states_count_although_their_steps_are_the_same() -> None:
     """And all metrics of a transformation have the same steps."""
     tx = clipjax.record_norms(["a", "b"])

@@ -65,6 +65,15 @@ def test_min_max_norm_has_no_limit_where_no_pattern_matches() -> None:
         assert new["c"][1] == (5 if one == 0.5 else pytest.approx(4, rel=2e-6))
 
 
+def test_limits_of_leaves_that_stay_need_not_go_together() -> None:
+    params = {name: jnp.array([0.5]) for name in "ab"}
+    lows, highs = {"a": 1.0, "b": 9.0}, {"*": 2.0}
+    projected = clipjax.box(lows, highs, where="a")(params)
+    assert (projected["a"], projected["b"]) == (1, 0.5)
+    with pytest.raises(ValueError, match="low must not be above high for leaf 'b'"):
+        clipjax.box(lows, highs)(params)
+
+
 def test_norms_stay_at_their_first_values() -> None:
     """The recipe of docs/recipes.md: layers keep the norms that they had first."""
     params = {"in": PARAMS["encoder"]["kernel"], "out": PARAMS["head"]["kernel"] / 7}

@@ -121,6 +121,15 @@ def test_isinstance_tells_a_projection() -> None:
     assert not isinstance(clipjax.clip_by_norm(1.0), Projection)
 
 
+def test_what_a_projection_needs_comes_before_the_step() -> None:
+    weights = {name: jnp.ones((4, 2, 3)) for name in ("query", "key")}
+    logits = jnp.array([1.0, 8.0])
+    projection = clipjax.qk_clip(lambda step: 4.0 - step)
+    by_name = projection(weights, max_logits=logits, step=2)
+    np.testing.assert_array_equal(projection(weights, logits, 2)["key"], by_name["key"])
+    np.testing.assert_allclose(by_name["key"][:, 1], 0.5, rtol=1e-6)
+
+
 def test_a_call_takes_the_step_and_nothing_else() -> None:
     """By position or by name; what a projection does not know is an error."""
     weights = jnp.full((4, 3), 5.0)
