@@ -46,11 +46,11 @@ def record_norms(
         `nn.scan` and `nnx.vmap` make them: each layer is a group of its own,
         `<group>/<index>`, and `<group>` has the other leaves alone. All stacks of a
         group have equally many layers.
-
       keep: how many bad steps to keep in the state, the last ones, for
         :func:`bad_steps`. A step is bad if its norm is not finite, or the loss that
         `update(..., loss=loss)` gets, or if :func:`skip_spikes` with its defaults would
-        skip it. It has to be outside of a skip, whose inside is frozen at such steps.
+        skip it, which compares no step before it has seen 32. A recorder that keeps
+        steps has to be outside of a skip, whose inside is frozen at such steps.
 
     Returns:
       A transformation with the metrics `record_norms/<name>`, and
