@@ -48,9 +48,7 @@ def missing(platform: str) -> str:
     """Return why nothing can be compiled for a platform, or ""."""
     wheel = PLATFORMS[platform].wheel
     found = importlib.util.find_spec(wheel)
-    return (
-        "" if found else f"{wheel} is not installed: pip install 'clipjax[platforms]'"
-    )
+    return "" if found else f"{wheel} is not installed: pip install -e '.[platforms]'"
 
 
 def devices_of(platform: str, shape: str = "") -> Sequence[Any]:

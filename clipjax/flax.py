@@ -230,10 +230,8 @@ def _kernel_axes(layer: Any) -> tuple[int, ...] | None:
     if isinstance(layer, _EINSUM):
         operands, _, output = (layer.einsum_str or "").replace(" ", "").partition("->")
         kernel = operands.split(",")[-1]
-        if kernel.isalpha() and len(set(kernel)) == len(
-            kernel
-        ):  # no ellipsis; not given in the call only
-            return tuple(
-                i - len(kernel) for i, label in enumerate(kernel) if label not in output
-            )
+        # Neither an ellipsis nor given in the call only.
+        if kernel.isalpha() and len(set(kernel)) == len(kernel):
+            size = len(kernel)
+            return tuple(i - size for i, x in enumerate(kernel) if x not in output)
     return None

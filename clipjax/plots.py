@@ -213,7 +213,12 @@ def bad_steps(opt_state: Any, *, ax: Any = None) -> Any:
             start += shares[name]
         # The others, as one.
         ax.barh(row, sum(shares.values()) - start, left=start, color=draw.GREY, **style)
-    labels = [f"{step.step}: {step.cause}" for step in steps]
+    labels = [
+        f"{x.step}: loss {x.loss:.2g}"
+        if x.is_of_loss
+        else f"{x.step}: norm {x.norm:.2g}"
+        for x in steps
+    ]
     ax.set_yticks(range(len(steps)), labels)
     ax.set(xlabel="share of the squared norm (%)", ylabel="step", xlim=(0, 100))
     ax.invert_yaxis()

@@ -1,10 +1,12 @@
 """Units: which entries of a leaf share a norm, as the reduced `axes` say."""
 
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple, SupportsIndex, TypeAlias
 
 import jax
+from jax import lax
 
 from clipjax._core import norms, trees
 from clipjax._core.aliases import Tree
@@ -154,6 +156,14 @@ def check_whole(name: str, leaf: trees.Leaf) -> None:
             "not say which of its axes are split. Clip, project and measure parts of "
             "leaves outside shard_map, under jit"
         )
+
+
+def entries_of(each: LeafUnits) -> int:
+    """Return how many entries share a norm, 1 for none; a device may hold a part."""
+    shape = each.leaf.value.shape
+    local = shape if each.axes is None else [shape[axis] for axis in each.axes]
+    devices = map(lax.axis_size, norms.mesh_axes(each.leaf.value))
+    return max(math.prod([*local, *devices]), 1)
 
 
 def norms_of(found: Sequence[LeafUnits], ord: float = 2) -> list[jax.Array]:

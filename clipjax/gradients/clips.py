@@ -1,15 +1,13 @@
 """Clips whose bounds depend neither on the weights nor on past steps."""
 
 import functools
-import math
 from typing import Any
 
 import numpy as np
 import optax
-from jax import lax
 
 from clipjax import _checks
-from clipjax._core import bounds, clipping, entries, norms, transformation, trees, units
+from clipjax._core import bounds, clipping, entries, transformation, trees, units
 from clipjax._core.aliases import Scalar, Tree
 from clipjax._core.messages import short_repr
 
@@ -125,20 +123,12 @@ def clip_by_rms(
     def act(updates: Tree, params: Tree, step: Scalar | None, memory: Any) -> Any:
         found = units.of_tree(updates, axes)
         pairs = zip(units.norms_of(found), found, strict=True)
-        sizes = [norm / _entries_per_unit(each) ** 0.5 for norm, each in pairs]
+        sizes = [norm / units.entries_of(each) ** 0.5 for norm, each in pairs]
         bound = threshold_at(step)
         clipped = clipping.clip_units(updates, found, sizes, bound, "threshold")
         return *clipped, memory
 
     return transformation.with_metrics("clip_by_rms", act)
-
-
-def _entries_per_unit(each: units.LeafUnits) -> int:
-    """Return how many entries share a norm, 1 for none; this device may hold a part."""
-    shape = each.leaf.value.shape
-    local = shape if each.axes is None else [shape[axis] for axis in each.axes]
-    devices = map(lax.axis_size, norms.mesh_axes(each.leaf.value))
-    return max(math.prod([*local, *devices]), 1)
 
 
 def clip_by_value(

@@ -16,7 +16,7 @@ def tangent_cone(
 ) -> optax.GradientTransformationExtraArgs:
     """Remove what would push a unit on the sphere further out: g - w ⟨g, w⟩ / |w|².
 
-    So it is done where |w| >= radius and ⟨g, w⟩ < 0.
+    This happens where |w| >= radius and ⟨g, w⟩ < 0.
 
     :func:`clipjax.max_norm` undoes that part at each step, but it would stay in the
     moments of an optimizer. Use both, with the same radius and axes:

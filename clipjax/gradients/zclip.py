@@ -28,9 +28,8 @@ class Moments(NamedTuple):
     mean: jax.Array  # float: the moving mean
     std: jax.Array  # float: the moving standard deviation
     steps: jax.Array  # int32: how many norms they have taken in
-    spikes: (
-        jax.Array
-    )  # int32: spikes count 1, other steps take 4 away; 0 of `clip_by_lognormal`
+    # int32: spikes count 1, other steps take 4 away; 0 of `clip_by_lognormal`.
+    spikes: jax.Array
 
 
 def zclip(
@@ -117,8 +116,8 @@ def zclip(
         if mode == "adaptive":
             # Neither 0 nor infinite.
             excess = jnp.where(spike, norm - memory.mean, 1)
-            z = jnp.where(spike, z_max, 0)
-            of_spike = memory.mean + z * std * (z * width / excess)
+            allowed = jnp.where(spike, z_max, 0)
+            of_spike = memory.mean + allowed * std * (allowed * width / excess)
             of_spike *= clip_factor
         bound = jnp.where(spike, of_spike, limit)
         bound = jnp.where(warming, jnp.inf, bound)

@@ -27,20 +27,19 @@ class BadStep(NamedTuple):
     groups: dict[str, float]  # the norm of each group, by name
 
     @property
-    def cause(self) -> str:
-        """The norm, or the loss if the norm is a usual one."""
-        if self.norm <= self.threshold and self.norm < math.inf:
-            return f"loss {self.loss:.2g}"
-        return f"norm {self.norm:.2g}"
+    def is_of_loss(self) -> bool:
+        """Whether the norm is a usual one, and only the loss is bad."""
+        return self.norm <= self.threshold and self.norm < math.inf
 
     def __str__(self) -> str:
-        text = f"step {self.step}: {self.cause}"
-        is_norm = self.cause.startswith("norm")
-        if not is_norm:
-            text += f"; norm {self.norm:.2g}"
-        if self.threshold < math.inf:
-            text += f", usual up to {self.threshold:.2g}"
-        return f"{text}; {self._where()}" if is_norm and self.groups else text
+        of_loss = self.is_of_loss
+        text = f"step {self.step}: "
+        text += f"loss {self.loss:.2g}; " if of_loss else ""
+        text += f"norm {self.norm:.2g}"
+        text += (
+            f", usual up to {self.threshold:.2g}" if self.threshold < math.inf else ""
+        )
+        return text if of_loss or not self.groups else f"{text}; {self._where()}"
 
     def _where(self) -> str:
         bad = [name for name, norm in self.groups.items() if not math.isfinite(norm)]

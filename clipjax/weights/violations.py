@@ -85,14 +85,14 @@ def violations(
             axes_at = {found.place: found.axes for found in each.units_of(params)}
         given = {"old": old} if "old" in each.needs else {}
         projected, _ = trees.leaves_of(each(params, step=step, **given))
-        for i, (old, new) in enumerate(zip(leaves, projected, strict=True)):
-            if isinstance(new.value, jax.core.Tracer):
+        for i, (was, now) in enumerate(zip(leaves, projected, strict=True)):
+            if isinstance(now.value, jax.core.Tracer):
                 raise TypeError(
-                    f"params: {old}, or its bound, is traced: call violations outside "
+                    f"params: {was}, or its bound, is traced: call violations outside "
                     "jit"
                 )
-            if trees.is_float(old.value):
-                found += _violations_of(old, new, axes_at.get(i, units.SKIP))
+            if trees.is_float(was.value):
+                found += _violations_of(was, now, axes_at.get(i, units.SKIP))
     return sorted(found, key=lambda violation: -violation.change)
 
 

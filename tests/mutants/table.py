@@ -19,6 +19,7 @@ BOUNDS, INSIDE, NONFINITE, DERIVATIVES, AXES, STATES, LEAVES = (
     f"contract/test_{name}.py" for name in _CONTRACT
 )
 DEVICES = "devices/test_shard_map.py"
+TAPS = "monitoring/test_taps.py"
 SPECTRAL = "weights/test_spectral.py"
 _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     "_core/clipping.py": [
@@ -140,9 +141,14 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ),
     ],
     "_core/units.py": [
+        ("math.prod([*local, *devices])", "math.prod(local)", DEVICES),
         ("if axes := norms.mesh_axes(leaf.value):", "if axes := ():", DEVICES),
         ("and rank < 2:", "and rank < 1:", AXES),
-        ("if len(leaf.shape) > 2:", "if len(leaf.shape) > 3:", AXES),
+        (
+            "        raise unclear(path, leaf)\n    return",
+            "        pass\n    return",
+            AXES,
+        ),
         ("-rank <= axis < rank", "-rank <= axis <= rank", AXES),
         ("{axis % rank for axis in each}", "set(each)", "errors/test_errors.py"),
         (
@@ -205,8 +211,7 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ),
     ],
     "gradients/clips.py": [
-        ("_entries_per_unit(each) ** 0.5 for", "_entries_per_unit(each) for", BOUNDS),
-        ("math.prod([*local, *devices])", "math.prod(local)", DEVICES),
+        ("units.entries_of(each) ** 0.5 for", "units.entries_of(each) for", BOUNDS),
         ("units.norms_of(found, order)", "units.norms_of(found)", BOUNDS),
     ],
     "gradients/groups.py": [
@@ -528,17 +533,19 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
             "jnp.asarray(tangents[0])",
             BOUNDS,
         ),
-        ("finite & is_above, ~finite)", "is_above, ~finite)", "backward/test_taps.py"),
-        ("jnp.where(finite, norm, 0)]", "norm]", "backward/test_taps.py"),
-        (
-            "lax.axis_index(name) == 0, sums",
-            "lax.axis_index(name) >= 0, sums",
-            "backward/test_taps.py",
-        ),
         (
             "norms.over_devices(lax.pmax, outside) > 0",
             "norms.over_devices(lax.pmin, outside) > 0",
-            "backward/test_taps.py",
+            TAPS,
+        ),
+    ],
+    "monitoring/taps.py": [
+        ("finite & is_above, ~finite)", "is_above, ~finite)", TAPS),
+        ("jnp.where(finite, norm, 0)]", "norm]", TAPS),
+        (
+            "lax.axis_index(name) == 0, sums",
+            "lax.axis_index(name) >= 0, sums",
+            TAPS,
         ),
     ],
     "functional.py": [

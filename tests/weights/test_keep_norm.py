@@ -191,3 +191,13 @@ def test_the_example_goes_on_from_what_was_saved(tmp_path: Path) -> None:
         each = [norm(np.float64(w[i])) for w in params["blocks"].values()]
         logged = seen[f"record_norms/params/blocks/*/{i}"]
         np.testing.assert_allclose(logged, norm(np.array(each)).item(), rtol=1e-5)
+
+
+def test_violations_of_several_projections_see_the_old_weights() -> None:
+    """In either order: those of `keep_norm` are compared with the old weights."""
+    old = {"w": np.eye(4, dtype=np.float32)}
+    new = jax.tree.map(lambda x: 2 * x, old)
+    both = [clipjax.max_norm(9.0), clipjax.keep_norm()]
+    for projections in (both, both[::-1]):
+        found = clipjax.violations(new, projections, old=old)
+        assert list(map(str, found)) == ["w: 4 -> 2"]
