@@ -586,7 +586,7 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         (
             "elif last is not None and not isinstance(link, Recorder):",
             "elif False:",
-            "composition/test_chain.py",
+            "errors/test_errors.py",
         ),
     ],
     "monitoring/metrics.py": [
