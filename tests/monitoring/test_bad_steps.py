@@ -121,6 +121,15 @@ def test_a_group_that_is_never_finite_does_not_hide_others() -> None:
     assert all(math.isnan(each.groups["b"]) for each in found)
 
 
+def test_leaves_beside_stacks_have_the_name_of_the_updates() -> None:
+    tx = clipjax.record_norms(stacked="blocks", name="gradients", keep=1)
+    grads = {"blocks": jnp.ones((2, 3)), "embedding": jnp.array([NAN])}
+    _, state = tx.update(grads, tx.init(grads))
+    (found,) = clipjax.bad_steps(state)
+    assert str(found) == "step 0: norm nan; not finite in gradients"
+    assert list(found.groups) == ["gradients", "0", "1"]
+
+
 def test_counters_do_not_overflow() -> None:
     most = np.iinfo(np.int32).max
     tx = clipjax.record_norms(keep=2)
