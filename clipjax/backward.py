@@ -48,12 +48,16 @@ def clip_gradient_by_value(
     _checks.check_order(low, high)
 
     def seen(gradient: Any, low: Any, high: Any) -> list[taps.Seen]:
-        def one(g: jax.Array) -> taps.Seen:
-            outside = jnp.any((g < low) | (g > high)).astype(np.uint8)
+        def one(leaf: trees.Leaf) -> taps.Seen:
+            g = leaf.value.astype(norms.sum_dtype(leaf.value.dtype))
+            below = g < _fitted("low", low, g, leaf)
+            above = g > _fitted("high", high, g, leaf)
+            outside = jnp.any(below | above).astype(np.uint8)
             is_above = norms.over_devices(lax.pmax, outside) > 0
             return norms.norm(g, None, jnp.inf), is_above
 
-        return [one(g) for g in trees.floats_of(gradient)]
+        leaves = trees.leaves_of(gradient)[0]
+        return [one(x) for x in leaves if trees.is_float(x.value) and x.value.size]
 
     return _with_gradient(functional.clip_by_value, seen, tap, x, low, high)
 
@@ -99,7 +103,11 @@ def clip_gradient_by_norm(
 
     def seen(gradient: Any, bound: Any) -> list[taps.Seen]:
         found = units.of_tree(gradient, functional.literal(axes))
-        return [(norm, norm > bound) for norm in units.norms_of(found)]
+        return [
+            (norm, norm > _fitted("max_norm", bound, norm, each.leaf))
+            for each, norm in zip(found, units.norms_of(found), strict=True)
+            if each.leaf.value.size
+        ]
 
     return _with_gradient(clip, seen, tap, x, bound)
 
@@ -134,9 +142,14 @@ def clip_gradient_by_global_norm(
 
     def seen(gradient: Any, bound: Any) -> list[taps.Seen]:
         norm = functional.global_norm(gradient)
-        return [(norm, norm > bound)]
+        return [(norm, norm > jnp.asarray(bound, norm.dtype))]
 
     return _with_gradient(clip, seen, tap, tree, bound)
+
+
+def _fitted(name: str, limit: Any, x: jax.Array, leaf: trees.Leaf) -> jax.Array:
+    """Return a limit in the rank and the dtype of what it is compared with."""
+    return jnp.asarray(bounds.fit_bound(name, limit, x, leaf), x.dtype)
 
 
 def _with_gradient(

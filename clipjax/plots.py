@@ -59,16 +59,19 @@ def norms(history: runs.History, name: str | None = None, *, ax: Any = None) -> 
     skips = _skips_in(columns)
     skipped = np.zeros(norm.shape, bool)
     for skip in skips:
-        is_new = np.diff(runs.per_step(columns, f"{skip}/skipped"), prepend=0) > 0
-        norm = np.where(is_new, runs.per_step(columns, f"{skip}/norm"), norm)
+        is_new = np.diff(runs.per_step(columns, f"{skip}/skipped", key), prepend=0) > 0
+        norm = np.where(is_new, runs.per_step(columns, f"{skip}/norm", key), norm)
         skipped |= is_new
     steps = np.arange(norm.size)
     shown = taken | skipped
-    ax = draw.new_axes(ax)
+    limits = np.broadcast_to(_limits_in(columns, own, key), norm.shape)
+    has_clips = own not in skips and {f"{own}/scale", f"{own}/threshold"} & {*columns}
+    is_clipped = _is_clipped(columns, own, key, norm) if has_clips else False
+    ax = draw.new_axes(ax)  # after all errors
     draw.line(ax, steps[shown], norm[shown], color=draw.GREY, linewidth=1, label="norm")
-    if own not in skips and {f"{own}/scale", f"{own}/threshold"} & {*columns}:
+    if has_clips:
         finite = taken & ~skipped & np.isfinite(norm)
-        clipped = finite & _is_clipped(columns, own, norm)
+        clipped = finite & is_clipped
         share = clipped.sum() / max(1, finite.sum())
         style = {"marker": "^", "color": draw.COLORS[1], "mew": 0}
         draw.marks(ax, steps, norm, clipped, label=f"clipped ({share:.1%})", **style)
@@ -78,7 +81,6 @@ def norms(history: runs.History, name: str | None = None, *, ax: Any = None) -> 
         label = f"skipped ({skipped.mean():.1%})"
         draw.marks(ax, steps, norm, seen, label=label, **style)
         draw.at_top(ax, steps[skipped & ~seen], ms=5, **style)
-    limits = np.broadcast_to(_limits_in(columns, own), norm.shape)
     known = taken & ~np.isnan(limits)
     if known.any():
         least = limits[known].min()
@@ -198,8 +200,9 @@ def bad_steps(opt_state: Any, *, ax: Any = None) -> Any:
             "record_norms('leaf', keep=16)"
         )
     each = [_shares(step.groups) for step in steps]
-    names = steps[0].groups if steps else {}
-    largest = {name: max(shares[name] for shares in each) for name in names}
+    # Of several recorders, each may have other groups.
+    names = dict.fromkeys(name for shares in each for name in shares)
+    largest = {name: max(shares.get(name, 0) for shares in each) for name in names}
     colors = draw.colors_of(
         {name: share for name, share in largest.items() if share > 0}
     )
@@ -209,8 +212,9 @@ def bad_steps(opt_state: Any, *, ax: Any = None) -> Any:
         style = {"height": 0.7, "ec": "white", "hatch": "////" if is_bad else None}
         start = 0.0
         for name, color in colors.items():
-            ax.barh(row, shares[name], left=start, color=color, **style)
-            start += shares[name]
+            share = shares.get(name, 0)
+            ax.barh(row, share, left=start, color=color, **style)
+            start += share
         # The others, as one.
         ax.barh(row, sum(shares.values()) - start, left=start, color=draw.GREY, **style)
     labels = [
@@ -314,20 +318,22 @@ def _skips_in(columns: Mapping[str, Any]) -> list[str]:
     return [key.removesuffix(ends) for key in columns if key.endswith(ends)]
 
 
-def _limits_in(columns: Mapping[str, Any], own: str) -> np.ndarray:
+def _limits_in(columns: Mapping[str, Any], own: str, key: str) -> np.ndarray:
     """Return the threshold at each step, NaN where it is not known."""
     if f"{own}/threshold" in columns:
-        return runs.per_step(columns, f"{own}/threshold")
+        return runs.per_step(columns, f"{own}/threshold", key)
     if f"{own}/norm_after" in columns:
-        after = runs.per_step(columns, f"{own}/norm_after")
-        return np.where(runs.per_step(columns, f"{own}/scale") < 1, after, np.nan)
+        after = runs.per_step(columns, f"{own}/norm_after", key)
+        return np.where(runs.per_step(columns, f"{own}/scale", key) < 1, after, np.nan)
     return np.array(np.nan)
 
 
-def _is_clipped(columns: Mapping[str, Any], own: str, norm: np.ndarray) -> np.ndarray:
+def _is_clipped(
+    columns: Mapping[str, Any], own: str, key: str, norm: np.ndarray
+) -> np.ndarray:
     if f"{own}/scale" in columns:
-        return runs.per_step(columns, f"{own}/scale") < 1
-    return norm > runs.per_step(columns, f"{own}/threshold")
+        return runs.per_step(columns, f"{own}/scale", key) < 1
+    return norm > runs.per_step(columns, f"{own}/threshold", key)
 
 
 def _recorded_in(columns: Mapping[str, Any]) -> list[str]:

@@ -134,13 +134,19 @@ def _check_is_meant(axes: Any, skipped: list[tuple[trees.Leaf, Any]]) -> None:
     asked = any(rule is SKIP or _is_rule(rule) for rule in rules)
     full = [leaf for leaf, _ in skipped if leaf.value.size]
     if full and (not asked or _UNMATCHED in rules):
-        shown = "'auto'" if axes in _AUTO else getattr(axes, "__name__", repr(axes))
         raise ValueError(
-            f"axes: nothing is changed, since {shown} applies to none of: "
+            f"axes: nothing is changed, since {_written(axes)} applies to none of: "
             f"{a_few(full, 5)}. 'auto', ints and fan_in are for rank 2 and more; "
             "axes=None gives each leaf one norm, axes={'*bias': None} each bias. A "
             "mapping is only for the leaves that its patterns match"
         )
+
+
+def _written(axes: Any) -> str:
+    """Return checked axes as a user wrote them."""
+    if isinstance(axes, Mapping):
+        return f"{{{', '.join(f'{k!r}: {_written(x)}' for k, x in axes.items())}}}"
+    return "'auto'" if axes in _AUTO else getattr(axes, "__name__", repr(axes))
 
 
 def _is_rule(axes: Any) -> bool:

@@ -57,7 +57,8 @@ def relative_update(
         for each, norm in zip(found, units.norms_of(found), strict=True):
             size = norms.norm(weights[each.place].value, each.axes)
             factors.append(clipping.factor_onto(size, norm))
-            shares.append(norm / jnp.where(size > 0, size, jnp.inf))
+            # Weights that are not finite make NaN, which is counted.
+            shares.append(norm / jnp.where(size > 0, size, jnp.inf) + 0 * size)
         scaled = clipping.rescaled(updates, found, factors)
         return scaled, {"norm": norms.largest(shares)}, memory
 

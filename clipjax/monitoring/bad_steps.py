@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from clipjax._core import transformation
-from clipjax._core.messages import a_few
+from clipjax._core.messages import a_few, short_repr
 from clipjax.gradients.window import is_of_recorder
 from clipjax.monitoring.metrics import as_array, states_in
 
@@ -97,6 +97,13 @@ def bad_steps(opt_state: Any) -> list[BadStep]:
 def _steps_in(state: transformation.MetricsState) -> list[BadStep]:
     ((name, kept),) = state.memory.items()
     arrays = [as_array(x) for x in (kept.entered, kept.steps, kept.rows)]
+    for x in arrays:
+        is_traced = isinstance(x, jax.core.Tracer)
+        if is_traced or not isinstance(x, jax.Array | np.ndarray | np.generic):
+            raise TypeError(
+                "opt_state: it must have known arrays: call bad_steps outside jit, got "
+                f"{short_repr(x)}"
+            )
     entered, steps, rows = jax.device_get(arrays)
     if np.ndim(entered):
         raise ValueError(
@@ -106,6 +113,8 @@ def _steps_in(state: transformation.MetricsState) -> list[BadStep]:
     label = f"record_norms/{name}"
     keys = (key for key in state.last if f"{key}/".startswith(f"{label}/"))
     groups = [key[len(label) + 1 :] for key in sorted(keys)]
+    # Beside stacks, other leaves have the name of the updates.
+    groups = [key or name for key in groups] if len(groups) > 1 else groups
     size = len(steps)
     count = min(entered, size)
     found = []

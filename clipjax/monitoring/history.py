@@ -84,7 +84,8 @@ def suggest(
       >>> print(found["median"]["threshold"])
       2.0
     """
-    values = _numbers("norms", norms)
+    with np.errstate(over="ignore"):  # what float32 cannot hold is infinite
+        values = _numbers("norms", norms).astype(np.float32)
     values = values[np.isfinite(values)]
     if not values.size:
         raise ValueError(f"norms: none is finite, of {np.size(norms)}")
@@ -101,32 +102,46 @@ def suggest(
 
 def columns_of(history: Any) -> Mapping[str, Any]:
     """Return what a history has under each name, at all steps."""
-    if isinstance(history, Mapping):
-        return history
-    rows = list(history) if isinstance(history, Sequence) else [history]
+    is_list = isinstance(history, Sequence)
+    rows = list(history) if is_list else [history]
     names = [row.keys() if isinstance(row, Mapping) else None for row in rows]
-    if None in names or any(each != names[0] for each in names):
+    if (
+        None in names
+        or any(each != names[0] for each in names)
+        or not all(isinstance(key, str) for each in names[:1] for key in each or ())
+    ):
         raise TypeError(
             "history must be a list of what clipjax.metrics returned at each step, or "
             f"a dict that a scan stacked, got {short_repr(history)}"
         )
+    if not is_list:
+        return rows[0]
     return {key: [row[key] for row in rows] for key in rows[0]} if rows else {}
 
 
 def key_of(columns: Mapping[str, Any], name: str) -> str:
     """Return the key that a name means: itself, or the norm of a transformation."""
-    for key in (name, f"{name}/norm"):
-        if key in columns:
-            return key
+    if isinstance(name, str):
+        for key in (name, f"{name}/norm"):
+            if key in columns:
+                return key
     raise ValueError(
-        f"name must be a transformation or a key of history, got {name!r}; it has "
-        f"{a_few(list(columns))}"
+        f"name must be a transformation or a key of history, got {short_repr(name)}; "
+        f"it has {a_few(list(columns)) or 'none'}"
     )
 
 
-def per_step(columns: Mapping[str, Any], key: str) -> np.ndarray:
-    """Return the values of a metric at all steps."""
-    return _numbers(f"history[{key!r}]", columns[key])
+def per_step(
+    columns: Mapping[str, Any], key: str, like: str | None = None
+) -> np.ndarray:
+    """Return the values of a metric at all steps, as many as another has."""
+    values = _numbers(f"history[{key!r}]", columns[key])
+    if like is not None and values.size != (steps := len(columns[like])):
+        raise ValueError(
+            f"history[{key!r}] must have {steps} steps, as {like!r} has, got "
+            f"{values.size}"
+        )
+    return values
 
 
 def label_of(columns: Mapping[str, Any], key: str) -> str | None:
@@ -145,10 +160,10 @@ def steps_taken(columns: Mapping[str, Any], key: str) -> np.ndarray:
     label = label_of(columns, key)
     if label is None:
         return np.ones(per_step(columns, key).shape, bool)
-    taken = np.diff(per_step(columns, f"{label}/steps"), prepend=0) != 0
+    taken = np.diff(per_step(columns, f"{label}/steps", key), prepend=0) != 0
     for other in columns:
         if other.startswith(f"{label}/") and not taken.all():
-            values = per_step(columns, other)
+            values = per_step(columns, other, key)
             # NaN may be the same NaN.
             both_nan = np.isnan(values[1:]) & np.isnan(values[:-1])
             taken[1:] |= (values[1:] != values[:-1]) & ~both_nan
@@ -190,7 +205,7 @@ def _replayed(
         return state, (threshold, norm > threshold)
 
     run = jax.jit(lambda *args: lax.scan(step, *args)[1])
-    thresholds, clipped = run(state, norms.astype(np.float32))
+    thresholds, clipped = run(state, norms)
     last = np.asarray(thresholds)[-max(1, len(norms) // 4) :]
     finite = last[np.isfinite(last)]
     settled = np.median(finite) if finite.size else np.inf

@@ -148,6 +148,12 @@ def record_norms(
             raise ValueError(f"keep: the state was made with {kept}, got {size}")
         if memory:
             groups = [squares[key] for key in sorted(squares)]
+            known = memory[name].rows.shape[-1] - 3
+            if len(groups) != known:
+                raise ValueError(
+                    f"state: it was made for {known} groups, this step has "
+                    f"{len(groups)}"
+                )
             norm = norms.tree_norm(trees.floats_of(updates))
             loss = skipping.loss_of(extra)
             memory = {name: _with_step(memory[name], step, norm, loss, groups)}

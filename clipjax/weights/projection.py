@@ -62,7 +62,10 @@ class Projection(_OptaxClass):
         """Project weights; `step` is needed if a bound is a schedule."""
         norms.warn_if_local()
         names = (*self.needs, "step")
-        given = dict(zip(names, args, strict=False)) | kwargs
+        by_place = dict(zip(names, args, strict=False))
+        if twice := sorted(by_place.keys() & kwargs.keys()):
+            raise TypeError(f"{self} got {', '.join(twice)} twice")
+        given = by_place | kwargs
         if len(args) > len(names) or set(given) - set(names):
             more = sorted(set(given) - set(names)) or short_repr(args)
             raise TypeError(f"{self} takes params and {', '.join(names)}, got {more}")

@@ -17,6 +17,15 @@ def test_an_infinite_norm_is_not_inside_an_infinite_bound() -> None:
     assert np.isnan(clipped).all()
 
 
+def test_a_norm_that_is_not_finite_is_no_goal_for_a_norm_of_0() -> None:
+    zeros = np.zeros((2, 3), np.float32)
+    for bad in (NAN, INF):
+        old = zeros + np.float32([[bad], [1.0]])
+        kept = clipjax.keep_norm(axes=1)(zeros, old)
+        assert np.isnan(kept).all(axis=1).tolist() == [True, False]
+        assert not kept[1].any()
+
+
 def test_the_smallest_factor_is_nan_if_one_is() -> None:
     tx = clipjax.clip_by_norm(np.float32([1.0, 2.0]), axes=0)
 

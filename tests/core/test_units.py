@@ -32,6 +32,13 @@ def test_auto_is_a_word_in_mappings_too() -> None:
         clipjax.clip_by_norm(1.0, axes={"*": "auto"})
 
 
+def test_errors_write_auto_as_a_user_does() -> None:
+    for axes in ("auto", {"*": "auto"}):
+        with pytest.raises(ValueError, match="applies to none of") as error:
+            clipjax.keep_norm(axes=axes).init({"bias": np.ones(3)})
+        assert f"since {axes!r} applies" in str(error.value)
+
+
 @pytest.mark.parametrize("axes", [SKIP, {"*": SKIP}, {"scale": SKIP, "bias": SKIP}])
 def test_skipping_every_leaf_is_a_wish(axes: Any) -> None:
     """So a model of norms alone, of which `unit_axes` skips everything, is no error."""

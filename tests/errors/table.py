@@ -297,7 +297,7 @@ THEMES = {
         *all_of(
             "axes",
             c.OF_MATRICES,
-            ("{'bias': 0}", ValueError, "nothing is changed", "its patterns match"),
+            ("{'bias': 0}", ValueError, "nothing is changed", "{'bias': 0} applies"),
         ),
         *crossed(
             c.PATTERNS,
@@ -414,6 +414,22 @@ THEMES = {
         ),
         of_value(
             "bad_steps(state_of(clip))", "opt_state", "record_norms('leaf', keep=16)"
+        ),
+        of_type(
+            "jax.jit(lambda s: len(bad_steps(s)))(record_norms(keep=2).init(x))",
+            "opt_state",
+            "outside jit",
+        ),
+        of_type(
+            "bad_steps(jax.eval_shape(record_norms(keep=2).init, x))",
+            "opt_state",
+            "ShapeDtypeStruct",
+        ),
+        of_value(
+            "record_norms('leaf', keep=2).update(x, record_norms('leaf', keep=2)"
+            ".init(params))",
+            "state",
+            "2 groups",
         ),
         of_value(
             "skip_nonfinite(record_norms(keep=2)).init(x)",
@@ -860,7 +876,15 @@ THEMES = {
         of_type("series(state_of(clip), 'a')", "history", "clipjax.metrics"),
         of_type("series([{'a': 1.0}, {'b': 1.0}], 'a')", "history", "'b'"),
         of_type("series([1.0, 2.0], 'a')", "history", "[1.0, 2.0]"),
-        of_value("series([], 'zclip')", "name", "'zclip'"),
+        of_type("series({1: x}, 'a')", "history", "{1: "),
+        of_value("series([], 'zclip')", "name", "'zclip'", "none"),
+        of_value("series({'a/norm': x}, ['a'])", "name", "['a']", "a/norm"),
+        of_value(
+            "series({'a/norm': x, 'a/steps': x[:2]}, 'a')",
+            "history['a/steps']",
+            "3 steps",
+            "got 2",
+        ),
         of_value("series({'a/norm': x}, 'zclip')", "name", "'zclip'", "a/norm"),
         of_value("series({'a/norm': 1.0}, 'a')", "history['a/norm']", "(steps,)", "()"),
         of_type("series({'a': ['1.0']}, 'a')", "history['a']", "'1.0'"),

@@ -141,6 +141,15 @@ def test_steps_of_several_recorders_are_in_one_order() -> None:
     assert [each.step for each in clipjax.bad_steps(state)] == [2, 3, 3]
 
 
+def test_leaves_beside_stacks_have_the_name_of_the_updates() -> None:
+    tx = clipjax.record_norms(stacked="blocks", name="gradients", keep=1)
+    grads = {"blocks": jnp.ones((2, 3)), "embedding": jnp.array([NAN])}
+    _, state = tx.update(grads, tx.init(grads))
+    (found,) = clipjax.bad_steps(state)
+    assert str(found) == "step 0: norm nan; not finite in gradients"
+    assert list(found.groups) == ["gradients", "0", "1"]
+
+
 def test_counters_do_not_overflow() -> None:
     most = np.iinfo(np.int32).max
     tx = clipjax.record_norms(keep=2)

@@ -239,6 +239,13 @@ def test_bad_steps_are_bars_of_their_groups() -> None:
     shares = 100 * np.array([*squares, others]) / (squares.sum() + others)
     np.testing.assert_allclose(widths[2], shares, rtol=1e-6)
     plt.close(ax.figure)
+    each_and_all = optax.chain(tx, clipjax.record_norms(["layer_9", "*"], keep=1))
+    state = each_and_all.init(grads)
+    ax = plots.bad_steps(each_and_all.update(step, state, loss=jnp.float32(INF))[1])
+    assert {"layer_9", "*"} <= {text.get_text() for text in ax.legend_.get_texts()}
+    widths = np.reshape([bar.get_width() for bar in ax.patches], (2, -1))
+    np.testing.assert_allclose(widths.sum(1), 100)
+    plt.close(ax.figure)
     whole = clipjax.record_norms(keep=1)
     state = whole.update(jnp.array([NAN]), whole.init(jnp.ones(1)))[1]
     with pytest.raises(ValueError, match=r"opt_state: .* one norm for all leaves"):
@@ -257,6 +264,11 @@ def test_what_cannot_be_drawn_is_an_error() -> None:
             r"equally many steps, got \['a', 'b'\]",
         ),
         (plots.group_norms, [], r"equally many steps, got \[\]"),
+        (
+            plots.norms,
+            {"a/norm": [1.0, 2.0], "a/scale": [1.0]},
+            r"history\['a/scale'\] must have 2 steps, as 'a/norm' has, got 1",
+        ),
         (
             lambda x: plots.unit_norms(jnp.ones((2, 2)), radius=x),
             -1,

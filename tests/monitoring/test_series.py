@@ -128,6 +128,13 @@ def test_rules_see_the_finite_norms_in_their_order() -> None:
     assert of_link == of_chain
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_norm_that_float32_cannot_hold_is_not_finite() -> None:
+    rules = {"median": clipjax.autoclip(50.0)}
+    more = clipjax.suggest([*NORMS.tolist(), 1e308, 1e39], rules)
+    assert more == clipjax.suggest(NORMS, rules)
+
+
 def test_four_rules_are_suggested_without_any() -> None:
     found = clipjax.suggest(NORMS)
     assert list(found) == ["autoclip", "zclip", "clip_by_quantile", "clip_by_lognormal"]

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import clipjax
 
 NAN, INF = np.nan, np.inf
+X = {"a": jnp.ones(3), "empty": jnp.zeros((0, 2)), "none": None}
 # Gradients that a clip at 1 sees: an array and a vector.
 GRADS = {
     "a": np.array([[3.0, 4.0], [0.3, 0.4], [NAN, 1.0]], np.float32),
@@ -140,6 +141,32 @@ def test_devices_count_a_norm_once(name: str, own: bool) -> None:
 
     sums = sums_on(ones, clipjax.tap(), grads)
     np.testing.assert_allclose(sums, sums_of(norms_of(grads)), rtol=1e-5)
+
+
+def test_empty_leaves_have_no_norm() -> None:
+    for name in ("value", "norm"):
+        grads = jax.grad(lambda t, f=CLIPS[name][0]: 3 * jnp.sum(f(X, t)["a"]))(
+            clipjax.tap()
+        )
+        assert float(clipjax.tapped(grads)["count"]) == 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_bounds_of_another_dtype_and_rank(dtype: str) -> None:
+    """JAX refuses to compare these where its rules of promotion are strict."""
+    x = jnp.ones((2, 3), dtype)
+    bound = jnp.array([1.0, 2.0, 9.0])
+
+    def loss(x: Any, tap: Any) -> jax.Array:
+        x = clipjax.clip_gradient_by_norm(x, bound, axes=0, tap=tap)
+        x = clipjax.clip_gradient_by_value(x, -bound, np.float64(5.0), tap=tap)
+        x = clipjax.clip_gradient_by_global_norm(x, bound[0], tap=tap)
+        return jnp.sum(jnp.asarray(4.0, dtype) * x)
+
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        sums = jax.grad(loss, argnums=1)(x, clipjax.tap())
+    # The whole, its entries of 4 / 96**0.5, and units of norm 2**0.5 times these.
+    assert sums[:3].tolist() == [5, 1, 0]
 
 
 def test_a_tap_whose_gradient_is_not_taken_costs_nothing() -> None:

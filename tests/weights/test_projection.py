@@ -139,3 +139,7 @@ def test_a_call_takes_the_step_and_nothing_else() -> None:
         projection(weights, 2, max_logits=jnp.ones(3))
     with pytest.raises(TypeError, match="takes params and step"):
         projection(weights, 2, 3)
+    with pytest.raises(TypeError, match="got step twice"):
+        projection(weights, 2, step=3)
+    with pytest.raises(TypeError, match=r"clipjax.keep_norm\(\) got old twice"):
+        clipjax.keep_norm()(weights, weights, old=weights)
