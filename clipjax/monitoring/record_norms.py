@@ -1,6 +1,6 @@
 """Norms in the state of a chain, without clipping: for a logger, and of bad steps."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, SupportsIndex
 
 import jax
@@ -11,6 +11,7 @@ from jax import lax
 
 from clipjax import _checks
 from clipjax._core import norms, transformation, trees, units
+from clipjax._core.aliases import Metrics, Scalar, Tree
 from clipjax._core.messages import a_few, short_repr, traced_error
 from clipjax.gradients import skipping, spikes
 from clipjax.gradients.history import norm_dtype
@@ -71,13 +72,7 @@ def record_norms(
       >>> print(clipjax.metrics(state)["record_norms/gradients/encoder"])
       5.0
     """
-    measured = (
-        (of,) if isinstance(of, str) else tuple(of) if isinstance(of, Iterable) else ()
-    )
-    if not measured or any(each not in ("updates", "params") for each in measured):
-        raise ValueError(
-            f"of must be 'updates', 'params' or both, got {short_repr(of)}"
-        )
+    measured = _check_of(of)
     if not isinstance(name, str) or not name:
         raise TypeError(f"name must be a str, got {short_repr(name)}")
     if name != "updates" and "updates" not in measured:
@@ -90,17 +85,7 @@ def record_norms(
             "name must not be 'params' if both are measured: that is what the "
             "weights are called"
         )
-    if isinstance(groups, jax.Array):
-        raise traced_error("groups", groups)
-    depth = (
-        _checks.check_count("groups", groups, 1) if isinstance(groups, int) else None
-    )
-    patterns = (
-        _checks.check_patterns("groups", groups)
-        if depth is None and groups not in (None, "leaf")
-        else None
-    )
-    stacks = _checks.check_patterns("stacked", stacked) if stacked else ()
+    squares_in = _by_group(groups, stacked)
     size = _checks.check_count("keep", keep, 0)
     is_traced = isinstance(size, jax.core.Tracer)
     if not is_traced and size and "updates" not in measured:
@@ -108,55 +93,24 @@ def record_norms(
             f"keep: it is for bad updates, but of={short_repr(of)} leaves them out"
         )
 
-    def groups_of(tree: Any) -> list[str | None]:
-        if patterns is not None:
-            return trees.first_matches("groups", patterns, tree)
-        return [
-            "" if groups is None else trees.path_name(leaf.path[:depth])
-            for leaf in trees.leaves_of(tree)[0]
-        ]
-
-    def squares_in(label: str, tree: Any) -> dict[str, jax.Array]:
-        members: dict[Any, list[trees.Leaf]] = (
-            {("", False): []} if groups is None and not stacks else {}
-        )
-        each: dict[str, jax.Array] = {}
-        leaves = trees.leaves_of(tree)[0]
-        found = (
-            trees.first_matches("stacked", stacks, tree)
-            if stacks
-            else [None] * len(leaves)
-        )
-        for group, stack, leaf in zip(groups_of(tree), found, leaves, strict=True):
-            if group is not None and trees.is_float(leaf.value):
-                members.setdefault((group, stack is not None), []).append(leaf)
-        for (group, is_stacked), of_group in members.items():
-            prefix = f"{label}/{group}".rstrip("/")
-            if is_stacked:
-                squares = _squares_of_layers(of_group)
-                each |= {f"{prefix}/{i}": x for i, x in enumerate(squares)}
-            else:
-                each[prefix] = norms.tree_total([leaf.value for leaf in of_group])
-        return lax.stop_gradient(each)
-
     def act(
-        updates: Any, params: Any, step: Any, memory: Any, **extra: Any
-    ) -> tuple[Any, dict[str, jax.Array], Any]:
+        updates: Tree, params: Tree, step: Scalar | None, memory: Any, **extra: Any
+    ) -> Any:
         squares = squares_in(name, updates) if "updates" in measured else {}
         kept = memory[name].steps.size if memory else 0
         if not is_traced and kept != size:
             raise ValueError(f"keep: the state was made with {kept}, got {size}")
         if memory:
-            groups = [squares[key] for key in sorted(squares)]
+            of_groups = [squares[key] for key in sorted(squares)]
             known = memory[name].rows.shape[-1] - 3
-            if len(groups) != known:
+            if len(of_groups) != known:
                 raise ValueError(
                     f"state: it was made for {known} groups, this step has "
-                    f"{len(groups)}"
+                    f"{len(of_groups)}"
                 )
             norm = norms.tree_norm(trees.floats_of(updates))
             loss = skipping.loss_of(extra)
-            memory = {name: _with_step(memory[name], step, norm, loss, groups)}
+            memory = {name: _with_step(memory[name], step, norm, loss, of_groups)}
         if "params" in measured:
             params = trees.params_for("record_norms", updates, params)
             squares |= squares_in("params", params)
@@ -166,14 +120,70 @@ def record_norms(
             squares = {key: jnp.sqrt(x) for key, x in squares.items()}
         return updates, squares, memory
 
-    def remember(params: Any) -> dict[str, BadSteps]:
+    def remember(params: Tree) -> dict[str, BadSteps]:
         if is_traced:
             raise traced_error("keep", keep)
-        groups = jax.eval_shape(lambda tree: squares_in(name, tree), params)
-        return {name: _no_steps(size, len(groups), norm_dtype(params))}
+        shapes = jax.eval_shape(lambda tree: squares_in(name, tree), params)
+        return {name: _no_steps(size, len(shapes), norm_dtype(params))}
 
     of_steps = remember if is_traced or size else None
     return Recorder(*transformation.with_metrics("record_norms", act, of_steps))
+
+
+def _check_of(of: Any) -> tuple[str, ...]:
+    """Return what is measured, as a tuple of words."""
+    words = (of,) if isinstance(of, str) else of
+    measured = tuple(words) if isinstance(words, Iterable) else ()
+    if not measured or any(each not in ("updates", "params") for each in measured):
+        raise ValueError(
+            f"of must be 'updates', 'params' or both, got {short_repr(of)}"
+        )
+    return measured
+
+
+def _by_group(groups: Any, stacked: Any) -> Callable[[str, Tree], Metrics]:
+    """Return the function that measures the square of the norm of each group."""
+    depth: int | None = None
+    patterns: tuple[str, ...] = ()
+    if isinstance(groups, jax.Array):
+        raise traced_error("groups", groups)
+    if isinstance(groups, int):
+        depth = _checks.check_count("groups", groups, 1)
+    elif groups not in (None, "leaf"):
+        patterns = _checks.check_patterns("groups", groups)
+    stacks = _checks.check_patterns("stacked", stacked) if stacked else ()
+
+    def groups_of(tree: Tree, leaves: list[trees.Leaf]) -> list[str | None]:
+        if patterns:
+            return trees.first_matches("groups", patterns, tree)
+        if groups is None:
+            return [""] * len(leaves)
+        return [trees.path_name(leaf.path[:depth]) for leaf in leaves]
+
+    def squares_in(label: str, tree: Tree) -> Metrics:
+        leaves, _ = trees.leaves_of(tree)
+        found: list[str | None] = [None] * len(leaves)
+        if stacks:
+            found = trees.first_matches("stacked", stacks, tree)
+        members: dict[Any, list[trees.Leaf]] = {}
+        if groups is None and not stacks:
+            members["", False] = []  # the norm of no leaf is 0
+        for group, stack, leaf in zip(
+            groups_of(tree, leaves), found, leaves, strict=True
+        ):
+            if group is not None and trees.is_float(leaf.value):
+                members.setdefault((group, stack is not None), []).append(leaf)
+        each: Metrics = {}
+        for (group, is_stacked), of_group in members.items():
+            prefix = f"{label}/{group}".rstrip("/")
+            if is_stacked:
+                squares = _squares_of_layers(of_group)
+                each |= {f"{prefix}/{i}": x for i, x in enumerate(squares)}
+            else:
+                each[prefix] = norms.tree_total([leaf.value for leaf in of_group])
+        return lax.stop_gradient(each)
+
+    return squares_in
 
 
 def _no_steps(size: int, groups: int, dtype: Any) -> BadSteps:
