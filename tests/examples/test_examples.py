@@ -62,7 +62,7 @@ def test_clipping_lets_a_recurrent_network_learn(tmp_path):
         if " of 8 networks" in line
     }
     assert solved["global"] >= 7
-    # Two on JAX 0.10, one on 0.12: which plain runs survive depends on roundings.
+    # Two on JAX 0.10: which plain runs survive depends on roundings.
     assert solved["none"] <= 2
 
 
