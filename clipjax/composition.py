@@ -109,7 +109,8 @@ def bounded(
             "gradients: use bounded(..., accumulate=k) instead"
         )
     # A norm may overflow although the entries do not.
-    before += [zero_nonfinite()] if nonfinite == "zero" and before else []
+    if nonfinite == "zero" and before:
+        before.append(zero_nonfinite())
     after = [as_projection("project", each) for each in _several(project)]
     tx = chain(*before, _check_before("optimizer", optimizer), *after)
     if steps > 1:

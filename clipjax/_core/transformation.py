@@ -150,7 +150,8 @@ def named(name: str, metrics: Metrics) -> Metrics:
                 f"act: the metric {key!r} of {name} must be a real scalar or a bool, "
                 f"got {given}"
             )
-        shares |= {f"{key}_fraction"} if is_bool else set()
+        if is_bool:
+            shares.add(f"{key}_fraction")
     if taken := {"steps", "nonfinite_count", *shares} & set(metrics):
         raise ValueError(
             f"metrics: {sorted(taken)} of {name} are names that clipjax adds; choose "

@@ -2,7 +2,6 @@
 
 from typing import Any, SupportsIndex
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -38,22 +37,23 @@ def zero_nonfinite() -> optax.GradientTransformationExtraArgs:
         # In float32, which rounds large counts, but does not wrap where billions of
         # entries are NaN.
         zeroed = jnp.zeros((), np.float32)
-        for x in trees.floats_of(updates):
+        leaves, rebuild = trees.leaves_of(updates)
+        values = [leaf.value for leaf in leaves]
+        for i, x in enumerate(values):
+            if not trees.is_float(x):
+                continue
+            finite = jnp.isfinite(x)
             # Of one byte each, since XLA on a CPU writes what it counts to memory.
-            bad = (~jnp.isfinite(x)).astype(np.uint8)
+            bad = (~finite).astype(np.uint8)
             zeroed += norms.over_devices(lax.psum, jnp.sum(bad, dtype=np.float32))
+            zeros = jnp.zeros((), x.dtype)
+            values[i] = clipping.weak_like(x, jnp.where(finite, x, zeros))
         entries = jnp.minimum(zeroed, np.float32(2**31 - 128)).astype(np.int32)
         steps = (zeroed > 0).astype(np.int32)
         metrics = {"zeroed_entries": entries, "nonfinite_steps": steps}
-        return trees.map_floats(_with_zeros, updates), metrics, memory
+        return rebuild(values), metrics, memory
 
     return transformation.with_metrics("zero_nonfinite", act)
-
-
-def _with_zeros(leaf: trees.Leaf) -> jax.Array:
-    x = leaf.value
-    zeros = jnp.zeros((), x.dtype)
-    return clipping.weak_like(x, jnp.where(jnp.isfinite(x), x, zeros))
 
 
 def skip_nonfinite(

@@ -150,7 +150,8 @@ def written(name: str, *args: Any, **options: tuple[Any, Any]) -> str:
     shown = list(map(short_repr, args))
     for key, pair in options.items():
         value, default = map(short_repr, pair)
-        shown += [f"{key}={value}"] if value != default else []
+        if value != default:
+            shown.append(f"{key}={value}")
     return f"clipjax.{name}({', '.join(shown)})"
 
 

@@ -280,8 +280,10 @@ def _fitted(
         is_query = side.is_query
         alone = not is_query and ranks.get(side.rest) == len(shape) + 1
         fits = list(shape[:depth]) == stack and len(own) >= (1 if alone else 2)
-        count = 1 if alone else own[-2] if fits else 0
-        counts[is_query].add(count if fits else 0)
+        count = 0
+        if fits:
+            count = 1 if alone else own[-2]
+        counts[is_query].add(count)
         last = (count,) if alone else (count, 1)
         shapes.append((*stack, *(1,) * (len(own) - len(last)), *last))
     shared_by = heads // max(max(counts[False]), 1)

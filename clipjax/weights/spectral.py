@@ -131,7 +131,8 @@ def _sides_of_leaves(
         for_all = isinstance(flatten, tuple) and np.ndim(leaf.value) <= 2
         own_rule = None if for_all else rule
         sides.append(_sides_of(own_rule, leaf) if counts else None)
-        matrices += [leaf] if counts and leaf.value.size else []
+        if counts and leaf.value.size:
+            matrices.append(leaf)
     given = flatten.values() if isinstance(flatten, Mapping) else [flatten]
     asked = callable(flatten) or any(isinstance(each, units.Skip) for each in given)
     if matrices and not asked and not any(sides):

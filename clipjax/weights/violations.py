@@ -122,8 +122,10 @@ def _violations_of(
     if isinstance(axes, units.Skip):
         axes = ()
         distance = np.nan_to_num(abs(after - before), nan=np.inf)
-        farthest = np.argmax(np.where(changed, distance, -1)) if changed.any() else 0
-        places = [np.unravel_index(farthest, was.shape)] if changed.any() else []
+        places = []
+        if changed.any():
+            farthest = np.argmax(np.where(changed, distance, -1))
+            places = [np.unravel_index(farthest, was.shape)]
         counts = np.full(was.shape, changed.sum())
     else:
         axes = tuple(range(was.ndim)) if axes is None else axes

@@ -7,21 +7,13 @@ import numpy as np
 import optax
 
 import clipjax
-
-TREE = {
-    "encoder": {
-        "layer_0": {"w": np.array([[3.0, 4.0]], np.float32)},
-        "layer_1": {"w": np.array([[6.0, 8.0]], np.float32)},
-    },
-    "head": {"w": np.full((2, 2), 1.5, np.float32), "b": np.array([2.0], np.float16)},
-    "count": np.array([7]),
-}
+from tests.support.trees import NESTED
 
 
 def test_matching_chooses_leaves_by_their_paths() -> None:
     def chosen(*patterns: str) -> list[str]:
-        mask = clipjax.matching(*patterns)(TREE)
-        assert jax.tree.structure(mask) == jax.tree.structure(TREE)
+        mask = clipjax.matching(*patterns)(NESTED)
+        assert jax.tree.structure(mask) == jax.tree.structure(NESTED)
         paths = jax.tree_util.tree_leaves_with_path(mask)
         return [
             jax.tree_util.keystr(path, simple=True, separator="/")
@@ -54,7 +46,7 @@ def test_matching_chooses_leaves_by_their_paths() -> None:
         ),
         clipjax.matching("head/*"),
     )
-    _, state = jax.jit(tx.update)(TREE, tx.init(TREE))
+    _, state = jax.jit(tx.update)(NESTED, tx.init(NESTED))
     np.testing.assert_allclose(
         clipjax.metrics(state)["clip_by_global_norm/norm"],
         np.sqrt(4 * 1.5**2 + 4),

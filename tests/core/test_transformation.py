@@ -9,16 +9,9 @@ import optax
 
 import clipjax
 from tests.support.programs import stepped
+from tests.support.trees import NESTED
 
 MOST = np.iinfo(np.int32).max
-TREE = {
-    "encoder": {
-        "layer_0": {"w": np.array([[3.0, 4.0]], np.float32)},
-        "layer_1": {"w": np.array([[6.0, 8.0]], np.float32)},
-    },
-    "head": {"w": np.full((2, 2), 1.5, np.float32), "b": np.array([2.0], np.float16)},
-    "count": np.array([7]),
-}
 
 
 CLIP, PROJECTION = clipjax.clip_by_global_norm(1.0), clipjax.max_norm(3.0)
@@ -136,7 +129,7 @@ def test_metrics_are_found_in_any_nest_and_repeated_names_get_numbers() -> None:
             optax.chain(clipjax.record_norms(), PROJECTION), 1
         ).gradient_transformation(),
     )
-    _, state = stepped(tx, TREE, TREE, params=TREE)
+    _, state = stepped(tx, NESTED, NESTED, params=NESTED)
     found = clipjax.metrics({"step": 3, "optimizer": [state, None]})
     names = [
         "clip_by_global_norm",
@@ -150,7 +143,7 @@ def test_metrics_are_found_in_any_nest_and_repeated_names_get_numbers() -> None:
     norm = np.sqrt(
         sum(
             (x.astype(np.float64) ** 2).sum()
-            for x in jax.tree.leaves(TREE)
+            for x in jax.tree.leaves(NESTED)
             if x.dtype.kind == "f"
         )
     )

@@ -7,22 +7,14 @@ import numpy as np
 import pytest
 
 import clipjax
-
-TREE = {
-    "encoder": {
-        "layer_0": {"w": np.array([[3.0, 4.0]], np.float32)},
-        "layer_1": {"w": np.array([[6.0, 8.0]], np.float32)},
-    },
-    "head": {"w": np.full((2, 2), 1.5, np.float32), "b": np.array([2.0], np.float16)},
-    "count": np.array([7]),
-}
+from tests.support.trees import NESTED
 
 
 def test_record_norms_measures_and_changes_nothing() -> None:
     def found(*args: Any, **kwargs: Any) -> dict[str, float]:
         tx = clipjax.record_norms(*args, **kwargs)
-        double = jax.tree.map(lambda x: 2 * x, TREE)
-        updates, state = jax.jit(tx.update)(double, tx.init(TREE), TREE)
+        double = jax.tree.map(lambda x: 2 * x, NESTED)
+        updates, state = jax.jit(tx.update)(double, tx.init(NESTED), NESTED)
         jax.tree.map(np.testing.assert_array_equal, updates, double)
         read = clipjax.metrics(state)
         assert read.pop("record_norms/steps") == 1

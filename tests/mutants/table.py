@@ -569,7 +569,7 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     ],
     "composition.py": [
         (
-            'before += [zero_nonfinite()] if nonfinite == "zero" and before else []',
+            "before.append(zero_nonfinite())",
             "pass",
             NONFINITE,
         ),

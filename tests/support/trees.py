@@ -71,3 +71,14 @@ def changed(before: Any, after: Any) -> list[str]:
 def fan_in_or_all(path: Any, leaf: Any) -> tuple[int, ...] | None:
     """Reduce all axes but the last, and all of a vector."""
     return tuple(range(leaf.ndim - 1)) or None
+
+
+# Modules within modules, two dtypes, and a leaf without a norm.
+NESTED = {
+    "encoder": {
+        "layer_0": {"w": np.array([[3.0, 4.0]], np.float32)},
+        "layer_1": {"w": np.array([[6.0, 8.0]], np.float32)},
+    },
+    "head": {"w": np.full((2, 2), 1.5, np.float32), "b": np.array([2.0], np.float16)},
+    "count": np.array([7]),
+}
