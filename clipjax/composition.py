@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from clipjax import _checks
-from clipjax._core import transformation, trees
+from clipjax._core import states, trees
 from clipjax._core.aliases import Tree
 from clipjax.gradients.nonfinite import skip_nonfinite, zero_nonfinite
 from clipjax.monitoring.record_norms import Recorder
@@ -137,7 +137,7 @@ def _accumulating(
 
     def update(updates: Tree, state: Any, params: Tree = None, **extra: Any) -> Any:
         name = "bounded with accumulate="
-        transformation.check_state(name, optax.MultiStepsState, state)
+        states.check_state(name, optax.MultiStepsState, state)
         for tree in (updates, params):
             trees.leaves_of(tree)  # raises its errors
         return accumulated.update(updates, state, params, **extra)

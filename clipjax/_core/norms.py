@@ -77,10 +77,10 @@ def nan_unless(fine: jax.Array, x: jax.Array) -> jax.Array:
 @functools.partial(jax.jit, static_argnames=("axes", "ord"))
 def norm(x: jax.Array, axes: Reduced = None, ord: float = 2) -> jax.Array:
     """Return the norm along `axes`; that of the whole leaf is over all devices."""
-    total = _total(x, axes, ord)
+    power = total(x, axes, ord)
     if axes is None:
-        total = over_devices(lax.pmax if ord == jnp.inf else lax.psum, total)
-    return _root(total, ord)
+        power = over_devices(lax.pmax if ord == jnp.inf else lax.psum, power)
+    return _root(power, ord)
 
 
 def tree_norm(leaves: Iterable[jax.Array], ord: float = 2) -> Scalar:
@@ -90,7 +90,7 @@ def tree_norm(leaves: Iterable[jax.Array], ord: float = 2) -> Scalar:
 
 def tree_total(leaves: Iterable[jax.Array], ord: float = 2) -> Scalar:
     """Return the norm of leaves together to the power `ord`."""
-    return _on_all([_total(x, None, ord) for x in leaves], ord)
+    return _on_all([total(x, None, ord) for x in leaves], ord)
 
 
 def largest(values: Iterable[jax.Array], empty: float = 0) -> Scalar:
@@ -127,7 +127,8 @@ def _powers(x: jax.Array, ord: float) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnames=("axes", "ord"))
-def _total(x: jax.Array, axes: Reduced, ord: float) -> jax.Array:
+def total(x: jax.Array, axes: Reduced = None, ord: float = 2) -> jax.Array:
+    """Return the norm along `axes` to the power `ord`, on this device."""
     powers = _powers(x, ord)
     if ord == jnp.inf:
         return maximum(powers, jnp.isnan(x), axes)

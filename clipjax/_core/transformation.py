@@ -1,36 +1,19 @@
-"""From `act(updates, params, step, memory, **extra)` to an Optax transformation.
-
-Its state holds metrics.
-"""
+"""From `act(updates, params, step, memory, **extra)` to an Optax transformation."""
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 
-from clipjax._core import bounds, norms, trees
-from clipjax._core.aliases import Metrics, Scalar, Tree
-from clipjax._core.messages import a_few, short_repr
+from clipjax._core import bounds, norms, states, trees
+from clipjax._core.aliases import Metrics, Tree
+from clipjax._core.messages import short_repr
 
 Act = Callable[..., tuple[Tree, Metrics, Any]]
-
-
-class MetricsState(NamedTuple):
-    """The state of a transformation that has metrics; `clipjax.metrics` reads it.
-
-    Keys are `"<transformation>/<metric>"`.
-    """
-
-    step: Scalar  # int32: how many updates there were
-    last: Metrics  # metrics of the last update
-    totals: Metrics  # int32, of int metrics: their sums over all updates
-    shares: Metrics  # int32, of bool metrics: the updates at which they were true
-    memory: Any  # what the transformation itself remembers
 
 
 def with_metrics(
@@ -90,12 +73,13 @@ def with_metrics(
     def first_metrics(params: Tree, memory: Any) -> Metrics:
         returned = act(params, params, jnp.zeros((), np.int32), memory)
         _check_returned(name, returned, memory)
-        return named(name, returned[1])
+        return checked_metrics(name, returned[1])
 
-    def init(params: Tree) -> MetricsState:
+    def init(params: Tree) -> states.MetricsState:
         trees.leaves_of(params)  # raises its errors
         memory = () if remember is None else remember(params)
-        return first_state(jax.eval_shape(first_metrics, params, memory), memory)
+        metrics = jax.eval_shape(first_metrics, params, memory)
+        return states.first_state(name, metrics, memory)
 
     def update(
         updates: Tree, state: Any, params: Tree = None, **extra: Any
@@ -108,11 +92,12 @@ def with_metrics(
                     f"state: {name} needs the state that init returned, got {state!r}"
                 )
             return act(updates, params, None, (), **extra)[0], state
-        check_state(name, MetricsState, state)
+        states.check_state(name, states.MetricsState, state)
         updates, metrics, memory = act(
             updates, params, state.step, state.memory, **extra
         )
-        return updates, next_state(state, named(name, metrics), memory)
+        metrics = checked_metrics(name, metrics)
+        return updates, states.next_state(state, metrics, memory)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -139,9 +124,10 @@ def _kind(x: Any) -> str:
     return f"{jnp.result_type(x)}{list(np.shape(x))}"
 
 
-def named(name: str, metrics: Metrics) -> Metrics:
-    """Return checked metrics by the names in a state, with those that clipjax adds."""
-    shares = set()
+def checked_metrics(name: str, metrics: Metrics) -> Metrics:
+    """Return metrics as arrays, with those that clipjax adds."""
+    taken = {"nonfinite_count"} & set(metrics)
+    taken |= {key for key in metrics if f"/{key}".endswith("/steps")}
     for key, x in metrics.items():
         is_bool = isinstance(x, bool) or getattr(x, "dtype", "") == "bool"
         if np.ndim(x) or not (is_bool or bounds.is_real(x)):
@@ -150,9 +136,8 @@ def named(name: str, metrics: Metrics) -> Metrics:
                 f"act: the metric {key!r} of {name} must be a real scalar or a bool, "
                 f"got {given}"
             )
-        if is_bool:
-            shares.add(f"{key}_fraction")
-    if taken := {"steps", "nonfinite_count", *shares} & set(metrics):
+        taken |= {f"{key}_fraction"} & set(metrics) if is_bool else set()
+    if taken:
         raise ValueError(
             f"metrics: {sorted(taken)} of {name} are names that clipjax adds; choose "
             "others"
@@ -160,63 +145,4 @@ def named(name: str, metrics: Metrics) -> Metrics:
     if "norm" in metrics:
         bad = ~jnp.isfinite(metrics["norm"])
         metrics = {**metrics, "nonfinite_count": bad.astype(np.int32)}
-    return {f"{name}/{key}": jnp.asarray(x) for key, x in metrics.items()}
-
-
-def first_state(metrics: Mapping[str, Any], memory: Any) -> MetricsState:
-    """Return the state before the first step, for metrics of these dtypes.
-
-    Each scalar is a buffer of its own, since a buffer can be donated only once.
-    """
-    last: Metrics = {}
-    totals: Metrics = {}
-    shares: Metrics = {}
-    for key, x in metrics.items():
-        kind = np.dtype(x.dtype).kind
-        part = {"b": shares, "i": totals, "u": totals}.get(kind, last)
-        part[key] = jnp.zeros((), x.dtype if part is last else np.int32)
-    return MetricsState(jnp.zeros((), np.int32), last, totals, shares, memory)
-
-
-def next_state(state: MetricsState, metrics: Metrics, memory: Any) -> MetricsState:
-    """Return the state after a step with these metrics.
-
-    A state that was made for other metrics is an error.
-    """
-    known = {*state.last, *state.totals, *state.shares}
-    more = sorted(set(metrics) - known)
-    less = sorted(known - set(metrics))
-    if more or less:
-        raise ValueError(
-            "state: it was made for other metrics; this step has "
-            f"{a_few(more, 5) or 'none'} more, and {a_few(less, 5) or 'none'} less"
-        )
-    new = lax.stop_gradient(metrics)
-    last = {key: new[key].astype(old.dtype) for key, old in state.last.items()}
-    totals = {key: saturating_add(old, new[key]) for key, old in state.totals.items()}
-    shares = {key: saturating_add(old, new[key]) for key, old in state.shares.items()}
-    step = optax.safe_increment(state.step)
-    return MetricsState(step, last, totals, shares, memory)
-
-
-def saturating_add(counter: jax.Array, more: jax.Array) -> jax.Array:
-    """Add a number to an int32 counter, which stops at its largest value."""
-    most = np.iinfo(np.int32).max
-    if more.dtype.itemsize >= 4:
-        more = jnp.minimum(more, most)
-    more = more.astype(np.int32)
-    return jnp.where(counter > most - jnp.maximum(more, 0), most, counter + more)
-
-
-def check_state(name: str, kind: type[Any], state: Any) -> None:
-    """Raise an error if a state is not one that `init` returned, but of others."""
-    keys: tuple[str, ...] = ()
-    if isinstance(state, MetricsState):
-        keys = (*state.last, *state.totals, *state.shares)
-    others = {key.partition("/")[0] for key in keys} - {name}
-    if not isinstance(state, kind) or others:
-        of_others = f"that of {', '.join(sorted(others))}"
-        given = of_others if others else type(state).__name__
-        raise TypeError(
-            f"state: {name} needs the state that its init returned, got {given}"
-        )
+    return {key: jnp.asarray(x) for key, x in metrics.items()}

@@ -10,11 +10,10 @@ import optax
 from jax import lax
 
 from clipjax import _checks
-from clipjax._core import bounds, norms, transformation, trees
+from clipjax._core import bounds, norms, states, transformation, trees
 from clipjax._core.aliases import Metrics, Scalar, Tree
 from clipjax._core.messages import short_repr
 from clipjax.gradients.history import norm_dtype
-from clipjax.gradients.window import keeps_bad_steps
 
 # compare(norm, loss, past, step) -> (whether they are a spike, the next past, metrics)
 Compare: TypeAlias = Callable[
@@ -57,7 +56,7 @@ def skipping(
         skipped = ~fine if most is None else ~(fine | (memory.in_a_row >= most))
         # It stays at `max_consecutive`, so that bad steps are taken until a fine one
         # makes it 0.
-        more = transformation.saturating_add(memory.in_a_row, skipped)
+        more = states.saturating_add(memory.in_a_row, skipped)
         in_a_row = jnp.where(fine, 0, more)
         metrics |= {
             "skipped": skipped.astype(np.int32),
@@ -66,36 +65,36 @@ def skipping(
             "skipped_last": skipped.astype(norm.dtype),
             "skipped_in_a_row": in_a_row.astype(norm.dtype),
         }
-        named = transformation.named(name, metrics)
-        return skipped, named, SkipMemory(past, in_a_row, memory.inner)
+        metrics = transformation.checked_metrics(name, metrics)
+        return skipped, metrics, SkipMemory(past, in_a_row, memory.inner)
 
-    def init(params: Tree) -> transformation.MetricsState:
+    def init(params: Tree) -> states.MetricsState:
         trees.leaves_of(params)  # raises its errors
         step = jnp.zeros((), np.int32)
         # Without the inner state, which may hold anything.
         first = SkipMemory(remember(norm_dtype(params)), jnp.zeros((), np.int32), ())
         _, metrics, _ = jax.eval_shape(judge, params, None, first, step)
         memory = first._replace(inner=inner.init(params))
-        if keeps_bad_steps(memory.inner):
+        if states.keeps_bad_steps(memory.inner):
             raise ValueError(
                 f"keep: record_norms is inside of {name}, where its state is frozen at "
                 "bad steps. Put it outside: optax.chain(record_norms(..., keep=n), "
                 f"{name}(...))"
             )
-        return transformation.first_state(metrics, memory)
+        return states.first_state(name, metrics, memory)
 
     def update(
         updates: Tree, state: Any, params: Tree = None, **extra: Any
-    ) -> tuple[Tree, transformation.MetricsState]:
+    ) -> tuple[Tree, states.MetricsState]:
         norms.warn_if_local()
-        transformation.check_state(name, transformation.MetricsState, state)
+        states.check_state(name, states.MetricsState, state)
         loss = loss_of(extra)
         skipped, metrics, memory = judge(updates, loss, state.memory, state.step)
         taken = inner.update(updates, memory.inner, params, **extra)
         nothing = jax.tree.map(_nothing, taken[0]), memory.inner
         updates, after = _select(skipped, nothing, taken)
         memory = memory._replace(inner=after)
-        return updates, transformation.next_state(state, metrics, memory)
+        return updates, states.next_state(state, metrics, memory)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

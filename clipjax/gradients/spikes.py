@@ -110,68 +110,57 @@ def skip_spikes(
     def compare_at(
         norm: Any, loss: Any, past: Any, step: Any
     ) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
-        check_size(past[0], length)
+        check_size(past, length)
         return compare(
             norm, loss, past, enough, z_threshold_at(step), max_norm_at(step)
         )
 
-    def remember(dtype: Any) -> tuple[Ring, Ring]:
+    def remember(dtype: Any) -> Ring:
         return no_past(length, dtype)
 
     return skipping("skip_spikes", optimizer, max_consecutive, compare_at, remember)
 
 
-def no_past(window: Any, dtype: Any) -> tuple[Ring, Ring]:
+def no_past(window: Any, dtype: Any) -> Ring:
     """Return the windows of norms and losses before the first step."""
     # A loss may be float64 wherever that is enabled.
-    return empty_ring(window, dtype), empty_ring(window, float)
+    return empty_ring(window, jnp.promote_types(dtype, jnp.result_type(float)), (2,))
 
 
 def compare(
     norm: jax.Array,
     loss: jax.Array | None,
-    past: tuple[Ring, Ring],
+    past: Ring,
     enough: Any = None,
     z_threshold: Any = Z_THRESHOLD,
     max_norm: Any = jnp.inf,
-) -> tuple[jax.Array, tuple[Ring, Ring], dict[str, jax.Array]]:
+) -> tuple[jax.Array, Ring, dict[str, jax.Array]]:
     """Compare a norm and a loss with those of the past.
 
     Returns:
       Whether the step is a spike, the next past, and metrics.
     """
-    norms, losses = past
-    enough = max(1, norms.values.size // 2) if enough is None else enough
-    dtype = losses.values.dtype
-    seen = jnp.zeros((), dtype) if loss is None else loss.astype(dtype)
+    enough = max(1, past.values.shape[-1] // 2) if enough is None else enough
+    dtype = past.values.dtype
     # Both windows at once, which takes half as many kernels.
-    z_scores, thresholds = _compared(
-        jnp.stack([norm, seen]),
-        jnp.stack([norms.values, losses.values]),
-        jnp.stack([held(norms), held(losses)]),
-        enough,
-        z_threshold,
-    )
-    threshold = thresholds[0].astype(norm.dtype)
-    threshold = jnp.minimum(threshold, jnp.asarray(max_norm, norm.dtype))
-    loss_threshold = thresholds[1].astype(dtype)
-    spike = jnp.isfinite(norm) & (norm > threshold)
-    loss_spike = jnp.isfinite(seen) & (seen > loss_threshold) & (loss is not None)
+    each = [norm, 0 if loss is None else loss]
+    seen = jnp.stack([jnp.asarray(x, dtype) for x in each])
+    z_scores, thresholds = _compared(seen, past.values, held(past), enough, z_threshold)
+    limits = jnp.stack([jnp.asarray(x, dtype) for x in (max_norm, jnp.inf)])
+    thresholds = jnp.minimum(thresholds, limits)
+    finite = jnp.isfinite(seen)
+    spikes = finite & (seen > thresholds) & np.array([True, loss is not None])
     metrics = {
-        "norm_spike_count": spike.astype(np.int32),
-        "loss_spike_count": loss_spike.astype(np.int32),
-        "z_score": z_scores[0].astype(norm.dtype),
-        "threshold": threshold,
-        "loss": seen,
-        "loss_z_score": z_scores[1].astype(dtype),
-        "loss_threshold": loss_threshold,
+        "norm_spike_count": spikes[0].astype(np.int32),
+        "loss_spike_count": spikes[1].astype(np.int32),
+        "z_score": z_scores[0],
+        "threshold": thresholds[0],
+        "loss": seen[1],
+        "loss_z_score": z_scores[1],
+        "loss_threshold": thresholds[1],
     }
-    finite = jnp.isfinite(norm) & jnp.isfinite(seen)
-    past = (
-        enter(norms, norm, finite & (norm > 0)),
-        enter(losses, seen, finite & (seen != 0)),
-    )
-    return spike | loss_spike, past, metrics
+    counts = finite.all() & jnp.stack([norm > 0, seen[1] != 0])
+    return spikes.any(), enter(past, seen, counts), metrics
 
 
 def _compared(

@@ -1,4 +1,4 @@
-"""The last values of a norm or a loss, their quantiles, and the last bad steps."""
+"""The last values of a norm or a loss, and their quantiles."""
 
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ from clipjax._core.messages import short_repr, traced_error
 
 
 class Ring(NamedTuple):
-    """The last values of a norm or a loss."""
+    """The last values of a norm, or of a norm and a loss: `(2, window)` and `(2,)`."""
 
     # float (window,): the newest is in place of the oldest; infinite where there is
     # none yet
@@ -21,19 +21,21 @@ class Ring(NamedTuple):
     entered: jax.Array
 
 
-def empty_ring(size: Any, dtype: Any) -> Ring:
+def empty_ring(size: Any, dtype: Any, each: tuple[int, ...] = ()) -> Ring:
     """Return a ring without values."""
     if isinstance(size, jax.core.Tracer):
         raise traced_error("window", size)
-    return Ring(jnp.full(int(size), jnp.inf, dtype), jnp.zeros((), np.int32))
+    values = jnp.full((*each, int(size)), jnp.inf, dtype)
+    return Ring(values, jnp.zeros(each, np.int32))
 
 
 def enter(ring: Ring, value: jax.Array, enters: jax.Array) -> Ring:
     """Return a ring with a value in place of the oldest, if it enters."""
     values = jnp.asarray(ring.values)  # NumPy's, if it was restored
-    here = is_next(values.size, ring.entered) & enters
-    new = jnp.where(here, value.astype(values.dtype), values)
-    return Ring(new, one_more(values.size, ring.entered, enters))
+    size = values.shape[-1]
+    here = is_next(size, ring.entered) & enters[..., None]
+    new = jnp.where(here, value.astype(values.dtype)[..., None], values)
+    return Ring(new, one_more(size, ring.entered, enters))
 
 
 def is_next(size: int, entered: jax.Array) -> jax.Array:
@@ -41,7 +43,8 @@ def is_next(size: int, entered: jax.Array) -> jax.Array:
 
     A choice of entries, since a scatter is a kernel of its own.
     """
-    return jnp.arange(size, dtype=np.int32) == entered % size
+    places = lax.broadcasted_iota(np.int32, (*entered.shape, size), entered.ndim)
+    return places == (entered % size)[..., None]
 
 
 def one_more(size: int, entered: jax.Array, enters: jax.Array) -> jax.Array:
@@ -52,7 +55,7 @@ def one_more(size: int, entered: jax.Array, enters: jax.Array) -> jax.Array:
 
 def held(ring: Ring) -> jax.Array:
     """Return how many values there are in a ring: in its first places."""
-    return jnp.minimum(ring.entered, ring.values.size)
+    return jnp.minimum(ring.entered, ring.values.shape[-1])
 
 
 def quantile(values: jax.Array, held: jax.Array, share: Any) -> jax.Array:
@@ -89,36 +92,10 @@ def quantile_of(ascending: jax.Array, held: jax.Array, share: Any) -> jax.Array:
     return low + (flat[row + above] - low) * (rank - jnp.floor(rank))
 
 
-class BadSteps(NamedTuple):
-    """What `record_norms(keep=n)` remembers."""
-
-    past: Any  # the windows of norms and losses that a step is compared with
-    entered: jax.Array  # int32: how many bad steps there were, as in a ring
-    steps: jax.Array  # int32 (n,): how many updates there were before each
-    # float (n, 3 + groups): norm, threshold, loss, and the norms of the groups, sorted
-    # by name. One array, since a thousand would be a thousand kernels.
-    rows: jax.Array
-
-
-def is_of_recorder(memory: Any) -> bool:
-    """Return whether a memory is `{what the updates are called: their bad steps}`."""
-    kinds = map(type, memory.values()) if isinstance(memory, dict) else ()
-    return BadSteps in kinds
-
-
-def keeps_bad_steps(tree: Any) -> bool:
-    """Return whether a state, or a part of it, keeps bad steps."""
-
-    def is_one(node: Any) -> bool:
-        return isinstance(node, BadSteps)
-
-    return any(is_one(node) for node in jax.tree.leaves(tree, is_leaf=is_one))
-
-
 def check_size(ring: Ring, window: Any) -> None:
     """Raise an error if a state was made with a window of another size."""
-    if not isinstance(window, jax.core.Tracer) and ring.values.size != window:
+    size = ring.values.shape[-1]
+    if not isinstance(window, jax.core.Tracer) and size != window:
         raise ValueError(
-            f"window: the state was made with {ring.values.size}, got "
-            f"{short_repr(window)}"
+            f"window: the state was made with {size}, got {short_repr(window)}"
         )

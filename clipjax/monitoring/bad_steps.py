@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from clipjax._core import transformation
+from clipjax._core import states
 from clipjax._core.messages import a_few, short_repr
-from clipjax.gradients.window import is_of_recorder
 from clipjax.monitoring.metrics import as_array, states_in
 
 
@@ -83,8 +82,8 @@ def bad_steps(opt_state: Any) -> list[BadStep]:
       ...     print(each)
       step 2: norm nan; not finite in head
     """
-    recorders = [x for x in states_in(opt_state) if is_of_recorder(x.memory)]
-    if not recorders:
+    recorders = [x for x in states_in(opt_state) if isinstance(x, states.NormsState)]
+    if not any(each.kept for each in recorders):
         raise ValueError(
             "opt_state: no recorder in it keeps bad steps. Put one in front of the "
             "optimizer, outside of a skip: optax.chain(clipjax.record_norms('leaf', "
@@ -94,8 +93,10 @@ def bad_steps(opt_state: Any) -> list[BadStep]:
     return sorted(found, key=lambda each: each.step)
 
 
-def _steps_in(state: transformation.MetricsState) -> list[BadStep]:
-    ((name, kept),) = state.memory.items()
+def _steps_in(state: states.NormsState) -> list[BadStep]:
+    if not state.kept:
+        return []
+    ((name, kept),) = state.kept.items()
     arrays = [as_array(x) for x in (kept.entered, kept.steps, kept.rows)]
     for x in arrays:
         is_traced = isinstance(x, jax.core.Tracer)
@@ -110,18 +111,23 @@ def _steps_in(state: transformation.MetricsState) -> list[BadStep]:
             f"opt_state: it is stacked, of shape {np.shape(entered)}; take one, as in "
             "jax.tree.map(lambda x: x[0], opt_state)"
         )
-    label = f"record_norms/{name}"
-    keys = (key for key in state.last if f"{key}/".startswith(f"{label}/"))
-    groups = [key[len(label) + 1 :] for key in sorted(keys)]
-    # Beside stacks, other leaves have the name of the updates.
-    groups = [key or name for key in groups] if len(groups) > 1 else groups
-    size = len(steps)
-    count = min(entered, size)
+    count = min(entered, len(steps))
     found = []
-    for place in (np.arange(entered - count, entered) % size).tolist():
+    for place in (np.arange(entered - count, entered) % len(steps)).tolist():
         norm, threshold, loss, *norms = map(float, rows[place])
         # -inf stands for a loss that is not given.
         loss = math.nan if loss == -math.inf else loss
-        by_name = {key: x for key, x in zip(groups, norms, strict=True) if key}
-        found.append(BadStep(int(steps[place]), norm, threshold, loss, by_name))
+        groups = _groups_of(name, dict(zip(state.names, norms, strict=True)))
+        found.append(BadStep(int(steps[place]), norm, threshold, loss, groups))
     return found
+
+
+def _groups_of(name: str, norms: dict[str, float]) -> dict[str, float]:
+    """Return the norms of groups of updates that are called `name`."""
+    own = {
+        key[len(name) + 1 :]: norm
+        for key, norm in norms.items()
+        if f"{key}/".startswith(f"{name}/")
+    }
+    # Beside stacks, other leaves have the name of the updates. Alone they are no group.
+    return {} if list(own) == [""] else {key or name: x for key, x in own.items()}

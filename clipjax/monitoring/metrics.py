@@ -1,6 +1,5 @@
 """Metrics: what the transformations measured and did, read from their states."""
 
-import functools
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -9,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clipjax._core import transformation
+from clipjax._core import states
+from clipjax._core.aliases import Metrics, Scalar
 from clipjax._core.messages import short_repr
-from clipjax.gradients.window import is_of_recorder
 
 
 def metrics(opt_state: Any) -> dict[str, jax.Array]:
@@ -47,22 +46,19 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
     """
     found: dict[str, jax.Array] = {}
     labels: set[str] = set()
-    states = list(states_in(opt_state))
-    if not states:
+    known = list(states_in(opt_state))
+    if not known:
         raise ValueError(
             "opt_state: there is no state with metrics in "
             f"{short_repr(opt_state)}; pass the state that tx.init and "
             "tx.update return. A projection has none: add a clip, nonfinite='skip' "
             "or record_norms()"
         )
-    for state in states:
-        parts = (state.last, state.totals, state.shares)
-        arrays = [{key: as_array(x) for key, x in part.items()} for part in parts]
-        squared = is_of_recorder(state.memory)
-        each = _read(*arrays, as_array(state.step), squared=squared)
+    for state in known:
+        each = _metrics_of(state)
         if not each:
             continue
-        name = next(iter(each)).partition("/")[0]
+        name = states.name_in(each)
         numbered = (f"{name}_{i}" if i else name for i in itertools.count())
         label = next(x for x in numbered if x not in labels)
         labels.add(label)
@@ -70,37 +66,48 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
     return dict(sorted(found.items()))  # as those that a jitted function returns
 
 
-def states_in(tree: Any) -> Iterator[transformation.MetricsState]:
+def states_in(tree: Any) -> Iterator[states.MetricsState | states.NormsState]:
     """Yield the states in a tree, outer states before those in their memories."""
-    for node in jax.tree.leaves(
-        tree, is_leaf=lambda node: isinstance(node, transformation.MetricsState)
-    ):
-        if isinstance(node, transformation.MetricsState):
-            yield node
+
+    def is_one(node: Any) -> bool:
+        return isinstance(node, states.MetricsState | states.NormsState)
+
+    for node in filter(is_one, jax.tree.leaves(tree, is_leaf=is_one)):
+        yield node
+        if isinstance(node, states.MetricsState):
             yield from states_in(node.memory)
+
+
+def _metrics_of(state: states.MetricsState | states.NormsState) -> Metrics:
+    if isinstance(state, states.NormsState):
+        return _read_norms(state.names, as_array(state.norms), as_array(state.step))
+    last, counts = (
+        {key: as_array(row) for key, row in rows.items()}
+        for rows in (state.last, state.counts)
+    )
+    return _read(last, counts)
 
 
 # Jitted, so that outside of jit no constant goes to the device, which transfer guards
 # forbid.
-@functools.partial(jax.jit, static_argnames="squared")
-def _read(
-    last: dict[str, jax.Array],
-    totals: dict[str, jax.Array],
-    shares: dict[str, jax.Array],
-    steps: jax.Array,
-    squared: bool,
-) -> dict[str, jax.Array]:
+@jax.jit
+def _read(last: Metrics, counts: Metrics) -> Metrics:
     """Return the metrics of one state, in buffers that are not the state's own."""
-    if squared:
-        last = {key: jnp.sqrt(x) for key, x in last.items()}
-    found = last | totals
-    for key, count in shares.items():
-        known = jnp.maximum(steps, 1).astype(np.float32)
-        found[f"{key}_fraction"] = count.astype(np.float32) / known
-    if found:
-        name = next(iter(found)).partition("/")[0]
-        found[f"{name}/steps"] = steps
-    return jax.tree.map(jnp.copy, found)
+    found = states.apart(last) | states.apart(counts)
+    steps = f"{states.name_in(found)}/steps"
+    if len(found) == 1:
+        return {}
+    known = jnp.maximum(found[steps], 1).astype(np.float32)
+    for key in [key for key in found if key.endswith("/steps") and key != steps]:
+        share = found.pop(key).astype(np.float32) / known
+        found[f"{key.removesuffix('/steps')}_fraction"] = share
+    return found
+
+
+@jax.jit
+def _read_norms(names: dict[str, tuple[()]], norms: jax.Array, step: Scalar) -> Metrics:
+    found = {f"record_norms/{name}": norms[..., i] for i, name in enumerate(names)}
+    return found | {"record_norms/steps": jnp.copy(step)}
 
 
 def as_array(x: Any) -> jax.Array:

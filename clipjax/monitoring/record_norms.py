@@ -1,5 +1,6 @@
 """Norms in the state of a chain, without clipping: for a logger, and of bad steps."""
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, SupportsIndex
 
@@ -10,12 +11,12 @@ import optax
 from jax import lax
 
 from clipjax import _checks
-from clipjax._core import norms, transformation, trees, units
-from clipjax._core.aliases import Metrics, Scalar, Tree
+from clipjax._core import norms, states, trees, units
+from clipjax._core.aliases import Metrics, Tree
 from clipjax._core.messages import a_few, short_repr, traced_error
 from clipjax.gradients import skipping, spikes
 from clipjax.gradients.history import norm_dtype
-from clipjax.gradients.window import BadSteps, is_next, one_more
+from clipjax.gradients.window import is_next, one_more
 
 
 class Recorder(optax.GradientTransformationExtraArgs):
@@ -80,54 +81,80 @@ def record_norms(
             f"name is what the updates are called, got {name!r}, but "
             f"of={short_repr(of)} leaves them out"
         )
+    if name == "steps":
+        raise ValueError("name must not be 'steps', which counts them in the metrics")
     if name == "params" and len(set(measured)) == 2:
         raise ValueError(
             "name must not be 'params' if both are measured: that is what the "
             "weights are called"
         )
-    squares_in = _by_group(groups, stacked)
+    groups_in = _by_group(groups, stacked)
     size = _checks.check_count("keep", keep, 0)
-    is_traced = isinstance(size, jax.core.Tracer)
-    if not is_traced and size and "updates" not in measured:
+    is_known = not isinstance(size, jax.core.Tracer)
+    if is_known and size and "updates" not in measured:
         raise ValueError(
             f"keep: it is for bad updates, but of={short_repr(of)} leaves them out"
         )
 
-    def act(
-        updates: Tree, params: Tree, step: Scalar | None, memory: Any, **extra: Any
-    ) -> Any:
-        squares = squares_in(name, updates) if "updates" in measured else {}
-        kept = memory[name].steps.size if memory else 0
-        if not is_traced and kept != size:
-            raise ValueError(f"keep: the state was made with {kept}, got {size}")
-        if memory:
-            of_groups = [squares[key] for key in sorted(squares)]
-            known = memory[name].rows.shape[-1] - 3
-            if len(of_groups) != known:
-                raise ValueError(
-                    f"state: it was made for {known} groups, this step has "
-                    f"{len(of_groups)}"
-                )
-            norm = norms.tree_norm(trees.floats_of(updates))
-            loss = skipping.loss_of(extra)
-            memory = {name: _with_step(memory[name], step, norm, loss, of_groups)}
+    def squares_in(updates: Tree, params: Tree) -> tuple[list[str], jax.Array]:
+        """Return the names and the squares of all norms."""
+        each = groups_in(name, updates) if "updates" in measured else {}
         if "params" in measured:
-            params = trees.params_for("record_norms", updates, params)
-            squares |= squares_in("params", params)
-        # Roots beside the squares, which the norm of all needs, would be a kernel for
-        # each group: of a recorder that keeps steps, `metrics` takes them.
-        if not memory:
-            squares = {key: jnp.sqrt(x) for key, x in squares.items()}
-        return updates, squares, memory
+            each |= groups_in(
+                "params", trees.params_for("record_norms", updates, params)
+            )
+        return _joined(each)
 
-    def remember(params: Tree) -> dict[str, BadSteps]:
-        if is_traced:
+    def init(params: Tree) -> states.NormsState:
+        if not is_known:
             raise traced_error("keep", keep)
-        shapes = jax.eval_shape(lambda tree: squares_in(name, tree), params)
-        return {name: _no_steps(size, len(shapes), norm_dtype(params))}
+        trees.leaves_of(params)  # raises its errors
+        names: list[str] = []
 
-    of_steps = remember if is_traced or size else None
-    return Recorder(*transformation.with_metrics("record_norms", act, of_steps))
+        def first_squares(tree: Tree) -> jax.Array:
+            found, squares = squares_in(tree, tree)
+            names.extend(found)
+            return squares
+
+        dtype = jax.eval_shape(first_squares, params).dtype
+        return states.NormsState(
+            jnp.zeros((), np.int32),
+            dict.fromkeys(names, ()),
+            jnp.zeros(len(names), dtype),
+            {name: _no_steps(size, len(names), norm_dtype(params))} if size else {},
+        )
+
+    def update(
+        updates: Tree, state: Any, params: Tree = None, **extra: Any
+    ) -> tuple[Tree, Any]:
+        norms.warn_if_local()
+        names, squares = squares_in(updates, params)
+        if state is None or isinstance(state, optax.EmptyState):
+            return updates, state
+        states.check_state("record_norms", states.NormsState, state)
+        _check_names(state, names)
+        values = jnp.sqrt(squares).astype(state.norms.dtype)
+        kept = state.kept
+        size_then = kept[name].steps.size if kept else 0
+        if is_known and size_then != size:
+            raise ValueError(f"keep: the state was made with {size_then}, got {size}")
+        if kept:
+            norm = lax.stop_gradient(norms.tree_norm(trees.floats_of(updates)))
+            loss = skipping.loss_of(extra)
+            kept = {name: _with_step(kept[name], state.step, norm, loss, values)}
+        step = optax.safe_increment(state.step)
+        return updates, states.NormsState(step, state.names, values, kept)
+
+    return Recorder(init, update)
+
+
+def _check_names(state: states.NormsState, names: list[str]) -> None:
+    """Raise an error if a state was made for other norms."""
+    if only_one := set(names) ^ set(state.names):
+        raise ValueError(
+            f"state: it was made for {len(state.names)} norms, this step has "
+            f"{len(names)}; only one of both has {a_few(sorted(only_one))}"
+        )
 
 
 def _check_of(of: Any) -> tuple[str, ...]:
@@ -142,7 +169,10 @@ def _check_of(of: Any) -> tuple[str, ...]:
 
 
 def _by_group(groups: Any, stacked: Any) -> Callable[[str, Tree], Metrics]:
-    """Return the function that measures the square of the norm of each group."""
+    """Return the function that measures the squares of the norms of groups.
+
+    It returns by group one number, or one for each layer of stacks.
+    """
     depth: int | None = None
     patterns: tuple[str, ...] = ()
     if isinstance(groups, jax.Array):
@@ -160,7 +190,7 @@ def _by_group(groups: Any, stacked: Any) -> Callable[[str, Tree], Metrics]:
             return [""] * len(leaves)
         return [trees.path_name(leaf.path[:depth]) for leaf in leaves]
 
-    def squares_in(label: str, tree: Tree) -> Metrics:
+    def groups_in(label: str, tree: Tree) -> Metrics:
         leaves, _ = trees.leaves_of(tree)
         found: list[str | None] = [None] * len(leaves)
         if stacks:
@@ -177,42 +207,51 @@ def _by_group(groups: Any, stacked: Any) -> Callable[[str, Tree], Metrics]:
         for (group, is_stacked), of_group in members.items():
             prefix = f"{label}/{group}".rstrip("/")
             if is_stacked:
-                squares = _squares_of_layers(of_group)
-                each |= {f"{prefix}/{i}": x for i, x in enumerate(squares)}
+                each[f"{prefix}/"] = _squares_of_layers(of_group)
             else:
                 each[prefix] = norms.tree_total([leaf.value for leaf in of_group])
         return lax.stop_gradient(each)
 
-    return squares_in
+    return groups_in
 
 
-def _no_steps(size: int, groups: int, dtype: Any) -> BadSteps:
+def _joined(each: Metrics) -> tuple[list[str], jax.Array]:
+    """Return the names of all numbers, sorted, and the numbers in one array."""
+    names = []
+    for key, x in each.items():
+        names += [f"{key}{i}" for i in range(x.size)] if x.ndim else [key]
+    parts = [jnp.atleast_1d(x) for x in each.values()]
+    joined = jnp.concatenate(parts) if parts else jnp.zeros(0)
+    order = sorted(range(len(names)), key=names.__getitem__)
+    if order != list(range(len(names))):
+        joined = joined[np.array(order)]
+    return [names[i] for i in order], joined
+
+
+def _no_steps(size: int, names: int, dtype: Any) -> states.BadSteps:
     """Return the memory before the first step."""
-    wide = jnp.promote_types(dtype, jnp.result_type(float))  # a loss may be float64
-    return BadSteps(
-        spikes.no_past(spikes.WINDOW, dtype),
+    past = spikes.no_past(spikes.WINDOW, dtype)
+    return states.BadSteps(
+        past,
         jnp.zeros((), np.int32),
         jnp.zeros(size, np.int32),
-        jnp.zeros((size, 3 + groups), wide),
+        jnp.zeros((size, 3 + names), past.values.dtype),
     )
 
 
 def _with_step(
-    kept: BadSteps, step: Any, norm: Any, loss: Any, groups: list[jax.Array]
-) -> BadSteps:
+    kept: states.BadSteps, step: Any, norm: Any, loss: Any, groups: jax.Array
+) -> states.BadSteps:
     """Return the memory after a step, which it keeps if the step is bad."""
-    norm = lax.stop_gradient(norm)
     spike, past, seen = spikes.compare(norm, loss, kept.past)
     is_bad = spike | ~jnp.isfinite(norm) | ~jnp.isfinite(seen["loss"])
     # No NaN in place of a loss that is not given: it would raise under
     # `jax_debug_nans` where nothing is wrong.
     numbers = [norm, seen["threshold"], -jnp.inf if loss is None else loss]
     row = jnp.stack([jnp.asarray(x, kept.rows.dtype) for x in numbers])
-    if groups:
-        of_groups = jnp.stack([x.astype(row.dtype) for x in groups])
-        row = jnp.concatenate([row, jnp.sqrt(of_groups)])
+    row = jnp.concatenate([row, groups.astype(row.dtype)])
     here = is_next(kept.steps.size, kept.entered) & is_bad
-    return BadSteps(
+    return states.BadSteps(
         past,
         one_more(kept.steps.size, kept.entered, is_bad),
         jnp.where(here, step, kept.steps),
@@ -220,7 +259,7 @@ def _with_step(
     )
 
 
-def _squares_of_layers(stacks: list[trees.Leaf]) -> list[jax.Array]:
+def _squares_of_layers(stacks: list[trees.Leaf]) -> jax.Array:
     """Return the squared norm of each layer of stacks along the first axis."""
     lengths = {leaf.value.shape[:1] for leaf in stacks}
     if len(lengths) > 1 or () in lengths:
@@ -230,9 +269,8 @@ def _squares_of_layers(stacks: list[trees.Leaf]) -> list[jax.Array]:
         )
     for leaf in stacks:
         units.check_whole("stacked", leaf)
-    of_leaves = [
-        norms.norm(leaf.value, tuple(range(1, leaf.value.ndim))).reshape(-1)
+    each = [
+        norms.total(leaf.value, tuple(range(1, leaf.value.ndim))).ravel()
         for leaf in stacks
     ]
-    (count,) = lengths.pop()
-    return [norms.tree_total([each[i] for each in of_leaves]) for i in range(count)]
+    return functools.reduce(jnp.add, each)

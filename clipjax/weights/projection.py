@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from clipjax._core import bounds, norms, transformation, trees, units
+from clipjax._core import bounds, norms, states, trees, units
 from clipjax._core.aliases import Scalar, Tree
 from clipjax._core.messages import short_repr
 
@@ -92,7 +92,7 @@ class Projection(_OptaxClass):
         """Return the updates that take weights to the projection of their sum."""
         norms.warn_if_local()
         if self.scheduled:
-            transformation.check_state(self.name, ProjectionState, state)
+            states.check_state(self.name, ProjectionState, state)
         params = trees.params_for(self.name, updates, params)
         before, as_params = trees.leaves_of(params)
         changes, as_updates = trees.leaves_of(updates)

@@ -1,4 +1,4 @@
-"""Counters that are full, metrics before the first step, and trees with holes."""
+"""Metrics before the first step, and trees with holes."""
 
 from typing import Any
 
@@ -11,50 +11,7 @@ import clipjax
 from tests.support.programs import stepped
 from tests.support.trees import NESTED
 
-MOST = np.iinfo(np.int32).max
-
-
 CLIP, PROJECTION = clipjax.clip_by_global_norm(1.0), clipjax.max_norm(3.0)
-
-
-def test_counters_stop_at_their_largest_value() -> None:
-    def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:
-        return updates, dict(updates), memory
-
-    kinds = ("int8", "uint8", "int16", "uint16", "int32", "uint32")
-    # Of each count what it was, what is added, and what it becomes.
-    counts = {f"plus_{kind}": (2, np.dtype(kind).type(100), 102) for kind in kinds} | {
-        "to_the_end": (MOST - 1, np.int32(1), MOST),
-        "at_the_end": (MOST, np.int32(1), MOST),
-        "beyond": (MOST - 3, np.int32(7), MOST),
-        "below_0": (2, np.int32(-3), -1),
-        "too_large": (2, np.uint32(3_000_000_000), MOST),
-    }
-    updates = {name: more for name, (_, more, _) in counts.items()}
-    tx = clipjax.with_metrics("n", act)
-    state = jax.jit(tx.init)(updates)
-    totals = {f"n/{name}": np.int32(first) for name, (first, *_) in counts.items()}
-    assert totals.keys() <= state.totals.keys()
-    state = state._replace(totals=state.totals | totals)
-    found = clipjax.metrics(jax.jit(tx.update)(updates, state)[1])
-    for name, (*_, wanted) in counts.items():
-        assert found[f"n/{name}"] == wanted, name
-
-
-def test_counters_of_states_stop_at_their_largest_value() -> None:
-    tx = clipjax.clip_by_global_norm(1.0)
-
-    @jax.jit
-    def worn(grads: Any) -> Any:
-        full = jax.tree.map(
-            lambda x: jnp.full_like(x, MOST) if x.dtype == np.int32 else x,
-            tx.init(grads),
-        )
-        return tx.update(grads, full)[1]
-
-    found = clipjax.metrics(worn(np.float32([np.nan, np.nan])))
-    for key in ("nonfinite_count", "steps"):
-        assert found[f"clip_by_global_norm/{key}"] == MOST
 
 
 def test_metrics_before_the_first_step_are_numbers() -> None:

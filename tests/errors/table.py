@@ -429,7 +429,7 @@ THEMES = {
             "record_norms('leaf', keep=2).update(x, record_norms('leaf', keep=2)"
             ".init(params))",
             "state",
-            "2 groups",
+            "2 norms",
         ),
         of_value(
             "skip_nonfinite(record_norms(keep=2)).init(x)",
@@ -569,11 +569,12 @@ THEMES = {
             "of a",
         ),
         of_value(
-            "record_norms(name='steps').init(x)",
+            "with_metrics('a', lambda u, *_: (u, {'b/steps': x[0]}, ())).init(x)",
             "metrics",
-            "'steps'",
-            "of record_norms",
+            "'b/steps'",
+            "of a",
         ),
+        of_value("record_norms(name='steps')", "name", "'steps'"),
         *[
             of_type(
                 f"with_metrics('a', lambda u, *_: (u, {{'b': {value}}}, ())).init(x)",

@@ -159,12 +159,14 @@ def test_counters_at_their_end_freeze_nothing() -> None:
             each.update(norm, state, zero)[1]
             for each, state in zip((tx, skip), states, strict=True)
         ]
-    for ring, entered in (states[0].memory, states[1].memory.past[0]):
-        assert sorted(np.asarray(ring)) == [1, 2, 3, 4]
+    of_clip, of_skip = states[0].memory, states[1].memory.past
+    for values, entered in (of_clip, (of_skip.values[0], of_skip.entered[0])):
+        assert sorted(np.asarray(values)) == [1, 2, 3, 4]
         assert 4 <= entered < 8
     most = np.iinfo(np.int32).max
     worn = states[1]._replace(
-        memory=states[1].memory._replace(in_a_row=jnp.int32(most)), step=jnp.int32(most)
+        memory=states[1].memory._replace(in_a_row=jnp.int32(most)),
+        counts={key: x + most for key, x in skip.init(zero).counts.items()},
     )
     _, worn = skip.update(jnp.float32(np.nan), worn, zero)
     assert worn.memory.in_a_row == most

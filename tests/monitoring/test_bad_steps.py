@@ -156,7 +156,7 @@ def test_counters_do_not_overflow() -> None:
     state = tx.init(jnp.ones(1))._replace(step=jnp.int32(most - 1))
     for _ in range(7):
         _, state = jax.jit(tx.update)(jnp.array([NAN]), state)
-        assert state.memory["updates"].entered < 4
+        assert state.kept["updates"].entered < 4
     assert [each.step for each in clipjax.bad_steps(state)] == [most, most]
 
 
@@ -312,7 +312,7 @@ def test_what_is_printed_names_the_place() -> None:
 
 def test_nothing_is_kept_by_default() -> None:
     state = clipjax.record_norms("leaf").init(jnp.ones(1))
-    assert state.memory == ()
+    assert state.kept == {}
     with pytest.raises(ValueError, match=r"clipjax.record_norms\('leaf', keep=16\)"):
         clipjax.bad_steps(state)
 

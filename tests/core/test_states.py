@@ -1,0 +1,98 @@
+"""Numbers that share an array, and counters that are full."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import clipjax
+
+MOST = np.iinfo(np.int32).max
+
+
+def of_metrics(names: Any) -> Any:
+    """A transformation with a float, an int and a bool of each name."""
+
+    def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:
+        found: dict[str, Any] = {}
+        for i, name in enumerate(names):
+            found[name] = updates * (i + 1)
+            found[f"{name}/count"] = i + 2
+            found[f"{name}/is_large"] = updates > i
+        return updates, found, memory
+
+    return clipjax.with_metrics("n", act)
+
+
+@pytest.mark.parametrize(
+    ("names", "arrays"),
+    [
+        (["a"], 2),
+        (["a", "encoder/*", "b"], 2),
+        (["a", "x, y"], 7),  # a comma would look like two names
+        ([f"block_{i}/attention/kernel" for i in range(9)], 28),
+    ],
+)
+def test_each_metric_is_found_by_its_name(names: list[str], arrays: int) -> None:
+    """In an array with others, where its key stays short enough for a file name."""
+    tx = of_metrics(names)
+    seeds = np.float32([0.5, 1.5])
+
+    def two_steps(update: Any) -> Any:
+        _, state = tx.update(update, tx.init(update))
+        return tx.update(update, state)[1]
+
+    state = jax.jit(jax.vmap(two_steps))(seeds)
+    assert len(jax.tree.leaves(state)) == arrays
+    assert all(len(key) < 200 for key in (*state.last, *state.counts))
+    np.testing.assert_array_equal(state.step, [2, 2])
+    found = clipjax.metrics(state)
+    assert len(found) == 3 * len(names) + 1
+    np.testing.assert_array_equal(found["n/steps"], [2, 2])
+    for i, name in enumerate(names):
+        np.testing.assert_array_equal(found[f"n/{name}"], seeds * (i + 1))
+        np.testing.assert_array_equal(found[f"n/{name}/count"], [2 * (i + 2)] * 2)
+        share = found[f"n/{name}/is_large_fraction"]
+        np.testing.assert_array_equal(share, seeds > i)
+
+
+def test_counters_stop_at_their_largest_value() -> None:
+    def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:
+        return updates, dict(updates), memory
+
+    kinds = ("int8", "uint8", "int16", "uint16", "int32", "uint32")
+    # Of each count what it was, what is added, and what it becomes.
+    counts = {f"plus_{kind}": (2, np.dtype(kind).type(100), 102) for kind in kinds} | {
+        "to_the_end": (MOST - 1, np.int32(1), MOST),
+        "at_the_end": (MOST, np.int32(1), MOST),
+        "beyond": (MOST - 3, np.int32(7), MOST),
+        "below_0": (2, np.int32(-3), -1),
+        "too_large": (2, np.uint32(3_000_000_000), MOST),
+    }
+    updates = {name: more for name, (_, more, _) in counts.items()}
+    tx = clipjax.with_metrics("n", act)
+    state = jax.jit(tx.init)(updates)
+    (names,) = state.counts
+    before = [counts[x][0] if x in counts else 0 for x in names[2:].split(", ")]
+    state = state._replace(counts={names: np.int32(before)})
+    found = clipjax.metrics(jax.jit(tx.update)(updates, state)[1])
+    for name, (*_, wanted) in counts.items():
+        assert found[f"n/{name}"] == wanted, name
+
+
+def test_counters_of_states_stop_at_their_largest_value() -> None:
+    tx = clipjax.clip_by_global_norm(1.0)
+
+    @jax.jit
+    def worn(grads: Any) -> Any:
+        full = jax.tree.map(
+            lambda x: jnp.full_like(x, MOST) if x.dtype == np.int32 else x,
+            tx.init(grads),
+        )
+        return tx.update(grads, full)[1]
+
+    found = clipjax.metrics(worn(np.float32([np.nan, np.nan])))
+    for key in ("nonfinite_count", "steps"):
+        assert found[f"clip_by_global_norm/{key}"] == MOST
