@@ -86,7 +86,9 @@ def _jobs(args: argparse.Namespace) -> tuple[list[str], list[Callable[[], tables
         ]
     if args.compiled:
         places = args.platforms or (
-            ["v5e", "h100"] if args.quick else ["v5e", "v6e", "h100", "a100", "t4"]
+            ["v5e", "h100"]
+            if args.quick
+            else ["v5e", "v6e", "tpu7x", "b200", "h100", "a100", "t4"]
         )
         trees = args.trees or (
             ["quick"] if args.quick else ["big", "gpt", *OF_ONE_STEP]
@@ -117,8 +119,8 @@ def _members(
     every = list(MEMBERS.values())[:: 10 if args.quick else 1]
     if args.compiled:
         places, trees = (
-            args.platforms or ["v5e", "v6e", "h100"],
-            args.trees or ["huge", "wide", *OF_ONE_STEP],
+            args.platforms or ["v5e", "v6e", "tpu7x", "h100", "b200"],
+            args.trees or ["huge", "stacked", "decoder", "convnet", *OF_ONE_STEP],
         )
         return ["member", "device", "tree", "dtype"], [
             lambda p=p, t=t, d=d, m=m: weigh(m, p, t, d)

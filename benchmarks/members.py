@@ -1,5 +1,6 @@
 """Every public member in front of Adam, beside Adam alone: what it may cost."""
 
+import functools
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -7,7 +8,8 @@ import optax
 from jax.sharding import SingleDeviceSharding
 
 import clipjax
-from benchmarks.platforms import PLATFORMS, compile_step, devices_of
+from benchmarks.models import MODELS
+from benchmarks.platforms import PLATFORMS, Cost, compile_step, devices_of
 from benchmarks.steps import (
     GLOBAL,
     QK_CLIP,
@@ -18,60 +20,81 @@ from benchmarks.steps import (
     Recipe,
     Step,
     adam,
+    on,
 )
 from benchmarks.tables import Figure, Row
-from benchmarks.trees import shapes_of
+from benchmarks.trees import inputs_of, shapes_of
 from tests.contract.members import FIRST
 
 ADAM = Recipe(adam())
-_CLIP, _MAX_NORM = clipjax.clip_by_global_norm(GLOBAL), clipjax.max_norm(RADIUS)
+# The axes that all members reduce: the rows of matrices, in stacks, too.
+_ROWS = -2
+_MATRIX = (-2, -1)
+_CLIP = clipjax.clip_by_global_norm(GLOBAL)
+_MAX_NORM = clipjax.max_norm(RADIUS, axes=_ROWS)
 _CLIPPED = optax.chain(_CLIP, adam())
 _SKIPPED = clipjax.skip_nonfinite(_CLIPPED)
 _BOUNDED = clipjax.bounded(adam(), clip=_CLIP, project=_MAX_NORM, nonfinite="skip")
+_ADAM_H = clipjax.chain(
+    optax.scale_by_adam(mu_dtype=jnp.float32),
+    clipjax.relative_update(axes=_MATRIX),
+    optax.scale_by_learning_rate(1e-3),
+    clipjax.keep_norm(axes=_MATRIX),
+)
 _ACCUMULATED = clipjax.bounded(adam(), clip=_CLIP, nonfinite="skip", accumulate=4)
 
 
+class Weight(NamedTuple):
+    """Goals in units of the parameters' own size; None where there is none."""
+
+    tpu: float | None = None  # bytes that a step moves
+    gpu: float | None = None
+    scratch: float | None = 0.1
+
+
 class Member(NamedTuple):
-    """A step and its goals: bytes and scratch in units of the parameters' own."""
+    """A step and its goals."""
 
     step: Step  # beside Adam alone, with goals for the time on a CPU
-    tpu: float | None
-    gpu: float | None
-    scratch: float | None
+    usual: Weight
+    stacked: Weight  # for leaves that are larger than a chip's own memory
 
 
 def _member(
     label: str,
     recipe: Recipe,
-    tpu: float | None,
-    gpu: float | None,
-    cpu: float | None,
-    scratch: float | None = 0.1,
+    usual: Weight,
+    cpu: float | None = None,
+    stacked: Weight | None = None,
     tree: str | None = None,
 ) -> Member:
     goals = Goals((cpu, cpu, None), None, 0, 0, 0)
-    return Member(
-        Step(label, recipe, ADAM, "Adam alone", goals, tree), tpu, gpu, scratch
-    )
+    step = Step(label, recipe, ADAM, "Adam alone", goals, tree)
+    return Member(step, usual, usual if stacked is None else stacked)
 
 
 def _before(
     label: str,
     tx: optax.GradientTransformation,
-    tpu: float = 8.1,
-    gpu: float | None = 8.0,
     cpu: float = 1.25,
+    usual: Weight | None = None,
 ) -> Member:
-    return _member(label, Recipe(optax.chain(tx, adam())), tpu, gpu, cpu)
+    usual = usual or Weight(8.1, 8.0)
+    return _member(label, Recipe(optax.chain(tx, adam())), usual, cpu)
 
 
 def _after(
     label: str,
     projection: optax.GradientTransformation,
-    tpu: float = 8.3,
-    gpu: float | None = 11.0,
 ) -> Member:
-    return _member(label, Recipe(optax.chain(adam(), projection)), tpu, gpu, 2.3)
+    recipe = Recipe(optax.chain(adam(), projection))
+    return _member(label, recipe, Weight(8.3, 11.0), 2.3, Weight(10.1, 11.1, 0.5))
+
+
+# Adam reads and writes 7; what comes after it reads and writes the weights again.
+_WEIGHTS_TOO = Weight(9.2, 9.0)
+_CALLED = Weight(10.1, 12.1, 0.5)
+_CHAINED = Weight(11.1, 12.1, 0.5)
 
 
 MEMBERS = {
@@ -87,82 +110,109 @@ MEMBERS = {
         _before(
             "clip_by_norm, inf", clipjax.clip_by_norm(GLOBAL, ord=jnp.inf), cpu=1.4
         ),
-        _before("clip_by_norm, axes=0", clipjax.clip_by_norm(GLOBAL, axes=0)),
+        _before("clip_by_norm of units", clipjax.clip_by_norm(GLOBAL, axes=_ROWS)),
         _before("clip_by_rms", clipjax.clip_by_rms(RMS)),
         _before("clip_by_group_norm", clipjax.clip_by_group_norm({"*": GLOBAL})),
         _before("clip_by_value", clipjax.clip_by_value(1.0), cpu=1.4),
         _before(
             "clip_by_value, low and high", clipjax.clip_by_value(-1.0, 1.0), cpu=1.4
         ),
-        _before("adaptive_grad_clip", clipjax.adaptive_grad_clip(), 9.2, 9.0, 1.5),
-        _before("tangent_cone", clipjax.tangent_cone(RADIUS), 9.2, 9.0, 1.5),
-        _before("relative_update", clipjax.relative_update(), 9.2, None, 1.5),
+        _before(
+            "adaptive_grad_clip",
+            clipjax.adaptive_grad_clip(axes=_ROWS),
+            1.5,
+            _WEIGHTS_TOO,
+        ),
+        _before(
+            "tangent_cone", clipjax.tangent_cone(RADIUS, axes=_ROWS), 1.5, _WEIGHTS_TOO
+        ),
+        _before(
+            "relative_update",
+            clipjax.relative_update(axes=_MATRIX),
+            1.5,
+            _WEIGHTS_TOO,
+        ),
         _before("autoclip", clipjax.autoclip()),
         _before("clip_by_quantile", clipjax.clip_by_quantile()),
         _before("zclip", clipjax.zclip()),
         _before("clip_by_lognormal", clipjax.clip_by_lognormal()),
         _before("adagc", clipjax.adagc()),
+        _before("adagc by layer", clipjax.adagc(axes=_MATRIX)),
         _before("record_norms", clipjax.record_norms(name="gradients")),
+        _before("record_norms, keep", clipjax.record_norms("leaf", keep=16)),
         _before("zero_nonfinite", clipjax.zero_nonfinite(), cpu=1.5),
-        _member("skip_nonfinite around a clip", Recipe(_SKIPPED), 8.1, 8.0, None),
+        _member("skip_nonfinite around a clip", Recipe(_SKIPPED), Weight(8.1, 8.0)),
         _member(
             "skip_spikes around a clip",
             Recipe(clipjax.skip_spikes(_CLIPPED)),
-            8.1,
-            8.0,
-            None,
+            Weight(8.1, 8.0),
         ),
         _member(
             "skip_nonfinite, then max_norm called",
             Recipe(_SKIPPED, _MAX_NORM),
-            8.2,
-            11.0,
-            None,
+            Weight(8.2, 11.0),
+            stacked=_CALLED,
         ),
         _member(
             "clip_by_global_norm, then max_norm called",
             Recipe(_CLIPPED, _MAX_NORM),
-            8.2,
-            11.0,
-            None,
+            Weight(8.2, 11.0),
+            stacked=_CALLED,
         ),
-        _member("max_norm called", Recipe(adam(), _MAX_NORM), 8.2, 10.0, None),
-        _after("max_norm", _MAX_NORM),
-        _after("min_max_norm", clipjax.min_max_norm(RADIUS / 2, RADIUS)),
-        _after("unit_norm", clipjax.unit_norm()),
-        _after("keep_norm", clipjax.keep_norm(), gpu=None),
         _member(
-            "keep_norm called", Recipe(adam(), clipjax.keep_norm()), 8.2, None, None
+            "max_norm called",
+            Recipe(adam(), _MAX_NORM),
+            Weight(8.2, 10.0),
+            stacked=Weight(9.1, 11.1, 0.5),
+        ),
+        _after("max_norm", _MAX_NORM),
+        _after("min_max_norm", clipjax.min_max_norm(RADIUS / 2, RADIUS, axes=_ROWS)),
+        _after("unit_norm", clipjax.unit_norm(axes=_ROWS)),
+        _after("keep_norm", clipjax.keep_norm(axes=_MATRIX)),
+        _member(
+            "keep_norm called",
+            Recipe(adam(), clipjax.keep_norm(axes=_MATRIX)),
+            Weight(8.2),
+            stacked=Weight(10.1, scratch=0.5),
+        ),
+        _member(
+            "AdamH: relative_update and keep_norm",
+            Recipe(_ADAM_H),
+            Weight(11.3),
+            stacked=Weight(scratch=1.0),
         ),
         _after("non_negative", clipjax.non_negative()),
         _after("box", clipjax.box(-RADIUS, RADIUS)),
         _member(
             "clip_by_global_norm and max_norm",
             Recipe(optax.chain(_CLIPPED, _MAX_NORM)),
-            9.3,
-            12.0,
+            Weight(9.3, 12.0),
             2.3,
+            _CHAINED,
         ),
-        _member("bounded: clip, max_norm, skip", Recipe(_BOUNDED), 9.3, 12.0, None),
+        _member(
+            "bounded: clip, max_norm, skip",
+            Recipe(_BOUNDED),
+            Weight(9.3, 12.0),
+            stacked=_CHAINED,
+        ),
         _member(
             "bounded: clip, skip, accumulate=4",
             Recipe(_ACCUMULATED),
-            12.6,
-            12.0,
-            None,
-            1.1,
+            Weight(12.6, 12.0, 1.1),
         ),
         _member(
-            "qk_clip called", Recipe(adam(), QK_CLIP), 7.1, 7.0, 1.25, tree="heads"
+            "qk_clip called",
+            Recipe(adam(), QK_CLIP),
+            Weight(7.1, 7.0),
+            1.25,
+            tree="heads",
         ),
         _member(
             "spectral_cap called",
             Recipe(adam(), SPECTRAL_CAP),
-            None,
-            None,
-            None,
-            None,
-            "matrix",
+            Weight(scratch=None),
+            tree="matrix",
         ),
     )
 }
@@ -180,22 +230,29 @@ for _name, _row in FIRST.items():
 
 def weigh(member: Member, platform: str, tree: str, dtype: str) -> Row:
     """Compile a step for one device; sizes are in units of the parameters' own."""
-    device = SingleDeviceSharding(devices_of(platform)[0])
-    params = shapes_of(tree, dtype, lambda *_: device)
-    size = sum(x.size * x.dtype.itemsize for x in params.values())
-    cost, on_tpu = (
-        compile_step(platform, member.step.ours, params),
-        PLATFORMS[platform].compiler == "tpu",
-    )
-    known = dtype == "float32"  # the goals are those of float32
+    on_tpu = PLATFORMS[platform].compiler == "tpu"
+    size, cost = _compiled(member.step.ours, platform, tree, dtype)
+    goals = Weight(scratch=None)
+    if dtype == "float32" and tree not in MODELS:
+        goals = member.stacked if tree == "stacked" else member.usual
     cells: dict[str, Figure | str] = {
-        "bytes": Figure(
-            cost.bytes / size, (member.tpu if on_tpu else member.gpu) if known else None
-        ),
-        "scratch": Figure(
-            cost.temporaries / size, member.scratch if known and on_tpu else None
-        ),
+        "bytes": Figure(cost.bytes / size, goals.tpu if on_tpu else goals.gpu),
+        "scratch": Figure(cost.temporaries / size, goals.scratch if on_tpu else None),
         "kernels": "" if on_tpu else str(cost.kernels),
         "CPU s": f"{cost.compile_seconds:.2g}",
     }
+    if tree in MODELS:
+        _, alone = _compiled(ADAM, platform, tree, dtype)
+        cells["more than Adam alone"] = f"{(cost.bytes - alone.bytes) / size:.2f}"
+        cells["compile time"] = Figure(cost.compile_seconds / alone.compile_seconds)
     return Row((member.step.label, PLATFORMS[platform].label, tree, dtype), cells)
+
+
+@functools.cache
+def _compiled(recipe: Recipe, platform: str, tree: str, dtype: str) -> tuple[int, Cost]:
+    """Return the size of the parameters in bytes, and what a step takes."""
+    device = SingleDeviceSharding(devices_of(platform)[0])
+    params = shapes_of(tree, dtype, lambda *_: device)
+    size = sum(x.size * x.dtype.itemsize for x in params.values())
+    inputs = inputs_of(tree, params)
+    return size, compile_step(platform, on(tree, recipe), params, inputs)

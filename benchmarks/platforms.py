@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 from benchmarks import programs
-from benchmarks.steps import Recipe
+from benchmarks.steps import Recipe, WholeStep
 
 # What libtpu and the CUDA plugin read when they are loaded, so that neither looks for a
 # device.
@@ -38,6 +38,8 @@ PLATFORMS = {
     "v5e": Platform("TPU v5e", "tpu", "libtpu", "2x2"),
     "v6e": Platform("TPU v6e", "tpu", "libtpu", "2x2"),
     "v5p": Platform("TPU v5p", "tpu", "libtpu", "2x2x1"),
+    "tpu7x": Platform("TPU7x", "tpu", "libtpu", "2x2x1"),
+    "b200": Platform("B200", "cuda", "jax_cuda12_plugin", "1x1x1"),
     "h100": Platform("H100", "cuda", "jax_cuda12_plugin", "1x1x1"),
     "a100": Platform("A100", "cuda", "jax_cuda12_plugin", "1x1x1"),
     "t4": Platform("T4", "cuda", "jax_cuda12_plugin", "1x1x1"),
@@ -82,7 +84,9 @@ class Cost(NamedTuple):
     collectives: dict[str, int]
 
 
-def compile_step(platform: str, recipe: Recipe, params: Any) -> Cost:
+def compile_step(
+    platform: str, recipe: Recipe | WholeStep, params: Any, inputs: Any = None
+) -> Cost:
     """Trace, lower and compile a donated step.
 
     Args:
@@ -90,6 +94,7 @@ def compile_step(platform: str, recipe: Recipe, params: Any) -> Cost:
       recipe: the step.
       params: a dict of `jax.ShapeDtypeStruct` with shardings; the state is sharded as
         they are.
+      inputs: what the step gets besides; None: gradients like the parameters.
     """
     anywhere = next(iter(params.values())).sharding
     scalar = anywhere
@@ -102,12 +107,8 @@ def compile_step(platform: str, recipe: Recipe, params: Any) -> Cost:
             x.shape, x.dtype, sharding=like.sharding if like is not None else scalar
         )
 
-    moments = {
-        key: jax.ShapeDtypeStruct(x.shape, jax.numpy.float32)
-        for key, x in params.items()
-    }
     state = jax.tree_util.tree_map_with_path(
-        placed, jax.eval_shape(recipe.tx.init, moments)
+        placed, jax.eval_shape(recipe.init, params)
     )
     outs = jax.tree.map(lambda x: x.sharding, (params, state))
     jax.clear_caches()
@@ -115,7 +116,7 @@ def compile_step(platform: str, recipe: Recipe, params: Any) -> Cost:
     step = jax.jit(
         lambda *args: recipe.step(*args), donate_argnums=(0, 1), out_shardings=outs
     )
-    lowered = step.trace(params, state, params).lower(
+    lowered = step.trace(params, state, params if inputs is None else inputs).lower(
         lowering_platforms=(PLATFORMS[platform].compiler,)
     )
     compiled = lowered.compile()

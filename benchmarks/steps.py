@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 import clipjax
+from benchmarks.models import MODELS
 
 # Bounds that the trees of `trees` exceed, so that every step changes something.
 RADIUS, RMS, GLOBAL = 0.5, 0.5, 1.0
@@ -34,6 +35,26 @@ class Recipe(NamedTuple):
         updates, state = self.tx.update(grads, state, params)
         given = {"old": params} if "old" in getattr(self.project, "needs", ()) else {}
         return self.project(optax.apply_updates(params, updates), **given), state
+
+
+class WholeStep(NamedTuple):
+    """A train step with a model, which computes its own gradients."""
+
+    recipe: Recipe
+    loss: Callable[[Any, Any], jax.Array]
+
+    def init(self, params: Any) -> Any:
+        """Return the state of the optimizer."""
+        return self.recipe.init(params)
+
+    def step(self, params: Any, state: Any, batch: Any) -> tuple[Any, Any]:
+        """Take one step for a batch."""
+        return self.recipe.step(params, state, jax.grad(self.loss)(params, batch))
+
+
+def on(tree: str, recipe: Recipe) -> Recipe | WholeStep:
+    """Return a step on a tree, with the model if it is one's."""
+    return WholeStep(recipe, MODELS[tree].loss) if tree in MODELS else recipe
 
 
 class Goals(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from benchmarks.steps import Recipe, Step
+from benchmarks.steps import Recipe, Step, WholeStep, on
 from benchmarks.tables import Figure, Row
 from benchmarks.trees import values_of
 
@@ -19,7 +19,7 @@ _SHORTEST_SAMPLE = 0.02
 class _Contestant:
     """A compiled step, and the arrays that it updates."""
 
-    def __init__(self, recipe: Recipe, params: Any, grads: Any) -> None:
+    def __init__(self, recipe: Recipe | WholeStep, params: Any, grads: Any) -> None:
         self.recipe, self.grads = recipe, grads
         self.params, self.state = (
             jax.tree.map(jax.numpy.copy, params),
@@ -59,9 +59,10 @@ def race(step: Step, tree: str, dtype: str, *, rounds: int, compiles: int) -> Ro
       compiles: how often each is compiled.
     """
     params, grads = values_of(tree, dtype)
+    both = [on(tree, recipe) for recipe in (step.ours, step.theirs)]
     # What the first trace imports.
-    jax.jit(step.theirs.step).lower(params, step.theirs.init(params), grads)
-    field = [_Contestant(recipe, params, grads) for recipe in (step.ours, step.theirs)]
+    jax.jit(both[1].step).lower(params, both[1].init(params), grads)
+    field = [_Contestant(recipe, params, grads) for recipe in both]
     del params
     for _ in range(compiles):
         for each in field:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-Shapes = dict[str, tuple[int, ...]]
+from benchmarks.models import MODELS, Shapes
 
 
 def squares(leaves: int, width: int) -> Shapes:
@@ -55,6 +55,13 @@ TREES: dict[str, Callable[[], Shapes]] = {
     "matrix": lambda: squares(1, 1024),
     "heads": heads,
     "quick": lambda: gpt(2, 128, 512),
+    # Stacked layers of 1 GB, larger than any chip's own memory.
+    "stacked": lambda: {
+        "up": (8, 4096, 8192),
+        "down": (8, 8192, 4096),
+        "norm": (4096,),
+    },
+    **{name: lambda model=model: model.shapes for name, model in MODELS.items()},
 }
 
 
@@ -70,8 +77,19 @@ def shapes_of(
     }
 
 
+def inputs_of(tree: str, params: Any) -> Any:
+    """Return what a step gets besides parameters and state: gradients, or a batch."""
+    if tree not in MODELS:
+        return params
+    place = next(iter(params.values())).sharding
+    return {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+        for name, x in MODELS[tree].batch.items()
+    }
+
+
 def values_of(tree: str, dtype: Any) -> tuple[Any, Any]:
-    """Return parameters and gradients."""
+    """Return parameters, and gradients or a batch."""
     rng, params, grads = np.random.default_rng(0), {}, {}
     for name, shape in TREES[tree]().items():
         unit = math.prod(shape[:-1]) or 1
@@ -79,4 +97,9 @@ def values_of(tree: str, dtype: Any) -> tuple[Any, Any]:
             rng.standard_normal(shape, np.float32) * unit**-0.5, dtype
         )
         grads[name] = jnp.asarray(rng.standard_normal(shape, np.float32), dtype)
+    if tree in MODELS:
+        grads = {
+            name: jnp.asarray(rng.integers(0, 10, x.shape), x.dtype)
+            for name, x in MODELS[tree].batch.items()
+        }
     return params, grads

@@ -7,7 +7,7 @@ import jax
 from clipjax._core import bounds, clipping, norms, trees, units
 from clipjax._core.aliases import Tree
 from clipjax.weights import limits
-from clipjax.weights.projection import Projection, written
+from clipjax.weights.projection import Projection, rescaled, written
 
 
 def keep_norm(*, axes: units.AutoAxes = "auto", rate: bounds.Bound = 1.0) -> Projection:
@@ -64,7 +64,7 @@ def keep_norm(*, axes: units.AutoAxes = "auto", rate: bounds.Bound = 1.0) -> Pro
             kept = norms.norm(before[each.place].value, each.axes)
             fitted = bounds.fit_bound("rate", share, norm, each.leaf)
             factors.append(clipping.factor_onto(kept, norm, fitted))
-        return clipping.rescaled(params, found, factors)
+        return rescaled(params, found, factors)
 
     return Projection(
         name,
@@ -72,7 +72,6 @@ def keep_norm(*, axes: units.AutoAxes = "auto", rate: bounds.Bound = 1.0) -> Pro
         needs=("old",),
         scheduled=callable(rate),
         units_of=units_of,
-        measures_first=True,
         # Factors so near to 1 would not change weights of 16 bits.
         unrounded=True,
     )

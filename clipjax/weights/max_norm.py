@@ -12,7 +12,7 @@ from clipjax import _checks
 from clipjax._core import bounds, clipping, trees, units
 from clipjax._core.aliases import Tree
 from clipjax.weights import limits
-from clipjax.weights.projection import Projection, written
+from clipjax.weights.projection import Projection, rescaled, written
 
 Factor: TypeAlias = Callable[..., jax.Array]  # of (norms, leaf, *limits)
 
@@ -158,11 +158,9 @@ def _rescaling(
                 for limit, of_leaf in of_leaves
             ]
             factors.append(factor(norm, each.leaf, *fitted))
-        return clipping.rescaled(params, found, factors)
+        return rescaled(params, found, factors)
 
-    return Projection(
-        name, rescale, scheduled=scheduled, units_of=units_of, measures_first=True
-    )
+    return Projection(name, rescale, scheduled=scheduled, units_of=units_of)
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
