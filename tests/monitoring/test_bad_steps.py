@@ -218,7 +218,11 @@ def test_they_are_kept_inside_of_others_and_in_checkpoints(
         checkpointer.save(tmp_path / "state", state)
         checkpointer.wait_until_finished()
         restored = checkpointer.restore(tmp_path / "state", first)
+        plain = checkpointer.restore(tmp_path / "state")
     assert repr(clipjax.bad_steps(restored)) == repr(found)
+    # Without the program that made it.
+    assert repr(clipjax.bad_steps(plain)) == repr(found)
+    np.testing.assert_equal(*map(jax.device_get, map(clipjax.metrics, (plain, state))))
 
 
 def test_each_seed_has_its_own() -> None:
@@ -242,6 +246,19 @@ def test_an_nnx_optimizer_has_them() -> None:
     optimizer.update(model, grads)
     (found,) = clipjax.bad_steps(optimizer)
     assert str(found) == "step 0: norm nan; not finite in bias and 1 more"
+    with pytest.raises(ValueError, match=r"opt_state: nnx\.state keeps no names"):
+        clipjax.bad_steps(nnx.state((model, optimizer)))
+
+
+def test_the_state_of_nnx_has_metrics() -> None:
+    nnx = pytest.importorskip("flax.nnx")
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    clips = [clipjax.adagc(), clipjax.zero_nonfinite()]
+    tx = clipjax.bounded(optax.adam(1e-3), clip=clips, nonfinite="skip")
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    optimizer.update(model, jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param)))
+    both = clipjax.metrics(nnx.state((model, optimizer))), clipjax.metrics(optimizer)
+    np.testing.assert_equal(*map(jax.device_get, both))
 
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
