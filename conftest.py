@@ -23,7 +23,7 @@ from sybil.evaluators.python import PythonEvaluator
 from sybil.parsers.markdown import CodeBlockParser, SkipParser
 
 ROOT = Path(__file__).parent
-collect_ignore = ["docs/site"]  # what builds the site needs the extra `docs`
+collect_ignore = ["docs/site", "tests/clients"]  # what needs packages of its own
 
 
 def _enter(namespace: dict[str, Any]) -> None:
