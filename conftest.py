@@ -24,7 +24,7 @@ from sybil.parsers.markdown import CodeBlockParser, SkipParser
 from xdist.scheduler import LoadFileScheduling
 
 ROOT = Path(__file__).parent
-collect_ignore = ["docs/site"]  # what builds the site needs the extra `docs`
+collect_ignore = ["docs/site", "tests/clients"]  # what needs packages of its own
 
 
 def _enter(namespace: dict[str, Any]) -> None:
