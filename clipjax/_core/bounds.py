@@ -137,4 +137,5 @@ def check_fits(name: str, bound: Any, shape: tuple[int, ...], of: Any) -> None:
     pairs = zip(reversed(given), reversed(shape), strict=False)
     if len(given) > len(shape) or any(b not in (1, s) for b, s in pairs):
         wanted = f"broadcast to shape {tuple(shape)}" if shape else "be a scalar"
-        raise ValueError(f"{name} must {wanted}, for {of}; got shape {given}")
+        hint = "" if shape else "; functions of trees take the tree first"
+        raise ValueError(f"{name} must {wanted}, for {of}; got shape {given}{hint}")

@@ -60,6 +60,7 @@ class Projection(_OptaxClass):
     def __call__(self, params: T, *args: Any, **kwargs: Any) -> T:
         """Project weights; `step` is needed if a bound is a schedule."""
         norms.warn_if_local()
+        _check_is_no_module(self.name, params)
         names = (*self.needs, "step")
         by_place = dict(zip(names, args, strict=False))
         if twice := sorted(by_place.keys() & kwargs.keys()):
@@ -300,6 +301,16 @@ def _is_ours(function: Any) -> bool:
     is_wrapped = hasattr(function, "__wrapped__")  # as jax.vmap(max_norm(3.0)) is
     is_function = isinstance(function, types.FunctionType) and not is_wrapped
     return is_function and str(function.__module__).startswith("clipjax.")
+
+
+def _check_is_no_module(name: str, params: Any) -> None:
+    """Raise an error for a module of Flax NNX, of which a copy would be changed."""
+    for kind in type(params).__mro__:
+        if kind.__name__ == "Module" and kind.__module__.startswith("flax.nnx"):
+            raise TypeError(
+                f"params: {name} returns new weights and changes no nnx.Module in "
+                f"place: nnx.update(model, {name}(nnx.state(model, nnx.Param)))"
+            )
 
 
 # What a tree with all variables of a Flax model holds beside its weights: collections
