@@ -36,7 +36,11 @@ def _arguments() -> argparse.Namespace:
         help="count collectives on 256 and 4,096 TPUs",
     )
     parser.add_argument(
-        "--members", action="store_true", help="every public member, beside Adam alone"
+        "--members",
+        nargs="*",
+        choices=MEMBERS,
+        metavar="MEMBER",
+        help="public members, beside Adam alone; all if none is named",
     )
     parser.add_argument(
         "--quick", action="store_true", help="a small tree and few repetitions, for CI"
@@ -73,7 +77,7 @@ def _jobs(args: argparse.Namespace) -> tuple[list[str], list[Callable[[], tables
     trees = args.trees or (
         ["quick"] if args.quick else ["big", "gpt", "small", *OF_ONE_STEP]
     )
-    if args.members:
+    if args.members is not None:
         return _members(args, dtypes)
     if args.collectives:
         places = args.platforms or (["v5e"] if args.quick else ["v5e", "v5p"])
@@ -116,7 +120,8 @@ def _jobs(args: argparse.Namespace) -> tuple[list[str], list[Callable[[], tables
 def _members(
     args: argparse.Namespace, dtypes: list[str]
 ) -> tuple[list[str], list[Callable[[], tables.Row]]]:
-    every = list(MEMBERS.values())[:: 10 if args.quick else 1]
+    chosen = args.members or list(MEMBERS)[:: 10 if args.quick else 1]
+    every = [MEMBERS[name] for name in chosen]
     if args.compiled:
         places, trees = (
             args.platforms or ["v5e", "v6e", "tpu7x", "h100", "b200"],
@@ -164,13 +169,13 @@ def main() -> None:
     )
     what = (
         "every member with Adam"
-        if args.members
+        if args.members is not None
         else "beside Optax or the formula by hand"
     )
     title = f"clipjax {what}, {here}, JAX {jax.__version__}"
     unit = (
         "Bytes and scratch are in units of the parameters'."
-        if args.members and args.compiled
+        if args.members is not None and args.compiled
         else "Ratios are ours to theirs."
     )
     print(title, tables.as_text(head, rows), tables.summary(rows, unit), sep="\n\n")
