@@ -16,10 +16,13 @@ if {"--compiled", "--collectives"} & set(sys.argv):
 
 import jax
 
-from benchmarks import compiled, platforms, tables, timing
+from benchmarks import calls, compiled, platforms, tables, timing
 from benchmarks.members import MEMBERS, weigh
 from benchmarks.steps import ALONE, OF_ONE_STEP, STEPS
 from benchmarks.trees import TREES
+
+# What fills rows of the table.
+Job = Callable[[], tables.Row | list[tables.Row]]
 
 
 def _arguments() -> argparse.Namespace:
@@ -34,6 +37,11 @@ def _arguments() -> argparse.Namespace:
         "--collectives",
         action="store_true",
         help="count collectives on 256 and 4,096 TPUs",
+    )
+    what.add_argument(
+        "--calls",
+        action="store_true",
+        help="time calls of a small step, by jax.jit and nnx.jit",
     )
     parser.add_argument(
         "--members",
@@ -68,7 +76,7 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _jobs(args: argparse.Namespace) -> tuple[list[str], list[Callable[[], tables.Row]]]:
+def _jobs(args: argparse.Namespace) -> tuple[list[str], list[Job]]:
     """Return the names of the first columns, and a function for each row."""
     by_clock = not (args.compiled or args.collectives)
     names = args.steps or list(STEPS | ALONE if by_clock and not args.quick else STEPS)
@@ -77,6 +85,11 @@ def _jobs(args: argparse.Namespace) -> tuple[list[str], list[Callable[[], tables
     trees = args.trees or (
         ["quick"] if args.quick else ["big", "gpt", "small", *OF_ONE_STEP]
     )
+    if args.calls:
+        rounds = 5 if args.quick else args.rounds
+        return ["step", "compared with", "called by"], [
+            lambda way=way: calls.compare(way, rounds) for way in ("jax.jit", "nnx.jit")
+        ]
     if args.members is not None:
         return _members(args, dtypes)
     if args.collectives:
@@ -119,7 +132,7 @@ def _jobs(args: argparse.Namespace) -> tuple[list[str], list[Callable[[], tables
 
 def _members(
     args: argparse.Namespace, dtypes: list[str]
-) -> tuple[list[str], list[Callable[[], tables.Row]]]:
+) -> tuple[list[str], list[Job]]:
     chosen = args.members or list(MEMBERS)[:: 10 if args.quick else 1]
     every = [MEMBERS[name] for name in chosen]
     if args.compiled:
@@ -158,9 +171,10 @@ def main() -> None:
     head, jobs = _jobs(args)
     rows: list[tables.Row] = []
     begin = time.perf_counter()
-    for job in jobs:
-        _progress(len(rows), len(jobs), begin)
-        rows.append(job())
+    for done, job in enumerate(jobs):
+        _progress(done, len(jobs), begin)
+        found = job()
+        rows += found if isinstance(found, list) else [found]
     _progress(len(jobs), len(jobs), begin)
     here = (
         "as compiled"
