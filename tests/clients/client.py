@@ -41,8 +41,10 @@ def check(client, theirs, ours, rtol=1e-6):
 
 
 def log(seen):
-    """Print metrics as the row of a log."""
-    print(*(f"  {name}: {float(x):.4g}" for name, x in seen.items()), sep="\n")
+    """Print some metrics as a row of a log."""
+    kept = ("norm", "clipped_fraction", "skipped", "steps")
+    row = {name: f"{x:.4g}" for name, x in seen.items() if name.split("/")[-1] in kept}
+    print(" ", row)
 
 
 def folder():

@@ -3,7 +3,6 @@
 # ///
 """A convolutional network on images of digits, as in Flax's first tutorial (NNX)."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -46,7 +45,7 @@ def step(model, optimizer, images, labels):
 def losses(tx):
     model = Digits(nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    return [step(model, optimizer, *each) for each in zip(IMAGES, LABELS)]
+    return [step(model, optimizer, *each) for each in zip(IMAGES, LABELS, strict=True)]
 
 
 compare(

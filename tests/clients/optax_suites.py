@@ -13,7 +13,14 @@ import pytest
 
 import clipjax
 
-SUITES = "accumulation clipping combining conditionality constraining masking".split()
+SUITES = [
+    "accumulation",
+    "clipping",
+    "combining",
+    "conditionality",
+    "constraining",
+    "masking",
+]
 DIFFERENT = {
     "test_adaptive_grad_clip_default_axis_conv3d": "rank 5 needs axes",
     "test_clip_by_block_rms": "ends below the bound; Optax's fails, too",
