@@ -15,6 +15,7 @@ from benchmarks import programs
 from benchmarks.platforms import devices_of, missing
 from clipjax._core.units import SKIP
 from clipjax.weights.spectral import spectral_cap
+from tests.support.trees import bits
 
 BOUND = 0.7
 DTYPES = ("float32", "bfloat16", "float16", "complex64", "float64", "complex128")
@@ -79,10 +80,6 @@ def cap(x: Any, bound: float) -> np.ndarray:
     """Cap singular values in float64."""
     u, s, vh = np.linalg.svd(wide(x), full_matrices=False)
     return (u * np.minimum(s, bound)[..., None, :]) @ vh
-
-
-def bits(x: Any) -> bytes:
-    return np.asarray(x).tobytes()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
