@@ -192,5 +192,7 @@ def _checked_in_init(clip: Any) -> Any:
 
 
 def _is_no_clip(state: Any) -> bool:
-    is_of_optimizer = type(state).__name__.startswith(("ScaleBy", "TraceState"))
-    return is_of_optimizer or isinstance(state, SkipMemory)
+    name = type(state).__name__
+    is_of_optimizer = name.startswith(("ScaleBy", "TraceState"))
+    has_moments = is_of_optimizer and name != "ScaleByScheduleState"
+    return has_moments or isinstance(state, SkipMemory)

@@ -112,12 +112,32 @@ def _as_array(path: Path, leaf: Any) -> Any:
     )
 
 
+def for_tracing(tree: Tree) -> Tree:
+    """Return a tree with shapes in place of arrays in host memory.
+
+    A trace does not read them, but refuses to mix them with others.
+    """
+
+    def shape_of(x: Any) -> Any:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_in_host(x) else x
+
+    return jax.tree.map(shape_of, tree)
+
+
+def is_in_host(x: Any) -> bool:
+    """Return whether an array is in the memory of the host, on purpose."""
+    space = jax.memory.Space.Host
+    return isinstance(x, jax.Array) and jax.typeof(x).memory_space == space
+
+
 def params_for(name: str, updates: Tree, params: Tree) -> Tree:
     """Return the parameters, with None where the updates have None.
 
     Other structures and shapes than those of the updates are an error.
     """
     if params is None:
+        if not jax.tree.leaves(updates):
+            return updates
         raise ValueError(
             f"params: {name} needs them: tx.update(updates, state, params)"
         )

@@ -102,6 +102,8 @@ def adagc(
         gammas: list[Any] = [None] * len(leaves)
         found = units.of_tree(params, axes)
         for each, n in zip(found, units.norms_of(found), strict=True):
+            if trees.is_in_host(n):
+                n = jax.device_put(n, jax.memory.Space.Device)
             # No norm is below 0: infinity, sharded as the norms. `jnp.full` would need
             # to be told their mesh.
             gammas[each.place] = jnp.where(n < 0, n, jnp.inf)

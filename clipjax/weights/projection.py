@@ -81,7 +81,8 @@ class Projection(_OptaxClass):
         step = jnp.zeros((), np.int32) if self.scheduled else None
         trees.leaves_of(params)  # raises its errors
         if self.check is None:
-            jax.eval_shape(lambda tree: self._linked(tree, step, tree, {}), params)
+            shapes = trees.for_tracing(params)
+            jax.eval_shape(lambda tree: self._linked(tree, step, tree, {}), shapes)
         else:
             self.check(params)
         return optax.EmptyState() if step is None else ProjectionState(step)

@@ -60,31 +60,6 @@ def test_states_share_no_buffers(row: Row) -> None:
     assert len({x.unsafe_buffer_pointer() for x in leaves}) == len(leaves)
 
 
-def test_states_can_be_donated() -> None:
-    clips = [
-        clipjax.autoclip(window=4),
-        clipjax.zclip(),
-        clipjax.clip_by_quantile(),
-        clipjax.adagc(),
-    ]
-    tx = clipjax.bounded(
-        clipjax.skip_spikes(optax.adam(0.1)),
-        clip=clips,
-        project=clipjax.max_norm(1.0),
-        nonfinite="skip",
-    )
-    step = jax.jit(tx.update, donate_argnums=1)
-    state = tx.init(TREE)
-    for _ in range(2):
-        before = state
-        _, state = step(TREE, state, TREE)
-        assert any(x.is_deleted() for x in jax.tree.leaves(before))
-    assert all(
-        clipjax.metrics(state)[f"{name}/steps"] == 2
-        for name in ("autoclip", "zclip", "adagc", "skip_spikes")
-    )
-
-
 def test_without_a_state_they_clip_the_same() -> None:
     """As Optax's stateless clips, whose state is `EmptyState()`."""
 
