@@ -1,7 +1,7 @@
 # /// script
 # dependencies = ["nnx-ppo==0.3.0"]
 # ///
-"""PPO of nnx-ppo, whose training state holds an `nnx.Optimizer`, and its checkpoints."""
+"""PPO of nnx-ppo, whose state holds an `nnx.Optimizer`, and its checkpoints."""
 
 import jax
 import optax
