@@ -13,9 +13,8 @@ import clipjax
 
 
 def make(**settings):
-    return PPO(
-        "MlpPolicy", "Pendulum-v1", n_steps=64, batch_size=32, seed=0, **settings
-    )
+    sizes = {"n_steps": 64, "batch_size": 32, "seed": 0}
+    return PPO("MlpPolicy", "Pendulum-v1", **sizes, **settings)
 
 
 def losses():
@@ -39,11 +38,8 @@ def optimizer(learning_rate):
     )
 
 
-model = make(
-    max_grad_norm=jnp.inf,
-    learning_rate=0.01,
-    policy_kwargs={"optimizer_class": optimizer},
-)
+policy = {"optimizer_class": optimizer}
+model = make(max_grad_norm=jnp.inf, learning_rate=0.01, policy_kwargs=policy)
 model.learn(128)
 seen = clipjax.metrics(model.policy.actor_state)
 log(seen)

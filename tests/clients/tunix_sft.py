@@ -34,13 +34,12 @@ MESH = jax.make_mesh((1, 1), ("fsdp", "tp"), (jax.sharding.AxisType.Auto,) * 2)
 
 def to_input(batch):
     size, time = batch.input_tokens.shape
+    causal = jnp.tri(time, dtype=bool)
     return {
         "input_tokens": batch.input_tokens,
         "input_mask": batch.input_mask,
         "positions": jnp.broadcast_to(jnp.arange(time), (size, time)),
-        "attention_mask": jnp.broadcast_to(
-            jnp.tri(time, dtype=bool), (size, time, time)
-        ),
+        "attention_mask": jnp.broadcast_to(causal, (size, time, time)),
     }
 
 
