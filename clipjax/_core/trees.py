@@ -94,17 +94,13 @@ def map_floats(function: Callable[[Leaf], Any], tree: Tree) -> Tree:
 
 
 def _as_array(path: Path, leaf: Any) -> Any:
-    if isinstance(leaf, jax.Array):
+    # `init` takes shapes, as Optax's does; JAX refuses them elsewhere.
+    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         return leaf
     if isinstance(leaf, bool | int | float | complex) or hasattr(leaf, "__jax_array__"):
         return jnp.asarray(leaf)
     if isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind not in "OSUMm":
         return leaf if leaf.dtype == jax.dtypes.float0 else jnp.asarray(leaf)
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        raise TypeError(
-            f"leaf {path_name(path)!r} must be an array: for shapes use "
-            "jax.eval_shape(tx.init, params)"
-        )
     raise TypeError(
         f"leaf {path_name(path)!r} must be an array of numbers, got "
         f"{type(leaf).__name__}: pass only the arrays, of an Equinox module "

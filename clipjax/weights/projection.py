@@ -314,9 +314,15 @@ def _check_is_no_module(name: str, params: Any) -> None:
 
 
 # What a tree with all variables of a Flax model holds beside its weights: collections
-# of Linen, variables of NNX, and the moments in a TrainState, whose paths end as those
-# of the weights.
-_COLLECTIONS = ("batch_stats", "cache", "intermediates", "opt_state")
+# of Linen (the last one has scales of 8 bits), variables of NNX, and the moments in a
+# TrainState, whose paths end as those of the weights.
+_COLLECTIONS = (
+    "batch_stats",
+    "cache",
+    "intermediates",
+    "opt_state",
+    "_overwrite_with_gradient",
+)
 _VARIABLES = ("BatchStat", "Cache", "Intermediate")
 
 

@@ -50,6 +50,18 @@ def test_shapes_and_dtypes_of_states_are_constant(row: Row) -> None:
         assert described[0] == described[1]
 
 
+@pytest.mark.parametrize("row", WITH_STATE, ids=lambda row: row.id)
+def test_shapes_make_the_state_that_arrays_make(row: Row) -> None:
+    """As in Optax: the weights of a large model may be on no device yet."""
+    tree = tree_of(row)
+    tx = row.make(BOUND)
+    made = tx.init(jax.eval_shape(lambda: tree)), tx.init(tree)
+    for a, b in zip(*map(jax.tree.leaves, made), strict=True):
+        assert isinstance(a, jax.Array)
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
+
+
 @pytest.mark.parametrize(
     "row", [row for row in WITH_STATE if is_transformation(row)], ids=lambda row: row.id
 )

@@ -136,11 +136,6 @@ THEMES = {
             "optimizer",
             ".gradient_transformation()",
         ),
-        of_type(
-            "max_norm(1.0).init({'w': jax.ShapeDtypeStruct((2, 2), 'float32')})",
-            "'w'",
-            "jax.eval_shape",
-        ),
         of_value(
             "matching('enc')({'enc': params})",
             "'enc' matches no leaf; 'enc/*' matches some",

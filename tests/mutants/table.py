@@ -548,7 +548,7 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
             "weights/test_projection.py",
         ),
         ("        norms.warn_if_local()\n        if self", "        if self", DEVICES),
-        ("        norms.warn_if_local()\n        names", "        names", DEVICES),
+        ("        norms.warn_if_local()\n        _check", "        _check", DEVICES),
     ],
     "backward.py": [
         (
