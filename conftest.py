@@ -21,9 +21,10 @@ from sybil import Example, Sybil
 from sybil.evaluators.doctest import NUMBER, OutputChecker
 from sybil.evaluators.python import PythonEvaluator
 from sybil.parsers.markdown import CodeBlockParser, SkipParser
+from xdist.scheduler import LoadFileScheduling
 
 ROOT = Path(__file__).parent
-collect_ignore = ["docs/site"]  # what builds the site needs the extra `docs`
+collect_ignore = ["docs/site", "tests/clients"]  # what needs packages of its own
 
 
 def _enter(namespace: dict[str, Any]) -> None:
@@ -63,6 +64,18 @@ def _run(example: Example) -> str:
         if shown
         else ""
     )
+
+
+def pytest_xdist_make_scheduler(config: Any, log: Any) -> LoadFileScheduling:
+    """Give each file to one process, and each folder whose files share programs."""
+
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            folder, _, _ = nodeid.rpartition("::")[0].rpartition("/")
+            shared = ("tests/contract", "docs")
+            return folder if folder in shared else super()._split_scope(nodeid)
+
+    return ByFile(config, log)
 
 
 # The blocks of a page run from top to bottom, each as a test, in one namespace.

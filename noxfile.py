@@ -1,13 +1,16 @@
 """The tests on every Python, with the oldest and the newest versions.
 
-`pip install "nox[uv]" && nox`
+`pip install "nox[uv]" && nox`, and `nox -s clients` for programs that others wrote.
 """
+
+from pathlib import Path
 
 import nox
 
 nox.options.default_venv_backend = "uv"
 
 RESOLUTIONS = {"oldest": "lowest-direct", "newest": "highest"}
+CLIENTS = sorted(path.stem for path in Path("tests/clients").glob("*_*.py"))
 
 
 @nox.session(python=["3.11", "3.12", "3.13"])
@@ -18,3 +21,13 @@ def tests(session: nox.Session, versions: str) -> None:
     wheels = ["--only-binary", ":all:", "--no-binary", "clipjax"]
     session.install("--resolution", RESOLUTIONS[versions], *wheels, "-e", ".[test]")
     session.run("python", "-m", "pytest", *session.posargs)
+
+
+@nox.session(default=False)
+@nox.parametrize("client", CLIENTS)
+def clients(session: nox.Session, client: str) -> None:
+    """Train another program with clipjax, in an environment of its own."""
+    script = f"tests/clients/{client}.py"
+    needs = nox.project.load_toml(script)["dependencies"]
+    session.install("-e", ".", *needs)
+    session.run("python", script)

@@ -16,10 +16,13 @@ if {"--compiled", "--collectives"} & set(sys.argv):
 
 import jax
 
-from benchmarks import compiled, platforms, tables, timing
+from benchmarks import calls, compiled, platforms, tables, timing
 from benchmarks.members import MEMBERS, weigh
 from benchmarks.steps import ALONE, OF_ONE_STEP, STEPS
 from benchmarks.trees import TREES
+
+# What fills rows of the table.
+Job = Callable[[], tables.Row | list[tables.Row]]
 
 
 def _arguments() -> argparse.Namespace:
@@ -35,8 +38,17 @@ def _arguments() -> argparse.Namespace:
         action="store_true",
         help="count collectives on 256 and 4,096 TPUs",
     )
+    what.add_argument(
+        "--calls",
+        action="store_true",
+        help="time calls of a small step, by jax.jit and nnx.jit",
+    )
     parser.add_argument(
-        "--members", action="store_true", help="every public member, beside Adam alone"
+        "--members",
+        nargs="*",
+        choices=MEMBERS,
+        metavar="MEMBER",
+        help="public members, beside Adam alone; all if none is named",
     )
     parser.add_argument(
         "--quick", action="store_true", help="a small tree and few repetitions, for CI"
@@ -64,7 +76,7 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _jobs(args: argparse.Namespace) -> tuple[list[str], list[Callable[[], tables.Row]]]:
+def _jobs(args: argparse.Namespace) -> tuple[list[str], list[Job]]:
     """Return the names of the first columns, and a function for each row."""
     by_clock = not (args.compiled or args.collectives)
     names = args.steps or list(STEPS | ALONE if by_clock and not args.quick else STEPS)
@@ -73,7 +85,12 @@ def _jobs(args: argparse.Namespace) -> tuple[list[str], list[Callable[[], tables
     trees = args.trees or (
         ["quick"] if args.quick else ["big", "gpt", "small", *OF_ONE_STEP]
     )
-    if args.members:
+    if args.calls:
+        rounds = 5 if args.quick else args.rounds
+        return ["step", "compared with", "called by"], [
+            lambda way=way: calls.compare(way, rounds) for way in ("jax.jit", "nnx.jit")
+        ]
+    if args.members is not None:
         return _members(args, dtypes)
     if args.collectives:
         places = args.platforms or (["v5e"] if args.quick else ["v5e", "v5p"])
@@ -115,8 +132,9 @@ def _jobs(args: argparse.Namespace) -> tuple[list[str], list[Callable[[], tables
 
 def _members(
     args: argparse.Namespace, dtypes: list[str]
-) -> tuple[list[str], list[Callable[[], tables.Row]]]:
-    every = list(MEMBERS.values())[:: 10 if args.quick else 1]
+) -> tuple[list[str], list[Job]]:
+    chosen = args.members or list(MEMBERS)[:: 10 if args.quick else 1]
+    every = [MEMBERS[name] for name in chosen]
     if args.compiled:
         places, trees = (
             args.platforms or ["v5e", "v6e", "tpu7x", "h100", "b200"],
@@ -153,9 +171,10 @@ def main() -> None:
     head, jobs = _jobs(args)
     rows: list[tables.Row] = []
     begin = time.perf_counter()
-    for job in jobs:
-        _progress(len(rows), len(jobs), begin)
-        rows.append(job())
+    for done, job in enumerate(jobs):
+        _progress(done, len(jobs), begin)
+        found = job()
+        rows += found if isinstance(found, list) else [found]
     _progress(len(jobs), len(jobs), begin)
     here = (
         "as compiled"
@@ -164,13 +183,13 @@ def main() -> None:
     )
     what = (
         "every member with Adam"
-        if args.members
+        if args.members is not None
         else "beside Optax or the formula by hand"
     )
     title = f"clipjax {what}, {here}, JAX {jax.__version__}"
     unit = (
         "Bytes and scratch are in units of the parameters'."
-        if args.members and args.compiled
+        if args.members is not None and args.compiled
         else "Ratios are ours to theirs."
     )
     print(title, tables.as_text(head, rows), tables.summary(rows, unit), sep="\n\n")

@@ -200,6 +200,7 @@ MEMBERS = {
             "bounded: clip, skip, accumulate=4",
             Recipe(_ACCUMULATED),
             Weight(12.6, 12.0, 1.1),
+            stacked=Weight(13.1, 13.1, 1.1),
         ),
         _member(
             "qk_clip called",

@@ -95,7 +95,7 @@ def convnet(width: int, rows: int, pixels: int) -> Model:
 
 MODELS = {
     "decoder": decoder(12, 1024, 4, 1024, 8192),  # only compiled
-    "convnet": convnet(128, 64, 64),  # only compiled
+    "convnet": convnet(64, 32, 32),  # only compiled
     "small-decoder": decoder(4, 256, 8, 128, 1024),
     "small-convnet": convnet(16, 32, 32),
 }

@@ -25,7 +25,7 @@ class Param(NamedTuple):
         """Why the axes are unknown, or None."""
         layer = type(self.layer).__name__
         text = f"{self.path} of shape {self.shape}: {self.name!r} of {layer}"
-        if self.axes is None:
+        if self.axes is None and self.shape:
             return f"{text}, which is not known"
         if len(self.found) != 1:
             return f"{text}, itself of shape {self.own_shape}: which axes are a stack?"
@@ -37,6 +37,8 @@ class Param(NamedTuple):
 
         The others have the layer's own shape.
         """
+        if not self.shape:  # one number can be no unit
+            return {units.SKIP}
         if not isinstance(self.axes, tuple):
             return {self.axes}
         each = itertools.combinations(enumerate(self.shape), len(self.own_shape))
@@ -80,10 +82,13 @@ def axes_by_path(
         else:
             (axes[path],) = param.found
     if mistakes:
+        vectors = [x.path for x in by_path.values() if x.mistake and len(x.shape) == 1]
+        skipped = ", ".join(f"{path!r}: clipjax.SKIP" for path in sorted(vectors))
+        hint = f"\nVectors are rarely units: other={{{skipped}}}" if vectors else ""
         raise ValueError(
             "unit_axes: it is not known which weights of these parameters form a "
             "unit. Pass their axes to reduce, or clipjax.SKIP, as other={path "
-            "pattern: axes}:\n  " + "\n  ".join(mistakes)
+            "pattern: axes}:\n  " + "\n  ".join(mistakes) + hint
         )
     # A pattern also matches the end of a longer path, and the first match wins: so
     # longer paths come first.

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, SupportsIndex
 
+import jax
 import jax.numpy as jnp
 import optax
 
@@ -10,6 +11,7 @@ from clipjax import _checks
 from clipjax._core import states, trees
 from clipjax._core.aliases import Tree
 from clipjax.gradients.nonfinite import skip_nonfinite, zero_nonfinite
+from clipjax.gradients.skipping import SkipMemory
 from clipjax.monitoring.record_norms import Recorder
 from clipjax.weights.projection import Projection, as_projection
 
@@ -88,7 +90,8 @@ def bounded(
 
     Raises:
       TypeError, ValueError: an argument is of the wrong kind, or in the wrong place. In
-        `init`: a leaf is complex, and `accumulate` is above 1.
+        `init`: a leaf is complex, and `accumulate` is above 1; `clip` has the state of
+        an optimizer, or skips steps.
 
     Example:
       >>> import clipjax, optax
@@ -101,7 +104,7 @@ def bounded(
     """
     _checks.check_word("nonfinite", nonfinite, ("propagate", "zero", "skip"))
     steps = _checks.check_count("accumulate", accumulate, 1, static=True)
-    before = [_check_before("clip", each) for each in _several(clip)]
+    before = [_checked_in_init(_check_before("clip", x)) for x in _several(clip)]
     update = getattr(optimizer, "update", None)
     if before and isinstance(getattr(update, "__self__", None), optax.MultiSteps):
         raise ValueError(
@@ -162,3 +165,34 @@ def _check_before(name: str, value: Any) -> Any:
             f"{name}: {value!r} is a projection: pass it to bounded as project="
         )
     return _checks.check_transformation(name, value)
+
+
+def _checked_in_init(clip: Any) -> Any:
+    """Return a clip whose `init` raises an error if its state shows that it is none."""
+
+    def init(params: Tree) -> Any:
+        state = clip.init(params)
+        found = [
+            x for x in jax.tree.leaves(state, is_leaf=_is_no_clip) if _is_no_clip(x)
+        ]
+        if found and isinstance(found[0], SkipMemory):
+            raise ValueError(
+                "clip: a skip goes around the optimizer, whose momentum would move the "
+                "weights at a skipped step: use bounded(..., nonfinite='skip'), or "
+                "skip_spikes(bounded(...))"
+            )
+        if found:
+            raise ValueError(
+                f"clip has the state of an optimizer, {type(found[0]).__name__}: pass "
+                "it to bounded as its first argument"
+            )
+        return state
+
+    return clip._replace(init=init)
+
+
+def _is_no_clip(state: Any) -> bool:
+    name = type(state).__name__
+    is_of_optimizer = name.startswith(("ScaleBy", "TraceState"))
+    has_moments = is_of_optimizer and name != "ScaleByScheduleState"
+    return has_moments or isinstance(state, SkipMemory)

@@ -90,18 +90,18 @@ def main():
     )
 
     plt.rcParams["font.size"] = 13
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
-    left.plot(losses, color="#0072b2", lw=1)
-    left.plot(
+    figure, (top, bottom) = plt.subplots(2, 1, figsize=(6, 8), layout="constrained")
+    top.plot(losses, color="#0072b2", lw=1)
+    top.plot(
         np.flatnonzero(np.isnan(losses)),
         np.zeros(np.isnan(losses).sum()),
         "x",
         color="#d55e00",
         label="left out",
     )
-    left.set(title="Loss of each micro-batch", xlabel="micro-batch", ylabel="loss")
-    left.legend()
-    plots.group_norms(history, ax=right).set_title("Gradient norm of each layer")
+    top.set(title="Loss of each micro-batch", xlabel="micro-batch", ylabel="loss")
+    top.legend()
+    plots.group_norms(history, ax=bottom).set_title("Gradient norm of each layer")
     figure.savefig(args.plot, dpi=90)
     print(f"picture: {args.plot}")
 

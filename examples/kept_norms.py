@@ -22,6 +22,12 @@ import clipjax
 WORDS, LENGTH, BATCH = 64, 32, 32
 WIDTH, HEADS, LAYERS = 32, 4, 2
 EACH = (1, 2)  # the axes of one matrix in a stack of layers
+STYLES = {  # two of the lines lie on each other
+    "AdamW": ("#8a8a8a", "-", 2),
+    "Muon": ("#d55e00", "-", 2),
+    "AdamH": ("#7cc8f2", "-", 6),
+    "MuonH": ("#0072b2", "--", 2),
+}
 
 
 def first_weights(key):
@@ -137,7 +143,7 @@ def trained(name, rate, params, text, held_out):
 
 
 def main():
-    """Print the table, and draw the norms of the first layer."""
+    """Print the table, and draw the norms of the first layer and the losses."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="two, few steps, one seed")
     parser.add_argument("--plot", default="kept_norms.png", help="where to save it")
@@ -149,7 +155,8 @@ def main():
     text = sentences(jax.random.key(0), steps * BATCH).reshape(steps, BATCH, LENGTH)
     held_out = sentences(jax.random.key(1), 512)
     params = jax.vmap(first_weights)(jax.random.split(jax.random.key(2), seeds))
-    figure, ax = plt.subplots(figsize=(7, 4.4), layout="constrained")
+    plt.rcParams["font.size"] = 13
+    figure, (top, bottom) = plt.subplots(2, 1, figsize=(6, 8), layout="constrained")
     print("optimizer, rate, loss, growth of the norm")
     for name, each in sorted(rates.items()):
         of_rate = jax.vmap(functools.partial(trained, name), (None, 0, None, None))
@@ -160,10 +167,16 @@ def main():
                 f"{name:5} {rate:<5} {losses.mean():.3f}±{losses.std():.3f} "
                 f"{size[-1] / size[0]:.2f}"
             )
-        ax.plot(norms[1].mean(axis=0), label=f"{name}, rate {each[1]}")
-    ax.set(title="Norm of the first layer's matrices", xlabel="step", ylim=(0, None))
-    ax.legend(frameon=False)
-    figure.savefig(args.plot, dpi=90)
+        color, line, width = STYLES[name]
+        style = {"color": color, "ls": line, "lw": width}
+        top.plot(norms[1].mean(axis=0), **style, label=f"{name}, rate {each[1]}")
+        spread = {"yerr": found.std(axis=1), "fmt": "o", "capsize": 4}
+        bottom.errorbar(each, found.mean(axis=1), **spread | style)
+    top.set(title="Norm of the first layer's matrices", xlabel="step", ylim=(0, None))
+    top.legend(frameon=False)
+    bottom.set(title=f"Loss of other sentences, {seeds} seeds", xlabel="rate")
+    bottom.set_xscale("log")
+    figure.savefig(args.plot, dpi=110)
     print(f"picture: {args.plot}")
 
 

@@ -58,7 +58,7 @@ def main():
 
     plt.rcParams.update({"font.size": 12})
     figure, axes = plt.subplots(
-        2, 3, figsize=(9, 4.8), layout="constrained", sharex=True, sharey=True
+        3, 2, figsize=(6, 7), layout="constrained", sharex=True, sharey=True
     )
     for name, ax in zip(RULES, axes.flat, strict=True):
         thresholds, share = thresholds_of(name, norms)

@@ -105,10 +105,10 @@ def main():
         )
 
     plt.rcParams["font.size"] = 13
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
-    plots.group_norms(history, ax=left).set_title("Gradient norm of each layer")
+    figure, (top, bottom) = plt.subplots(2, 1, figsize=(6, 8), layout="constrained")
+    plots.group_norms(history, ax=top).set_title("Gradient norm of each layer")
     plots.unit_norms(
-        nnx.state(model, nnx.Param), axes=axes, radius=RADIUS, ax=right
+        nnx.state(model, nnx.Param), axes=axes, radius=RADIUS, ax=bottom
     ).set_title("Weights")
     figure.savefig(args.plot, dpi=90)
     print(f"picture: {args.plot}")

@@ -132,7 +132,7 @@ def main():
     args = parser.parse_args()
     seeds, length, steps = (2, 20, 500) if args.quick else (8, args.length, 6000)
     plt.rcParams["font.size"] = 13
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
+    figure, axes = plt.subplots(2, 1, figsize=(6, 8), layout="constrained")
     for method, (color, style) in METHODS.items():
         errors, metrics = train(method, length, seeds, steps)
         norms = metrics["clip_by_global_norm/norm"]

@@ -117,14 +117,14 @@ def main():
     )
 
     plt.rcParams["font.size"] = 13
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
-    plots.norms(history, "clip_by_global_norm", ax=left).set_title(
+    figure, (top, bottom) = plt.subplots(2, 1, figsize=(6, 8), layout="constrained")
+    plots.norms(history, "clip_by_global_norm", ax=top).set_title(
         f"Gradient norm on {len(devices)} devices"
     )
     for (name, (losses, _, _)), style in zip(results.items(), ("-", ":"), strict=True):
-        right.plot(losses, style, lw=3 if style == ":" else 1.5, label=name)
-    right.set(title="Loss", xlabel="step", ylabel="loss")
-    right.legend()
+        bottom.plot(losses, style, lw=3 if style == ":" else 1.5, label=name)
+    bottom.set(title="Loss", xlabel="step", ylabel="loss")
+    bottom.legend()
     figure.savefig(args.plot, dpi=90)
     print(f"picture: {args.plot}")
 

@@ -175,24 +175,24 @@ def main():
     """Train without and with a bound on the logits, and draw both."""
     mesh = jax.make_mesh((args.devices,), ("data",), axis_types=(AxisType.Auto,))
     plt.rcParams["font.size"] = 13
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
+    figure, (top, bottom) = plt.subplots(2, 1, figsize=(6, 8), layout="constrained")
     runs = {"without": (), "with qk_clip": (clipjax.qk_clip(THRESHOLD),)}
     for (name, project), color in zip(
         runs.items(), ("#8a8a8a", "#0072b2"), strict=True
     ):
         losses, largest, history = train(120 if args.quick else 300, mesh, *project)
-        left.plot(largest, color=color, label=f"{name}: loss {losses[-1]:.2f}")
+        top.plot(largest, color=color, label=name)
         skipped = int(history[-1]["skip_spikes/skipped"])
         print(
             f"{name}: loss {losses[-1]:.2f}, largest attention logit "
             f"{largest[-1]:.0f}, {skipped} steps skipped"
         )
-    left.axhline(
+    top.axhline(
         THRESHOLD, color="black", linestyle="--", label=f"threshold {THRESHOLD:.0f}"
     )
-    left.set(title="Largest attention logit", xlabel="step", ylim=(0, None))
-    left.legend(frameon=False)
-    plots.group_norms(history, ax=right).set_title("Gradient norm of each layer")
+    top.set(title="Largest attention logit", xlabel="step", ylim=(0, None))
+    top.legend(frameon=False)
+    plots.group_norms(history, ax=bottom).set_title("Gradient norm of each layer")
     figure.savefig(args.plot, dpi=90)
     print(f"picture: {args.plot}")
 

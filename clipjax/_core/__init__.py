@@ -7,5 +7,6 @@ norms: norms of leaves and trees, over all devices.
 units: which entries of a leaf share a norm.
 clipping: a norm and a bound become a factor, and the factor meets the entries.
 entries: limits of single entries.
-transformation: `with_metrics`, and the states that it makes.
+states: metrics in few arrays, and what a recorder remembers.
+transformation: `with_metrics`.
 """

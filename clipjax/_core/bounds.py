@@ -44,7 +44,7 @@ def as_constant(
     name: str, bound: Any, least: float = 0, *, scalar: bool = False
 ) -> Any:
     """Return a checked number or array, for functions that have no step."""
-    if callable(bound):
+    if _is_schedule(bound):
         raise TypeError(
             f"{name} must be a number or an array here, not a schedule: got "
             f"{short_repr(bound)}"
@@ -60,8 +60,7 @@ def as_schedule(
     The value is never below `least`, so that a schedule that falls below 0 clips to 0
     and flips no sign. NaN stays NaN.
     """
-    # A projection is callable, too.
-    if not callable(bound) or isinstance(bound, optax.GradientTransformation):
+    if not _is_schedule(bound):
         forms = "a number, an array or a schedule"
         checked = _checked(name, bound, least, scalar, forms)
         return lambda step: checked
@@ -84,6 +83,23 @@ def as_schedule(
         return _at_least(as_float(value), least)
 
     return evaluate
+
+
+def _is_schedule(bound: Any) -> bool:
+    """Return whether a bound is a function of the step.
+
+    A projection is callable, too, and so are the gradients of an Equinox module, which
+    fail for a step.
+    """
+    if not callable(bound) or isinstance(bound, optax.GradientTransformation):
+        return False
+    if jax.tree_util.all_leaves([bound]):
+        return True
+    try:
+        jax.eval_shape(bound, jnp.zeros((), np.int32))
+    except Exception:
+        return False
+    return True
 
 
 def _checked(name: str, bound: Any, least: float, scalar: bool, forms: str) -> Any:
@@ -137,4 +153,5 @@ def check_fits(name: str, bound: Any, shape: tuple[int, ...], of: Any) -> None:
     pairs = zip(reversed(given), reversed(shape), strict=False)
     if len(given) > len(shape) or any(b not in (1, s) for b, s in pairs):
         wanted = f"broadcast to shape {tuple(shape)}" if shape else "be a scalar"
-        raise ValueError(f"{name} must {wanted}, for {of}; got shape {given}")
+        hint = "" if shape else "; functions of trees take the tree first"
+        raise ValueError(f"{name} must {wanted}, for {of}; got shape {given}{hint}")

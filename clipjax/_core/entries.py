@@ -39,10 +39,17 @@ def clip_entries(leaf: trees.Leaf, low: Any, high: Any) -> jax.Array:
 def _between(x: jax.Array, low: Any, high: Any) -> jax.Array:
     """Return x clipped.
 
-    XLA on a CPU flushes subnormal numbers in a maximum, but not in a choice.
+    What is inside is found by bits, since XLA on a CPU takes subnormal numbers for 0.
     """
-    inside = (low < x) & (x < high)
+    inside = (_order(low) <= _order(x)) & (_order(x) <= _order(high))
     return clipping.weak_like(x, jnp.where(inside, x, jnp.clip(x, low, high)))
+
+
+def _order(x: jax.Array) -> jax.Array:
+    """Return ints in the order of floats; those of -0.0 and 0.0 are equal."""
+    kind = np.dtype(f"int{jnp.finfo(x.dtype).bits}")
+    bits = lax.bitcast_convert_type(x, kind)
+    return jnp.where(bits < 0, jnp.iinfo(kind).min - bits, bits)
 
 
 def _inward(limit: Any, dtype: Any, toward: float) -> Any:

@@ -94,22 +94,36 @@ def map_floats(function: Callable[[Leaf], Any], tree: Tree) -> Tree:
 
 
 def _as_array(path: Path, leaf: Any) -> Any:
-    if isinstance(leaf, jax.Array):
+    # `init` takes shapes, as Optax's does; JAX refuses them elsewhere.
+    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         return leaf
     if isinstance(leaf, bool | int | float | complex) or hasattr(leaf, "__jax_array__"):
         return jnp.asarray(leaf)
     if isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind not in "OSUMm":
         return leaf if leaf.dtype == jax.dtypes.float0 else jnp.asarray(leaf)
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        raise TypeError(
-            f"leaf {path_name(path)!r} must be an array: for shapes use "
-            "jax.eval_shape(tx.init, params)"
-        )
     raise TypeError(
         f"leaf {path_name(path)!r} must be an array of numbers, got "
         f"{type(leaf).__name__}: pass only the arrays, of an Equinox module "
         "eqx.filter(model, eqx.is_inexact_array)"
     )
+
+
+def for_tracing(tree: Tree) -> Tree:
+    """Return a tree with shapes in place of arrays in host memory.
+
+    A trace does not read them, but refuses to mix them with others.
+    """
+
+    def shape_of(x: Any) -> Any:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_in_host(x) else x
+
+    return jax.tree.map(shape_of, tree)
+
+
+def is_in_host(x: Any) -> bool:
+    """Return whether an array is in the memory of the host, on purpose."""
+    space = jax.memory.Space.Host
+    return isinstance(x, jax.Array) and jax.typeof(x).memory_space == space
 
 
 def params_for(name: str, updates: Tree, params: Tree) -> Tree:
@@ -118,6 +132,8 @@ def params_for(name: str, updates: Tree, params: Tree) -> Tree:
     Other structures and shapes than those of the updates are an error.
     """
     if params is None:
+        if not jax.tree.leaves(updates):
+            return updates
         raise ValueError(
             f"params: {name} needs them: tx.update(updates, state, params)"
         )

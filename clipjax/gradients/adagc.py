@@ -100,8 +100,13 @@ def adagc(
         # A box of Flax may have a sharding, which is not that of the norms.
         leaves, rebuild = trees.leaves_of(_unboxed(params))
         gammas: list[Any] = [None] * len(leaves)
-        found = units.of_tree(params, axes)
-        for each, n in zip(found, units.norms_of(found), strict=True):
+        for each in units.of_tree(params, axes):
+            value = each.leaf.value
+            if isinstance(value, jax.ShapeDtypeStruct):
+                value = jnp.zeros_like(value)
+            n = norms.norm(value, each.axes)
+            if trees.is_in_host(n):
+                n = jax.device_put(n, jax.memory.Space.Device)
             # No norm is below 0: infinity, sharded as the norms. `jnp.full` would need
             # to be told their mesh.
             gammas[each.place] = jnp.where(n < 0, n, jnp.inf)

@@ -46,7 +46,7 @@ def clip_by_history(
 def norm_dtype(tree: Any) -> Any:
     """Return the dtype of the norm of all leaves together."""
     return jax.eval_shape(
-        lambda tree: norms.tree_norm(trees.floats_of(tree)), tree
+        lambda tree: norms.tree_norm(trees.floats_of(tree)), trees.for_tracing(tree)
     ).dtype
 
 

@@ -55,7 +55,8 @@ def bad_steps(opt_state: Any) -> list[BadStep]:
     """Return the last bad steps that `record_norms(keep=n)` has kept, oldest first.
 
     Args:
-      opt_state: an optimizer state, or a tree that contains one, as in :func:`metrics`.
+      opt_state: an optimizer state, or a tree that contains one, such as a checkpoint,
+        as in :func:`metrics`.
 
     Returns:
       A list of `BadStep(step, norm, threshold, loss, groups)`, empty if there was none.

@@ -1,14 +1,14 @@
 """Metrics: what the transformations measured and did, read from their states."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clipjax._core import states
+from clipjax._core import states, trees
 from clipjax._core.aliases import Metrics, Scalar
 from clipjax._core.messages import short_repr
 
@@ -19,7 +19,8 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
     Args:
       opt_state: an optimizer state, however its parts are nested (`chain`, `masked`,
         `partition`, `MultiSteps`, `inject_hyperparams`, …), or a tree that contains
-        one, such as a Flax `TrainState` or an `nnx.Optimizer`.
+        one, such as a Flax `TrainState`, an `nnx.Optimizer`, or what Orbax restored
+        from a checkpoint without a template.
 
     Returns:
       A dict from `"<transformation>/<metric>"` to scalar arrays; a transformation that
@@ -68,19 +69,45 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
 
 def states_in(tree: Any) -> Iterator[states.MetricsState | states.NormsState]:
     """Yield the states in a tree, outer states before those in their memories."""
+    nodes = jax.tree.leaves(tree, is_leaf=lambda node: _as_state(node) is not None)
+    for state in map(_as_state, nodes):
+        if state is None:
+            continue
+        yield state
+        if isinstance(state, states.MetricsState):
+            yield from states_in(state.memory)
 
-    def is_one(node: Any) -> bool:
-        return isinstance(node, states.MetricsState | states.NormsState)
 
-    for node in filter(is_one, jax.tree.leaves(tree, is_leaf=is_one)):
-        yield node
-        if isinstance(node, states.MetricsState):
-            yield from states_in(node.memory)
+def _as_state(node: Any) -> states.MetricsState | states.NormsState | None:
+    """Return a state, or None if a node is none.
+
+    Checkpoints that are restored without a template, and NNX, make mappings of states.
+    """
+    if isinstance(node, states.MetricsState | states.NormsState):
+        return node
+    if not isinstance(node, Mapping):
+        return None
+    names, norms, counts = map(node.get, ("names", "norms", "counts"))
+    if isinstance(names, Mapping) and norms is not None:
+        kept = node.get("kept") or {}
+        of_each = {key: states.BadSteps(**each) for key, each in kept.items()}
+        in_order = dict.fromkeys(sorted(names), ())
+        return states.NormsState(node["step"], in_order, norms, of_each)
+    if trees.is_box(norms) and "step" in node:
+        raise ValueError(
+            "opt_state: nnx.state keeps no names of norms: pass the optimizer itself, "
+            "after nnx.update or nnx.merge"
+        )
+    if isinstance(counts, Mapping) and any("/steps" in str(key) for key in counts):
+        last = node.get("last") or {}
+        return states.MetricsState(last, dict(counts), node.get("memory", ()))
+    return None
 
 
 def _metrics_of(state: states.MetricsState | states.NormsState) -> Metrics:
     if isinstance(state, states.NormsState):
-        return _read_norms(state.names, as_array(state.norms), as_array(state.step))
+        norms, step = as_array(state.norms), as_array(state.step)
+        return _read_norms(state.names, norms, step)
     last, counts = (
         {key: as_array(row) for key, row in rows.items()}
         for rows in (state.last, state.counts)

@@ -60,6 +60,7 @@ class Projection(_OptaxClass):
     def __call__(self, params: T, *args: Any, **kwargs: Any) -> T:
         """Project weights; `step` is needed if a bound is a schedule."""
         norms.warn_if_local()
+        _check_is_no_module(self.name, params)
         names = (*self.needs, "step")
         by_place = dict(zip(names, args, strict=False))
         if twice := sorted(by_place.keys() & kwargs.keys()):
@@ -80,7 +81,8 @@ class Projection(_OptaxClass):
         step = jnp.zeros((), np.int32) if self.scheduled else None
         trees.leaves_of(params)  # raises its errors
         if self.check is None:
-            jax.eval_shape(lambda tree: self._linked(tree, step, tree, {}), params)
+            shapes = trees.for_tracing(params)
+            jax.eval_shape(lambda tree: self._linked(tree, step, tree, {}), shapes)
         else:
             self.check(params)
         return optax.EmptyState() if step is None else ProjectionState(step)
@@ -301,10 +303,26 @@ def _is_ours(function: Any) -> bool:
     return is_function and str(function.__module__).startswith("clipjax.")
 
 
+def _check_is_no_module(name: str, params: Any) -> None:
+    """Raise an error for a module of Flax NNX, of which a copy would be changed."""
+    for kind in type(params).__mro__:
+        if kind.__name__ == "Module" and kind.__module__.startswith("flax.nnx"):
+            raise TypeError(
+                f"params: {name} returns new weights and changes no nnx.Module in "
+                f"place: nnx.update(model, {name}(nnx.state(model, nnx.Param)))"
+            )
+
+
 # What a tree with all variables of a Flax model holds beside its weights: collections
-# of Linen, variables of NNX, and the moments in a TrainState, whose paths end as those
-# of the weights.
-_COLLECTIONS = ("batch_stats", "cache", "intermediates", "opt_state")
+# of Linen (the last one has scales of 8 bits), variables of NNX, and the moments in a
+# TrainState, whose paths end as those of the weights.
+_COLLECTIONS = (
+    "batch_stats",
+    "cache",
+    "intermediates",
+    "opt_state",
+    "_overwrite_with_gradient",
+)
 _VARIABLES = ("BatchStat", "Cache", "Intermediate")
 
 

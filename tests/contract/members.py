@@ -167,6 +167,7 @@ CLIPS = [
         o.of_units(rms=True),
         "unit",
         "axes=0",
+        same_code=True,
     ),
     Row("clip_by_value", "clip", clipjax.clip_by_value, SYMMETRIC, "entry"),
     Row(
@@ -178,6 +179,7 @@ CLIPS = [
         "low, high",
         schedule=False,
         orders=True,
+        same_code=True,
     ),
     Row(
         "clip_by_value",
@@ -188,6 +190,7 @@ CLIPS = [
         "0.1",
         keeps=False,
         schedule=False,
+        same_code=True,
     ),
     Row(
         "clip_by_group_norm",
@@ -212,8 +215,8 @@ CLIPS = [
         TREE,
         "tree",
         warm="tree",
-        # as fast as its window, here a quarter of the default
-        quick=lambda: clipjax.autoclip(window=250),
+        # as fast as its window, here a tenth of the default
+        quick=lambda: clipjax.autoclip(window=100),
         schedule=False,
     ),
     Row(
@@ -357,6 +360,7 @@ PROJECTIONS = [
         lambda b: clipjax.min_max_norm(0.0, b),
         BALL,
         "unit",
+        same_code=True,
         axes=lambda b, **axes: clipjax.min_max_norm(0.0, b, **axes),
     ),
     Row(
@@ -377,6 +381,7 @@ PROJECTIONS = [
         "unit",
         keeps=False,
         schedule=False,
+        same_code=True,
         axes=lambda b, **axes: clipjax.unit_norm(**axes),
     ),
     # It needs the old weights, whose norm it reaches from both sides, with no margin.

@@ -130,6 +130,9 @@ def test_empty_trees_work(row: Row) -> None:
     if row.tree != "heads":
         assert jax.eval_shape(lambda: once(row, {})) == {}
         assert set(jax.eval_shape(lambda: once(row, nothing()))) == set(nothing())
+        tx = row.make(BOUND)
+        if row.kind in ("clip", "step", "projection"):
+            assert tx.update({}, tx.init({}))[0] == {}
 
 
 MODULI = {row.id: row for row in ROWS if row.tree != "heads" and not row.warm}

@@ -66,6 +66,22 @@ def test_a_limit_that_int32_cannot_hold_clips_nothing(limit: Any) -> None:
         np.testing.assert_array_equal(result["w"], tree["w"])
 
 
+def test_a_callable_tree_is_a_schedule_if_it_takes_a_step() -> None:
+    """The gradients of an Equinox module are callable, too."""
+    gradients = jax.tree_util.Partial(jnp.matmul, np.ones((2, 3), np.float32))
+    for call in (
+        lambda: clipjax.clip_by_global_norm(gradients),
+        lambda: clipjax.max_norm(gradients),
+        lambda: functional.clip_by_global_norm(1.0, gradients),
+    ):
+        with pytest.raises(TypeError, match="to clip a tree"):
+            call()
+    tx = clipjax.clip_by_global_norm(jax.tree_util.Partial(jnp.add, 1.0))
+    grads = np.float32([3.0, 4.0])
+    clipped = tx.update(grads, tx.init(grads))[0]
+    np.testing.assert_allclose(clipped, grads / 5, rtol=2e-6)
+
+
 LIMITS = ((-0.1, 0.3), (0.1, 0.7), (-0.7, -0.3), (0.3, 0.3000001))
 
 

@@ -21,6 +21,18 @@ def test_metrics_before_the_first_step_are_numbers() -> None:
     assert all(np.isfinite(x) for x in found.values())
 
 
+def test_metrics_are_not_differentiated() -> None:
+    """Through all steps, so that a user may log what a loss depends on."""
+
+    @jax.jit
+    def norm_after_two(x: Any) -> Any:
+        _, state = CLIP.update(x, CLIP.init(x))
+        found = clipjax.metrics(CLIP.update(x, state)[1])
+        return found["clip_by_global_norm/norm"] + found["clip_by_global_norm/scale"]
+
+    assert not np.any(jax.grad(norm_after_two)(np.float32([3.0, 4.0])))
+
+
 def test_metrics_are_read_without_transfers() -> None:
     _, state = stepped(clipjax.clip_by_global_norm(1.0), np.ones(2, np.float32))
     with jax.transfer_guard("disallow"):

@@ -1,9 +1,11 @@
 """`SKIP`, by which a rule leaves a leaf alone."""
 
 import copy
+import functools
 import pickle
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -51,18 +53,22 @@ def test_skipping_every_leaf_is_a_wish(axes: Any) -> None:
 def test_norms_of_units_are_bounds_of_units() -> None:
     """With the reduced axes kept, what is measured is what a clip takes."""
     x = np.random.default_rng(0).standard_normal((5, 4, 3)).astype(np.float32)
-    for axes in (0, (0, 1), (1,), None):
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def measured(x: Any, axes: Any) -> Any:
         kept = functional.unitwise_norms(x, axes, keepdims=True)
+        clipped = functional.clip_by_norm(x, kept / 2, axes)
+        return kept, functional.unitwise_norms(x, axes), clipped
+
+    for axes in (0, (0, 1), (1,), None):
+        kept, squeezed, clipped = measured(x, axes)
         expected = np.linalg.norm(x.astype(float).reshape(-1)) if axes is None else None
         if axes is not None:
             expected = np.sqrt(np.sum(x.astype(float) ** 2, axes, keepdims=True))
         np.testing.assert_allclose(np.reshape(kept, np.shape(expected)), expected, 1e-6)
         assert kept.ndim == x.ndim
-        clipped = functional.clip_by_norm(x, kept / 2, axes)
         np.testing.assert_allclose(clipped, x / 2, rtol=3e-6)
-        np.testing.assert_array_equal(
-            np.squeeze(kept), np.squeeze(functional.unitwise_norms(x, axes))
-        )
+        np.testing.assert_array_equal(np.ravel(kept), np.ravel(squeezed))
 
 
 def test_a_leaf_without_entries_needs_no_axes() -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import clipjax
@@ -68,7 +68,7 @@ def test_every_member_sums_over_the_axes_of_each_leaf_and_keeps_its_state_replic
     losses = [np.full(4, 2.0, np.float32) for _ in range(3)]
     losses[1][2] = np.inf
 
-    states = others = init(MEMBERS, params)
+    states = others = jax.jit(lambda params: init(MEMBERS, params))(params)
     specs = jax.tree.map(lambda x: P(), states)
     for name in TAKE_LOSS:  # what an optimizer keeps is as large as the parameters
         specs[name] = optax.tree.map_params(
@@ -78,6 +78,10 @@ def test_every_member_sums_over_the_axes_of_each_leaf_and_keeps_its_state_replic
             SPECS,
             transform_non_params=lambda x: P(),
         )
+    # As the program leaves them, or it would be compiled again.
+    states = jax.device_put(
+        states, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    )
     on_devices = on_mesh(
         mesh,
         lambda states, tree, params, losses: step(

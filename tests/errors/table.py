@@ -79,6 +79,7 @@ THEMES = {
         of_value("clip_by_norm(1.0, ord=jnp.nan)", "ord", "nan"),
         of_type("clip_by_value()", "one bound", "nothing"),
         of_type("clip_by_global_norm(grads, 1.0)", "functional.clip_by_global_norm"),
+        of_value("clip_gradient_by_norm(1.0, x)", "max_norm", "take the tree first"),
         of_type("clip_by_norm(grads, 1.0)", "functional.clip_by_global_norm(tree, max"),
         of_type("clip_by_value(low=0.0)", "low=0.0", "low and high"),
         of_type("max_norm({'layer': params})", "radius['layer']", "kernel"),
@@ -134,11 +135,6 @@ THEMES = {
             "skip_nonfinite(optax.MultiSteps(sgd, 2))",
             "optimizer",
             ".gradient_transformation()",
-        ),
-        of_type(
-            "max_norm(1.0).init({'w': jax.ShapeDtypeStruct((2, 2), 'float32')})",
-            "'w'",
-            "jax.eval_shape",
         ),
         of_value(
             "matching('enc')({'enc': params})",
@@ -496,6 +492,15 @@ THEMES = {
             "bounded(adam, clip=[clip, unit_norm()])", "clip", "unit_norm()", "project="
         ),
         of_value("bounded(max_norm(3.0))", "optimizer", "max_norm(3.0)", "project="),
+        *[
+            of_value(f"bounded(sgd, clip={clip}).init(params)", "clip", *words)
+            for clip, *words in (
+                ("adam", "ScaleByAdamState", "first argument"),
+                ("[clip, optax.sgd(0.1, momentum=0.9)]", "TraceState"),
+                ("skip_nonfinite(clip)", "nonfinite='skip'"),
+                ("optax.chain(skip_spikes(clip), clip)", "skip_spikes(bounded("),
+            )
+        ],
         of_type("bounded(adam, project=clip)", "project", "clips are for clip="),
         of_type("project(3)", "function", "got 3"),
         of_type("bounded(adam, project=3.0)", "project", "3.0"),
@@ -852,6 +857,11 @@ THEMES = {
         of_value("violations(heads, qk_clip())", "max_logits"),
         of_type(
             "max_norm(1.0)(params, max_logits=x)", "clipjax.max_norm(1.0)", "max_logits"
+        ),
+        of_type(
+            "from flax import nnx; max_norm(1.0)(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))",
+            "params",
+            "nnx.update(model, clipjax.max_norm(1.0)(nnx.state(model, nnx.Param)))",
         ),
     ],
     "metrics": [  # Metrics and logs.

@@ -293,6 +293,9 @@ def test_an_nnx_model_in_a_projection() -> None:
                 unit_axes(stack)
 
 
+VECTORS = "Vectors are rarely units: other={'parts/kernel': clipjax.SKIP}"
+
+
 def test_unknown_parameters_are_all_listed() -> None:
     class Odd(nn.Module):
         @nn.compact
@@ -300,6 +303,7 @@ def test_unknown_parameters_are_all_listed() -> None:
             parts = self.param(
                 "parts", lambda _: {"a": jnp.ones((4, 4)), "kernel": jnp.ones(4)}
             )
+            x = x * self.param("temperature", lambda _: jnp.ones(()))
             return nn.Einsum((4, 3), "ab,b...->a...", name="e")(
                 nn.Dense(4)(x @ parts["a"])
             )
@@ -312,13 +316,14 @@ def test_unknown_parameters_are_all_listed() -> None:
         line.split(" of shape ")[0].strip()
         for line in str(caught.value).splitlines()[1:]
     ]
-    assert listed == ["e/kernel", "parts/a", "parts/kernel"]
+    assert listed == ["e/kernel", "parts/a", "parts/kernel", VECTORS]
     axes = unit_axes(
         Odd(),
         KEY,
         random(3, 4),
         other={"e/*": 1, "parts/*": SKIP, "Dense_0/kernel": None},
     )
+    assert axes["temperature"] is SKIP
     assert (axes["e/kernel"], axes["parts/a"], axes["Dense_0/kernel"]) == (
         1,
         SKIP,

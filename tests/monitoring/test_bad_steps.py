@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import clipjax
-from tests.support import nnx_modes
+from tests.support import nnx_modes, programs
 
 NAN, INF = np.nan, np.inf
 KEEP, STEPS = 6, 120
@@ -25,7 +25,7 @@ def shapes(wide: str) -> dict[str, Any]:
     """Leaves of each kind: a stack of two layers, 16 bits, 32 and perhaps 64."""
     return {
         "blocks": np.ones((2, 3, 4), np.float32),
-        "half": jnp.ones(5, jnp.bfloat16),
+        "half": np.ones(5, jnp.bfloat16),
         "short": np.ones(3, np.float16),
         "wide": np.ones((4, 2), wide),
         "count": np.ones(2, np.int32),
@@ -40,16 +40,15 @@ def run_of(dtype: str) -> tuple[Any, np.ndarray]:
 
     def draw(x: Any) -> Any:
         draws = rng.standard_normal((STEPS, *x.shape))
-        draws = sizes.reshape(-1, *[1] * x.ndim) * draws
-        return jnp.asarray(draws, x.dtype)
+        return (sizes.reshape(-1, *[1] * x.ndim) * draws).astype(x.dtype)
 
     grads = jax.tree.map(draw, shapes(dtype))
     losses = np.exp(0.1 * rng.standard_normal(STEPS)).astype(np.float32)
     losses[[20, 60]] = NAN, INF
     losses[80] = 50
-    grads["wide"] = grads["wide"].at[90, 1, 0].set(NAN)
-    grads["half"] = grads["half"].at[90, 2].set(INF)
-    grads["blocks"] = grads["blocks"].at[110, 1].set(NAN)
+    grads["wide"][90, 1, 0] = NAN
+    grads["half"][90, 2] = INF
+    grads["blocks"][110, 1] = NAN
     return grads, losses
 
 
@@ -110,10 +109,8 @@ def test_what_is_not_known_is_nan_or_infinite() -> None:
 
 def test_a_group_that_is_never_finite_does_not_hide_others() -> None:
     tx = clipjax.record_norms("leaf", keep=3)
-    state = tx.init({"a": jnp.ones(1), "b": jnp.ones(1)})
-    for size in range(5):
-        grads = {"a": jnp.array([float(size)]), "b": jnp.array([NAN])}
-        _, state = tx.update(grads, state)
+    sizes = ({"a": np.float32([i]), "b": np.float32([NAN])} for i in range(5))
+    _, state = programs.stepped(tx, *sizes)
     found = clipjax.bad_steps(state)
     assert [each.step for each in found] == [2, 3, 4]
     assert [each.groups["a"] for each in found] == [2, 3, 4]
@@ -136,16 +133,14 @@ def test_steps_of_several_recorders_are_in_one_order() -> None:
         optax.scale(INF),
         clipjax.record_norms(keep=2),
     )
-    state = tx.init(jnp.ones(1))
-    for size in (1.0, 2.0, 3.0, NAN):
-        _, state = jax.jit(tx.update)(jnp.array([size]), state)
+    _, state = programs.stepped(tx, *np.float32([[1], [2], [3], [NAN]]))
     assert [each.step for each in clipjax.bad_steps(state)] == [2, 3, 3]
 
 
 def test_leaves_beside_stacks_have_the_name_of_the_updates() -> None:
     tx = clipjax.record_norms(stacked="blocks", name="gradients", keep=1)
-    grads = {"blocks": jnp.ones((2, 3)), "embedding": jnp.array([NAN])}
-    _, state = tx.update(grads, tx.init(grads))
+    grads = {"blocks": np.ones((2, 3)), "embedding": np.array([NAN])}
+    _, state = programs.stepped(tx, grads)
     (found,) = clipjax.bad_steps(state)
     assert str(found) == "step 0: norm nan; not finite in gradients"
     assert list(found.groups) == ["gradients", "0", "1"]
@@ -193,15 +188,18 @@ AROUND: dict[str, tuple[Any, list[int]]] = {
 
 def five_steps() -> Any:
     """Gradients of five steps, of which two are bad."""
-    grads = jax.tree.map(lambda x: jnp.stack([jnp.asarray(x)] * 5), shapes("float32"))
-    return grads | {"wide": grads["wide"].at[3:, 0].set(NAN)}
+    grads = jax.tree.map(lambda x: np.stack([x] * 5), shapes("float32"))
+    grads["wide"][3:, 0] = NAN
+    return grads
 
 
 def stepped(tx: Any, state: Any, grads: Any) -> Any:
-    for i in range(5):
-        updates = jax.tree.map(lambda x, i=i: x[i], grads)
-        state = tx.update(updates, state, shapes("float32"))[1]
-    return state
+    def step(state: Any, updates: Any) -> Any:
+        after = tx.update(updates, state, shapes("float32"))[1]
+        # Adam makes floats of the moments of integers.
+        return jax.tree.map(lambda x, y: x.astype(y.dtype), after, state), None
+
+    return jax.lax.scan(step, state, grads)[0]
 
 
 @pytest.mark.parametrize("name", AROUND)
@@ -219,14 +217,19 @@ def test_they_are_kept_inside_of_others_and_in_checkpoints(
         checkpointer.save(tmp_path / "state", state)
         checkpointer.wait_until_finished()
         restored = checkpointer.restore(tmp_path / "state", first)
+        plain = checkpointer.restore(tmp_path / "state")
     assert repr(clipjax.bad_steps(restored)) == repr(found)
+    # Without the program that made it.
+    assert repr(clipjax.bad_steps(plain)) == repr(found)
+    np.testing.assert_equal(*map(jax.device_get, map(clipjax.metrics, (plain, state))))
 
 
 def test_each_seed_has_its_own() -> None:
     grads = five_steps()
-    both = jax.tree.map(lambda x: jnp.stack([x, jnp.ones_like(x)]), grads)
+    both = jax.tree.map(lambda x: np.stack([x, np.ones_like(x)]), grads)
     first = RECORD.init(shapes("float32"))
-    each = jax.vmap(functools.partial(stepped, RECORD), (None, 0))(first, both)
+    mapped = jax.vmap(functools.partial(stepped, RECORD), (None, 0))
+    each = jax.device_get(jax.jit(mapped)(first, both))
     seeds = [jax.tree.map(lambda x, i=i: x[i], each) for i in range(2)]
     assert [len(clipjax.bad_steps(state)) for state in seeds] == [2, 0]
     with pytest.raises(ValueError, match=r"opt_state: it is stacked, of shape \(2,\)"):
@@ -242,9 +245,23 @@ def test_an_nnx_optimizer_has_them(modes: Any) -> None:
             model, optax.chain(clipjax.record_norms("leaf", keep=2)), wrt=nnx.Param
         )
         grads = jax.tree.map(lambda x: x * NAN, nnx.state(model, nnx.Param))
-        optimizer.update(model, grads)
+        jitted = nnx.jit(lambda optimizer, *given: optimizer.update(*given))
+        jitted(optimizer, model, grads)
         (found,) = clipjax.bad_steps(optimizer)
     assert str(found) == "step 0: norm nan; not finite in bias and 1 more"
+    with pytest.raises(ValueError, match=r"opt_state: nnx\.state keeps no names"):
+        clipjax.bad_steps(nnx.state((model, optimizer)))
+
+
+def test_the_state_of_nnx_has_metrics() -> None:
+    nnx = pytest.importorskip("flax.nnx")
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    clips = [clipjax.adagc(), clipjax.zero_nonfinite()]
+    tx = clipjax.bounded(optax.adam(1e-3), clip=clips, nonfinite="skip")
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    optimizer.update(model, jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param)))
+    both = clipjax.metrics(nnx.state((model, optimizer))), clipjax.metrics(optimizer)
+    np.testing.assert_equal(*map(jax.device_get, both))
 
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")

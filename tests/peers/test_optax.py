@@ -44,7 +44,11 @@ PROJECTIONS = [
 
 
 def clipped(tx: Any, grads: Any, params: Any = None) -> Any:
-    return tx.update(grads, tx.init(grads if params is None else params), params)[0]
+    def update(grads: Any, params: Any) -> Any:
+        state = tx.init(grads if params is None else params)
+        return tx.update(grads, state, params)[0]
+
+    return jax.jit(update)(grads, params)
 
 
 @jax.jit
@@ -63,6 +67,11 @@ def by_both(grads: Any, weights: Any, bound: Any) -> dict[str, tuple[Any, Any]]:
     return results
 
 
+@jax.jit
+def by_projections(weights: Any) -> Any:
+    return [[project(weights) for project in pair] for pair in PROJECTIONS]
+
+
 @SEEDS
 def test_clips(seed: int) -> None:
     grads, bound = draw(seed)
@@ -76,9 +85,8 @@ def test_clips(seed: int) -> None:
 def test_projections(seed: int) -> None:
     leaves, _ = draw(seed)
     size = max(float(np.abs(x).max()) for x in leaves)
-    weights = [jnp.asarray(2 * x / size) for x in leaves]
-    for ours, theirs in PROJECTIONS:
-        assert_close(ours(weights), theirs(weights))
+    for ours, theirs in by_projections([2 * x / size for x in leaves]):
+        assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("most", [1, 2])
@@ -108,21 +116,6 @@ def test_steps_that_are_not_finite(optimizer: Any, most: int) -> None:
         == their_state.total_notfinite
         == 7
     )
-
-
-def test_zeroing() -> None:
-    grads = (
-        jnp.ones(3),
-        jnp.array([1.0, jnp.nan, jnp.nan]),
-        jnp.array([jnp.nan, 1.0, 1.0]),
-    )
-    ours, theirs = clipjax.zero_nonfinite(), optax.zero_nans()
-    updates, state = ours.update(grads, ours.init(grads))
-    expected, _ = theirs.update(grads, theirs.init(grads))
-    jax.tree.map(np.testing.assert_array_equal, updates, expected)
-    assert clipjax.metrics(state)["zero_nonfinite/zeroed_entries"] == 3
-    _, state = ours.update((jnp.ones(3),) * 3, state)
-    assert clipjax.metrics(state)["zero_nonfinite/nonfinite_steps"] == 1
 
 
 def trained(tx: Any, grads: np.ndarray) -> tuple[np.ndarray, Any]:
@@ -184,7 +177,7 @@ def test_adaptive_clips_of_kernels_of_any_rank() -> None:
     """A kernel (h, w, depth, in, out) with axes as in Optax's `axis`, where Optax'
     default takes the whole leaf.
     """
-    kernel = jnp.ones((2, 2, 2, 3, 4))
+    kernel = np.ones((2, 2, 2, 3, 4), np.float32)
     for axes in ((0, 1, 2), (0, 1, 2, 3), clipjax.fan_in, None):
         tx = clipjax.adaptive_grad_clip(0.5, axes=axes)
         np.testing.assert_allclose(clipped(tx, 2 * kernel, kernel), 0.5, rtol=2e-6)
@@ -258,16 +251,6 @@ def test_a_bound_of_zero_for_a_norm_of_zero() -> None:
     np.testing.assert_array_equal(
         clipped(clipjax.clip_by_global_norm(0.0), zeros + 1), zeros
     )
-
-
-@pytest.mark.parametrize("name", CLIPS)
-def test_a_negative_bound_is_an_error(name: str) -> None:
-    """With Optax, that of a norm turns the direction around."""
-    ours, theirs = CLIPS[name]
-    with pytest.raises(ValueError, match="must be at least 0"):
-        ours(-1.0)
-    if name == "global norm":
-        assert (clipped(theirs(-1.0), jnp.ones(2)) < 0).all()
 
 
 def test_a_projection_that_is_not_last_is_an_error() -> None:

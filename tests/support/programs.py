@@ -7,13 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tests.support.trees import DTYPES, SHAPES, draw
+from tests.support.trees import SHAPES, draw
 
 TREES = {
     "main": SHAPES,
     "matrices": {"a": (3, 5), "c": (65, 4)},
     "heads": {"layer/query": (6, 3, 4), "layer/key": (6, 3, 4)},
 }
+# Each leaf costs each program: of 16 bits one dtype is of few entries, one of many.
+DTYPES = {"a": ["float32", "float16"], "c": ["float32", "bfloat16"], "d": ["float32"]}
 
 
 def is_transformation(row: Any) -> bool:
@@ -29,9 +31,10 @@ def tree_of(
             k.removesuffix("_float32"): x
             for k, x in draw(kind, exponent, TREES["heads"], ["float32"]).items()
         }
-    return draw(kind, exponent, TREES[row.tree], DTYPES, seed) | draw(
-        kind, exponent, {"d": (7,)}, ["float32"], seed
-    )
+    tree: dict[str, Any] = {}
+    for name, shape in (TREES[row.tree] | {"d": (7,)}).items():
+        tree |= draw(kind, exponent, {name: shape}, DTYPES[name], seed)
+    return tree
 
 
 def weights_of(row: Any) -> dict[str, Any] | None:
@@ -54,10 +57,14 @@ def stepped(tx: Any, *steps: Any, params: Any = None) -> Any:
 
     @jax.jit
     def whole(steps: Any, params: Any) -> Any:
-        state = tx.init(steps[0] if params is None else params)
-        for each in steps:
-            updates, state = tx.update(each, state, params)
-        return updates, state
+        def step(state: Any, updates: Any) -> Any:
+            updates, state = tx.update(updates, state, params)
+            return state, updates
+
+        first = tx.init(steps[0] if params is None else params)
+        stacked = jax.tree.map(lambda *x: jnp.stack(x), *steps)
+        state, updates = jax.lax.scan(step, first, stacked)
+        return jax.tree.map(lambda x: x[-1], updates), state
 
     return whole(steps, params)
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 DTYPES = ("float32", "bfloat16", "float16")
-SHAPES = {"a": (3, 5), "c": (65536, 2)}
+SHAPES = {"a": (3, 5), "c": (16384, 2)}
 
 
 @functools.cache

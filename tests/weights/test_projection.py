@@ -107,9 +107,14 @@ def test_modules_may_be_called_as_collections_of_variables() -> None:
     model = {"params": {"kernel": kernel}, "cache": {"kernel": kernel}}
     projected = clipjax.max_norm(1.0)(model)
     assert float(jnp.max(projected["cache"]["kernel"])) < 1
-    variables = {"params": {"kernel": kernel}, "cache": {"cached_key": kernel}}
-    with pytest.raises(ValueError, match="'cache/cached_key', of cache, is not a wei"):
-        clipjax.max_norm(1.0)(variables)
+    for name, leaf in (
+        ("cache", "cached_key"),
+        ("_overwrite_with_gradient", "kernel_scale"),
+    ):
+        variables = {"params": {"kernel": kernel}, name: {leaf: kernel}}
+        match = f"'{name}/{leaf}', of {name}, is not a weight"
+        with pytest.raises(ValueError, match=match):
+            clipjax.max_norm(1.0)(variables)
 
 
 def test_isinstance_tells_a_projection() -> None:

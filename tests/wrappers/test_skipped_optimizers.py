@@ -2,6 +2,7 @@
 kinds of leaves, meshes.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -27,15 +28,11 @@ SGD, ADAM, RATE = (
 )
 OPTIMIZERS: dict[str, Any] = {
     "adafactor": optax.adafactor(0.1),
-    "lion": optax.lion(0.1),
     "sm3": optax.sm3(0.1),
     "muon": contrib.muon(0.1),
     "lbfgs": optax.lbfgs(memory_size=2),
     "noisy_sgd": optax.noisy_sgd(0.1, key=1),
-    "ademamix": contrib.ademamix(0.1),
-    "sophia": contrib.sophia(0.1),
     "prodigy": contrib.prodigy(),
-    "dadapt_adamw": contrib.dadapt_adamw(),
     "schedule_free": contrib.schedule_free(ADAM, 0.1, b1=0.5),
     "mechanize": contrib.mechanize(SGD),
     "sam": optax.GradientTransformation(
@@ -54,7 +51,7 @@ OPTIMIZERS: dict[str, Any] = {
 SKIPS = {name: clipjax.skip_nonfinite(tx) for name, tx in OPTIMIZERS.items()}
 SKIPS |= {
     f"spikes, {n}": clipjax.skip_spikes(OPTIMIZERS[n], max_norm=1e6)
-    for n in ("adafactor", "muon", "MultiSteps")
+    for n in ("muon", "MultiSteps")
 }
 # At the steps of two runs. A loss of NaN skips, too.
 SIZES = np.array([[1, np.nan, 2, 1, 1], [2, 1, -np.inf, 1e9, 1]], np.float32)
@@ -204,35 +201,34 @@ def test_on_a_mesh_where_one_device_has_the_nan() -> None:
         clipjax.adagc(), OPTIMIZERS["partition"], OPTIMIZERS["MultiSteps"]
     )
 
-    def changes(params: Any, bad: Any) -> Any:
+    def changes(tx: Any, params: Any, bad: Any) -> Any:
         """Count what differs after a fine step, and after a skipped one."""
-        counts = []
-        for tx in (clipjax.skip_nonfinite(inner), clipjax.skip_spikes(inner)):
-            weights, state = params, tx.init(params)
-            for grads in (params, bad):
-                before = weights, state.memory.inner
-                updates, state = tx.update(grads, state, weights)
-                weights = optax.apply_updates(weights, updates)
-                pairs = zip(
-                    jax.tree.leaves(before),
-                    jax.tree.leaves((weights, state.memory.inner)),
-                    strict=True,
-                )
-                counts.append(sum(jnp.sum(x != y) for x, y in pairs))
+        weights, state, counts = params, tx.init(params), []
+        for grads in (params, bad):
+            before = weights, state.memory.inner
+            updates, state = tx.update(grads, state, weights)
+            weights = optax.apply_updates(weights, updates)
+            pairs = zip(
+                jax.tree.leaves(before),
+                jax.tree.leaves((weights, state.memory.inner)),
+                strict=True,
+            )
+            counts.append(sum(jnp.sum(x != y) for x, y in pairs))
         return jnp.stack(counts)
 
     shardings = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
     on_each = jax.shard_map(
-        lambda *x: lax.psum(changes(*x), "data"),
+        lambda *x: lax.psum(changes(clipjax.skip_spikes(inner), *x), "data"),
         mesh=mesh,
         in_specs=(specs, specs),
         out_specs=P(),
     )
-    for program in (changes, on_each):
+    by_xla = functools.partial(changes, clipjax.skip_nonfinite(inner))
+    for program in (by_xla, on_each):
         counts = jax.jit(program)(
             *jax.device_put((PARAMS, bad), (shardings, shardings))
         )
-        assert [bool(x) for x in counts] == [True, False] * 2
+        assert [bool(x) for x in counts] == [True, False]
 
 
 def test_finite_gradients_raise_nothing_under_debug_nans() -> None:

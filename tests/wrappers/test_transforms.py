@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from jax import export, lax
+from jax.experimental import checkify
 
 import clipjax
 from tests.devices import members as of_members
@@ -61,26 +62,30 @@ def plain() -> Any:
 
 
 def test_scan_and_vmap_take_the_same_steps(plain: Any) -> None:
-    states, updates = jax.jit(lambda: lax.scan(step, init(PARAMS), GRADS))()
-    assert_same(states, plain[0])
+    """Two runs, of which the first does what it did alone."""
+    runs = jax.vmap(lambda grads: lax.scan(step, init(PARAMS), grads))
+    both = jax.tree.map(lambda x: np.stack([x, 2 * x]), GRADS)
+    states, updates = jax.device_get(jax.jit(runs)(both))
+    assert_same(jax.tree.map(lambda x: x[0], states), plain[0])
     for i in range(3):
-        assert_same(jax.tree.map(lambda x, i=i: x[i], updates), plain[1][i])
-    # Three trees, each with a state, take their first step; then the first does what it
-    # did alone.
-    many = jax.vmap(step, in_axes=(None, 0))
-    _, updates = jax.jit(many)(init(PARAMS), GRADS)
-    assert_same(jax.tree.map(lambda x: x[0], updates), plain[1][0])
+        assert_same(jax.tree.map(lambda x, i=i: x[0, i], updates), plain[1][i])
 
 
 def test_an_exported_step_survives_bytes(plain: Any) -> None:
     pytest.importorskip("flatbuffers")
-    states = init(PARAMS)
-    leaves, treedef = jax.tree.flatten((states, at(0)))
-    flat = jax.jit(lambda *leaves: jax.tree.leaves(step(*treedef.unflatten(leaves))))
+    names = ("clip_by_norm", "autoclip", "adagc", "record_norms", "max_norm", "bounded")
+    table = {name: MEMBERS[name] for name in names}
+    leaves, treedef = jax.tree.flatten(of_members.init(table, PARAMS))
+
+    @jax.jit
+    def flat(*leaves: Any) -> Any:
+        states = treedef.unflatten(leaves)
+        return jax.tree.leaves(of_members.step(table, states, at(0), PARAMS)[1])
+
     restored = export.deserialize(export.export(flat)(*leaves).serialize())
-    like = jax.tree.structure((plain[0], plain[1][0]))
-    _, updates = like.unflatten(restored.call(*leaves))
-    assert_same(updates, plain[1][0])
+    expected = {name: plain[1][0][name] for name in sorted(table)}
+    like = jax.tree.structure(expected)
+    assert_same(like.unflatten(restored.call(*leaves)), expected)
 
 
 def test_strict_modes_and_leak_checks_find_nothing() -> None:
@@ -156,38 +161,29 @@ def test_steps_without_jit_compile_nothing_after_the_first() -> None:
         assert not compiled, name
 
 
-def test_debug_nans_finds_nothing_at_zero() -> None:
-    zeros = jax.tree.map(jnp.zeros_like, PARAMS)
+def test_no_operation_makes_nan_at_zero() -> None:
+    """Which `jax_debug_nans` would show to whoever looks for one of their own."""
+    zeros = jax.tree.map(np.zeros_like, PARAMS)
 
-    def loss(grads: Any) -> Any:
-        updates = [
-            tx.update(grads, tx.init(zeros), zeros)[0] for name, tx in MEMBERS.items()
-        ]
-        return sum(jnp.sum(x) for x in jax.tree.leaves(updates))
-
-    with jax.debug_nans(True):
-        jax.jit(jax.value_and_grad(loss))(zeros)
-        with jax.disable_jit():  # as one looks for a NaN of one's own
-            for grads in (zeros, at(0)):
-                loss(grads)
+    def all_updates(grads: Any, infinite: Any) -> Any:
+        updates = [tx.update(grads, tx.init(zeros), zeros) for tx in MEMBERS.values()]
         # No product in the forward pass.
-        clipjax.scale_gradient(jnp.array([1.0, -jnp.inf]), 0.0)
+        return updates, clipjax.scale_gradient(infinite, 0.0)
+
+    checked = jax.jit(checkify.checkify(all_updates, errors=checkify.nan_checks))
+    for grads in (zeros, at(0)):
+        error, _ = checked(grads, np.float32([1, -np.inf]))
+        error.throw()
 
 
-def test_without_jit_and_with_checkpoint() -> None:
+def test_without_jit_and_with_checkpoint(plain: Any) -> None:
     names = ("clip_by_global_norm", "bounded")
     with jax.disable_jit():
         eager = {
             name: MEMBERS[name].update(at(0), MEMBERS[name].init(PARAMS), PARAMS)[0]
             for name in names
         }
-    jitted = jax.jit(lambda: step(init(PARAMS), at(0))[1])()
-    for name in names:
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
-            eager[name],
-            jitted[name],
-        )
+    assert_same(plain[1][0], eager)
 
     projection = clipjax.max_norm(1.0)
 
@@ -200,11 +196,7 @@ def test_without_jit_and_with_checkpoint() -> None:
     first, second = jax.jit(
         lambda p: (jax.grad(loss)(p), jax.grad(jax.checkpoint(loss))(p))
     )(PARAMS)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
-        first,
-        second,
-    )
+    assert_same(first, second)
 
 
 def test_float64_leaves_have_norms_and_bounds_in_float64() -> None:

@@ -1,0 +1,33 @@
+"""Limits of entries at the ends of the numbers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import clipjax
+from clipjax._core import entries, trees
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_subnormal_entries_inside_stay(dtype: str) -> None:
+    """XLA on a CPU takes them for 0, on whichever side of 0 they are."""
+    with jax.enable_x64(True):
+        least = float(jnp.finfo(dtype).smallest_subnormal)
+        exact = np.array([-1.0, -3 * least, -0.0, 0.0, least, 2.0, np.nan])
+        kind = jnp.dtype(dtype)
+
+        @jax.jit
+        def clipped(x: jax.Array) -> list[jax.Array]:
+            leaf = trees.Leaf((), x)
+            limits = ((0.0, 1.0), (-1.0, 0.0), (-1.0, 1.0), (None, 0.0))
+            found = [entries.clip_entries(leaf, *each) for each in limits]
+            return [clipjax.non_negative()(x), *found]
+
+        limits = ((0, np.inf), (0, 1), (-1, 0), (-1, 1), (0, 0))
+        for y, (low, high) in zip(clipped(exact.astype(kind)), limits, strict=True):
+            wanted = np.clip(exact, low, high).astype(kind)
+            np.testing.assert_array_equal(np.float64(y), np.float64(wanted))
+            inside = (exact >= low) & (exact <= high)
+            before, after = exact.astype(kind)[inside], np.asarray(y)[inside]
+            assert before.tobytes() == after.tobytes()
