@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec, reshard
 
 from clipjax._core.aliases import Scalar
 
@@ -42,6 +43,17 @@ def over_devices(combine: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
     """Return `lax.psum`, `pmax` or `pmin` of x over the devices on which it differs."""
     names = mesh_axes(x)
     return combine(x, names) if names else x
+
+
+def replicated(x: jax.Array) -> jax.Array:
+    """Return x on every device where explicit mesh axes split it.
+
+    There, only arrays of one sharding can be added or joined.
+    """
+    sharding = jax.typeof(x).sharding
+    if not any(sharding.spec):
+        return x
+    return reshard(x, NamedSharding(sharding.mesh, PartitionSpec()))
 
 
 def warn_if_local() -> None:

@@ -273,4 +273,4 @@ def _squares_of_layers(stacks: list[trees.Leaf]) -> jax.Array:
         norms.total(leaf.value, tuple(range(1, leaf.value.ndim))).ravel()
         for leaf in stacks
     ]
-    return functools.reduce(jnp.add, each)
+    return functools.reduce(jnp.add, map(norms.replicated, each))

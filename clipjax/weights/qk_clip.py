@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
 
 from clipjax import _checks
-from clipjax._core import bounds, clipping, trees
+from clipjax._core import bounds, clipping, norms, trees
 from clipjax._core.aliases import Tree
 from clipjax._core.messages import a_few, short_repr
 from clipjax.weights.projection import Projection, written
@@ -199,11 +198,7 @@ def _by_layer(
             )
         layer = _layer_at(trees.path_name(path), list(layers))
         logits = jnp.asarray(lax.stop_gradient(value)).astype(np.float32)
-        sharding = jax.typeof(logits).sharding
-        if any(sharding.spec):  # over explicit mesh axes
-            logits = jax.sharding.reshard(
-                logits, NamedSharding(sharding.mesh, PartitionSpec())
-            )
+        logits = norms.replicated(logits)
         found[layer] = jnp.maximum(found[layer], logits) if layer in found else logits
     if layers and not found:
         raise ValueError(

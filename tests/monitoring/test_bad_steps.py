@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import clipjax
-from tests.support import programs
+from tests.support import nnx_modes, programs
 
 NAN, INF = np.nan, np.inf
 KEEP, STEPS = 6, 120
@@ -236,15 +236,18 @@ def test_each_seed_has_its_own() -> None:
         clipjax.bad_steps(each)
 
 
-def test_an_nnx_optimizer_has_them() -> None:
+@pytest.mark.parametrize("modes", nnx_modes.MODES)
+def test_an_nnx_optimizer_has_them(modes: Any) -> None:
     nnx = pytest.importorskip("flax.nnx")
-    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
-    optimizer = nnx.Optimizer(
-        model, optax.chain(clipjax.record_norms("leaf", keep=2)), wrt=nnx.Param
-    )
-    grads = jax.tree.map(lambda x: x * NAN, nnx.state(model, nnx.Param))
-    nnx.jit(lambda optimizer, *given: optimizer.update(*given))(optimizer, model, grads)
-    (found,) = clipjax.bad_steps(optimizer)
+    with nnx_modes.without(modes):
+        model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(
+            model, optax.chain(clipjax.record_norms("leaf", keep=2)), wrt=nnx.Param
+        )
+        grads = jax.tree.map(lambda x: x * NAN, nnx.state(model, nnx.Param))
+        jitted = nnx.jit(lambda optimizer, *given: optimizer.update(*given))
+        jitted(optimizer, model, grads)
+        (found,) = clipjax.bad_steps(optimizer)
     assert str(found) == "step 0: norm nan; not finite in bias and 1 more"
     with pytest.raises(ValueError, match=r"opt_state: nnx\.state keeps no names"):
         clipjax.bad_steps(nnx.state((model, optimizer)))

@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import clipjax
+from tests.support import nnx_modes
 
 W = np.array([[3.0, 4.0], [0.0, 12.0]], np.float32)
 PARAMS = {"w": W / 20, "b": np.zeros(2, np.float32)}
@@ -181,7 +182,7 @@ def test_a_projection_is_a_leaf_a_function_and_survives_copies() -> None:
 
 
 def test_flax_states_train_and_show_metrics() -> None:
-    nnx = pytest.importorskip("flax.nnx")
+    pytest.importorskip("flax")
     from flax.training.train_state import TrainState
 
     tx = clipjax.bounded(
@@ -194,17 +195,29 @@ def test_flax_states_train_and_show_metrics() -> None:
     assert clipjax.metrics(state)["clip_by_global_norm/norm"] == 13
     assert np.linalg.norm(state.params["w"], axis=0).max() <= 0.5 * (1 + 1e-6)
 
-    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
 
-    @nnx.jit
-    def step(model: Any, optimizer: Any) -> None:
-        grads = nnx.grad(lambda model: jnp.sum(model(jnp.asarray(W)) ** 2))(model)
-        optimizer.update(model, grads)
+@pytest.mark.parametrize("modes", nnx_modes.MODES)
+def test_nnx_optimizers_train_and_show_metrics(modes: Any) -> None:
+    nnx = pytest.importorskip("flax.nnx")
+    from clipjax.flax import unit_axes
 
-    step(model, optimizer)
-    assert clipjax.metrics(optimizer)["clip_by_global_norm/steps"] == 1
-    assert np.linalg.norm(model.kernel[...], axis=0).max() <= 0.5 * (1 + 1e-6)
+    with nnx_modes.without(modes):
+        model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+        projection = clipjax.max_norm(0.5, axes=unit_axes(model))
+        tx = clipjax.bounded(
+            optax.sgd(1.0), clip=CLIP, project=projection, nonfinite="skip"
+        )
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+        @nnx.jit
+        def step(model: Any, optimizer: Any) -> None:
+            grads = nnx.grad(lambda model: jnp.sum(model(jnp.asarray(W)) ** 2))(model)
+            optimizer.update(model, grads)
+
+        step(model, optimizer)
+        assert clipjax.metrics(optimizer)["clip_by_global_norm/steps"] == 1
+        norms = np.linalg.norm(model.kernel[...], axis=0)
+        assert norms.max() <= 0.5 * (1 + 1e-6)
 
 
 def test_equinox_and_haiku_parameters() -> None:
@@ -270,6 +283,80 @@ def test_orbax_restores_a_state(tmp_path: Path) -> None:
     jax.tree.map(
         np.testing.assert_array_equal, pickle.loads(pickle.dumps(state)), state
     )
+
+
+def test_an_optax_checkpoint_is_resumed(tmp_path: Path) -> None:
+    """Either by a clip whose state is Optax's, or with the clip's own state put in."""
+    ocp = pytest.importorskip("orbax.checkpoint")
+    theirs = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))
+    like_optax = optax.GradientTransformation(
+        lambda params: optax.EmptyState(), CLIP.update
+    )
+    resuming = optax.chain(like_optax, optax.adam(0.1))
+    ours = optax.chain(CLIP, optax.adam(0.1))
+
+    def trained(tx: Any, state: Any, params: Any) -> Any:
+        for i in range(5):
+            grads = jax.tree.map(lambda w, i=i: (3 - i) * (w - 1), params)
+            updates, state = tx.update(grads, state, params)
+            params = optax.apply_updates(params, updates)
+        return params, state
+
+    params, old = trained(theirs, theirs.init(PARAMS), PARAMS)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", old)
+        checkpointer.wait_until_finished()
+        target = jax.eval_shape(resuming.init, PARAMS)
+        restored = checkpointer.restore(tmp_path / "state", target)
+        with pytest.raises(ValueError, match="mismatch"):
+            checkpointer.restore(tmp_path / "state", jax.eval_shape(ours.init, PARAMS))
+
+    @jax.jit
+    def further(state: Any) -> Any:
+        by_hand = (CLIP.init(PARAMS), *state[1:])
+        return [
+            trained(tx, each, params)
+            for tx, each in ((theirs, state), (resuming, state), (ours, by_hand))
+        ]
+
+    expected, found, measured = further(restored)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for each in (found, measured):
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6),
+            (each[0], each[1][1:]),
+            (expected[0], expected[1][1:]),
+        )
+    assert clipjax.metrics(measured[1])["clip_by_global_norm/steps"] == 5
+
+
+def test_orbax_version_1_restores_a_bad_step(tmp_path: Path) -> None:
+    ocp = pytest.importorskip("orbax.checkpoint.experimental.v1")
+    tx = optax.chain(
+        clipjax.record_norms("leaf", keep=4),
+        clipjax.bounded(optax.adam(0.1), clip=CLIP, nonfinite="skip"),
+    )
+    update, state = jax.jit(tx.update), tx.init(PARAMS)
+    for size in (1, np.nan, 1):
+        _, state = update(jax.tree.map(lambda x, s=size: s * x, GRADS), state, PARAMS)
+    ocp.save(tmp_path / "state", state)
+    restored = ocp.load(tmp_path / "state", tx.init(PARAMS))
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    for each in (restored, update(GRADS, restored, PARAMS)[1]):
+        (bad,) = clipjax.bad_steps(each)
+        assert str(bad) == "step 1: norm nan; not finite in b and 1 more"
+    pairs = (
+        (restored, state),
+        (
+            update(GRADS, restored, PARAMS),
+            update(GRADS, state, PARAMS),
+        ),
+    )
+    for a, b in pairs:
+        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+            assert isinstance(x, jax.Array)
+            assert (x.dtype, x.shape) == (y.dtype, y.shape)
+            assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
 
 
 def test_what_is_printed_says_what_it_is_and_copies_are_the_same() -> None:

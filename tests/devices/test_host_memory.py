@@ -1,0 +1,52 @@
+"""States in host memory, which each step moves to the devices and back."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import clipjax
+from tests.devices.members import assert_same, init, members, step
+
+pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
+
+SPECS = {"both": P("data", "model"), "bias": P()}
+MEMBERS = members(0) | {"keep": clipjax.record_norms("leaf", keep=2)}
+
+
+def weights(seed: int) -> Any:
+    rng = np.random.default_rng(seed)
+    shapes = {"both": (8, 16), "bias": (16,)}
+    return {k: rng.normal(size=x).astype(np.float32) for k, x in shapes.items()}
+
+
+def moved(tree: Any, kind: str) -> Any:
+    def move(x: Any) -> Any:
+        return jax.device_put(x, x.sharding.with_memory_kind(kind))
+
+    return jax.tree.map(move, tree)
+
+
+def test_states_of_parameters_in_host_memory_step_on_devices() -> None:
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    shardings = {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
+    params, grads = (jax.device_put(weights(i), shardings) for i in (0, 1))
+    expected = init(MEMBERS, weights(0))
+    on_host = moved(params, "pinned_host")
+    jitted_init = jax.jit(lambda params: init(MEMBERS, params))
+    for states in (init(MEMBERS, on_host), jitted_init(on_host)):
+        assert_same(states, expected)
+
+    jitted = jax.jit(lambda *args: step(MEMBERS, *args))
+    for _ in range(2):
+        states = moved(states, "pinned_host")
+        assert {x.sharding.memory_kind for x in jax.tree.leaves(states)} == {
+            "pinned_host"
+        }
+        states, updates = jitted(moved(states, "device"), grads, params)
+        expected, wanted = jitted(expected, weights(1), weights(0))
+        assert_same(updates, wanted)
+        assert_same(states, expected)

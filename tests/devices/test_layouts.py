@@ -1,0 +1,110 @@
+"""Layers, kernels and biases in five layouts: with and without jit, with explicit mesh
+axes, and where gradients are sharded unlike the weights.
+"""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import clipjax
+from tests.contract.members import FIRST, with_axes
+from tests.devices.members import assert_same, init, members, step
+
+pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
+
+SHAPES = {"kernel": (8, 16), "bias": (16,), "stack": (4, 8, 16)}
+BOTH = ("data", "model")
+LAYOUTS = [
+    {"kernel": P("data", "model"), "bias": P("model"), "stack": P(None, *BOTH)},
+    {"kernel": P("model"), "bias": P(), "stack": P("model", "data")},
+    {"kernel": P(None, "model"), "bias": P("model"), "stack": P("data", None, "model")},
+    {"kernel": P(BOTH), "bias": P(BOTH), "stack": P("model")},
+    {"kernel": P(), "bias": P("data"), "stack": P(*BOTH)},
+]
+KINDS = [AxisType.Auto, AxisType.Explicit]
+# The layers of a stack, and of two that are sharded in two ways.
+RECORDERS = {
+    "layers": clipjax.record_norms(stacked="*stack", of=("updates", "params")),
+    "leaves": clipjax.record_norms("leaf", stacked="*stack", keep=2),
+}
+AXES = {"stack": 1, "*": 0}
+UNITS = {
+    name: with_axes(name, 1.0, AXES) for name, row in FIRST.items() if row.axes
+} | {"norms": clipjax.project(lambda tree: clipjax.functional.clip_by_norm(tree, 1.0))}
+
+
+def weights(seed: int) -> Any:
+    rng = np.random.default_rng(seed)
+    return {
+        name: rng.normal(size=shape).astype(np.float32)
+        for name, shape in SHAPES.items()
+    }
+
+
+def mesh_of(kind: AxisType) -> Any:
+    return jax.make_mesh((2, 4), BOTH, axis_types=(kind, kind))
+
+
+def on(mesh: Any, layout: Any, tree: Any) -> Any:
+    return jax.device_put(tree, {k: NamedSharding(mesh, layout[k]) for k in tree})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_are_measured_in_all_layouts(kind: AxisType) -> None:
+    @jax.jit
+    def recorded(trees: Any) -> Any:
+        return [step(RECORDERS, init(RECORDERS, tree), tree, tree)[0] for tree in trees]
+
+    trees, mesh = [weights(i) for i in range(len(LAYOUTS))], mesh_of(kind)
+    sharded = [
+        on(mesh, layout, tree) for tree, layout in zip(trees, LAYOUTS, strict=True)
+    ]
+    # One more, whose two stacks are sharded in two ways.
+    trees.append({"stack": trees[0]["stack"], "other_stack": trees[1]["stack"]})
+    layout = {"stack": P("data"), "other_stack": P("model")}
+    sharded.append(on(mesh, layout, trees[-1]))
+    for found, expected in zip(recorded(sharded), recorded(trees), strict=True):
+        assert_same(found, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_units_of_weights_that_were_just_computed(kind: AxisType) -> None:
+    """With implicit axes gradients are sharded unlike the weights, too."""
+
+    @jax.jit
+    def updates(pairs: Any) -> Any:
+        pairs = [(jax.tree.map(lambda x: x + x * x / 9, p), g) for p, g in pairs]
+        return [step(UNITS, init(UNITS, p), g, p)[1] for p, g in pairs]
+
+    mesh, pair = mesh_of(kind), (weights(0), weights(1))
+    of_weights = LAYOUTS[0], LAYOUTS[3]
+    of_grads = of_weights if kind is AxisType.Explicit else (LAYOUTS[2], LAYOUTS[1])
+    sharded = [
+        tuple(on(mesh, layout, tree) for layout, tree in zip(each, pair, strict=True))
+        for each in zip(of_weights, of_grads, strict=True)
+    ]
+    (expected,) = updates([pair])
+    for found in updates(sharded):
+        assert_same(found, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS, ids=range(len(LAYOUTS)))
+def test_every_member_without_jit_on_explicit_axes(layout: Any) -> None:
+    group = clipjax.clip_by_group_norm({"kernel": 1.0, "*": 0.5})
+    table = members(0) | RECORDERS | {"clip_by_group_norm": group}
+    params, grads = weights(0), weights(1)
+    expected = step(table, init(table, params), grads, params)
+    mesh = mesh_of(AxisType.Explicit)
+    params, grads = on(mesh, layout, params), on(mesh, layout, grads)
+    found = step(table, init(table, params), grads, params)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert_same(ours, theirs)
+    for name, updates in found[1].items():
+        for leaf, x in updates.items():
+            wanted = NamedSharding(mesh, layout[leaf])
+            assert x.sharding.is_equivalent_to(wanted, x.ndim), (name, leaf)
