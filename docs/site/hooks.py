@@ -11,7 +11,8 @@ from mkdocs.structure.files import File
 
 VERSION = re.compile(r'^__version__ = "(.+)"$', re.MULTILINE)
 OUTSIDE = re.compile(
-    r"\]\((?:\.\./)+(?P<path>examples/\w+\.py|CONTRIBUTING\.md|benchmarks/README\.md)\)"
+    r"\]\((?:\.\./)+"
+    r"(?P<path>examples/\w+\.py|CONTRIBUTING\.md|(?:benchmarks|tests/clients)/README\.md)\)"
 )
 
 ALERT = re.compile(r"^> \[!(WARNING|NOTE|TIP)\]\n((?:> .*\n)+)", re.MULTILINE)
