@@ -66,7 +66,8 @@ def record_norms(
 
     Raises:
       ValueError: the parameters are missing; the stacks of a group differ in length, or
-        one is a scalar; `keep` is inside of a skip, or the updates are not measured.
+        one is a scalar; two norms would have one name; `keep` is inside of a skip, or
+        the updates are not measured.
 
     Example:
       >>> import clipjax, optax, jax.numpy as jnp
