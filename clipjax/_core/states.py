@@ -10,6 +10,7 @@ from jax import lax
 
 from clipjax._core.aliases import Metrics, Scalar
 from clipjax._core.messages import a_few
+from clipjax._core.norms import sum_dtype
 
 _SEPARATOR = ", "
 # A checkpoint may make a file name of a key, which has at most 255 bytes.
@@ -69,9 +70,8 @@ def keeps_bad_steps(state: Any) -> bool:
 
 def first_state(name: str, metrics: Mapping[str, Any], memory: Any) -> MetricsState:
     """Return the state before the first step, for metrics of these dtypes."""
-    floats = {key: x.dtype for key, x in metrics.items() if _is_float(x)}
-    dtype = jnp.result_type(np.float32, *floats.values())
-    last = _zeros(name, sorted(floats), dtype)
+    floats = {key: sum_dtype(x.dtype) for key, x in metrics.items() if _is_float(x)}
+    last = _zeros(name, sorted(floats), np.result_type(np.float32, *floats.values()))
     counts = _zeros(name, ["steps", *sorted(_counts_in(metrics))], np.int32)
     return MetricsState(last, counts, memory)
 
@@ -134,6 +134,12 @@ def name_in(rows: Metrics) -> str:
     return next(iter(rows), "").partition("/")[0]
 
 
+def has_steps(rows: Mapping[Any, Any]) -> bool:
+    """Return whether a mapping may be the counts of a state, by its keys."""
+    names = (str(key).partition("/")[2] for key in rows)
+    return any(name.split(_SEPARATOR)[0] == "steps" for name in names)
+
+
 def check_state(name: str, kind: type[Any], state: Any) -> None:
     """Raise an error if a state is not one that `init` returned, but of others."""
     is_ours = isinstance(state, MetricsState)
@@ -161,7 +167,7 @@ def _counts_in(metrics: Mapping[str, Any]) -> dict[str, Any]:
 def _zeros(name: str, metrics: list[str], dtype: Any) -> Metrics:
     """Return rows of zeros for metrics: one, or one for each if its key is too long."""
     together = _SEPARATOR.join(metrics)
-    is_short = len(together) <= _LONGEST_KEY
+    is_short = len(together.encode()) <= _LONGEST_KEY
     can_be_split = together.count(_SEPARATOR) == len(metrics) - 1
     keys = [together] if is_short and can_be_split else metrics
     return {

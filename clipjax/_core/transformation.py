@@ -145,4 +145,4 @@ def checked_metrics(name: str, metrics: Metrics) -> Metrics:
     if "norm" in metrics:
         bad = ~jnp.isfinite(metrics["norm"])
         metrics = {**metrics, "nonfinite_count": bad.astype(np.int32)}
-    return {key: jnp.asarray(x) for key, x in metrics.items()}
+    return {str(key): jnp.asarray(x) for key, x in metrics.items()}

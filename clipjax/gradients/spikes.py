@@ -159,8 +159,8 @@ def compare(
         "loss_z_score": z_scores[1],
         "loss_threshold": thresholds[1],
     }
-    counts = finite.all() & jnp.stack([norm > 0, seen[1] != 0])
-    return spikes.any(), enter(past, seen, counts), metrics
+    enters = finite.all() & jnp.stack([norm > 0, seen[1] != 0])
+    return spikes.any(), enter(past, seen, enters), metrics
 
 
 def _compared(

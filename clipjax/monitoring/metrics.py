@@ -82,23 +82,26 @@ def _as_state(node: Any) -> states.MetricsState | states.NormsState | None:
     """Return a state, or None if a node is none.
 
     Checkpoints that are restored without a template, and NNX, make mappings of states.
+    Weights may have the same names, but no names without values.
     """
     if isinstance(node, states.MetricsState | states.NormsState):
         return node
     if not isinstance(node, Mapping):
         return None
     names, norms, counts = map(node.get, ("names", "norms", "counts"))
-    if isinstance(names, Mapping) and norms is not None:
+    of_norms = {"step", "norms"} <= node.keys() <= {*states.NormsState._fields}
+    if of_norms and isinstance(names, Mapping) and not jax.tree.leaves(names):
         kept = node.get("kept") or {}
         of_each = {key: states.BadSteps(**each) for key, each in kept.items()}
         in_order = dict.fromkeys(sorted(names), ())
-        return states.NormsState(node["step"], in_order, norms, of_each)
-    if trees.is_box(norms) and "step" in node:
+        return states.NormsState(node["step"], in_order, node["norms"], of_each)
+    if of_norms and trees.is_box(norms):
         raise ValueError(
             "opt_state: nnx.state keeps no names of norms: pass the optimizer itself, "
             "after nnx.update or nnx.merge"
         )
-    if isinstance(counts, Mapping) and any("/steps" in str(key) for key in counts):
+    of_metrics = node.keys() <= {*states.MetricsState._fields}
+    if of_metrics and isinstance(counts, Mapping) and states.has_steps(counts):
         last = node.get("last") or {}
         return states.MetricsState(last, dict(counts), node.get("memory", ()))
     return None

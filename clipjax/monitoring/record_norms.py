@@ -1,8 +1,9 @@
 """Norms in the state of a chain, without clipping: for a logger, and of bad steps."""
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, SupportsIndex
+from typing import Any, SupportsIndex, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +13,14 @@ from jax import lax
 
 from clipjax import _checks
 from clipjax._core import norms, states, trees, units
-from clipjax._core.aliases import Metrics, Tree
+from clipjax._core.aliases import Tree
 from clipjax._core.messages import a_few, short_repr, traced_error
 from clipjax.gradients import skipping, spikes
 from clipjax.gradients.history import norm_dtype
 from clipjax.gradients.window import is_next, one_more
+
+# What a group of leaves is called, and the square of its norm: one, or one a layer.
+Group: TypeAlias = tuple[str, jax.Array]
 
 
 class Recorder(optax.GradientTransformationExtraArgs):
@@ -61,7 +65,8 @@ def record_norms(
 
     Raises:
       ValueError: the parameters are missing; the stacks of a group differ in length, or
-        one is a scalar; `keep` is inside of a skip, or the updates are not measured.
+        one is a scalar; two norms would have one name; `keep` is inside of a skip, or
+        the updates are not measured.
 
     Example:
       >>> import clipjax, optax, jax.numpy as jnp
@@ -98,9 +103,9 @@ def record_norms(
 
     def squares_in(updates: Tree, params: Tree) -> tuple[list[str], jax.Array]:
         """Return the names and the squares of all norms."""
-        each = groups_in(name, updates) if "updates" in measured else {}
+        each = groups_in(name, updates) if "updates" in measured else []
         if "params" in measured:
-            each |= groups_in(
+            each += groups_in(
                 "params", trees.params_for("record_norms", updates, params)
             )
         return _joined(each)
@@ -168,10 +173,10 @@ def _check_of(of: Any) -> tuple[str, ...]:
     return measured
 
 
-def _by_group(groups: Any, stacked: Any) -> Callable[[str, Tree], Metrics]:
+def _by_group(groups: Any, stacked: Any) -> Callable[[str, Tree], list[Group]]:
     """Return the function that measures the squares of the norms of groups.
 
-    It returns by group one number, or one for each layer of stacks.
+    It returns one number for a group, or one for each layer of stacks.
     """
     depth: int | None = None
     patterns: tuple[str, ...] = ()
@@ -190,7 +195,7 @@ def _by_group(groups: Any, stacked: Any) -> Callable[[str, Tree], Metrics]:
             return [""] * len(leaves)
         return [trees.path_name(leaf.path[:depth]) for leaf in leaves]
 
-    def groups_in(label: str, tree: Tree) -> Metrics:
+    def groups_in(label: str, tree: Tree) -> list[Group]:
         leaves, _ = trees.leaves_of(tree)
         found: list[str | None] = [None] * len(leaves)
         if stacks:
@@ -203,29 +208,34 @@ def _by_group(groups: Any, stacked: Any) -> Callable[[str, Tree], Metrics]:
         ):
             if group is not None and trees.is_float(leaf.value):
                 members.setdefault((group, stack is not None), []).append(leaf)
-        each: Metrics = {}
+        each = []
         for (group, is_stacked), of_group in members.items():
-            prefix = f"{label}/{group}".rstrip("/")
+            prefix = f"{label}/{group}" if group else label
             if is_stacked:
-                each[f"{prefix}/"] = _squares_of_layers(of_group)
+                each.append((f"{prefix}/", _squares_of_layers(of_group)))
             else:
-                each[prefix] = norms.tree_total([leaf.value for leaf in of_group])
-        return lax.stop_gradient(each)
+                total = norms.tree_total([leaf.value for leaf in of_group])
+                each.append((prefix, total))
+        return each
 
     return groups_in
 
 
-def _joined(each: Metrics) -> tuple[list[str], jax.Array]:
+def _joined(each: list[Group]) -> tuple[list[str], jax.Array]:
     """Return the names of all numbers, sorted, and the numbers in one array."""
     names = []
-    for key, x in each.items():
+    for key, x in each:
         names += [f"{key}{i}" for i in range(x.size)] if x.ndim else [key]
-    parts = [jnp.atleast_1d(x) for x in each.values()]
+    dtype = np.result_type(np.float32, *(x.dtype for _, x in each))
+    parts = [jnp.atleast_1d(x).astype(dtype) for _, x in each]
     joined = jnp.concatenate(parts) if parts else jnp.zeros(0)
     order = sorted(range(len(names)), key=names.__getitem__)
+    in_order = [names[i] for i in order]
+    if twice := [x for x, y in itertools.pairwise(in_order) if x == y]:
+        raise ValueError(f"groups: two norms would be called {a_few(twice)}")
     if order != list(range(len(names))):
         joined = joined[np.array(order)]
-    return [names[i] for i in order], joined
+    return in_order, lax.stop_gradient(joined)
 
 
 def _no_steps(size: int, names: int, dtype: Any) -> states.BadSteps:

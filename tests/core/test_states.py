@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import clipjax
@@ -32,6 +33,7 @@ def of_metrics(names: Any) -> Any:
         (["a"], 2),
         (["a", "encoder/*", "b"], 2),
         (["a", "x, y"], 7),  # a comma would look like two names
+        (["層" * 30, "b"], 6),  # three bytes each
         ([f"block_{i}/attention/kernel" for i in range(9)], 28),
     ],
 )
@@ -56,6 +58,29 @@ def test_each_metric_is_found_by_its_name(names: list[str], arrays: int) -> None
         np.testing.assert_array_equal(found[f"n/{name}/count"], [2 * (i + 2)] * 2)
         share = found[f"n/{name}/is_large_fraction"]
         np.testing.assert_array_equal(share, seeds > i)
+
+
+def test_floats_of_all_dtypes_share_an_array() -> None:
+    """Where JAX refuses to promote them, too; and a name may be a number."""
+    kinds = ("float8_e4m3fn", "float8_e5m2", "bfloat16", "float16", "float32")
+
+    def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:
+        found = {i: updates.astype(kind) for i, kind in enumerate(kinds)}
+        return updates, found, memory
+
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        tx = optax.chain(
+            clipjax.with_metrics("n", lambda x, *rest: act(x["a"], *rest)),
+            optax.stateless(lambda _, params: params),
+            clipjax.clip_by_global_norm(1.0),
+            clipjax.record_norms("leaf"),
+        )
+        tree = {"a": jnp.float32(3), "b": jnp.float64(4)}
+        _, state = jax.jit(tx.update)(tree, tx.init(tree), tree)
+        found = jax.device_get(clipjax.metrics(state))
+    assert [found[f"n/{i}"] for i in range(len(kinds))] == [3] * len(kinds)
+    assert found["clip_by_global_norm/norm"] == 5
+    assert found["record_norms/updates/b"] == pytest.approx(0.8)
 
 
 def test_counters_stop_at_their_largest_value() -> None:

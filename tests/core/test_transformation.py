@@ -134,6 +134,24 @@ def test_metrics_are_found_in_any_nest_and_repeated_names_get_numbers() -> None:
     assert found["clip_by_norm/steps"] == 2
 
 
+def test_weights_with_names_of_a_state_are_no_state() -> None:
+    weights = {
+        "names": {"w": np.ones(2)},
+        "norms": np.ones(2),
+        "step": np.ones(1),
+        "kept": np.ones(2),
+        "last": np.ones(2),
+        "counts": {"mlp/~/steps_embed": np.ones(2)},
+    }
+    tx = optax.chain(CLIP, optax.trace(0.9))
+    for kept in (("names", "norms"), ("names", "norms", "step", "kept"), weights):
+        params = {key: weights[key] for key in kept}
+        alone = clipjax.metrics(CLIP.init(params))
+        assert clipjax.metrics(tx.init(params)).keys() == alone.keys()
+    params = {"counts": weights["counts"], "last": weights["last"]}
+    assert clipjax.metrics(tx.init(params)).keys() == alone.keys()
+
+
 def test_a_clip_of_a_user_has_metrics_and_a_memory() -> None:
     def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:
         largest = jnp.max(jnp.abs(updates))

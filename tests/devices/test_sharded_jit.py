@@ -108,6 +108,20 @@ def test_shardings_that_are_types_stay_those_of_the_leaves() -> None:
         jax.eval_shape(types, params, grads)
 
 
+def test_a_stack_may_be_split_by_layers() -> None:
+    """Its norms share an array with those of leaves that are on all devices."""
+    mesh, _ = on_mesh(AxisType.Explicit)
+    tx = clipjax.record_norms("leaf", stacked="blocks")
+    tree = {"blocks": np.ones((4, 9), np.float32), "head": np.ones(4, np.float32)}
+    specs = {"blocks": P("data"), "head": P()}
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(
+            tree, {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+        )
+        _, state = jax.jit(tx.update)(placed, tx.init(placed))
+    np.testing.assert_array_equal(state.norms, [3, 3, 3, 3, 2])
+
+
 def test_states_are_made_outside_the_context_of_a_mesh() -> None:
     _, (params, *_) = on_mesh(AxisType.Explicit)
     jax.eval_shape(lambda params: init(MEMBERS, params), params)

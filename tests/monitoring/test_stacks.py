@@ -112,6 +112,9 @@ def test_names_of_layers_and_errors() -> None:
         match=r"stacked: .* equally many layers .*: leaf 'b' of shape \(2,\), leaf 'c'",
     ):
         clipjax.record_norms(stacked=["b", "c"]).init(tree)
+    twice = {"a": jnp.ones(2), "a/1": jnp.ones(1)}
+    with pytest.raises(ValueError, match=r"groups: two norms .* called updates/a/1"):
+        clipjax.record_norms("leaf", stacked="/a").init(twice)
     with pytest.raises(ValueError, match="stacked: the pattern 'd' matches no leaf"):
         clipjax.record_norms(stacked="d").init(tree)
     with pytest.raises(
