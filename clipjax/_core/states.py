@@ -168,7 +168,7 @@ def _zeros(name: str, metrics: list[str], dtype: Any) -> Metrics:
     """Return rows of zeros for metrics: one, or one for each if its key is too long."""
     together = _SEPARATOR.join(metrics)
     is_short = len(together.encode()) <= _LONGEST_KEY
-    can_be_split = together.count(_SEPARATOR) == len(metrics) - 1
+    can_be_split = together.split(_SEPARATOR) == metrics
     keys = [together] if is_short and can_be_split else metrics
     return {
         f"{name}/{key}": jnp.zeros(len(metrics) // len(keys), dtype) for key in keys

@@ -104,7 +104,7 @@ class Projection(_OptaxClass):
             # Weights of 16 bits are compared with what they become. Without it, on
             # an H100 a step moves 19.0 instead of 16.0 (JAX 0.12).
             summed = [
-                lax.optimization_barrier(x) if _has_16_bits(x) else x for x in summed
+                lax.optimization_barrier(x) if _is_narrow(x) else x for x in summed
             ]
         step = state.step if self.scheduled else None
         wanted = jax.tree.leaves(self._linked(as_params(summed), step, params, extra))
@@ -195,7 +195,7 @@ def applied(param: Any, update: Any) -> Any:
     return rounded.astype(param.dtype)
 
 
-def _has_16_bits(x: Any) -> bool:
+def _is_narrow(x: Any) -> bool:
     """Return whether x is of floats with 16 bits or less."""
     return trees.is_float(x) and jnp.finfo(x.dtype).bits < 32
 
@@ -204,7 +204,7 @@ def _sum(param: Any, update: Any) -> Any:
     """Return a sum, of 16 bits in float32."""
     if not trees.is_float(param):
         return param
-    if not _has_16_bits(param):
+    if not _is_narrow(param):
         return (param + update).astype(param.dtype)
     wide = norms.sum_dtype(param.dtype)
     return param.astype(wide) + update.astype(wide)
@@ -218,7 +218,7 @@ def _step_to(wanted: Any, summed: Any, param: Any, update: Any) -> Any:
     """
     if wanted is summed or not trees.is_float(param):
         return update
-    if update.dtype == param.dtype and _has_16_bits(param):
+    if update.dtype == param.dtype and _is_narrow(param):
         step = wanted - param.astype(wanted.dtype)
         return jnp.where(wanted == summed, update, step.astype(update.dtype))
     both = np.result_type(norms.sum_dtype(param.dtype), norms.sum_dtype(update.dtype))
