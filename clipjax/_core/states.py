@@ -50,13 +50,14 @@ class NormsState(NamedTuple):
     """The state of a recorder of norms; `clipjax.metrics` reads it.
 
     One array holds them all, since a thousand would cost time at each call. Each has a
-    key without a value, so that a checkpoint has the names, too.
+    key without a value. `nnx.state` loses such keys, but not the text.
     """
 
     step: Scalar  # int32: how many updates there were
     names: dict[str, tuple[()]]  # `<updates or params>/<group>`, sorted
     norms: jax.Array  # float (names,): those of the last update
     kept: dict[str, BadSteps]  # by what the updates are called; empty if none are kept
+    text: jax.Array  # uint8: the names, in lines
 
 
 def keeps_bad_steps(state: Any) -> bool:

@@ -183,7 +183,13 @@ def _numbers(name: str, values: Any) -> np.ndarray:
             f"{name} must be real numbers, one for each step, got {short_repr(values)}"
         )
     if array.ndim != 1:
-        raise ValueError(f"{name} must have shape (steps,), got {array.shape}")
+        hint = (
+            "; of many runs take one, as in {key: x[0] for key, x in history.items()}"
+        )
+        raise ValueError(
+            f"{name} must have shape (steps,), got {array.shape}"
+            f"{hint if array.ndim > 1 else ''}"
+        )
     return array.astype(np.float64)
 
 

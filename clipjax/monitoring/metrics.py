@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clipjax._core import states, trees
+from clipjax._core import states
 from clipjax._core.aliases import Metrics, Scalar
 from clipjax._core.messages import short_repr
 
@@ -88,23 +88,34 @@ def _as_state(node: Any) -> states.MetricsState | states.NormsState | None:
         return node
     if not isinstance(node, Mapping):
         return None
-    names, norms, counts = map(node.get, ("names", "norms", "counts"))
+    names, counts = map(node.get, ("names", "counts"))
     of_norms = {"step", "norms"} <= node.keys() <= {*states.NormsState._fields}
-    if of_norms and isinstance(names, Mapping) and not jax.tree.leaves(names):
+    if of_norms and "text" in node and not jax.tree.leaves(names):
+        known = names or _names_in(as_array(node["text"]))
         kept = node.get("kept") or {}
-        of_each = {key: states.BadSteps(**each) for key, each in kept.items()}
-        in_order = dict.fromkeys(sorted(names), ())
-        return states.NormsState(node["step"], in_order, node["norms"], of_each)
-    if of_norms and trees.is_box(norms):
-        raise ValueError(
-            "opt_state: nnx.state keeps no names of norms: pass the optimizer itself, "
-            "after nnx.update or nnx.merge"
+        return states.NormsState(
+            node["step"],
+            dict.fromkeys(sorted(known), ()),
+            node["norms"],
+            {key: states.BadSteps(**each) for key, each in kept.items()},
+            node["text"],
         )
     of_metrics = node.keys() <= {*states.MetricsState._fields}
     if of_metrics and isinstance(counts, Mapping) and states.has_steps(counts):
         last = node.get("last") or {}
         return states.MetricsState(last, dict(counts), node.get("memory", ()))
     return None
+
+
+def _names_in(text: Any) -> list[str]:
+    """Return the names of norms, of which `nnx.state` keeps the text alone."""
+    if isinstance(text, jax.core.Tracer):
+        raise ValueError(
+            "opt_state: inside jit, nnx.state has no names of norms: pass the "
+            "optimizer itself"
+        )
+    letters = np.asarray(text)
+    return letters[(0,) * (letters.ndim - 1)].tobytes().decode().split("\n")
 
 
 def _metrics_of(state: states.MetricsState | states.NormsState) -> Metrics:

@@ -127,6 +127,7 @@ def record_norms(
             dict.fromkeys(names, ()),
             jnp.zeros(len(names), dtype),
             {name: _no_steps(size, len(names), norm_dtype(params))} if size else {},
+            jnp.asarray(np.frombuffer("\n".join(names).encode(), np.uint8)),
         )
 
     def update(
@@ -148,7 +149,7 @@ def record_norms(
             loss = skipping.loss_of(extra)
             kept = {name: _with_step(kept[name], state.step, norm, loss, values)}
         step = optax.safe_increment(state.step)
-        return updates, states.NormsState(step, state.names, values, kept)
+        return updates, states.NormsState(step, state.names, values, kept, state.text)
 
     return Recorder(init, update)
 

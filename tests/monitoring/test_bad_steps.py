@@ -249,8 +249,12 @@ def test_an_nnx_optimizer_has_them(modes: Any) -> None:
         jitted(optimizer, model, grads)
         (found,) = clipjax.bad_steps(optimizer)
     assert str(found) == "step 0: norm nan; not finite in bias and 1 more"
-    with pytest.raises(ValueError, match=r"opt_state: nnx\.state keeps no names"):
-        clipjax.bad_steps(nnx.state((model, optimizer)))
+    plain = nnx.to_pure_dict(nnx.state((model, optimizer)))
+    for state in (nnx.state((model, optimizer)), plain, jax.device_get(plain)):
+        assert repr(clipjax.bad_steps(state)) == repr([found])
+        assert set(clipjax.metrics(state)) == set(clipjax.metrics(optimizer))
+    with pytest.raises(ValueError, match=r"opt_state: inside jit, nnx\.state has no"):
+        jax.jit(clipjax.metrics)(nnx.state(optimizer))
 
 
 def test_the_state_of_nnx_has_metrics() -> None:
