@@ -35,11 +35,11 @@ WITH_SGD = {
     "max_norm alone": [(NONE, RADIUS, 0.0, RATE)],
     "clip_by_global_norm alone": [(CLIP, NONE, 0.0, RATE)],
     "both": [(CLIP, RADIUS, 0.0, RATE)],
-    "weight decay": [(NONE, NONE, x, RATE) for x in (1e-4, 1e-3, 1e-2, 3e-2, 0.1)],
+    "weight decay": [(NONE, NONE, x, RATE) for x in (1e-4, 1e-3, 1e-2, 0.1, 0.3)],
     "smaller steps": [(NONE, NONE, 0.0, x) for x in (2e-2, 1e-2, 3e-3, 1e-3, 3e-4)],
 }
 WITH_ADAM = {
-    "Adam": [(NONE, NONE, 0.0, x) for x in (1e-2, 3e-3, 1e-3, 3e-4, 1e-4)],
+    "Adam": [(NONE, NONE, 0.0, x) for x in (3e-2, 1e-2, 3e-3, 1e-3, 1e-4)],
     "Adam, clipped": [(CLIP, NONE, 0.0, x) for x in (1e-2, 3e-3, 1e-3, 3e-4, 1e-4)],
 }
 STYLES = {
