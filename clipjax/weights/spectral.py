@@ -41,9 +41,9 @@ def spectral_cap(bound: limits.Limit, *, flatten: Flatten = None) -> Projection:
         matrices, lower ranks are not changed, and higher ranks are an error.
 
     Returns:
-      A :class:`Projection`. A call costs 42 products of n³, n the shorter side, and 3
-      of the matrix itself: again for each factor of 2.5 by which the largest singular
-      value may be above, and in 16 bits once more where one is.
+      A :class:`Projection`. A call takes some 45 matrix products, and as many again for
+      each factor of 2.5 by which the largest singular value may be above the bound:
+      call it every 10 or 100 steps.
 
     Raises:
       TypeError, ValueError: `flatten` is not a pair of axes, or applies to no leaf.
