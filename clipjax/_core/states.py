@@ -33,7 +33,7 @@ class MetricsState(NamedTuple):
     @property
     def step(self) -> Scalar:
         """How many updates there were."""
-        return apart(self.counts)[f"{name_in(self.counts)}/steps"]
+        return next(row[..., 0] for key, row in self.counts.items() if _has_steps(key))
 
 
 class BadSteps(NamedTuple):
@@ -85,10 +85,11 @@ def next_state(state: MetricsState, metrics: Metrics, memory: Any) -> MetricsSta
     metrics = lax.stop_gradient(metrics)
     floats = {key: x for key, x in metrics.items() if _is_float(x)}
     counted = {"steps": np.int32(1)} | _counts_in(metrics)
-    known = [_metrics_in(rows) for rows in (state.last, state.counts)]
-    more = sorted({*floats, *counted} - {*known[0], *known[1]})
-    less = sorted({*known[0], *known[1]} - {*floats, *counted})
-    if more or less:
+    given = {*floats, *counted}
+    known = {*_metrics_in(state.last), *_metrics_in(state.counts)}
+    if given != known:
+        more = sorted(given - known)
+        less = sorted(known - given)
         raise ValueError(
             f"state: that of {name_in(state.counts)} was made for other metrics; this "
             f"step has {a_few(more, 5) or 'none'} more, and "
@@ -137,8 +138,13 @@ def name_in(rows: Metrics) -> str:
 
 def has_steps(rows: Mapping[Any, Any]) -> bool:
     """Return whether a mapping may be the counts of a state, by its keys."""
-    names = (str(key).partition("/")[2] for key in rows)
-    return any(name.split(_SEPARATOR)[0] == "steps" for name in names)
+    return any(map(_has_steps, rows))
+
+
+def _has_steps(key: Any) -> bool:
+    """Return whether the first metric of a row is how many updates there were."""
+    names = str(key).partition("/")[2]
+    return names.split(_SEPARATOR)[0] == "steps"
 
 
 def check_state(name: str, kind: type[Any], state: Any) -> None:
