@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, SupportsIndex
 
-import jax
 import jax.numpy as jnp
 import optax
 
@@ -172,9 +171,7 @@ def _checked_in_init(clip: Any) -> Any:
 
     def init(params: Tree) -> Any:
         state = clip.init(params)
-        found = [
-            x for x in jax.tree.leaves(state, is_leaf=_is_no_clip) if _is_no_clip(x)
-        ]
+        found = trees.nodes_where(_is_no_clip, state)
         if found and isinstance(found[0], SkipMemory):
             raise ValueError(
                 "clip: a skip goes around the optimizer, whose momentum would move the "

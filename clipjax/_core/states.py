@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from clipjax._core import trees
 from clipjax._core.aliases import Metrics, Scalar
 from clipjax._core.messages import a_few
 from clipjax._core.norms import sum_dtype
@@ -62,11 +63,7 @@ class NormsState(NamedTuple):
 
 def keeps_bad_steps(state: Any) -> bool:
     """Return whether a state, or a part of it, keeps bad steps."""
-
-    def is_one(node: Any) -> bool:
-        return isinstance(node, BadSteps)
-
-    return any(map(is_one, jax.tree.leaves(state, is_leaf=is_one)))
+    return bool(trees.nodes_where(lambda node: isinstance(node, BadSteps), state))
 
 
 def first_state(name: str, metrics: Mapping[str, Any], memory: Any) -> MetricsState:

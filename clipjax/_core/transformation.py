@@ -78,7 +78,7 @@ def with_metrics(
     def init(params: Tree) -> states.MetricsState:
         trees.leaves_of(params)  # raises its errors
         memory = () if remember is None else remember(params)
-        metrics = jax.eval_shape(first_metrics, trees.for_tracing(params), memory)
+        metrics = trees.eval_shape(first_metrics, params, memory)
         return states.first_state(name, metrics, memory)
 
     def update(

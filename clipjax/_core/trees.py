@@ -108,16 +108,21 @@ def _as_array(path: Path, leaf: Any) -> Any:
     )
 
 
-def for_tracing(tree: Tree) -> Tree:
-    """Return a tree with shapes in place of arrays in host memory.
+def nodes_where(is_one: Callable[[Any], bool], tree: Any) -> list[Any]:
+    """Return the nodes of a tree that a predicate holds for, the outer ones."""
+    return [node for node in jax.tree.leaves(tree, is_leaf=is_one) if is_one(node)]
 
-    A trace does not read them, but refuses to mix them with others.
+
+def eval_shape(function: Callable[..., Any], params: Tree, *args: Any) -> Any:
+    """Return the shapes of `function(params, *args)`, also for host memory.
+
+    A trace does not read arrays there, but refuses to mix them with others.
     """
 
     def shape_of(x: Any) -> Any:
         return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_in_host(x) else x
 
-    return jax.tree.map(shape_of, tree)
+    return jax.eval_shape(function, jax.tree.map(shape_of, params), *args)
 
 
 def is_in_host(x: Any) -> bool:

@@ -45,9 +45,8 @@ def clip_by_history(
 
 def norm_dtype(tree: Any) -> Any:
     """Return the dtype of the norm of all leaves together."""
-    return jax.eval_shape(
-        lambda tree: norms.tree_norm(trees.floats_of(tree)), trees.for_tracing(tree)
-    ).dtype
+    norm = trees.eval_shape(lambda tree: norms.tree_norm(trees.floats_of(tree)), tree)
+    return norm.dtype
 
 
 def counts(norm: jax.Array) -> jax.Array:

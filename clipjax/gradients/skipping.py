@@ -73,9 +73,7 @@ def skipping(
         step = jnp.zeros((), np.int32)
         # Without the inner state, which may hold anything.
         first = SkipMemory(remember(norm_dtype(params)), jnp.zeros((), np.int32), ())
-        _, metrics, _ = jax.eval_shape(
-            judge, trees.for_tracing(params), None, first, step
-        )
+        _, metrics, _ = trees.eval_shape(judge, params, None, first, step)
         memory = first._replace(inner=inner.init(params))
         if states.keeps_bad_steps(memory.inner):
             raise ValueError(

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clipjax._core import states
+from clipjax._core import states, trees
 from clipjax._core.aliases import Metrics, Scalar
 from clipjax._core.messages import short_repr
 
@@ -68,43 +68,59 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
 
 
 def states_in(tree: Any) -> Iterator[states.MetricsState | states.NormsState]:
-    """Yield the states in a tree, outer states before those in their memories."""
-    nodes = jax.tree.leaves(tree, is_leaf=lambda node: _as_state(node) is not None)
-    for state in map(_as_state, nodes):
-        if state is None:
-            continue
-        yield state
-        if isinstance(state, states.MetricsState):
+    """Yield the states in a tree, outer states before those in their memories.
+
+    Checkpoints that are restored without a template, and NNX, make mappings of states.
+    """
+    for node in trees.nodes_where(_is_state, tree):
+        if isinstance(node, states.NormsState):
+            yield node
+        elif isinstance(node, Mapping) and _is_of_norms(node):
+            yield _norms_from(node)
+        else:
+            state = _metrics_from(node) if isinstance(node, Mapping) else node
+            yield state
             yield from states_in(state.memory)
 
 
-def _as_state(node: Any) -> states.MetricsState | states.NormsState | None:
-    """Return a state, or None if a node is none.
+def _is_state(node: Any) -> bool:
+    if isinstance(node, Mapping):
+        return _is_of_norms(node) or _is_of_metrics(node)
+    return isinstance(node, states.MetricsState | states.NormsState)
 
-    Checkpoints that are restored without a template, and NNX, make mappings of states.
+
+def _is_of_norms(node: Mapping[str, Any]) -> bool:
+    """Return whether a mapping was a state of a recorder.
+
     Weights may have the same names, but no names without values.
     """
-    if isinstance(node, states.MetricsState | states.NormsState):
-        return node
-    if not isinstance(node, Mapping):
-        return None
-    names, counts = map(node.get, ("names", "counts"))
-    of_norms = {"step", "norms"} <= node.keys() <= {*states.NormsState._fields}
-    if of_norms and "text" in node and not jax.tree.leaves(names):
-        known = names or _names_in(as_array(node["text"]))
-        kept = node.get("kept") or {}
-        return states.NormsState(
-            node["step"],
-            dict.fromkeys(sorted(known), ()),
-            node["norms"],
-            {key: states.BadSteps(**each) for key, each in kept.items()},
-            node["text"],
-        )
-    of_metrics = node.keys() <= {*states.MetricsState._fields}
-    if of_metrics and isinstance(counts, Mapping) and states.has_steps(counts):
-        last = node.get("last") or {}
-        return states.MetricsState(last, dict(counts), node.get("memory", ()))
-    return None
+    needed = {"step", "norms", "text"}
+    has_fields = needed <= node.keys() <= {*states.NormsState._fields}
+    return has_fields and not jax.tree.leaves(node.get("names"))
+
+
+def _is_of_metrics(node: Mapping[str, Any]) -> bool:
+    """Return whether a mapping was a state of a transformation with metrics."""
+    counts = node.get("counts")
+    has_fields = node.keys() <= {*states.MetricsState._fields}
+    return has_fields and isinstance(counts, Mapping) and states.has_steps(counts)
+
+
+def _norms_from(node: Mapping[str, Any]) -> states.NormsState:
+    names = node.get("names") or _names_in(as_array(node["text"]))
+    kept = node.get("kept") or {}
+    return states.NormsState(
+        node["step"],
+        dict.fromkeys(sorted(names), ()),
+        node["norms"],
+        {key: states.BadSteps(**each) for key, each in kept.items()},
+        node["text"],
+    )
+
+
+def _metrics_from(node: Mapping[str, Any]) -> states.MetricsState:
+    last = node.get("last") or {}
+    return states.MetricsState(last, dict(node["counts"]), node.get("memory", ()))
 
 
 def _names_in(text: Any) -> list[str]:

@@ -121,7 +121,7 @@ def record_norms(
             names.extend(found)
             return squares
 
-        dtype = jax.eval_shape(first_squares, trees.for_tracing(params)).dtype
+        dtype = trees.eval_shape(first_squares, params).dtype
         return states.NormsState(
             jnp.zeros((), np.int32),
             dict.fromkeys(names, ()),

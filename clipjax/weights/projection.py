@@ -81,8 +81,7 @@ class Projection(_OptaxClass):
         step = jnp.zeros((), np.int32) if self.scheduled else None
         trees.leaves_of(params)  # raises its errors
         if self.check is None:
-            shapes = trees.for_tracing(params)
-            jax.eval_shape(lambda tree: self._linked(tree, step, tree, {}), shapes)
+            trees.eval_shape(lambda tree: self._linked(tree, step, tree, {}), params)
         else:
             self.check(params)
         return optax.EmptyState() if step is None else ProjectionState(step)
