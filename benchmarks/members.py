@@ -1,6 +1,7 @@
-"""Every public member in front of Adam, beside Adam alone: what it may cost."""
+"""Every public member with Adam, beside Adam alone: what it may cost."""
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -218,6 +219,27 @@ MEMBERS = {
     )
 }
 
+_OPTAX = {
+    "clip": optax.clip(1.0),
+    "clip_by_global_norm": optax.clip_by_global_norm(GLOBAL),
+    "clip_by_block_rms": optax.clip_by_block_rms(RMS),
+    "adaptive_grad_clip": optax.adaptive_grad_clip(0.01),
+    "zero_nans": optax.zero_nans(),
+}
+_OPTAX_SKIPS = optax.apply_if_finite(
+    optax.chain(_OPTAX["clip_by_global_norm"], adam()), max_consecutive_errors=5
+)
+# Optax's own, which have no goals.
+PEERS = {
+    f"optax.{name}": _member(
+        f"optax.{name}", Recipe(optax.chain(tx, adam())), Weight(scratch=None)
+    )
+    for name, tx in _OPTAX.items()
+}
+PEERS["optax.apply_if_finite around a clip"] = _member(
+    "optax.apply_if_finite around a clip", Recipe(_OPTAX_SKIPS), Weight(scratch=None)
+)
+
 # What the table does not name, as the contract makes it; `chain` and `project` cost
 # nothing themselves.
 _SHOWN = {word.strip(",:") for label in MEMBERS for word in label.split()}
@@ -229,24 +251,24 @@ for _name, _row in FIRST.items():
         MEMBERS[_name] = _make(_name, _row.make(GLOBAL))
 
 
-def weigh(member: Member, platform: str, tree: str, dtype: str) -> Row:
+def weigh(member: Member, platform: str, trees: Sequence[str], dtype: str) -> Row:
     """Compile a step for one device; sizes are in units of the parameters' own."""
     on_tpu = PLATFORMS[platform].compiler == "tpu"
-    size, cost = _compiled(member.step.ours, platform, tree, dtype)
-    goals = Weight(scratch=None)
-    if dtype == "float32" and tree not in MODELS:
-        goals = member.stacked if tree == "stacked" else member.usual
-    cells: dict[str, Figure | str] = {
-        "bytes": Figure(cost.bytes / size, goals.tpu if on_tpu else goals.gpu),
-        "scratch": Figure(cost.temporaries / size, goals.scratch if on_tpu else None),
-        "kernels": "" if on_tpu else str(cost.kernels),
-        "CPU s": f"{cost.compile_seconds:.2g}",
-    }
-    if tree in MODELS:
-        _, alone = _compiled(ADAM, platform, tree, dtype)
-        cells["more than Adam alone"] = f"{(cost.bytes - alone.bytes) / size:.2f}"
-        cells["compile time"] = Figure(cost.compile_seconds / alone.compile_seconds)
-    return Row((member.step.label, PLATFORMS[platform].label, tree, dtype), cells)
+    cells: dict[str, Figure | str] = {}
+    for tree in filter(member.step.runs_on, trees):
+        size, cost = _compiled(member.step.ours, platform, tree, dtype)
+        goals = Weight(scratch=None)
+        if dtype == "float32" and tree not in MODELS:
+            goals = member.stacked if tree == "stacked" else member.usual
+        cells[tree] = Figure(cost.bytes / size, goals.tpu if on_tpu else goals.gpu)
+        scratch = goals.scratch if on_tpu else None
+        cells[f"{tree}: scratch"] = Figure(cost.temporaries / size, scratch)
+        if not on_tpu:
+            cells[f"{tree}: kernels"] = str(cost.kernels)
+        if tree in MODELS:
+            _, alone = _compiled(ADAM, platform, tree, dtype)
+            cells[f"{tree}: beyond Adam"] = Figure((cost.bytes - alone.bytes) / size)
+    return Row((member.step.label, PLATFORMS[platform].label, dtype), cells)
 
 
 @functools.cache

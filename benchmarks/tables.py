@@ -54,16 +54,25 @@ def as_text(head: Sequence[str], rows: Sequence[Row]) -> str:
 
 
 def as_markdown(head: Sequence[str], rows: Sequence[Row]) -> str:
-    """Return a table in Markdown, where what is above its goal is bold."""
-    lines = _texts(head, rows)
-    marked = [
-        [f"**{text}**" if " > " in text else text for text in line]
-        for line in lines[1:]
-    ]
-    return "\n".join(
-        f"| {' | '.join(line)} |"
-        for line in [lines[0], ["---"] * len(lines[0]), *marked]
+    """Return a table in Markdown, or one for each device if there are some."""
+    if "device" not in head:
+        return _markdown(head, rows)
+    place = head.index("device")
+    of_device: dict[str, list[Row]] = {}
+    for row in rows:
+        others = (*row.case[:place], *row.case[place + 1 :])
+        of_device.setdefault(row.case[place], []).append(row._replace(case=others))
+    others = (*head[:place], *head[place + 1 :])
+    return "\n\n".join(
+        f"## {device}\n\n{_markdown(others, its_rows)}"
+        for device, its_rows in of_device.items()
     )
+
+
+def _markdown(head: Sequence[str], rows: Sequence[Row]) -> str:
+    lines = _texts(head, rows)
+    lines.insert(1, ["---"] * len(lines[0]))
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def summary(rows: Sequence[Row], unit: str) -> str:

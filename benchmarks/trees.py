@@ -48,6 +48,7 @@ TREES: dict[str, Callable[[], Shapes]] = {
     "big": lambda: squares(8, 2048),  # larger than any cache
     "gpt": gpt,  # 25 million parameters in 80 leaves
     "small": lambda: squares(300, 16),  # nothing but overhead
+    "thousand": lambda: squares(1000, 32),
     "many": lambda: squares(3000, 32),
     # Larger than a TPU's own memory, which flatters smaller trees.
     "huge": lambda: squares(12, 4096),

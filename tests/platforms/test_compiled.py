@@ -58,7 +58,8 @@ def test_a_tpu_reads_and_computes_no_more(name: str, dtype: str) -> None:
 def missed(name: str, platform: str) -> dict[str, str]:
     """Return the figures of a member that miss their goals."""
     skip_where_missing(platform)
-    row = weigh(MEMBERS[name], platform, MEMBERS[name].step.tree or "huge", "float32")
+    trees = [MEMBERS[name].step.tree or "huge"]
+    row = weigh(MEMBERS[name], platform, trees, "float32")
     return {key: str(x) for key, x in row.figures.items() if x.missed}
 
 
