@@ -27,7 +27,7 @@ def make(tx):
         num_key_value_heads=1,
         max_position_embeddings=32,
     )
-    # By default weights are bfloat16, whose norms differ.
+    # By default they are bfloat16, in which Optax adds up the norm.
     dtypes = dict.fromkeys(("dtype", "param_dtype"), jnp.float32)
     model = ed.LlamaForCausalLM(config, **dtypes, rngs=nnx.Rngs(0))
     return ed.EasyDeLState.create(model=model, tx=tx, init_opt_state=True)
