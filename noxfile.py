@@ -23,7 +23,7 @@ def tests(session: nox.Session, versions: str) -> None:
     session.run("python", "-m", "pytest", *session.posargs)
 
 
-@nox.session(default=False)
+@nox.session(default=False, python="3.12")
 @nox.parametrize("client", CLIENTS)
 def clients(session: nox.Session, client: str) -> None:
     """Train another program with clipjax, in an environment of its own."""

@@ -1,4 +1,4 @@
-"""States in host memory, which each step moves to the devices and back."""
+"""States in host memory, which each step moves to the devices, and back after it."""
 
 from typing import Any
 
@@ -40,12 +40,21 @@ def test_states_of_parameters_in_host_memory_step_on_devices() -> None:
     for states in (init(MEMBERS, on_host), jitted_init(on_host)):
         assert_same(states, expected)
 
-    states = moved(states, "pinned_host")
-    kinds = {x.sharding.memory_kind for x in jax.tree.leaves(states)}
-    assert kinds == {"pinned_host"}
-    jitted = jax.jit(lambda *args: step(MEMBERS, *args))
-    found = jitted(moved(states, "device"), grads, params)
-    for ours, theirs in zip(
-        found, jitted(expected, weights(1), weights(0)), strict=True
-    ):
-        assert_same(ours, theirs)
+    def placed(tree: Any) -> Any:
+        return jax.tree.map(lambda x: x.sharding, tree)
+
+    def next_states(*args: Any) -> Any:
+        return step(MEMBERS, *args)
+
+    plain, shardings = jax.jit(next_states), placed(moved(states, "device"))
+    jitted = jax.jit(next_states, out_shardings=(shardings, None))
+    for seed in (1, 2):
+        states, params = moved((states, params), "pinned_host")
+        kinds = {x.memory_kind for x in jax.tree.leaves(placed((states, params)))}
+        assert kinds == {"pinned_host"}
+        grads = jax.device_put(weights(seed), placed(moved(params, "device")))
+        on_devices = moved((states, params), "device")
+        states, updates = jitted(on_devices[0], grads, on_devices[1])
+        expected, wanted = plain(expected, weights(seed), weights(0))
+        assert_same(updates, wanted)
+        assert_same(states, expected)

@@ -11,7 +11,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 import clipjax
 from benchmarks.platforms import devices_of, missing
-from tests.contract.members import FIRST, with_axes
 from tests.devices.members import members
 
 ALONE: dict[str, Any] = {**members(0), "spectral_cap": clipjax.spectral_cap(1.0)}
@@ -73,33 +72,3 @@ def test_leaves_and_trees_compile_inside_shard_map(dtype: str) -> None:
         step, mesh=mesh, in_specs=(specs, specs), out_specs=dict.fromkeys(table, specs)
     )
     assert "all-reduce" in compiled(program, tree, tree)
-
-
-def test_units_of_computed_weights_gather_no_arrays() -> None:
-    """Weights that the step computes, sharded along and across their units."""
-    if reason := missing("v5e"):
-        pytest.skip(reason)
-    mesh = Mesh(np.array(devices_of("v5e")[:4]), ("data",))
-    specs = {
-        "both": PartitionSpec("data"),
-        "w": PartitionSpec(None, "data"),
-        "b": PartitionSpec("data"),
-    }
-    shardings = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
-    tree = {
-        name: x.update(sharding=shardings[name])
-        for name, x in shapes("float32", None).items()
-    }
-    table = {name: with_axes(name, 1.0, 0) for name, row in FIRST.items() if row.axes}
-
-    def step(grads: Any, params: Any) -> Any:
-        params = jax.tree.map(lambda x: x + x * x, params)
-        found = {
-            name: tx.update(grads, tx.init(params), params)[0]
-            for name, tx in table.items()
-        }
-        return jax.lax.with_sharding_constraint(found, dict.fromkeys(table, shardings))
-
-    program = compiled(step, tree, tree)
-    assert "all-reduce" in program
-    assert not any(kind in program for kind in ("all-gather", "all-to-all"))

@@ -1,0 +1,105 @@
+"""What four TPUs send each other for the norms of units, in several layouts."""
+
+import functools
+import math
+import re
+from collections import Counter
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+from benchmarks.platforms import devices_of, missing
+from tests.contract.members import FIRST
+from tests.devices.test_layouts import BOTH, KINDS, LAYOUTS, UNITS
+
+pytestmark = pytest.mark.tpu_compile
+
+SHAPES = {"kernel": (512, 1024), "bias": (1024,), "stack": (4, 512, 1024)}
+FEW = 20_000  # more than there are norms, less than a part of a kernel has entries
+COLLECTIVE = re.compile(
+    r"= (.*?) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)"
+    r"(?:-start)?\("
+)
+
+
+@functools.cache
+def devices() -> Any:
+    if reason := missing("v5e"):
+        pytest.skip(reason)
+    return np.array(devices_of("v5e")[:4]).reshape(2, 2)
+
+
+def shapes(kind: AxisType, layout: int) -> Any:
+    mesh = Mesh(devices(), BOTH, axis_types=(kind, kind))
+    return {
+        k: jax.ShapeDtypeStruct(
+            shape, np.float32, sharding=NamedSharding(mesh, LAYOUTS[layout][k])
+        )
+        for k, shape in SHAPES.items()
+    }
+
+
+def sent(function: Any, grads: Any, params: Any) -> Counter[str]:
+    """Count the entries that collectives return, by kind, where the trees that the
+    function yields are to be sharded like the parameters.
+    """
+    shardings = jax.tree.map(lambda x: x.sharding, params)
+
+    def placed(grads: Any, params: Any) -> Any:
+        trees = list(function(grads, params))
+        if AxisType.Explicit in shardings["bias"].mesh.axis_types:
+            return trees
+        return [jax.lax.with_sharding_constraint(tree, shardings) for tree in trees]
+
+    lowered = jax.jit(placed).trace(grads, params).lower(lowering_platforms=("tpu",))
+    found: Counter[str] = Counter()
+    for returned, kind in COLLECTIVE.findall(lowered.compile().as_text()):
+        for sizes in re.findall(r"\[([\d,]*)\]", returned):
+            found[kind] += math.prod(int(size) for size in sizes.split(",") if size)
+    return found
+
+
+def computed(params: Any) -> Any:
+    return jax.tree.map(lambda x: x + x * x / 9, params)
+
+
+def updates(tx: Any, grads: Any, params: Any) -> Any:
+    params = computed(params)
+    yield tx.update(grads, tx.init(params), params)[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_norms_of_units_send_only_norms(kind: AxisType) -> None:
+    def all_members(grads: Any, params: Any) -> Any:
+        for tx in UNITS.values():
+            yield from updates(tx, grads, params)
+            if callable(tx):
+                yield tx(computed(params), **dict.fromkeys(tx.needs, grads))
+
+    for layout in (0, 3):
+        both = shapes(kind, layout)
+        found = sent(all_members, both, both)
+        assert set(found) == {"all-reduce"}
+        assert found["all-reduce"] < FEW * len(UNITS)
+
+
+@functools.cache
+def sent_anyway(of_weights: int, of_grads: int) -> int:
+    trees = shapes(AxisType.Auto, of_grads), shapes(AxisType.Auto, of_weights)
+    return sent(lambda grads, params: [grads], *trees).total()
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_gradients_sharded_unlike_the_weights_move_once(name: str) -> None:
+    """A clip chooses between a gradient and its product, of which XLA moves each, as
+    for Optax's clip; the cone does so with gradients and with weights.
+    """
+    clips = FIRST.get(name) and FIRST[name].kind != "projection"
+    times = 4 if name == "tangent_cone" else 2 if clips else 1
+    for of_weights, of_grads in ((0, 2), (3, 1)):
+        trees = shapes(AxisType.Auto, of_grads), shapes(AxisType.Auto, of_weights)
+        found = sent(functools.partial(updates, UNITS[name]), *trees)
+        assert found.total() < times * sent_anyway(of_weights, of_grads) + FEW, found
