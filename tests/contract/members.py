@@ -3,6 +3,7 @@
 All suites that go over members take them from here, so that a new one is one row.
 """
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -71,11 +72,14 @@ class Row(NamedTuple):
     @property
     def remembers(self) -> bool:
         """Whether a clip follows the past, as its state says."""
-        if self.kind != "clip":
-            return False
-        tree = {"a": np.ones((2, 2), np.float32), "c_": np.ones(2, np.float32)}
-        state = jax.eval_shape(self.make(1.0).init, tree)
-        return bool(jax.tree.leaves(state.memory))
+        return self.kind == "clip" and has_memory(self.make)
+
+
+@functools.cache
+def has_memory(make: Callable[[Any], Any]) -> bool:
+    """Say whether the state of a transformation has a memory."""
+    tree = {"a": np.ones((2, 2), np.float32), "c_": np.ones(2, np.float32)}
+    return bool(jax.tree.leaves(jax.eval_shape(make(1.0).init, tree).memory))
 
 
 def _agc(bound: Any, **axes: Any) -> Any:

@@ -20,13 +20,13 @@ NAN, INF, HUGE = float("nan"), float("inf"), 1e20  # 1e20 has no square in float
 
 def spoiled(row: Row, value: float) -> dict[str, Any]:
     tree = tree_of(row)
-    return tree | {"a_float32": put(tree["a_float32"], (0, 0), value)}
+    return tree | {"c_float32": put(tree["c_float32"], (0, 0), value)}
 
 
 def reached(row: Row, name: str, x: np.ndarray) -> np.ndarray:
-    """Return which entries share a norm with the first one of the leaf a_float32."""
-    found, here = np.zeros(x.shape, bool), name == "a_float32"
-    together = {"tree": True, "group": not name.startswith("c_"), "leaf": here}
+    """Return which entries share a norm with the first one of the leaf c_float32."""
+    found, here = np.zeros(x.shape, bool), name == "c_float32"
+    together = {"tree": True, "group": name.startswith("c_"), "leaf": here}
     if row.shares in together:
         found[...] = together[row.shares]
     elif here:

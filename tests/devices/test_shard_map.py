@@ -62,7 +62,11 @@ def on_mesh(
 def test_every_member_sums_over_the_axes_of_each_leaf_and_keeps_its_state_replicated(
     mesh: Any,
 ) -> None:
-    params, trees = weights(0), [weights(1), weights(2), weights(3)]
+    # Sums over both axes, over one, and over none.
+    specs_of_leaves = {name: SPECS[name] for name in ("both", "data", "held")}
+    params, *trees = (
+        {name: weights(seed)[name] for name in specs_of_leaves} for seed in range(4)
+    )
     trees[2]["data"][5] = np.nan  # on two of the eight devices
     # One for each device along "data".
     losses = [np.full(4, 2.0, np.float32) for _ in range(3)]
@@ -75,7 +79,7 @@ def test_every_member_sums_over_the_axes_of_each_leaf_and_keeps_its_state_replic
             MEMBERS[name],
             lambda x, spec: spec,
             states[name],
-            SPECS,
+            specs_of_leaves,
             transform_non_params=lambda x: P(),
         )
     # As the program leaves them, or it would be compiled again.
@@ -87,8 +91,8 @@ def test_every_member_sums_over_the_axes_of_each_leaf_and_keeps_its_state_replic
         lambda states, tree, params, losses: step(
             MEMBERS, states, tree, params, losses[0]
         ),
-        (specs, SPECS, SPECS, P("data")),
-        (specs, dict.fromkeys(MEMBERS, SPECS)),
+        (specs, specs_of_leaves, specs_of_leaves, P("data")),
+        (specs, dict.fromkeys(MEMBERS, specs_of_leaves)),
     )
     on_one = jax.jit(lambda *args: step(MEMBERS, *args))
     for tree, loss in zip(trees, losses, strict=True):

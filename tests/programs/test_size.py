@@ -25,6 +25,7 @@ LEAVES = {
 FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
+@functools.cache
 def traced(tx: optax.GradientTransformation) -> Any:
     """Trace the update of 60 leaves."""
     state = jax.eval_shape(tx.init, LEAVES)

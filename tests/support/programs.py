@@ -15,7 +15,7 @@ TREES = {
     "heads": {"layer/query": (6, 3, 4), "layer/key": (6, 3, 4)},
 }
 # Each leaf costs each program: of 16 bits one dtype is of few entries, one of many.
-DTYPES = {"a": ["float32", "float16"], "c": ["float32", "bfloat16"], "d": ["float32"]}
+DTYPES = {"a": ["float16"], "c": ["float32", "bfloat16"], "d": ["float32"]}
 
 
 def is_transformation(row: Any) -> bool:
