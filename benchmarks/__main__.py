@@ -193,11 +193,10 @@ def main() -> None:
         if args.members is not None and args.compiled
         else "Ratios are ours to theirs."
     )
-    summary = tables.summary(rows, unit)
-    print(title, tables.as_text(head, rows), summary, sep="\n\n")
+    print(title, tables.as_text(head, rows), unit, tables.summary(rows), sep="\n\n")
     if args.markdown:
         table = tables.as_markdown(head, rows)
-        args.markdown.write_text(f"# {title}\n\n{summary}\n\n{table}\n")
+        args.markdown.write_text(f"# {title}\n\n{unit}\n\n{table}\n")
 
 
 if __name__ == "__main__":

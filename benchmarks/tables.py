@@ -1,6 +1,6 @@
 """Tables for the terminal and in Markdown."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 
@@ -17,12 +17,16 @@ class Figure(NamedTuple):
         """Whether the ratio, rounded as it is shown, is above its goal."""
         return self.goal is not None and round(self.value, 2) > self.goal
 
-    def __str__(self) -> str:
+    @property
+    def bare(self) -> str:
+        """The figure without its goal."""
         spread = "" if self.low is None else f" ({self.low:.2f}-{self.high:.2f})"
-        goal = (
-            "" if self.goal is None else f" {'>' if self.missed else '≤'} {self.goal:g}"
-        )
-        return f"{self.value:.2f}{spread}{goal}"
+        return f"{self.value:.2f}{spread}"
+
+    def __str__(self) -> str:
+        if self.goal is None:
+            return self.bare
+        return f"{self.bare} {'>' if self.missed else '≤'} {self.goal:g}"
 
 
 class Row(NamedTuple):
@@ -37,10 +41,15 @@ class Row(NamedTuple):
         return {name: x for name, x in self.cells.items() if isinstance(x, Figure)}
 
 
-def _texts(head: Sequence[str], rows: Sequence[Row]) -> list[list[str]]:
+def _texts(
+    head: Sequence[str],
+    rows: Sequence[Row],
+    show: Callable[[Figure | str], str] = str,
+) -> list[list[str]]:
     columns = list(dict.fromkeys(name for row in rows for name in row.cells))
     body = [
-        [*row.case, *(str(row.cells.get(name, "")) for name in columns)] for row in rows
+        [*row.case, *(show(row.cells.get(name, "")) for name in columns)]
+        for row in rows
     ]
     return [[*head, *columns], *body]
 
@@ -54,7 +63,7 @@ def as_text(head: Sequence[str], rows: Sequence[Row]) -> str:
 
 
 def as_markdown(head: Sequence[str], rows: Sequence[Row]) -> str:
-    """Return a table in Markdown, or one for each device if there are some."""
+    """Return a table in Markdown, or one for each device; goals are left out."""
     if "device" not in head:
         return _markdown(head, rows)
     place = head.index("device")
@@ -70,13 +79,13 @@ def as_markdown(head: Sequence[str], rows: Sequence[Row]) -> str:
 
 
 def _markdown(head: Sequence[str], rows: Sequence[Row]) -> str:
-    lines = _texts(head, rows)
+    lines = _texts(head, rows, lambda x: x.bare if isinstance(x, Figure) else x)
     lines.insert(1, ["---"] * len(lines[0]))
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def summary(rows: Sequence[Row], unit: str) -> str:
+def summary(rows: Sequence[Row]) -> str:
     """Say how many goals are met."""
     figures = [x for row in rows for x in row.figures.values() if x.goal is not None]
     met = f"{sum(not x.missed for x in figures)} of {len(figures)} goals met"
-    return f"{met}. {unit} `>` is above the goal."
+    return f"{met}; `>` is above the goal."
