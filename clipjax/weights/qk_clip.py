@@ -100,6 +100,7 @@ def qk_clip(
         scales = []
         for path, logits, sides in _by_layer(max_logits, layers_of(params)):
             finite = jnp.where(jnp.isfinite(logits), logits, 0)
+            finite = _on_all_devices(finite, sides)
             of = f"the logits of {path!r}"
             fitted = bounds.fit_bound("threshold", bound, finite, of)
             changed += sides
@@ -116,6 +117,13 @@ def qk_clip(
         scheduled=callable(threshold),
         check=layers_of,
     )
+
+
+def _on_all_devices(logits: jax.Array, sides: list[_Side]) -> jax.Array:
+    """Return the largest logits over the mesh axes that split batches, not heads."""
+    of_heads = {axis for side in sides for axis in norms.mesh_axes(side.leaf.value)}
+    axes = tuple(set(norms.mesh_axes(logits)) - of_heads)
+    return lax.pmax(logits, axes) if axes else logits
 
 
 def _is_part(name: Any) -> bool:

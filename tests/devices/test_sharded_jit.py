@@ -18,14 +18,12 @@ pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devi
 # over both.
 SPECS = {
     "both": P("model", "data"),
-    "data": P("data", None),
     "held": P(),
     "model": P(None, "model"),
     "bias": P("data"),
 }
 SHAPES = {
     "both": (8, 16),
-    "data": (16, 8),
     "held": (4, 3),
     "model": (8, 6),
     "bias": (16,),

@@ -160,22 +160,21 @@ def test_thresholds_may_be_schedules_and_infinite() -> None:
             "eps": clipjax.zclip(z, warmup_steps=2, eps=0.0),
         }
 
+    thresholds = {
+        "never": math.inf,
+        "later": lambda step: jnp.where(step < 4, math.inf, 1.0),
+        "number": 1.0,
+    }
+    rules = {
+        (k, name): tx for k, z in thresholds.items() for name, tx in make(z).items()
+    }
     with jax.debug_nans(True):
-        never = runs(make(math.inf), norms, np.zeros(1, np.float32))
-        later = runs(
-            make(lambda step: jnp.where(step < 4, math.inf, 1.0)),
-            norms,
-            np.zeros(1, np.float32),
-        )
-    number = runs(make(1.0), norms, np.zeros(1, np.float32))
-    for name in never:
-        np.testing.assert_array_equal(
-            never[name].updates["w"], norms["w"], err_msg=name
-        )
-        np.testing.assert_array_equal(
-            later[name].updates["w"], number[name].updates["w"], err_msg=name
-        )
-        assert (later[name].updates["w"] < 9)[0, 4], name
+        done = runs(rules, norms, np.zeros(1, np.float32))
+    for name in make(1.0):
+        never, later, number = (done[k, name].updates["w"] for k in thresholds)
+        np.testing.assert_array_equal(never, norms["w"], err_msg=name)
+        np.testing.assert_array_equal(later, number, err_msg=name)
+        assert (later < 9)[0, 4], name
 
 
 def test_a_threshold_that_clips_nothing_has_the_derivative_of_the_identity() -> None:
@@ -216,19 +215,21 @@ def test_the_deviation_is_never_below_0() -> None:
     )
     # Equal ones, which are taken for spikes until the statistics start anew.
     norms[:, 50:190] = norms[:, 50:51] * 8
-    for tx in (
+    txs = (
         clipjax.zclip(),
         clipjax.zclip(decay=0.0),
         clipjax.clip_by_lognormal(decay=0.0),
-    ):
+    )
 
-        def step(state: Any, norm: Any, tx: Any = tx) -> Any:
-            _, state = tx.update(norm[None], state)
-            return state, state.memory.std
+    def step(states: Any, norm: Any) -> Any:
+        states = [tx.update(norm, s)[1] for tx, s in zip(txs, states, strict=True)]
+        return states, [state.memory.std for state in states]
 
-        first = tx.init(jnp.zeros(1))
-        _, stds = jax.jit(
-            jax.vmap(lambda run, step=step, first=first: jax.lax.scan(step, first, run))
-        )(norms)
+    @jax.jit
+    @jax.vmap
+    def deviations(run: Any) -> Any:
+        return jax.lax.scan(step, [tx.init(run[0]) for tx in txs], run)[1]
+
+    for stds in deviations(norms):
         assert np.isfinite(stds).all()
         assert (stds >= 0).all()

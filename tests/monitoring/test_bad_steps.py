@@ -72,7 +72,8 @@ def test_bad_steps_are_those_that_skip_spikes_skips(dtype: str) -> None:
             state = tx.update(updates, state, loss=loss)[1]
             return state, clipjax.metrics(state)
 
-        first = tx.init(shapes(dtype))
+        init = jax.jit(tx.init)
+        first = init(shapes(dtype))
         state, history = jax.lax.scan(step, first, (grads, losses))
         assert clipjax.bad_steps(first) == []
         skipped = np.flatnonzero(history["skip_spikes/skipped_last"])
@@ -87,7 +88,7 @@ def test_bad_steps_are_those_that_skip_spikes_skips(dtype: str) -> None:
             assert each.groups == pytest.approx(exact, rel=1e-5, nan_ok=True)
             assert list(each.groups) == sorted(exact)
 
-        donated = tx.init(shapes(dtype))
+        donated = init(shapes(dtype))
         for i in range(STEPS):
             inputs = jax.tree.map(lambda x, i=i: x[i], (grads, losses))
             donated, _ = step(donated, inputs)
@@ -265,8 +266,9 @@ def test_the_state_of_nnx_has_metrics(modes: Any) -> None:
     with nnx_modes.without(modes):
         model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
         optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-        params = nnx.state(model, nnx.Param)
-        optimizer.update(model, jax.tree.map(jnp.ones_like, params))
+        grads = jax.tree.map(np.ones_like, nnx.state(model, nnx.Param))
+        jitted = nnx.jit(lambda optimizer, *given: optimizer.update(*given))
+        jitted(optimizer, model, grads)
         both = nnx.state((model, optimizer)), optimizer
         np.testing.assert_equal(*(jax.device_get(clipjax.metrics(x)) for x in both))
 
@@ -319,8 +321,7 @@ def bad(norm: float, threshold: float, loss: float, **groups: float) -> Any:
 
 @functools.cache
 def one_bad_step() -> Any:
-    tx = clipjax.record_norms(keep=1)
-    return tx.update(jnp.array([NAN]), tx.init(jnp.ones(1)))[1]
+    return programs.stepped(clipjax.record_norms(keep=1), np.float32([NAN]))[1]
 
 
 def test_what_is_printed_names_the_place() -> None:

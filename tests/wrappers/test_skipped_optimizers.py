@@ -98,14 +98,16 @@ def test_optimizers_in_a_scan_of_a_vmap_with_donated_states() -> None:
         n: optax.LookaheadParams.init_synced(PARAMS) if n == "lookahead" else PARAMS
         for n in SKIPS
     }
-    carry = jax.tree.map(
-        lambda x: jnp.stack([x, x]),
-        {n: (params, SKIPS[n].init(params)) for n, params in first.items()},
-    )
+
+    @jax.jit
+    def two_of_each(first: Any) -> Any:
+        each = {n: (params, SKIPS[n].init(params)) for n, params in first.items()}
+        return jax.tree.map(lambda x: jnp.stack([x, x]), each)
+
     program = jax.jit(
         jax.vmap(lambda carry, *given: lax.scan(step, carry, given)), donate_argnums=0
     )
-    _, steps = jax.device_get(program(carry, SIZES, LOSSES))
+    _, steps = jax.device_get(program(two_of_each(first), SIZES, LOSSES))
     for name, (params, state) in steps.items():
         skipped = ~np.isfinite(SIZES * LOSSES) | (("spikes" in name) & (SIZES > 1e6))
         for i, j in np.ndindex(2, 4):
