@@ -48,12 +48,12 @@ def qk_clip(
     Returns:
       A :class:`Projection`. Its call, and `update` where it is a link, need the
       argument `max_logits`: the largest logits of the forward pass, after the scale 1 /
-      sqrt(head_dim) and the mask, and before the softmax, over all tokens, examples and
-      devices. It is an array (heads,) of query heads, (layers, heads) for a stack, or a
-      mapping, possibly nested, from the paths of layers, or their last components, to
-      such arrays. Layers that it does not name are not changed, and logits that are not
-      finite clip nothing. With `accumulate=k`, those of the last micro-batch count:
-      pass the largest of all k with it.
+      sqrt(head_dim) and the mask, and before the softmax, over all tokens and examples.
+      It is an array (heads,) of query heads, (layers, heads) for a stack, or a mapping,
+      possibly nested, from the paths of layers, or their last components, to such
+      arrays. Layers that it does not name are not changed, and logits that are not
+      finite clip nothing. In a checked `shard_map` the largest of all devices count;
+      with `accumulate=k` those of the last micro-batch: pass the largest of all k.
 
     Raises:
       TypeError, ValueError: in `init`, or when called: no layer has both; heads of the
@@ -119,13 +119,6 @@ def qk_clip(
     )
 
 
-def _on_all_devices(logits: jax.Array, sides: list[_Side]) -> jax.Array:
-    """Return the largest logits over the mesh axes that split batches, not heads."""
-    of_heads = {axis for side in sides for axis in norms.mesh_axes(side.leaf.value)}
-    axes = tuple(set(norms.mesh_axes(logits)) - of_heads)
-    return lax.pmax(logits, axes) if axes else logits
-
-
 def _is_part(name: Any) -> bool:
     return isinstance(name, str) and name != "" and "/" not in name
 
@@ -137,6 +130,13 @@ class _Side(NamedTuple):
     leaf: trees.Leaf
     is_query: bool
     rest: str  # of the path, such as "kernel"
+
+
+def _on_all_devices(logits: jax.Array, sides: list[_Side]) -> jax.Array:
+    """Return the largest logits over the mesh axes that split batches, not heads."""
+    of_heads = {axis for side in sides for axis in norms.mesh_axes(side.leaf.value)}
+    axes = tuple(set(norms.mesh_axes(logits)) - of_heads)
+    return lax.pmax(logits, axes) if axes else logits
 
 
 def _layers_of(params: Tree, query: str, key: str) -> dict[str, list[_Side]]:

@@ -1,5 +1,6 @@
 """QK-clip: the logits of real attention before and after, and which weights change."""
 
+import functools
 import math
 from typing import Any
 
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from clipjax.weights.qk_clip import qk_clip
@@ -194,6 +195,28 @@ def test_explicit_mesh_axes() -> None:
     clipped = qk_clip()(layer(2), max_logits=logits)
     np.testing.assert_allclose(
         clipped["key"]["kernel"], layer(2)["key"]["kernel"] / 2, rtol=2e-6
+    )
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
+def test_the_largest_logits_of_all_devices_count_in_shard_map() -> None:
+    """Batches are split over one axis of the mesh, heads over the other."""
+    kinds = (AxisType.Auto,) * 2
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=kinds)
+    params = layer(HEADS)
+    logits = np.random.default_rng(1).uniform(50, 400, (4, HEADS)).astype(np.float32)
+    logits[1, 0] = np.nan
+    heads = jax.tree.map(lambda x: P(*[None] * (x.ndim - 2), "model"), params)
+    clip = jax.shard_map(
+        lambda params, logits: qk_clip()(params, max_logits=logits[0]),
+        mesh=mesh,
+        in_specs=(heads, P("data", "model")),
+        out_specs=heads,
+    )
+    wanted = clip_to(100.0, params, np.nanmax(logits, axis=0))
+    found = jax.jit(clip)(params, logits)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-6), found, wanted
     )
 
 
