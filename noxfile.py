@@ -23,6 +23,7 @@ def tests(session: nox.Session, versions: str) -> None:
     session.run("python", "-m", "pytest", *session.posargs)
 
 
+# The newest Flax and JAX need 3.12, and no client refuses it.
 @nox.session(default=False, python="3.12")
 @nox.parametrize("client", CLIENTS)
 def clients(session: nox.Session, client: str) -> None:
