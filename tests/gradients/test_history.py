@@ -172,39 +172,43 @@ def test_derivatives_are_those_of_the_step() -> None:
         spike, rng = jax.tree.map(lambda x: 4 * x[0], usual), np.random.default_rng(9)
         direction = {name: rng.standard_normal(x.shape) for name, x in spike.items()}
 
-        def step(t: Any, states: Any, grads: Any) -> Any:
-            moved = jax.tree.map(lambda g, d: g + t * d, grads, direction)
-            done = {name: tx.update(moved, states[name]) for name, tx in RULES.items()}
-            losses = [
-                sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(updates))
-                for updates, _ in done.values()
-            ]
-            return jnp.stack(losses), {name: state for name, (_, state) in done.items()}
+        def step(shifts: Any, states: Any, grads: Any) -> Any:
+            """Shift each rule's gradients by its own share of the direction."""
+            losses, after = [], {}
+            for (name, tx), t in zip(RULES.items(), shifts, strict=True):
+                moved = jax.tree.map(lambda g, d, t=t: g + t * d, grads, direction)
+                updates, after[name] = tx.update(moved, states[name])
+                losses.append(
+                    sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(updates))
+                )
+            return losses, after
 
-        value = jax.jit(step)
-        backward = jax.jit(jax.jacrev(lambda *args: step(*args)[0]))
+        @jax.jit
+        def slopes(t: Any, *args: Any) -> Any:
+            """Return losses, states, and derivatives, in both modes."""
+            shifts = [t] * len(RULES)
+            done, along = jax.jvp(
+                lambda x: step(x, *args), (shifts,), ([jnp.ones_like(t)] * len(RULES),)
+            )
+            return *done, *along, jax.grad(lambda x: sum(step(x, *args)[0]))(shifts)
+
         start = states = {name: tx.init(spike) for name, tx in RULES.items()}
         for i in range(8):
-            _, states = value(0.0, states, at(usual, i))
-        assert all(
-            metric(x, "scale") < 1 for x in value(0.0, states, spike)[1].values()
-        )
+            states = slopes(0.0, states, at(usual, i))[1]
+        found = jax.device_get(slopes(0.0, states, spike))
+        _, after, forward, of_states, backward = found
+        assert all(metric(x, "scale") < 1 for x in after.values())
 
-        central = (
-            value(1e-5, states, spike)[0] - value(-1e-5, states, spike)[0]
-        ) / 2e-5
-        forward, of_states = jax.jit(jax.jacfwd(step))(0.0, states, spike)
+        ahead, behind = (slopes(t, states, spike)[0] for t in (1e-5, -1e-5))
+        central = (np.array(ahead) - np.array(behind)) / 2e-5
         np.testing.assert_allclose(forward, central, rtol=1e-6, atol=1e-8)
-        np.testing.assert_allclose(
-            backward(0.0, states, spike), central, rtol=1e-6, atol=1e-8
-        )
+        np.testing.assert_allclose(backward, central, rtol=1e-6, atol=1e-8)
         floats = [x for x in jax.tree.leaves(of_states) if x.dtype != jax.dtypes.float0]
         assert floats
         assert not any(np.any(x) for x in floats)
         for before in (start, states):
-            assert np.isfinite(
-                backward(0.0, before, jax.tree.map(np.zeros_like, spike))
-            ).all()
+            *_, of_zeros = slopes(0.0, before, jax.tree.map(np.zeros_like, spike))
+            assert np.isfinite(of_zeros).all()
 
 
 def test_hyperparameters_can_be_injected() -> None:

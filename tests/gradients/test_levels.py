@@ -2,8 +2,8 @@
 a fresh clip at their level.
 """
 
+import functools
 import itertools
-from functools import partial
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from tests.contract.members import FIRST, usual
 # Every clip that follows the past, and the other forms of their rules.
 FOLLOWING = [row for row in FIRST.values() if row.remembers]
 RULES: dict[str, Any] = {
-    **{row.name: (row.quick or partial(usual, row.name))() for row in FOLLOWING},
+    **{row.name: row.quick() if row.quick else usual(row.name) for row in FOLLOWING},
     "autoclip 90": clipjax.autoclip(90.0, window=40),
     "clip_by_quantile .9": clipjax.clip_by_quantile(0.9),
 }
@@ -119,30 +119,45 @@ def test_zeros_at_every_phase_leave_no_trace() -> None:
     jax.tree.map(np.testing.assert_array_equal, memories(runs), memories(mixed))
 
 
-@pytest.mark.parametrize(("decay", "error"), [(0.9999, 1e-5), (0.999999, 5e-4)])
-def test_long_averages_stay_beside_float64(decay: float, error: float) -> None:
-    """A million steps: in float32 the two shares of an average, decay and 1 - decay, do
-    not add up to 1.
-    """
-    txs = (
-        clipjax.zclip(1e6, decay=decay, warmup_steps=1),
-        clipjax.adagc(1e6, decay=decay, warmup_steps=0),
-    )
+AVERAGES = {0.9999: 1e-5, 0.999999: 5e-4}
+
+
+@functools.cache
+def long_averages() -> Any:
+    """Return a million norms, and the memories after them for each decay."""
+    txs = {
+        decay: (
+            clipjax.zclip(1e6, decay=decay, warmup_steps=1),
+            clipjax.adagc(1e6, decay=decay, warmup_steps=0),
+        )
+        for decay in AVERAGES
+    }
     norms = np.exp(0.3 * np.random.default_rng(0).standard_normal(1_000_000)).astype(
         np.float32
     )
 
     def step(states: Any, norm: Any) -> Any:
-        return tuple(
-            tx.update(norm, state)[1] for tx, state in zip(txs, states, strict=True)
-        ), None
+        return {
+            decay: [
+                tx.update(norm, state)[1]
+                for tx, state in zip(txs[decay], each, strict=True)
+            ]
+            for decay, each in states.items()
+        }, None
 
-    first = tuple(tx.init(jnp.zeros(())) for tx in txs)
-    of_zclip, of_adagc = jax.jit(lambda norms: jax.lax.scan(step, first, norms))(norms)[
-        0
-    ]
+    first = {k: [tx.init(jnp.zeros(())) for tx in pair] for k, pair in txs.items()}
+    return norms, jax.jit(lambda norms: jax.lax.scan(step, first, norms)[0])(norms)
+
+
+@pytest.mark.parametrize("decay", AVERAGES)
+def test_long_averages_stay_beside_float64(decay: float) -> None:
+    """A million steps: in float32 the two shares of an average, decay and 1 - decay, do
+    not add up to 1.
+    """
+    norms, memories = long_averages()
+    (of_zclip, of_adagc), error = memories[decay], AVERAGES[decay]
     mean, variance = float(norms[0]), 0.0
-    for norm in norms[1:].astype(np.float64):
+    for norm in norms[1:].tolist():  # in float64
         mean += (1 - decay) * (norm - mean)
         variance += (1 - decay) * ((norm - mean) ** 2 - variance)
     np.testing.assert_allclose(of_zclip.memory.mean, mean, rtol=error)
@@ -154,11 +169,12 @@ def test_counters_at_their_end_freeze_nothing() -> None:
     """A ring goes on: its counter stays below twice its length."""
     tx, zero = clipjax.autoclip(window=4), jnp.zeros(())
     skip = clipjax.skip_spikes(optax.sgd(1.0), window=4)
+    update, update_skip = jax.jit(tx.update), jax.jit(skip.update)
     states = [tx.init(zero), skip.init(zero)]
     for norm in np.float32([5, 1, 2, 3, 4] * 4):
         states = [
-            each.update(norm, state, zero)[1]
-            for each, state in zip((tx, skip), states, strict=True)
+            each(norm, state, zero)[1]
+            for each, state in zip((update, update_skip), states, strict=True)
         ]
     of_clip, of_skip = states[0].memory, states[1].memory.past
     for values, entered in (of_clip, (of_skip.values[0], of_skip.entered[0])):
@@ -169,8 +185,8 @@ def test_counters_at_their_end_freeze_nothing() -> None:
         memory=states[1].memory._replace(in_a_row=jnp.int32(most)),
         counts={key: x + most for key, x in skip.init(zero).counts.items()},
     )
-    _, worn = skip.update(jnp.float32(np.nan), worn, zero)
+    _, worn = update_skip(np.float32(np.nan), worn, zero)
     assert worn.memory.in_a_row == most
-    updates, worn = skip.update(jnp.float32(2.5), worn, zero)
+    updates, worn = update_skip(np.float32(2.5), worn, zero)
     assert updates == -2.5
     assert clipjax.metrics(worn)["skip_spikes/skipped_in_a_row"] == 0

@@ -178,17 +178,23 @@ def test_adaptive_clips_of_kernels_of_any_rank() -> None:
     default takes the whole leaf.
     """
     kernel = np.ones((2, 2, 2, 3, 4), np.float32)
-    for axes in ((0, 1, 2), (0, 1, 2, 3), clipjax.fan_in, None):
-        tx = clipjax.adaptive_grad_clip(0.5, axes=axes)
-        np.testing.assert_allclose(clipped(tx, 2 * kernel, kernel), 0.5, rtol=2e-6)
-        np.testing.assert_array_equal(clipped(tx, 0.1 * kernel, kernel), 0.1 * kernel)
-        if not callable(axes) and axes:
-            assert_close(
-                *(
-                    [clipped(t, 2 * kernel, kernel)]
-                    for t in (tx, optax.adaptive_grad_clip(0.5, axis=axes))
-                )
-            )
+    forms = ((0, 1, 2), (0, 1, 2, 3), clipjax.fan_in, None)
+    ours = [clipjax.adaptive_grad_clip(0.5, axes=axes) for axes in forms]
+    theirs = [optax.adaptive_grad_clip(0.5, axis=axes) for axes in forms[:2]]
+    every = jax.jit(lambda grads: [clipped(tx, grads, kernel) for tx in ours + theirs])
+    large, small = every(2 * kernel), every(np.float32(0.1) * kernel)
+    for above, inside in zip(large[:4], small[:4], strict=True):
+        np.testing.assert_allclose(above, 0.5, rtol=2e-6)
+        np.testing.assert_array_equal(inside, np.float32(0.1) * kernel)
+    assert_close(large[:2], large[4:])
+
+
+@jax.jit
+def after_sgd(grads: Any, w: Any) -> list[Any]:
+    """Return the weights with our link after SGD, and with theirs."""
+    links = clipjax.non_negative(), optax.keep_params_nonnegative()
+    txs = [optax.chain(optax.sgd(1e-2), link) for link in links]
+    return [optax.apply_updates(w, clipped(tx, grads, w)) for tx in txs]
 
 
 @pytest.mark.parametrize("start", [-1.0, 1.0, 0.0])
@@ -196,13 +202,8 @@ def test_weights_stay_non_negative(start: float) -> None:
     """As `keep_params_nonnegative` after SGD: negative ones end at 0, others as
     without, unless below 0.
     """
-    grads, w = jnp.array([500.0, -500.0, 0.0]), jnp.full(3, start)
-    links = clipjax.non_negative(), optax.keep_params_nonnegative()
-    both = [
-        optax.apply_updates(w, clipped(optax.chain(optax.sgd(1e-2), link), grads, w))
-        for link in links
-    ]
-    np.testing.assert_array_equal(*both)
+    grads, w = np.float32([500.0, -500.0, 0.0]), np.full(3, start, np.float32)
+    np.testing.assert_array_equal(*after_sgd(grads, w))
     with pytest.raises(ValueError, match="params"):
         clipjax.non_negative().update(grads, clipjax.non_negative().init(w))
 

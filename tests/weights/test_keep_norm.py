@@ -1,5 +1,6 @@
 """Norms that are kept: reached from both sides, and not lost over many steps."""
 
+import functools
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ def test_where_nothing_moved_nothing_changes(dtype: str) -> None:
         return KEEP(weights, weights)["stack"], KEEP.update(zeros, (), weights)[0]
 
     weights = draw(dtype=jnp.dtype(dtype))
-    kept, updates = both(weights)
+    kept, updates = jax.device_get(both(weights))
     assert bits(kept) == bits(weights["stack"])
     for name, update in updates.items():
         assert not np.any(update), name
@@ -90,6 +91,18 @@ def test_a_rate_for_each_unit() -> None:
     np.testing.assert_allclose(kept[0], [2.0, 1.0], rtol=1e-6)
 
 
+WALKING = {"whole": (32, 32), "stack": (2, 24, 32)}
+
+
+@functools.cache
+def thousand_steps() -> Any:
+    def draw_all(key: Any) -> Any:
+        return {k: jax.random.normal(key, shape) for k, shape in WALKING.items()}
+
+    keys = jax.random.split(jax.random.key(0), 1000)
+    return jax.device_get(jax.jit(jax.vmap(draw_all))(keys))
+
+
 @pytest.mark.parametrize(
     ("dtype", "error"), [(np.float32, 2e-5), (jnp.bfloat16, 5e-3), (np.float16, 1e-3)]
 )
@@ -101,24 +114,20 @@ def test_a_thousand_steps_keep_norms(dtype: Any, error: float) -> None:
         optax.scale(0.01),
         clipjax.keep_norm(axes=axes),
     )
-    shapes = {"whole": (32, 32), "stack": (2, 24, 32)}
-    weights = {k: RNG.normal(size=s).astype(dtype) for k, s in shapes.items()}
+    weights = {k: RNG.normal(size=s).astype(dtype) for k, s in WALKING.items()}
+    steps = {k: x.astype(dtype) for k, x in thousand_steps().items()}
 
-    def step(carry: Any, key: Any) -> Any:
+    def step(carry: Any, updates: Any) -> Any:
         weights, state = carry
-        updates = {
-            k: jax.random.normal(key, s).astype(dtype) for k, s in shapes.items()
-        }
         updates, state = tx.update(updates, state, weights)
         return (optax.apply_updates(weights, updates), state), None
 
     @jax.jit
-    def run(weights: Any) -> Any:
-        keys = jax.random.split(jax.random.key(0), 1000)
-        return jax.lax.scan(step, (weights, tx.init(weights)), keys)[0][0]
+    def run(weights: Any, steps: Any) -> Any:
+        return jax.lax.scan(step, (weights, tx.init(weights)), steps)[0][0]
 
-    after = run(weights)
-    for name in shapes:
+    after = run(weights, steps)
+    for name in WALKING:
         before = norm(np.asarray(weights[name], np.float64), REDUCED[name])
         now = norm(np.asarray(after[name], np.float64), REDUCED[name])
         np.testing.assert_allclose(now, before, rtol=error)
@@ -156,7 +165,7 @@ def test_a_skipped_step_keeps_weights() -> None:
     for name, size in sizes(after).items():
         np.testing.assert_allclose(size, sizes(weights)[name], rtol=1e-6)
     grads["whole"][0, 0] = np.nan
-    updates, _ = step(grads, state, after)
+    updates = jax.device_get(step(grads, state, after)[0])
     assert not any(map(np.any, updates.values()))
 
 
@@ -176,10 +185,14 @@ def test_the_example_goes_on_from_what_was_saved(tmp_path: Path) -> None:
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    params = jax.jit(example.first_weights)(jax.random.key(0))
-    sentences = jax.jit(example.sentences, static_argnums=1)
-    text = np.asarray(sentences(jax.random.key(1), 20)).reshape(5, 4, -1)
-    first = carry = params, tx.init(params)
+    @jax.jit
+    def first_carry(key: Any) -> Any:
+        params = example.first_weights(key)
+        return params, tx.init(params)
+
+    text = np.random.default_rng(0).integers(example.WORDS, size=(5, 4, example.LENGTH))
+    first = carry = first_carry(jax.random.key(0))
+    params = first[0]
     for i, words in enumerate(text):
         if i == 3:
             np.savez(tmp_path / "saved.npz", *jax.tree.leaves(carry))

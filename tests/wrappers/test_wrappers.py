@@ -296,13 +296,15 @@ def test_an_optax_checkpoint_is_resumed(tmp_path: Path) -> None:
     ours = optax.chain(CLIP, optax.adam(0.1))
 
     def trained(tx: Any, state: Any, params: Any) -> Any:
-        for i in range(5):
-            grads = jax.tree.map(lambda w, i=i: (3 - i) * (w - 1), params)
+        def step(carry: Any, i: Any) -> Any:
+            params, state = carry
+            grads = jax.tree.map(lambda w: (3 - i) * (w - 1), params)
             updates, state = tx.update(grads, state, params)
-            params = optax.apply_updates(params, updates)
-        return params, state
+            return (optax.apply_updates(params, updates), state), None
 
-    params, old = trained(theirs, theirs.init(PARAMS), PARAMS)
+        return jax.lax.scan(step, (params, state), np.arange(5))[0]
+
+    params, old = jax.jit(lambda p: trained(theirs, theirs.init(p), p))(PARAMS)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "state", old)
         checkpointer.wait_until_finished()
