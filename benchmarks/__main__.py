@@ -21,6 +21,7 @@ from benchmarks.members import MEMBERS, PEERS, weigh
 from benchmarks.steps import ALONE, OF_ONE_STEP, STEPS
 from benchmarks.trees import TREES
 
+COMPARED = MEMBERS | PEERS
 # What fills rows of the table.
 Job = Callable[[], tables.Row | list[tables.Row]]
 
@@ -46,7 +47,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--members",
         nargs="*",
-        choices=MEMBERS | PEERS,
+        choices=COMPARED,
         metavar="MEMBER",
         help="public members and Optax's, beside Adam alone; all if none is named",
     )
@@ -133,8 +134,8 @@ def _jobs(args: argparse.Namespace) -> tuple[list[str], list[Job]]:
 def _members(
     args: argparse.Namespace, dtypes: list[str]
 ) -> tuple[list[str], list[Job]]:
-    chosen = args.members or list(MEMBERS | PEERS)[:: 10 if args.quick else 1]
-    every = [(MEMBERS | PEERS)[name] for name in chosen]
+    chosen = args.members or list(COMPARED)[:: 10 if args.quick else 1]
+    every = [COMPARED[name] for name in chosen]
     if args.compiled:
         places, trees = (
             args.platforms or ["v5e", "v6e", "tpu7x", "h100", "b200"],

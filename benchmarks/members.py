@@ -17,6 +17,7 @@ from benchmarks.steps import (
     RADIUS,
     RMS,
     SPECTRAL_CAP,
+    STEPS,
     Goals,
     Recipe,
     Step,
@@ -219,26 +220,21 @@ MEMBERS = {
     )
 }
 
-_OPTAX = {
-    "clip": optax.clip(1.0),
-    "clip_by_global_norm": optax.clip_by_global_norm(GLOBAL),
-    "clip_by_block_rms": optax.clip_by_block_rms(RMS),
-    "adaptive_grad_clip": optax.adaptive_grad_clip(0.01),
-    "zero_nans": optax.zero_nans(),
-}
-_OPTAX_SKIPS = optax.apply_if_finite(
-    optax.chain(_OPTAX["clip_by_global_norm"], adam()), max_consecutive_errors=5
-)
 # Optax's own, which have no goals.
-PEERS = {
-    f"optax.{name}": _member(
-        f"optax.{name}", Recipe(optax.chain(tx, adam())), Weight(scratch=None)
-    )
-    for name, tx in _OPTAX.items()
+_OPTAX = {
+    "clip": Recipe(optax.chain(optax.clip(1.0), adam())),
+    "clip_by_global_norm": STEPS["global"].theirs,
+    "clip_by_block_rms": STEPS["rms"].theirs,
+    "adaptive_grad_clip": STEPS["agc"].theirs,
+    "zero_nans": Recipe(optax.chain(optax.zero_nans(), adam())),
+    "apply_if_finite around a clip": Recipe(
+        optax.apply_if_finite(STEPS["global"].theirs.tx, max_consecutive_errors=5)
+    ),
 }
-PEERS["optax.apply_if_finite around a clip"] = _member(
-    "optax.apply_if_finite around a clip", Recipe(_OPTAX_SKIPS), Weight(scratch=None)
-)
+PEERS = {
+    f"optax.{name}": _member(f"optax.{name}", recipe, Weight(scratch=None))
+    for name, recipe in _OPTAX.items()
+}
 
 # What the table does not name, as the contract makes it; `chain` and `project` cost
 # nothing themselves.

@@ -67,13 +67,16 @@ def as_markdown(head: Sequence[str], rows: Sequence[Row]) -> str:
     if "device" not in head:
         return _markdown(head, rows)
     place = head.index("device")
+
+    def others(names: Sequence[str]) -> tuple[str, ...]:
+        return (*names[:place], *names[place + 1 :])
+
     of_device: dict[str, list[Row]] = {}
     for row in rows:
-        others = (*row.case[:place], *row.case[place + 1 :])
-        of_device.setdefault(row.case[place], []).append(row._replace(case=others))
-    others = (*head[:place], *head[place + 1 :])
+        its_rows = of_device.setdefault(row.case[place], [])
+        its_rows.append(row._replace(case=others(row.case)))
     return "\n\n".join(
-        f"## {device}\n\n{_markdown(others, its_rows)}"
+        f"## {device}\n\n{_markdown(others(head), its_rows)}"
         for device, its_rows in of_device.items()
     )
 

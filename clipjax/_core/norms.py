@@ -7,7 +7,7 @@ once for each leaf.
 import functools
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -39,9 +39,14 @@ def mesh_axes(x: Any) -> tuple[str, ...]:
     return tuple(sorted(names or ()))
 
 
-def over_devices(combine: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
-    """Return `lax.psum`, `pmax` or `pmin` of x over the devices on which it differs."""
-    names = mesh_axes(x)
+def over_devices(
+    combine: Callable[..., jax.Array], x: jax.Array, but: Container[str] = ()
+) -> jax.Array:
+    """Return `lax.psum`, `pmax` or `pmin` of x over the devices on which it differs.
+
+    It stays apart along the mesh axes `but`.
+    """
+    names = tuple(name for name in mesh_axes(x) if name not in but)
     return combine(x, names) if names else x
 
 

@@ -100,7 +100,9 @@ def qk_clip(
         scales = []
         for path, logits, sides in _by_layer(max_logits, layers_of(params)):
             finite = jnp.where(jnp.isfinite(logits), logits, 0)
-            finite = _on_all_devices(finite, sides)
+            # Mesh axes that do not split the heads split batches.
+            split = {x for side in sides for x in norms.mesh_axes(side.leaf.value)}
+            finite = norms.over_devices(lax.pmax, finite, but=split)
             of = f"the logits of {path!r}"
             fitted = bounds.fit_bound("threshold", bound, finite, of)
             changed += sides
@@ -130,13 +132,6 @@ class _Side(NamedTuple):
     leaf: trees.Leaf
     is_query: bool
     rest: str  # of the path, such as "kernel"
-
-
-def _on_all_devices(logits: jax.Array, sides: list[_Side]) -> jax.Array:
-    """Return the largest logits over the mesh axes that split batches, not heads."""
-    of_heads = {axis for side in sides for axis in norms.mesh_axes(side.leaf.value)}
-    axes = tuple(set(norms.mesh_axes(logits)) - of_heads)
-    return lax.pmax(logits, axes) if axes else logits
 
 
 def _layers_of(params: Tree, query: str, key: str) -> dict[str, list[_Side]]:

@@ -12,7 +12,7 @@ from mkdocs.structure.files import File
 VERSION = re.compile(r'^__version__ = "(.+)"$', re.MULTILINE)
 OUTSIDE = re.compile(
     r"\]\((?:\.\./)+"
-    r"(?P<path>examples/\w+\.py|CONTRIBUTING\.md|(?:benchmarks|tests/clients)/README\.md)\)"
+    r"(?P<path>examples/\w+\.py|CONTRIBUTING\.md|(?:benchmarks|tests/clients)/\w+\.md)\)"
 )
 
 ALERT = re.compile(r"^> \[!(WARNING|NOTE|TIP)\]\n((?:> .*\n)+)", re.MULTILINE)

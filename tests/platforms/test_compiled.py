@@ -16,9 +16,10 @@ import pytest
 
 from benchmarks.compiled import collectives_of
 from benchmarks.members import MEMBERS, weigh
-from benchmarks.platforms import compile_step, devices_of, missing
+from benchmarks.platforms import compile_step, devices_of
 from benchmarks.steps import STEPS
 from benchmarks.trees import shapes_of
+from tests.support.platforms import skip_where_missing
 
 
 @pytest.fixture(autouse=True)
@@ -27,11 +28,6 @@ def _without_cache() -> Iterator[None]:
     before = jax.config.jax_enable_compilation_cache
     yield
     jax.config.update("jax_enable_compilation_cache", before)
-
-
-def skip_where_missing(platform: str) -> None:
-    if reason := missing(platform):
-        pytest.skip(reason)
 
 
 def costs(platform: str, name: str, dtype: str, tree: str = "quick") -> list[object]:

@@ -10,8 +10,9 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import clipjax
-from benchmarks.platforms import devices_of, missing
+from benchmarks.platforms import devices_of
 from tests.devices.members import members
+from tests.support.platforms import compiled_for_tpu, skip_where_missing
 
 ALONE: dict[str, Any] = {**members(0), "spectral_cap": clipjax.spectral_cap(1.0)}
 
@@ -26,30 +27,18 @@ def shapes(dtype: str, sharding: Any) -> dict[str, Any]:
     }
 
 
-def compiled(step: Any, *trees: Any) -> str:
-    return (
-        jax.jit(step)
-        .trace(*trees)
-        .lower(lowering_platforms=("tpu",))
-        .compile()
-        .as_text()
-    )
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ALONE)
 def test_a_member_compiles(name: str, dtype: str) -> None:
-    if reason := missing("v5e"):
-        pytest.skip(reason)
+    skip_where_missing("v5e")
     tx, tree = ALONE[name], shapes(dtype, SingleDeviceSharding(devices_of("v5e")[0]))
-    assert compiled(lambda g, p: tx.update(g, tx.init(p), p)[0], tree, tree)
+    assert compiled_for_tpu(lambda g, p: tx.update(g, tx.init(p), p)[0], tree, tree)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_leaves_and_trees_compile_inside_shard_map(dtype: str) -> None:
     """All in one program; norms of leaves and trees are summed over the mesh."""
-    if reason := missing("v5e"):
-        pytest.skip(reason)
+    skip_where_missing("v5e")
     mesh = Mesh(np.array(devices_of("v5e")[:4]), ("data",))
     specs = {
         "both": PartitionSpec("data"),
@@ -71,4 +60,4 @@ def test_leaves_and_trees_compile_inside_shard_map(dtype: str) -> None:
     program = jax.shard_map(
         step, mesh=mesh, in_specs=(specs, specs), out_specs=dict.fromkeys(table, specs)
     )
-    assert "all-reduce" in compiled(program, tree, tree)
+    assert "all-reduce" in compiled_for_tpu(program, tree, tree)

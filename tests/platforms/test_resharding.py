@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from benchmarks.platforms import devices_of, missing
+from benchmarks.platforms import devices_of
 from tests.contract.members import FIRST
 from tests.devices.test_layouts import BOTH, KINDS, LAYOUTS, UNITS
+from tests.support.platforms import compiled_for_tpu, skip_where_missing
 
 pytestmark = pytest.mark.tpu_compile
 
@@ -27,8 +28,7 @@ COLLECTIVE = re.compile(
 
 @functools.cache
 def devices() -> Any:
-    if reason := missing("v5e"):
-        pytest.skip(reason)
+    skip_where_missing("v5e")
     return np.array(devices_of("v5e")[:4]).reshape(2, 2)
 
 
@@ -54,9 +54,8 @@ def sent(function: Any, grads: Any, params: Any) -> Counter[str]:
             return trees
         return [jax.lax.with_sharding_constraint(tree, shardings) for tree in trees]
 
-    lowered = jax.jit(placed).trace(grads, params).lower(lowering_platforms=("tpu",))
     found: Counter[str] = Counter()
-    for returned, kind in COLLECTIVE.findall(lowered.compile().as_text()):
+    for returned, kind in COLLECTIVE.findall(compiled_for_tpu(placed, grads, params)):
         for sizes in re.findall(r"\[([\d,]*)\]", returned):
             found[kind] += math.prod(int(size) for size in sizes.split(",") if size)
     return found

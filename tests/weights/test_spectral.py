@@ -12,9 +12,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import programs
-from benchmarks.platforms import devices_of, missing
+from benchmarks.platforms import devices_of
 from clipjax._core.units import SKIP
 from clipjax.weights.spectral import spectral_cap
+from tests.support.platforms import skip_where_missing
 from tests.support.trees import bits
 
 BOUND = 0.7
@@ -323,8 +324,7 @@ def test_leaves_that_are_left_alone() -> None:
 @pytest.mark.tpu_compile
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_on_a_mesh_no_more_than_the_short_side_is_gathered(kind: AxisType) -> None:
-    if reason := missing("v5e"):
-        pytest.skip(reason)
+    skip_where_missing("v5e")
     mesh = Mesh(
         np.array(devices_of("v5e")).reshape(2, 2),
         ("data", "model"),
