@@ -4,7 +4,6 @@ import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import clipjax
@@ -145,12 +144,11 @@ def test_parameters_may_have_other_dtypes_than_their_gradients() -> None:
     with jax.enable_x64(True):
         kinds = {"a": np.float32, "b": np.float64, "c": np.float32}
         tx = clipjax.adagc(1.04, warmup_steps=1, max_norm=math.inf)
-        state = tx.init({key: jnp.ones(2, kind) for key, kind in kinds.items()})
+        state = tx.init({key: np.ones(2, kind) for key, kind in kinds.items()})
+        update = jax.jit(tx.update)
         for norm in (100.0, 1000.0):
-            _, state = tx.update(
-                {"a": jnp.float32(1), "b": jnp.float32(norm), "c": jnp.float32(1)},
-                state,
-            )
+            grads = {"a": np.float32(1), "b": np.float32(norm), "c": np.float32(1)}
+            _, state = update(grads, state)
         last = {key: float(x) for key, x in clipjax.metrics(state).items()}
     np.testing.assert_allclose(last["adagc/scale"], 0.104, rtol=1e-5)
     np.testing.assert_allclose(
