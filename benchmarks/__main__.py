@@ -137,19 +137,15 @@ def _members(
     chosen = args.members or list(COMPARED)[:: 10 if args.quick else 1]
     every = [COMPARED[name] for name in chosen]
     if args.compiled:
-        places, trees = (
-            args.platforms or ["v5e", "v6e", "tpu7x", "h100", "b200"],
-            args.trees or ["huge", "stacked", "decoder", "convnet", *OF_ONE_STEP],
-        )
+        places = args.platforms or ["v5e", "v6e", "tpu7x", "h100", "b200"]
+        trees = args.trees or ["huge", "stacked", "decoder", "convnet", *OF_ONE_STEP]
         return ["member", "device", "dtype"], [
             lambda p=p, d=d, m=m: weigh(m, p, trees, d)
             for p, d, m in itertools.product(places, dtypes, every)
             if any(map(m.step.runs_on, trees))
         ]
-    trees, rounds = (
-        args.trees or ["big", "gpt", *OF_ONE_STEP],
-        5 if args.quick else args.rounds,
-    )
+    trees = args.trees or ["big", "gpt", *OF_ONE_STEP]
+    rounds = 5 if args.quick else args.rounds
     return ["member", "compared with", "tree", "dtype"], [
         lambda t=t, d=d, m=m: timing.race(m.step, t, d, rounds=rounds, compiles=1)
         for t, d, m in itertools.product(trees, dtypes, every)

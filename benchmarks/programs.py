@@ -124,10 +124,9 @@ def work(program: Program) -> tuple[int, float]:
                 inner = [of(each) for each in i.called]
                 more, size = sum(x for x, _ in inner), sum(x for _, x in inner)
             else:
-                more, size = (
-                    1,
-                    bytes_of(i.type)
-                    + sum(bytes_of(types.get(o, "")) for o in i.operands),
+                more = 1
+                size = bytes_of(i.type) + sum(
+                    bytes_of(types.get(o, "")) for o in i.operands
                 )
             kernels, moved = kernels + more, moved + size
         return kernels, moved

@@ -161,10 +161,8 @@ def _qk_clip(params: Any) -> Any:
     }
 
 
-SPECTRAL_CAP, QK_CLIP = (
-    clipjax.spectral_cap(RADIUS),
-    functools.partial(clipjax.qk_clip(), max_logits=LOGITS),
-)
+SPECTRAL_CAP = clipjax.spectral_cap(RADIUS)
+QK_CLIP = functools.partial(clipjax.qk_clip(), max_logits=LOGITS)
 
 
 def _skipping() -> Recipe:

@@ -21,10 +21,8 @@ class _Contestant:
 
     def __init__(self, recipe: Recipe | WholeStep, params: Any, grads: Any) -> None:
         self.recipe, self.grads = recipe, grads
-        self.params, self.state = (
-            jax.tree.map(jax.numpy.copy, params),
-            recipe.init(params),
-        )
+        self.params = jax.tree.map(jax.numpy.copy, params)
+        self.state = recipe.init(params)
         self.compile_seconds: list[float] = []
         self.compiled: Any = None
 

@@ -53,14 +53,10 @@ class Block(nnx.Module):
             nnx.LinearGeneral(WIDTH, heads, **share) for _ in range(3)
         )
         self.out = nnx.LinearGeneral(heads, WIDTH, axis=(-2, -1), **share)
-        self.up, self.down = (
-            nnx.Linear(WIDTH, 4 * WIDTH, **share),
-            nnx.Linear(4 * WIDTH, WIDTH, **share),
-        )
-        self.norm_1, self.norm_2 = (
-            nnx.RMSNorm(WIDTH, rngs=rngs),
-            nnx.RMSNorm(WIDTH, rngs=rngs),
-        )
+        self.up = nnx.Linear(WIDTH, 4 * WIDTH, **share)
+        self.down = nnx.Linear(4 * WIDTH, WIDTH, **share)
+        self.norm_1 = nnx.RMSNorm(WIDTH, rngs=rngs)
+        self.norm_2 = nnx.RMSNorm(WIDTH, rngs=rngs)
 
     def __call__(self, x):
         """Return the activations, and the largest logit of each head as it is used."""

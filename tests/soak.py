@@ -330,10 +330,8 @@ def main() -> None:
     given, start, done = parser.parse_args(), time.monotonic(), 0
     cases = CASES if given.case is None else {given.case: CASES[given.case]}
     places = range(STRUCTURES) if given.structure is None else [given.structure]
-    seconds, trials = (
-        given.seconds or np.inf,
-        given.trials or (np.inf if given.seconds else 20_000),
-    )
+    seconds = given.seconds or np.inf
+    trials = given.trials or (np.inf if given.seconds else 20_000)
 
     def run(tree: Any, weights: Any, bounds: Any) -> Any:
         each = {

@@ -57,10 +57,8 @@ def test_all_that_shares_the_norm_becomes_nan(row: Row, value: float) -> None:
 def test_entries_that_are_infinite_end_at_the_limit(row: Row) -> None:
     for value in (NAN, INF, HUGE, -INF):
         tree = spoiled(row, value)
-        result, want = (
-            exact(run(row, tree, BOUND)[0]),
-            row.oracle(exact(tree), {}, BOUND),
-        )
+        result = exact(run(row, tree, BOUND)[0])
+        want = row.oracle(exact(tree), {}, BOUND)
         for name, x in result.items():
             np.testing.assert_allclose(
                 x,

@@ -87,10 +87,8 @@ def test_the_reference_lists_every_name():
     )
     index = (ROOT / "docs" / "reference" / "index.md").read_text()
     for name in clipjax.__all__:
-        listed, described = (
-            f"`{name}" in index,
-            name == "functional" or f"clipjax.{name}" in text,
-        )
+        listed = f"`{name}" in index
+        described = name == "functional" or f"clipjax.{name}" in text
         assert listed, f"{name} is missing in the list of docs/reference/index.md"
         assert described, f"clipjax.{name} is missing on a page of docs/reference"
 

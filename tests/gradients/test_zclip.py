@@ -65,10 +65,8 @@ def lognormal(norms, z_threshold=2.0, decay=0.95, max_norm=math.inf, eps=1e-8):
     after = []
     for t, n in enumerate(norms):
         log, keep = math.log(n + eps), min(decay, t / (t + 1))
-        mean, square = (
-            keep * mean + (1 - keep) * log,
-            keep * square + (1 - keep) * log**2,
-        )
+        mean = keep * mean + (1 - keep) * log
+        square = keep * square + (1 - keep) * log**2
         std = math.sqrt(max(eps, square - mean**2))
         after.append(
             min(

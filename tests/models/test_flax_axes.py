@@ -168,10 +168,8 @@ def test_a_linen_model_in_a_projection() -> None:
 def test_a_short_path_does_not_match_the_end_of_a_long_one() -> None:
     class Shared(nn.Module):
         def setup(self) -> None:
-            self.inner, self.up = (
-                nn.Dense(3),
-                nn.ConvTranspose(3, 2, transpose_kernel=True),
-            )
+            self.inner = nn.Dense(3)
+            self.up = nn.ConvTranspose(3, 2, transpose_kernel=True)
             nn.share_scope(self, self.inner)
 
         def __call__(self, x: Any) -> Any:

@@ -12,10 +12,8 @@ import pytest
 
 import clipjax
 
-plt, plots = (
-    pytest.importorskip("matplotlib.pyplot"),
-    pytest.importorskip("clipjax.plots"),
-)
+plt = pytest.importorskip("matplotlib.pyplot")
+plots = pytest.importorskip("clipjax.plots")
 NAN, INF = np.nan, np.inf
 
 
@@ -114,10 +112,8 @@ def test_the_scale_is_logarithmic_where_values_vary_and_shows_zeros(
 
 
 def test_groups_are_lines_from_metrics_however_they_come() -> None:
-    params, tx = (
-        {f"layer_{i}": jnp.ones(2) for i in (1, 2, 10)},
-        clipjax.record_norms("leaf"),
-    )
+    params = {f"layer_{i}": jnp.ones(2) for i in (1, 2, 10)}
+    tx = clipjax.record_norms("leaf")
 
     def step(state: Any, size: Any) -> Any:
         state = tx.update(jax.tree.map(lambda x: x * size, params), state)[1]

@@ -125,11 +125,9 @@ def test_names_of_layers_and_errors() -> None:
 
 def test_layers_of_a_stack_are_drawn() -> None:
     plots = pytest.importorskip("clipjax.plots")
-    tree, tx, history = (
-        {"blocks": jnp.ones((12, 3))},
-        clipjax.record_norms(1, stacked="blocks"),
-        [],
-    )
+    tree = {"blocks": jnp.ones((12, 3))}
+    tx = clipjax.record_norms(1, stacked="blocks")
+    history = []
     state = tx.init(tree)
     for step in range(3):
         _, state = tx.update(jax.tree.map(lambda x, step=step: x * step, tree), state)

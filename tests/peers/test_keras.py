@@ -71,10 +71,8 @@ def test_constraints(keras: Any, size: float, shape: Any, axis: Any) -> None:
 @pytest.mark.parametrize("rate", [0.0, 0.25, 0.9])
 def test_a_rate_moves_part_of_the_way(keras: Any, rate: float) -> None:
     w = np.random.default_rng(8).standard_normal((6, 5)).astype(np.float32)
-    ours, theirs = (
-        clipjax.min_max_norm(0.5, 1.0, rate=rate),
-        keras.constraints.MinMaxNorm(0.5, 1.0, rate=rate),
-    )
+    ours = clipjax.min_max_norm(0.5, 1.0, rate=rate)
+    theirs = keras.constraints.MinMaxNorm(0.5, 1.0, rate=rate)
     for _ in range(3):
         check(keras, ours, theirs, w, 0)
         w = np.asarray(ours(w))

@@ -95,10 +95,8 @@ def test_projections(seed: int) -> None:
 )
 def test_steps_that_are_not_finite(optimizer: Any, most: int) -> None:
     """A step is skipped, too many in a row are taken; the state is of those taken."""
-    ours, theirs = (
-        clipjax.skip_nonfinite(optimizer, max_consecutive=most),
-        optax.apply_if_finite(optimizer, most),
-    )
+    ours = clipjax.skip_nonfinite(optimizer, max_consecutive=most)
+    theirs = optax.apply_if_finite(optimizer, most)
     w = np.zeros(2, np.float32)
     step, their_step = jax.jit(ours.update), jax.jit(theirs.update)
     state, their_state = ours.init(w), theirs.init(w)

@@ -142,10 +142,8 @@ def of_cone(tree: Tree, params: Tree, bound: float) -> Tree:
     def remove(g: np.ndarray, w: np.ndarray) -> np.ndarray:
         if g.ndim < 2:
             return g
-        size, inner = (
-            norm(w, fan_in(w)),
-            np.sum((g * np.conj(w)).real, axis=fan_in(w), keepdims=True),
-        )
+        size = norm(w, fan_in(w))
+        inner = np.sum((g * np.conj(w)).real, axis=fan_in(w), keepdims=True)
         outward = (size >= bound) & (inner < 0)
         return g - w * np.where(outward, inner, 0) / np.where(size > 0, size, 1) ** 2
 

@@ -299,10 +299,8 @@ def test_derivatives_at_zero_and_in_16_bits_are_finite() -> None:
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_meshes(kind: AxisType) -> None:
     """Shardings stay under jit; a leaf that differs inside shard_map is an error."""
-    mesh, project = (
-        jax.make_mesh((1,), ("d",), axis_types=(kind,)),
-        spectral_cap(1.0, flatten=(1, 2)),
-    )
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(kind,))
+    project = spectral_cap(1.0, flatten=(1, 2))
     for spec in (P("d"), P(None, None, "d")):
         x = jax.device_put(np.ones((2, 4, 4), np.float32), NamedSharding(mesh, spec))
         result = jax.jit(project)(x)

@@ -21,11 +21,9 @@ PARAMS = {
     "w": np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32),
     "b": np.ones(3, np.float32),
 }
-SGD, ADAM, RATE = (
-    optax.sgd(0.1, momentum=0.9),
-    optax.adam(0.1),
-    optax.linear_schedule(1.0, 0.0, 9),
-)
+SGD = optax.sgd(0.1, momentum=0.9)
+ADAM = optax.adam(0.1)
+RATE = optax.linear_schedule(1.0, 0.0, 9)
 OPTIMIZERS: dict[str, Any] = {
     "adafactor": optax.adafactor(0.1),
     "sm3": optax.sm3(0.1),
@@ -69,9 +67,8 @@ def bits(tree: Any) -> list[Any]:
     ]
 
 
-def loss_of(
-    params: Any, loss: Any = None, obj_fn: Any = None
-) -> Any:  # what a line search passes on
+def loss_of(params: Any, loss: Any = None, obj_fn: Any = None) -> Any:
+    """Return a loss; a line search passes on what else `update` was given."""
     return sum(jnp.sum((x - 1) ** 2) for x in jax.tree.leaves(params))
 
 
@@ -143,30 +140,20 @@ def states_of_all_kinds(_: Any) -> Any:
 
 def next_state(updates: Any, state: Any, params: Any = None) -> Any:
     def next_of(x: Any) -> Any:
-        is_key, is_float0 = (
-            jnp.issubdtype(x.dtype, kind)
-            for kind in (jax.dtypes.prng_key, jax.dtypes.float0)
-        )
-        return (
-            jax.random.split(x)[0]
-            if is_key
-            else x
-            if is_float0
-            else ~x
-            if x.dtype == bool
-            else x + x
-        )
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return jax.random.split(x)[0]
+        if x.dtype == jax.dtypes.float0:
+            return x
+        return ~x if x.dtype == bool else x + x
 
     return updates, jax.tree.map(next_of, state)
 
 
 def test_leaves_of_all_kinds() -> None:
-    tx, float0 = (
-        clipjax.skip_spikes(
-            optax.GradientTransformation(states_of_all_kinds, next_state)
-        ),
-        jax.dtypes.float0,
+    tx = clipjax.skip_spikes(
+        optax.GradientTransformation(states_of_all_kinds, next_state)
     )
+    float0 = jax.dtypes.float0
     params = {
         "w": jnp.array([1, -0.0]),
         "half": jnp.full(2, -0.0, jnp.bfloat16),
@@ -191,10 +178,8 @@ def test_leaves_of_all_kinds() -> None:
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
 def test_on_a_mesh_where_one_device_has_the_nan() -> None:
-    mesh, specs = (
-        jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,)),
-        {"w": P("data"), "b": P()},
-    )
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    specs = {"w": P("data"), "b": P()}
     bad = PARAMS | {
         "w": PARAMS["w"]
         * np.where(np.arange(8) == 7, np.nan, 1).astype(np.float32)[:, None]

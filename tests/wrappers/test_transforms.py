@@ -234,10 +234,8 @@ def test_float64_leaves_have_norms_and_bounds_in_float64() -> None:
         updates, _ = update(grads, state, grads)
         np.testing.assert_allclose(updates["w"], -grads["w"], rtol=1e-15)
         # Norms and losses of 1e100 are finite, and enter the past as they are.
-        skip, large = (
-            clipjax.skip_spikes(optax.identity(), warmup_steps=1),
-            {"w": jnp.full(4, 1e100)},
-        )
+        skip = clipjax.skip_spikes(optax.identity(), warmup_steps=1)
+        large = {"w": jnp.full(4, 1e100)}
         update, state = jax.jit(skip.update), skip.init(large)
         for factor in (1.0, 1.0, 100.0):
             _, state = update(
