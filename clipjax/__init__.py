@@ -43,7 +43,7 @@ from clipjax.weights.qk_clip import qk_clip
 from clipjax.weights.spectral import spectral_cap
 from clipjax.weights.violations import violations
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 
 __all__ = [
     "SKIP",
