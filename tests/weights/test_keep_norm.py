@@ -104,17 +104,22 @@ def thousand_steps() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "error"), [(np.float32, 2e-5), (jnp.bfloat16, 5e-3), (np.float16, 1e-3)]
+    ("dtype", "error"),
+    [(np.float32, 2e-5), (jnp.bfloat16, 1.2e-2), (np.float16, 1.5e-3)],
 )
 def test_a_thousand_steps_keep_norms(dtype: Any, error: float) -> None:
-    """Sums that are rounded to 16 bits before they are measured grow by 6%."""
+    """The roundings of weights to 16 bits are a random walk: from twelve seeds norms
+    end up to 0.8% away in bfloat16, and 0.09% in float16. Sums that are rounded before
+    they are measured grow by 6%, and by up to 0.5%.
+    """
+    rng = np.random.default_rng(0)
     axes = {"whole": None, "stack": (1, 2)}
     tx = clipjax.chain(
         clipjax.relative_update(axes=axes),
         optax.scale(0.01),
         clipjax.keep_norm(axes=axes),
     )
-    weights = {k: RNG.normal(size=s).astype(dtype) for k, s in WALKING.items()}
+    weights = {k: rng.normal(size=s).astype(dtype) for k, s in WALKING.items()}
     steps = {k: x.astype(dtype) for k, x in thousand_steps().items()}
 
     def step(carry: Any, updates: Any) -> Any:
