@@ -334,6 +334,8 @@ def test_an_optax_checkpoint_is_resumed(tmp_path: Path) -> None:
 
 def test_orbax_version_1_restores_a_bad_step(tmp_path: Path) -> None:
     ocp = pytest.importorskip("orbax.checkpoint.experimental.v1")
+    if not hasattr(ocp, "save"):
+        pytest.skip("this Orbax has other names for save and load")
     tx = optax.chain(
         clipjax.record_norms("leaf", keep=4),
         clipjax.bounded(optax.adam(0.1), clip=CLIP, nonfinite="skip"),
