@@ -48,7 +48,7 @@ def keep_norm(*, axes: units.AutoAxes = "auto", rate: bounds.Bound = 1.0) -> Pro
       [[3. 0.]
        [0. 4.]]
     """
-    rate_at = limits.rate_at(rate)
+    rates = limits.of_rate(rate)
     name = written("keep_norm", axes=(axes, "auto"), rate=(rate, 1.0))
     axes = units.check_axes(axes, auto=units.whole_matrices)
 
@@ -58,11 +58,11 @@ def keep_norm(*, axes: units.AutoAxes = "auto", rate: bounds.Bound = 1.0) -> Pro
     def keep(params: Tree, step: Any, old: Tree = None) -> Tree:
         before = _like(params, old)
         found = units_of(params)
-        share = rate_at(step)
+        shares = rates.at(params, step)
         factors = []
         for each, norm in zip(found, units.norms_of(found), strict=True):
             kept = norms.norm(before[each.place].value, each.axes)
-            fitted = bounds.fit_bound("rate", share, norm, each.leaf)
+            fitted = bounds.fit_bound("rate", shares[each.place], norm, each.leaf)
             factors.append(clipping.factor_onto(kept, norm, fitted))
         return rescaled(params, found, factors)
 
@@ -70,7 +70,7 @@ def keep_norm(*, axes: units.AutoAxes = "auto", rate: bounds.Bound = 1.0) -> Pro
         name,
         keep,
         needs=("old",),
-        scheduled=callable(rate),
+        scheduled=rates.scheduled,
         units_of=units_of,
         # Factors so near to 1 would not change weights of 16 bits.
         unrounded=True,

@@ -73,11 +73,11 @@ def check_order(low: Limits, high: Limits, tree: Tree, places: Collection[int]) 
             _checks.check_order(low.given[of_low], high.given[of_high], leaf)
 
 
-def rate_at(rate: bounds.Bound) -> Callable[[Any], Any]:
-    """Check a share of the way to a limit, and return the function from the step."""
-    at = bounds.as_schedule("rate", rate)
+def of_rate(rate: bounds.Bound) -> Limits:
+    """Check a share of the way to a limit, which is the same for all leaves."""
+    at_step = {"*": bounds.as_schedule("rate", rate)}
     check_at_most("rate", rate, 1, "at most 1")
-    return at
+    return Limits("rate", {"*": rate}, at_step, by_path=False, other=None)
 
 
 def check_at_most(name: str, value: Any, most: float, wanted: str) -> None:
