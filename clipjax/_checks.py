@@ -1,7 +1,7 @@
 """What arguments may be that are neither bounds nor axes."""
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -51,11 +51,11 @@ def check_count(name: str, value: Any, least: int, *, static: bool = False) -> A
 
 
 def check_order(low: Any, high: Any, of: Any = None) -> None:
-    """Raise an error if limits that are known do not go together.
+    """Raise an error if `low` is above `high`, or their shapes do not fit together.
 
-    So it is if `low` is above `high`, for the leaf `of`.
+    Schedules, traced numbers and mappings from path patterns are not compared here.
     """
-    if callable(low) or callable(high):
+    if any(callable(limit) or isinstance(limit, Mapping) for limit in (low, high)):
         return
     shapes = np.shape(low), np.shape(high)
     try:

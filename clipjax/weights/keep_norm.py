@@ -10,17 +10,17 @@ from clipjax.weights import limits
 from clipjax.weights.projection import Projection, rescaled, written
 
 
-def keep_norm(*, axes: units.AutoAxes = "auto", rate: bounds.Bound = 1.0) -> Projection:
+def keep_norm(*, rate: bounds.Bound = 1.0, axes: units.AutoAxes = "auto") -> Projection:
     """Rescale each unit to the norm it had before the update: w * |old| / |w|.
 
     With :func:`relative_update` in front of the learning rate, in place of weight
     decay: AdamH and MuonH.
 
     Args:
-      axes: the axes that are reduced. "auto": a matrix is one unit; vectors and scalars
-        are not changed; rank 3 and more may be stacks of matrices, and are an error.
       rate: the share of the way back to the old norm, from 0 to 1: a number, an array
         that broadcasts to the units, or a schedule.
+      axes: the axes that are reduced. "auto": a matrix is one unit; vectors and scalars
+        are not changed; rank 3 and more may be stacks of matrices, and are an error.
 
     Returns:
       A :class:`Projection`: the last link of a chain, or a function of the new and the
@@ -49,7 +49,7 @@ def keep_norm(*, axes: units.AutoAxes = "auto", rate: bounds.Bound = 1.0) -> Pro
        [0. 4.]]
     """
     rates = limits.of_rate(rate)
-    name = written("keep_norm", axes=(axes, "auto"), rate=(rate, 1.0))
+    name = written(keep_norm, rate=rate, axes=axes)
     axes = units.check_axes(axes, auto=units.whole_matrices)
 
     def units_of(params: Tree) -> list[units.LeafUnits]:

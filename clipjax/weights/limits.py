@@ -62,7 +62,9 @@ def are_given(each: Sequence[Limits], tree: Tree) -> list[bool]:
     return [any(pattern is not None for pattern in patterns) for patterns in of_leaves]
 
 
-def check_order(low: Limits, high: Limits, tree: Tree, places: Collection[int]) -> None:
+def check_order_by_path(
+    low: Limits, high: Limits, tree: Tree, places: Collection[int]
+) -> None:
     """Raise an error if limits by path that are no schedules do not go together."""
     if not (low.by_path or high.by_path):
         return

@@ -48,7 +48,7 @@ def max_norm(radius: limits.Limit, *, axes: units.AutoAxes = "auto") -> Projecti
     def factor(norm: jax.Array, dtype: Any, radius: Any) -> jax.Array:
         return clipping.factor_to(radius, norm, dtype)
 
-    name = written("max_norm", radius, axes=(axes, "auto"))
+    name = written(max_norm, radius, axes=axes)
     return _rescaling(name, axes, [radii], factor)
 
 
@@ -86,10 +86,9 @@ def min_max_norm(
     for pattern, each in lows.given.items():
         key = f"low[{pattern!r}]" if lows.by_path else "low"
         limits.check_at_most(key, each, np.finfo(np.float64).max, "finite")
-    if not (lows.by_path or highs.by_path):
-        _checks.check_order(low, high)
+    _checks.check_order(low, high)
 
-    name = written("min_max_norm", low, high, rate=(rate, 1.0), axes=(axes, "auto"))
+    name = written(min_max_norm, low, high, rate=rate, axes=axes)
     return _rescaling(name, axes, [lows, highs], _factor_between, [rates])
 
 
@@ -111,7 +110,7 @@ def unit_norm(*, axes: units.AutoAxes = "auto") -> Projection:
        [0.8 0.8 0. ]]
     """
     both = [limits.by_leaf("low", 1), limits.by_leaf("high", 1)]
-    name = written("unit_norm", axes=(axes, "auto"))
+    name = written(unit_norm, axes=axes)
     return _rescaling(name, axes, both, functools.partial(_factor_between, rate=1))
 
 
@@ -136,7 +135,9 @@ def _rescaling(
         found = units_of(params)
         if len(each_limit) == 2:
             low, high = each_limit
-            limits.check_order(low, high, params, {each.place for each in found})
+            limits.check_order_by_path(
+                low, high, params, {each.place for each in found}
+            )
         of_leaves = [(each.name, each.at(params, step)) for each in arguments]
         factors = []
         for each, norm in zip(found, units.norms_of(found), strict=True):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -157,18 +158,15 @@ def rescaled(
     return clipping.rescaled(params, kept, factors)
 
 
-def written(name: str, *args: Any, **options: tuple[Any, Any]) -> str:
-    """Return the call that made a projection.
-
-    Options are pairs of a value and the default; those that are the default are left
-    out.
-    """
-    shown = list(map(short_repr, args))
-    for key, pair in options.items():
-        value, default = map(short_repr, pair)
-        if value != default:
-            shown.append(f"{key}={value}")
-    return f"clipjax.{name}({', '.join(shown)})"
+def written(function: Callable[..., Any], *args: Any, **options: Any) -> str:
+    """Return the call that made a projection, without options that are the default."""
+    parameters = inspect.signature(function).parameters
+    shown = [short_repr(value) for value in args]
+    for key, value in options.items():
+        text = short_repr(value)
+        if text != repr(parameters[key].default):
+            shown.append(f"{key}={text}")
+    return f"clipjax.{function.__name__}({', '.join(shown)})"
 
 
 def applied(param: Any, update: Any) -> Any:

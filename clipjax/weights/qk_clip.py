@@ -109,9 +109,7 @@ def qk_clip(
             scales += _scales(sides, clipping.factor_to(fitted, finite), rotary)
         return clipping.rescaled(params, changed, scales)
 
-    name = written(
-        "qk_clip", threshold, query=(query, "query"), key=(key, "key"), rope=(rotary, 0)
-    )
+    name = written(qk_clip, threshold, query=query, key=key, rope=rotary)
     return Projection(
         name,
         clip,

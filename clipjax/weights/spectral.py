@@ -78,7 +78,7 @@ def spectral_cap(bound: limits.Limit, *, flatten: Flatten = None) -> Projection:
             [_capped(leaf, of, limit) if of else leaf.value for leaf, of, limit in each]
         )
 
-    name = written("spectral_cap", bound, flatten=(flatten, None))
+    name = written(spectral_cap, bound, flatten=flatten)
     return Projection(name, cap, scheduled=each_limit.scheduled)
 
 
