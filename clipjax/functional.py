@@ -100,8 +100,8 @@ def unitwise_norms(
     leaves, rebuild = trees.leaves_of(tree)
     measured: list[Any] = [None] * len(leaves)
     found = units.of_tree(tree, literal(axes))
-    sizes = units.norms_of(found, _checks.check_ord(ord))
-    for each, norm in zip(found, sizes, strict=True):
+    unit_norms = units.norms_of(found, _checks.check_ord(ord))
+    for each, norm in zip(found, unit_norms, strict=True):
         if each.axes is None and keepdims:
             norm = norm.reshape((1,) * each.leaf.value.ndim)
         elif each.axes is not None and not keepdims:
@@ -161,8 +161,8 @@ def clip_by_norm(
     norms.warn_if_local()
     bound = bounds.as_constant("max_norm", max_norm)
     found = units.of_tree(tree, literal(axes))
-    sizes = units.norms_of(found, _checks.check_ord(ord))
-    return clipping.clip_units(tree, found, sizes, bound)[0]
+    unit_norms = units.norms_of(found, _checks.check_ord(ord))
+    return clipping.clip_units(tree, found, unit_norms, bound)[0]
 
 
 def clip_by_global_norm(

@@ -118,8 +118,8 @@ def _as_int32(x: Any) -> Any:
     return x.astype(np.int32)
 
 
-def apart(rows: Metrics) -> Metrics:
-    """Return each number by its name, `<transformation>/<metric>`."""
+def scalars_in(rows: Metrics) -> Metrics:
+    """Return each metric by its whole name, `<transformation>/<metric>`."""
     name = name_in(rows)
     return {
         f"{name}/{metric}": row[..., i]

@@ -80,9 +80,9 @@ def clip_by_norm(
 
     def act(updates: Tree, params: Tree, step: Scalar | None, memory: Any) -> Any:
         found = units.of_tree(updates, axes)
-        sizes = units.norms_of(found, order)
+        unit_norms = units.norms_of(found, order)
         bound = max_norm_at(step)
-        return *clipping.clip_units(updates, found, sizes, bound), memory
+        return *clipping.clip_units(updates, found, unit_norms, bound), memory
 
     return transformation.with_metrics("clip_by_norm", act)
 
@@ -123,9 +123,9 @@ def clip_by_rms(
     def act(updates: Tree, params: Tree, step: Scalar | None, memory: Any) -> Any:
         found = units.of_tree(updates, axes)
         pairs = zip(units.norms_of(found), found, strict=True)
-        sizes = [norm / units.entries_of(each) ** 0.5 for norm, each in pairs]
+        unit_norms = [norm / units.entries_of(each) ** 0.5 for norm, each in pairs]
         bound = threshold_at(step)
-        clipped = clipping.clip_units(updates, found, sizes, bound, "threshold")
+        clipped = clipping.clip_units(updates, found, unit_norms, bound, "threshold")
         return *clipped, memory
 
     return transformation.with_metrics("clip_by_rms", act)

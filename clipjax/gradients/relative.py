@@ -65,8 +65,8 @@ def adaptive_grad_clip(
         least = jnp.maximum(eps, _LEAST)
         relative = []
         for each, norm in zip(found, units.norms_of(found), strict=True):
-            size = norms.norm(weights[each.place].value, each.axes)
-            relative.append(norm / jnp.maximum(size, least))
+            weight_norm = norms.norm(weights[each.place].value, each.axes)
+            relative.append(norm / jnp.maximum(weight_norm, least))
         bound = clipping_at(step)
         return *clip_units(updates, found, relative, bound, "clipping"), memory
 

@@ -150,7 +150,7 @@ def _metrics_of(state: states.MetricsState | states.NormsState) -> Metrics:
 @jax.jit
 def _read(last: Metrics, counts: Metrics) -> Metrics:
     """Return the metrics of one state, in buffers that are not the state's own."""
-    found = states.apart(last) | states.apart(counts)
+    found = states.scalars_in(last) | states.scalars_in(counts)
     steps = f"{states.name_in(found)}/steps"
     if len(found) == 1:
         return {}

@@ -7,7 +7,7 @@ import jax
 from clipjax._core import bounds, clipping, norms, trees, units
 from clipjax._core.aliases import Tree
 from clipjax.weights import limits
-from clipjax.weights.projection import Projection, rescaled, written
+from clipjax.weights.projection import Projection, rescaled_weights, written
 
 
 def keep_norm(*, rate: bounds.Bound = 1.0, axes: units.AutoAxes = "auto") -> Projection:
@@ -64,7 +64,7 @@ def keep_norm(*, rate: bounds.Bound = 1.0, axes: units.AutoAxes = "auto") -> Pro
             kept = norms.norm(before[each.place].value, each.axes)
             fitted = bounds.fit_bound("rate", shares[each.place], norm, each.leaf)
             factors.append(clipping.factor_onto(kept, norm, fitted))
-        return rescaled(params, found, factors)
+        return rescaled_weights(params, found, factors)
 
     return Projection(
         name,

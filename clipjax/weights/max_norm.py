@@ -12,7 +12,7 @@ from clipjax import _checks
 from clipjax._core import bounds, clipping, units
 from clipjax._core.aliases import Tree
 from clipjax.weights import limits
-from clipjax.weights.projection import Projection, rescaled, written
+from clipjax.weights.projection import Projection, rescaled_weights, written
 
 Factor: TypeAlias = Callable[..., jax.Array]  # of (norms, dtype, *limits)
 
@@ -146,7 +146,7 @@ def _rescaling(
                 for name, of_leaf in of_leaves
             ]
             factors.append(factor(norm, each.leaf.value.dtype, *fitted))
-        return rescaled(params, found, factors)
+        return rescaled_weights(params, found, factors)
 
     scheduled = any(each.scheduled for each in arguments)
     return Projection(name, rescale, scheduled=scheduled, units_of=units_of)

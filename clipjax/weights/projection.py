@@ -141,7 +141,7 @@ class Projection(_OptaxClass):
         return functools.partial(Projection, **vars(self)), ()
 
 
-def rescaled(
+def rescaled_weights(
     params: Tree, found: list[units.LeafUnits], factors: list[jax.Array]
 ) -> Tree:
     """Return weights whose units, of which the norms were measured, met factors.

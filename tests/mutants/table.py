@@ -45,8 +45,8 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("(x.astype(real.dtype) * real)", "(x * real.astype(x.dtype))", BOUNDS),
         ("x.at[...].set(y) if x.weak_type else y", "y", INSIDE),
         (
-            "metrics_of(largest, smallest(factors), after)",
-            "metrics_of(largest, smallest(factors))",
+            "metrics_of(largest, smallest_scale(factors), after)",
+            "metrics_of(largest, smallest_scale(factors))",
             "core/test_clipping.py",
         ),
         ("factor_to(bound, norm, dtype) for", "factor_to(bound, norm) for", BOUNDS),
@@ -231,14 +231,18 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     ],
     "gradients/groups.py": [
         (
-            'smallest([each["scale"]',
+            'smallest_scale([each["scale"]',
             'norms.largest([each["scale"]',
             "gradients/test_groups.py",
         ),
     ],
     "gradients/relative.py": [
         ("jnp.maximum(eps, _LEAST)", "_LEAST", BOUNDS),
-        ("norm / jnp.maximum(size, least)", "norm * jnp.maximum(size, least)", BOUNDS),
+        (
+            "norm / jnp.maximum(weight_norm, least)",
+            "norm * jnp.maximum(weight_norm, least)",
+            BOUNDS,
+        ),
         ("in (0, 1, 2, 4)", "in (0, 1, 2, 3, 4)", "gradients/test_relative.py"),
     ],
     "gradients/tangent_cone.py": [
@@ -249,7 +253,7 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
             "gradients/test_tangent_cone.py",
         ),
         (
-            "jnp.asarray(fitted, size.dtype)",
+            "jnp.asarray(fitted, weight_norm.dtype)",
             "jnp.asarray(fitted)",
             "gradients/test_tangent_cone.py",
         ),
