@@ -8,7 +8,7 @@ import optax
 from jax import lax
 
 from clipjax._core import clipping, norms, transformation, trees
-from clipjax._core.aliases import Metrics, Scalar, Tree
+from clipjax._core.aliases import Scalar, Tree
 from clipjax.gradients.skipping import skipping
 
 
@@ -100,7 +100,6 @@ def skip_nonfinite(
     """
 
     def compare(norm: Scalar, loss: Scalar | None, past: Any, step: Scalar) -> Any:
-        metrics: Metrics = {}
-        return np.False_, past, metrics
+        return np.False_, past, {}
 
     return skipping("skip_nonfinite", optimizer, max_consecutive, compare)

@@ -75,7 +75,7 @@ def skipping(
         first = SkipMemory(remember(norm_dtype(params)), jnp.zeros((), np.int32), ())
         _, metrics, _ = trees.eval_shape(judge, params, None, first, step)
         memory = first._replace(inner=inner.init(params))
-        if states.keeps_bad_steps(memory.inner):
+        if trees.nodes_where(lambda x: isinstance(x, states.BadSteps), memory.inner):
             raise ValueError(
                 f"keep: record_norms is inside of {name}, where its state is frozen at "
                 "bad steps. Put it outside: optax.chain(record_norms(..., keep=n), "
@@ -125,8 +125,8 @@ def loss_of(extra: Mapping[str, Any]) -> Scalar | None:
     loss = extra.get("loss")
     if loss is None:
         return None
-    if not bounds.is_real(loss) or np.ndim(loss):
-        is_real = bounds.is_real(loss)
+    is_real = bounds.is_real(loss)
+    if not is_real or np.ndim(loss):
         given = f"shape {np.shape(loss)}" if is_real else short_repr(loss)
         raise TypeError(
             f"loss must be a real scalar, such as the mean over the batch, got {given}"

@@ -129,8 +129,8 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
             NONFINITE,
         ),
         (
-            'f"/{key}".endswith("/steps")',
-            'key == "steps"',
+            'f"/{x}".endswith("/steps")',
+            'x == "steps"',
             "core/test_states.py",
         ),
     ],
