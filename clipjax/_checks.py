@@ -15,7 +15,9 @@ from clipjax._core.messages import short_repr, traced_error
 def check_number(name: str, value: Any, interval: str) -> Any:
     """Return a number in an interval, which is written as in "[0, 1)"."""
     if not bounds.is_real(value) or np.ndim(value):
-        raise TypeError(f"{name} must be a number, got {short_repr(value)}")
+        raise TypeError(
+            f"{name} must be a number in {interval}, got {short_repr(value)}"
+        )
     if isinstance(value, jax.core.Tracer):
         return value
     low, high = map(float, interval[1:-1].split(","))
@@ -83,14 +85,7 @@ def check_ord(ord: Any) -> float:
         return 2.0
     if isinstance(ord, jax.Array):
         raise traced_error("ord", ord)
-    if not bounds.is_real(ord) or np.ndim(ord):
-        raise TypeError(
-            "ord must be 1, 2, a number of at least 1 or infinity, got "
-            f"{short_repr(ord)}"
-        )
-    if not ord >= 1:
-        raise ValueError(f"ord must be at least 1, got {ord!r}")
-    return float(ord)
+    return float(check_number("ord", ord, "[1, inf]"))
 
 
 def check_word(name: str, value: Any, words: Sequence[str]) -> None:
@@ -111,6 +106,14 @@ def check_patterns(argument: str, patterns: Any) -> tuple[str, ...]:
             f"{argument} must be one or several path patterns, got {patterns!r}"
         )
     return tuple(each)
+
+
+def as_list(value: Any) -> list[Any]:
+    """Return the elements of a list or a plain tuple, or one value.
+
+    Gradient transformations are tuples, too.
+    """
+    return list(value) if type(value) in (list, tuple) else [value]
 
 
 def check_transformation(name: str, value: Any) -> Any:

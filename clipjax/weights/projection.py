@@ -63,13 +63,14 @@ class Projection(_OptaxClass):
         norms.warn_if_local()
         _check_is_no_module(self.name, params)
         names = (*self.needs, "step")
-        by_place = dict(zip(names, args, strict=False))
-        if twice := sorted(by_place.keys() & kwargs.keys()):
-            raise TypeError(f"{self} got {', '.join(twice)} twice")
-        given = by_place | kwargs
-        if len(args) > len(names) or set(given) - set(names):
-            more = sorted(set(given) - set(names)) or short_repr(args)
-            raise TypeError(f"{self} takes params and {', '.join(names)}, got {more}")
+        given = dict(zip(names, args, strict=False))
+        wrong = kwargs.keys() - (set(names) - given.keys())
+        if wrong or len(args) > len(names):
+            raise TypeError(
+                f"{self} takes params and {', '.join(names)}, each once, got "
+                f"{sorted(wrong) or short_repr(args)}"
+            )
+        given |= kwargs
         step = given.pop("step", None)
         if step is not None and not (bounds.is_real(step) and np.ndim(step) == 0):
             raise TypeError(f"step must be a number, got {short_repr(step)}")
@@ -252,8 +253,8 @@ def as_projection(name: str, function: Any) -> Projection:
     hint = ""
     if isinstance(function, optax.GradientTransformation):
         hint = (
-            ", a gradient transformation; clips are for clip=, and masks are written "
-            "as axes= or where="
+            ", a gradient transformation: pass the last link of a chain, and a clip as "
+            "clip=; masks are written as axes= or where="
         )
     elif _is_ours(function):
         hint = ": call it, as in clipjax.max_norm(3.0)"

@@ -218,7 +218,7 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("if shape != np.shape(param.value):", "if False:", "errors/test_errors.py"),
     ],
     "_checks.py": [
-        ("if not ord >= 1:", "if not ord >= 0:", "errors/test_errors.py"),
+        ('"[1, inf]"', '"[0, inf]"', "errors/test_errors.py"),
         (
             "float64) > np.asarray(high",
             "float64) >= np.asarray(high",
