@@ -59,8 +59,9 @@ def adaptive_grad_clip(
     axes = units.check_axes(axes, auto=_fan_in_or_all)
 
     def act(updates: Tree, params: Tree, step: Scalar | None, memory: Any) -> Any:
-        params = trees.params_for("adaptive_grad_clip", updates, params)
-        weights, _ = trees.leaves_of(params)
+        weights, _ = trees.leaves_of(
+            trees.params_for("adaptive_grad_clip", updates, params)
+        )
         found = units.of_tree(updates, axes)
         least = jnp.maximum(eps, _LEAST)
         relative = []

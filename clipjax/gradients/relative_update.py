@@ -49,8 +49,9 @@ def relative_update(
     axes = units.check_axes(axes, auto=units.whole_matrices)
 
     def act(updates: Tree, params: Tree, step: Scalar | None, memory: Any) -> Any:
-        params = trees.params_for("relative_update", updates, params)
-        weights, _ = trees.leaves_of(params)
+        weights, _ = trees.leaves_of(
+            trees.params_for("relative_update", updates, params)
+        )
         found = units.of_tree(updates, axes)
         factors = []
         shares = []

@@ -55,8 +55,7 @@ def tangent_cone(
     axes = units.check_axes(axes, auto=units.fan_in_of_matrices)
 
     def act(updates: Tree, params: Tree, step: Scalar | None, memory: Any) -> Any:
-        params = trees.params_for("tangent_cone", updates, params)
-        weights, _ = trees.leaves_of(params)
+        weights, _ = trees.leaves_of(trees.params_for("tangent_cone", updates, params))
         leaves, rebuild = trees.leaves_of(updates)
         values = [leaf.value for leaf in leaves]
         bound = radius_at(step)

@@ -179,7 +179,8 @@ def _by_group(groups: Any, stacked: Any) -> Callable[[str, Tree], list[Group]]:
 
     It returns one number for a group, or one for each layer of stacks.
     """
-    depth: int | None = None
+    # Of a path, none for the whole tree, and all that there are for leaves.
+    depth: int | None = 0 if groups is None else None
     patterns: tuple[str, ...] = ()
     if isinstance(groups, jax.Array):
         raise traced_error("groups", groups)
@@ -192,15 +193,11 @@ def _by_group(groups: Any, stacked: Any) -> Callable[[str, Tree], list[Group]]:
     def groups_of(tree: Tree, leaves: list[trees.Leaf]) -> list[str | None]:
         if patterns:
             return trees.first_matches("groups", patterns, tree)
-        if groups is None:
-            return [""] * len(leaves)
         return [trees.path_name(leaf.path[:depth]) for leaf in leaves]
 
     def groups_in(label: str, tree: Tree) -> list[Group]:
         leaves, _ = trees.leaves_of(tree)
-        found: list[str | None] = [None] * len(leaves)
-        if stacks:
-            found = trees.first_matches("stacked", stacks, tree)
+        found = trees.first_matches("stacked", stacks, tree)
         members: dict[Any, list[trees.Leaf]] = {}
         if groups is None and not stacks:
             members["", False] = []  # the norm of no leaf is 0

@@ -165,7 +165,7 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
             AXES,
         ),
         ("-rank <= axis < rank", "-rank <= axis <= rank", AXES),
-        ("{axis % rank for axis in each}", "set(each)", "errors/test_errors.py"),
+        ("[axis % rank for axis in axes]", "list(axes)", "errors/test_errors.py"),
         (
             "if full and (not asked or",
             "if not full and (not asked or",
