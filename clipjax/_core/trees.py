@@ -118,11 +118,11 @@ def eval_shape(function: Callable[..., Any], params: Tree, *args: Any) -> Any:
 
     A trace does not read arrays there, but refuses to mix them with others.
     """
-
-    def shape_of(x: Any) -> Any:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_in_host(x) else x
-
-    return jax.eval_shape(function, jax.tree.map(shape_of, params), *args)
+    params = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if is_in_host(x) else x,
+        params,
+    )
+    return jax.eval_shape(function, params, *args)
 
 
 def is_in_host(x: Any) -> bool:
@@ -142,15 +142,13 @@ def params_for(name: str, updates: Tree, params: Tree) -> Tree:
         raise ValueError(
             f"params: {name} needs them: tx.update(updates, state, params)"
         )
-
-    def is_none(x: Any) -> bool:
-        return x is None
-
-    def if_updated(update: Any, param: Any) -> Any:
-        return None if update is None else param
-
     try:
-        params = jax.tree.map(if_updated, updates, params, is_leaf=is_none)
+        params = jax.tree.map(
+            lambda update, param: None if update is None else param,
+            updates,
+            params,
+            is_leaf=lambda x: x is None,
+        )
     except ValueError as error:
         raise ValueError(
             f"params: {name} needs them in the structure of the updates: {error}"

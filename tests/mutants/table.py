@@ -211,8 +211,8 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
             AXES,
         ),
         (
-            "return None if update is None else param",
-            "return param",
+            "None if update is None else param",
+            "param",
             "core/test_transformation.py",
         ),
         ("if shape != np.shape(param.value):", "if False:", "errors/test_errors.py"),
@@ -306,12 +306,12 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
             "gradients/test_zclip.py",
         ),
         (
-            "anew = spikes >= _NO_SPIKES",
+            "anew = spikes >= _NEW_LEVEL_COUNT",
             "anew = spikes < 0",
             "gradients/test_levels.py",
         ),
         (
-            "jnp.where(spike, 1, -_ORDINARY)",
+            "jnp.where(spike, 1, -_TAKEN_AWAY)",
             "jnp.where(spike, 1, 0)",
             "gradients/test_zclip.py",
         ),
