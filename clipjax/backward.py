@@ -3,6 +3,7 @@
 `axes` are literal here, as in NumPy: an int or a tuple applies to leaves of every rank.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -98,8 +99,7 @@ def clip_gradient_by_norm(
     """
     bound = bounds.as_constant("max_norm", max_norm)
 
-    def clip(gradient: Any, bound: Any) -> Any:
-        return functional.clip_by_norm(gradient, bound, axes)
+    clip = functools.partial(functional.clip_by_norm, axes=axes)
 
     def seen(gradient: Any, bound: Any) -> list[taps.Seen]:
         found = units.of_tree(gradient, functional.literal(axes))
@@ -137,14 +137,13 @@ def clip_gradient_by_global_norm(
     """
     bound = bounds.as_constant("max_norm", max_norm, scalar=True)
 
-    def clip(gradient: Any, bound: Any) -> Any:
-        return functional.clip_by_global_norm(gradient, bound)[0]
-
     def seen(gradient: Any, bound: Any) -> list[taps.Seen]:
         norm = functional.global_norm(gradient)
         return [(norm, norm > jnp.asarray(bound, norm.dtype))]
 
-    return _with_gradient(clip, seen, tap, tree, bound)
+    return _with_gradient(
+        lambda *args: functional.clip_by_global_norm(*args)[0], seen, tap, tree, bound
+    )
 
 
 def _fitted(name: str, limit: Any, x: jax.Array, leaf: trees.Leaf) -> jax.Array:

@@ -49,7 +49,7 @@ def norm_dtype(tree: Any) -> Any:
     return norm.dtype
 
 
-def counts(norm: jax.Array) -> jax.Array:
+def is_counted(norm: jax.Array) -> jax.Array:
     """Return whether the norm of a step says something about those of others.
 
     One that is not finite does not, nor does 0, as of a masked batch: it would pull
@@ -59,9 +59,11 @@ def counts(norm: jax.Array) -> jax.Array:
 
 
 def if_counted(norm: jax.Array, new: Any, old: Any) -> Any:
-    """Return the new memory if the norm counts, else the old one, as a constant."""
+    """Return the new memory if the norm is counted, else the old one, as a constant."""
 
     def choose(new: jax.Array, old: jax.Array) -> jax.Array:
-        return lax.stop_gradient(jnp.where(counts(norm), new.astype(old.dtype), old))
+        return lax.stop_gradient(
+            jnp.where(is_counted(norm), new.astype(old.dtype), old)
+        )
 
     return jax.tree.map(choose, new, old)

@@ -1,5 +1,6 @@
 """Skipping steps whose gradients or loss are far larger than usual."""
 
+import functools
 from typing import Any, SupportsIndex
 
 import jax
@@ -115,9 +116,7 @@ def skip_spikes(
             norm, loss, past, enough, z_threshold_at(step), max_norm_at(step)
         )
 
-    def remember(dtype: Any) -> Ring:
-        return no_past(length, dtype)
-
+    remember = functools.partial(no_past, length)
     return skipping("skip_spikes", optimizer, max_consecutive, compare_at, remember)
 
 

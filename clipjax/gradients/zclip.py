@@ -12,7 +12,7 @@ from clipjax import _checks
 from clipjax._core import bounds
 from clipjax._core.aliases import Scalar
 from clipjax._core.messages import short_repr
-from clipjax.gradients.history import clip_by_history, counts
+from clipjax.gradients.history import clip_by_history, is_counted
 
 ZclipMode = Literal["adaptive", "mean", "percentile"]
 
@@ -106,9 +106,6 @@ def zclip(
             f"update_on_spike must be a bool, got {short_repr(update_on_spike)}"
         )
 
-    def remember(dtype: Any) -> ZclipMemory:
-        return ZclipMemory(_no_moments(dtype), jnp.zeros((), np.int32))
-
     def bound_of(norm: Scalar, memory: ZclipMemory, step: Any) -> tuple[Scalar, Any]:
         past, spikes = memory
         tiny = np.finfo(norm.dtype).tiny
@@ -141,7 +138,11 @@ def zclip(
         bound = jnp.minimum(bound, jnp.asarray(max_norm_at(step), norm.dtype))
         return bound, ZclipMemory(after, jnp.where(anew, 0, spikes))
 
-    return clip_by_history("zclip", remember, bound_of)
+    return clip_by_history(
+        "zclip",
+        lambda dtype: ZclipMemory(_no_moments(dtype), jnp.zeros((), np.int32)),
+        bound_of,
+    )
 
 
 def _after(past: Moments, norm: Scalar, warming: Scalar, decay: Any) -> Moments:
@@ -214,7 +215,7 @@ def clip_by_lognormal(
     eps = _checks.check_number("eps", eps, "(0, inf)")
 
     def bound_of(norm: Scalar, memory: Moments, step: Any) -> tuple[Scalar, Moments]:
-        counted = counts(norm)
+        counted = is_counted(norm)
         plain = 1 / (memory.steps.astype(norm.dtype) + 1)
         rate = jnp.where(counted, jnp.maximum(1 - decay, plain), 0)
         away = jnp.log(jnp.where(counted, norm, 1) + eps) - memory.mean

@@ -44,12 +44,13 @@ def max_norm(radius: limits.Limit, *, axes: units.AutoAxes = "auto") -> Projecti
        [0.8 0.4]]
     """
     radii = limits.by_leaf("radius", radius)
-
-    def factor(norm: jax.Array, dtype: Any, radius: Any) -> jax.Array:
-        return clipping.factor_to(radius, norm, dtype)
-
     name = written(max_norm, radius, axes=axes)
-    return _rescaling(name, axes, [radii], factor)
+    return _rescaling(
+        name,
+        axes,
+        [radii],
+        lambda norm, dtype, radius: clipping.factor_to(radius, norm, dtype),
+    )
 
 
 def min_max_norm(

@@ -260,7 +260,7 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     ],
     "gradients/history.py": [
         (
-            "jnp.where(counts(norm), new.astype(old.dtype), old)",
+            "jnp.where(is_counted(norm), new.astype(old.dtype), old)",
             "new.astype(old.dtype)",
             NONFINITE,
         ),
@@ -334,7 +334,7 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
             "gradients/test_history.py",
         ),
         (
-            "enter(past, norm, counts(norm))",
+            "enter(past, norm, is_counted(norm))",
             "enter(past, norm, norm == norm)",
             "gradients/test_history.py",
         ),
