@@ -116,8 +116,10 @@ def nodes_where(is_one: Callable[[Any], bool], tree: Any) -> list[Any]:
 def eval_shape(function: Callable[..., Any], params: Tree, *args: Any) -> Any:
     """Return the shapes of `function(params, *args)`, also for host memory.
 
-    A trace does not read arrays there, but refuses to mix them with others.
+    A trace does not read arrays there, but refuses to mix them with others. What is no
+    array is the error of :func:`leaves_of`.
     """
+    leaves_of(params)
     params = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if is_in_host(x) else x,
         params,

@@ -48,7 +48,8 @@ def zero_nonfinite() -> optax.GradientTransformationExtraArgs:
             zeroed += norms.over_devices(lax.psum, jnp.sum(bad, dtype=np.float32))
             zeros = jnp.zeros((), x.dtype)
             values[i] = clipping.weak_like(x, jnp.where(finite, x, zeros))
-        entries = jnp.minimum(zeroed, np.float32(2**31 - 128)).astype(np.int32)
+        most = np.float32(2**31 - 128)  # the largest float32 that fits int32
+        entries = jnp.minimum(zeroed, most).astype(np.int32)
         steps = (zeroed > 0).astype(np.int32)
         metrics = {"zeroed_entries": entries, "nonfinite_steps": steps}
         return rebuild(values), metrics, memory

@@ -69,7 +69,6 @@ def skipping(
         return skipped, metrics, SkipMemory(past, in_a_row, memory.inner)
 
     def init(params: Tree) -> states.MetricsState:
-        trees.leaves_of(params)  # raises its errors
         step = jnp.zeros((), np.int32)
         # Without the inner state, which may hold anything.
         first = SkipMemory(remember(norm_dtype(params)), jnp.zeros((), np.int32), ())

@@ -114,7 +114,6 @@ def record_norms(
     def init(params: Tree) -> states.NormsState:
         if not is_known:
             raise traced_error("keep", keep)
-        trees.leaves_of(params)  # raises its errors
         names, squares = trees.eval_shape(lambda tree: squares_in(tree, tree), params)
         return states.NormsState(
             jnp.zeros((), np.int32),

@@ -81,7 +81,6 @@ class Projection(_OptaxClass):
     def init(self, params: Tree) -> Any:
         """Raise errors, and return the state."""
         step = jnp.zeros((), np.int32) if self.scheduled else None
-        trees.leaves_of(params)  # raises its errors
         if self.check is None:
             trees.eval_shape(lambda tree: self._linked(tree, step, tree, {}), params)
         else:

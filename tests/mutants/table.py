@@ -279,8 +279,8 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ),
         ("jnp.where(enters, more, entered)", "more", "monitoring/test_bad_steps.py"),
         (
-            "last = jnp.maximum(held, 1) - 1",
-            "last = jnp.maximum(held, 1)",
+            "last = jnp.maximum(count, 1) - 1",
+            "last = jnp.maximum(count, 1)",
             "gradients/test_quantiles.py",
         ),
         (
@@ -289,7 +289,7 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
             "gradients/test_skipping.py",
         ),
         (
-            "jnp.where(places < jnp.expand_dims(held, -1), values, most)",
+            "jnp.where(places < jnp.expand_dims(count, -1), values, most)",
             "values",
             "gradients/test_history.py",
         ),
@@ -390,7 +390,11 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
             "seen[1] != 0",
             "gradients/test_skipping.py",
         ),
-        ("warm = held >= enough", "warm = held > enough", "gradients/test_skipping.py"),
+        (
+            "warm = count >= enough",
+            "warm = count > enough",
+            "gradients/test_skipping.py",
+        ),
         (
             "finite & (seen > thresholds) &",
             "(seen > thresholds) &",
