@@ -284,8 +284,8 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
             "gradients/test_quantiles.py",
         ),
         (
-            "row = ascending.shape[-1] * jnp",
-            "row = 0 * jnp",
+            "row = ascending.shape[-1] * rows",
+            "row = 0 * rows",
             "gradients/test_skipping.py",
         ),
         (
