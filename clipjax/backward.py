@@ -296,17 +296,13 @@ def replace_gradient(
         values, rebuild = trees.leaves_of(forward(*fixed[0], **fixed[1]))
         others, _ = trees.leaves_of(backward(*args, **kwargs))
         kinds = [
-            [(x.name, x.value.shape, x.value.dtype) for x in each]
+            [f"{x.name} {x.value.dtype}{list(x.value.shape)}" for x in each]
             for each in (values, others)
         ]
         if kinds[0] != kinds[1]:
-            shown = " and ".join(
-                str([f"{name} {dtype}{list(shape)}" for name, shape, dtype in kind])
-                for kind in kinds
-            )
             raise TypeError(
                 "forward and backward must return the same structure, shapes and "
-                f"dtypes, got {shown}"
+                f"dtypes, got {kinds[0]} and {kinds[1]}"
             )
         each = zip(values, others, strict=True)
         return rebuild(

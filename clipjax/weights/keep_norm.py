@@ -1,5 +1,6 @@
 """The projection onto the norms that weights had before the update."""
 
+import functools
 from typing import Any
 
 import jax
@@ -51,9 +52,7 @@ def keep_norm(*, rate: bounds.Bound = 1.0, axes: units.AutoAxes = "auto") -> Pro
     rates = limits.of_rate(rate)
     name = written(keep_norm, rate=rate, axes=axes)
     axes = units.check_axes(axes, auto=units.whole_matrices)
-
-    def units_of(params: Tree) -> list[units.LeafUnits]:
-        return units.of_tree(params, axes)
+    units_of = functools.partial(units.of_tree, axes=axes)
 
     def keep(params: Tree, step: Any, old: Tree = None) -> Tree:
         before = _like(params, old)
