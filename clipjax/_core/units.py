@@ -56,11 +56,11 @@ def fan_in(path: Any, leaf: Any) -> tuple[int, ...] | Skip:
 def fan_in_of_matrices(path: Any, leaf: Any) -> tuple[int, ...] | Skip:
     """Return `fan_in`, or raise for higher ranks: "auto" where weights are bounded."""
     if len(leaf.shape) > 2:
-        raise unclear(path, leaf)
+        raise unclear_error(path, leaf)
     return fan_in(path, leaf)
 
 
-def unclear(path: Any, leaf: Any) -> ValueError:
+def unclear_error(path: Any, leaf: Any) -> ValueError:
     """Return the error for a leaf whose rank does not tell what it is."""
     return ValueError(
         f"axes: {trees.Leaf(path, leaf)} may be the kernel of a convolution, of "

@@ -14,18 +14,18 @@ from clipjax._core.aliases import Scalar, Tree
 
 def clip_by_history(
     name: str,
-    remember: Callable[[Any], Any],
     bound_of: Callable[[jax.Array, Any, Any], tuple[jax.Array, Any]],
+    initial: Callable[[Any], Any],
 ) -> optax.GradientTransformationExtraArgs:
     """Clip the norm of the whole tree to a bound that depends on past norms.
 
     Args:
       name: the first part of the names of its metrics, which are those of a clip and
         `threshold`, the bound.
-      remember: makes the memory before the first step, a NamedTuple of arrays, from the
-        dtype of the norm.
       bound_of: a function `bound_of(norm, memory, step) -> (bound, memory)`. For
         derivatives, the memory is a constant, and the norm of this step is not.
+      initial: makes the memory before the first step, a NamedTuple of arrays, from the
+        dtype of the norm.
 
     Returns:
       A transformation. A norm that is 0 or not finite does not change its memory.
@@ -39,7 +39,7 @@ def clip_by_history(
         return clipped, metrics | {"threshold": bound}, if_counted(norm, new, memory)
 
     return transformation.with_metrics(
-        name, act, lambda params: remember(norm_dtype(params))
+        name, act, lambda params: initial(norm_dtype(params))
     )
 
 

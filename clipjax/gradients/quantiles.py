@@ -73,8 +73,8 @@ def autoclip(
         bound = quantile(ring.values, held(ring), percentile / 100)
         return jnp.where(ring.entered > 0, bound, jnp.inf), ring
 
-    remember = functools.partial(empty_ring, window)
-    return clip_by_history("autoclip", remember, bound_of)
+    initial = functools.partial(empty_ring, window)
+    return clip_by_history("autoclip", bound_of, initial)
 
 
 def clip_by_quantile(
@@ -134,6 +134,6 @@ def clip_by_quantile(
 
     return clip_by_history(
         "clip_by_quantile",
-        lambda dtype: QuantileMemory(jnp.array(initial_max_norm, dtype)),
         bound_of,
+        lambda dtype: QuantileMemory(jnp.array(initial_max_norm, dtype)),
     )

@@ -77,5 +77,5 @@ def adaptive_grad_clip(
 def _fan_in_or_all(path: Any, leaf: Any) -> norms.Reduced:
     """Reduce as `fan_in`, and over all of a bias; other ranks may be stacks."""
     if len(leaf.shape) not in (0, 1, 2, 4):
-        raise units.unclear(path, leaf)
+        raise units.unclear_error(path, leaf)
     return tuple(range(len(leaf.shape) - 1)) or None

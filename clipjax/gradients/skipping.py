@@ -34,11 +34,11 @@ def skipping(
     optimizer: optax.GradientTransformation,
     max_consecutive: SupportsIndex | None,
     compare: Compare,
-    remember: Callable[[Any], Any] = lambda dtype: (),
+    initial: Callable[[Any], Any] = lambda dtype: (),
 ) -> optax.GradientTransformationExtraArgs:
     """Make a transformation that skips steps which are not finite, or spikes.
 
-    `compare` says what is a spike; `remember` makes the first past, from the dtype of
+    `compare` says what is a spike; `initial` makes the first past, from the dtype of
     the norm.
     """
     _checks.check_transformation("optimizer", optimizer)
@@ -71,7 +71,7 @@ def skipping(
     def init(params: Tree) -> states.MetricsState:
         step = jnp.zeros((), np.int32)
         # Without the inner state, which may hold anything.
-        first = SkipMemory(remember(norm_dtype(params)), jnp.zeros((), np.int32), ())
+        first = SkipMemory(initial(norm_dtype(params)), jnp.zeros((), np.int32), ())
         _, metrics, _ = trees.eval_shape(judge, params, None, first, step)
         memory = first._replace(inner=inner.init(params))
         if trees.nodes_where(lambda x: isinstance(x, states.BadSteps), memory.inner):

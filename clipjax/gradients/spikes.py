@@ -116,8 +116,8 @@ def skip_spikes(
             norm, loss, past, enough, z_threshold_at(step), max_norm_at(step)
         )
 
-    remember = functools.partial(no_past, length)
-    return skipping("skip_spikes", optimizer, max_consecutive, compare_at, remember)
+    initial = functools.partial(no_past, length)
+    return skipping("skip_spikes", optimizer, max_consecutive, compare_at, initial)
 
 
 def no_past(window: Any, dtype: Any) -> Ring:

@@ -140,8 +140,8 @@ def zclip(
 
     return clip_by_history(
         "zclip",
-        lambda dtype: ZclipMemory(_no_moments(dtype), jnp.zeros((), np.int32)),
         bound_of,
+        lambda dtype: ZclipMemory(_no_moments(dtype), jnp.zeros((), np.int32)),
     )
 
 
@@ -234,7 +234,7 @@ def clip_by_lognormal(
         after = Moments(mean, std, optax.safe_increment(memory.steps))
         return jnp.minimum(bound, jnp.asarray(max_norm_at(step), norm.dtype)), after
 
-    return clip_by_history("clip_by_lognormal", _no_moments, bound_of)
+    return clip_by_history("clip_by_lognormal", bound_of, _no_moments)
 
 
 def _no_moments(dtype: Any) -> Moments:

@@ -160,7 +160,7 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("if axes := norms.mesh_axes(leaf.value):", "if axes := ():", DEVICES),
         ("and rank < 2:", "and rank < 1:", AXES),
         (
-            "        raise unclear(path, leaf)\n    return",
+            "        raise unclear_error(path, leaf)\n    return",
             "        pass\n    return",
             AXES,
         ),
