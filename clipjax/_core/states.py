@@ -100,8 +100,7 @@ def next_state(state: MetricsState, metrics: Metrics, memory: Any) -> MetricsSta
 
 
 def saturating_add(counter: jax.Array, more: jax.Array) -> jax.Array:
-    """Add numbers to int32 counters, which stop at their largest value."""
-    more = _as_int32(more)
+    """Add int32 numbers to int32 counters, which stop at their largest value."""
     most = np.iinfo(np.int32).max
     return jnp.where(counter > most - jnp.maximum(more, 0), most, counter + more)
 

@@ -56,10 +56,11 @@ def skipping(
         skipped = ~fine if most is None else ~(fine | (memory.in_a_row >= most))
         # It stays at `max_consecutive`, so that bad steps are taken until a fine one
         # makes it 0.
-        more = states.saturating_add(memory.in_a_row, skipped)
+        one = skipped.astype(np.int32)
+        more = states.saturating_add(memory.in_a_row, one)
         in_a_row = jnp.where(fine, 0, more)
         metrics |= {
-            "skipped": skipped.astype(np.int32),
+            "skipped": one,
             "nonfinite_loss_count": bad_loss.astype(np.int32),
             "norm": norm,
             "skipped_last": skipped.astype(norm.dtype),

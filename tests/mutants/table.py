@@ -377,7 +377,7 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
             "wrappers/test_skipped_optimizers.py",
         ),
         (
-            "states.saturating_add(memory.in_a_row, skipped)",
+            "states.saturating_add(memory.in_a_row, one)",
             "memory.in_a_row + 1",
             "gradients/test_skipping.py",
         ),
