@@ -106,7 +106,7 @@ def saturating_add(counter: jax.Array, more: jax.Array) -> jax.Array:
 
 
 def _as_int32(x: Any) -> Any:
-    if x.dtype.itemsize >= 4:
+    if not np.can_cast(x.dtype, np.int32):  # it has larger numbers
         x = jnp.minimum(x, np.iinfo(np.int32).max)
     return x.astype(np.int32)
 

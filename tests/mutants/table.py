@@ -141,7 +141,7 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
             "core/test_states.py",
         ),
         (
-            "if x.dtype.itemsize >= 4:",
+            "if not np.can_cast(x.dtype, np.int32):",
             "if x.dtype != bool:",
             "core/test_states.py",
         ),
