@@ -172,19 +172,16 @@ def _with_gradient(
         for limit in limits
     ]
 
-    def given(arrays: list[Any]) -> list[Any]:
+    def call(function: Callable[..., Any], arrays: list[Any], gradient: Any) -> Any:
         pairs = zip(limits, arrays, strict=True)
-        return [limit if array is None else array for limit, array in pairs]
-
-    def changed(arrays: list[Any], gradient: Any) -> Any:
-        return change(gradient, *given(arrays))
+        return function(gradient, *(a if b is None else b for a, b in pairs))
 
     def backward(kept: Any, gradient: Any) -> tuple[Any, None, Any]:
         arrays, tap = kept
-        sums = (
-            None if tap is None else taps.sums_of(seen(gradient, *given(arrays)), tap)
-        )
-        return changed(arrays, gradient), None, sums
+        sums = None
+        if tap is not None:
+            sums = taps.sums_of(call(seen, arrays, gradient), tap)
+        return call(change, arrays, gradient), None, sums
 
     @jax.custom_vjp
     def identity(tree: T, arrays: list[Any], tap: Any) -> T:
@@ -192,7 +189,8 @@ def _with_gradient(
 
     identity.defvjp(lambda tree, arrays, tap: (tree, (arrays, tap)), backward)
     tree = rebuild([leaf.value for leaf in leaves])
-    jax.eval_shape(changed, arrays, tree)  # raises its errors now
+    # Raises its errors now.
+    jax.eval_shape(functools.partial(call, change), arrays, tree)
     passed = trees.leaves_of(identity(tree, arrays, tap))[0]
     each = zip(leaves, passed, strict=True)
     return rebuild(

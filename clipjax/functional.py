@@ -150,6 +150,13 @@ def clip_by_norm(
         whole leaf.
       ord: 1, 2 (the default), any p >= 1, or `jax.numpy.inf`.
 
+    Returns:
+      The clipped tree.
+
+    Raises:
+      TypeError, ValueError: `max_norm` is negative, NaN or not a number, or does not
+        fit the norms; `axes` do not fit a leaf, or apply to none.
+
     Example:
       >>> import jax.numpy as jnp
       >>> from clipjax import functional
@@ -183,6 +190,10 @@ def clip_by_global_norm(
 
     Returns:
       The clipped tree, and its norm before.
+
+    Raises:
+      TypeError, ValueError: `max_norm` is negative, NaN, not a number or not a scalar;
+        `norm` is negative or not a scalar.
 
     Example:
       >>> import jax.numpy as jnp

@@ -30,8 +30,9 @@ class Limits(NamedTuple):
 
     def patterns(self, tree: Tree) -> list[str | None]:
         """Return the pattern of each leaf's limit, None if it has none."""
-        patterns = {pattern: pattern for pattern in self.given}
-        return trees.per_leaf(self.name, patterns if self.by_path else "*", tree, None)
+        if not self.by_path:
+            return ["*"] * len(jax.tree.leaves(tree))
+        return trees.first_matches(self.name, tuple(self.given), tree)
 
     def at(self, tree: Tree, step: Any) -> list[Any]:
         """Return the limit of each leaf at a step."""

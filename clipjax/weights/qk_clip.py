@@ -168,7 +168,8 @@ def _check_heads(path: str, sides: list[_Side], rope: int) -> None:
     if one_size and set(fewer) <= {0, 1}:
         ((wide,),) = of_queries
         ((narrow,),) = of_keys
-        if wide == narrow if rope == 0 else 0 < wide - rope <= narrow:
+        meet = wide == narrow if rope == 0 else 0 < wide - rope <= narrow
+        if meet:
             return
     raise ValueError(
         f"query, key: in the layer {path!r}, the heads of queries and keys do not "

@@ -79,12 +79,12 @@ def violations(
                 "first"
             )
     found: list[Violation] = []
-    for one in _checks.as_list(projection):
-        each = as_projection("projection", one)
+    given = _checks.as_list(projection)
+    for each in [as_projection("projection", one) for one in given]:
         of_units = each.units_of(params) if each.units_of else []
         axes_at = {unit.place: unit.axes for unit in of_units}
-        given = {"old": old} if "old" in each.needs else {}
-        projected, _ = trees.leaves_of(each(params, step=step, **given))
+        needs = {"old": old} if "old" in each.needs else {}
+        projected, _ = trees.leaves_of(each(params, step=step, **needs))
         for i, (was, now) in enumerate(zip(leaves, projected, strict=True)):
             if isinstance(now.value, jax.core.Tracer):
                 raise TypeError(

@@ -489,8 +489,8 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
             "weights/test_qk_clip.py",
         ),
         (
-            "if wide == narrow if rope == 0 else 0 < wide - rope <= narrow:",
-            "if True:",
+            "        if meet:\n",
+            "        if True:\n",
             "weights/test_qk_clip.py",
         ),
     ],
