@@ -134,46 +134,53 @@ def is_in_host(x: Any) -> bool:
 
 
 def params_for(name: str, updates: Tree, params: Tree) -> Tree:
-    """Return the parameters, with None where the updates have None.
-
-    Other structures and shapes than those of the updates are an error.
-    """
+    """Return the parameters, as :func:`like` does."""
     if params is None:
         if not jax.tree.leaves(updates):
             return updates
         raise ValueError(
             f"params: {name} needs them: tx.update(updates, state, params)"
         )
+    return like("params", name, updates, params, "updates")
+
+
+def like(argument: str, name: str, tree: Tree, given: Tree, of: str) -> Tree:
+    """Return what is given for each leaf of a tree, with None where that has None.
+
+    Other structures and shapes than those of the tree, which is `of` updates or
+    weights, are an error.
+    """
     try:
-        params = jax.tree.map(
-            lambda update, param: None if update is None else param,
-            updates,
-            params,
+        given = jax.tree.map(
+            lambda x, y: None if x is None else y,
+            tree,
+            given,
             is_leaf=lambda x: x is None,
         )
     except ValueError as error:
         raise ValueError(
-            f"params: {name} needs them in the structure of the updates: {error}"
+            f"{argument}: {name} needs them in the structure of the {of}: {error}"
         ) from error
-    wanted, given = (list(map(np.shape, jax.tree.leaves(x))) for x in (updates, params))
-    if wanted != given:
-        _raise_if_unlike(name, leaves_of(updates)[0], leaves_of(params)[0])
-    return params
+    shapes = [list(map(np.shape, jax.tree.leaves(x))) for x in (tree, given)]
+    if shapes[0] != shapes[1]:
+        _raise_if_unlike(argument, name, leaves_of(tree)[0], leaves_of(given)[0], of)
+    return given
 
 
-def _raise_if_unlike(name: str, updates: list[Leaf], params: list[Leaf]) -> None:
-    missing = {leaf.name for leaf in updates} - {leaf.name for leaf in params}
+def _raise_if_unlike(
+    argument: str, name: str, leaves: list[Leaf], given: list[Leaf], of: str
+) -> None:
+    missing = {leaf.name for leaf in leaves} - {leaf.name for leaf in given}
     if missing:
         raise ValueError(
-            f"params: {name} needs one for each update, but has none for "
+            f"{argument}: {name} needs one for each of the {of}, but has none for "
             f"{a_few(sorted(missing))}"
         )
-    for update, param in zip(updates, params, strict=True):
-        shape = np.shape(update.value)
-        if shape != np.shape(param.value):
+    for leaf, other in zip(leaves, given, strict=True):
+        shape = np.shape(leaf.value)
+        if shape != np.shape(other.value):
             raise ValueError(
-                f"updates: {name} got shape {shape} for the parameter {param.name!r} "
-                f"of shape {np.shape(param.value)}"
+                f"{argument}: {name} got {other}, beside {of} of shape {shape}"
             )
 
 

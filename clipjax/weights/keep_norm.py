@@ -55,7 +55,13 @@ def keep_norm(*, rate: bounds.Bound = 1.0, axes: units.AutoAxes = "auto") -> Pro
     units_of = functools.partial(units.of_tree, axes=axes)
 
     def keep(params: Tree, step: Any, old: Tree = None) -> Tree:
-        before = _like(params, old)
+        if old is None and jax.tree.leaves(params):
+            raise ValueError(
+                "old: keep_norm needs the weights before the update, as in "
+                "keep_norm()(params, old) and violations(params, keep_norm(), old=old)"
+            )
+        old = trees.like("old", "keep_norm", params, old, "new weights")
+        before, _ = trees.leaves_of(old)
         found = units_of(params)
         shares = rates.at(params, step)
         factors = []
@@ -74,27 +80,3 @@ def keep_norm(*, rate: bounds.Bound = 1.0, axes: units.AutoAxes = "auto") -> Pro
         # Factors so near to 1 would not change weights of 16 bits.
         unrounded=True,
     )
-
-
-def _like(params: Tree, old: Tree) -> list[trees.Leaf]:
-    """Return the leaves of the old weights, which are of the same shapes."""
-    if old is None and jax.tree.leaves(params):
-        raise ValueError(
-            "old: keep_norm needs the weights before the update, as in "
-            "keep_norm()(params, old) and violations(params, keep_norm(), old=old)"
-        )
-    wanted: Any = jax.tree.structure(params)
-    given: Any = jax.tree.structure(old)
-    if given != wanted:
-        raise ValueError(
-            f"old: keep_norm needs weights in the structure of the new ones, {wanted}, "
-            f"got {given}"
-        )
-    leaves, _ = trees.leaves_of(params)
-    before, _ = trees.leaves_of(old)
-    for new, leaf in zip(leaves, before, strict=True):
-        if new.value.shape != leaf.value.shape:
-            raise ValueError(
-                f"old: {leaf} must have the shape of the new one, {new.value.shape}"
-            )
-    return before

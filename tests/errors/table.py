@@ -111,7 +111,7 @@ THEMES = {
         of_value("keep_norm(rate=2.0)", "rate", "at most 1", "2.0"),
         of_value("keep_norm()(params)", "old", "keep_norm()(params, old)"),
         of_value("violations(params, keep_norm())", "old", "old=old"),
-        of_value("keep_norm()(params, [params])", "old", "structure", "kernel"),
+        of_value("keep_norm()(params, [params])", "old", "structure", "list"),
         of_value(
             "keep_norm()({'w': jnp.ones((2, 3))}, {'w': jnp.ones((3, 2))})",
             "old",

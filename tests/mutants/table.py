@@ -211,11 +211,11 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
             AXES,
         ),
         (
-            "None if update is None else param",
-            "param",
+            "None if x is None else y",
+            "y",
             "core/test_transformation.py",
         ),
-        ("if shape != np.shape(param.value):", "if False:", "errors/test_errors.py"),
+        ("if shape != np.shape(other.value):", "if False:", "errors/test_errors.py"),
     ],
     "_checks.py": [
         ('"[1, inf]"', '"[0, inf]"', "errors/test_errors.py"),
