@@ -76,13 +76,15 @@ class Projection(_OptaxClass):
             raise TypeError(f"step must be a number, got {short_repr(step)}")
         # JAX's arrays, of which those that do not change stay the same.
         leaves, rebuild = trees.leaves_of(params)
-        return self._projected(rebuild([leaf.value for leaf in leaves]), step, **given)
+        return self._projected(rebuild([leaf.value for leaf in leaves]), step, given)
 
     def init(self, params: Tree) -> Any:
         """Raise errors, and return the state."""
         step = jnp.zeros((), np.int32) if self.scheduled else None
         if self.check is None:
-            trees.eval_shape(lambda tree: self._linked(tree, step, tree, {}), params)
+            trees.eval_shape(
+                lambda tree: self._projected(tree, step, {"old": tree}), params
+            )
         else:
             self.check(params)
         return optax.EmptyState() if step is None else ProjectionState(step)
@@ -107,7 +109,8 @@ class Projection(_OptaxClass):
                 lax.optimization_barrier(x) if _is_narrow(x) else x for x in summed
             ]
         step = state.step if self.scheduled else None
-        wanted = jax.tree.leaves(self._linked(as_params(summed), step, params, extra))
+        known = {**extra, "old": params}
+        wanted = jax.tree.leaves(self._projected(as_params(summed), step, known))
         steps = [
             _step_to(new, old, param.value, update.value)
             for new, old, (param, update) in zip(wanted, summed, pairs, strict=True)
@@ -116,12 +119,8 @@ class Projection(_OptaxClass):
             state = ProjectionState(optax.safe_increment(step))
         return as_updates(steps), state
 
-    def _linked(self, params: Tree, step: Any, old: Tree, extra: Any) -> Tree:
-        known = {**extra, "old": old}
+    def _projected(self, params: Any, step: Any, known: Mapping[str, Any]) -> Any:
         given = {name: known[name] for name in self.needs if name in known}
-        return self._projected(params, step, **given)
-
-    def _projected(self, params: Any, step: Any, **given: Any) -> Any:
         wanted = self.function(params, step, **given)
         _check_are_weights(params, wanted)
         return wanted
