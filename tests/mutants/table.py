@@ -131,7 +131,7 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         (
             'f"/{x}".endswith("/steps")',
             'x == "steps"',
-            "core/test_states.py",
+            "errors/test_errors.py",
         ),
     ],
     "_core/states.py": [
@@ -291,7 +291,7 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         (
             "jnp.where(places < jnp.expand_dims(count, -1), values, most)",
             "values",
-            "gradients/test_history.py",
+            "wrappers/test_transforms.py",
         ),
         (
             "isinstance(window, jax.core.Tracer) and size != window",
@@ -491,7 +491,7 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         (
             "        if meet:\n",
             "        if True:\n",
-            "weights/test_qk_clip.py",
+            "errors/test_errors.py",
         ),
     ],
     "monitoring/record_norms.py": [
