@@ -1,7 +1,7 @@
 """What arguments may be that are neither bounds nor axes."""
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,9 @@ from clipjax._core.messages import short_repr, traced_error
 def check_number(name: str, value: Any, interval: str) -> Any:
     """Return a number in an interval, which is written as in "[0, 1)"."""
     if not bounds.is_real(value) or np.ndim(value):
-        raise TypeError(f"{name} must be a number, got {short_repr(value)}")
+        raise TypeError(
+            f"{name} must be a number in {interval}, got {short_repr(value)}"
+        )
     if isinstance(value, jax.core.Tracer):
         return value
     low, high = map(float, interval[1:-1].split(","))
@@ -51,11 +53,11 @@ def check_count(name: str, value: Any, least: int, *, static: bool = False) -> A
 
 
 def check_order(low: Any, high: Any, of: Any = None) -> None:
-    """Raise an error if limits that are known do not go together.
+    """Raise an error if `low` is above `high`, or their shapes do not fit together.
 
-    So it is if `low` is above `high`, for the leaf `of`.
+    Schedules, traced numbers and mappings from path patterns are not compared here.
     """
-    if callable(low) or callable(high):
+    if any(callable(limit) or isinstance(limit, Mapping) for limit in (low, high)):
         return
     shapes = np.shape(low), np.shape(high)
     try:
@@ -83,14 +85,7 @@ def check_ord(ord: Any) -> float:
         return 2.0
     if isinstance(ord, jax.Array):
         raise traced_error("ord", ord)
-    if not bounds.is_real(ord) or np.ndim(ord):
-        raise TypeError(
-            "ord must be 1, 2, a number of at least 1 or infinity, got "
-            f"{short_repr(ord)}"
-        )
-    if not ord >= 1:
-        raise ValueError(f"ord must be at least 1, got {ord!r}")
-    return float(ord)
+    return float(check_number("ord", ord, "[1, inf]"))
 
 
 def check_word(name: str, value: Any, words: Sequence[str]) -> None:
@@ -111,6 +106,14 @@ def check_patterns(argument: str, patterns: Any) -> tuple[str, ...]:
             f"{argument} must be one or several path patterns, got {patterns!r}"
         )
     return tuple(each)
+
+
+def as_list(value: Any) -> list[Any]:
+    """Return the elements of a list or a plain tuple, or one value.
+
+    Gradient transformations are tuples, too.
+    """
+    return list(value) if type(value) in (list, tuple) else [value]
 
 
 def check_transformation(name: str, value: Any) -> Any:

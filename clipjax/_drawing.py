@@ -116,10 +116,10 @@ def _in_order(names: Iterable[str]) -> list[str]:
     return sorted(names, key=parts)
 
 
-def colors_of(sizes: Mapping[str, float]) -> dict[str, str]:
+def colors_of(values: Mapping[str, float]) -> dict[str, str]:
     """Return a color for each of the largest, sorted by name."""
-    order = _in_order(sizes)
-    largest = sorted(order, key=lambda name: sizes[name])[-len(COLORS) :]
+    order = _in_order(values)
+    largest = sorted(order, key=lambda name: values[name])[-len(COLORS) :]
     return dict(zip(_in_order(largest), COLORS, strict=False))
 
 

@@ -71,24 +71,25 @@ def axes_by_path(
         )
     patterns = trees.first_matches("other", list(other), dict.fromkeys(by_path, 0))
     axes: dict[str, Any] = {}
-    mistakes = []
+    unknown = []
     # As JAX sorts the keys of a dict.
     for path, pattern in zip(sorted(by_path), patterns, strict=True):
         param = by_path[path]
         if pattern is not None:
             axes[path] = other[pattern]
         elif param.mistake:
-            mistakes.append(param.mistake)
+            unknown.append(param)
         else:
             (axes[path],) = param.found
-    if mistakes:
-        vectors = [x.path for x in by_path.values() if x.mistake and len(x.shape) == 1]
-        skipped = ", ".join(f"{path!r}: clipjax.SKIP" for path in sorted(vectors))
+    if unknown:
+        vectors = [f"{x.path!r}: clipjax.SKIP" for x in unknown if len(x.shape) == 1]
+        skipped = ", ".join(vectors)
         hint = f"\nVectors are rarely units: other={{{skipped}}}" if vectors else ""
+        mistakes = "".join(f"\n  {x.mistake}" for x in unknown)
         raise ValueError(
             "unit_axes: it is not known which weights of these parameters form a "
             "unit. Pass their axes to reduce, or clipjax.SKIP, as other={path "
-            "pattern: axes}:\n  " + "\n  ".join(mistakes) + hint
+            f"pattern: axes}}:{mistakes}{hint}"
         )
     # A pattern also matches the end of a longer path, and the first match wins: so
     # longer paths come first.

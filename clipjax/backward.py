@@ -3,6 +3,7 @@
 `axes` are literal here, as in NumPy: an int or a tuple applies to leaves of every rank.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -98,8 +99,7 @@ def clip_gradient_by_norm(
     """
     bound = bounds.as_constant("max_norm", max_norm)
 
-    def clip(gradient: Any, bound: Any) -> Any:
-        return functional.clip_by_norm(gradient, bound, axes)
+    clip = functools.partial(functional.clip_by_norm, axes=axes)
 
     def seen(gradient: Any, bound: Any) -> list[taps.Seen]:
         found = units.of_tree(gradient, functional.literal(axes))
@@ -137,14 +137,13 @@ def clip_gradient_by_global_norm(
     """
     bound = bounds.as_constant("max_norm", max_norm, scalar=True)
 
-    def clip(gradient: Any, bound: Any) -> Any:
-        return functional.clip_by_global_norm(gradient, bound)[0]
-
     def seen(gradient: Any, bound: Any) -> list[taps.Seen]:
         norm = functional.global_norm(gradient)
         return [(norm, norm > jnp.asarray(bound, norm.dtype))]
 
-    return _with_gradient(clip, seen, tap, tree, bound)
+    return _with_gradient(
+        lambda *args: functional.clip_by_global_norm(*args)[0], seen, tap, tree, bound
+    )
 
 
 def _fitted(name: str, limit: Any, x: jax.Array, leaf: trees.Leaf) -> jax.Array:
@@ -173,19 +172,16 @@ def _with_gradient(
         for limit in limits
     ]
 
-    def given(arrays: list[Any]) -> list[Any]:
+    def call(function: Callable[..., Any], arrays: list[Any], gradient: Any) -> Any:
         pairs = zip(limits, arrays, strict=True)
-        return [limit if array is None else array for limit, array in pairs]
-
-    def changed(arrays: list[Any], gradient: Any) -> Any:
-        return change(gradient, *given(arrays))
+        return function(gradient, *(a if b is None else b for a, b in pairs))
 
     def backward(kept: Any, gradient: Any) -> tuple[Any, None, Any]:
         arrays, tap = kept
-        sums = (
-            None if tap is None else taps.sums_of(seen(gradient, *given(arrays)), tap)
-        )
-        return changed(arrays, gradient), None, sums
+        sums = None
+        if tap is not None:
+            sums = taps.sums_of(call(seen, arrays, gradient), tap)
+        return call(change, arrays, gradient), None, sums
 
     @jax.custom_vjp
     def identity(tree: T, arrays: list[Any], tap: Any) -> T:
@@ -193,7 +189,8 @@ def _with_gradient(
 
     identity.defvjp(lambda tree, arrays, tap: (tree, (arrays, tap)), backward)
     tree = rebuild([leaf.value for leaf in leaves])
-    jax.eval_shape(changed, arrays, tree)  # raises its errors now
+    # Raises its errors now.
+    jax.eval_shape(functools.partial(call, change), arrays, tree)
     passed = trees.leaves_of(identity(tree, arrays, tap))[0]
     each = zip(leaves, passed, strict=True)
     return rebuild(
@@ -297,17 +294,13 @@ def replace_gradient(
         values, rebuild = trees.leaves_of(forward(*fixed[0], **fixed[1]))
         others, _ = trees.leaves_of(backward(*args, **kwargs))
         kinds = [
-            [(x.name, x.value.shape, x.value.dtype) for x in each]
+            [f"{x.name} {x.value.dtype}{list(x.value.shape)}" for x in each]
             for each in (values, others)
         ]
         if kinds[0] != kinds[1]:
-            shown = " and ".join(
-                str([f"{name} {dtype}{list(shape)}" for name, shape, dtype in kind])
-                for kind in kinds
-            )
             raise TypeError(
                 "forward and backward must return the same structure, shapes and "
-                f"dtypes, got {shown}"
+                f"dtypes, got {kinds[0]} and {kinds[1]}"
             )
         each = zip(values, others, strict=True)
         return rebuild(

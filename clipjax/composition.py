@@ -102,8 +102,9 @@ def bounded(
       ... )
     """
     _checks.check_word("nonfinite", nonfinite, ("propagate", "zero", "skip"))
-    steps = _checks.check_count("accumulate", accumulate, 1, static=True)
-    before = [_checked_in_init(_check_before("clip", x)) for x in _several(clip)]
+    micro_batches = _checks.check_count("accumulate", accumulate, 1, static=True)
+    clips = [] if clip is None else _checks.as_list(clip)
+    before = [_checked_in_init(_check_before("clip", each)) for each in clips]
     update = getattr(optimizer, "update", None)
     if before and isinstance(getattr(update, "__self__", None), optax.MultiSteps):
         raise ValueError(
@@ -113,20 +114,21 @@ def bounded(
     # A norm may overflow although the entries do not.
     if nonfinite == "zero" and before:
         before.append(zero_nonfinite())
-    after = [as_projection("project", each) for each in _several(project)]
+    projections = [] if project is None else _checks.as_list(project)
+    after = [as_projection("project", each) for each in projections]
     tx = chain(*before, _check_before("optimizer", optimizer), *after)
-    if steps > 1:
-        tx = _accumulating(tx, steps)
+    if micro_batches > 1:
+        tx = _accumulating(tx, micro_batches)
     if nonfinite == "zero":
         return optax.chain(zero_nonfinite(), tx)
     return skip_nonfinite(tx) if nonfinite == "skip" else tx
 
 
 def _accumulating(
-    tx: optax.GradientTransformation, steps: int
+    tx: optax.GradientTransformation, micro_batches: int
 ) -> optax.GradientTransformationExtraArgs:
     # float64 where that is enabled.
-    accumulated = optax.MultiSteps(tx, steps, accumulator_dtype=float)
+    accumulated = optax.MultiSteps(tx, micro_batches, accumulator_dtype=float)
 
     def init(params: Tree) -> Any:
         for leaf in trees.leaves_of(params)[0]:
@@ -145,16 +147,6 @@ def _accumulating(
         return accumulated.update(updates, state, params, **extra)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _several(value: Any) -> list[Any]:
-    """Return the elements of a list or a plain tuple, or one value.
-
-    Gradient transformations are tuples, too.
-    """
-    if value is None:
-        return []
-    return list(value) if type(value) in (list, tuple) else [value]
 
 
 def _check_before(name: str, value: Any) -> Any:

@@ -52,14 +52,9 @@ def unit_axes(model: Any, *, other: Mapping[str, Any] | None = None) -> dict[str
     """
     nodes = jax.tree.leaves(model, is_leaf=lambda node: isinstance(node, eqx.Module))
     if not any(isinstance(node, eqx.Module) for node in nodes):
-        given = (
-            f"the class {model.__name__}"
-            if isinstance(model, type)
-            else short_repr(model)
-        )
         raise TypeError(
             "unit_axes: model must be an Equinox module, or a tree of them, got "
-            f"{given}"
+            f"{short_repr(model)}"
         )
     return axes_by_path(_params(model, ()), other)
 

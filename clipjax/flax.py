@@ -16,6 +16,7 @@ from flax.core import DenyList
 from jax.tree_util import DictKey
 
 from clipjax._core import trees, units
+from clipjax._core.messages import short_repr
 from clipjax._layers import Param, axes_by_path
 
 __all__ = ["unit_axes"]
@@ -81,10 +82,9 @@ def unit_axes(
                 "inputs"
             )
         return axes_by_path(_linen_params(model, args, kwargs), other)
-    is_class = isinstance(model, type)
-    given = f"the class {model.__name__}" if is_class else f"a {type(model).__name__}"
     raise TypeError(
-        f"unit_axes: model must be a Flax module, of Linen or of NNX, got {given}"
+        "unit_axes: model must be a Flax module, of Linen or of NNX, got "
+        f"{short_repr(model)}"
     )
 
 

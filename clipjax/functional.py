@@ -100,8 +100,8 @@ def unitwise_norms(
     leaves, rebuild = trees.leaves_of(tree)
     measured: list[Any] = [None] * len(leaves)
     found = units.of_tree(tree, literal(axes))
-    sizes = units.norms_of(found, _checks.check_ord(ord))
-    for each, norm in zip(found, sizes, strict=True):
+    unit_norms = units.norms_of(found, _checks.check_ord(ord))
+    for each, norm in zip(found, unit_norms, strict=True):
         if each.axes is None and keepdims:
             norm = norm.reshape((1,) * each.leaf.value.ndim)
         elif each.axes is not None and not keepdims:
@@ -150,6 +150,13 @@ def clip_by_norm(
         whole leaf.
       ord: 1, 2 (the default), any p >= 1, or `jax.numpy.inf`.
 
+    Returns:
+      The clipped tree.
+
+    Raises:
+      TypeError, ValueError: `max_norm` is negative, NaN or not a number, or does not
+        fit the norms; `axes` do not fit a leaf, or apply to none.
+
     Example:
       >>> import jax.numpy as jnp
       >>> from clipjax import functional
@@ -161,8 +168,8 @@ def clip_by_norm(
     norms.warn_if_local()
     bound = bounds.as_constant("max_norm", max_norm)
     found = units.of_tree(tree, literal(axes))
-    sizes = units.norms_of(found, _checks.check_ord(ord))
-    return clipping.clip_units(tree, found, sizes, bound)[0]
+    unit_norms = units.norms_of(found, _checks.check_ord(ord))
+    return clipping.clip_units(tree, found, unit_norms, bound)[0]
 
 
 def clip_by_global_norm(
@@ -183,6 +190,10 @@ def clip_by_global_norm(
 
     Returns:
       The clipped tree, and its norm before.
+
+    Raises:
+      TypeError, ValueError: `max_norm` is negative, NaN, not a number or not a scalar;
+        `norm` is negative or not a scalar.
 
     Example:
       >>> import jax.numpy as jnp

@@ -11,7 +11,7 @@ that do not match, and no steps, raise a ValueError.
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -234,18 +234,18 @@ def _shares(groups: Mapping[str, float]) -> dict[str, float]:
 
     Of groups that are not finite, each has the same.
     """
-    sizes = np.array([*groups.values()])
-    bad = ~np.isfinite(sizes)
+    values = np.array([*groups.values()])
+    bad = ~np.isfinite(values)
     parts = bad.astype(float)
-    if not bad.any() and sizes.any():
-        parts = (sizes / sizes.max()) ** 2
+    if not bad.any() and values.any():
+        parts = (values / values.max()) ** 2
     return dict(zip(groups, 100 * parts / (parts.sum() or 1), strict=True))
 
 
 def unit_norms(
     params: Any,
     *,
-    axes: units.Axes | Literal["auto"] = "auto",
+    axes: units.AutoAxes = "auto",
     radius: Any = None,
     ax: Any = None,
 ) -> Any:
@@ -280,15 +280,12 @@ def unit_norms(
     lines = {}
     found = units.of_tree(params, units.check_axes(axes, auto=units.fan_in_of_matrices))
     for each, norm in zip(found, units.norms_of(found), strict=True):
-        sizes = np.sort(np.asarray(norm, np.float64), axis=None)
-        at_bound = sizes >= bound * (1 - 4 * clipping.margin(each.leaf.value.dtype))
-        share = (
-            f" ({at_bound.sum() / max(1, sizes.size):.0%})" if bound < np.inf else ""
-        )
-        lines[each.leaf.name + share] = (
-            100 * (np.arange(sizes.size) + 0.5) / max(1, sizes.size),
-            sizes,
-        )
+        ascending = np.sort(np.asarray(norm, np.float64), axis=None)
+        count = max(1, ascending.size)
+        at_bound = ascending >= clipping.least_inside(bound, each.leaf.value.dtype)
+        share = f" ({at_bound.sum() / count:.0%})" if bound < np.inf else ""
+        percents = 100 * (np.arange(ascending.size) + 0.5) / count
+        lines[each.leaf.name + share] = percents, ascending
     ax = draw.new_axes(ax)
     ax.set(
         xlabel="units of a leaf, sorted by norm (%)",

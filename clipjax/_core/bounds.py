@@ -137,14 +137,14 @@ def _at_least(bound: Any, least: float) -> Any:
     return xp.maximum(bound, least)
 
 
-def fit_bound(name: str, bound: Any, norms: jax.Array, of: Any) -> Any:
-    """Return a bound for norms: a scalar as it is, an array with their rank."""
+def fit_bound(name: str, bound: Any, x: jax.Array, of: Any) -> Any:
+    """Return what broadcasts to norms or entries x: a scalar as it is, or an array."""
     if np.ndim(bound) == 0:
         return bound
-    if norms.ndim == 0 and np.size(bound) == 1:  # a norm whose axes were kept
+    if x.ndim == 0 and np.size(bound) == 1:  # a norm whose axes were kept
         return jnp.reshape(bound, ())
-    check_fits(name, bound, norms.shape, of)
-    return jnp.reshape(bound, (1,) * (norms.ndim - np.ndim(bound)) + np.shape(bound))
+    check_fits(name, bound, x.shape, of)
+    return jnp.reshape(bound, (1,) * (x.ndim - np.ndim(bound)) + np.shape(bound))
 
 
 def check_fits(name: str, bound: Any, shape: tuple[int, ...], of: Any) -> None:

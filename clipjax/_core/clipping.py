@@ -105,26 +105,26 @@ def clip_tree(
 def clip_units(
     tree: Tree,
     found: Sequence[units.LeafUnits],
-    sizes: Sequence[jax.Array],
+    unit_norms: Sequence[jax.Array],
     bound: Any,
     name: str = "max_norm",
 ) -> tuple[Tree, Metrics]:
-    """Clip the norms of units, `sizes` for those `found` in a tree, to a bound.
+    """Clip the norms of units, `unit_norms` for those `found` in a tree, to a bound.
 
     Where the bound is one number, the largest norm decides the metrics, so that they
     cost one reduction a leaf.
     """
     factors = []
-    for each, size in zip(found, sizes, strict=True):
-        fitted = bounds.fit_bound(name, bound, size, each.leaf)
-        factors.append(factor_to(fitted, size, each.leaf.value.dtype))
+    for each, norm in zip(found, unit_norms, strict=True):
+        fitted = bounds.fit_bound(name, bound, norm, each.leaf)
+        factors.append(factor_to(fitted, norm, each.leaf.value.dtype))
     clipped = rescaled(tree, found, factors)
-    largest = norms.largest(sizes)
+    largest = norms.largest(unit_norms)
     if jnp.ndim(bound) == 0:
         return clipped, metrics_of(largest, factor_to(bound, largest))
-    pairs = zip(sizes, factors, strict=True)
-    after = norms.largest(size * factor for size, factor in pairs)
-    return clipped, metrics_of(largest, smallest(factors), after)
+    pairs = zip(unit_norms, factors, strict=True)
+    after = norms.largest(norm * factor for norm, factor in pairs)
+    return clipped, metrics_of(largest, smallest_scale(factors), after)
 
 
 def rescaled(tree: Tree, found: Sequence[Any], factors: Sequence[jax.Array]) -> Tree:
@@ -144,7 +144,7 @@ def metrics_of(norm: Scalar, scale: Scalar, after: Scalar | None = None) -> Metr
     return {"norm": norm, "norm_after": after, "scale": scale, "clipped": scale < 1}
 
 
-def smallest(factors: Sequence[jax.Array]) -> Scalar:
-    """Return the smallest of factors from 0 to 1; NaN if one is NaN."""
-    least = norms.smallest(factors, empty=1)
+def smallest_scale(scales: Sequence[jax.Array]) -> Scalar:
+    """Return the smallest of scales from 0 to 1; NaN if one is NaN."""
+    least = norms.smallest(scales, empty=1)
     return norms.nan_unless(least > -jnp.inf, least)

@@ -26,8 +26,8 @@ def clip_entries(leaf: trees.Leaf, low: Any, high: Any) -> jax.Array:
                 f"low, high: {leaf} is complex, of dtype {x.dtype}, and has no order; "
                 "one bound, as in clip_by_value(1.0), clips |z|"
             )
-        sizes = norms.norm(x, axes=())  # each entry is a unit
-        return clipping.rescale(x, clipping.factor_to(above, sizes, x.dtype))
+        absolute = norms.norm(x, axes=())  # each entry is a unit
+        return clipping.rescale(x, clipping.factor_to(above, absolute, x.dtype))
     top = _inward(above, x.dtype, -np.inf)
     if low is None:
         return _between(x, -top, top)
@@ -93,15 +93,15 @@ def metrics_of_entries(
     # A maximum over devices has no derivative.
     before, after = lax.stop_gradient((before, after))
     if np.ndim(high) or (low is not None and np.ndim(low)):
-        size = _largest_size(before)
-        rest = _largest_size(after)
+        norm = _largest_absolute(before)
+        norm_after = _largest_absolute(after)
         pairs = zip(before, after, strict=True)
         changes = (jnp.any((x != y) & (x == x)) for x, y in pairs)
         clipped = norms.largest(each.astype(np.float32) for each in changes) > 0
     elif low is None:
-        size = _largest_size(before)
-        rest = jnp.minimum(size, jnp.asarray(high, size.dtype))
-        clipped = size > rest
+        norm = _largest_absolute(before)
+        norm_after = jnp.minimum(norm, jnp.asarray(high, norm.dtype))
+        clipped = norm > norm_after
     else:
         wide = [(x.astype(norms.sum_dtype(x.dtype)), jnp.isnan(x)) for x in before]
         most = _largest_entry(wide)
@@ -109,17 +109,17 @@ def metrics_of_entries(
         low = jnp.asarray(low, most.dtype)
         high = jnp.asarray(high, most.dtype)
         clipped = (most > high) | (least < low)
-        size = jnp.maximum(jnp.maximum(most, -least), 0)
+        norm = jnp.maximum(jnp.maximum(most, -least), 0)
         ends = [jnp.abs(jnp.clip(end, low, high)) for end in (most, least)]
-        rest = jnp.where(clipped, jnp.maximum(*ends), size)
-    smaller = rest < size
-    scale = jnp.where(smaller, rest, 1) / jnp.where(smaller, size, 1)
-    finite = size < jnp.inf
-    metrics = clipping.metrics_of(size, norms.nan_unless(finite, scale), rest)
+        norm_after = jnp.where(clipped, jnp.maximum(*ends), norm)
+    smaller = norm_after < norm
+    scale = jnp.where(smaller, norm_after, 1) / jnp.where(smaller, norm, 1)
+    finite = norm < jnp.inf
+    metrics = clipping.metrics_of(norm, norms.nan_unless(finite, scale), norm_after)
     return metrics | {"clipped": clipped & finite}
 
 
-def _largest_size(leaves: Sequence[jax.Array]) -> jax.Array:
+def _largest_absolute(leaves: Sequence[jax.Array]) -> jax.Array:
     return norms.largest(norms.norm(x, None, jnp.inf) for x in leaves)
 
 

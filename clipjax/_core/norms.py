@@ -137,10 +137,10 @@ def _powers(x: jax.Array, ord: float) -> jax.Array:
     if ord == 2:
         return functools.reduce(jnp.add, map(jnp.square, parts))
     # The modulus of a complex 0 has no derivative, so a root that has one is taken.
-    size = jnp.abs(parts[0]) if len(parts) == 1 else _root(_powers(x, 2), 2)
+    absolute = jnp.abs(parts[0]) if len(parts) == 1 else _root(_powers(x, 2), 2)
     if ord in (1, jnp.inf):
-        return size
-    return size ** (int(ord) if ord == int(ord) else ord)
+        return absolute
+    return absolute ** (int(ord) if ord == int(ord) else ord)
 
 
 @functools.partial(jax.jit, static_argnames=("axes", "ord"))

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from clipjax._core import trees
 from clipjax._core.aliases import Metrics, Scalar
 from clipjax._core.messages import a_few
 from clipjax._core.norms import sum_dtype
@@ -34,7 +33,7 @@ class MetricsState(NamedTuple):
     @property
     def step(self) -> Scalar:
         """How many updates there were."""
-        return next(row[..., 0] for key, row in self.counts.items() if _has_steps(key))
+        return next(row[..., 0] for key, row in self.counts.items() if has_steps(key))
 
 
 class BadSteps(NamedTuple):
@@ -59,11 +58,6 @@ class NormsState(NamedTuple):
     norms: jax.Array  # float (names,): those of the last update
     kept: dict[str, BadSteps]  # by what the updates are called; empty if none are kept
     text: jax.Array  # uint8: the names, in lines
-
-
-def keeps_bad_steps(state: Any) -> bool:
-    """Return whether a state, or a part of it, keeps bad steps."""
-    return bool(trees.nodes_where(lambda node: isinstance(node, BadSteps), state))
 
 
 def first_state(name: str, metrics: Mapping[str, Any], memory: Any) -> MetricsState:
@@ -106,20 +100,19 @@ def next_state(state: MetricsState, metrics: Metrics, memory: Any) -> MetricsSta
 
 
 def saturating_add(counter: jax.Array, more: jax.Array) -> jax.Array:
-    """Add numbers to int32 counters, which stop at their largest value."""
-    more = _as_int32(more)
+    """Add int32 numbers to int32 counters, which stop at their largest value."""
     most = np.iinfo(np.int32).max
     return jnp.where(counter > most - jnp.maximum(more, 0), most, counter + more)
 
 
 def _as_int32(x: Any) -> Any:
-    if x.dtype.itemsize >= 4:
+    if not np.can_cast(x.dtype, np.int32):  # it has larger numbers
         x = jnp.minimum(x, np.iinfo(np.int32).max)
     return x.astype(np.int32)
 
 
-def apart(rows: Metrics) -> Metrics:
-    """Return each number by its name, `<transformation>/<metric>`."""
+def scalars_in(rows: Metrics) -> Metrics:
+    """Return each metric by its whole name, `<transformation>/<metric>`."""
     name = name_in(rows)
     return {
         f"{name}/{metric}": row[..., i]
@@ -133,12 +126,7 @@ def name_in(rows: Metrics) -> str:
     return next(iter(rows), "").partition("/")[0]
 
 
-def has_steps(rows: Mapping[Any, Any]) -> bool:
-    """Return whether a mapping may be the counts of a state, by its keys."""
-    return any(map(_has_steps, rows))
-
-
-def _has_steps(key: Any) -> bool:
+def has_steps(key: Any) -> bool:
     """Return whether the first metric of a row is how many updates there were."""
     names = str(key).partition("/")[2]
     return names.split(_SEPARATOR)[0] == "steps"

@@ -126,8 +126,7 @@ def _kind(x: Any) -> str:
 
 def checked_metrics(name: str, metrics: Metrics) -> Metrics:
     """Return metrics as arrays, with those that clipjax adds."""
-    taken = {"nonfinite_count"} & set(metrics)
-    taken |= {key for key in metrics if f"/{key}".endswith("/steps")}
+    added = {"nonfinite_count"}
     for key, x in metrics.items():
         is_bool = isinstance(x, bool) or getattr(x, "dtype", "") == "bool"
         if np.ndim(x) or not (is_bool or bounds.is_real(x)):
@@ -136,7 +135,9 @@ def checked_metrics(name: str, metrics: Metrics) -> Metrics:
                 f"act: the metric {key!r} of {name} must be a real scalar or a bool, "
                 f"got {given}"
             )
-        taken |= {f"{key}_fraction"} & set(metrics) if is_bool else set()
+        if is_bool:
+            added.add(f"{key}_fraction")
+    taken = [x for x in metrics if x in added or f"/{x}".endswith("/steps")]
     if taken:
         raise ValueError(
             f"metrics: {sorted(taken)} of {name} are names that clipjax adds; choose "

@@ -116,13 +116,15 @@ def nodes_where(is_one: Callable[[Any], bool], tree: Any) -> list[Any]:
 def eval_shape(function: Callable[..., Any], params: Tree, *args: Any) -> Any:
     """Return the shapes of `function(params, *args)`, also for host memory.
 
-    A trace does not read arrays there, but refuses to mix them with others.
+    A trace does not read arrays there, but refuses to mix them with others. What is no
+    array is the error of :func:`leaves_of`.
     """
-
-    def shape_of(x: Any) -> Any:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_in_host(x) else x
-
-    return jax.eval_shape(function, jax.tree.map(shape_of, params), *args)
+    leaves_of(params)
+    params = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if is_in_host(x) else x,
+        params,
+    )
+    return jax.eval_shape(function, params, *args)
 
 
 def is_in_host(x: Any) -> bool:
@@ -132,48 +134,53 @@ def is_in_host(x: Any) -> bool:
 
 
 def params_for(name: str, updates: Tree, params: Tree) -> Tree:
-    """Return the parameters, with None where the updates have None.
-
-    Other structures and shapes than those of the updates are an error.
-    """
+    """Return the parameters, as :func:`like` does."""
     if params is None:
         if not jax.tree.leaves(updates):
             return updates
         raise ValueError(
             f"params: {name} needs them: tx.update(updates, state, params)"
         )
+    return like("params", name, updates, params, "updates")
 
-    def is_none(x: Any) -> bool:
-        return x is None
 
-    def if_updated(update: Any, param: Any) -> Any:
-        return None if update is None else param
+def like(argument: str, name: str, tree: Tree, given: Tree, of: str) -> Tree:
+    """Return what is given for each leaf of a tree, with None where that has None.
 
+    Other structures and shapes than those of the tree, which is `of` updates or
+    weights, are an error.
+    """
     try:
-        params = jax.tree.map(if_updated, updates, params, is_leaf=is_none)
+        given = jax.tree.map(
+            lambda x, y: None if x is None else y,
+            tree,
+            given,
+            is_leaf=lambda x: x is None,
+        )
     except ValueError as error:
         raise ValueError(
-            f"params: {name} needs them in the structure of the updates: {error}"
+            f"{argument}: {name} needs them in the structure of the {of}: {error}"
         ) from error
-    wanted, given = (list(map(np.shape, jax.tree.leaves(x))) for x in (updates, params))
-    if wanted != given:
-        _raise_if_unlike(name, leaves_of(updates)[0], leaves_of(params)[0])
-    return params
+    shapes = [list(map(np.shape, jax.tree.leaves(x))) for x in (tree, given)]
+    if shapes[0] != shapes[1]:
+        _raise_if_unlike(argument, name, leaves_of(tree)[0], leaves_of(given)[0], of)
+    return given
 
 
-def _raise_if_unlike(name: str, updates: list[Leaf], params: list[Leaf]) -> None:
-    missing = {leaf.name for leaf in updates} - {leaf.name for leaf in params}
+def _raise_if_unlike(
+    argument: str, name: str, leaves: list[Leaf], given: list[Leaf], of: str
+) -> None:
+    missing = {leaf.name for leaf in leaves} - {leaf.name for leaf in given}
     if missing:
         raise ValueError(
-            f"params: {name} needs one for each update, but has none for "
+            f"{argument}: {name} needs one for each of the {of}, but has none for "
             f"{a_few(sorted(missing))}"
         )
-    for update, param in zip(updates, params, strict=True):
-        shape = np.shape(update.value)
-        if shape != np.shape(param.value):
+    for leaf, other in zip(leaves, given, strict=True):
+        shape = np.shape(leaf.value)
+        if shape != np.shape(other.value):
             raise ValueError(
-                f"updates: {name} got shape {shape} for the parameter {param.name!r} "
-                f"of shape {np.shape(param.value)}"
+                f"{argument}: {name} got {other}, beside {of} of shape {shape}"
             )
 
 

@@ -56,11 +56,11 @@ def fan_in(path: Any, leaf: Any) -> tuple[int, ...] | Skip:
 def fan_in_of_matrices(path: Any, leaf: Any) -> tuple[int, ...] | Skip:
     """Return `fan_in`, or raise for higher ranks: "auto" where weights are bounded."""
     if len(leaf.shape) > 2:
-        raise unclear(path, leaf)
+        raise unclear_error(path, leaf)
     return fan_in(path, leaf)
 
 
-def unclear(path: Any, leaf: Any) -> ValueError:
+def unclear_error(path: Any, leaf: Any) -> ValueError:
     """Return the error for a leaf whose rank does not tell what it is."""
     return ValueError(
         f"axes: {trees.Leaf(path, leaf)} may be the kernel of a convolution, of "
@@ -224,9 +224,17 @@ def _resolve(axes: Any, leaf: trees.Leaf) -> norms.Reduced | Skip:
     if axes is None or isinstance(axes, Skip):
         return axes
     each = (axes,) if isinstance(axes, int) else tuple(axes)
-    if any(not -rank <= axis < rank for axis in each):
-        raise ValueError(f"axes: {axes} is out of range for {leaf}")
-    found = {axis % rank for axis in each}
-    if len(found) < len(each):
-        raise ValueError(f"axes: {axes} names an axis twice for {leaf}")
-    return tuple(sorted(found))
+    return tuple(sorted(positive_axes("axes", axes, each, leaf)))
+
+
+def positive_axes(
+    name: str, given: Any, axes: Sequence[int], leaf: trees.Leaf
+) -> list[int]:
+    """Return axes of a leaf as those from 0 on, or raise for what a user has given."""
+    rank = len(leaf.value.shape)
+    if any(not -rank <= axis < rank for axis in axes):
+        raise ValueError(f"{name}: {given} is out of range for {leaf}")
+    found = [axis % rank for axis in axes]
+    if len(set(found)) < len(found):
+        raise ValueError(f"{name}: {given} names an axis twice for {leaf}")
+    return found

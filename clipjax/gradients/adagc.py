@@ -116,15 +116,15 @@ def adagc(
         updates: Tree, params: Tree, step: Scalar | None, memory: AdagcMemory
     ) -> Any:
         found = units.of_tree(updates, axes)
-        sizes = units.norms_of(found)
+        unit_norms = units.norms_of(found)
         gammas = jax.tree.leaves(memory.gammas)
-        _check_units(found, sizes, gammas)
+        _check_units(found, unit_norms, gammas)
         # The metrics are computed of all leaves together: the share of each would be
         # another kernel to compile.
-        pairs = list(zip(sizes, gammas, strict=True))
-        all_sizes = _stacked(sizes)
+        pairs = list(zip(unit_norms, gammas, strict=True))
+        all_norms = _stacked(unit_norms)
         all_gammas = _stacked([gamma.astype(n.dtype) for n, gamma in pairs])
-        total = norms.tree_norm(all_sizes)
+        total = norms.tree_norm(all_norms)
         now = _Now(
             memory.steps < warm,
             total,
@@ -144,12 +144,12 @@ def adagc(
 
         all_bounds = [
             _bound(n, gamma, now)
-            for n, gamma in zip(all_sizes, all_gammas, strict=True)
+            for n, gamma in zip(all_norms, all_gammas, strict=True)
         ]
-        stacks = list(zip(all_sizes, all_bounds, strict=True))
+        stacks = list(zip(all_norms, all_bounds, strict=True))
         scales = [_factor(n, bound, now) for n, bound in stacks]
         after = norms.tree_norm(_clipped(n, bound, now) for n, bound in stacks)
-        metrics = clipping.metrics_of(total, clipping.smallest(scales), after)
+        metrics = clipping.metrics_of(total, clipping.smallest_scale(scales), after)
         least = norms.smallest(all_bounds).astype(total.dtype)
         metrics["threshold"] = jnp.where(now.warming, now.cap, least)
         steps = if_counted(total, optax.safe_increment(memory.steps), memory.steps)
@@ -220,7 +220,7 @@ def _stacked(each: Sequence[jax.Array]) -> list[jax.Array]:
 
 def _check_units(
     found: Sequence[units.LeafUnits],
-    sizes: Sequence[jax.Array],
+    unit_norms: Sequence[jax.Array],
     gammas: Sequence[jax.Array],
 ) -> None:
     """Raise an error if the state was made for other leaves or units."""
@@ -229,7 +229,7 @@ def _check_units(
             f"updates: adagc got {len(found)} leaves to clip; the parameters given to "
             f"init had {len(gammas)}"
         )
-    for each, n, gamma in zip(found, sizes, gammas, strict=True):
+    for each, n, gamma in zip(found, unit_norms, gammas, strict=True):
         if n.shape != gamma.shape:
             raise ValueError(
                 f"updates: adagc got {each.leaf}, whose norms have shape {n.shape}; "

@@ -80,9 +80,9 @@ def clip_by_norm(
 
     def act(updates: Tree, params: Tree, step: Scalar | None, memory: Any) -> Any:
         found = units.of_tree(updates, axes)
-        sizes = units.norms_of(found, order)
+        unit_norms = units.norms_of(found, order)
         bound = max_norm_at(step)
-        return *clipping.clip_units(updates, found, sizes, bound), memory
+        return *clipping.clip_units(updates, found, unit_norms, bound), memory
 
     return transformation.with_metrics("clip_by_norm", act)
 
@@ -123,9 +123,9 @@ def clip_by_rms(
     def act(updates: Tree, params: Tree, step: Scalar | None, memory: Any) -> Any:
         found = units.of_tree(updates, axes)
         pairs = zip(units.norms_of(found), found, strict=True)
-        sizes = [norm / units.entries_of(each) ** 0.5 for norm, each in pairs]
+        unit_norms = [norm / units.entries_of(each) ** 0.5 for norm, each in pairs]
         bound = threshold_at(step)
-        clipped = clipping.clip_units(updates, found, sizes, bound, "threshold")
+        clipped = clipping.clip_units(updates, found, unit_norms, bound, "threshold")
         return *clipped, memory
 
     return transformation.with_metrics("clip_by_rms", act)
@@ -169,7 +169,8 @@ def clip_by_value(
     given = {"bound": bound, "high": high, "low": low}
     if low is None and high is not None:  # clip_by_value(low, high)
         bound, low = None, bound
-    if (bound is None) == (low is None) or (low is None) != (high is None):
+    missing = [limit is None for limit in (bound, low, high)]
+    if missing not in ([False, True, True], [True, False, False]):
         listed = [f"{key}={short_repr(x)}" for key, x in given.items() if x is not None]
         raise TypeError(
             "clip_by_value takes one bound, as in clip_by_value(1.0), or low and high, "
@@ -183,10 +184,10 @@ def clip_by_value(
         _checks.check_order(low, high)
 
     def act(updates: Tree, params: Tree, step: Scalar | None, memory: Any) -> Any:
-        limits = None if low is None else low_at(step), high_at(step)
-        clip = functools.partial(entries.clip_entries, low=limits[0], high=limits[1])
+        limits = {"low": None if low is None else low_at(step), "high": high_at(step)}
+        clip = functools.partial(entries.clip_entries, **limits)
         clipped = trees.map_floats(clip, updates)
-        each = trees.floats_of(updates), trees.floats_of(clipped)
-        return clipped, entries.metrics_of_entries(*each, *limits), memory
+        before, after = trees.floats_of(updates), trees.floats_of(clipped)
+        return clipped, entries.metrics_of_entries(before, after, **limits), memory
 
     return transformation.with_metrics("clip_by_value", act)

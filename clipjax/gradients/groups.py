@@ -75,5 +75,5 @@ def _together(of_groups: list[Metrics]) -> Metrics:
     """Return the metrics of all groups: the largest norms, and the smallest scale."""
     norm = norms.largest(each["norm"] for each in of_groups)
     after = norms.largest(each["norm_after"] for each in of_groups)
-    scale = clipping.smallest([each["scale"] for each in of_groups])
+    scale = clipping.smallest_scale([each["scale"] for each in of_groups])
     return clipping.metrics_of(norm, scale, after)

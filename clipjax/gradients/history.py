@@ -14,18 +14,18 @@ from clipjax._core.aliases import Scalar, Tree
 
 def clip_by_history(
     name: str,
-    remember: Callable[[Any], Any],
     bound_of: Callable[[jax.Array, Any, Any], tuple[jax.Array, Any]],
+    initial: Callable[[Any], Any],
 ) -> optax.GradientTransformationExtraArgs:
     """Clip the norm of the whole tree to a bound that depends on past norms.
 
     Args:
       name: the first part of the names of its metrics, which are those of a clip and
         `threshold`, the bound.
-      remember: makes the memory before the first step, a NamedTuple of arrays, from the
-        dtype of the norm.
       bound_of: a function `bound_of(norm, memory, step) -> (bound, memory)`. For
         derivatives, the memory is a constant, and the norm of this step is not.
+      initial: makes the memory before the first step, a NamedTuple of arrays, from the
+        dtype of the norm.
 
     Returns:
       A transformation. A norm that is 0 or not finite does not change its memory.
@@ -39,7 +39,7 @@ def clip_by_history(
         return clipped, metrics | {"threshold": bound}, if_counted(norm, new, memory)
 
     return transformation.with_metrics(
-        name, act, lambda params: remember(norm_dtype(params))
+        name, act, lambda params: initial(norm_dtype(params))
     )
 
 
@@ -49,7 +49,7 @@ def norm_dtype(tree: Any) -> Any:
     return norm.dtype
 
 
-def counts(norm: jax.Array) -> jax.Array:
+def is_counted(norm: jax.Array) -> jax.Array:
     """Return whether the norm of a step says something about those of others.
 
     One that is not finite does not, nor does 0, as of a masked batch: it would pull
@@ -59,9 +59,11 @@ def counts(norm: jax.Array) -> jax.Array:
 
 
 def if_counted(norm: jax.Array, new: Any, old: Any) -> Any:
-    """Return the new memory if the norm counts, else the old one, as a constant."""
+    """Return the new memory if the norm is counted, else the old one, as a constant."""
 
     def choose(new: jax.Array, old: jax.Array) -> jax.Array:
-        return lax.stop_gradient(jnp.where(counts(norm), new.astype(old.dtype), old))
+        return lax.stop_gradient(
+            jnp.where(is_counted(norm), new.astype(old.dtype), old)
+        )
 
     return jax.tree.map(choose, new, old)

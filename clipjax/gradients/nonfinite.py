@@ -8,7 +8,7 @@ import optax
 from jax import lax
 
 from clipjax._core import clipping, norms, transformation, trees
-from clipjax._core.aliases import Metrics, Scalar, Tree
+from clipjax._core.aliases import Scalar, Tree
 from clipjax.gradients.skipping import skipping
 
 
@@ -48,7 +48,8 @@ def zero_nonfinite() -> optax.GradientTransformationExtraArgs:
             zeroed += norms.over_devices(lax.psum, jnp.sum(bad, dtype=np.float32))
             zeros = jnp.zeros((), x.dtype)
             values[i] = clipping.weak_like(x, jnp.where(finite, x, zeros))
-        entries = jnp.minimum(zeroed, np.float32(2**31 - 128)).astype(np.int32)
+        most = np.float32(2**31 - 128)  # the largest float32 that fits int32
+        entries = jnp.minimum(zeroed, most).astype(np.int32)
         steps = (zeroed > 0).astype(np.int32)
         metrics = {"zeroed_entries": entries, "nonfinite_steps": steps}
         return rebuild(values), metrics, memory
@@ -100,7 +101,6 @@ def skip_nonfinite(
     """
 
     def compare(norm: Scalar, loss: Scalar | None, past: Any, step: Scalar) -> Any:
-        metrics: Metrics = {}
-        return np.False_, past, metrics
+        return np.False_, past, {}
 
     return skipping("skip_nonfinite", optimizer, max_consecutive, compare)

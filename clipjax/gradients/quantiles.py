@@ -1,5 +1,6 @@
 """Bounds at a quantile of the norms of past steps."""
 
+import functools
 from typing import Any, NamedTuple, SupportsIndex
 
 import jax
@@ -8,7 +9,7 @@ import optax
 
 from clipjax import _checks
 from clipjax._core import bounds
-from clipjax.gradients.history import clip_by_history, counts
+from clipjax.gradients.history import clip_by_history, is_counted
 from clipjax.gradients.window import (
     Ring,
     check_size,
@@ -66,16 +67,14 @@ def autoclip(
         )
     window = _checks.check_count("window", window, 1)
 
-    def remember(dtype: Any) -> Ring:
-        return empty_ring(window, dtype)
-
     def bound_of(norm: jax.Array, past: Ring, step: Any) -> tuple[jax.Array, Ring]:
         check_size(past, window)
-        ring = enter(past, norm, counts(norm))
+        ring = enter(past, norm, is_counted(norm))
         bound = quantile(ring.values, held(ring), percentile / 100)
         return jnp.where(ring.entered > 0, bound, jnp.inf), ring
 
-    return clip_by_history("autoclip", remember, bound_of)
+    initial = functools.partial(empty_ring, window)
+    return clip_by_history("autoclip", bound_of, initial)
 
 
 def clip_by_quantile(
@@ -135,6 +134,6 @@ def clip_by_quantile(
 
     return clip_by_history(
         "clip_by_quantile",
-        lambda dtype: QuantileMemory(jnp.array(initial_max_norm, dtype)),
         bound_of,
+        lambda dtype: QuantileMemory(jnp.array(initial_max_norm, dtype)),
     )

@@ -59,14 +59,15 @@ def adaptive_grad_clip(
     axes = units.check_axes(axes, auto=_fan_in_or_all)
 
     def act(updates: Tree, params: Tree, step: Scalar | None, memory: Any) -> Any:
-        params = trees.params_for("adaptive_grad_clip", updates, params)
-        weights, _ = trees.leaves_of(params)
+        weights, _ = trees.leaves_of(
+            trees.params_for("adaptive_grad_clip", updates, params)
+        )
         found = units.of_tree(updates, axes)
         least = jnp.maximum(eps, _LEAST)
         relative = []
         for each, norm in zip(found, units.norms_of(found), strict=True):
-            size = norms.norm(weights[each.place].value, each.axes)
-            relative.append(norm / jnp.maximum(size, least))
+            weight_norm = norms.norm(weights[each.place].value, each.axes)
+            relative.append(norm / jnp.maximum(weight_norm, least))
         bound = clipping_at(step)
         return *clip_units(updates, found, relative, bound, "clipping"), memory
 
@@ -76,5 +77,5 @@ def adaptive_grad_clip(
 def _fan_in_or_all(path: Any, leaf: Any) -> norms.Reduced:
     """Reduce as `fan_in`, and over all of a bias; other ranks may be stacks."""
     if len(leaf.shape) not in (0, 1, 2, 4):
-        raise units.unclear(path, leaf)
+        raise units.unclear_error(path, leaf)
     return tuple(range(len(leaf.shape) - 1)) or None

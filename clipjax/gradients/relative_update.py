@@ -49,16 +49,18 @@ def relative_update(
     axes = units.check_axes(axes, auto=units.whole_matrices)
 
     def act(updates: Tree, params: Tree, step: Scalar | None, memory: Any) -> Any:
-        params = trees.params_for("relative_update", updates, params)
-        weights, _ = trees.leaves_of(params)
+        weights, _ = trees.leaves_of(
+            trees.params_for("relative_update", updates, params)
+        )
         found = units.of_tree(updates, axes)
         factors = []
         shares = []
         for each, norm in zip(found, units.norms_of(found), strict=True):
-            size = norms.norm(weights[each.place].value, each.axes)
-            factors.append(clipping.factor_onto(size, norm))
+            weight_norm = norms.norm(weights[each.place].value, each.axes)
+            factors.append(clipping.factor_onto(weight_norm, norm))
             # Weights that are not finite make NaN, which is counted.
-            shares.append(norm / jnp.where(size > 0, size, jnp.inf) + 0 * size)
+            whole = jnp.where(weight_norm > 0, weight_norm, jnp.inf)
+            shares.append(norm / whole + 0 * weight_norm)
         scaled = clipping.rescaled(updates, found, factors)
         return scaled, {"norm": norms.largest(shares)}, memory
 

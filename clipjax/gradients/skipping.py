@@ -34,11 +34,11 @@ def skipping(
     optimizer: optax.GradientTransformation,
     max_consecutive: SupportsIndex | None,
     compare: Compare,
-    remember: Callable[[Any], Any] = lambda dtype: (),
+    initial: Callable[[Any], Any] = lambda dtype: (),
 ) -> optax.GradientTransformationExtraArgs:
     """Make a transformation that skips steps which are not finite, or spikes.
 
-    `compare` says what is a spike; `remember` makes the first past, from the dtype of
+    `compare` says what is a spike; `initial` makes the first past, from the dtype of
     the norm.
     """
     _checks.check_transformation("optimizer", optimizer)
@@ -56,10 +56,11 @@ def skipping(
         skipped = ~fine if most is None else ~(fine | (memory.in_a_row >= most))
         # It stays at `max_consecutive`, so that bad steps are taken until a fine one
         # makes it 0.
-        more = states.saturating_add(memory.in_a_row, skipped)
+        one = skipped.astype(np.int32)
+        more = states.saturating_add(memory.in_a_row, one)
         in_a_row = jnp.where(fine, 0, more)
         metrics |= {
-            "skipped": skipped.astype(np.int32),
+            "skipped": one,
             "nonfinite_loss_count": bad_loss.astype(np.int32),
             "norm": norm,
             "skipped_last": skipped.astype(norm.dtype),
@@ -69,13 +70,12 @@ def skipping(
         return skipped, metrics, SkipMemory(past, in_a_row, memory.inner)
 
     def init(params: Tree) -> states.MetricsState:
-        trees.leaves_of(params)  # raises its errors
         step = jnp.zeros((), np.int32)
         # Without the inner state, which may hold anything.
-        first = SkipMemory(remember(norm_dtype(params)), jnp.zeros((), np.int32), ())
+        first = SkipMemory(initial(norm_dtype(params)), jnp.zeros((), np.int32), ())
         _, metrics, _ = trees.eval_shape(judge, params, None, first, step)
         memory = first._replace(inner=inner.init(params))
-        if states.keeps_bad_steps(memory.inner):
+        if trees.nodes_where(lambda x: isinstance(x, states.BadSteps), memory.inner):
             raise ValueError(
                 f"keep: record_norms is inside of {name}, where its state is frozen at "
                 "bad steps. Put it outside: optax.chain(record_norms(..., keep=n), "
@@ -125,8 +125,8 @@ def loss_of(extra: Mapping[str, Any]) -> Scalar | None:
     loss = extra.get("loss")
     if loss is None:
         return None
-    if not bounds.is_real(loss) or np.ndim(loss):
-        is_real = bounds.is_real(loss)
+    is_real = bounds.is_real(loss)
+    if not is_real or np.ndim(loss):
         given = f"shape {np.shape(loss)}" if is_real else short_repr(loss)
         raise TypeError(
             f"loss must be a real scalar, such as the mean over the batch, got {given}"

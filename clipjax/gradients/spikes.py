@@ -1,5 +1,6 @@
 """Skipping steps whose gradients or loss are far larger than usual."""
 
+import functools
 from typing import Any, SupportsIndex
 
 import jax
@@ -115,10 +116,8 @@ def skip_spikes(
             norm, loss, past, enough, z_threshold_at(step), max_norm_at(step)
         )
 
-    def remember(dtype: Any) -> Ring:
-        return no_past(length, dtype)
-
-    return skipping("skip_spikes", optimizer, max_consecutive, compare_at, remember)
+    initial = functools.partial(no_past, length)
+    return skipping("skip_spikes", optimizer, max_consecutive, compare_at, initial)
 
 
 def no_past(window: Any, dtype: Any) -> Ring:
@@ -145,7 +144,7 @@ def compare(
     # Both windows at once, which takes half as many kernels.
     each = [norm, 0 if loss is None else loss]
     seen = jnp.stack([jnp.asarray(x, dtype) for x in each])
-    z_scores, thresholds = _compared(seen, past.values, held(past), enough, z_threshold)
+    z_scores, thresholds = _compared(seen, past, enough, z_threshold)
     limits = jnp.stack([jnp.asarray(x, dtype) for x in (max_norm, jnp.inf)])
     thresholds = jnp.minimum(thresholds, limits)
     finite = jnp.isfinite(seen)
@@ -164,26 +163,27 @@ def compare(
 
 
 def _compared(
-    seen: jax.Array, values: jax.Array, held: jax.Array, enough: Any, z_threshold: Any
+    seen: jax.Array, past: Ring, enough: Any, z_threshold: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """Compare a norm and a loss, `(2,)`, with those in windows, `(2, window)`.
+    """Compare a norm and a loss, `(2,)`, with those of the past.
 
     Returns:
       How many standard deviations they are above their medians, and which values are
       `z_threshold` of them above.
     """
-    ascending = in_order(values, held)
+    count = held(past)
+    ascending = in_order(past.values, count)
     positive = ascending[:, 0] > 0  # always so for norms, and for most losses
     logs = jnp.log(jnp.where(positive[:, None], ascending, 1))
-    past = jnp.where(positive[:, None], logs, ascending)
-    median = quantile_of(past, held, 0.5)
+    values = jnp.where(positive[:, None], logs, ascending)
+    median = quantile_of(values, count, 0.5)
     least_stds = np.array(_LEAST_STDS, values.dtype)
     floor = least_stds * jnp.where(positive, 1, jnp.abs(median))
-    std = _STD_PER_MAD * quantile(jnp.abs(past - median[:, None]), held, 0.5)
+    std = _STD_PER_MAD * quantile(jnp.abs(values - median[:, None]), count, 0.5)
     std = jnp.maximum(std, floor)
     limit = median + jnp.asarray(z_threshold, std.dtype) * std
     threshold = jnp.where(positive, jnp.exp(limit), limit)
     logged = jnp.log(jnp.maximum(seen, _LEAST_VALUE))
     z_score = (jnp.where(positive, logged, seen) - median) / std
-    warm = held >= enough
+    warm = count >= enough
     return jnp.where(warm, z_score, 0), jnp.where(warm, threshold, jnp.inf)

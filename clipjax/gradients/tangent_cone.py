@@ -55,8 +55,7 @@ def tangent_cone(
     axes = units.check_axes(axes, auto=units.fan_in_of_matrices)
 
     def act(updates: Tree, params: Tree, step: Scalar | None, memory: Any) -> Any:
-        params = trees.params_for("tangent_cone", updates, params)
-        weights, _ = trees.leaves_of(params)
+        weights, _ = trees.leaves_of(trees.params_for("tangent_cone", updates, params))
         leaves, rebuild = trees.leaves_of(updates)
         values = [leaf.value for leaf in leaves]
         bound = radius_at(step)
@@ -79,18 +78,18 @@ def _without_outward_part(
     dtype = x.dtype if jnp.iscomplexobj(x) else norms.sum_dtype(x.dtype)
     g = x.astype(dtype)
     w = weight.astype(dtype)
-    size = norms.norm(w, each.axes)
+    weight_norm = norms.norm(w, each.axes)
     along = (g * jnp.conj(w)).real
     product = jnp.sum(along, axis=each.axes, keepdims=each.axes is not None)
     if each.axes is None:
         product = norms.over_devices(lax.psum, product)
-    fitted = bounds.fit_bound("radius", radius, size, each.leaf)
-    bound = jnp.asarray(fitted, size.dtype)
+    fitted = bounds.fit_bound("radius", radius, weight_norm, each.leaf)
+    bound = jnp.asarray(fitted, weight_norm.dtype)
     near = clipping.least_inside(bound, weight.dtype)
-    outward = ~(size < near) & ~(product >= 0)  # NaN counts as outward
+    outward = ~(weight_norm < near) & ~(product >= 0)  # NaN counts as outward
     # One number for each unit. Measuring what is left would keep the whole gradient in
     # memory.
-    square = jnp.where(outward & (size > 0), size * size, 1)
+    square = jnp.where(outward & (weight_norm > 0), weight_norm * weight_norm, 1)
     part = jnp.where(outward, product, 0) / square
     new = (g - w * part.astype(dtype)).astype(x.dtype)
-    return clipping.weak_like(x, jnp.where(part == 0, x, new)), -part * size
+    return clipping.weak_like(x, jnp.where(part == 0, x, new)), -part * weight_norm

@@ -58,36 +58,34 @@ def held(ring: Ring) -> jax.Array:
     return jnp.minimum(ring.entered, ring.values.shape[-1])
 
 
-def quantile(values: jax.Array, held: jax.Array, share: Any) -> jax.Array:
+def quantile(values: jax.Array, count: jax.Array, share: Any) -> jax.Array:
     """Return a quantile along the last axis, as `numpy.quantile` does.
 
-    Only the first values count, as many as are held. If none is, it is the largest
-    float.
+    Only the first `count` values are held. If none is, it is the largest float.
     """
-    return quantile_of(in_order(values, held), held, share)
+    return quantile_of(in_order(values, count), count, share)
 
 
-def in_order(values: jax.Array, held: jax.Array) -> jax.Array:
+def in_order(values: jax.Array, count: jax.Array) -> jax.Array:
     """Return values in ascending order; behind those that are held, the largest float.
 
     Infinite ones would make NaN in derivatives.
     """
     places = lax.broadcasted_iota(np.int32, values.shape, values.ndim - 1)
     most = jnp.finfo(values.dtype).max
-    return jnp.sort(jnp.where(places < jnp.expand_dims(held, -1), values, most))
+    return jnp.sort(jnp.where(places < jnp.expand_dims(count, -1), values, most))
 
 
-def quantile_of(ascending: jax.Array, held: jax.Array, share: Any) -> jax.Array:
+def quantile_of(ascending: jax.Array, count: jax.Array, share: Any) -> jax.Array:
     """Return a quantile of values that are in order."""
-    last = jnp.maximum(held, 1) - 1
+    last = jnp.maximum(count, 1) - 1
     rank = share * last.astype(ascending.dtype)
     below = jnp.floor(rank).astype(np.int32)
     above = jnp.minimum(below + 1, last)
     # Flat, since an index with two parts is a kernel of its own.
     flat = ascending.ravel()
-    row = ascending.shape[-1] * jnp.arange(held.size, dtype=np.int32).reshape(
-        held.shape
-    )
+    rows = jnp.arange(count.size, dtype=np.int32).reshape(count.shape)
+    row = ascending.shape[-1] * rows
     low = flat[row + below]
     return low + (flat[row + above] - low) * (rank - jnp.floor(rank))
 

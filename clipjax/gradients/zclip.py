@@ -12,14 +12,13 @@ from clipjax import _checks
 from clipjax._core import bounds
 from clipjax._core.aliases import Scalar
 from clipjax._core.messages import short_repr
-from clipjax.gradients.history import clip_by_history, counts
+from clipjax.gradients.history import clip_by_history, is_counted
 
 ZclipMode = Literal["adaptive", "mean", "percentile"]
 
-
-# A spike counts 1, and any other step takes 4 away. At this count they are no spikes,
-# but a new level.
-_NO_SPIKES, _ORDINARY = 100, 4
+# A spike counts 1, and any other step takes 4 away. At a count of 100 they are no
+# spikes, but a new level.
+_NEW_LEVEL_COUNT, _TAKEN_AWAY = 100, 4
 
 
 class Moments(NamedTuple):
@@ -28,8 +27,13 @@ class Moments(NamedTuple):
     mean: jax.Array  # float: the moving mean
     std: jax.Array  # float: the moving standard deviation
     steps: jax.Array  # int32: how many norms they have taken in
-    # int32: spikes count 1, other steps take 4 away; 0 of `clip_by_lognormal`.
-    spikes: jax.Array
+
+
+class ZclipMemory(NamedTuple):
+    """What :func:`zclip` remembers."""
+
+    moments: Moments
+    spikes: jax.Array  # int32: the count of spikes, less what other steps took away
 
 
 def zclip(
@@ -102,64 +106,67 @@ def zclip(
             f"update_on_spike must be a bool, got {short_repr(update_on_spike)}"
         )
 
-    def bound_of(norm: Scalar, memory: Moments, step: Any) -> tuple[Scalar, Moments]:
+    def bound_of(norm: Scalar, memory: ZclipMemory, step: Any) -> tuple[Scalar, Any]:
+        past, spikes = memory
         tiny = np.finfo(norm.dtype).tiny
-        warming = memory.steps < jnp.maximum(warm, 1)
+        warming = past.steps < jnp.maximum(warm, 1)
         z_max = jnp.asarray(z_threshold_at(step), norm.dtype)
-        std = jnp.maximum(memory.std, tiny)  # infinity times 0 would be NaN
+        std = jnp.maximum(past.std, tiny)  # infinity times 0 would be NaN
         width = std if mode == "percentile" else std + eps
-        limit = memory.mean + z_max * width
+        limit = past.mean + z_max * width
         spike = ~warming & (norm > limit)
         of_spike = limit
         if mode == "mean":
-            of_spike = memory.mean
+            of_spike = past.mean
         if mode == "adaptive":
             # Neither 0 nor infinite.
-            excess = jnp.where(spike, norm - memory.mean, 1)
+            excess = jnp.where(spike, norm - past.mean, 1)
             allowed = jnp.where(spike, z_max, 0)
-            of_spike = memory.mean + allowed * std * (allowed * width / excess)
+            of_spike = past.mean + allowed * std * (allowed * width / excess)
             of_spike *= clip_factor
         bound = jnp.where(spike, of_spike, limit)
         bound = jnp.where(warming, jnp.inf, bound)
 
         entering = lax.stop_gradient(jnp.where(spike, of_spike, norm))
-        after = _after(memory, entering, warming, decay)
+        after = _after(past, entering, warming, decay)
         if not update_on_spike:
-            after = jax.tree.map(lambda a, b: jnp.where(spike, b, a), after, memory)
-        spikes = memory.spikes + jnp.where(spike, 1, -_ORDINARY)
-        spikes = jnp.maximum(spikes, 0)
-        anew = spikes >= _NO_SPIKES  # the first of a warm-up replaces the averages
-        after = after._replace(
-            steps=jnp.where(anew, 0, after.steps), spikes=jnp.where(anew, 0, spikes)
-        )
-        return jnp.minimum(bound, jnp.asarray(max_norm_at(step), norm.dtype)), after
+            after = jax.tree.map(lambda a, b: jnp.where(spike, b, a), after, past)
+        spikes = jnp.maximum(spikes + jnp.where(spike, 1, -_TAKEN_AWAY), 0)
+        # The first norm of a warm-up replaces the averages.
+        anew = spikes >= _NEW_LEVEL_COUNT
+        after = after._replace(steps=jnp.where(anew, 0, after.steps))
+        bound = jnp.minimum(bound, jnp.asarray(max_norm_at(step), norm.dtype))
+        return bound, ZclipMemory(after, jnp.where(anew, 0, spikes))
 
-    return clip_by_history("zclip", _no_moments, bound_of)
+    return clip_by_history(
+        "zclip",
+        bound_of,
+        lambda dtype: ZclipMemory(_no_moments(dtype), jnp.zeros((), np.int32)),
+    )
 
 
-def _after(memory: Moments, norm: Scalar, warming: Scalar, decay: Any) -> Moments:
+def _after(past: Moments, norm: Scalar, warming: Scalar, decay: Any) -> Moments:
     """Return the averages after a norm: plain ones in the warm-up, then the paper's.
 
     Its variance is about the new mean, which is (1 - rate) * away from the norm. The
     averages make steps from the old ones: in decay * old + rate * new the two shares of
     a long average are not 1 in float32.
     """
-    plain = 1 / (memory.steps.astype(norm.dtype) + 1)
+    plain = 1 / (past.steps.astype(norm.dtype) + 1)
     rate = jnp.where(warming, plain, 1 - decay)
     kept = jnp.where(warming, 1 - rate, (1 - rate) ** 2)
-    away = norm - memory.mean
+    away = norm - past.mean
     # The squares of norms would leave float32.
-    largest = jnp.maximum(memory.std, jnp.abs(away))
+    largest = jnp.maximum(past.std, jnp.abs(away))
     largest = jnp.maximum(largest, np.finfo(norm.dtype).tiny)
-    std = memory.std / largest
+    std = past.std / largest
     change = rate * (kept * (away / largest) ** 2 - std**2)
     total = std + jnp.sqrt(std**2 + change)  # of the old and the new root
     wider = largest * (change / jnp.where(total > 0, total, 1))
     return Moments(
-        memory.mean + rate * away,
-        jnp.maximum(memory.std + wider, 0),
-        optax.safe_increment(memory.steps),
-        memory.spikes,
+        past.mean + rate * away,
+        jnp.maximum(past.std + wider, 0),
+        optax.safe_increment(past.steps),
     )
 
 
@@ -208,7 +215,7 @@ def clip_by_lognormal(
     eps = _checks.check_number("eps", eps, "(0, inf)")
 
     def bound_of(norm: Scalar, memory: Moments, step: Any) -> tuple[Scalar, Moments]:
-        counted = counts(norm)
+        counted = is_counted(norm)
         plain = 1 / (memory.steps.astype(norm.dtype) + 1)
         rate = jnp.where(counted, jnp.maximum(1 - decay, plain), 0)
         away = jnp.log(jnp.where(counted, norm, 1) + eps) - memory.mean
@@ -224,17 +231,13 @@ def clip_by_lognormal(
         limit = jnp.where(finite, limit, jnp.inf)
         bound = jnp.where(~known | (norm < limit), limit, jnp.exp(mean))
         std = jnp.sqrt(jnp.maximum(lax.stop_gradient(variance), 0))
-        steps = optax.safe_increment(memory.steps)
-        after = Moments(mean, std, steps, memory.spikes)
+        after = Moments(mean, std, optax.safe_increment(memory.steps))
         return jnp.minimum(bound, jnp.asarray(max_norm_at(step), norm.dtype)), after
 
-    return clip_by_history("clip_by_lognormal", _no_moments, bound_of)
+    return clip_by_history("clip_by_lognormal", bound_of, _no_moments)
 
 
 def _no_moments(dtype: Any) -> Moments:
-    return Moments(
-        jnp.zeros((), dtype),
-        jnp.zeros((), dtype),
-        jnp.zeros((), np.int32),
-        jnp.zeros((), np.int32),
-    )
+    # Two arrays, of which each may be donated.
+    mean, std = jnp.zeros((), dtype), jnp.zeros((), dtype)
+    return Moments(mean, std, jnp.zeros((), np.int32))

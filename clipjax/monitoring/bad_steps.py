@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -83,21 +84,24 @@ def bad_steps(opt_state: Any) -> list[BadStep]:
       ...     print(each)
       step 2: norm nan; not finite in head
     """
-    recorders = [x for x in states_in(opt_state) if isinstance(x, states.NormsState)]
-    if not any(each.kept for each in recorders):
+    kept = [
+        (name, each, state.names)
+        for state in states_in(opt_state)
+        if isinstance(state, states.NormsState)
+        for name, each in state.kept.items()
+    ]
+    if not kept:
         raise ValueError(
             "opt_state: no recorder in it keeps bad steps. Put one in front of the "
             "optimizer, outside of a skip: optax.chain(clipjax.record_norms('leaf', "
             "keep=16), clipjax.bounded(...))"
         )
-    found = itertools.chain.from_iterable(map(_steps_in, recorders))
+    found = itertools.chain.from_iterable(itertools.starmap(_steps_in, kept))
     return sorted(found, key=lambda each: each.step)
 
 
-def _steps_in(state: states.NormsState) -> list[BadStep]:
-    if not state.kept:
-        return []
-    ((name, kept),) = state.kept.items()
+def _steps_in(name: str, kept: states.BadSteps, names: Iterable[str]) -> list[BadStep]:
+    """Return the steps that are kept of updates that are called `name`."""
     arrays = [as_array(x) for x in (kept.entered, kept.steps, kept.rows)]
     for x in arrays:
         is_traced = isinstance(x, jax.core.Tracer)
@@ -118,7 +122,7 @@ def _steps_in(state: states.NormsState) -> list[BadStep]:
         norm, threshold, loss, *norms = map(float, rows[place])
         # -inf stands for a loss that is not given.
         loss = math.nan if loss == -math.inf else loss
-        groups = _groups_of(name, dict(zip(state.names, norms, strict=True)))
+        groups = _groups_of(name, dict(zip(names, norms, strict=True)))
         found.append(BadStep(int(steps[place]), norm, threshold, loss, groups))
     return found
 

@@ -104,12 +104,11 @@ def columns_of(history: Any) -> Mapping[str, Any]:
     """Return what a history has under each name, at all steps."""
     is_list = isinstance(history, Sequence)
     rows = list(history) if is_list else [history]
-    names = [row.keys() if isinstance(row, Mapping) else None for row in rows]
-    if (
-        None in names
-        or any(each != names[0] for each in names)
-        or not all(isinstance(key, str) for each in names[:1] for key in each or ())
-    ):
+    named = all(
+        isinstance(row, Mapping) and all(isinstance(key, str) for key in row)
+        for row in rows
+    )
+    if not named or any(row.keys() != rows[0].keys() for row in rows):
         raise TypeError(
             "history must be a list of what clipjax.metrics returned at each step, or "
             f"a dict that a scan stacked, got {short_repr(history)}"

@@ -103,7 +103,8 @@ def _is_of_metrics(node: Mapping[str, Any]) -> bool:
     """Return whether a mapping was a state of a transformation with metrics."""
     counts = node.get("counts")
     has_fields = node.keys() <= {*states.MetricsState._fields}
-    return has_fields and isinstance(counts, Mapping) and states.has_steps(counts)
+    is_counts = isinstance(counts, Mapping) and any(map(states.has_steps, counts))
+    return has_fields and is_counts
 
 
 def _norms_from(node: Mapping[str, Any]) -> states.NormsState:
@@ -150,7 +151,7 @@ def _metrics_of(state: states.MetricsState | states.NormsState) -> Metrics:
 @jax.jit
 def _read(last: Metrics, counts: Metrics) -> Metrics:
     """Return the metrics of one state, in buffers that are not the state's own."""
-    found = states.apart(last) | states.apart(counts)
+    found = states.scalars_in(last) | states.scalars_in(counts)
     steps = f"{states.name_in(found)}/steps"
     if len(found) == 1:
         return {}

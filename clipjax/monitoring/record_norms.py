@@ -21,6 +21,7 @@ from clipjax.gradients.window import is_next, one_more
 
 # What a group of leaves is called, and the square of its norm: one, or one a layer.
 Group: TypeAlias = tuple[str, jax.Array]
+Names: TypeAlias = dict[str, tuple[()]]  # as in the state
 
 
 class Recorder(optax.GradientTransformationExtraArgs):
@@ -101,7 +102,7 @@ def record_norms(
             f"keep: it is for bad updates, but of={short_repr(of)} leaves them out"
         )
 
-    def squares_in(updates: Tree, params: Tree) -> tuple[list[str], jax.Array]:
+    def squares_in(updates: Tree, params: Tree) -> tuple[Names, jax.Array]:
         """Return the names and the squares of all norms."""
         each = groups_in(name, updates) if "updates" in measured else []
         if "params" in measured:
@@ -113,19 +114,11 @@ def record_norms(
     def init(params: Tree) -> states.NormsState:
         if not is_known:
             raise traced_error("keep", keep)
-        trees.leaves_of(params)  # raises its errors
-        names: list[str] = []
-
-        def first_squares(tree: Tree) -> jax.Array:
-            found, squares = squares_in(tree, tree)
-            names.extend(found)
-            return squares
-
-        dtype = trees.eval_shape(first_squares, params).dtype
+        names, squares = trees.eval_shape(lambda tree: squares_in(tree, tree), params)
         return states.NormsState(
             jnp.zeros((), np.int32),
-            dict.fromkeys(names, ()),
-            jnp.zeros(len(names), dtype),
+            names,
+            jnp.zeros(len(names), squares.dtype),
             {name: _no_steps(size, len(names), norm_dtype(params))} if size else {},
             jnp.asarray(np.frombuffer("\n".join(names).encode(), np.uint8)),
         )
@@ -154,7 +147,7 @@ def record_norms(
     return Recorder(init, update)
 
 
-def _check_names(state: states.NormsState, names: list[str]) -> None:
+def _check_names(state: states.NormsState, names: Names) -> None:
     """Raise an error if a state was made for other norms."""
     if only_one := set(names) ^ set(state.names):
         raise ValueError(
@@ -179,7 +172,8 @@ def _by_group(groups: Any, stacked: Any) -> Callable[[str, Tree], list[Group]]:
 
     It returns one number for a group, or one for each layer of stacks.
     """
-    depth: int | None = None
+    # Of a path, none for the whole tree, and all that there are for leaves.
+    depth: int | None = 0 if groups is None else None
     patterns: tuple[str, ...] = ()
     if isinstance(groups, jax.Array):
         raise traced_error("groups", groups)
@@ -192,15 +186,11 @@ def _by_group(groups: Any, stacked: Any) -> Callable[[str, Tree], list[Group]]:
     def groups_of(tree: Tree, leaves: list[trees.Leaf]) -> list[str | None]:
         if patterns:
             return trees.first_matches("groups", patterns, tree)
-        if groups is None:
-            return [""] * len(leaves)
         return [trees.path_name(leaf.path[:depth]) for leaf in leaves]
 
     def groups_in(label: str, tree: Tree) -> list[Group]:
         leaves, _ = trees.leaves_of(tree)
-        found: list[str | None] = [None] * len(leaves)
-        if stacks:
-            found = trees.first_matches("stacked", stacks, tree)
+        found = trees.first_matches("stacked", stacks, tree)
         members: dict[Any, list[trees.Leaf]] = {}
         if groups is None and not stacks:
             members["", False] = []  # the norm of no leaf is 0
@@ -222,7 +212,7 @@ def _by_group(groups: Any, stacked: Any) -> Callable[[str, Tree], list[Group]]:
     return groups_in
 
 
-def _joined(each: list[Group]) -> tuple[list[str], jax.Array]:
+def _joined(each: list[Group]) -> tuple[Names, jax.Array]:
     """Return the names of all numbers, sorted, and the numbers in one array."""
     names = []
     for key, x in each:
@@ -236,7 +226,7 @@ def _joined(each: list[Group]) -> tuple[list[str], jax.Array]:
         raise ValueError(f"groups: two norms would be called {a_few(twice)}")
     if order != list(range(len(names))):
         joined = joined[np.array(order)]
-    return in_order, lax.stop_gradient(joined)
+    return dict.fromkeys(in_order, ()), lax.stop_gradient(joined)
 
 
 def _no_steps(size: int, names: int, dtype: Any) -> states.BadSteps:

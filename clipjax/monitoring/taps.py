@@ -22,10 +22,10 @@ Seen: TypeAlias = tuple[jax.Array, jax.Array]
 def tap() -> jax.Array:
     """Make a tap: the gradient with respect to it is what a clip in the model saw.
 
-    Pass it to a clip of this page, and take the gradient of the loss with respect to
-    it, too. The clip then returns sums there, which add up over the steps of a `scan`,
-    over the examples of a `vmap`, over devices, and over all clips that share the tap.
-    :func:`tapped` reads them.
+    Pass it to :func:`clip_gradient_by_norm` or its like, and take the gradient of the
+    loss with respect to it, too. The clip then returns sums there, which add up over
+    the steps of a `scan`, over the examples of a `vmap`, over devices, and over all
+    clips that share the tap. :func:`tapped` reads them.
 
     Returns:
       Zeros, float32 `(4,)`, on which no value depends.

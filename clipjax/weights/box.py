@@ -45,7 +45,7 @@ def box(low: limits.Limit, high: limits.Limit, *, where: Where = None) -> Projec
       >>> print(projected["bias"], projected["scale"])
       [ 3. -3.] [1.  0.5]
     """
-    return _box(written("box", low, high, where=(where, None)), low, high, where)
+    return _box(written(box, low, high, where=where), low, high, where)
 
 
 def non_negative(*, where: Where = None) -> Projection:
@@ -62,7 +62,7 @@ def non_negative(*, where: Where = None) -> Projection:
       >>> print(clipjax.non_negative()(jnp.array([-1.0, 0.0, 2.0])))
       [0. 0. 2.]
     """
-    return _box(written("non_negative", where=(where, None)), 0.0, np.inf, where)
+    return _box(written(non_negative, where=where), 0.0, np.inf, where)
 
 
 def _box(name: str, low: Any, high: Any, where: Where) -> Projection:
@@ -74,8 +74,7 @@ def _box(name: str, low: Any, high: Any, where: Where) -> Projection:
             )
     lows = limits.by_leaf("low", low, -np.inf, other=-np.inf)
     highs = limits.by_leaf("high", high, -np.inf, other=np.inf)
-    if not (lows.by_path or highs.by_path):
-        _checks.check_order(low, high)
+    _checks.check_order(low, high)
     choose = _choice(where)
 
     def clip(params: Tree, step: Any) -> Tree:
@@ -83,7 +82,7 @@ def _box(name: str, low: Any, high: Any, where: Where) -> Projection:
         values = [leaf.value for leaf in leaves]
         both = zip(choose(params), limits.are_given([lows, highs], params), strict=True)
         places = [i for i, (chosen, given) in enumerate(both) if chosen and given]
-        limits.check_order(lows, highs, params, places)
+        limits.check_order_by_path(lows, highs, params, places)
         bottoms = lows.at(params, step)
         tops = highs.at(params, step)
         for i in places:

@@ -1,5 +1,6 @@
 """The projection onto the norms that weights had before the update."""
 
+import functools
 from typing import Any
 
 import jax
@@ -7,20 +8,20 @@ import jax
 from clipjax._core import bounds, clipping, norms, trees, units
 from clipjax._core.aliases import Tree
 from clipjax.weights import limits
-from clipjax.weights.projection import Projection, rescaled, written
+from clipjax.weights.projection import Projection, rescaled_weights, written
 
 
-def keep_norm(*, axes: units.AutoAxes = "auto", rate: bounds.Bound = 1.0) -> Projection:
+def keep_norm(*, rate: bounds.Bound = 1.0, axes: units.AutoAxes = "auto") -> Projection:
     """Rescale each unit to the norm it had before the update: w * |old| / |w|.
 
     With :func:`relative_update` in front of the learning rate, in place of weight
     decay: AdamH and MuonH.
 
     Args:
-      axes: the axes that are reduced. "auto": a matrix is one unit; vectors and scalars
-        are not changed; rank 3 and more may be stacks of matrices, and are an error.
       rate: the share of the way back to the old norm, from 0 to 1: a number, an array
         that broadcasts to the units, or a schedule.
+      axes: the axes that are reduced. "auto": a matrix is one unit; vectors and scalars
+        are not changed; rank 3 and more may be stacks of matrices, and are an error.
 
     Returns:
       A :class:`Projection`: the last link of a chain, or a function of the new and the
@@ -48,54 +49,34 @@ def keep_norm(*, axes: units.AutoAxes = "auto", rate: bounds.Bound = 1.0) -> Pro
       [[3. 0.]
        [0. 4.]]
     """
-    rate_at = limits.rate_at(rate)
-    name = written("keep_norm", axes=(axes, "auto"), rate=(rate, 1.0))
+    rates = limits.of_rate(rate)
+    name = written(keep_norm, rate=rate, axes=axes)
     axes = units.check_axes(axes, auto=units.whole_matrices)
-
-    def units_of(params: Tree) -> list[units.LeafUnits]:
-        return units.of_tree(params, axes)
+    units_of = functools.partial(units.of_tree, axes=axes)
 
     def keep(params: Tree, step: Any, old: Tree = None) -> Tree:
-        before = _like(params, old)
+        if old is None and jax.tree.leaves(params):
+            raise ValueError(
+                "old: keep_norm needs the weights before the update, as in "
+                "keep_norm()(params, old) and violations(params, keep_norm(), old=old)"
+            )
+        old = trees.like("old", "keep_norm", params, old, "new weights")
+        before, _ = trees.leaves_of(old)
         found = units_of(params)
-        share = rate_at(step)
+        shares = rates.at(params, step)
         factors = []
         for each, norm in zip(found, units.norms_of(found), strict=True):
             kept = norms.norm(before[each.place].value, each.axes)
-            fitted = bounds.fit_bound("rate", share, norm, each.leaf)
+            fitted = bounds.fit_bound("rate", shares[each.place], norm, each.leaf)
             factors.append(clipping.factor_onto(kept, norm, fitted))
-        return rescaled(params, found, factors)
+        return rescaled_weights(params, found, factors)
 
     return Projection(
         name,
         keep,
         needs=("old",),
-        scheduled=callable(rate),
+        scheduled=rates.scheduled,
         units_of=units_of,
         # Factors so near to 1 would not change weights of 16 bits.
         unrounded=True,
     )
-
-
-def _like(params: Tree, old: Tree) -> list[trees.Leaf]:
-    """Return the leaves of the old weights, which are of the same shapes."""
-    if old is None and jax.tree.leaves(params):
-        raise ValueError(
-            "old: keep_norm needs the weights before the update, as in "
-            "keep_norm()(params, old) and violations(params, keep_norm(), old=old)"
-        )
-    wanted: Any = jax.tree.structure(params)
-    given: Any = jax.tree.structure(old)
-    if given != wanted:
-        raise ValueError(
-            f"old: keep_norm needs weights in the structure of the new ones, {wanted}, "
-            f"got {given}"
-        )
-    leaves, _ = trees.leaves_of(params)
-    before, _ = trees.leaves_of(old)
-    for new, leaf in zip(leaves, before, strict=True):
-        if new.value.shape != leaf.value.shape:
-            raise ValueError(
-                f"old: {leaf} must have the shape of the new one, {new.value.shape}"
-            )
-    return before

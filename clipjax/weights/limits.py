@@ -30,8 +30,9 @@ class Limits(NamedTuple):
 
     def patterns(self, tree: Tree) -> list[str | None]:
         """Return the pattern of each leaf's limit, None if it has none."""
-        patterns = {pattern: pattern for pattern in self.given}
-        return trees.per_leaf(self.name, patterns if self.by_path else "*", tree, None)
+        if not self.by_path:
+            return ["*"] * len(jax.tree.leaves(tree))
+        return trees.first_matches(self.name, tuple(self.given), tree)
 
     def at(self, tree: Tree, step: Any) -> list[Any]:
         """Return the limit of each leaf at a step."""
@@ -62,7 +63,9 @@ def are_given(each: Sequence[Limits], tree: Tree) -> list[bool]:
     return [any(pattern is not None for pattern in patterns) for patterns in of_leaves]
 
 
-def check_order(low: Limits, high: Limits, tree: Tree, places: Collection[int]) -> None:
+def check_order_by_path(
+    low: Limits, high: Limits, tree: Tree, places: Collection[int]
+) -> None:
     """Raise an error if limits by path that are no schedules do not go together."""
     if not (low.by_path or high.by_path):
         return
@@ -73,11 +76,11 @@ def check_order(low: Limits, high: Limits, tree: Tree, places: Collection[int]) 
             _checks.check_order(low.given[of_low], high.given[of_high], leaf)
 
 
-def rate_at(rate: bounds.Bound) -> Callable[[Any], Any]:
-    """Check a share of the way to a limit, and return the function from the step."""
-    at = bounds.as_schedule("rate", rate)
+def of_rate(rate: bounds.Bound) -> Limits:
+    """Check a share of the way to a limit, which is the same for all leaves."""
+    at_step = {"*": bounds.as_schedule("rate", rate)}
     check_at_most("rate", rate, 1, "at most 1")
-    return at
+    return Limits("rate", {"*": rate}, at_step, by_path=False, other=None)
 
 
 def check_at_most(name: str, value: Any, most: float, wanted: str) -> None:

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from clipjax import _checks
-from clipjax._core import bounds, clipping, trees, units
+from clipjax._core import bounds, clipping, units
 from clipjax._core.aliases import Tree
 from clipjax.weights import limits
-from clipjax.weights.projection import Projection, rescaled, written
+from clipjax.weights.projection import Projection, rescaled_weights, written
 
-Factor: TypeAlias = Callable[..., jax.Array]  # of (norms, leaf, *limits)
+Factor: TypeAlias = Callable[..., jax.Array]  # of (norms, dtype, *limits)
 
 
 def max_norm(radius: limits.Limit, *, axes: units.AutoAxes = "auto") -> Projection:
@@ -44,12 +44,13 @@ def max_norm(radius: limits.Limit, *, axes: units.AutoAxes = "auto") -> Projecti
        [0.8 0.4]]
     """
     radii = limits.by_leaf("radius", radius)
-
-    def factor(norm: jax.Array, leaf: trees.Leaf, radius: Any) -> jax.Array:
-        return clipping.factor_to(radius, norm, leaf.value.dtype)
-
-    name = written("max_norm", radius, axes=(axes, "auto"))
-    return _rescaling(name, axes, [radii], lambda step: factor)
+    name = written(max_norm, radius, axes=axes)
+    return _rescaling(
+        name,
+        axes,
+        [radii],
+        lambda norm, dtype, radius: clipping.factor_to(radius, norm, dtype),
+    )
 
 
 def min_max_norm(
@@ -80,27 +81,16 @@ def min_max_norm(
       [[1.2 0.6]
        [1.6 0.8]]
     """
-    rate_at = limits.rate_at(rate)
+    rates = limits.of_rate(rate)
     lows = limits.by_leaf("low", low, other=0.0)
     highs = limits.by_leaf("high", high, other=np.inf)
     for pattern, each in lows.given.items():
         key = f"low[{pattern!r}]" if lows.by_path else "low"
         limits.check_at_most(key, each, np.finfo(np.float64).max, "finite")
-    if not (lows.by_path or highs.by_path):
-        _checks.check_order(low, high)
+    _checks.check_order(low, high)
 
-    def factor_at(step: Any) -> Factor:
-        rate = rate_at(step)
-
-        def factor(norm: jax.Array, leaf: trees.Leaf, low: Any, high: Any) -> jax.Array:
-            share = bounds.fit_bound("rate", rate, norm, leaf)
-            return _factor_between(norm, leaf.value.dtype, low, high, share)
-
-        return factor
-
-    name = written("min_max_norm", low, high, rate=(rate, 1.0), axes=(axes, "auto"))
-    scheduled = callable(rate)
-    return _rescaling(name, axes, [lows, highs], factor_at, scheduled=scheduled)
+    name = written(min_max_norm, low, high, rate=rate, axes=axes)
+    return _rescaling(name, axes, [lows, highs], _factor_between, [rates])
 
 
 def unit_norm(*, axes: units.AutoAxes = "auto") -> Projection:
@@ -121,25 +111,23 @@ def unit_norm(*, axes: units.AutoAxes = "auto") -> Projection:
        [0.8 0.8 0. ]]
     """
     both = [limits.by_leaf("low", 1), limits.by_leaf("high", 1)]
-
-    def factor(norm: jax.Array, leaf: trees.Leaf, low: Any, high: Any) -> jax.Array:
-        return _factor_between(norm, leaf.value.dtype, low, high, 1)
-
-    name = written("unit_norm", axes=(axes, "auto"))
-    return _rescaling(name, axes, both, lambda step: factor)
+    name = written(unit_norm, axes=axes)
+    return _rescaling(name, axes, both, functools.partial(_factor_between, rate=1))
 
 
 def _rescaling(
     name: str,
     axes: Any,
     each_limit: Sequence[limits.Limits],
-    factor_at: Callable[[Any], Factor],
-    *,
-    scheduled: bool = False,
+    factor: Factor,
+    rates: Sequence[limits.Limits] = (),
 ) -> Projection:
-    """Make the projection that multiplies units by `factor(norms, leaf, *limits)`."""
+    """Make the projection that multiplies units by `factor(norms, dtype, *limits)`.
+
+    A rate is the last of them. It is for all leaves, so it chooses none.
+    """
     axes = units.check_axes(axes, auto=units.fan_in_of_matrices)
-    scheduled = scheduled or any(each.scheduled for each in each_limit)
+    arguments = [*each_limit, *rates]
 
     def units_of(params: Tree) -> list[units.LeafUnits]:
         return units.of_tree(params, axes, limits.are_given(each_limit, params))
@@ -148,18 +136,20 @@ def _rescaling(
         found = units_of(params)
         if len(each_limit) == 2:
             low, high = each_limit
-            limits.check_order(low, high, params, {each.place for each in found})
-        of_leaves = [(each.name, each.at(params, step)) for each in each_limit]
-        factor = factor_at(step)
+            limits.check_order_by_path(
+                low, high, params, {each.place for each in found}
+            )
+        of_leaves = [(each.name, each.at(params, step)) for each in arguments]
         factors = []
         for each, norm in zip(found, units.norms_of(found), strict=True):
             fitted = [
-                bounds.fit_bound(limit, of_leaf[each.place], norm, each.leaf)
-                for limit, of_leaf in of_leaves
+                bounds.fit_bound(name, of_leaf[each.place], norm, each.leaf)
+                for name, of_leaf in of_leaves
             ]
-            factors.append(factor(norm, each.leaf, *fitted))
-        return rescaled(params, found, factors)
+            factors.append(factor(norm, each.leaf.value.dtype, *fitted))
+        return rescaled_weights(params, found, factors)
 
+    scheduled = any(each.scheduled for each in arguments)
     return Projection(name, rescale, scheduled=scheduled, units_of=units_of)
 
 

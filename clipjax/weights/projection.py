@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -62,26 +63,28 @@ class Projection(_OptaxClass):
         norms.warn_if_local()
         _check_is_no_module(self.name, params)
         names = (*self.needs, "step")
-        by_place = dict(zip(names, args, strict=False))
-        if twice := sorted(by_place.keys() & kwargs.keys()):
-            raise TypeError(f"{self} got {', '.join(twice)} twice")
-        given = by_place | kwargs
-        if len(args) > len(names) or set(given) - set(names):
-            more = sorted(set(given) - set(names)) or short_repr(args)
-            raise TypeError(f"{self} takes params and {', '.join(names)}, got {more}")
+        given = dict(zip(names, args, strict=False))
+        wrong = kwargs.keys() - (set(names) - given.keys())
+        if wrong or len(args) > len(names):
+            raise TypeError(
+                f"{self} takes params and {', '.join(names)}, each once, got "
+                f"{sorted(wrong) or short_repr(args)}"
+            )
+        given |= kwargs
         step = given.pop("step", None)
         if step is not None and not (bounds.is_real(step) and np.ndim(step) == 0):
             raise TypeError(f"step must be a number, got {short_repr(step)}")
         # JAX's arrays, of which those that do not change stay the same.
         leaves, rebuild = trees.leaves_of(params)
-        return self._projected(rebuild([leaf.value for leaf in leaves]), step, **given)
+        return self._projected(rebuild([leaf.value for leaf in leaves]), step, given)
 
     def init(self, params: Tree) -> Any:
         """Raise errors, and return the state."""
         step = jnp.zeros((), np.int32) if self.scheduled else None
-        trees.leaves_of(params)  # raises its errors
         if self.check is None:
-            trees.eval_shape(lambda tree: self._linked(tree, step, tree, {}), params)
+            trees.eval_shape(
+                lambda tree: self._projected(tree, step, {"old": tree}), params
+            )
         else:
             self.check(params)
         return optax.EmptyState() if step is None else ProjectionState(step)
@@ -106,7 +109,8 @@ class Projection(_OptaxClass):
                 lax.optimization_barrier(x) if _is_narrow(x) else x for x in summed
             ]
         step = state.step if self.scheduled else None
-        wanted = jax.tree.leaves(self._linked(as_params(summed), step, params, extra))
+        known = {**extra, "old": params}
+        wanted = jax.tree.leaves(self._projected(as_params(summed), step, known))
         steps = [
             _step_to(new, old, param.value, update.value)
             for new, old, (param, update) in zip(wanted, summed, pairs, strict=True)
@@ -115,12 +119,8 @@ class Projection(_OptaxClass):
             state = ProjectionState(optax.safe_increment(step))
         return as_updates(steps), state
 
-    def _linked(self, params: Tree, step: Any, old: Tree, extra: Any) -> Tree:
-        known = {**extra, "old": old}
+    def _projected(self, params: Any, step: Any, known: Mapping[str, Any]) -> Any:
         given = {name: known[name] for name in self.needs if name in known}
-        return self._projected(params, step, **given)
-
-    def _projected(self, params: Any, step: Any, **given: Any) -> Any:
         wanted = self.function(params, step, **given)
         _check_are_weights(params, wanted)
         return wanted
@@ -140,7 +140,7 @@ class Projection(_OptaxClass):
         return functools.partial(Projection, **vars(self)), ()
 
 
-def rescaled(
+def rescaled_weights(
     params: Tree, found: list[units.LeafUnits], factors: list[jax.Array]
 ) -> Tree:
     """Return weights whose units, of which the norms were measured, met factors.
@@ -157,18 +157,15 @@ def rescaled(
     return clipping.rescaled(params, kept, factors)
 
 
-def written(name: str, *args: Any, **options: tuple[Any, Any]) -> str:
-    """Return the call that made a projection.
-
-    Options are pairs of a value and the default; those that are the default are left
-    out.
-    """
-    shown = list(map(short_repr, args))
-    for key, pair in options.items():
-        value, default = map(short_repr, pair)
-        if value != default:
-            shown.append(f"{key}={value}")
-    return f"clipjax.{name}({', '.join(shown)})"
+def written(function: Callable[..., Any], *args: Any, **options: Any) -> str:
+    """Return the call that made a projection, without options that are the default."""
+    parameters = inspect.signature(function).parameters
+    shown = [short_repr(value) for value in args]
+    for key, value in options.items():
+        text = short_repr(value)
+        if text != repr(parameters[key].default):
+            shown.append(f"{key}={text}")
+    return f"clipjax.{function.__name__}({', '.join(shown)})"
 
 
 def applied(param: Any, update: Any) -> Any:
@@ -254,8 +251,8 @@ def as_projection(name: str, function: Any) -> Projection:
     hint = ""
     if isinstance(function, optax.GradientTransformation):
         hint = (
-            ", a gradient transformation; clips are for clip=, and masks are written "
-            "as axes= or where="
+            ", a gradient transformation: pass the last link of a chain, and a clip as "
+            "clip=; masks are written as axes= or where="
         )
     elif _is_ours(function):
         hint = ": call it, as in clipjax.max_norm(3.0)"

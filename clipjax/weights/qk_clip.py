@@ -109,9 +109,7 @@ def qk_clip(
             scales += _scales(sides, clipping.factor_to(fitted, finite), rotary)
         return clipping.rescaled(params, changed, scales)
 
-    name = written(
-        "qk_clip", threshold, query=(query, "query"), key=(key, "key"), rope=(rotary, 0)
-    )
+    name = written(qk_clip, threshold, query=query, key=key, rope=rotary)
     return Projection(
         name,
         clip,
@@ -170,7 +168,8 @@ def _check_heads(path: str, sides: list[_Side], rope: int) -> None:
     if one_size and set(fewer) <= {0, 1}:
         ((wide,),) = of_queries
         ((narrow,),) = of_keys
-        if wide == narrow if rope == 0 else 0 < wide - rope <= narrow:
+        meet = wide == narrow if rope == 0 else 0 < wide - rope <= narrow
+        if meet:
             return
     raise ValueError(
         f"query, key: in the layer {path!r}, the heads of queries and keys do not "
@@ -241,9 +240,8 @@ def _scales(sides: list[_Side], factor: jax.Array, rope: int) -> list[jax.Array]
       factor: that of each query head's logits, `(*stack, heads)`.
       rope: how many of the last components of a query are rotary.
     """
-    *stack, heads = factor.shape or (0,)
-    shapes, shared_by = _fitted(sides, factor.shape, stack, heads)
-    of_group = factor.reshape(*stack, heads // shared_by, shared_by)
+    shapes, shared_by = _fitted(sides, factor.shape)
+    of_group = factor.reshape(*factor.shape[:-1], -1, shared_by)
     of_key = jnp.sqrt(jnp.min(of_group, axis=-1))
     given = jnp.repeat(of_key, shared_by, axis=-1)
     # At most 1: a query does not grow to make up for the key that it shares.
@@ -264,29 +262,27 @@ def _scales(sides: list[_Side], factor: jax.Array, rope: int) -> list[jax.Array]
 
 
 def _fitted(
-    sides: list[_Side], given: tuple[int, ...], stack: list[int], heads: int
+    sides: list[_Side], given: tuple[int, ...]
 ) -> tuple[list[tuple[int, ...]], int]:
     """Return the shapes that heads have in each parameter, and how many share a key."""
+    *stack, heads = given or (0,)
     ranks = {side.rest: side.leaf.value.ndim for side in sides if side.is_query}
     depth = len(stack)
     shapes = []
-    counts: dict[bool, set[int]] = {True: set(), False: set()}
+    of_queries: set[int] = set()
+    of_keys: set[int] = set()
     for side in sides:
         shape = side.leaf.value.shape
         own = shape[depth:]
         # One key head may have no axis.
-        is_query = side.is_query
-        alone = not is_query and ranks.get(side.rest) == len(shape) + 1
-        fits = list(shape[:depth]) == stack and len(own) >= (1 if alone else 2)
-        count = 0
-        if fits:
-            count = 1 if alone else own[-2]
-        counts[is_query].add(count)
-        last = (count,) if alone else (count, 1)
+        alone = not side.is_query and ranks.get(side.rest) == len(shape) + 1
+        last = (1,) if alone else (*own[-2:-1], 1)
+        fits = list(shape[:depth]) == stack and len(own) >= 2 - alone
+        (of_queries if side.is_query else of_keys).add(last[0] if fits else 0)
         shapes.append((*stack, *(1,) * (len(own) - len(last)), *last))
-    shared_by = heads // max(max(counts[False]), 1)
-    keys_fit = all(count * shared_by == heads for count in counts[False])
-    queries_fit = heads > 0 and counts[True] == {heads}
+    shared_by = heads // max(*of_keys, 1)
+    keys_fit = {count * shared_by for count in of_keys} == {heads}
+    queries_fit = heads > 0 and of_queries == {heads}
     if not (keys_fit and queries_fit and _kernels(sides, depth)):
         raise ValueError(
             f"max_logits: shape {given} does not fit "

@@ -78,7 +78,7 @@ def spectral_cap(bound: limits.Limit, *, flatten: Flatten = None) -> Projection:
             [_capped(leaf, of, limit) if of else leaf.value for leaf, of, limit in each]
         )
 
-    name = written("spectral_cap", bound, flatten=(flatten, None))
+    name = written(spectral_cap, bound, flatten=flatten)
     return Projection(name, cap, scheduled=each_limit.scheduled)
 
 
@@ -157,13 +157,9 @@ def _sides_of(rule: Any, leaf: trees.Leaf) -> Sides | None:
             "with the axes of its rows and columns, such as ((0, 1, 2), 3) for a "
             "convolution (*window, in, out), or clipjax.SKIP in place of the pair"
         )
-    pair = ((0,), (1,)) if rule is None else rule
-    if any(not -rank <= axis < rank for side in pair for axis in side):
-        raise ValueError(f"flatten: {rule} is out of range for {leaf}")
-    rows, columns = (tuple(axis % rank for axis in side) for side in pair)
-    if len({*rows, *columns}) < len(rows + columns):
-        raise ValueError(f"flatten: {rule} names an axis twice for {leaf}")
-    return rows, columns
+    rows, columns = ((0,), (1,)) if rule is None else rule
+    both = tuple(units.positive_axes("flatten", rule, rows + columns, leaf))
+    return both[: len(rows)], both[len(rows) :]
 
 
 def _check_flatten(flatten: Any, name: str = "flatten") -> Any:

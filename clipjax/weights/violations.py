@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import optax
 
+from clipjax import _checks
 from clipjax._core import norms, trees, units
-from clipjax.weights.projection import Projection, as_projection
+from clipjax.weights.projection import as_projection
 
 
 class Violation(NamedTuple):
@@ -79,12 +79,12 @@ def violations(
                 "first"
             )
     found: list[Violation] = []
-    for each in _projections(projection):
-        axes_at: dict[int, Any] = {}
-        if each.units_of:
-            axes_at = {found.place: found.axes for found in each.units_of(params)}
-        given = {"old": old} if "old" in each.needs else {}
-        projected, _ = trees.leaves_of(each(params, step=step, **given))
+    given = _checks.as_list(projection)
+    for each in [as_projection("projection", one) for one in given]:
+        of_units = each.units_of(params) if each.units_of else []
+        axes_at = {unit.place: unit.axes for unit in of_units}
+        needs = {"old": old} if "old" in each.needs else {}
+        projected, _ = trees.leaves_of(each(params, step=step, **needs))
         for i, (was, now) in enumerate(zip(leaves, projected, strict=True)):
             if isinstance(now.value, jax.core.Tracer):
                 raise TypeError(
@@ -94,19 +94,6 @@ def violations(
             if trees.is_float(was.value):
                 found += _violations_of(was, now, axes_at.get(i, units.SKIP))
     return sorted(found, key=lambda violation: -violation.change)
-
-
-def _projections(projection: Any) -> list[Projection]:
-    if isinstance(projection, Projection):
-        return [projection]
-    if isinstance(projection, optax.GradientTransformation):
-        raise TypeError(
-            "projection must be a projection or a function of the weights: pass the "
-            "last link of a chain"
-        )
-    if isinstance(projection, list | tuple):
-        return [each for item in projection for each in _projections(item)]
-    return [as_projection("projection", projection)]
 
 
 @np.errstate(all="ignore")

@@ -111,7 +111,7 @@ THEMES = {
         of_value("keep_norm(rate=2.0)", "rate", "at most 1", "2.0"),
         of_value("keep_norm()(params)", "old", "keep_norm()(params, old)"),
         of_value("violations(params, keep_norm())", "old", "old=old"),
-        of_value("keep_norm()(params, [params])", "old", "structure", "kernel"),
+        of_value("keep_norm()(params, [params])", "old", "structure", "list"),
         of_value(
             "keep_norm()({'w': jnp.ones((2, 3))}, {'w': jnp.ones((3, 2))})",
             "old",
@@ -145,7 +145,7 @@ THEMES = {
             "ord",
             "static_args",
         ),
-        of_type("clip_by_norm(1.0, ord=10**400)", "ord", "infinity, got 1000"),
+        of_type("clip_by_norm(1.0, ord=10**400)", "ord", "[1, inf], got 1000"),
         of_value(
             "box({'kernel': 2.0}, {'kernel': 1.0})(params)",
             "low",
@@ -501,7 +501,7 @@ THEMES = {
                 ("optax.chain(skip_spikes(clip), clip)", "skip_spikes(bounded("),
             )
         ],
-        of_type("bounded(adam, project=clip)", "project", "clips are for clip="),
+        of_type("bounded(adam, project=clip)", "project", "a clip as clip="),
         of_type("project(3)", "function", "got 3"),
         of_type("bounded(adam, project=3.0)", "project", "3.0"),
         of_type("project(None)", "function", "None"),

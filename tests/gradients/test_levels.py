@@ -160,8 +160,10 @@ def test_long_averages_stay_beside_float64(decay: float) -> None:
     for norm in norms[1:].tolist():  # in float64
         mean += (1 - decay) * (norm - mean)
         variance += (1 - decay) * ((norm - mean) ** 2 - variance)
-    np.testing.assert_allclose(of_zclip.memory.mean, mean, rtol=error)
-    np.testing.assert_allclose(of_zclip.memory.std, np.sqrt(variance), rtol=error)
+    np.testing.assert_allclose(of_zclip.memory.moments.mean, mean, rtol=error)
+    np.testing.assert_allclose(
+        of_zclip.memory.moments.std, np.sqrt(variance), rtol=error
+    )
     np.testing.assert_allclose(of_adagc.memory.gammas, mean, rtol=error)
 
 

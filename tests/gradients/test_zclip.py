@@ -221,7 +221,9 @@ def test_the_deviation_is_never_below_0() -> None:
 
     def step(states: Any, norm: Any) -> Any:
         states = [tx.update(norm, s)[1] for tx, s in zip(txs, states, strict=True)]
-        return states, [state.memory.std for state in states]
+        *of_zclip, of_lognormal = (state.memory for state in states)
+        moments = [*(memory.moments for memory in of_zclip), of_lognormal]
+        return states, [each.std for each in moments]
 
     @jax.jit
     @jax.vmap

@@ -334,6 +334,9 @@ def test_unknown_parameters_are_all_listed() -> None:
         for line in str(caught.value).splitlines()[1:]
     ]
     assert listed == ["e/kernel", "parts/a", "parts/kernel", VECTORS]
+    with pytest.raises(ValueError, match="e/kernel") as caught:
+        unit_axes(Odd(), KEY, random(3, 4), other={"parts/*": SKIP})
+    assert "Vectors" not in str(caught.value)
     axes = unit_axes(
         Odd(),
         KEY,

@@ -140,11 +140,12 @@ def test_a_call_takes_the_step_and_nothing_else() -> None:
     weights = jnp.full((4, 3), 5.0)
     projection = clipjax.max_norm(lambda step: 1.0 + step)
     np.testing.assert_array_equal(projection(weights, 2), projection(weights, step=2))
-    with pytest.raises(TypeError, match=r"takes params and step, got \['max_logits'\]"):
+    takes = "takes params and step, each once, got "
+    with pytest.raises(TypeError, match=rf"{takes}\['max_logits'\]"):
         projection(weights, 2, max_logits=jnp.ones(3))
-    with pytest.raises(TypeError, match="takes params and step"):
+    with pytest.raises(TypeError, match=rf"{takes}\(2, 3\)"):
         projection(weights, 2, 3)
-    with pytest.raises(TypeError, match="got step twice"):
+    with pytest.raises(TypeError, match=rf"{takes}\['step'\]"):
         projection(weights, 2, step=3)
-    with pytest.raises(TypeError, match=r"clipjax.keep_norm\(\) got old twice"):
+    with pytest.raises(TypeError, match=r"keep_norm\(\) takes .*got \['old'\]"):
         clipjax.keep_norm()(weights, weights, old=weights)

@@ -75,8 +75,9 @@ def test_sequences_and_schedules() -> None:
     params = {"w": jnp.array([[3.0, -0.3], [4.0, 0.4]])}
     falling = max_norm(lambda step: 6.0 - step)
     assert violations(params, falling, step=0) == []
-    found = violations(params, [falling, (non_negative,)], step=4)
-    assert list(map(str, found)) == ["w[0, 1]: -0.3 -> 0", "w[:, 0]: 5 -> 2"]
+    for both in ([falling, non_negative], (falling, non_negative)):
+        found = violations(params, both, step=4)
+        assert list(map(str, found)) == ["w[0, 1]: -0.3 -> 0", "w[:, 0]: 5 -> 2"]
     assert list(map(str, violations(params, unit_norm()))) == [
         "w[:, 0]: 5 -> 1",
         "w[:, 1]: 0.5 -> 1",
