@@ -186,7 +186,7 @@ def _by_group(groups: Any, stacked: Any) -> Callable[[str, Tree], list[Group]]:
     patterns: tuple[str, ...] = ()
     if isinstance(groups, jax.Array):
         raise traced_error("groups", groups)
-    if isinstance(groups, int):
+    if isinstance(groups, int | np.integer):
         depth = _checks.check_count("groups", groups, 1)
     elif not (groups is None or (isinstance(groups, str) and groups == "leaf")):
         patterns = _checks.check_patterns("groups", groups)
