@@ -90,7 +90,7 @@ def check_ord(ord: Any) -> float:
 
 def check_word(name: str, value: Any, words: Sequence[str]) -> None:
     """Raise an error if a value is not one of a list of words."""
-    if value not in words:
+    if not (isinstance(value, str) and value in words):
         *others, last = map(repr, words)
         raise ValueError(
             f"{name} must be {', '.join(others)} or {last}, got {short_repr(value)}"

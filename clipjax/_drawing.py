@@ -6,8 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from clipjax._core.messages import short_repr
+
 try:
     from matplotlib import pyplot as plt
+    from matplotlib.axes import Axes
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
     from matplotlib.ticker import MaxNLocator
@@ -33,8 +36,13 @@ BOUND: dict[str, Any] = {"linestyle": (0, (6, 2)), "linewidth": 1.6}
 
 def new_axes(ax: Any, height: float = 4) -> Any:
     """Return the axes, or those of a new figure."""
-    if ax is not None:
+    if isinstance(ax, Axes):
         return ax
+    if ax is not None:
+        raise TypeError(
+            "ax must be one of Matplotlib's axes, such as plt.subplots()[1], got "
+            f"{short_repr(ax)}"
+        )
     return plt.subplots(figsize=(8, height), layout="constrained")[1]
 
 

@@ -335,11 +335,9 @@ def _is_clipped(
 
 def _recorded_in(columns: Mapping[str, Any]) -> list[str]:
     """Return the keys of norms that `record_norms` has measured."""
-    return [
-        key
-        for key in columns
-        if key.startswith("record_norms") and not key.endswith("/steps")
-    ]
+    # A group, too, may be called "steps".
+    recorded = "record_norms[^/]*/(?!steps$).+"
+    return [key for key in columns if re.fullmatch(recorded, key)]
 
 
 def _groups_in(columns: Mapping[str, Any]) -> dict[str, str]:

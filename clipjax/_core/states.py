@@ -16,6 +16,10 @@ _SEPARATOR = ", "
 # A checkpoint may make a file name of a key, which has at most 255 bytes.
 _LONGEST_KEY = 160
 
+# In place of a loss that is not given, in the rows of bad steps. NaN would raise under
+# `jax_debug_nans` where nothing is wrong, and a loss may be infinite.
+NO_LOSS = -(2.0**127)
+
 
 class MetricsState(NamedTuple):
     """The state of a transformation that has metrics; `clipjax.metrics` reads it.

@@ -186,9 +186,11 @@ def check_axes(axes: Any, name: str = "axes", *, auto: Rule | None = None) -> An
     if auto and isinstance(axes, str) and axes == "auto":
         return auto
     if isinstance(axes, Mapping):
-        if not axes or not all(isinstance(pattern, str) for pattern in axes):
+        nested = any(isinstance(each, Mapping) for each in axes.values())
+        if not axes or nested or not all(isinstance(pattern, str) for pattern in axes):
             raise TypeError(
-                f"{name}: a mapping must be from path patterns, got {axes!r}"
+                f"{name}: a mapping must be from path patterns, such as "
+                f"'encoder/kernel', to axes, got {axes!r}"
             )
         return {
             pattern: check_axes(each, f"{name}[{pattern!r}]", auto=auto)

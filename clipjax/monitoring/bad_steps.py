@@ -120,8 +120,7 @@ def _steps_in(name: str, kept: states.BadSteps, names: Iterable[str]) -> list[Ba
     found = []
     for place in (np.arange(entered - count, entered) % len(steps)).tolist():
         norm, threshold, loss, *norms = map(float, rows[place])
-        # -inf stands for a loss that is not given.
-        loss = math.nan if loss == -math.inf else loss
+        loss = math.nan if loss == states.NO_LOSS else loss
         groups = _groups_of(name, dict(zip(names, norms, strict=True)))
         found.append(BadStep(int(steps[place]), norm, threshold, loss, groups))
     return found

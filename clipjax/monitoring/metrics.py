@@ -31,6 +31,9 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
     Raises:
       ValueError: `opt_state` contains no state of clipjax.
 
+    Without a template, fields of a state are in the order of their names: of what
+    `optax.contrib.sam`, which has two optimizers, contains twice, numbers are swapped.
+
     The arrays are copies, so that the state may be donated to the next step. A list of
     what each step returned is a history, for :func:`series` and `plots`.
 

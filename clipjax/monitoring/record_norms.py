@@ -160,7 +160,10 @@ def _check_of(of: Any) -> tuple[str, ...]:
     """Return what is measured, as a tuple of words."""
     words = (of,) if isinstance(of, str) else of
     measured = tuple(words) if isinstance(words, Iterable) else ()
-    if not measured or any(each not in ("updates", "params") for each in measured):
+    known = (
+        isinstance(each, str) and each in ("updates", "params") for each in measured
+    )
+    if not (measured and all(known)):
         raise ValueError(
             f"of must be 'updates', 'params' or both, got {short_repr(of)}"
         )
@@ -177,23 +180,24 @@ def _by_group(groups: Any, stacked: Any) -> Callable[[str, Tree], list[Group]]:
     patterns: tuple[str, ...] = ()
     if isinstance(groups, jax.Array):
         raise traced_error("groups", groups)
-    if isinstance(groups, int):
+    if isinstance(groups, int | np.integer):
         depth = _checks.check_count("groups", groups, 1)
-    elif groups not in (None, "leaf"):
+    elif not (groups is None or (isinstance(groups, str) and groups == "leaf")):
         patterns = _checks.check_patterns("groups", groups)
     stacks = _checks.check_patterns("stacked", stacked) if stacked else ()
 
-    def groups_of(tree: Tree, leaves: list[trees.Leaf]) -> list[str | None]:
+    def groups_of(tree: Tree, leaves: list[trees.Leaf]) -> list[Any]:
+        """Return the pattern of each leaf, or the start of its path."""
         if patterns:
             return trees.first_matches("groups", patterns, tree)
-        return [trees.path_name(leaf.path[:depth]) for leaf in leaves]
+        return [leaf.path[:depth] for leaf in leaves]
 
     def groups_in(label: str, tree: Tree) -> list[Group]:
         leaves, _ = trees.leaves_of(tree)
         found = trees.first_matches("stacked", stacks, tree)
         members: dict[Any, list[trees.Leaf]] = {}
         if groups is None and not stacks:
-            members["", False] = []  # the norm of no leaf is 0
+            members[(), False] = []  # the norm of no leaf is 0
         for group, stack, leaf in zip(
             groups_of(tree, leaves), found, leaves, strict=True
         ):
@@ -201,7 +205,9 @@ def _by_group(groups: Any, stacked: Any) -> Callable[[str, Tree], list[Group]]:
                 members.setdefault((group, stack is not None), []).append(leaf)
         each = []
         for (group, is_stacked), of_group in members.items():
-            prefix = f"{label}/{group}" if group else label
+            # Two paths may have one name: those of {"a/b": x, "a": {"b": y}}.
+            written = group if patterns else trees.path_name(group)
+            prefix = f"{label}/{written}" if written else label
             if is_stacked:
                 each.append((f"{prefix}/", _squares_of_layers(of_group)))
             else:
@@ -246,9 +252,7 @@ def _with_step(
     """Return the memory after a step, which it keeps if the step is bad."""
     spike, past, seen = spikes.compare(norm, loss, kept.past)
     is_bad = spike | ~jnp.isfinite(norm) | ~jnp.isfinite(seen["loss"])
-    # No NaN in place of a loss that is not given: it would raise under
-    # `jax_debug_nans` where nothing is wrong.
-    numbers = [norm, seen["threshold"], -jnp.inf if loss is None else loss]
+    numbers = [norm, seen["threshold"], states.NO_LOSS if loss is None else loss]
     row = jnp.stack([jnp.asarray(x, kept.rows.dtype) for x in numbers])
     row = jnp.concatenate([row, groups.astype(row.dtype)])
     here = is_next(kept.steps.size, kept.entered) & is_bad

@@ -52,8 +52,10 @@ def qk_clip(
       It is an array (heads,) of query heads, (layers, heads) for a stack, or a mapping,
       possibly nested, from the paths of layers, or their last components, to such
       arrays. Layers that it does not name are not changed, and logits that are not
-      finite clip nothing. In a checked `shard_map` the largest of all devices count;
-      with `accumulate=k` those of the last micro-batch: pass the largest of all k.
+      finite clip nothing. In a checked `shard_map` the largest of all devices count,
+      except along mesh axes that split the weights, which are taken to split heads:
+      where they split `in`, as FSDP does, pass `lax.pmax(max_logits, axis_name)`. With
+      `accumulate=k` those of the last micro-batch count: pass the largest of all k.
 
     Raises:
       TypeError, ValueError: in `init`, or when called: no layer has both; heads of the

@@ -147,7 +147,7 @@ def _sides_of(rule: Any, leaf: trees.Leaf) -> Sides | None:
     rank = leaf.value.ndim
     if callable(rule):
         name = f"flatten of {leaf.name!r}, by the rule,"
-        rule = _check_flatten(rule(leaf.path, leaf.value), name)
+        rule = _check_pair(rule(leaf.path, leaf.value), name)
     if isinstance(rule, units.Skip) or (rule is None and rank < 2):
         return None
     if rule is None and rank > 2:
@@ -162,27 +162,35 @@ def _sides_of(rule: Any, leaf: trees.Leaf) -> Sides | None:
     return both[: len(rows)], both[len(rows) :]
 
 
-def _check_flatten(flatten: Any, name: str = "flatten") -> Any:
+def _check_flatten(flatten: Any) -> Any:
     """Return `flatten`, with pairs as pairs of tuples."""
     is_mapping = isinstance(flatten, Mapping) and len(flatten) > 0
     if is_mapping and all(isinstance(pattern, str) for pattern in flatten):
         return {
-            pattern: _check_flatten(each, f"{name}[{pattern!r}]")
+            pattern: _check_rule(each, f"flatten[{pattern!r}]")
             for pattern, each in flatten.items()
         }
-    if flatten is None or callable(flatten) or isinstance(flatten, units.Skip):
-        return flatten
-    if isinstance(flatten, tuple | list) and len(flatten) == 2:
+    return _check_rule(flatten, "flatten")
+
+
+def _check_rule(rule: Any, name: str) -> Any:
+    return rule if callable(rule) else _check_pair(rule, name)
+
+
+def _check_pair(pair: Any, name: str) -> Any:
+    """Return a pair as a pair of tuples, or what stands in place of one."""
+    if pair is None or isinstance(pair, units.Skip):
+        return pair
+    if isinstance(pair, tuple | list) and len(pair) == 2:
         sides = tuple(
-            tuple(side) if isinstance(side, tuple | list) else (side,)
-            for side in flatten
+            tuple(side) if isinstance(side, tuple | list) else (side,) for side in pair
         )
         if all(map(_is_axis, itertools.chain(*sides))):
             return sides
     raise TypeError(
         f"{name} must be a pair (axes of rows, axes of columns), a rule (path, leaf) "
         "-> pair, a mapping from path patterns to these, or None, got "
-        f"{short_repr(flatten)}"
+        f"{short_repr(pair)}"
     )
 
 

@@ -168,6 +168,9 @@ THEMES = {
         of_value("zclip(mode=None)", "mode", "'adaptive'", "None"),
         of_type("bounded(adam, accumulate=jnp.array(2))", "accumulate", "static_args"),
         of_value("zclip(mode='clip')", "mode", "'adaptive'", "'clip'"),
+        of_value("zclip(mode=jax.device_get(x))", "mode", "array([1., 1., 1.]"),
+        of_type("record_norms(jax.device_get(x))", "groups", "array([1., 1., 1.]"),
+        of_value("record_norms(of=jax.device_get(x[None]))", "of must", "array([[1., "),
         of_value(
             "adagc(warmup_norms='during')", "warmup_norms", "'before'", "'during'"
         ),
@@ -281,6 +284,11 @@ THEMES = {
         *all_of(
             "axes",
             c.AXES,
+            ("{'*': {'kernel': 0}}", TypeError, "'encoder/kernel'", "{'kernel': 0}"),
+        ),
+        *all_of(
+            "axes",
+            c.AXES,
             ("lambda path, leaf: '0'", TypeError, "by the rule", "got '0'"),
         ),
         *all_of(
@@ -368,6 +376,17 @@ THEMES = {
             "flatten['kernel']",
             "pair",
             "got 0",
+        ),
+        of_type(
+            "spectral_cap(1.0, flatten={'layer': {'kernel': (0, 1)}})",
+            "flatten['layer']",
+            "pair",
+            "got {'kernel': (0, 1)}",
+        ),
+        of_type(
+            "spectral_cap(1.0, flatten=lambda path, leaf: {'w': (0, 1)})(params)",
+            "by the rule, must be a pair",
+            "got {'w': (0, 1)}",
         ),
         of_value(
             "spectral_cap(1.0, flatten={'kernel': (0, 2)})(params)",

@@ -101,8 +101,10 @@ def test_what_is_not_known_is_nan_or_infinite() -> None:
     with jax.debug_nans(True):
         for size in (1.0, INF):
             _, state = jax.jit(tx.update)(jnp.array([size]), state)
-    (found,) = clipjax.bad_steps(state)
+        _, state = jax.jit(tx.update)(jnp.ones(1), state, loss=-INF)
+    found, other = clipjax.bad_steps(state)
     assert repr(found) == repr(clipjax.bad_steps(state)[0])
+    assert other.loss == -INF
     assert found[:3] == (1, INF, INF)
     assert math.isnan(found.loss)
     assert found.groups == {}

@@ -112,7 +112,8 @@ def test_the_scale_is_logarithmic_where_values_vary_and_shows_zeros(
 
 
 def test_groups_are_lines_from_metrics_however_they_come() -> None:
-    params = {f"layer_{i}": jnp.ones(2) for i in (1, 2, 10)}
+    names = ("layer_1", "layer_2", "layer_10", "steps")
+    params = {name: jnp.ones(2) for name in names}
     tx = clipjax.record_norms("leaf")
 
     def step(state: Any, size: Any) -> Any:
@@ -129,6 +130,7 @@ def test_groups_are_lines_from_metrics_however_they_come() -> None:
             "updates/layer_1",
             "updates/layer_2",
             "updates/layer_10",
+            "updates/steps",
             "not finite",
         ]
         np.testing.assert_allclose(
@@ -139,11 +141,11 @@ def test_groups_are_lines_from_metrics_however_they_come() -> None:
         "record_norms/updates": [0.0, 0.0, 3.0, 3.0, 3.0],
     }
     assert drawn(plots.group_norms(waits)) == {"updates": ([0, 1], [3, 3])}
-    clip = clipjax.clip_by_group_norm({"layer_1": 1.0, "*": 2.0})
+    clip = clipjax.clip_by_group_norm({"layer_1": 1.0, "layer_*": 2.0})
     state = clip.update(params, clip.init(params))[1]
     clips = drawn(plots.group_norms([clipjax.metrics(state)]))
     assert {name: round(y[0], 3) for name, (_, y) in clips.items()} == {
-        "*": 2.0,
+        "layer_*": 2.0,
         "layer_1": 1.414,
     }
 
@@ -281,6 +283,10 @@ def test_what_cannot_be_drawn_is_an_error() -> None:
     ):
         with pytest.raises(TypeError, match="history must be "):
             plots.group_norms(history)
+    with pytest.raises(
+        TypeError, match=r"ax must be one of Matplotlib's axes, .* got 3"
+    ):
+        plots.group_norms({"a": [1.0]}, ax=3)
     assert not plt.get_fignums()
 
 

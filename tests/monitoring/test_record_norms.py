@@ -30,7 +30,7 @@ def test_record_norms_measures_and_changes_nothing() -> None:
             ((), {"": total}),
             (("leaf",), leaves),
             ((1,), {"encoder": encoder, "head": head}),
-            ((2,), layers),
+            ((np.int64(2),), layers),
             ((["layer_0/*", "encoder/*"],), {"layer_0/*": 10, "encoder/*": 20}),
             (("head/*",), {"head/*": head}),
         )

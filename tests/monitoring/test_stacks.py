@@ -115,6 +115,9 @@ def test_names_of_layers_and_errors() -> None:
     twice = {"a": jnp.ones(2), "a/1": jnp.ones(1)}
     with pytest.raises(ValueError, match=r"groups: two norms .* called updates/a/1"):
         clipjax.record_norms("leaf", stacked="/a").init(twice)
+    for groups in ("leaf", 2):
+        with pytest.raises(ValueError, match=r"two norms .* called updates/a/1"):
+            clipjax.record_norms(groups).init({"a/1": jnp.ones(1), "a": {"1": 1.0}})
     with pytest.raises(ValueError, match="stacked: the pattern 'd' matches no leaf"):
         clipjax.record_norms(stacked="d").init(tree)
     with pytest.raises(
