@@ -35,8 +35,9 @@ def keep_norm(*, rate: bounds.Bound = 1.0, axes: units.AutoAxes = "auto") -> Pro
     "auto"}`.
 
     The old norm is that of the weights, in no state. Over 100,000 steps in float32 it
-    moves by less than 1e-3; as a link over 10,000 in bfloat16 by a few percent: keep
-    float32 weights. A call cannot follow such small steps in bfloat16 at all.
+    moves by less than 1e-3; as a link in bfloat16 by up to 3% over 1,000, of small
+    matrices most: keep float32 weights. A call cannot follow such small steps in
+    bfloat16 at all.
 
     References:
       Wen et al., 2026, Fantastic pretraining optimizers and where to find them II:
