@@ -185,9 +185,8 @@ def applied(param: Any, update: Any) -> Any:
         return total.astype(param.dtype)
     rounded = lax.reduce_precision(total, info.nexp, info.nmant)
     if info.nexp < 8:
-        rounded = jnp.where(
-            jnp.abs(total) < float(info.smallest_normal), total, rounded
-        )
+        is_subnormal = jnp.abs(total) < float(info.smallest_normal)
+        rounded = jnp.where(is_subnormal, total, rounded)
     return rounded.astype(param.dtype)
 
 
@@ -310,15 +309,10 @@ def _check_is_no_module(name: str, params: Any) -> None:
 
 
 # What a tree with all variables of a Flax model holds beside its weights: collections
-# of Linen (the last one has scales of 8 bits), variables of NNX, and the moments in a
-# TrainState, whose paths end as those of the weights.
-_COLLECTIONS = (
-    "batch_stats",
-    "cache",
-    "intermediates",
-    "opt_state",
-    "_overwrite_with_gradient",
-)
+# of Linen, variables of NNX, and the moments in a TrainState, whose paths end as those
+# of the weights.
+_SCALES = "_overwrite_with_gradient"  # of 8 bits
+_COLLECTIONS = ("batch_stats", "cache", "intermediates", "opt_state", _SCALES)
 _VARIABLES = ("BatchStat", "Cache", "Intermediate")
 
 
