@@ -274,9 +274,8 @@ def unit_norms(
       >>> [line.get_label() for line in ax.lines]
       ['kernel (50%)', 'radius 2']
     """
-    bound = float(
-        bounds.as_constant("radius", np.inf if radius is None else radius, scalar=True)
-    )
+    given = np.inf if radius is None else radius
+    bound = float(bounds.as_constant("radius", given, scalar=True))
     lines = {}
     found = units.of_tree(params, units.check_axes(axes, auto=units.fan_in_of_matrices))
     for each, norm in zip(found, units.norms_of(found), strict=True):
@@ -302,10 +301,8 @@ def _norm_in(columns: Mapping[str, Any]) -> str:
     of_clips = [key for key in found if key not in of_skips]
     chosen = of_clips or found or _recorded_in(columns)
     if len(chosen) != 1:
-        raise ValueError(
-            "name must say which norm to draw, of "
-            f"{a_few(chosen or list(columns)) or 'none'}"
-        )
+        listed = a_few(chosen or list(columns)) or "none"
+        raise ValueError(f"name must say which norm to draw, of {listed}")
     return chosen[0]
 
 
