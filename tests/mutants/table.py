@@ -516,7 +516,7 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
             "monitoring/test_bad_steps.py",
         ),
         (
-            "-jnp.inf if loss is None else loss]",
+            "states.NO_LOSS if loss is None else loss]",
             "jnp.nan if loss is None else loss]",
             "monitoring/test_bad_steps.py",
         ),
@@ -635,7 +635,7 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
             "monitoring/test_bad_steps.py",
         ),
         (
-            "math.nan if loss == -math.inf else loss",
+            "math.nan if loss == states.NO_LOSS else loss",
             "loss",
             "monitoring/test_bad_steps.py",
         ),
