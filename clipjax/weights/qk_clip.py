@@ -243,7 +243,9 @@ def _scales(sides: list[_Side], factor: jax.Array, rope: int) -> list[jax.Array]
       rope: how many of the last components of a query are rotary.
     """
     shapes, shared_by = _fitted(sides, factor.shape)
-    of_group = factor.reshape(*factor.shape[:-1], -1, shared_by)
+    *stack, heads = factor.shape
+    # No -1, which is not known where a stack is empty.
+    of_group = factor.reshape(*stack, heads // shared_by, shared_by)
     of_key = jnp.sqrt(jnp.min(of_group, axis=-1))
     given = jnp.repeat(of_key, shared_by, axis=-1)
     # At most 1: a query does not grow to make up for the key that it shares.

@@ -291,3 +291,9 @@ def test_multi_head_latent_attention(dtype: Any, stacked: bool) -> None:
             np.asarray(y, np.float32),
             rtol=1e-6 if dtype == np.float32 else 1e-2,
         )
+
+
+def test_a_stack_of_no_layers_has_nothing_to_clip():
+    params = {"query": jnp.ones((0, 5, 4, 6)), "key": jnp.ones((0, 5, 2, 6))}
+    clipped = clip_to(50.0, params, jnp.ones((0, 4)))
+    assert jax.tree.map(jnp.shape, clipped) == jax.tree.map(jnp.shape, params)
