@@ -202,7 +202,10 @@ def _replayed(
     except ValueError:  # it is no transformation of clipjax
         keys = []
     if len(keys) != 1:
-        raise ValueError(f"rules[{name!r}] must have one metric threshold, got {keys}")
+        raise ValueError(
+            f"rules[{name!r}] must have one metric threshold, got {keys}. A fixed one"
+            " clips np.mean(norms > threshold)"
+        )
 
     def step(state: Any, norm: jax.Array) -> Any:
         _, state = tx.update(norm, state, zero)

@@ -923,7 +923,7 @@ THEMES = {
         of_type("suggest('1.0')", "norms", "'1.0'"),
         of_value("suggest(1.0)", "norms", "(steps,)", "()"),
         of_value("suggest([jnp.nan])", "norms", "none is finite, of 1"),
-        of_value("suggest(x, {'clip': clip})", "rules['clip']", "threshold"),
+        of_value("suggest(x, {'clip': clip})", "rules['clip']", "np.mean(norms > "),
         of_value("suggest(x, {'adam': adam})", "rules['adam']", "threshold"),
         of_type("suggest(x, {'zclip': zclip})", "rules['zclip']", "call it"),
         of_type("suggest(x, [zclip()])", "rules", "mapping"),
