@@ -43,6 +43,15 @@ def members(axes: Any) -> dict[str, Any]:
     }
 
 
+def drawn(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, Any]:
+    """Draw float32 leaves of these shapes, the same in every process."""
+    rng = np.random.default_rng(seed)
+    return {
+        name: rng.normal(size=shape).astype(np.float32)
+        for name, shape in shapes.items()
+    }
+
+
 TAKE_LOSS = ("skip_nonfinite", "skip_spikes", "bounded")
 
 

@@ -2,6 +2,7 @@
 its number, how many there are, a port, and a folder.
 """
 
+import functools
 import json
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import clipjax
-from tests.devices.members import members
+from tests.devices.members import drawn, members
 from tests.devices.members import step as step_of
 
 EVERY = members(0) | {"keep": clipjax.record_norms("leaf", keep=4)}
@@ -24,15 +25,7 @@ SPECS = {"both": P("data", "model"), "held": P(), "bias": P("model")}
 SHAPES = {"both": (8, 16), "held": (4, 3), "bias": (16,)}
 LOSSES = np.float32([1, 1, 1, np.inf])
 
-
-def weights(seed: int) -> Any:
-    rng = np.random.default_rng(seed)
-    return {
-        name: rng.normal(size=shape).astype(np.float32)
-        for name, shape in SHAPES.items()
-    }
-
-
+weights = functools.partial(drawn, SHAPES)
 PARAMS, GRADS = weights(0), [weights(seed) for seed in range(1, 5)]
 GRADS[1]["both"][7, 15] = np.nan  # on one device of one process
 GRADS[2]["bias"][0] = np.inf

@@ -1,26 +1,21 @@
 """States in host memory, which each step moves to the devices, and back after it."""
 
+import functools
 from typing import Any
 
 import jax
-import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import clipjax
-from tests.devices.members import assert_same, init, members, step
+from tests.devices.members import assert_same, drawn, init, members, step
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
 
 SPECS = {"both": P("data", "model"), "bias": P()}
 MEMBERS = members(0) | {"keep": clipjax.record_norms("leaf", keep=2)}
-
-
-def weights(seed: int) -> Any:
-    rng = np.random.default_rng(seed)
-    shapes = {"both": (8, 16), "bias": (16,)}
-    return {k: rng.normal(size=x).astype(np.float32) for k, x in shapes.items()}
+weights = functools.partial(drawn, {"both": (8, 16), "bias": (16,)})
 
 
 def moved(tree: Any, kind: str) -> Any:

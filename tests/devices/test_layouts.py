@@ -2,17 +2,17 @@
 axes, and where gradients are sharded unlike the weights.
 """
 
+import functools
 from typing import Any
 
 import jax
-import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import clipjax
 from tests.contract.members import ROWS, with_axes
-from tests.devices.members import assert_same, init, members, step
+from tests.devices.members import assert_same, drawn, init, members, step
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
 
@@ -36,13 +36,7 @@ UNITS = {row.name: with_axes(row.name, 1.0, AXES) for row in ROWS if row.axes} |
     "norms": clipjax.project(lambda tree: clipjax.functional.clip_by_norm(tree, 1.0))
 }
 
-
-def weights(seed: int) -> Any:
-    rng = np.random.default_rng(seed)
-    return {
-        name: rng.normal(size=shape).astype(np.float32)
-        for name, shape in SHAPES.items()
-    }
+weights = functools.partial(drawn, SHAPES)
 
 
 def mesh_of(kind: AxisType) -> Any:

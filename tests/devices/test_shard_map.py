@@ -2,6 +2,7 @@
 replicated, few collectives.
 """
 
+import functools
 import re
 import warnings
 from collections.abc import Callable
@@ -18,7 +19,15 @@ from jax.sharding import PartitionSpec as P
 
 import clipjax
 from clipjax import functional
-from tests.devices.members import CLIP, TAKE_LOSS, assert_same, init, members, step
+from tests.devices.members import (
+    CLIP,
+    TAKE_LOSS,
+    assert_same,
+    drawn,
+    init,
+    members,
+    step,
+)
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
 
@@ -31,13 +40,7 @@ SPECS = {
 SHAPES = {"both": (2, 8), "data": (8,), "held": (3,), "model": (3, 4)}
 MEMBERS = members(lambda path, leaf: None)
 
-
-def weights(seed: int) -> Any:
-    rng = np.random.default_rng(seed)
-    return {
-        name: rng.normal(size=shape).astype(np.float32)
-        for name, shape in SHAPES.items()
-    }
+weights = functools.partial(drawn, SHAPES)
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """Under `jit` with any shardings eight devices return what one does."""
 
+import functools
 import operator
 from typing import Any
 
@@ -10,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import clipjax
-from tests.devices.members import assert_same, init, members, step
+from tests.devices.members import assert_same, drawn, init, members, step
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
 
@@ -30,15 +31,7 @@ SHAPES = {
 }
 MEMBERS = members(0)
 
-
-def weights(seed: int) -> Any:
-    rng = np.random.default_rng(seed)
-    return {
-        name: rng.normal(size=shape).astype(np.float32)
-        for name, shape in SHAPES.items()
-    }
-
-
+weights = functools.partial(drawn, SHAPES)
 TREES = weights(0), weights(1), jax.tree.map(lambda x: 3 * x, weights(2))
 
 
