@@ -83,7 +83,7 @@ def logits_of(params, x):
 
 
 def train(optimizer, sets, steps, seed, limits):
-    """Train from a seed; return gradient norms and two accuracies of each step."""
+    """Train from a seed; return two norms and two accuracies of each step."""
     max_norm, radius, decay, rate = limits
     tx = clipjax.bounded(
         optax.chain(optax.add_decayed_weights(decay), optimizer(rate)),
@@ -109,8 +109,15 @@ def train(optimizer, sets, steps, seed, limits):
         updates, state = tx.update(grads, state, params)
         params = optax.apply_updates(params, updates)
         right = [jnp.mean(logits_of(params, x).argmax(-1) == y) for x, y in others]
-        norm = clipjax.metrics(state)["clip_by_global_norm/norm"]
-        return (params, state), (norm, *right)
+        weights = [layer["w"] for layer in params.values()]
+        of_units = clipjax.functional.unitwise_norms(weights, axes=0)
+        seen = {
+            "gradient": clipjax.metrics(state)["clip_by_global_norm/norm"],
+            "weights": jnp.concatenate(of_units).max(),
+            "held out": right[0],
+            "test": right[1],
+        }
+        return (params, state), seen
 
     params = first_params(key)
     return jax.lax.scan(step, (params, tx.init(params)), (rows, broken))[1]
@@ -120,8 +127,8 @@ def run(optimizer, methods, sets, steps):
     """Train with all limits from all seeds, in one program; choose among several.
 
     Returns:
-      For each method gradient norms and accuracies on held-out digits and on those of
-      the test, all (seeds, steps), and the limits that were chosen.
+      For each method what `train` returns, (seeds, steps), and the limits that were
+      chosen.
     """
 
     def one(seed, limits):
@@ -130,13 +137,14 @@ def run(optimizer, methods, sets, steps):
     of_seeds = jax.vmap(one, (0, None))
     of_limits = jax.jit(jax.vmap(of_seeds, (None, 0)))
     every = [limits for several in methods.values() for limits in several]
-    results = [np.asarray(x) for x in of_limits(SEEDS, np.float32(every))]
+    results = jax.device_get(of_limits(SEEDS, np.float32(every)))
     chosen = {}
     start = 0
     for name, several in methods.items():
         places = range(start, start + len(several))
-        best = max(places, key=lambda at: results[1][at, :, -50:].mean())
-        chosen[name] = *(x[best] for x in results), every[best]
+        best = max(places, key=lambda at: results["held out"][at, :, -50:].mean())
+        chosen[name] = {key: x[best] for key, x in results.items()}
+        chosen[name]["limits"] = every[best]
         start += len(several)
     return chosen
 
@@ -146,13 +154,14 @@ def compare(sets, steps):
     results = run(sgd, WITH_SGD, sets, steps)
     results |= run(optax.adam, WITH_ADAM, sets, steps)
     ends = {}
-    for name, (_, _, test, limits) in results.items():
+    for name, result in results.items():
         several = len((WITH_SGD | WITH_ADAM)[name])
-        tuned = f": {limits[2] or limits[3]:g}, the best of {several}"
-        ends[name + tuned * (several > 1)] = test[:, -50:].mean(1)
-    _, held_out, test, _ = results["nothing"]
-    at = held_out.argmax(1)
-    ends["nothing, its best step"] = test[np.arange(len(SEEDS)), at]
+        *_, decay, rate = result["limits"]
+        tuned = f": {decay or rate:g}, the best of {several}"
+        ends[name + tuned * (several > 1)] = result["test"][:, -50:].mean(1)
+    nothing = results["nothing"]
+    best = nothing["held out"].argmax(1)
+    ends["nothing, its best step"] = nothing["test"][np.arange(len(SEEDS)), best]
     return results, ends
 
 
@@ -162,32 +171,43 @@ def sgd(rate):
 
 
 def draw(path, results, ends, *, tall=False, dark=False):
-    """Draw the gradient norms of one seed, and the accuracies of all."""
+    """Draw the norms of gradients and weights of one seed, and all accuracies."""
     plt.rcdefaults()
     plt.style.use("dark_background" if dark else "default")
     ground = "#0d1117" if dark else "white"
     plt.rcParams.update({"font.size": 13, "axes.titlesize": 14})
     plt.rcParams.update({"axes.facecolor": ground, "savefig.facecolor": ground})
-    shape, size = ((2, 1), (5, 9.4)) if tall else ((1, 2), (10, 4.8))
-    figure, (left, right) = plt.subplots(*shape, figsize=size, layout="constrained")
-    ink = plt.rcParams["text.color"]
-    for name in ("clip_by_global_norm alone", "nothing"):
-        color, _ = STYLES[name]
-        left.plot(results[name][0][0], color=color, lw=0.9, label=name)
-    left.axhline(CLIP, color=ink, lw=1.2, ls=":", label=f"the threshold {CLIP:g}")
-    left.set(yscale="log", ylim=(None, 1e8), xlabel="step")
-    left.set_title("Gradient norm, before the clip")
-    left.legend(fontsize=11, loc="upper right")
+    rows = [["gradient", "test"], ["weights", "test"]]
+    size = (10, 6.4)
+    if tall:
+        rows = [["gradient"], ["weights"], ["test"]]
+        size = (5, 11.4)
+    figure, axes = plt.subplot_mosaic(rows, figsize=size, layout="constrained")
+    dotted = {"color": plt.rcParams["text.color"], "lw": 1.2, "ls": ":"}
+    axes["gradient"].set(title="Gradient norm, before the clip", ylim=(0.01, 1e8))
+    axes["weights"].set(title="Largest norm of a unit's weights")
+    norms = [
+        ("gradient", CLIP, "clip_by_global_norm alone", 0.9, "upper right"),
+        ("weights", RADIUS, "max_norm alone", 2, "center right"),
+    ]
+    for key, limit, method, width, place in norms:
+        for name in (method, "nothing"):
+            color, _ = STYLES[name]
+            axes[key].plot(results[name][key][0], color=color, lw=width, label=name)
+        axes[key].axhline(limit, label=f"the limit {limit:g}", **dotted)
+        axes[key].set(yscale="log", xlabel="step")
+        axes[key].legend(fontsize=11, loc=place)
+    right = axes["test"]
     for name, (color, line) in STYLES.items():
         mean_of_10 = np.ones(10) / 10
-        test = 100 * results[name][2]
+        test = 100 * results[name]["test"]
         each = [np.convolve(x, mean_of_10, "valid") for x in test]
         steps = np.arange(10, len(each[0]) + 10)
         band = np.min(each, 0), np.max(each, 0)
         right.fill_between(steps, *band, color=color, alpha=0.15, lw=0)
         right.plot(steps, np.mean(each, 0), line, color=color, lw=2, label=name)
     stopped = 100 * ends["nothing, its best step"].mean()
-    right.axhline(stopped, color=ink, lw=1.2, ls=":", label="nothing, its best step")
+    right.axhline(stopped, label="nothing, its best step", **dotted)
     right.set(title="Accuracy on the test set (%), five seeds", xlabel="step")
     columns = 1 if tall else 3
     handles = right.get_legend_handles_labels()
