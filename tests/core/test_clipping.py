@@ -7,6 +7,7 @@ import numpy as np
 
 import clipjax
 from clipjax import functional
+from clipjax._core.norms import largest, smallest
 from tests.support.programs import stepped
 
 INF, NAN = float("inf"), float("nan")
@@ -59,6 +60,9 @@ def test_the_norm_after_is_the_largest_where_units_have_bounds_of_their_own() ->
 
 def test_nan_is_the_largest() -> None:
     """A maximum may lose NaN, so it counts as infinite."""
+    of_numbers = [np.float32(1.0), np.float32([NAN, 2.0]), np.float32(NAN)]
+    for some in (of_numbers[:2], of_numbers[::2]):
+        assert (largest(some), smallest(some)) == (INF, -INF)
 
     @jax.jit
     def norms(trees: Any) -> Any:
