@@ -206,3 +206,12 @@ def test_norms_are_right(kind: str) -> None:
             np.testing.assert_allclose(
                 units[name], oracles.norm(x, (0,), p)[0], rtol=error
             )
+
+
+def test_norms_have_ends() -> None:
+    """From 1.1e-19, whose square is the smallest normal number, to 2^64."""
+    sizes = {1.05e-19: 0, 1.2e-19: 1.2e-19, 1.8e19: 1.8e19, 1.85e19: np.inf}
+    tree = {str(x): np.float32([x]) for x in sizes}
+    found = jax.jit(functional.leaf_norms)(tree)
+    for size, norm in sizes.items():
+        np.testing.assert_allclose(found[str(size)], norm, rtol=2e-7)
