@@ -50,7 +50,7 @@ def spectral_cap(bound: limits.Limit, *, flatten: Flatten = None) -> Projection:
 
     In float32 the largest singular value ends at most 2e-5 below the bound and never
     above; in 16 bits, where all entries are rounded once more, at most one rounding
-    above. A matrix 1e-5 inside comes back bit for bit. Small singular values are known
+    above. A matrix 2e-5 inside comes back bit for bit. Small singular values are known
     to a rounding of the largest. An entry that is not finite makes its matrix NaN.
 
     References:

@@ -77,11 +77,12 @@ def all_slopes(trees: Any, states: Any, bound: Any) -> Any:
 
 
 @functools.cache
-def slopes_at(bound: float, state_at: float, zeros: str = "") -> Any:
-    """Return all derivatives at the point, at one with zeros in "some" places or at
-    "all" zeros, with states for a bound.
+def slopes_at(bound: float, state_at: float, zeros: str = "", scale: float = 1) -> Any:
+    """Return all derivatives at the point times a scale, at one with zeros in "some"
+    places or at "all" zeros, with states for a bound.
     """
     at = {name: in_tree(row, POINT, float32) for name, row in OWN.items()}
+    at = jax.tree.map(lambda x: x * np.float32(scale), at)
     states = {
         name: start(row, at[name], weights_of(row), state_at)
         for name, row in OWN.items()
@@ -119,6 +120,24 @@ def test_they_are_right(row: Row) -> None:
         for bound in (0.0, OUTSIDE):
             found = slopes_at(bound, INSIDE, zeros)[row.id][: 2 if row.twice else 1]
             assert all(np.isfinite(x).all() for x in jax.tree.leaves(found)), bound
+
+
+@pytest.mark.parametrize(
+    "row",
+    [row for row in OWN.values() if row.wide and not row.params],
+    ids=lambda row: row.id,
+)
+def test_they_are_those_of_any_scale(row: Row) -> None:
+    """The second ones of norms from 1e-12 to 1e12, the first ones up to 1e18."""
+    first, second = slopes_at(OUTSIDE, OUTSIDE)[row.id]
+    for scale in (2.0**-39, 2.0**37, 2.0**57):
+        bound = OUTSIDE * scale
+        found = slopes_at(bound, bound, scale=scale)[row.id]
+        for name, x in first.items():
+            np.testing.assert_allclose(found[0][name], x, rtol=1e-4, atol=1e-5)
+            if scale < 1e12:
+                again = scale * np.float64(found[1][name])
+                np.testing.assert_allclose(again, second[name], rtol=1e-3, atol=1e-4)
 
 
 def test_forward_mode_takes_tangents_of_all_kinds() -> None:

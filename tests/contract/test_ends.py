@@ -206,3 +206,10 @@ def test_norms_are_right(kind: str) -> None:
             np.testing.assert_allclose(
                 units[name], oracles.norm(x, (0,), p)[0], rtol=error
             )
+
+
+def test_norms_have_ends() -> None:
+    """From entries of 1.1e-19, whose square is the smallest normal number, to 2^64."""
+    tree = [np.full(4, x, np.float32) for x in (1.2e-19, 0.9e19, 0.93e19)]
+    found = jax.jit(functional.leaf_norms)(tree)
+    np.testing.assert_allclose(found, [2.4e-19, 1.8e19, np.inf], rtol=1e-6)

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import typing
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from tests.contract.members import OTHERS, ROWS
 # Flax and Equinox configure JAX, which then compiles anew what it had compiled before:
 # they are imported before any test runs.
 ROOMS = ("", ".functional", ".flax", ".equinox", ".plots")
+GUIDE = Path(__file__).parents[2] / "CONTRIBUTING.md"
 MODULES = [importlib.import_module(f"clipjax{room}") for room in ROOMS]
 
 
@@ -54,14 +56,20 @@ OTHERWISE = {
 
 
 def test_one_parameter_is_one_thing() -> None:
-    """What has no default is positional; else a name has one kind, type, annotation."""
+    """What has no default is positional; else a name has one kind, type, annotation.
+
+    A table in CONTRIBUTING.md says what each is.
+    """
     rules: dict[str, dict[Any, str]] = {}
+    section = GUIDE.read_text().partition("## Parameters")[2].partition("##")[0]
+    listed = {*re.findall(r"`(\w+)`", section), "args", "kwargs"}
     for module in MODULES:
         public = getattr(module, "__all__", None) or [
             n for n in vars(module) if re.match("((group_|unit_)?norms|bad_steps)$", n)
         ]
         for function in filter(callable, (getattr(module, name) for name in public)):
             for name, each in inspect.signature(function).parameters.items():
+                assert name in listed, (function, name)
                 if each.default is not each.empty:
                     rule = each.kind, type(each.default), each.annotation
                     rules.setdefault(name, {}).setdefault(

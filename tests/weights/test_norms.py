@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import clipjax
 
@@ -44,3 +45,17 @@ def test_bounds_of_units_broadcast() -> None:
     project = clipjax.max_norm(np.float32([1.0, 2.5]))
     projected = jax.jit(project)(np.float32([[3.0, 3.0], [4.0, 4.0]]))
     np.testing.assert_allclose(projected, [[0.6, 1.5], [0.8, 2.0]], rtol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "inside"),
+    [("float32", 3.6e-6), ("float16", 1.9e-3), ("bfloat16", 1.5e-2)],
+)
+def test_norms_just_below_the_lower_bound_count_as_inside(
+    dtype: str, inside: float
+) -> None:
+    """So what was brought up to it, less the margin, is not moved again."""
+    weights = jnp.asarray([[1 - inside, 1 - 1.5 * inside]], dtype)
+    for project in (clipjax.unit_norm(), clipjax.min_max_norm(1.0, 2.0)):
+        changed = np.asarray(jax.jit(project)(weights) != weights)
+        assert changed.tolist() == [[False, True]], project

@@ -62,7 +62,7 @@ def inside(rows: int, columns: int) -> dict[str, np.ndarray]:
     n = min(rows, columns)
     values = {
         "half": np.linspace(0.5, 0, n),
-        "just": np.full(n, 1 - 3e-5),
+        "just": np.full(n, 1 - 2e-5),
         "tiny": np.full(n, 1e-30),
         "0": np.zeros(n),
     }
@@ -125,7 +125,7 @@ def test_the_cap(dtype: str) -> None:
         assert (largest(results) <= BOUND * (1 + rounding)).all(), name
         above = before > BOUND * (1 + rounding)
         assert above.sum() > count / 3
-        assert (largest(results)[above] >= BOUND * (1 - 5e-5 - 3 * rounding)).all(), (
+        assert (largest(results)[above] >= BOUND * (1 - 2e-5 - 3 * rounding)).all(), (
             name
         )
         errors = np.linalg.norm(results - cap(x, BOUND), 2, axis=(-2, -1))
@@ -143,9 +143,9 @@ def test_the_cap(dtype: str) -> None:
 def test_large_matrices() -> None:
     """Where many roundings add up: all singular values at the bound, just inside."""
     rotation = with_values(np.ones(256), 256, 256)
-    at, just = (np.float32(s * rotation) for s in (1.0, 1 - 3e-5))
+    at, just = (np.float32(s * rotation) for s in (1.0, 1 - 2e-5))
     capped, kept = jax.jit(spectral_cap(BOUND, flatten=(1, 2)))(np.stack([at, just]))
-    assert 1 - 5e-5 < largest(capped) / BOUND <= 1
+    assert 1 - 2e-5 < largest(capped) / BOUND <= 1
     assert bits(kept) == bits(just)
 
 
