@@ -18,6 +18,7 @@ _CONTRACT = ("ends", "inside", "nonfinite", "derivatives", "axes", "states", "le
 BOUNDS, INSIDE, NONFINITE, DERIVATIVES, AXES, STATES, LEAVES = (
     f"contract/test_{name}.py" for name in _CONTRACT
 )
+ERRORS = "errors/test_errors.py"
 DEVICES = "devices/test_shard_map.py"
 TAPS = "monitoring/test_taps.py"
 SPECTRAL = "weights/test_spectral.py"
@@ -131,7 +132,7 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         (
             'f"/{x}".endswith("/steps")',
             'x == "steps"',
-            "errors/test_errors.py",
+            ERRORS,
         ),
     ],
     "_core/states.py": [
@@ -152,7 +153,7 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         (
             "metrics = lax.stop_gradient(metrics)",
             "pass",
-            "contract/test_derivatives.py",
+            "gradients/test_history.py",
         ),
     ],
     "_core/units.py": [
@@ -164,15 +165,15 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
             "        pass\n    return",
             AXES,
         ),
-        ("-rank <= axis < rank", "-rank <= axis <= rank", AXES),
-        ("[axis % rank for axis in axes]", "list(axes)", "errors/test_errors.py"),
+        ("-rank <= axis < rank", "-rank <= axis <= rank", ERRORS),
+        ("[axis % rank for axis in axes]", "list(axes)", ERRORS),
         (
             "if full and (not asked or",
             "if not full and (not asked or",
-            "errors/test_errors.py",
+            ERRORS,
         ),
         ("_UNMATCHED = Skip()", "_UNMATCHED = SKIP", "core/test_units.py"),
-        ("(not asked or _UNMATCHED in rules)", "not asked", "errors/test_errors.py"),
+        ("(not asked or _UNMATCHED in rules)", "not asked", ERRORS),
         (
             "[leaf for leaf, _ in skipped if leaf.value.size]",
             "[leaf for leaf, _ in skipped]",
@@ -187,7 +188,7 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     "_core/bounds.py": [
         ("return _at_least(as_float(value), least)", "return value", STATES),
         ("return _at_least(bound, least)", "return bound", "core/test_bounds.py"),
-        ("(value >= least).all()", "(value >= least).any()", STATES),
+        ("(value >= least).all()", "(value >= least).any()", ERRORS),
     ],
     "_core/trees.py": [
         (
@@ -215,10 +216,10 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
             "y",
             "core/test_transformation.py",
         ),
-        ("if shape != np.shape(other.value):", "if False:", "errors/test_errors.py"),
+        ("if shape != np.shape(other.value):", "if False:", ERRORS),
     ],
     "_checks.py": [
-        ('"[1, inf]"', '"[0, inf]"', "errors/test_errors.py"),
+        ('"[1, inf]"', '"[0, inf]"', ERRORS),
         (
             "float64) > np.asarray(high",
             "float64) >= np.asarray(high",
@@ -243,7 +244,7 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
             "norm * jnp.maximum(weight_norm, least)",
             BOUNDS,
         ),
-        ("in (0, 1, 2, 4)", "in (0, 1, 2, 3, 4)", "gradients/test_relative.py"),
+        ("in (0, 1, 2, 4)", "in (0, 1, 2, 3, 4)", ERRORS),
     ],
     "gradients/tangent_cone.py": [
         ("~(product >= 0)", "~(product <= 0)", BOUNDS),
@@ -296,7 +297,7 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         (
             "isinstance(window, jax.core.Tracer) and size != window",
             "isinstance(window, jax.core.Tracer) and size > window",
-            "errors/test_errors.py",
+            ERRORS,
         ),
     ],
     "gradients/zclip.py": [
@@ -491,7 +492,7 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         (
             "        if meet:\n",
             "        if True:\n",
-            "errors/test_errors.py",
+            ERRORS,
         ),
     ],
     "monitoring/record_norms.py": [
@@ -607,7 +608,7 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         (
             "        states.check_state(name, optax.MultiStepsState, state)\n",
             "",
-            "errors/test_errors.py",
+            ERRORS,
         ),
         (
             "optax.chain(zero_nonfinite(), tx)",
@@ -617,7 +618,7 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         (
             "elif last is not None and not isinstance(link, Recorder):",
             "elif False:",
-            "errors/test_errors.py",
+            ERRORS,
         ),
     ],
     "monitoring/metrics.py": [

@@ -179,7 +179,7 @@ def test_without_jit_and_with_checkpoint() -> None:
     def updates(grads: Any) -> Any:
         return {
             name: MEMBERS[name].update(grads, MEMBERS[name].init(alike), alike)[0]
-            for name in ("clip_by_global_norm", "bounded")
+            for name in ("clip_by_global_norm", "clip_by_value", "bounded")
         }
 
     # A constant NaN raises here, whether it is taken or not.
