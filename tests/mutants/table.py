@@ -478,7 +478,7 @@ _MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("if any(sharding.spec):", "if False:", SPECTRAL),
     ],
     "weights/qk_clip.py": [
-        ('"" in (name, layers[0])', "True", "weights/test_qk_clip.py"),
+        ('"" in (name, layers[0])', "True", ERRORS),
         (
             "jnp.arange(side.leaf.value.shape[-1]) < wide - rope",
             "jnp.arange(side.leaf.value.shape[-1]) <= wide - rope",
