@@ -284,7 +284,10 @@ def unit_norms(
         at_bound = ascending >= clipping.least_inside(bound, each.leaf.value.dtype)
         share = f" ({at_bound.sum() / count:.0%})" if bound < np.inf else ""
         percents = 100 * (np.arange(ascending.size) + 0.5) / count
-        lines[each.leaf.name + share] = percents, ascending
+        label = each.leaf.name + share
+        while label in lines:  # those of {"a/b": x, "a": {"b": y}} have one name
+            label += " "
+        lines[label] = percents, ascending
     ax = draw.new_axes(ax)
     ax.set(
         xlabel="units of a leaf, sorted by norm (%)",
@@ -307,16 +310,20 @@ def _norm_in(columns: Mapping[str, Any]) -> str:
 
 
 def _skips_in(columns: Mapping[str, Any]) -> list[str]:
-    """Return the names of the transformations that skip steps."""
+    """Return the names of the transformations that skip steps.
+
+    A user's own `data/skipped` has no norm beside it.
+    """
     ends = "/skipped"
-    return [key.removesuffix(ends) for key in columns if key.endswith(ends)]
+    found = [key.removesuffix(ends) for key in columns if key.endswith(ends)]
+    return [skip for skip in found if f"{skip}/norm" in columns]
 
 
 def _limits_in(columns: Mapping[str, Any], own: str, key: str) -> np.ndarray:
     """Return the threshold at each step, NaN where it is not known."""
     if f"{own}/threshold" in columns:
         return runs.per_step(columns, f"{own}/threshold", key)
-    if f"{own}/norm_after" in columns:
+    if {f"{own}/norm_after", f"{own}/scale"} <= {*columns}:
         after = runs.per_step(columns, f"{own}/norm_after", key)
         return np.where(runs.per_step(columns, f"{own}/scale", key) < 1, after, np.nan)
     return np.array(np.nan)

@@ -1,5 +1,6 @@
 """Histories: what `metrics` returned at each step of a run."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -145,9 +146,12 @@ def per_step(
 
 def label_of(columns: Mapping[str, Any], key: str) -> str | None:
     """Return the name of the transformation of a metric, None if it is of none."""
-    # A user may have put something before its name, such as "train/".
-    starts = (key[:i] for i, letter in enumerate(key) if letter == "/")
-    return next((label for label in starts if f"{label}/steps" in columns), None)
+    # A user may have put something before its name, such as "train/", and may count
+    # "train/steps". In a recorder a group, too, may be called "steps".
+    own = re.sub("((^|/)record_norms[^/]*/).*", r"\1", key)
+    ends = [i for i, letter in enumerate(own) if letter == "/"]
+    labels = (key[:i] for i in reversed(ends))
+    return next((label for label in labels if f"{label}/steps" in columns), None)
 
 
 def steps_taken(columns: Mapping[str, Any], key: str) -> np.ndarray:

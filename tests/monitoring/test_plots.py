@@ -83,6 +83,13 @@ def test_several_norms_need_a_name() -> None:
         assert drawn(plots.norms(history, name))["norm"] == ([0], [norm])
 
 
+def test_entries_of_a_user_are_no_skips_and_parts_of_metrics_are_drawn() -> None:
+    history = {"clip/norm": [1.0, 3.0], "data/skipped": [0, 4], "loss": [2.0, 1.0]}
+    for more in ({}, {"clip/norm_after": [1.0, 2.0]}):
+        found = drawn(plots.norms(history | more))
+        assert found == {"norm": ([0, 1], [1.0, 3.0])}
+
+
 @pytest.mark.parametrize("values", [[1e308, 1], [5e-324, 1], [1.7e308], [0, 1e308]])
 def test_norms_at_the_ends_of_float64_are_drawn(values: list[float]) -> None:
     history = {"norm": values}
@@ -212,6 +219,9 @@ def test_units_are_sorted_and_those_at_the_bound_are_counted() -> None:
     assert list(drawn(plots.unit_norms(params, axes={"a": 1}))) == ["a"]
     hidden = plots.unit_norms({"_w": jnp.ones((2, 3))})  # as Matplotlib would hide it
     assert [text.get_text() for text in hidden.legend_.get_texts()] == [" _w"]
+    of_one_name = {"a/b": jnp.ones((4, 3)), "a": {"b": 2 * jnp.ones((4, 3))}}
+    found = drawn(plots.unit_norms(of_one_name))
+    assert sorted(norms[0] for _, norms in found.values()) == [2.0, 4.0]
 
 
 def test_bad_steps_are_bars_of_their_groups() -> None:

@@ -68,6 +68,7 @@ def test_a_step_that_was_not_taken_counts_once(
         return state, {"loss": norm} | found
 
     stacked = jax.lax.scan(step, tx.init(jnp.zeros(1)), norms)[1]
+    stacked[f"{prefix}steps"] = np.arange(len(norms))  # a counter of the user's
     expected = {
         f"{prefix}clip_by_global_norm": of_clip,
         f"{prefix}clip_by_global_norm/norm_after": [1.0] * len(of_clip),
