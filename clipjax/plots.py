@@ -289,11 +289,8 @@ def unit_norms(
             label += " "
         lines[label] = percents, ascending
     ax = draw.new_axes(ax)
-    ax.set(
-        xlabel="units of a leaf, sorted by norm (%)",
-        ylabel="norm of a unit's weights",
-        xlim=(-2, 102),
-    )
+    ax.set(xlabel="units of a leaf, sorted by norm (%)", xlim=(-2, 102))
+    ax.set_ylabel("norm of a unit's weights")
     return draw.lines(ax, lines, "leaves", bound)
 
 
@@ -310,12 +307,10 @@ def _norm_in(columns: Mapping[str, Any]) -> str:
 
 
 def _skips_in(columns: Mapping[str, Any]) -> list[str]:
-    """Return the names of the transformations that skip steps.
-
-    A user's own `data/skipped` has no norm beside it.
-    """
+    """Return the names of the transformations that skip steps."""
     ends = "/skipped"
     found = [key.removesuffix(ends) for key in columns if key.endswith(ends)]
+    # A user's own "data/skipped" has no norm.
     return [skip for skip in found if f"{skip}/norm" in columns]
 
 

@@ -123,7 +123,7 @@ def skip_spikes(
 def no_past(window: Any, dtype: Any) -> Ring:
     """Return the windows of norms and losses before the first step."""
     # A loss may be float64 wherever that is enabled.
-    return empty_ring(window, jnp.promote_types(dtype, jnp.result_type(float)), (2,))
+    return empty_ring(window, np.promote_types(dtype, jnp.result_type(float)), (2,))
 
 
 def compare(

@@ -78,6 +78,10 @@ def test_floats_of_all_dtypes_share_an_array() -> None:
         tree = {"a": jnp.float32(3), "b": jnp.float64(4)}
         _, state = jax.jit(tx.update)(tree, tx.init(tree), tree)
         found = jax.device_get(clipjax.metrics(state))
+        # Losses are float64 there, beside norms of float32 leaves.
+        skip = clipjax.skip_spikes(optax.identity())
+        of_skip = jax.device_get(clipjax.metrics(skip.init({"a": tree["a"]})))
+    assert of_skip["skip_spikes/loss"].dtype == np.float64
     assert [found[f"n/{i}"] for i in range(len(kinds))] == [3] * len(kinds)
     assert found["clip_by_global_norm/norm"] == 5
     assert found["record_norms/updates/b"] == pytest.approx(0.8)
