@@ -236,6 +236,7 @@ EDGES = [
     ([np.full(100, 1e20, np.float32)], 1.0, NAN, 0.0),
     ([np.float32([INF, 4]), np.float32([1])], 1.0, NAN, [NAN, 0, 0]),
     ([np.zeros(3, np.float32)], 0.0, 0.0, NAN),
+    ([np.ones(3, np.float32)], 0.0, 0.0, 0.0),
     ([THREE_FOUR], -1.0, ValueError, [-0.6, -0.8]),
     ([THREE_FOUR], NAN, ValueError, NAN),
     ([THREE_FOUR], lambda step: 1.0, [0.6, 0.8], TypeError),
