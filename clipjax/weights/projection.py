@@ -125,6 +125,10 @@ class Projection(_OptaxClass):
         _check_are_weights(params, wanted)
         return wanted
 
+    def apply(self, params: T, *args: Any, **kwargs: Any) -> T:
+        """Project weights; `step` is needed if a bound is a schedule."""
+        return self(params, *args, **kwargs)
+
     def __iter__(self) -> Iterator[Any]:
         return iter((self.init, self.update))
 
