@@ -4,7 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from clipjax import functional
-from clipjax._core.transformation import with_metrics
+from clipjax._core.door import with_metrics
 from clipjax._core.units import SKIP, fan_in
 from clipjax._matching import matching
 from clipjax.backward import (

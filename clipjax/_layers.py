@@ -5,8 +5,10 @@ import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from clipjax._core import trees, units
+from clipjax._core.aliases import Skip
+from clipjax._core.leaves import first_matches, flatten
 from clipjax._core.messages import short_repr
+from clipjax._core.units import SKIP, check_axes
 
 
 class Param(NamedTuple):
@@ -17,7 +19,7 @@ class Param(NamedTuple):
     layer: Any
     name: str  # in the layer
     # Those to reduce, counted from the right; None if they are unknown.
-    axes: tuple[int, ...] | units.Skip | None
+    axes: tuple[int, ...] | Skip | None
     own_shape: tuple[int, ...]  # of one layer, as it says
 
     @property
@@ -38,7 +40,7 @@ class Param(NamedTuple):
         The others have the layer's own shape.
         """
         if not self.shape:  # one number can be no unit
-            return {units.SKIP}
+            return {SKIP}
         if not isinstance(self.axes, tuple):
             return {self.axes}
         each = itertools.combinations(enumerate(self.shape), len(self.own_shape))
@@ -62,14 +64,14 @@ def axes_by_path(
             "other must be a mapping from path patterns to axes, got "
             f"{short_repr(other)}"
         )
-    other = units.check_axes(other, "other") if other else {}
+    other = check_axes(other, "other") if other else {}
     by_path = {param.path: param for param in params}
     if not by_path:
         raise ValueError(
             "unit_axes: the model has no parameters, or none that the filter wrt= "
             "chooses"
         )
-    patterns = trees.first_matches("other", list(other), dict.fromkeys(by_path, 0))
+    patterns = first_matches("other", list(other), flatten(dict.fromkeys(by_path, 0)))
     axes: dict[str, Any] = {}
     unknown = []
     # As JAX sorts the keys of a dict.

@@ -3,10 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-import jax
-
-from clipjax import _checks
-from clipjax._core import trees
+from clipjax._core.leaves import check_patterns, first_matches, flatten
 
 
 def matching(*patterns: str) -> Callable[[Any], Any]:
@@ -37,7 +34,7 @@ def matching(*patterns: str) -> Callable[[Any], Any]:
       >>> print(clipped["encoder"]["w"].round(3), clipped["head"]["w"])
       [0.6 0.8] [3. 4.]
     """
-    _checks.check_patterns("patterns", patterns)
+    check_patterns("patterns", patterns)
 
     def mask(tree: Any, *more: Any) -> Any:
         if more:  # called as a rule (path, leaf)
@@ -45,9 +42,8 @@ def matching(*patterns: str) -> Callable[[Any], Any]:
                 f"matching{patterns} is a mask for optax.masked; axes= and where= "
                 "take the patterns themselves"
             )
-        found = trees.first_matches("patterns", patterns, tree, in_order=False)
-        return jax.tree.unflatten(
-            jax.tree.structure(tree), [pattern is not None for pattern in found]
-        )
+        leaves = flatten(tree)
+        found = first_matches("patterns", patterns, leaves, in_order=False)
+        return leaves.rebuild([pattern is not None for pattern in found])
 
     return mask

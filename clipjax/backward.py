@@ -3,7 +3,8 @@
 `axes` are literal here, as in NumPy: an int or a tuple applies to leaves of every rank.
 """
 
-import functools
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -13,9 +14,15 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from clipjax import _checks, functional
-from clipjax._core import bounds, clipping, norms, trees, units
+from clipjax._core.aliases import Axes
+from clipjax._core.bounds import check_order, constant, fit_bound
+from clipjax._core.clip import clip, clip_by_tree_norm, rescale
+from clipjax._core.entries import clip_entries
+from clipjax._core.leaves import Leaf, Leaves, flatten, is_float
 from clipjax._core.messages import short_repr
+from clipjax._core.norms import norm as norm_of
+from clipjax._core.norms import over_devices, sum_dtype, warn_if_local
+from clipjax._core.units import axes_of, literal_axes, map_units, norms_of
 from clipjax.monitoring import taps
 
 T = TypeVar("T")
@@ -44,29 +51,34 @@ def clip_gradient_by_value(
       >>> float(jax.grad(loss)(2.0))
       1.0
     """
-    low = bounds.as_constant("low", low, -np.inf)
-    high = bounds.as_constant("high", high, -np.inf)
-    _checks.check_order(low, high)
+    low = constant("low", low, -np.inf)
+    high = constant("high", high, -np.inf)
+    check_order(low, high)
 
-    def seen(gradient: Any, low: Any, high: Any) -> list[taps.Seen]:
-        def one(leaf: trees.Leaf) -> taps.Seen:
-            g = leaf.value.astype(norms.sum_dtype(leaf.value.dtype))
-            below = g < _fitted("low", low, g, leaf)
-            above = g > _fitted("high", high, g, leaf)
-            outside = jnp.any(below | above).astype(np.uint8)
-            is_above = norms.over_devices(lax.pmax, outside) > 0
-            return norms.norm(g, None, jnp.inf), is_above
+    def clip_values(gradient: Leaves, low: Any, high: Any) -> Any:
+        values, seen = list(gradient.values), []
+        for i, leaf in enumerate(gradient.each):
+            if is_float(leaf.value):
+                values[i] = clip_entries(leaf, low, high)
+                seen += [_seen(leaf, low, high)] if leaf.value.size else []
+        return values, seen
 
-        leaves = trees.leaves_of(gradient)[0]
-        return [one(x) for x in leaves if trees.is_float(x.value) and x.value.size]
+    return _with_gradient(clip_values, tap, x, low, high)
 
-    return _with_gradient(functional.clip_by_value, seen, tap, x, low, high)
+
+def _seen(leaf: Leaf, low: Any, high: Any) -> taps.Seen:
+    """Return the largest absolute element, and whether one is outside the limits."""
+    g = leaf.value.astype(sum_dtype(leaf.value.dtype))
+    below = g < _fitted("low", low, g, leaf)
+    above = g > _fitted("high", high, g, leaf)
+    outside = jnp.any(below | above).astype(np.uint8)
+    return norm_of(g, None, jnp.inf), over_devices(lax.pmax, outside) > 0
 
 
 def clip_gradient_by_norm(
     x: T,
     max_norm: ArrayLike,
-    axes: units.Axes = None,
+    axes: Axes = None,
     *,
     tap: jax.Array | None = None,
 ) -> T:
@@ -97,19 +109,24 @@ def clip_gradient_by_norm(
       >>> print(jax.grad(loss)(jnp.ones(2)).round(3))
       [0.6 0.8]
     """
-    bound = bounds.as_constant("max_norm", max_norm)
+    bound = constant("max_norm", max_norm)
 
-    clip = functools.partial(functional.clip_by_norm, axes=axes)
+    axes = literal_axes(axes)
 
-    def seen(gradient: Any, bound: Any) -> list[taps.Seen]:
-        found = units.of_tree(gradient, functional.literal(axes))
-        return [
-            (norm, norm > _fitted("max_norm", bound, norm, each.leaf))
-            for each, norm in zip(found, units.norms_of(found), strict=True)
-            if each.leaf.value.size
+    def clip_units(gradient: Leaves, bound: Any) -> Any:
+        of = norms_of(gradient.values, axes_of(gradient, axes))
+        fitted = map_units(
+            lambda norm, leaf: _fitted("max_norm", bound, norm, leaf),
+            of,
+            gradient.each,
+        )
+        values, _ = clip(gradient, of, fitted)
+        rows = zip(of, fitted, gradient.values, strict=True)
+        return values, [
+            (norm, norm > most) for norm, most, g in rows if norm is not None and g.size
         ]
 
-    return _with_gradient(clip, seen, tap, x, bound)
+    return _with_gradient(clip_units, tap, x, bound)
 
 
 def clip_gradient_by_global_norm(
@@ -135,36 +152,35 @@ def clip_gradient_by_global_norm(
       >>> print(gradient["a"].round(3), gradient["b"].round(3))
       0.6 0.8
     """
-    bound = bounds.as_constant("max_norm", max_norm, scalar=True)
+    bound = constant("max_norm", max_norm, scalar=True)
 
-    def seen(gradient: Any, bound: Any) -> list[taps.Seen]:
-        norm = functional.global_norm(gradient)
-        return [(norm, norm > jnp.asarray(bound, norm.dtype))]
+    def clip_tree(gradient: Leaves, bound: Any) -> Any:
+        values, metrics = clip_by_tree_norm(gradient, bound)
+        norm = metrics["norm"]
+        return values, [(norm, norm > jnp.asarray(bound, norm.dtype))]
 
-    return _with_gradient(
-        lambda *args: functional.clip_by_global_norm(*args)[0], seen, tap, tree, bound
-    )
+    return _with_gradient(clip_tree, tap, tree, bound)
 
 
-def _fitted(name: str, limit: Any, x: jax.Array, leaf: trees.Leaf) -> jax.Array:
+def _fitted(name: str, limit: Any, x: jax.Array, leaf: Leaf) -> jax.Array:
     """Return a limit in the rank and the dtype of what it is compared with."""
-    return jnp.asarray(bounds.fit_bound(name, limit, x, leaf), x.dtype)
+    return jnp.asarray(fit_bound(name, limit, x, leaf), x.dtype)
 
 
 def _with_gradient(
-    change: Callable[..., Any],
-    seen: Callable[..., list[taps.Seen]],
+    change: Callable[..., tuple[list[Any], list[taps.Seen]]],
     tap: jax.Array | None,
     tree: T,
     *limits: Any,
 ) -> T:
-    """Return a tree whose gradient becomes `change(gradient, *limits)`.
+    """Return a tree whose gradient is changed by `change(gradient, *limits)`.
 
-    Leaves without a gradient have float0. The gradient of the tap becomes the sums of
-    what `seen(gradient, *limits)` returns.
+    `change` returns the new gradient and the norms that it saw, of which the gradient
+    of the tap becomes the sums. Leaves without a gradient have float0.
     """
+    warn_if_local()
     taps.check_tap(tap)
-    leaves, rebuild = trees.leaves_of(tree)
+    leaves = flatten(tree)
     # Arrays are arguments, since a custom derivative must not close over tracers;
     # numbers stay exact.
     arrays = [
@@ -172,30 +188,28 @@ def _with_gradient(
         for limit in limits
     ]
 
-    def call(function: Callable[..., Any], arrays: list[Any], gradient: Any) -> Any:
+    def changed(arrays: list[Any], gradient: Any) -> Any:
         pairs = zip(limits, arrays, strict=True)
-        return function(gradient, *(a if b is None else b for a, b in pairs))
+        given = [a if b is None else b for a, b in pairs]
+        of_leaves = flatten(gradient)
+        values, seen = change(of_leaves, *given)
+        return of_leaves.rebuild(values), seen
 
     def backward(kept: Any, gradient: Any) -> tuple[Any, None, Any]:
         arrays, tap = kept
-        sums = None
-        if tap is not None:
-            sums = taps.sums_of(call(seen, arrays, gradient), tap)
-        return call(change, arrays, gradient), None, sums
+        gradient, seen = changed(arrays, gradient)
+        return gradient, None, None if tap is None else taps.sums_of(seen, tap)
 
     @jax.custom_vjp
     def identity(tree: T, arrays: list[Any], tap: Any) -> T:
         return tree
 
     identity.defvjp(lambda tree, arrays, tap: (tree, (arrays, tap)), backward)
-    tree = rebuild([leaf.value for leaf in leaves])
-    # Raises its errors now.
-    jax.eval_shape(functools.partial(call, change), arrays, tree)
-    passed = trees.leaves_of(identity(tree, arrays, tap))[0]
-    each = zip(leaves, passed, strict=True)
-    return rebuild(
-        [new.value if trees.is_float(old.value) else old.value for old, new in each]
-    )
+    tree = leaves.rebuild(leaves.values)
+    jax.eval_shape(changed, arrays, tree)  # raises its errors now
+    passed = flatten(identity(tree, arrays, tap)).values
+    pairs = zip(leaves.values, passed, strict=True)
+    return leaves.rebuild([new if is_float(old) else old for old, new in pairs])
 
 
 def scale_gradient(x: T, factor: ArrayLike) -> T:
@@ -225,19 +239,19 @@ def scale_gradient(x: T, factor: ArrayLike) -> T:
       >>> float(jax.grad(lambda x: clipjax.scale_gradient(x, 5.0))(2.0))
       5.0
     """
-    value = bounds.as_constant("factor", factor, -np.inf)
+    value = constant("factor", factor, -np.inf)
     if not isinstance(value, jax.core.Tracer) and not np.isfinite(value).all():
         raise ValueError(f"factor must be finite, got {short_repr(factor)}")
-    leaves, rebuild = trees.leaves_of(x)
+    leaves = flatten(x)
 
-    def scale(leaf: Any) -> Any:
-        if not trees.is_float(leaf.value):
+    def scale(leaf: Leaf) -> Any:
+        if not is_float(leaf.value):
             return leaf.value
-        fitting = bounds.fit_bound("factor", value, leaf.value, leaf)
-        wide = jnp.asarray(fitting, norms.sum_dtype(leaf.value.dtype))
+        fitting = fit_bound("factor", value, leaf.value, leaf)
+        wide = jnp.asarray(fitting, sum_dtype(leaf.value.dtype))
         return _scaled(leaf.value, lax.stop_gradient(wide))
 
-    return rebuild([scale(leaf) for leaf in leaves])
+    return leaves.rebuild(list(map(scale, leaves.each)))
 
 
 @jax.custom_jvp
@@ -249,7 +263,7 @@ def _scaled(x: jax.Array, factor: jax.Array) -> jax.Array:
 @_scaled.defjvp
 def _scaled_jvp(primals: Any, tangents: Any) -> Any:
     x, factor = primals
-    return _scaled(x, factor), clipping.rescale(jnp.asarray(tangents[0]), factor)
+    return _scaled(x, factor), rescale(jnp.asarray(tangents[0]), factor)
 
 
 def replace_gradient(
@@ -291,23 +305,20 @@ def replace_gradient(
             lambda x: lax.stop_gradient(x) if isinstance(x, jax.Array) else x,
             (args, kwargs),
         )
-        values, rebuild = trees.leaves_of(forward(*fixed[0], **fixed[1]))
-        others, _ = trees.leaves_of(backward(*args, **kwargs))
+        values = flatten(forward(*fixed[0], **fixed[1]))
+        others = flatten(backward(*args, **kwargs))
         kinds = [
-            [f"{x.name} {x.value.dtype}{list(x.value.shape)}" for x in each]
-            for each in (values, others)
+            [f"{x.name} {x.value.dtype}{list(x.value.shape)}" for x in leaves.each]
+            for leaves in (values, others)
         ]
         if kinds[0] != kinds[1]:
             raise TypeError(
                 "forward and backward must return the same structure, shapes and "
                 f"dtypes, got {kinds[0]} and {kinds[1]}"
             )
-        each = zip(values, others, strict=True)
-        return rebuild(
-            [
-                _replaced(a.value, b.value) if trees.is_float(a.value) else a.value
-                for a, b in each
-            ]
+        pairs = zip(values.values, others.values, strict=True)
+        return values.rebuild(
+            [_replaced(value, of) if is_float(value) else value for value, of in pairs]
         )
 
     return function

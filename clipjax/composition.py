@@ -1,16 +1,17 @@
 """Transformations together, in the right order."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, SupportsIndex
 
 import jax.numpy as jnp
 import optax
 
-from clipjax import _checks
-from clipjax._core import states, trees
 from clipjax._core.aliases import Tree
+from clipjax._core.checks import as_list, check_count, check_transformation, check_word
+from clipjax._core.leaves import flatten, is_float
 from clipjax.gradients.nonfinite import skip_nonfinite, zero_nonfinite
-from clipjax.gradients.skipping import SkipMemory
 from clipjax.monitoring.record_norms import Recorder
 from clipjax.weights.projection import Projection, as_projection
 
@@ -46,7 +47,7 @@ def chain(
         raise ValueError("links: a chain needs at least one")
     last = None
     for i, link in enumerate(links):
-        _checks.check_transformation(f"links[{i}]", link)
+        check_transformation(f"links[{i}]", link)
         if isinstance(link, Projection):
             last = i
         elif last is not None and not isinstance(link, Recorder):
@@ -89,8 +90,10 @@ def bounded(
 
     Raises:
       TypeError, ValueError: an argument is of the wrong kind, or in the wrong place. In
-        `init`: a leaf is complex, and `accumulate` is above 1; `clip` has the state of
-        an optimizer, or skips steps.
+        `init`: a leaf is complex, and `accumulate` is above 1.
+
+    A skip goes around the optimizer, whose momentum would move the weights at a skipped
+    step: write `nonfinite="skip"`, or `skip_spikes(bounded(...))`.
 
     Example:
       >>> import clipjax, optax
@@ -101,10 +104,10 @@ def bounded(
       ...     nonfinite="skip",
       ... )
     """
-    _checks.check_word("nonfinite", nonfinite, ("propagate", "zero", "skip"))
-    micro_batches = _checks.check_count("accumulate", accumulate, 1, static=True)
-    clips = [] if clip is None else _checks.as_list(clip)
-    before = [_checked_in_init(_check_before("clip", each)) for each in clips]
+    check_word("nonfinite", nonfinite, ("propagate", "zero", "skip"))
+    micro_batches = check_count("accumulate", accumulate, 1, static=True)
+    clips = [] if clip is None else as_list(clip)
+    before = [_check_before("clip", each) for each in clips]
     update = getattr(optimizer, "update", None)
     if before and isinstance(getattr(update, "__self__", None), optax.MultiSteps):
         raise ValueError(
@@ -114,7 +117,7 @@ def bounded(
     # A norm may overflow although the entries do not.
     if nonfinite == "zero" and before:
         before.append(zero_nonfinite())
-    projections = [] if project is None else _checks.as_list(project)
+    projections = [] if project is None else as_list(project)
     after = [as_projection("project", each) for each in projections]
     tx = chain(*before, _check_before("optimizer", optimizer), *after)
     if micro_batches > 1:
@@ -131,8 +134,8 @@ def _accumulating(
     accumulated = optax.MultiSteps(tx, micro_batches, accumulator_dtype=float)
 
     def init(params: Tree) -> Any:
-        for leaf in trees.leaves_of(params)[0]:
-            if trees.is_float(leaf.value) and jnp.iscomplexobj(leaf.value):
+        for leaf in flatten(params).each:
+            if is_float(leaf.value) and jnp.iscomplexobj(leaf.value):
                 raise TypeError(
                     f"accumulate: {leaf} is complex, of which optax.MultiSteps would "
                     "lose imaginary parts"
@@ -140,10 +143,13 @@ def _accumulating(
         return accumulated.init(params)
 
     def update(updates: Tree, state: Any, params: Tree = None, **extra: Any) -> Any:
-        name = "bounded with accumulate="
-        states.check_state(name, optax.MultiStepsState, state)
+        if not isinstance(state, optax.MultiStepsState):
+            raise TypeError(
+                "state: bounded with accumulate= needs the state that its init "
+                f"returned, got {type(state).__name__}"
+            )
         for tree in (updates, params):
-            trees.leaves_of(tree)  # raises its errors
+            flatten(tree)  # raises its errors
         return accumulated.update(updates, state, params, **extra)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -155,33 +161,4 @@ def _check_before(name: str, value: Any) -> Any:
         raise ValueError(
             f"{name}: {value!r} is a projection: pass it to bounded as project="
         )
-    return _checks.check_transformation(name, value)
-
-
-def _checked_in_init(clip: Any) -> Any:
-    """Return a clip whose `init` raises an error if its state shows that it is none."""
-
-    def init(params: Tree) -> Any:
-        state = clip.init(params)
-        found = trees.nodes_where(_is_no_clip, state)
-        if found and isinstance(found[0], SkipMemory):
-            raise ValueError(
-                "clip: a skip goes around the optimizer, whose momentum would move the "
-                "weights at a skipped step: use bounded(..., nonfinite='skip'), or "
-                "skip_spikes(bounded(...))"
-            )
-        if found:
-            raise ValueError(
-                f"clip has the state of an optimizer, {type(found[0]).__name__}: pass "
-                "it to bounded as its first argument"
-            )
-        return state
-
-    return clip._replace(init=init)
-
-
-def _is_no_clip(state: Any) -> bool:
-    name = type(state).__name__
-    is_of_optimizer = name.startswith(("ScaleBy", "TraceState"))
-    has_moments = is_of_optimizer and name != "ScaleByScheduleState"
-    return has_moments or isinstance(state, SkipMemory)
+    return check_transformation(name, value)

@@ -11,8 +11,9 @@ import equinox as eqx
 import jax
 from equinox import nn
 
-from clipjax._core import trees, units
+from clipjax._core.leaves import is_float, path_name
 from clipjax._core.messages import short_repr
+from clipjax._core.units import SKIP
 from clipjax._layers import Param, axes_by_path
 
 __all__ = ["unit_axes"]
@@ -68,12 +69,12 @@ def _params(layer: Any, at: tuple[Any, ...]) -> Iterator[Param]:
     for path, leaf in jax.tree_util.tree_leaves_with_path(layer, is_leaf=is_inside):
         if is_inside(leaf):
             yield from _params(leaf, (*at, *path))
-        elif hasattr(leaf, "shape") and hasattr(leaf, "dtype") and trees.is_float(leaf):
-            name = trees.path_name(path)
+        elif hasattr(leaf, "shape") and hasattr(leaf, "dtype") and is_float(leaf):
+            name = path_name(path)
             own = _own_shape(layer, name)
-            axes = units.SKIP if own == () else own and tuple(range(1, len(own)))
+            axes = SKIP if own == () else own and tuple(range(1, len(own)))
             yield Param(
-                trees.path_name((*at, *path)), leaf.shape, layer, name, axes, own or ()
+                path_name((*at, *path)), leaf.shape, layer, name, axes, own or ()
             )
 
 

@@ -15,8 +15,10 @@ from flax import nnx
 from flax.core import DenyList
 from jax.tree_util import DictKey
 
-from clipjax._core import trees, units
+from clipjax._core.aliases import Skip
+from clipjax._core.leaves import flatten, path_name
 from clipjax._core.messages import short_repr
+from clipjax._core.units import SKIP
 from clipjax._layers import Param, axes_by_path
 
 __all__ = ["unit_axes"]
@@ -128,14 +130,14 @@ def _linen_params(
 
     with nn.intercept_methods(watch):
         params = jax.eval_shape(init, arrays)
-    for path, leaf in trees.with_paths(params):
+    for path, leaf in flatten(params).each:
         names = _names(path)
         depth = max(i for i in range(len(names)) if names[:i] in layers)
-        name = trees.path_name(path[depth:])
+        name = path_name(path[depth:])
         each = [(layer, _axes(layer, name)) for layer in layers[names[:depth]]]
         layer, axes = next((known for known in each if known[1] is not None), each[-1])
         own_shape = own_shapes.get(names, leaf.shape)
-        yield Param(trees.path_name(path), leaf.shape, layer, name, axes, own_shape)
+        yield Param(path_name(path), leaf.shape, layer, name, axes, own_shape)
 
 
 def _is_array(x: Any) -> bool:
@@ -160,10 +162,10 @@ def _nnx_params(model: nnx.Module, wrt: Any) -> Iterator[Param]:
                 break
             if isinstance(node, nnx.Module):
                 layer, depth = node, i + 1
-        name = trees.path_name(path[depth:])
+        name = path_name(path[depth:])
         own_shape = _own_shape(layer, name, leaf.shape)
         axes = _axes(layer, name)
-        yield Param(trees.path_name(path), leaf.shape, layer, name, axes, own_shape)
+        yield Param(path_name(path), leaf.shape, layer, name, axes, own_shape)
 
 
 def _own_shape(layer: Any, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -202,7 +204,7 @@ _SKIPPED = {
 }
 
 
-def _axes(layer: Any, name: str) -> tuple[int, ...] | units.Skip | None:
+def _axes(layer: Any, name: str) -> tuple[int, ...] | Skip | None:
     """Return the axes to reduce in a parameter from the right; None: unknown."""
     if name == "kernel":
         return _kernel_axes(layer)
@@ -211,7 +213,7 @@ def _axes(layer: Any, name: str) -> tuple[int, ...] | units.Skip | None:
     if name in ("lora_a", "lora_b") and isinstance(layer, nnx.LoRA):
         return (-2,)
     skipped = (*_REPARAMETRIZED, *_SKIPPED.get(name, ()))
-    return units.SKIP if isinstance(layer, skipped) else None
+    return SKIP if isinstance(layer, skipped) else None
 
 
 def _kernel_axes(layer: Any) -> tuple[int, ...] | None:

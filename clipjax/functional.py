@@ -3,8 +3,9 @@
 `axes` are literal here, as in NumPy: an int or a tuple applies to leaves of every rank.
 """
 
+from __future__ import annotations
+
 import functools
-from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -12,9 +13,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from clipjax import _checks
-from clipjax._core import bounds, clipping, entries, norms, trees, units
-from clipjax._core.aliases import Tree
+from clipjax._core.aliases import Axes, Ord, Tree
+from clipjax._core.bounds import (
+    check_fits,
+    check_order,
+    constant,
+    fit_bound,
+    is_real,
+)
+from clipjax._core.checks import check_ord
+from clipjax._core.clip import clip_by_tree_norm, clip_by_unit_norms
+from clipjax._core.entries import clip_entries
+from clipjax._core.leaves import flatten, is_float
+from clipjax._core.norms import norm as norm_of
+from clipjax._core.norms import sum_dtype, tree_norm, warn_if_local
+from clipjax._core.units import axes_of, literal_axes, norms_of
 
 __all__ = [
     "clip_by_global_norm",
@@ -28,7 +41,7 @@ __all__ = [
 T = TypeVar("T")
 
 
-def global_norm(tree: Any, *, ord: bounds.Ord = None) -> jax.Array:
+def global_norm(tree: Any, *, ord: Ord = None) -> jax.Array:
     """Measure the norm of all leaves together, as of one long vector.
 
     Args:
@@ -44,11 +57,11 @@ def global_norm(tree: Any, *, ord: bounds.Ord = None) -> jax.Array:
       >>> float(functional.global_norm([jnp.array([3.0]), jnp.array([[4.0]])]))
       5.0
     """
-    norms.warn_if_local()
-    return norms.tree_norm(trees.floats_of(tree), _checks.check_ord(ord))
+    warn_if_local()
+    return tree_norm(flatten(tree).floats, check_ord(ord))
 
 
-def leaf_norms(tree: T, *, ord: bounds.Ord = None) -> T:
+def leaf_norms(tree: T, *, ord: Ord = None) -> T:
     """Measure the norm of each leaf.
 
     Args:
@@ -64,18 +77,17 @@ def leaf_norms(tree: T, *, ord: bounds.Ord = None) -> T:
       >>> functional.leaf_norms([jnp.array([3.0, 4.0]), jnp.array([-2.0])])
       [Array(5., dtype=float32), Array(2., dtype=float32)]
     """
-    norms.warn_if_local()
-    order = _checks.check_ord(ord)
-    leaves, rebuild = trees.leaves_of(tree)
+    warn_if_local()
+    order = check_ord(ord)
+    leaves = flatten(tree)
     zero = jnp.zeros((), np.float32)
-    values = [leaf.value for leaf in leaves]
-    return rebuild(
-        [norms.norm(x, None, order) if trees.is_float(x) else zero for x in values]
+    return leaves.rebuild(
+        [norm_of(x, None, order) if is_float(x) else zero for x in leaves.values]
     )
 
 
 def unitwise_norms(
-    tree: Tree, axes: units.Axes, *, ord: bounds.Ord = None, keepdims: bool = False
+    tree: Tree, axes: Axes, *, ord: Ord = None, keepdims: bool = False
 ) -> Tree:
     """Measure the norm of each unit along `axes`.
 
@@ -96,18 +108,18 @@ def unitwise_norms(
       >>> functional.unitwise_norms(jnp.array([[3.0, 0.0], [4.0, 1.0]]), axes=0)
       Array([5., 1.], dtype=float32)
     """
-    norms.warn_if_local()
-    leaves, rebuild = trees.leaves_of(tree)
-    measured: list[Any] = [None] * len(leaves)
-    found = units.of_tree(tree, literal(axes))
-    unit_norms = units.norms_of(found, _checks.check_ord(ord))
-    for each, norm in zip(found, unit_norms, strict=True):
-        if each.axes is None and keepdims:
-            norm = norm.reshape((1,) * each.leaf.value.ndim)
-        elif each.axes is not None and not keepdims:
-            norm = norm.squeeze(each.axes)
-        measured[each.place] = norm
-    return rebuild(measured)
+    warn_if_local()
+    leaves = flatten(tree)
+    where = axes_of(leaves, literal_axes(axes))
+    measured: list[Any] = norms_of(leaves.values, where, check_ord(ord))
+    for i, (norm, x, reduced) in enumerate(
+        zip(measured, leaves.values, where, strict=True)
+    ):
+        if reduced is None and keepdims:
+            measured[i] = norm.reshape((1,) * x.ndim)
+        elif isinstance(reduced, tuple) and not keepdims:
+            measured[i] = norm.squeeze(reduced)
+    return leaves.rebuild(measured)
 
 
 def clip_by_value(tree: T, low: ArrayLike, high: ArrayLike) -> T:
@@ -131,15 +143,20 @@ def clip_by_value(tree: T, low: ArrayLike, high: ArrayLike) -> T:
       >>> functional.clip_by_value(jnp.array([-3.0, 0.5, 3.0]), -1.0, 1.0)
       Array([-1. ,  0.5,  1. ], dtype=float32)
     """
-    low = bounds.as_constant("low", low, -np.inf)
-    high = bounds.as_constant("high", high, -np.inf)
-    _checks.check_order(low, high)
-    clip = functools.partial(entries.clip_entries, low=low, high=high)
-    return trees.map_floats(clip, tree)
+    low = constant("low", low, -np.inf)
+    high = constant("high", high, -np.inf)
+    check_order(low, high)
+    leaves = flatten(tree)
+    return leaves.rebuild(
+        [
+            clip_entries(leaf, low, high) if is_float(leaf.value) else leaf.value
+            for leaf in leaves.each
+        ]
+    )
 
 
 def clip_by_norm(
-    tree: T, max_norm: ArrayLike, axes: units.Axes = None, *, ord: bounds.Ord = None
+    tree: T, max_norm: ArrayLike, axes: Axes = None, *, ord: Ord = None
 ) -> T:
     """Clip the norm of each leaf, or of each unit along `axes`, like `tf.clip_by_norm`.
 
@@ -165,18 +182,20 @@ def clip_by_norm(
       [[0.6 0.8]
        [0.3 0.4]]
     """
-    norms.warn_if_local()
-    bound = bounds.as_constant("max_norm", max_norm)
-    found = units.of_tree(tree, literal(axes))
-    unit_norms = units.norms_of(found, _checks.check_ord(ord))
-    return clipping.clip_units(tree, found, unit_norms, bound)[0]
+    warn_if_local()
+    bound = constant("max_norm", max_norm)
+    leaves = flatten(tree)
+    where = axes_of(leaves, literal_axes(axes))
+    of = norms_of(leaves.values, where, check_ord(ord))
+    fit = functools.partial(fit_bound, "max_norm")
+    return leaves.rebuild(clip_by_unit_norms(leaves, of, bound, fit)[0])
 
 
 def clip_by_global_norm(
     tree: T,
     max_norm: ArrayLike,
     *,
-    ord: bounds.Ord = None,
+    ord: Ord = None,
     norm: ArrayLike | None = None,
 ) -> tuple[T, jax.Array]:
     """Clip the norm of all leaves together, like `tf.clip_by_global_norm`.
@@ -203,27 +222,20 @@ def clip_by_global_norm(
       >>> print(norm, [x.round(3) for x in clipped])
       5.0 [Array([0.6], dtype=float32), Array([0.8], dtype=float32)]
     """
-    norms.warn_if_local()
-    bound = bounds.as_constant("max_norm", max_norm, scalar=True)
-    order = _checks.check_ord(ord)
+    warn_if_local()
+    bound = constant("max_norm", max_norm, scalar=True)
+    order = check_ord(ord)
     if norm is not None:
         norm = _given_norm(norm)
-    clipped, metrics = clipping.clip_tree(tree, bound, order, norm)
-    return clipped, metrics["norm"]
+    leaves = flatten(tree)
+    values, metrics = clip_by_tree_norm(leaves, bound, order, norm)
+    return leaves.rebuild(values), metrics["norm"]
 
 
 def _given_norm(norm: ArrayLike) -> jax.Array:
     """Return a norm that a user gave, where NaN is one that is not finite."""
-    bounds.check_fits("norm", norm, (), "the whole tree")
-    is_known = bounds.is_real(norm) and not isinstance(norm, jax.core.Tracer)
+    check_fits("norm", norm, (), "the whole tree")
+    is_known = is_real(norm) and not isinstance(norm, jax.core.Tracer)
     if not (is_known and np.isnan(float(jax.device_get(norm)))):
-        norm = bounds.as_constant("norm", norm)
-    return jnp.asarray(norm, norms.sum_dtype(jnp.result_type(norm)))
-
-
-def literal(axes: Any) -> Any:
-    """Return checked `axes` that apply to leaves of every rank, as NumPy's do."""
-    axes = units.check_axes(axes)
-    if isinstance(axes, Mapping):
-        return {pattern: literal(each) for pattern, each in axes.items()}
-    return (lambda path, leaf: axes) if isinstance(axes, int | tuple) else axes
+        norm = constant("norm", norm)
+    return jnp.asarray(norm, sum_dtype(jnp.result_type(norm)))

@@ -15,10 +15,20 @@ from typing import Any
 
 import numpy as np
 
-from clipjax import _checks
 from clipjax import _drawing as draw
-from clipjax._core import bounds, clipping, trees, units
+from clipjax._core.aliases import AutoAxes
+from clipjax._core.bounds import constant
+from clipjax._core.clip import least_inside
+from clipjax._core.leaves import check_patterns, flatten, matches
 from clipjax._core.messages import a_few, short_repr
+from clipjax._core.units import (
+    axes_of,
+    check_axes,
+    fan_in_of_matrices,
+    map_units,
+    norms_of,
+    present,
+)
 from clipjax.monitoring import history as runs
 from clipjax.monitoring.bad_steps import bad_steps as find_bad_steps
 
@@ -134,11 +144,11 @@ def group_norms(
         )
     names = recorded or {key: key for key in columns}
     if only is not None:
-        patterns = _checks.check_patterns("only", only)
+        patterns = check_patterns("only", only)
         chosen = {
             key: name
             for key, name in names.items()
-            if any(trees.matches(each, name) for each in patterns)
+            if any(matches(each, name) for each in patterns)
         }
         if not chosen:
             raise ValueError(
@@ -245,7 +255,7 @@ def _shares(groups: Mapping[str, float]) -> dict[str, float]:
 def unit_norms(
     params: Any,
     *,
-    axes: units.AutoAxes = "auto",
+    axes: AutoAxes = "auto",
     radius: Any = None,
     ax: Any = None,
 ) -> Any:
@@ -275,16 +285,20 @@ def unit_norms(
       ['kernel (50%)', 'radius 2']
     """
     given = np.inf if radius is None else radius
-    bound = float(bounds.as_constant("radius", given, scalar=True))
+    bound = float(constant("radius", given, scalar=True))
     lines = {}
-    found = units.of_tree(params, units.check_axes(axes, auto=units.fan_in_of_matrices))
-    for each, norm in zip(found, units.norms_of(found), strict=True):
+    weights = flatten(params)
+    where = axes_of(weights, check_axes(axes, auto=fan_in_of_matrices))
+    measured = map_units(
+        lambda norm, leaf: (norm, leaf), norms_of(weights.values, where), weights.each
+    )
+    for norm, leaf in present(measured):
         ascending = np.sort(np.asarray(norm, np.float64), axis=None)
         count = max(1, ascending.size)
-        at_bound = ascending >= clipping.least_inside(bound, each.leaf.value.dtype)
+        at_bound = ascending >= least_inside(bound, leaf.value.dtype)
         share = f" ({at_bound.sum() / count:.0%})" if bound < np.inf else ""
         percents = 100 * (np.arange(ascending.size) + 0.5) / count
-        label = each.leaf.name + share
+        label = leaf.name + share
         while label in lines:  # those of {"a/b": x, "a": {"b": y}} have one name
             label += " "
         lines[label] = percents, ascending
@@ -295,7 +309,7 @@ def unit_norms(
 
 
 def _norm_in(columns: Mapping[str, Any]) -> str:
-    """Return the key of the one norm that is not that of a skip, or of the one norm."""
+    """Return the key of the only clip's norm, else of the only norm."""
     found = [key for key in columns if key == "norm" or key.endswith("/norm")]
     of_skips = [f"{skip}/norm" for skip in _skips_in(columns)]
     of_clips = [key for key in found if key not in of_skips]

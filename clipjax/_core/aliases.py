@@ -1,9 +1,43 @@
 """What signatures say of their values."""
 
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, SupportsIndex, TypeAlias
 
 import jax
+import numpy as np
+import optax
+from jax.typing import ArrayLike
+
+
+class Skip:
+    """The type of :data:`SKIP`."""
+
+    def __repr__(self) -> str:
+        return "clipjax.SKIP"
+
+    def __reduce__(self) -> str:
+        return "SKIP"  # copies and pickles are the same object
+
 
 Tree: TypeAlias = Any  # a pytree of arrays
 Scalar: TypeAlias = jax.Array  # of rank 0
 Metrics: TypeAlias = dict[str, jax.Array]  # scalars by name
+Path: TypeAlias = tuple[Any, ...]  # the keys that JAX gives to a leaf
+
+# A bound may be a number, an array, or a schedule from the step to the bound. Where the
+# weights are bounded, it may also be a mapping from path patterns to these.
+Number: TypeAlias = float | np.number[Any] | jax.Array
+Bound: TypeAlias = ArrayLike | optax.Schedule
+Bounds: TypeAlias = Bound | Mapping[str, Bound]
+Ord: TypeAlias = float | np.number[Any] | None
+
+# The axes that are reduced: ints, a rule (path, leaf) -> ints, or a mapping from path
+# patterns to these.
+Rule: TypeAlias = Callable[[Any, Any], Any]
+Axes: TypeAlias = (
+    SupportsIndex | Sequence[SupportsIndex] | Rule | Skip | Mapping[str, Any] | None
+)
+AutoAxes: TypeAlias = Axes | Literal["auto"]
+
+# The axes of one leaf, which are kept with size 1; None: all of them, not kept.
+Reduced: TypeAlias = tuple[int, ...] | None

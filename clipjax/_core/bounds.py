@@ -1,19 +1,92 @@
 """Bounds: checked when they are known, and evaluated at each step."""
 
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from jax.typing import ArrayLike
 
+from clipjax._core.leaves import Leaf, Leaves, by_path, check_patterns
 from clipjax._core.messages import short_repr
 
-Number: TypeAlias = float | np.number[Any] | jax.Array
-Bound: TypeAlias = ArrayLike | optax.Schedule
-Ord: TypeAlias = float | np.number[Any] | None
+
+class Limit(NamedTuple):
+    """A bound that was checked: one for all leaves, or one for each path pattern."""
+
+    name: str  # of the argument
+    least: float  # below which no value of it falls
+    value: Any  # a number, an array or a schedule; or a mapping to these by pattern
+    # The number that stands for a leaf which no pattern matches; None if there is none.
+    other: float | None = None
+
+    @property
+    def by_path(self) -> bool:
+        """Whether it differs by path."""
+        return isinstance(self.value, Mapping)
+
+    @property
+    def scheduled(self) -> bool:
+        """Whether it depends on the step."""
+        values = self.value.values() if self.by_path else [self.value]
+        return any(map(callable, values))
+
+    def at(self, step: Any) -> Any:
+        """Return the bound of all leaves at a step."""
+        return _at(self.name, self.value, step, self.least)
+
+    def given(self, leaves: Leaves) -> list[Any]:
+        """Return for each leaf what the user gave, None if no pattern matches it."""
+        return by_path(self.name, self.value, leaves, None)
+
+    def of(self, leaves: Leaves, step: Any) -> list[Any]:
+        """Return the bound of each leaf at a step."""
+        if not self.by_path:
+            return [self.at(step)] * len(leaves.values)
+        now = {
+            pattern: _at(f"{self.name}[{pattern!r}]", value, step, self.least)
+            for pattern, value in self.value.items()
+        }
+        return by_path(self.name, now, leaves, self.other)
+
+    def fit(self, bound: Any, norms: jax.Array, leaf: Any) -> Any:
+        """Return a bound so that it broadcasts to the norms, or elements, of a leaf."""
+        return fit_bound(self.name, bound, norms, leaf)
+
+
+def limit(name: str, bound: Any, least: float = 0, *, scalar: bool = False) -> Limit:
+    """Check a bound that is a number, an array or a schedule.
+
+    A value is never below `least`, so that a schedule that falls below 0 clips to 0 and
+    flips no sign. NaN stays NaN. A `scalar` one has no shape.
+    """
+    if callable(bound):
+        return Limit(name, least, _checked_schedule(name, bound, scalar))
+    forms = "a number, an array or a schedule"
+    return Limit(name, least, _checked(name, bound, least, scalar, forms))
+
+
+def limit_by_path(
+    name: str, bound: Any, least: float = 0, other: float | None = None
+) -> Limit:
+    """Check a bound that may also be a mapping from path patterns to bounds."""
+    if not isinstance(bound, Mapping):
+        return limit(name, bound, least)._replace(other=other)
+    values = {
+        pattern: limit(f"{name}[{pattern!r}]", bound[pattern], least).value
+        for pattern in check_patterns(name, (*bound,))
+    }
+    return Limit(name, least, values, other)
+
+
+def constant(name: str, bound: Any, least: float = 0, *, scalar: bool = False) -> Any:
+    """Return a checked number or array, for functions that have no step."""
+    if callable(bound) and not _is_tree(bound):
+        raise TypeError(
+            f"{name} must be a number or an array here, not a schedule: got "
+            f"{short_repr(bound)}"
+        )
+    return _checked(name, bound, least, scalar, "a number or an array")
 
 
 def is_real(value: Any) -> bool:
@@ -34,45 +107,25 @@ def as_float(value: Any) -> Any:
     """
     if isinstance(value, np.ndarray | np.generic):
         is_whole = jnp.issubdtype(value.dtype, jnp.integer)
-        return (
-            value.astype(np.float64) if is_whole or value.dtype.itemsize > 8 else value
-        )
+        is_long = value.dtype.itemsize > 8
+        return value.astype(np.float64) if is_whole or is_long else value
     return float(value) if isinstance(value, int) else value
 
 
-def as_constant(
-    name: str, bound: Any, least: float = 0, *, scalar: bool = False
-) -> Any:
-    """Return a checked number or array, for functions that have no step."""
-    if _is_schedule(bound):
-        raise TypeError(
-            f"{name} must be a number or an array here, not a schedule: got "
-            f"{short_repr(bound)}"
-        )
-    return _checked(name, bound, least, scalar, "a number or an array")
+def _is_tree(value: Any) -> bool:
+    """Return whether a value is a tree of arrays, and no array itself."""
+    nodes = jax.tree.leaves(value)
+    arrays = [x for x in nodes if isinstance(x, jax.Array | np.ndarray)]
+    return any(x is not value for x in arrays)
 
 
-def as_schedule(
-    name: str, bound: Any, least: float = 0, *, scalar: bool = False
-) -> Callable[[Any], Any]:
-    """Check a bound, and return the function from the step to its value.
+def _checked_schedule(name: str, schedule: Any, scalar: bool) -> Any:
+    """Return a schedule whose value is checked when it is known."""
+    if _is_tree(schedule):  # such as the gradients of a callable module
+        raise _tree_error(name, schedule, "a number, an array or a schedule")
 
-    The value is never below `least`, so that a schedule that falls below 0 clips to 0
-    and flips no sign. NaN stays NaN.
-    """
-    if not _is_schedule(bound):
-        forms = "a number, an array or a schedule"
-        checked = _checked(name, bound, least, scalar, forms)
-        return lambda step: checked
-
-    def evaluate(step: Any) -> Any:
-        if step is None:
-            raise ValueError(
-                f"{name} is a schedule and needs the step: give update the state that "
-                "init returned, and a projection that you call step=, as in "
-                "max_norm(schedule)(params, step=step)"
-            )
-        value: Any = bound(step)
+    def at(step: Any) -> Any:
+        value = schedule(step)
         if not is_real(value):
             raise TypeError(
                 f"{name} must be a schedule that returns a number, but it returned "
@@ -80,43 +133,42 @@ def as_schedule(
             )
         if scalar:
             check_fits(name, value, (), "the norm of all leaves")
-        return _at_least(as_float(value), least)
+        return value
 
-    return evaluate
+    return at
 
 
-def _is_schedule(bound: Any) -> bool:
-    """Return whether a bound is a function of the step.
+def _at(name: str, value: Any, step: Any, least: float) -> Any:
+    if not callable(value):
+        return value
+    if step is None:
+        raise ValueError(
+            f"{name} is a schedule and needs the step: give update the state that init "
+            "returned, and .apply of a projection step=, as in "
+            "max_norm(schedule).apply(params, step=step)"
+        )
+    return _at_least(as_float(value(step)), least)
 
-    A projection is callable, too, and so are the gradients of an Equinox module, which
-    fail for a step.
-    """
-    if not callable(bound) or isinstance(bound, optax.GradientTransformation):
-        return False
-    if jax.tree_util.all_leaves([bound]):
-        return True
-    try:
-        jax.eval_shape(bound, jnp.zeros((), np.int32))
-    except Exception:
-        return False
-    return True
+
+def _tree_error(name: str, bound: Any, forms: str) -> TypeError:
+    return TypeError(
+        f"{name} must be {forms} of real numbers, got {short_repr(bound)}; to clip a "
+        "tree, call clipjax.functional.clip_by_global_norm(tree, max_norm) and the "
+        "like, or .apply of a projection, as in max_norm(3.0).apply(params)"
+    )
 
 
 def _checked(name: str, bound: Any, least: float, scalar: bool, forms: str) -> Any:
     """Return a number or an array, or raise an error that names it.
 
-    Of a traced array the value is not known: it is raised to `least`, as what a
+    The value of a traced array is not known: it is raised to `least`, as what a
     schedule returns.
     """
     if not is_real(bound):
-        is_tree = bound is not None and not jax.tree_util.all_leaves([bound])
-        hint = (
-            "; to clip a tree, call clipjax.functional.clip_by_global_norm(tree, "
-            "max_norm) and the like, or a projection, as in max_norm(3.0)(params)"
-        )
+        if _is_tree(bound):
+            raise _tree_error(name, bound, forms)
         raise TypeError(
             f"{name} must be {forms} of real numbers, got {short_repr(bound)}"
-            f"{hint if is_tree else ''}"
         )
     if scalar:
         check_fits(name, bound, (), "the norm of all leaves")
@@ -138,7 +190,7 @@ def _at_least(bound: Any, least: float) -> Any:
 
 
 def fit_bound(name: str, bound: Any, x: jax.Array, of: Any) -> Any:
-    """Return what broadcasts to norms or entries x: a scalar as it is, or an array."""
+    """Return what broadcasts to norms or elements x: a scalar as it is, or an array."""
     if np.ndim(bound) == 0:
         return bound
     if x.ndim == 0 and np.size(bound) == 1:  # a norm whose axes were kept
@@ -155,3 +207,27 @@ def check_fits(name: str, bound: Any, shape: tuple[int, ...], of: Any) -> None:
         wanted = f"broadcast to shape {tuple(shape)}" if shape else "be a scalar"
         hint = "" if shape else "; functions of trees take the tree first"
         raise ValueError(f"{name} must {wanted}, for {of}; got shape {given}{hint}")
+
+
+def check_order(low: Any, high: Any, of: Leaf | None = None) -> None:
+    """Raise an error if `low` is above `high`, or their shapes do not fit together.
+
+    Schedules, traced numbers and mappings from path patterns are not compared here.
+    """
+    if any(callable(value) or isinstance(value, Mapping) for value in (low, high)):
+        return
+    shapes = np.shape(low), np.shape(high)
+    try:
+        np.broadcast_shapes(*shapes)
+    except ValueError:
+        raise ValueError(
+            f"low and high must broadcast to one shape, got {shapes[0]} and {shapes[1]}"
+        ) from None
+    if isinstance(low, jax.core.Tracer) or isinstance(high, jax.core.Tracer):
+        return
+    if np.any(np.asarray(low, np.float64) > np.asarray(high, np.float64)):
+        where = "" if of is None else f" for {of}"
+        raise ValueError(
+            f"low must not be above high{where}, got low={short_repr(low)}, "
+            f"high={short_repr(high)}"
+        )

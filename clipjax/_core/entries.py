@@ -1,4 +1,4 @@
-"""Limits of single entries."""
+"""Limits of single elements."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -8,30 +8,34 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from clipjax._core import bounds, clipping, norms, trees
 from clipjax._core.aliases import Metrics
+from clipjax._core.bounds import fit_bound
+from clipjax._core.clip import factor_to, metrics_of, rescale, weak_like
+from clipjax._core.leaves import Leaf
+from clipjax._core.norms import largest, maximum, nan_unless, sum_dtype
+from clipjax._core.norms import norm as norm_of
 
 
-def clip_entries(leaf: trees.Leaf, low: Any, high: Any) -> jax.Array:
-    """Clip each entry of a leaf of floats to `[low, high]`; NaN stays NaN.
+def clip_entries(leaf: Leaf, low: Any, high: Any) -> jax.Array:
+    """Clip each element of a leaf of floats to `[low, high]`; NaN stays NaN.
 
     `low=None` means -high.
     """
     x = leaf.value
     name = "bound" if low is None else "high"
-    above = bounds.fit_bound(name, high, x, leaf)
+    above = fit_bound(name, high, x, leaf)
     if jnp.iscomplexobj(x):
         if low is not None:
             raise TypeError(
                 f"low, high: {leaf} is complex, of dtype {x.dtype}, and has no order; "
                 "one bound, as in clip_by_value(1.0), clips |z|"
             )
-        absolute = norms.norm(x, axes=())  # each entry is a unit
-        return clipping.rescale(x, clipping.factor_to(above, absolute, x.dtype))
+        absolute = norm_of(x, axes=())  # each element is a unit
+        return rescale(x, factor_to(above, absolute, x.dtype))
     top = _inward(above, x.dtype, -np.inf)
     if low is None:
         return _between(x, -top, top)
-    below = bounds.fit_bound("low", low, x, leaf)
+    below = fit_bound("low", low, x, leaf)
     return _between(x, _inward(below, x.dtype, np.inf), top)
 
 
@@ -42,7 +46,7 @@ def _between(x: jax.Array, low: Any, high: Any) -> jax.Array:
     What is inside is found by bits, since XLA on a CPU takes subnormal numbers for 0.
     """
     inside = (_order(low) <= _order(x)) & (_order(x) <= _order(high))
-    return clipping.weak_like(x, jnp.where(inside, x, jnp.clip(x, low, high)))
+    return weak_like(x, jnp.where(inside, x, jnp.clip(x, low, high)))
 
 
 def _order(x: jax.Array) -> jax.Array:
@@ -55,7 +59,7 @@ def _order(x: jax.Array) -> jax.Array:
 def _inward(limit: Any, dtype: Any, toward: float) -> Any:
     """Return a limit in a leaf's dtype, rounded `toward` -inf or inf.
 
-    So no entry is beyond what the user wrote. A limit that is known is compared in
+    So no element is beyond what the user wrote. A limit that is known is compared in
     float64, since 0.1 is not a float32.
     """
     known = not isinstance(limit, jax.Array)
@@ -86,9 +90,9 @@ _nextafter.defjvps(lambda tangent, *_: tangent, None)
 def metrics_of_entries(
     before: Sequence[jax.Array], after: Sequence[jax.Array], low: Any, high: Any
 ) -> Metrics:
-    """Return the metrics of clipped entries, whose norm is the largest absolute value.
+    """Return the metrics of clipped elements, whose norm is the largest absolute value.
 
-    Where the limits are numbers, the largest and the smallest entry decide the rest.
+    Where the limits are numbers, the largest and the smallest element decide the rest.
     """
     # A maximum over devices has no derivative.
     before, after = lax.stop_gradient((before, after))
@@ -97,13 +101,13 @@ def metrics_of_entries(
         norm_after = _largest_absolute(after)
         pairs = zip(before, after, strict=True)
         changes = (jnp.any((x != y) & (x == x)) for x, y in pairs)
-        clipped = norms.largest(each.astype(np.float32) for each in changes) > 0
+        clipped = largest(each.astype(np.float32) for each in changes) > 0
     elif low is None:
         norm = _largest_absolute(before)
         norm_after = jnp.minimum(norm, jnp.asarray(high, norm.dtype))
         clipped = norm > norm_after
     else:
-        wide = [(x.astype(norms.sum_dtype(x.dtype)), jnp.isnan(x)) for x in before]
+        wide = [(x.astype(sum_dtype(x.dtype)), jnp.isnan(x)) for x in before]
         most = _largest_entry(wide)
         least = -_largest_entry((-x, is_nan) for x, is_nan in wide)
         low = jnp.asarray(low, most.dtype)
@@ -115,15 +119,15 @@ def metrics_of_entries(
     smaller = norm_after < norm
     scale = jnp.where(smaller, norm_after, 1) / jnp.where(smaller, norm, 1)
     finite = norm < jnp.inf
-    metrics = clipping.metrics_of(norm, norms.nan_unless(finite, scale), norm_after)
+    metrics = metrics_of(norm, nan_unless(finite, scale), norm_after)
     return metrics | {"clipped": clipped & finite}
 
 
 def _largest_absolute(leaves: Sequence[jax.Array]) -> jax.Array:
-    return norms.largest(norms.norm(x, None, jnp.inf) for x in leaves)
+    return largest(norm_of(x, None, jnp.inf) for x in leaves)
 
 
 def _largest_entry(pairs: Iterable[tuple[jax.Array, jax.Array]]) -> jax.Array:
-    """Return the largest entry of leaves, of which it is known what is NaN."""
-    each = (norms.maximum(x, is_nan, empty=-jnp.inf) for x, is_nan in pairs)
-    return norms.largest(each, -jnp.inf)
+    """Return the largest element of leaves, of which it is known what is NaN."""
+    each = (maximum(x, is_nan, empty=-jnp.inf) for x, is_nan in pairs)
+    return largest(each, -jnp.inf)

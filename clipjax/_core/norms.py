@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable, Container, Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +17,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, reshard
 
-from clipjax._core.aliases import Scalar
-
-# Axes that are reduced, and kept with size 1; None: all of them, which are not kept.
-Reduced: TypeAlias = tuple[int, ...] | None
+from clipjax._core.aliases import Reduced, Scalar
 
 # A warning is about the first line outside installed packages and outside this one.
 _LIBRARIES = str(Path(jax.__file__).parents[1]), str(Path(__file__).parents[1])
@@ -64,8 +61,8 @@ def replicated(x: jax.Array) -> jax.Array:
 def warn_if_local() -> None:
     """Warn where types do not say over which devices leaves differ.
 
-    So it is in `pmap` and in an unchecked `shard_map`. Whatever measures calls it
-    first, as the public function that it is.
+    That is so in `pmap` and in an unchecked `shard_map`. Call this first in every
+    public function that measures, so that the warning is about the user's line.
     """
     # Before Python 3.12, the line that calls the function.
     at: Any = {"stacklevel": 3}

@@ -1,181 +1,212 @@
-"""States: what a transformation remembers, and the metrics that it logs."""
+"""States: the step, the metrics, and what a transformation itself remembers."""
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.tree_util import GetAttrKey
 
-from clipjax._core.aliases import Metrics, Scalar
+from clipjax._core.aliases import Scalar
 from clipjax._core.messages import a_few
 from clipjax._core.norms import sum_dtype
 
-_SEPARATOR = ", "
-# A checkpoint may make a file name of a key, which has at most 255 bytes.
-_LONGEST_KEY = 160
+_MOST = np.iinfo(np.int32).max
+
+
+class MetricsState(NamedTuple):
+    """The state of a transformation that has metrics; `clipjax.metrics` reads it."""
+
+    step: Scalar  # int32: how many updates there were
+    # {transformation: {metric: scalar}}, or a table. The dtype says what is kept: the
+    # float of the last update; of ints, as int32, the sum over all updates; of bools,
+    # as uint32, at how many updates they were true.
+    metrics: dict[str, dict[str, jax.Array] | Table]
+    memory: Any  # what the transformation itself remembers
+
+
+class BadSteps(NamedTuple):
+    """The bad steps that `record_norms` keeps."""
+
+    past: Any  # the windows of norms and losses that a step is compared with
+    entered: Scalar  # int32: how many bad steps there were, as in a ring
+    steps: jax.Array  # int32 (n,): how many updates there were before each
+    # float (n, 3 + names): norm, threshold, loss, and all norms of the table
+    rows: jax.Array
+
 
 # In place of a loss that is not given, in the rows of bad steps. NaN would raise under
 # `jax_debug_nans` where nothing is wrong, and a loss may be infinite.
 NO_LOSS = -(2.0**127)
 
 
-class MetricsState(NamedTuple):
-    """The state of a transformation that has metrics; `clipjax.metrics` reads it.
+Names: TypeAlias = tuple[tuple[str, ...], ...]  # of floats, of ints, of bools
 
-    Numbers share arrays, since each array of a state costs time at each call of a step.
-    The keys name them in order: `{"zclip/norm, scale": [2.0, 0.5]}`.
+
+class Table(NamedTuple):
+    """Metrics whose names depend on the tree: arrays, and the names of their elements.
+
+    The names are a leaf of the state, as text. They are no part of its structure, which
+    must not depend on the paths of a tree: `optax.tree.map_params` calls `init` with a
+    single placeholder. While a step is traced, nobody can read the text: so the node
+    carries the names along, too.
     """
 
-    last: Metrics  # float (metrics,): those of the last update
-    # int32 (1 + metrics,): `steps`, how many updates there were; the sums of int
-    # metrics over all of them; and as `<metric>/steps` at how many a bool was true
-    counts: Metrics
-    memory: Any  # what the transformation itself remembers
+    text: jax.Array  # uint8: the names, one a line, in a paragraph for each kind
+    floats: jax.Array
+    counts: jax.Array | None  # int32: of the ints, and then of the bools
+    names: Names = ()
 
     @property
-    def step(self) -> Scalar:
-        """How many updates there were."""
-        return next(row[..., 0] for key, row in self.counts.items() if has_steps(key))
+    def known_names(self) -> Names:
+        """The names, of this table or of what was restored in its place."""
+        if any(self.names):
+            return self.names
+        text = jax.tree.leaves(self.text)[0]  # in a box, as Flax NNX has it
+        if isinstance(text, jax.core.Tracer):
+            raise ValueError(
+                "opt_state: while a function is traced, the names of its norms are not "
+                "known: read metrics outside of jit, or after an update"
+            )
+        letters = np.asarray(text)
+        # Stacked states have the same names.
+        letters = letters[(0,) * (letters.ndim - 1)]
+        parts = letters.tobytes().decode()[:-1].split("\n\n")
+        return tuple(tuple(part.split("\n")) if part else () for part in parts)
 
 
-class BadSteps(NamedTuple):
-    """The bad steps that a recorder keeps."""
+class _Carried:
+    """Names in the structure of a tree, which differ only from other known names."""
 
-    past: Any  # the windows of norms and losses that a step is compared with
-    entered: Scalar  # int32: how many bad steps there were, as in a ring
-    steps: jax.Array  # int32 (n,): how many updates there were before each
-    # float (n, 3 + names): norm, threshold, loss, and all norms of the recorder
-    rows: jax.Array
+    def __init__(self, names: Names) -> None:
+        self.names = names
 
+    def __eq__(self, other: object) -> bool:
+        both = self.names, getattr(other, "names", ())
+        return not all(map(any, both)) or both[0] == both[1]
 
-class NormsState(NamedTuple):
-    """The state of a recorder of norms; `clipjax.metrics` reads it.
-
-    One array holds them all, since a thousand would cost time at each call. Each has a
-    key without a value. `nnx.state` loses such keys, but not the text.
-    """
-
-    step: Scalar  # int32: how many updates there were
-    names: dict[str, tuple[()]]  # `<updates or params>/<group>`, sorted
-    norms: jax.Array  # float (names,): those of the last update
-    kept: dict[str, BadSteps]  # by what the updates are called; empty if none are kept
-    text: jax.Array  # uint8: the names, in lines
+    def __hash__(self) -> int:
+        return 0
 
 
-def first_state(name: str, metrics: Mapping[str, Any], memory: Any) -> MetricsState:
-    """Return the state before the first step, for metrics of these dtypes."""
-    floats = {key: sum_dtype(x.dtype) for key, x in metrics.items() if _is_float(x)}
-    last = _zeros(name, sorted(floats), np.result_type(np.float32, *floats.values()))
-    counts = _zeros(name, ["steps", *sorted(_counts_in(metrics))], np.int32)
-    return MetricsState(last, counts, memory)
+def _carrying(carried: _Carried, children: Any) -> Table:
+    text, floats, counts = children
+    return Table(text, floats, counts, carried.names)
 
 
-def next_state(state: MetricsState, metrics: Metrics, memory: Any) -> MetricsState:
-    """Return the state after a step with these metrics.
-
-    A state that was made for other metrics is an error.
-    """
-    metrics = lax.stop_gradient(metrics)
-    floats = {key: x for key, x in metrics.items() if _is_float(x)}
-    counted = {"steps": np.int32(1)} | _counts_in(metrics)
-    given = {*floats, *counted}
-    known = {*_metrics_in(state.last), *_metrics_in(state.counts)}
-    if given != known:
-        more = sorted(given - known)
-        less = sorted(known - given)
-        raise ValueError(
-            f"state: that of {name_in(state.counts)} was made for other metrics; this "
-            f"step has {a_few(more, 5) or 'none'} more, and "
-            f"{a_few(less, 5) or 'none'} less"
-        )
-    last = {
-        key: jnp.stack([floats[x].astype(row.dtype) for x in _metrics_of(key, row)])
-        for key, row in state.last.items()
-    }
-    counts = {
-        key: saturating_add(
-            row, jnp.stack([_as_int32(counted[x]) for x in _metrics_of(key, row)])
-        )
-        for key, row in state.counts.items()
-    }
-    return MetricsState(last, counts, memory)
+jax.tree_util.register_pytree_with_keys(
+    Table,
+    lambda table: (
+        tuple((GetAttrKey(key), getattr(table, key)) for key in Table._fields[:3]),
+        _Carried(table.names),
+    ),
+    _carrying,
+)
 
 
-def saturating_add(counter: jax.Array, more: jax.Array) -> jax.Array:
-    """Add int32 numbers to int32 counters, which stop at their largest value."""
-    most = np.iinfo(np.int32).max
-    return jnp.where(counter > most - jnp.maximum(more, 0), most, counter + more)
+def table(names: Names, floats: jax.Array, counts: jax.Array | None = None) -> Table:
+    """Return a table, with its names as text."""
+    text = "\n\n".join("\n".join(each) for each in names)
+    letters = np.frombuffer(f"{text}\n".encode(), np.uint8)
+    return Table(jnp.asarray(letters), floats, counts, names)
 
 
-def _as_int32(x: Any) -> Any:
-    if not np.can_cast(x.dtype, np.int32):  # it has larger numbers
-        x = jnp.minimum(x, np.iinfo(np.int32).max)
-    return x.astype(np.int32)
+def table_of(metrics: Mapping[str, Any]) -> Table:
+    """Return single metrics as a table."""
+    logged = as_logged(metrics)
+    kinds = (np.floating, np.signedinteger, np.unsignedinteger)
+    names = tuple(
+        tuple(key for key, x in logged.items() if jnp.issubdtype(x.dtype, kind))
+        for kind in kinds
+    )
+    floats = [logged[key] for key in names[0]]
+    counts = [logged[key].astype(np.int32) for key in names[1] + names[2]]
+    return table(names, _stacked(floats, np.float32), _stacked(counts, np.int32))
 
 
-def scalars_in(rows: Metrics) -> Metrics:
-    """Return each metric by its whole name, `<transformation>/<metric>`."""
-    name = name_in(rows)
-    return {
-        f"{name}/{metric}": row[..., i]
-        for key, row in rows.items()
-        for i, metric in enumerate(_metrics_of(key, row))
-    }
+def _stacked(scalars: Sequence[jax.Array], dtype: Any) -> jax.Array:
+    """Return scalars in one array, or a 0: Orbax saves no array without elements."""
+    wide = np.result_type(dtype, *(x.dtype for x in scalars))
+    return jnp.stack([x.astype(wide) for x in scalars] or [jnp.zeros((), wide)])
 
 
-def name_in(rows: Metrics) -> str:
-    """Return the name of the transformation that rows are of."""
-    return next(iter(rows), "").partition("/")[0]
-
-
-def has_steps(key: Any) -> bool:
-    """Return whether the first metric of a row is how many updates there were."""
-    names = str(key).partition("/")[2]
-    return names.split(_SEPARATOR)[0] == "steps"
-
-
-def check_state(name: str, kind: type[Any], state: Any) -> None:
-    """Raise an error if a state is not one that `init` returned, but of others."""
+def check_state(name: str, state: Any) -> None:
+    """Raise unless the `init` of the transformation of this name made the state."""
     is_ours = isinstance(state, MetricsState)
-    found = name_in(state.counts) if is_ours else name
-    if not isinstance(state, kind) or found != name:
-        given = f"that of {found}" if found != name else type(state).__name__
+    if not is_ours or name not in state.metrics:
+        given = f"that of {name_of(state)}" if is_ours else type(state).__name__
         raise TypeError(
             f"state: {name} needs the state that its init returned, got {given}"
         )
 
 
-def _is_float(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.floating)
+def check_same(argument: str, then: Any, now: Any) -> None:
+    """Raise if a state was made with other arguments, or for another tree, than now."""
+    if then != now:
+        raise ValueError(f"{argument}: the state was made with {then}, got {now}")
 
 
-def _counts_in(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return int metrics, and as `<metric>/steps` bools."""
-    return {
-        f"{key}/steps" if x.dtype == bool else key: x
-        for key, x in metrics.items()
-        if not _is_float(x)
-    }
+def name_of(state: MetricsState) -> str:
+    """Return the name of the transformation whose state this is."""
+    return next(iter(state.metrics))
 
 
-def _zeros(name: str, metrics: list[str], dtype: Any) -> Metrics:
-    """Return rows of zeros for metrics: one, or one for each if its key is too long."""
-    together = _SEPARATOR.join(metrics)
-    is_short = len(together.encode()) <= _LONGEST_KEY
-    can_be_split = together.split(_SEPARATOR) == metrics
-    keys = [together] if is_short and can_be_split else metrics
-    return {
-        f"{name}/{key}": jnp.zeros(len(metrics) // len(keys), dtype) for key in keys
-    }
+def as_logged(metrics: Mapping[str, Any] | Table) -> Any:
+    """Return what a state keeps of the metrics of one step."""
+    if isinstance(metrics, Table):
+        return lax.stop_gradient(metrics)
+    logged = {key: _logged(x) for key, x in metrics.items()}
+    if "norm" in metrics:
+        is_bad = ~jnp.isfinite(metrics["norm"])
+        logged["nonfinite_count"] = is_bad.astype(np.int32)
+    return lax.stop_gradient(dict(sorted(logged.items())))
 
 
-def _metrics_in(rows: Metrics) -> list[str]:
-    return [metric for key, row in rows.items() for metric in _metrics_of(key, row)]
+def _logged(x: jax.Array) -> jax.Array:
+    if x.dtype == bool:
+        return x.astype(np.uint32)
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        return x.astype(sum_dtype(x.dtype))
+    if not np.can_cast(x.dtype, np.int32):  # it has larger numbers
+        x = jnp.minimum(x, _MOST)
+    return x.astype(np.int32)
 
 
-def _metrics_of(key: str, row: jax.Array) -> list[str]:
-    """Return the names of the metrics in a row."""
-    names = key.partition("/")[2]
-    return [names] if row.shape[-1] == 1 else names.split(_SEPARATOR)
+def first_metrics(shapes: Any) -> Any:
+    """Return metrics of these shapes before the first step, in buffers of their own."""
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    return table(zeros.names, *zeros[1:3]) if isinstance(zeros, Table) else zeros
+
+
+def next_metrics(name: str, old: Any, logged: Any) -> Any:
+    """Return the metrics after a step."""
+    names = list(map(_names_of, (old, logged)))
+    if all(names):
+        check_same(f"metrics of {name}", *(a_few(each, 40) for each in names))
+    return jax.tree.map(_next, logged, old)
+
+
+def _names_of(metrics: Any) -> list[str]:
+    is_table = isinstance(metrics, Table)
+    return sorted(itertools.chain(*metrics.names) if is_table else metrics)
+
+
+def _next(new: jax.Array, old: Any) -> jax.Array:
+    old = jnp.asarray(old)
+    if old.dtype == np.uint8:  # the names
+        return old
+    check_same("metrics", old.shape, new.shape)
+    if jnp.issubdtype(old.dtype, jnp.floating):
+        return new.astype(old.dtype)
+    return saturating_add(old, new)
+
+
+def saturating_add(counter: jax.Array, more: jax.Array) -> jax.Array:
+    """Add to counters, which stop at the largest int32."""
+    most = jnp.asarray(_MOST, counter.dtype)
+    return jnp.where(counter > most - jnp.maximum(more, 0), most, counter + more)

@@ -1,5 +1,7 @@
 """Bounds on each leaf or unit that follow its own past norms."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, SupportsIndex, get_args
@@ -9,9 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from clipjax import _checks
-from clipjax._core import bounds, clipping, norms, transformation, trees, units
-from clipjax._core.aliases import Scalar, Tree
+from clipjax._core.aliases import Axes, Bound, Number, Scalar, Tree
+from clipjax._core.bounds import limit
+from clipjax._core.checks import check_count, check_number, check_word
+from clipjax._core.clip import factor_to, metrics_of, rescaled, smallest_scale
+from clipjax._core.door import transformation
+from clipjax._core.leaves import Leaves, unboxed
+from clipjax._core.norms import smallest, tree_norm
+from clipjax._core.states import check_same
+from clipjax._core.units import axes_of, check_axes, map_units, norms_of, present
 from clipjax.gradients.history import if_counted
 
 WarmupNorms = Literal["before", "after"]
@@ -28,13 +36,13 @@ class AdagcMemory(NamedTuple):
 
 
 def adagc(
-    relative_bound: bounds.Bound = 1.04,
+    relative_bound: Bound = 1.04,
     *,
-    decay: bounds.Number = 0.99,
+    decay: Number = 0.99,
     warmup_steps: SupportsIndex = 100,
-    max_norm: bounds.Bound = 1.0,
+    max_norm: Bound = 1.0,
     warmup_norms: WarmupNorms = "before",
-    axes: units.Axes = None,
+    axes: Axes = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Clip the norm of each leaf, or unit, to a little more than its moving average.
 
@@ -87,60 +95,53 @@ def adagc(
       >>> print(clipped["a"], f"{clipped['b'][0]:.3f}")
       [0.3 0.4] 0.520
     """
-    relative_bound_at = bounds.as_schedule(
-        "relative_bound", relative_bound, scalar=True
-    )
-    max_norm_at = bounds.as_schedule("max_norm", max_norm, scalar=True)
-    decay = _checks.check_number("decay", decay, "[0, 1)")
-    warm = _checks.check_count("warmup_steps", warmup_steps, 0)
-    _checks.check_word("warmup_norms", warmup_norms, get_args(WarmupNorms))
-    axes = units.check_axes(axes)
+    relative = limit("relative_bound", relative_bound, scalar=True)
+    cap = limit("max_norm", max_norm, scalar=True)
+    decay = check_number("decay", decay, "[0, 1)")
+    warm = check_count("warmup_steps", warmup_steps, 0)
+    check_word("warmup_norms", warmup_norms, get_args(WarmupNorms))
+    axes = check_axes(axes)
 
-    def remember(params: Tree) -> AdagcMemory:
+    def remember(params: Leaves) -> AdagcMemory:
+        known = [
+            jnp.zeros_like(x) if isinstance(x, jax.ShapeDtypeStruct) else x
+            for x in params.values
+        ]
+        gammas = map_units(_infinity_like, norms_of(known, axes_of(params, axes)))
         # A box of Flax may have a sharding, which is not that of the norms.
-        leaves, rebuild = trees.leaves_of(_unboxed(params))
-        gammas: list[Any] = [None] * len(leaves)
-        for each in units.of_tree(params, axes):
-            value = each.leaf.value
-            if isinstance(value, jax.ShapeDtypeStruct):
-                value = jnp.zeros_like(value)
-            n = norms.norm(value, each.axes)
-            if trees.is_in_host(n):
-                n = jax.device_put(n, jax.memory.Space.Device)
-            # No norm is below 0: infinity, sharded as the norms. `jnp.full` would need
-            # to be told their mesh.
-            gammas[each.place] = jnp.where(n < 0, n, jnp.inf)
-        return AdagcMemory(rebuild(gammas), jnp.zeros((), np.int32))
+        tree = unboxed(params.rebuild(gammas))
+        return AdagcMemory(tree, jnp.zeros((), np.int32))
 
     def act(
-        updates: Tree, params: Tree, step: Scalar | None, memory: AdagcMemory
+        updates: Leaves, params: Tree, step: Any, memory: AdagcMemory, **_: Any
     ) -> Any:
-        found = units.of_tree(updates, axes)
-        unit_norms = units.norms_of(found)
+        of = norms_of(updates.values, axes_of(updates, axes))
+        unit_norms = present(of)
         gammas = jax.tree.leaves(memory.gammas)
-        _check_units(found, unit_norms, gammas)
-        # The metrics are computed of all leaves together: the share of each would be
+        treedef: Any = jax.tree.structure(memory.gammas)
+        check_same("updates", *_shapes(gammas, unit_norms))
+        # The metrics are computed of all leaves together: a part for each leaf would be
         # another kernel to compile.
         pairs = list(zip(unit_norms, gammas, strict=True))
         all_norms = _stacked(unit_norms)
         all_gammas = _stacked([gamma.astype(n.dtype) for n, gamma in pairs])
-        total = norms.tree_norm(all_norms)
+        total = tree_norm(all_norms)
         now = _Now(
             memory.steps < warm,
             total,
-            jnp.asarray(max_norm_at(step), total.dtype),
-            jnp.asarray(relative_bound_at(step), total.dtype),
+            jnp.asarray(cap.at(step), total.dtype),
+            jnp.asarray(relative.at(step), total.dtype),
         )
 
-        factors = []
+        bounds = [_bound(n, gamma, now) for n, gamma in pairs]
         new_gammas = []
-        for each, (n, gamma) in zip(found, pairs, strict=True):
-            bound = _bound(n, gamma, now)
-            factors.append(_factor(n, bound, now, each.leaf.value.dtype))
-            entering = n
-            if warmup_norms == "after":
-                entering = _clipped(n, bound, now)
+        for (n, gamma), bound in zip(pairs, bounds, strict=True):
+            entering = _clipped(n, bound, now) if warmup_norms == "after" else n
             new_gammas.append(_next_gamma(gamma, bound, entering, now, 1 - decay))
+        bound_of = iter(bounds)
+        factors = map_units(
+            lambda n, x: _factor(n, next(bound_of), now, x.dtype), of, updates.values
+        )
 
         all_bounds = [
             _bound(n, gamma, now)
@@ -148,16 +149,15 @@ def adagc(
         ]
         stacks = list(zip(all_norms, all_bounds, strict=True))
         scales = [_factor(n, bound, now) for n, bound in stacks]
-        after = norms.tree_norm(_clipped(n, bound, now) for n, bound in stacks)
-        metrics = clipping.metrics_of(total, clipping.smallest_scale(scales), after)
-        least = norms.smallest(all_bounds).astype(total.dtype)
+        after = tree_norm(_clipped(n, bound, now) for n, bound in stacks)
+        metrics = metrics_of(total, smallest_scale(scales), after)
+        least = smallest(all_bounds).astype(total.dtype)
         metrics["threshold"] = jnp.where(now.warming, now.cap, least)
         steps = if_counted(total, optax.safe_increment(memory.steps), memory.steps)
-        treedef = jax.tree.structure(memory.gammas)
-        new_memory = AdagcMemory(jax.tree.unflatten(treedef, new_gammas), steps)
-        return clipping.rescaled(updates, found, factors), metrics, new_memory
+        new_memory = AdagcMemory(treedef.unflatten(new_gammas), steps)
+        return rescaled(updates.values, factors), metrics, new_memory
 
-    return transformation.with_metrics("adagc", act, remember)
+    return transformation("adagc", act, remember)
 
 
 class _Now(NamedTuple):
@@ -184,13 +184,13 @@ def _factor(n: jax.Array, bound: jax.Array, now: _Now, dtype: Any = None) -> jax
     """Return the factor of a leaf, in the warm-up that of all leaves."""
     most = jnp.where(now.warming, now.cap.astype(n.dtype), bound)
     seen = jnp.where(now.warming, now.total.astype(n.dtype), n)
-    return clipping.factor_to(most, seen, dtype)
+    return factor_to(most, seen, dtype)
 
 
 @jax.jit
 def _clipped(n: jax.Array, bound: jax.Array, now: _Now) -> jax.Array:
     """Return the norm after the clip."""
-    in_warmup = n * clipping.factor_to(now.cap, now.total).astype(n.dtype)
+    in_warmup = n * factor_to(now.cap, now.total).astype(n.dtype)
     return jnp.where(now.warming, in_warmup, jnp.minimum(n, bound))
 
 
@@ -218,33 +218,16 @@ def _stacked(each: Sequence[jax.Array]) -> list[jax.Array]:
     return [*map(jnp.stack, singles.values()), *(x for x in each if x.size != 1)]
 
 
-def _check_units(
-    found: Sequence[units.LeafUnits],
-    unit_norms: Sequence[jax.Array],
-    gammas: Sequence[jax.Array],
-) -> None:
-    """Raise an error if the state was made for other leaves or units."""
-    if len(found) != len(gammas):
-        raise ValueError(
-            f"updates: adagc got {len(found)} leaves to clip; the parameters given to "
-            f"init had {len(gammas)}"
-        )
-    for each, n, gamma in zip(found, unit_norms, gammas, strict=True):
-        if n.shape != gamma.shape:
-            raise ValueError(
-                f"updates: adagc got {each.leaf}, whose norms have shape {n.shape}; "
-                f"those of the parameters given to init had {gamma.shape}"
-            )
+def _shapes(*each: Sequence[jax.Array]) -> list[str]:
+    """Return the shapes of gammas and of norms, as an error shows them."""
+    return [f"norms of shapes {[x.shape for x in arrays]}" for arrays in each]
 
 
-def _unboxed(tree: Tree) -> Tree:
-    """Return a tree with arrays in place of Flax's boxes around them.
+def _infinity_like(norms: jax.Array) -> jax.Array:
+    """Return infinities, sharded as norms, on the device, in a buffer of their own.
 
-    Inside `optax.masked` boxes may be empty.
+    `jnp.full` would need to be told the mesh.
     """
-
-    def content(node: Any) -> Any:
-        leaves = jax.tree.leaves(node) if trees.is_box(node) else [node]
-        return leaves[0] if len(leaves) == 1 else leaves
-
-    return jax.tree.map(content, tree, is_leaf=trees.is_box)
+    if jax.typeof(norms).memory_space == jax.memory.Space.Host:
+        norms = jax.device_put(norms, jax.memory.Space.Device)
+    return jnp.where(norms < 0, norms, jnp.inf)

@@ -1,19 +1,26 @@
 """Clips whose bounds depend neither on the weights nor on past steps."""
 
-import functools
+from __future__ import annotations
+
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import optax
 
-from clipjax import _checks
-from clipjax._core import bounds, clipping, entries, transformation, trees, units
-from clipjax._core.aliases import Scalar, Tree
+from clipjax._core.aliases import Axes, Bound, Ord, Tree
+from clipjax._core.bounds import check_order, limit
+from clipjax._core.checks import check_ord
+from clipjax._core.clip import clip_by_tree_norm, clip_by_unit_norms
+from clipjax._core.door import transformation
+from clipjax._core.entries import clip_entries, metrics_of_entries
+from clipjax._core.leaves import Leaf, Leaves, is_float
 from clipjax._core.messages import short_repr
+from clipjax._core.units import axes_of, check_axes, map_units, norms_of, size_of_units
 
 
 def clip_by_global_norm(
-    max_norm: bounds.Bound, ord: bounds.Ord = None
+    max_norm: Bound, ord: Ord = None
 ) -> optax.GradientTransformationExtraArgs:
     """Clip the norm of all leaves together: x * min(1, max_norm / norm).
 
@@ -40,17 +47,17 @@ def clip_by_global_norm(
       >>> print(clipped["w"].round(3), metrics["clip_by_global_norm/norm"])
       [0.6] 5.0
     """
-    max_norm_at = bounds.as_schedule("max_norm", max_norm, scalar=True)
-    order = _checks.check_ord(ord)
+    bound = limit("max_norm", max_norm, scalar=True)
+    order = check_ord(ord)
 
-    def act(updates: Tree, params: Tree, step: Scalar | None, memory: Any) -> Any:
-        return *clipping.clip_tree(updates, max_norm_at(step), order), memory
+    def act(updates: Leaves, params: Tree, step: Any, memory: Any, **_: Any) -> Any:
+        return *clip_by_tree_norm(updates, bound.at(step), order), memory
 
-    return transformation.with_metrics("clip_by_global_norm", act)
+    return transformation("clip_by_global_norm", act)
 
 
 def clip_by_norm(
-    max_norm: bounds.Bound, axes: units.Axes = None, *, ord: bounds.Ord = None
+    max_norm: Bound, axes: Axes = None, *, ord: Ord = None
 ) -> optax.GradientTransformationExtraArgs:
     """Clip the norm of each leaf, or unit: x * min(1, max_norm / |x|).
 
@@ -74,21 +81,19 @@ def clip_by_norm(
       [[0.6 0.3]
        [0.8 0.4]]
     """
-    max_norm_at = bounds.as_schedule("max_norm", max_norm)
-    order = _checks.check_ord(ord)
-    axes = units.check_axes(axes)
+    bound = limit("max_norm", max_norm)
+    order = check_ord(ord)
+    axes = check_axes(axes)
 
-    def act(updates: Tree, params: Tree, step: Scalar | None, memory: Any) -> Any:
-        found = units.of_tree(updates, axes)
-        unit_norms = units.norms_of(found, order)
-        bound = max_norm_at(step)
-        return *clipping.clip_units(updates, found, unit_norms, bound), memory
+    def act(updates: Leaves, params: Tree, step: Any, memory: Any, **_: Any) -> Any:
+        of = norms_of(updates.values, axes_of(updates, axes), order)
+        return *clip_by_unit_norms(updates, of, bound.at(step), bound.fit), memory
 
-    return transformation.with_metrics("clip_by_norm", act)
+    return transformation("clip_by_norm", act)
 
 
 def clip_by_rms(
-    threshold: bounds.Bound, axes: units.Axes = None
+    threshold: Bound, axes: Axes = None
 ) -> optax.GradientTransformationExtraArgs:
     """Clip the root mean square of each leaf, or unit: x * min(1, threshold / rms(x)).
 
@@ -117,25 +122,27 @@ def clip_by_rms(
       >>> print(tx.update(grads, tx.init(grads))[0].round(3))
       [1. 1. 1. 1.]
     """
-    threshold_at = bounds.as_schedule("threshold", threshold)
-    axes = units.check_axes(axes)
+    bound = limit("threshold", threshold)
+    axes = check_axes(axes)
 
-    def act(updates: Tree, params: Tree, step: Scalar | None, memory: Any) -> Any:
-        found = units.of_tree(updates, axes)
-        pairs = zip(units.norms_of(found), found, strict=True)
-        unit_norms = [norm / units.entries_of(each) ** 0.5 for norm, each in pairs]
-        bound = threshold_at(step)
-        clipped = clipping.clip_units(updates, found, unit_norms, bound, "threshold")
-        return *clipped, memory
+    def rms_of(norm: jnp.ndarray, x: jnp.ndarray, reduced: Any) -> jnp.ndarray:
+        size = jnp.asarray(size_of_units(x, reduced), norm.dtype)
+        return norm / jnp.sqrt(size)
 
-    return transformation.with_metrics("clip_by_rms", act)
+    def act(updates: Leaves, params: Tree, step: Any, memory: Any, **_: Any) -> Any:
+        where = axes_of(updates, axes)
+        of = norms_of(updates.values, where)
+        of = map_units(rms_of, of, updates.values, where)
+        return *clip_by_unit_norms(updates, of, bound.at(step), bound.fit), memory
+
+    return transformation("clip_by_rms", act)
 
 
 def clip_by_value(
-    bound: bounds.Bound | None = None,
-    high: bounds.Bound | None = None,
+    bound: Bound | None = None,
+    high: Bound | None = None,
     *,
-    low: bounds.Bound | None = None,
+    low: Bound | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Clip each entry to `[-bound, bound]` or `[low, high]`: min(max(x, low), high).
 
@@ -169,7 +176,7 @@ def clip_by_value(
     given = {"bound": bound, "high": high, "low": low}
     if low is None and high is not None:  # clip_by_value(low, high)
         bound, low = None, bound
-    missing = [limit is None for limit in (bound, low, high)]
+    missing = [value is None for value in (bound, low, high)]
     if missing not in ([False, True, True], [True, False, False]):
         listed = [f"{key}={short_repr(x)}" for key, x in given.items() if x is not None]
         raise TypeError(
@@ -177,17 +184,21 @@ def clip_by_value(
             f"where infinity means no limit; got {', '.join(listed) or 'nothing'}"
         )
     if low is None:
-        high_at = bounds.as_schedule("bound", bound)
+        lowest, highest = None, limit("bound", bound)
     else:
-        low_at = bounds.as_schedule("low", low, -np.inf)
-        high_at = bounds.as_schedule("high", high, -np.inf)
-        _checks.check_order(low, high)
+        lowest, highest = limit("low", low, -np.inf), limit("high", high, -np.inf)
+        check_order(low, high)
 
-    def act(updates: Tree, params: Tree, step: Scalar | None, memory: Any) -> Any:
-        limits = {"low": None if low is None else low_at(step), "high": high_at(step)}
-        clip = functools.partial(entries.clip_entries, **limits)
-        clipped = trees.map_floats(clip, updates)
-        before, after = trees.floats_of(updates), trees.floats_of(clipped)
-        return clipped, entries.metrics_of_entries(before, after, **limits), memory
+    def act(updates: Leaves, params: Tree, step: Any, memory: Any, **_: Any) -> Any:
+        bottom = None if lowest is None else lowest.at(step)
+        top = highest.at(step)
 
-    return transformation.with_metrics("clip_by_value", act)
+        def clip(leaf: Leaf) -> Any:
+            is_changed = is_float(leaf.value)
+            return clip_entries(leaf, bottom, top) if is_changed else leaf.value
+
+        clipped = updates._replace(values=list(map(clip, updates.each)))
+        metrics = metrics_of_entries(updates.floats, clipped.floats, bottom, top)
+        return clipped.values, metrics, memory
+
+    return transformation("clip_by_value", act)

@@ -1,18 +1,24 @@
 """One norm and one bound for each group of leaves."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Any
 
 import optax
 
-from clipjax import _checks
-from clipjax._core import bounds, clipping, norms, transformation, trees
-from clipjax._core.aliases import Metrics, Scalar, Tree
+from clipjax._core.aliases import Bound, Metrics, Ord, Tree
+from clipjax._core.bounds import limit
+from clipjax._core.checks import check_ord
+from clipjax._core.clip import clip, factor_to, metrics_of, smallest_scale
+from clipjax._core.door import transformation
+from clipjax._core.leaves import Leaves, check_patterns, first_matches, is_float
 from clipjax._core.messages import short_repr
+from clipjax._core.norms import largest, tree_norm
 
 
 def clip_by_group_norm(
-    max_norms: Mapping[str, bounds.Bound], *, ord: bounds.Ord = None
+    max_norms: Mapping[str, Bound], *, ord: Ord = None
 ) -> optax.GradientTransformationExtraArgs:
     """Clip the norm of each group of leaves: x * min(1, max_norm / norm of its group).
 
@@ -45,35 +51,46 @@ def clip_by_group_norm(
             "max_norms must be a mapping from path patterns to bounds, got "
             f"{short_repr(max_norms)}"
         )
-    _checks.check_patterns("max_norms", tuple(max_norms))
-    max_norm_at = {
-        pattern: bounds.as_schedule(f"max_norms[{pattern!r}]", bound, scalar=True)
-        for pattern, bound in max_norms.items()
+    patterns = check_patterns("max_norms", tuple(max_norms))
+    bounds = {
+        pattern: limit(f"max_norms[{pattern!r}]", max_norms[pattern], scalar=True)
+        for pattern in patterns
     }
-    order = _checks.check_ord(ord)
+    order = check_ord(ord)
 
-    def act(updates: Tree, params: Tree, step: Scalar | None, memory: Any) -> Any:
-        leaves, rebuild = trees.leaves_of(updates)
-        groups = trees.first_matches("max_norms", tuple(max_norm_at), updates)
-        values = {i: leaf.value for i, leaf in enumerate(leaves)}
-        of_groups = {}
-        for pattern, bound_at in max_norm_at.items():
-            members = {i: x for i, x in values.items() if groups[i] == pattern}
-            clipped, of_groups[pattern] = clipping.clip_tree(
-                members, bound_at(step), order
-            )
-            values |= clipped
+    def act(updates: Leaves, params: Tree, step: Any, memory: Any, **extra: Any) -> Any:
+        matched = first_matches("max_norms", patterns, updates)
+        groups = [
+            pattern if is_float(x) else None
+            for pattern, x in zip(matched, updates.values, strict=True)
+        ]
+        members: dict[Any, list[Any]] = {pattern: [] for pattern in (*patterns, None)}
+        for x, own in zip(updates.values, groups, strict=True):
+            members[own].append(x)
+        norms = {own: tree_norm(members[own], order) for own in patterns}
+        now = {pattern: bound.at(step) for pattern, bound in bounds.items()}
+        of = [own and norms[own] for own in groups]
+        values, _ = clip(updates, of, [own and now[own] for own in groups])
+        of_groups = {
+            pattern: _metrics_of_group(norm, now[pattern])
+            for pattern, norm in norms.items()
+        }
         metrics = _together(list(of_groups.values()))
         for pattern, of_group in of_groups.items():
             metrics |= {f"{pattern}/{key}": x for key, x in of_group.items()}
-        return rebuild(list(values.values())), metrics, memory
+        return values, metrics, memory
 
-    return transformation.with_metrics("clip_by_group_norm", act)
+    return transformation("clip_by_group_norm", act)
+
+
+def _metrics_of_group(norm: Any, bound: Any) -> Metrics:
+    scale = factor_to(bound, norm)
+    return metrics_of(norm, scale, norm * scale)
 
 
 def _together(of_groups: list[Metrics]) -> Metrics:
     """Return the metrics of all groups: the largest norms, and the smallest scale."""
-    norm = norms.largest(each["norm"] for each in of_groups)
-    after = norms.largest(each["norm_after"] for each in of_groups)
-    scale = clipping.smallest_scale([each["scale"] for each in of_groups])
-    return clipping.metrics_of(norm, scale, after)
+    norm = largest(group["norm"] for group in of_groups)
+    after = largest(group["norm_after"] for group in of_groups)
+    scale = smallest_scale([group["scale"] for group in of_groups])
+    return metrics_of(norm, scale, after)

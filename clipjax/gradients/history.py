@@ -8,8 +8,11 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from clipjax._core import clipping, norms, transformation, trees
-from clipjax._core.aliases import Scalar, Tree
+from clipjax._core.aliases import Tree
+from clipjax._core.clip import clip_by_tree_norm
+from clipjax._core.door import transformation
+from clipjax._core.leaves import Leaves, shapes_of
+from clipjax._core.norms import tree_norm
 
 
 def clip_by_history(
@@ -31,22 +34,19 @@ def clip_by_history(
       A transformation. A norm that is 0 or not finite does not change its memory.
     """
 
-    def act(updates: Tree, params: Tree, step: Scalar | None, memory: Any) -> Any:
-        norm = norms.tree_norm(trees.floats_of(updates))
+    def act(updates: Leaves, params: Tree, step: Any, memory: Any, **_: Any) -> Any:
+        norm = tree_norm(updates.floats)
         bound, new = bound_of(norm, memory, step)
         bound = jnp.asarray(bound, norm.dtype)
-        clipped, metrics = clipping.clip_tree(updates, bound, norm=norm)
-        return clipped, metrics | {"threshold": bound}, if_counted(norm, new, memory)
+        values, metrics = clip_by_tree_norm(updates, bound, norm=norm)
+        return values, metrics | {"threshold": bound}, if_counted(norm, new, memory)
 
-    return transformation.with_metrics(
-        name, act, lambda params: initial(norm_dtype(params))
-    )
+    return transformation(name, act, lambda params: initial(norm_dtype(params)))
 
 
-def norm_dtype(tree: Any) -> Any:
+def norm_dtype(leaves: Leaves) -> Any:
     """Return the dtype of the norm of all leaves together."""
-    norm = trees.eval_shape(lambda tree: norms.tree_norm(trees.floats_of(tree)), tree)
-    return norm.dtype
+    return shapes_of(lambda leaves: tree_norm(leaves.floats), leaves).dtype
 
 
 def is_counted(norm: jax.Array) -> jax.Array:

@@ -1,4 +1,6 @@
-"""Gradients that are not finite: zero their entries, or skip their steps."""
+"""Gradients that are not finite: zero their elements, or skip their steps."""
+
+from __future__ import annotations
 
 from typing import Any, SupportsIndex
 
@@ -7,8 +9,11 @@ import numpy as np
 import optax
 from jax import lax
 
-from clipjax._core import clipping, norms, transformation, trees
 from clipjax._core.aliases import Scalar, Tree
+from clipjax._core.clip import weak_like
+from clipjax._core.door import transformation
+from clipjax._core.leaves import Leaves, is_float
+from clipjax._core.norms import over_devices
 from clipjax.gradients.skipping import skipping
 
 
@@ -33,28 +38,27 @@ def zero_nonfinite() -> optax.GradientTransformationExtraArgs:
       [1. 0. 0.] 2
     """
 
-    def act(updates: Tree, params: Tree, step: Scalar | None, memory: Any) -> Any:
+    def act(updates: Leaves, params: Tree, step: Any, memory: Any, **_: Any) -> Any:
         # In float32, which rounds large counts, but does not wrap where billions of
         # entries are NaN.
         zeroed = jnp.zeros((), np.float32)
-        leaves, rebuild = trees.leaves_of(updates)
-        values = [leaf.value for leaf in leaves]
+        values = list(updates.values)
         for i, x in enumerate(values):
-            if not trees.is_float(x):
+            if not is_float(x):
                 continue
             finite = jnp.isfinite(x)
             # Of one byte each, since XLA on a CPU writes what it counts to memory.
             bad = (~finite).astype(np.uint8)
-            zeroed += norms.over_devices(lax.psum, jnp.sum(bad, dtype=np.float32))
+            zeroed += over_devices(lax.psum, jnp.sum(bad, dtype=np.float32))
             zeros = jnp.zeros((), x.dtype)
-            values[i] = clipping.weak_like(x, jnp.where(finite, x, zeros))
+            values[i] = weak_like(x, jnp.where(finite, x, zeros))
         most = np.float32(2**31 - 128)  # the largest float32 that fits int32
         entries = jnp.minimum(zeroed, most).astype(np.int32)
         steps = (zeroed > 0).astype(np.int32)
         metrics = {"zeroed_entries": entries, "nonfinite_steps": steps}
-        return rebuild(values), metrics, memory
+        return values, metrics, memory
 
-    return transformation.with_metrics("zero_nonfinite", act)
+    return transformation("zero_nonfinite", act)
 
 
 def skip_nonfinite(

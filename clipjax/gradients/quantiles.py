@@ -1,5 +1,7 @@
 """Bounds at a quantile of the norms of past steps."""
 
+from __future__ import annotations
+
 import functools
 from typing import Any, NamedTuple, SupportsIndex
 
@@ -7,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from clipjax import _checks
-from clipjax._core import bounds
+from clipjax._core.aliases import Number
+from clipjax._core.checks import check_count, check_number
 from clipjax.gradients.history import clip_by_history, is_counted
 from clipjax.gradients.window import (
     Ring,
@@ -27,7 +29,7 @@ class QuantileMemory(NamedTuple):
 
 
 def autoclip(
-    percentile: bounds.Number = 10.0, *, window: SupportsIndex = 1000
+    percentile: Number = 10.0, *, window: SupportsIndex = 1000
 ) -> optax.GradientTransformationExtraArgs:
     """Clip the norm of all leaves to a percentile of the last norms and this one.
 
@@ -59,13 +61,13 @@ def autoclip(
       >>> print(clipped.round(3), clipjax.metrics(state)["autoclip/threshold"])
       [2. 0.] 2.0
     """
-    percentile = _checks.check_number("percentile", percentile, "[0, 100]")
+    percentile = check_number("percentile", percentile, "[0, 100]")
     if not isinstance(percentile, jax.core.Tracer) and 0 < percentile < 1:
         raise ValueError(
             "percentile is in percent, such as 10.0 for the tenth percentile, got "
             f"{percentile}; clip_by_quantile takes a share"
         )
-    window = _checks.check_count("window", window, 1)
+    window = check_count("window", window, 1)
 
     def bound_of(norm: jax.Array, past: Ring, step: Any) -> tuple[jax.Array, Ring]:
         check_size(past, window)
@@ -78,10 +80,10 @@ def autoclip(
 
 
 def clip_by_quantile(
-    quantile: bounds.Number = 0.5,
+    quantile: Number = 0.5,
     *,
-    learning_rate: bounds.Number = 0.2,
-    initial_max_norm: bounds.Number = 1.0,
+    learning_rate: Number = 0.2,
+    initial_max_norm: Number = 1.0,
 ) -> optax.GradientTransformationExtraArgs:
     """Clip the norm of all leaves to a bound that tracks a quantile of the norms.
 
@@ -113,11 +115,9 @@ def clip_by_quantile(
       >>> print(clipped.round(3), state.memory.max_norm.round(3))  # exp(0.2 * 0.5)
       [0.6 0.8] 1.105
     """
-    quantile = _checks.check_number("quantile", quantile, "(0, 1)")
-    learning_rate = _checks.check_number("learning_rate", learning_rate, "(0, inf)")
-    initial_max_norm = _checks.check_number(
-        "initial_max_norm", initial_max_norm, "(0, inf)"
-    )
+    quantile = check_number("quantile", quantile, "(0, 1)")
+    learning_rate = check_number("learning_rate", learning_rate, "(0, inf)")
+    initial_max_norm = check_number("initial_max_norm", initial_max_norm, "(0, inf)")
 
     def bound_of(
         norm: jax.Array, memory: QuantileMemory, step: Any

@@ -1,24 +1,29 @@
 """The clip relative to the weights."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax.numpy as jnp
 import optax
 
-from clipjax import _checks
-from clipjax._core import bounds, norms, transformation, trees, units
-from clipjax._core.aliases import Scalar, Tree
-from clipjax._core.clipping import clip_units  # `clipping` is a parameter, as in Optax
+from clipjax._core.aliases import AutoAxes, Bound, Number, Path, Reduced, Tree
+from clipjax._core.bounds import limit
+from clipjax._core.checks import check_number
+from clipjax._core.clip import clip_by_unit_norms
+from clipjax._core.door import transformation
+from clipjax._core.leaves import Leaves, beside
+from clipjax._core.units import axes_of, check_axes, map_units, norms_of, unclear_error
 
 # Below this no norm is measured, and divided by it none overflows.
 _LEAST = 1e-18
 
 
 def adaptive_grad_clip(
-    clipping: bounds.Bound = 0.01,
+    clipping: Bound = 0.01,
     *,
-    eps: bounds.Number = 1e-3,
-    axes: units.AutoAxes = "auto",
+    eps: Number = 1e-3,
+    axes: AutoAxes = "auto",
 ) -> optax.GradientTransformationExtraArgs:
     """Clip each unit's gradient to a share of its weights: |g| <= clipping * |w|.
 
@@ -54,28 +59,26 @@ def adaptive_grad_clip(
       >>> print(jnp.linalg.norm(clipped, axis=0).round(6))
       [5.e-02 1.e-05]
     """
-    clipping_at = bounds.as_schedule("clipping", clipping)
-    eps = _checks.check_number("eps", eps, "[0, inf)")
-    axes = units.check_axes(axes, auto=_fan_in_or_all)
+    bound = limit("clipping", clipping)
+    eps = check_number("eps", eps, "[0, inf)")
+    axes = check_axes(axes, auto=_fan_in_or_all)
 
-    def act(updates: Tree, params: Tree, step: Scalar | None, memory: Any) -> Any:
-        weights, _ = trees.leaves_of(
-            trees.params_for("adaptive_grad_clip", updates, params)
-        )
-        found = units.of_tree(updates, axes)
+    def act(updates: Leaves, params: Tree, step: Any, memory: Any, **_: Any) -> Any:
+        weights = beside(updates, params, "params", "adaptive_grad_clip")
+        where = axes_of(updates, axes)
         least = jnp.maximum(eps, _LEAST)
-        relative = []
-        for each, norm in zip(found, units.norms_of(found), strict=True):
-            weight_norm = norms.norm(weights[each.place].value, each.axes)
-            relative.append(norm / jnp.maximum(weight_norm, least))
-        bound = clipping_at(step)
-        return *clip_units(updates, found, relative, bound, "clipping"), memory
+        of = map_units(
+            lambda norm, weight_norm: norm / jnp.maximum(weight_norm, least),
+            norms_of(updates.values, where),
+            norms_of(weights, where),
+        )
+        return *clip_by_unit_norms(updates, of, bound.at(step), bound.fit), memory
 
-    return transformation.with_metrics("adaptive_grad_clip", act)
+    return transformation("adaptive_grad_clip", act)
 
 
-def _fan_in_or_all(path: Any, leaf: Any) -> norms.Reduced:
+def _fan_in_or_all(path: Path, leaf: Any) -> Reduced:
     """Reduce as `fan_in`, and over all of a bias; other ranks may be stacks."""
     if len(leaf.shape) not in (0, 1, 2, 4):
-        raise units.unclear_error(path, leaf)
+        raise unclear_error(path, leaf)
     return tuple(range(len(leaf.shape) - 1)) or None

@@ -1,16 +1,29 @@
 """Updates of the size of the weights."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax.numpy as jnp
 import optax
 
-from clipjax._core import clipping, norms, transformation, trees, units
-from clipjax._core.aliases import Scalar, Tree
+from clipjax._core.aliases import AutoAxes, Tree
+from clipjax._core.clip import factor_onto, rescaled
+from clipjax._core.door import transformation
+from clipjax._core.leaves import Leaves, beside
+from clipjax._core.norms import largest
+from clipjax._core.units import (
+    axes_of,
+    check_axes,
+    map_units,
+    norms_of,
+    present,
+    whole_matrices,
+)
 
 
 def relative_update(
-    *, axes: units.AutoAxes = "auto"
+    *, axes: AutoAxes = "auto"
 ) -> optax.GradientTransformationExtraArgs:
     """Give each unit's update the norm of its weights: u * |w| / |u|.
 
@@ -46,22 +59,21 @@ def relative_update(
       [[0. 3.]
        [4. 0.]]
     """
-    axes = units.check_axes(axes, auto=units.whole_matrices)
+    axes = check_axes(axes, auto=whole_matrices)
 
-    def act(updates: Tree, params: Tree, step: Scalar | None, memory: Any) -> Any:
-        weights, _ = trees.leaves_of(
-            trees.params_for("relative_update", updates, params)
-        )
-        found = units.of_tree(updates, axes)
-        factors = []
-        shares = []
-        for each, norm in zip(found, units.norms_of(found), strict=True):
-            weight_norm = norms.norm(weights[each.place].value, each.axes)
-            factors.append(clipping.factor_onto(weight_norm, norm))
-            # Weights that are not finite make NaN, which is counted.
-            whole = jnp.where(weight_norm > 0, weight_norm, jnp.inf)
-            shares.append(norm / whole + 0 * weight_norm)
-        scaled = clipping.rescaled(updates, found, factors)
-        return scaled, {"norm": norms.largest(shares)}, memory
+    def act(updates: Leaves, params: Tree, step: Any, memory: Any, **_: Any) -> Any:
+        weights = beside(updates, params, "params", "relative_update")
+        where = axes_of(updates, axes)
+        of = norms_of(updates.values, where)
+        wanted = norms_of(weights, where)
+        values = rescaled(updates.values, map_units(factor_onto, wanted, of))
+        ratios = present(map_units(_ratio, of, wanted))
+        return values, {"norm": largest(ratios)}, memory
 
-    return transformation.with_metrics("relative_update", act)
+    return transformation("relative_update", act)
+
+
+def _ratio(norm: jnp.ndarray, weight_norm: jnp.ndarray) -> jnp.ndarray:
+    """Return |u| / |w|: 0 for a weight of 0, and NaN for one that is not finite."""
+    whole = jnp.where(weight_norm > 0, weight_norm, jnp.inf)
+    return norm / whole + 0 * weight_norm

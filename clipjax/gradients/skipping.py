@@ -9,10 +9,14 @@ import numpy as np
 import optax
 from jax import lax
 
-from clipjax import _checks
-from clipjax._core import bounds, norms, states, transformation, trees
 from clipjax._core.aliases import Metrics, Scalar, Tree
+from clipjax._core.bounds import is_real
+from clipjax._core.checks import check_count, check_transformation
+from clipjax._core.door import transformation
+from clipjax._core.leaves import Leaves, is_float, nodes_where
 from clipjax._core.messages import short_repr
+from clipjax._core.norms import over_devices, sum_dtype, tree_norm
+from clipjax._core.states import BadSteps, saturating_add
 from clipjax.gradients.history import norm_dtype
 
 # compare(norm, loss, past, step) -> (whether they are a spike, the next past, metrics)
@@ -41,15 +45,15 @@ def skipping(
     `compare` says what is a spike; `initial` makes the first past, from the dtype of
     the norm.
     """
-    _checks.check_transformation("optimizer", optimizer)
+    check_transformation("optimizer", optimizer)
     inner = optax.with_extra_args_support(optimizer)
     most = None
     if max_consecutive is not None:
-        most = _checks.check_count("max_consecutive", max_consecutive, 1)
+        most = check_count("max_consecutive", max_consecutive, 1)
 
-    def judge(updates: Tree, loss: Scalar | None, memory: SkipMemory, step: Any) -> Any:
+    def judge(updates: Leaves, step: Any, memory: SkipMemory, loss: Any) -> Any:
         """Return whether the step is skipped, metrics, and what is remembered."""
-        norm = lax.stop_gradient(norms.tree_norm(trees.floats_of(updates)))
+        norm = lax.stop_gradient(tree_norm(updates.floats))
         spike, past, metrics = compare(norm, loss, memory.past, step)
         bad_loss = jnp.zeros((), bool) if loss is None else ~jnp.isfinite(loss)
         fine = jnp.isfinite(norm) & ~bad_loss & ~spike
@@ -57,8 +61,7 @@ def skipping(
         # It stays at `max_consecutive`, so that bad steps are taken until a fine one
         # makes it 0.
         one = skipped.astype(np.int32)
-        more = states.saturating_add(memory.in_a_row, one)
-        in_a_row = jnp.where(fine, 0, more)
+        in_a_row = jnp.where(fine, 0, saturating_add(memory.in_a_row, one))
         metrics |= {
             "skipped": one,
             "nonfinite_loss_count": bad_loss.astype(np.int32),
@@ -66,43 +69,40 @@ def skipping(
             "skipped_last": skipped.astype(norm.dtype),
             "skipped_in_a_row": in_a_row.astype(norm.dtype),
         }
-        metrics = transformation.checked_metrics(name, metrics)
-        return skipped, metrics, SkipMemory(past, in_a_row, memory.inner)
+        return skipped, metrics, memory._replace(past=past, in_a_row=in_a_row)
 
-    def init(params: Tree) -> states.MetricsState:
-        step = jnp.zeros((), np.int32)
-        # Without the inner state, which may hold anything.
-        first = SkipMemory(initial(norm_dtype(params)), jnp.zeros((), np.int32), ())
-        _, metrics, _ = trees.eval_shape(judge, params, None, first, step)
-        memory = first._replace(inner=inner.init(params))
-        if trees.nodes_where(lambda x: isinstance(x, states.BadSteps), memory.inner):
+    def remember(params: Leaves) -> SkipMemory:
+        past = initial(norm_dtype(params))
+        state = inner.init(params.rebuild(params.values))
+        if nodes_where(lambda node: isinstance(node, BadSteps), state):
             raise ValueError(
-                f"keep: record_norms is inside of {name}, where its state is frozen at "
+                f"keep: record_norms is wrapped by {name}, which freezes its state at "
                 "bad steps. Put it outside: optax.chain(record_norms(..., keep=n), "
                 f"{name}(...))"
             )
-        return states.first_state(name, metrics, memory)
+        return SkipMemory(past, jnp.zeros((), np.int32), state)
 
-    def update(
-        updates: Tree, state: Any, params: Tree = None, **extra: Any
-    ) -> tuple[Tree, states.MetricsState]:
-        norms.warn_if_local()
-        states.check_state(name, states.MetricsState, state)
-        loss = loss_of(extra)
-        skipped, metrics, memory = judge(updates, loss, state.memory, state.step)
-        taken = inner.update(updates, memory.inner, params, **extra)
-        nothing = jax.tree.map(_nothing, taken[0]), memory.inner
-        updates, after = _select(skipped, nothing, taken)
-        memory = memory._replace(inner=after)
-        return updates, states.next_state(state, metrics, memory)
+    def measure(updates: Leaves, params: Tree, step: Any, memory: SkipMemory) -> Any:
+        return judge(updates, step, memory, None)[1]
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    def act(
+        updates: Leaves, params: Tree, step: Any, memory: SkipMemory, **extra: Any
+    ) -> Any:
+        skipped, metrics, after = judge(updates, step, memory, loss_of(extra))
+        gradients = updates.rebuild(updates.values)
+        taken, state = inner.update(gradients, memory.inner, params, **extra)
+        values = jax.tree.leaves(taken)
+        old = list(map(_nothing, values)), memory.inner
+        values, state = _select(skipped, old, (values, state))
+        return values, metrics, after._replace(inner=state)
+
+    return transformation(name, act, remember, measure)
 
 
-def _select(skipped: Scalar, old: Tree, new: Tree) -> Tree:
+def _select(skipped: Scalar, old: Tree, new: Tree) -> Any:
     """Return the old tree if the step is skipped, else the new one, in its dtypes.
 
-    Entries are selected: a `lax.cond` copies the state and keeps all updates on a TPU,
+    Elements are selected: a `lax.cond` copies the state and keeps all updates on a TPU,
     and waits for the host on a GPU (JAX 0.12).
     """
 
@@ -117,7 +117,7 @@ def _select(skipped: Scalar, old: Tree, new: Tree) -> Tree:
 
 def _nothing(x: Any) -> jax.Array:
     zeros = jnp.zeros_like(x)
-    return -zeros if trees.is_float(zeros) else zeros  # -0.0 + 0.0 would be 0.0
+    return -zeros if is_float(zeros) else zeros  # -0.0 + 0.0 would be 0.0
 
 
 def loss_of(extra: Mapping[str, Any]) -> Scalar | None:
@@ -125,11 +125,10 @@ def loss_of(extra: Mapping[str, Any]) -> Scalar | None:
     loss = extra.get("loss")
     if loss is None:
         return None
-    is_real = bounds.is_real(loss)
-    if not is_real or np.ndim(loss):
-        given = f"shape {np.shape(loss)}" if is_real else short_repr(loss)
+    if not is_real(loss) or np.ndim(loss):
+        given = f"shape {np.shape(loss)}" if is_real(loss) else short_repr(loss)
         raise TypeError(
             f"loss must be a real scalar, such as the mean over the batch, got {given}"
         )
-    value = jnp.asarray(loss, norms.sum_dtype(jnp.result_type(loss)))
-    return norms.over_devices(lax.pmean, lax.stop_gradient(value))
+    value = jnp.asarray(loss, sum_dtype(jnp.result_type(loss)))
+    return over_devices(lax.pmean, lax.stop_gradient(value))

@@ -1,5 +1,7 @@
 """Skipping steps whose gradients or loss are far larger than usual."""
 
+from __future__ import annotations
+
 import functools
 from typing import Any, SupportsIndex
 
@@ -8,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from clipjax import _checks
-from clipjax._core import bounds
+from clipjax._core.aliases import Bound
+from clipjax._core.bounds import limit
+from clipjax._core.checks import check_count
 from clipjax.gradients.skipping import skipping
 from clipjax.gradients.window import (
     Ring,
@@ -41,9 +44,9 @@ _LEAST_VALUE = 1e-30
 
 def skip_spikes(
     optimizer: optax.GradientTransformation,
-    z_threshold: bounds.Bound = Z_THRESHOLD,
+    z_threshold: Bound = Z_THRESHOLD,
     *,
-    max_norm: bounds.Bound = jnp.inf,
+    max_norm: Bound = jnp.inf,
     window: SupportsIndex = WINDOW,
     warmup_steps: SupportsIndex | None = None,
     max_consecutive: SupportsIndex | None = None,
@@ -96,12 +99,12 @@ def skip_spikes(
       >>> print(w, clipjax.metrics(state)["skip_spikes/skipped"])
       [1. 1.] 1
     """
-    z_threshold_at = bounds.as_schedule("z_threshold", z_threshold, scalar=True)
-    max_norm_at = bounds.as_schedule("max_norm", max_norm, scalar=True)
-    length = _checks.check_count("window", window, 1)
+    z_limit = limit("z_threshold", z_threshold, scalar=True)
+    norm_limit = limit("max_norm", max_norm, scalar=True)
+    length = check_count("window", window, 1)
     enough = None
     if warmup_steps is not None:
-        enough = _checks.check_count("warmup_steps", warmup_steps, 1)
+        enough = check_count("warmup_steps", warmup_steps, 1)
         is_known = not isinstance(length + enough, jax.core.Tracer)
         if is_known and enough > length:
             raise ValueError(
@@ -112,9 +115,7 @@ def skip_spikes(
         norm: Any, loss: Any, past: Any, step: Any
     ) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
         check_size(past, length)
-        return compare(
-            norm, loss, past, enough, z_threshold_at(step), max_norm_at(step)
-        )
+        return compare(norm, loss, past, enough, z_limit.at(step), norm_limit.at(step))
 
     initial = functools.partial(no_past, length)
     return skipping("skip_spikes", optimizer, max_consecutive, compare_at, initial)
@@ -181,8 +182,8 @@ def _compared(
     floor = least_stds * jnp.where(positive, 1, jnp.abs(median))
     std = _STD_PER_MAD * quantile(jnp.abs(values - median[:, None]), count, 0.5)
     std = jnp.maximum(std, floor)
-    limit = median + jnp.asarray(z_threshold, std.dtype) * std
-    threshold = jnp.where(positive, jnp.exp(limit), limit)
+    highest = median + jnp.asarray(z_threshold, std.dtype) * std
+    threshold = jnp.where(positive, jnp.exp(highest), highest)
     logged = jnp.log(jnp.maximum(seen, _LEAST_VALUE))
     z_score = (jnp.where(positive, logged, seen) - median) / std
     warm = count >= enough

@@ -1,5 +1,7 @@
 """The gradient without the part that would push weights out of the ball."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax
@@ -7,12 +9,17 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from clipjax._core import bounds, clipping, norms, transformation, trees, units
-from clipjax._core.aliases import Scalar, Tree
+from clipjax._core.aliases import AutoAxes, Bound, Reduced, Skip, Tree
+from clipjax._core.bounds import limit
+from clipjax._core.clip import least_inside, weak_like
+from clipjax._core.door import transformation
+from clipjax._core.leaves import Leaves, beside
+from clipjax._core.norms import largest, norm, over_devices, sum_dtype
+from clipjax._core.units import axes_of, check_axes, fan_in_of_matrices
 
 
 def tangent_cone(
-    radius: bounds.Bound, *, axes: units.AutoAxes = "auto"
+    radius: Bound, *, axes: AutoAxes = "auto"
 ) -> optax.GradientTransformationExtraArgs:
     """Remove what would push a unit on the sphere further out: g - w ⟨g, w⟩ / |w|².
 
@@ -51,45 +58,45 @@ def tangent_cone(
       [[-0.64 -1.  ]
        [ 0.48  0.  ]]
     """
-    radius_at = bounds.as_schedule("radius", radius)
-    axes = units.check_axes(axes, auto=units.fan_in_of_matrices)
+    bound = limit("radius", radius)
+    axes = check_axes(axes, auto=fan_in_of_matrices)
 
-    def act(updates: Tree, params: Tree, step: Scalar | None, memory: Any) -> Any:
-        weights, _ = trees.leaves_of(trees.params_for("tangent_cone", updates, params))
-        leaves, rebuild = trees.leaves_of(updates)
-        values = [leaf.value for leaf in leaves]
-        bound = radius_at(step)
-        removed = []
-        for each in units.of_tree(updates, axes):
-            weight = weights[each.place].value
-            values[each.place], part = _without_outward_part(each, weight, bound)
-            removed.append(part)
-        largest = norms.largest(removed)
-        return rebuild(values), {"norm": largest, "removed": largest > 0}, memory
+    def act(updates: Leaves, params: Tree, step: Any, memory: Any, **_: Any) -> Any:
+        weights = beside(updates, params, "params", "tangent_cone")
+        most = bound.at(step)
+        values, removed = list(updates.values), []
+        rows = zip(updates.each, weights, axes_of(updates, axes), strict=True)
+        for i, (leaf, weight, reduced) in enumerate(rows):
+            if not isinstance(reduced, Skip):
+                weight_norm = norm(weight, reduced)
+                fitted = bound.fit(most, weight_norm, leaf)
+                values[i], part = _without_outward_part(
+                    leaf.value, weight, weight_norm, fitted, reduced
+                )
+                removed.append(part)
+        most_removed = largest(removed)
+        metrics = {"norm": most_removed, "removed": most_removed > 0}
+        return values, metrics, memory
 
-    return transformation.with_metrics("tangent_cone", act)
+    return transformation("tangent_cone", act)
 
 
 def _without_outward_part(
-    each: units.LeafUnits, weight: jax.Array, radius: Any
+    x: jax.Array, weight: jax.Array, weight_norm: jax.Array, bound: Any, axes: Reduced
 ) -> tuple[jax.Array, jax.Array]:
     """Return a leaf without its outward parts, and how long these are, by unit."""
-    x = each.leaf.value
-    dtype = x.dtype if jnp.iscomplexobj(x) else norms.sum_dtype(x.dtype)
+    dtype = x.dtype if jnp.iscomplexobj(x) else sum_dtype(x.dtype)
     g = x.astype(dtype)
     w = weight.astype(dtype)
-    weight_norm = norms.norm(w, each.axes)
     along = (g * jnp.conj(w)).real
-    product = jnp.sum(along, axis=each.axes, keepdims=each.axes is not None)
-    if each.axes is None:
-        product = norms.over_devices(lax.psum, product)
-    fitted = bounds.fit_bound("radius", radius, weight_norm, each.leaf)
-    bound = jnp.asarray(fitted, weight_norm.dtype)
-    near = clipping.least_inside(bound, weight.dtype)
+    product = jnp.sum(along, axis=axes, keepdims=axes is not None)
+    if axes is None:
+        product = over_devices(lax.psum, product)
+    near = least_inside(jnp.asarray(bound, weight_norm.dtype), weight.dtype)
     outward = ~(weight_norm < near) & ~(product >= 0)  # NaN counts as outward
     # One number for each unit. Measuring what is left would keep the whole gradient in
     # memory.
     square = jnp.where(outward & (weight_norm > 0), weight_norm * weight_norm, 1)
     part = jnp.where(outward, product, 0) / square
     new = (g - w * part.astype(dtype)).astype(x.dtype)
-    return clipping.weak_like(x, jnp.where(part == 0, x, new)), -part * weight_norm
+    return weak_like(x, jnp.where(part == 0, x, new)), -part * weight_norm

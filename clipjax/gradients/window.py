@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from clipjax._core.messages import short_repr, traced_error
+from clipjax._core.messages import traced_error
+from clipjax._core.states import check_same
 
 
 class Ring(NamedTuple):
@@ -16,8 +17,8 @@ class Ring(NamedTuple):
     # float (window,): the newest is in place of the oldest; infinite where there is
     # none yet
     values: jax.Array
-    # int32: how many have entered; from 2 * window it goes back to window, so never
-    # overflows
+    # int32: how many have entered; it wraps from 2 * window to window, so that it never
+    # overflows and still says that the ring is full
     entered: jax.Array
 
 
@@ -48,7 +49,7 @@ def is_next(size: int, entered: jax.Array) -> jax.Array:
 
 
 def one_more(size: int, entered: jax.Array, enters: jax.Array) -> jax.Array:
-    """Count a value that enters; from 2 * size the count goes back to size."""
+    """Increment the count; wrap to `size`, so that it still says "full"."""
     more = jnp.where(entered >= 2 * size - 1, size, entered + 1)
     return jnp.where(enters, more, entered)
 
@@ -91,9 +92,6 @@ def quantile_of(ascending: jax.Array, count: jax.Array, share: Any) -> jax.Array
 
 
 def check_size(ring: Ring, window: Any) -> None:
-    """Raise an error if a state was made with a window of another size."""
-    size = ring.values.shape[-1]
-    if not isinstance(window, jax.core.Tracer) and size != window:
-        raise ValueError(
-            f"window: the state was made with {size}, got {short_repr(window)}"
-        )
+    """Raise if a state was made with a window of another size."""
+    if not isinstance(window, jax.core.Tracer):
+        check_same("window", ring.values.shape[-1], window)

@@ -1,5 +1,7 @@
 """Bounds on outliers: norms far above the moving mean of past norms."""
 
+from __future__ import annotations
+
 from typing import Any, Literal, NamedTuple, SupportsIndex, get_args
 
 import jax
@@ -8,9 +10,9 @@ import numpy as np
 import optax
 from jax import lax
 
-from clipjax import _checks
-from clipjax._core import bounds
-from clipjax._core.aliases import Scalar
+from clipjax._core.aliases import Bound, Number, Scalar
+from clipjax._core.bounds import limit
+from clipjax._core.checks import check_count, check_number, check_word
 from clipjax._core.messages import short_repr
 from clipjax.gradients.history import clip_by_history, is_counted
 
@@ -37,14 +39,14 @@ class ZclipMemory(NamedTuple):
 
 
 def zclip(
-    z_threshold: bounds.Bound = 2.5,
+    z_threshold: Bound = 2.5,
     *,
-    decay: bounds.Number = 0.97,
+    decay: Number = 0.97,
     warmup_steps: SupportsIndex = 25,
-    max_norm: bounds.Bound = jnp.inf,
+    max_norm: Bound = jnp.inf,
     mode: ZclipMode = "adaptive",
-    clip_factor: bounds.Number = 1.0,
-    eps: bounds.Number = 1e-6,
+    clip_factor: Number = 1.0,
+    eps: Number = 1e-6,
     update_on_spike: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
     """Clip the norm of all leaves if its z-score among past norms makes it a spike.
@@ -94,13 +96,13 @@ def zclip(
       >>> print(f"{clipped[0]:.3f}")  # 2 + 2.5**2 * 1 / 10
       2.625
     """
-    z_threshold_at = bounds.as_schedule("z_threshold", z_threshold, scalar=True)
-    max_norm_at = bounds.as_schedule("max_norm", max_norm, scalar=True)
-    decay = _checks.check_number("decay", decay, "[0, 1)")
-    warm = _checks.check_count("warmup_steps", warmup_steps, 0)
-    clip_factor = _checks.check_number("clip_factor", clip_factor, "[0, inf)")
-    eps = _checks.check_number("eps", eps, "[0, inf)")
-    _checks.check_word("mode", mode, get_args(ZclipMode))
+    z_limit = limit("z_threshold", z_threshold, scalar=True)
+    norm_limit = limit("max_norm", max_norm, scalar=True)
+    decay = check_number("decay", decay, "[0, 1)")
+    warm = check_count("warmup_steps", warmup_steps, 0)
+    clip_factor = check_number("clip_factor", clip_factor, "[0, inf)")
+    eps = check_number("eps", eps, "[0, inf)")
+    check_word("mode", mode, get_args(ZclipMode))
     if not isinstance(update_on_spike, bool):
         raise TypeError(
             f"update_on_spike must be a bool, got {short_repr(update_on_spike)}"
@@ -110,12 +112,12 @@ def zclip(
         past, spikes = memory
         tiny = np.finfo(norm.dtype).tiny
         warming = past.steps < jnp.maximum(warm, 1)
-        z_max = jnp.asarray(z_threshold_at(step), norm.dtype)
+        z_max = jnp.asarray(z_limit.at(step), norm.dtype)
         std = jnp.maximum(past.std, tiny)  # infinity times 0 would be NaN
         width = std if mode == "percentile" else std + eps
-        limit = past.mean + z_max * width
-        spike = ~warming & (norm > limit)
-        of_spike = limit
+        most = past.mean + z_max * width
+        spike = ~warming & (norm > most)
+        of_spike = most
         if mode == "mean":
             of_spike = past.mean
         if mode == "adaptive":
@@ -124,7 +126,7 @@ def zclip(
             allowed = jnp.where(spike, z_max, 0)
             of_spike = past.mean + allowed * std * (allowed * width / excess)
             of_spike *= clip_factor
-        bound = jnp.where(spike, of_spike, limit)
+        bound = jnp.where(spike, of_spike, most)
         bound = jnp.where(warming, jnp.inf, bound)
 
         entering = lax.stop_gradient(jnp.where(spike, of_spike, norm))
@@ -135,7 +137,7 @@ def zclip(
         # The first norm of a warm-up replaces the averages.
         anew = spikes >= _NEW_LEVEL_COUNT
         after = after._replace(steps=jnp.where(anew, 0, after.steps))
-        bound = jnp.minimum(bound, jnp.asarray(max_norm_at(step), norm.dtype))
+        bound = jnp.minimum(bound, jnp.asarray(norm_limit.at(step), norm.dtype))
         return bound, ZclipMemory(after, jnp.where(anew, 0, spikes))
 
     return clip_by_history(
@@ -171,11 +173,11 @@ def _after(past: Moments, norm: Scalar, warming: Scalar, decay: Any) -> Moments:
 
 
 def clip_by_lognormal(
-    z_threshold: bounds.Bound = 2.0,
+    z_threshold: Bound = 2.0,
     *,
-    decay: bounds.Number = 0.95,
-    max_norm: bounds.Bound = jnp.inf,
-    eps: bounds.Number = 1e-8,
+    decay: Number = 0.95,
+    max_norm: Bound = jnp.inf,
+    eps: Number = 1e-8,
 ) -> optax.GradientTransformationExtraArgs:
     """Clip the norm of all leaves to the geometric mean, if its log is an outlier.
 
@@ -209,10 +211,10 @@ def clip_by_lognormal(
       >>> print(f"{clipped[0]:.3f}, {jnp.exp(state.memory.mean):.3f}")
       1.774, 1.774
     """
-    z_threshold_at = bounds.as_schedule("z_threshold", z_threshold, scalar=True)
-    max_norm_at = bounds.as_schedule("max_norm", max_norm, scalar=True)
-    decay = _checks.check_number("decay", decay, "[0, 1)")
-    eps = _checks.check_number("eps", eps, "(0, inf)")
+    z_limit = limit("z_threshold", z_threshold, scalar=True)
+    norm_limit = limit("max_norm", max_norm, scalar=True)
+    decay = check_number("decay", decay, "[0, 1)")
+    eps = check_number("eps", eps, "(0, inf)")
 
     def bound_of(norm: Scalar, memory: Moments, step: Any) -> tuple[Scalar, Moments]:
         counted = is_counted(norm)
@@ -223,16 +225,15 @@ def clip_by_lognormal(
         square = memory.std**2
         variance = square + rate * ((1 - rate) * away**2 - square)
         known = counted | (memory.steps > 0)
-        z_max = jnp.asarray(z_threshold_at(step), norm.dtype)
+        z_max = jnp.asarray(z_limit.at(step), norm.dtype)
         finite = known & (z_max < jnp.inf)
         width = jnp.where(finite, z_max, 0) * jnp.sqrt(jnp.maximum(variance, eps))
         top = 0.99 * np.log(np.finfo(norm.dtype).max)  # above it slopes are infinite
-        limit = jnp.exp(jnp.minimum(mean + width, top))
-        limit = jnp.where(finite, limit, jnp.inf)
-        bound = jnp.where(~known | (norm < limit), limit, jnp.exp(mean))
+        most = jnp.where(finite, jnp.exp(jnp.minimum(mean + width, top)), jnp.inf)
+        bound = jnp.where(~known | (norm < most), most, jnp.exp(mean))
         std = jnp.sqrt(jnp.maximum(lax.stop_gradient(variance), 0))
         after = Moments(mean, std, optax.safe_increment(memory.steps))
-        return jnp.minimum(bound, jnp.asarray(max_norm_at(step), norm.dtype)), after
+        return jnp.minimum(bound, jnp.asarray(norm_limit.at(step), norm.dtype)), after
 
     return clip_by_history("clip_by_lognormal", bound_of, _no_moments)
 

@@ -2,14 +2,14 @@
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from clipjax._core import states
 from clipjax._core.messages import a_few, short_repr
+from clipjax._core.states import NO_LOSS, BadSteps, Table
 from clipjax.monitoring.metrics import as_array, states_in
 
 
@@ -85,10 +85,12 @@ def bad_steps(opt_state: Any) -> list[BadStep]:
       step 2: norm nan; not finite in head
     """
     kept = [
-        (name, each, state.names)
+        (name, BadSteps(**bad) if isinstance(bad, Mapping) else bad, table)
         for state in states_in(opt_state)
-        if isinstance(state, states.NormsState)
-        for name, each in state.kept.items()
+        for table in state.metrics.values()
+        if isinstance(table, Table) and isinstance(state.memory, Mapping)
+        for name, bad in state.memory.items()
+        if isinstance(bad, BadSteps) or set(BadSteps._fields) == set(bad)
     ]
     if not kept:
         raise ValueError(
@@ -100,7 +102,7 @@ def bad_steps(opt_state: Any) -> list[BadStep]:
     return sorted(found, key=lambda each: each.step)
 
 
-def _steps_in(name: str, kept: states.BadSteps, names: Iterable[str]) -> list[BadStep]:
+def _steps_in(name: str, kept: BadSteps, table: Table) -> list[BadStep]:
     """Return the steps that are kept of updates that are called `name`."""
     arrays = [as_array(x) for x in (kept.entered, kept.steps, kept.rows)]
     for x in arrays:
@@ -117,10 +119,11 @@ def _steps_in(name: str, kept: states.BadSteps, names: Iterable[str]) -> list[Ba
             "jax.tree.map(lambda x: x[0], opt_state)"
         )
     count = min(entered, len(steps))
+    names = [name for each in table.known_names for name in each]
     found = []
     for place in (np.arange(entered - count, entered) % len(steps)).tolist():
         norm, threshold, loss, *norms = map(float, rows[place])
-        loss = math.nan if loss == states.NO_LOSS else loss
+        loss = math.nan if loss == NO_LOSS else loss
         groups = _groups_of(name, dict(zip(names, norms, strict=True)))
         found.append(BadStep(int(steps[place]), norm, threshold, loss, groups))
     return found

@@ -11,8 +11,8 @@ import optax
 from jax import lax
 from jax.typing import ArrayLike
 
-from clipjax import _checks
-from clipjax._core import bounds
+from clipjax._core.bounds import is_real
+from clipjax._core.checks import check_transformation
 from clipjax._core.messages import a_few, short_repr
 from clipjax.gradients.quantiles import autoclip, clip_by_quantile
 from clipjax.gradients.zclip import clip_by_lognormal, zclip
@@ -181,7 +181,7 @@ def _numbers(name: str, values: Any) -> np.ndarray:
         raise TypeError(
             f"{name} must be known numbers, one for each step, got {short_repr(values)}"
         ) from error
-    if not (bounds.is_real(array) or array.dtype == bool):
+    if not (is_real(array) or array.dtype == bool):
         raise TypeError(
             f"{name} must be real numbers, one for each step, got {short_repr(values)}"
         )
@@ -200,7 +200,7 @@ def _replayed(
     name: str, tx: optax.GradientTransformation, norms: np.ndarray
 ) -> dict[str, float]:
     zero = jnp.zeros((), np.float32)
-    state = _checks.check_transformation(f"rules[{name!r}]", tx).init(zero)
+    state = check_transformation(f"rules[{name!r}]", tx).init(zero)
     try:
         keys = [key for key in metrics(state) if key.endswith("/threshold")]
     except ValueError:  # it is no transformation of clipjax

@@ -1,5 +1,6 @@
 """Metrics: what the transformations measured and did, read from their states."""
 
+import functools
 import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -8,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clipjax._core import states, trees
 from clipjax._core.aliases import Metrics, Scalar
+from clipjax._core.leaves import nodes_where
 from clipjax._core.messages import short_repr
+from clipjax._core.states import MetricsState, Names, Table, name_of
 
 
 def metrics(opt_state: Any) -> dict[str, jax.Array]:
@@ -59,116 +61,94 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
             "or record_norms()"
         )
     for state in known:
-        each = _metrics_of(state)
-        if not each:
+        values = _read(state)
+        if not values:
             continue
-        name = states.name_in(each)
+        name = name_of(state)
         numbered = (f"{name}_{i}" if i else name for i in itertools.count())
         label = next(x for x in numbered if x not in labels)
         labels.add(label)
-        found |= {label + key.removeprefix(name): value for key, value in each.items()}
+        found |= {f"{label}/{key}": value for key, value in values.items()}
     return dict(sorted(found.items()))  # as those that a jitted function returns
 
 
-def states_in(tree: Any) -> Iterator[states.MetricsState | states.NormsState]:
-    """Yield the states in a tree, outer states before those in their memories.
-
-    Checkpoints that are restored without a template, and NNX, make mappings of states.
-    """
-    for node in trees.nodes_where(_is_state, tree):
-        if isinstance(node, states.NormsState):
-            yield node
-        elif isinstance(node, Mapping) and _is_of_norms(node):
-            yield _norms_from(node)
-        else:
-            state = _metrics_from(node) if isinstance(node, Mapping) else node
-            yield state
-            yield from states_in(state.memory)
+def states_in(tree: Any) -> Iterator[MetricsState]:
+    """Yield the states in a tree, outer states before those in their memories."""
+    for node in nodes_where(_is_state, tree):
+        state = _restored(node) if isinstance(node, Mapping) else node
+        yield state
+        yield from states_in(state.memory)
 
 
 def _is_state(node: Any) -> bool:
-    if isinstance(node, Mapping):
-        return _is_of_norms(node) or _is_of_metrics(node)
-    return isinstance(node, states.MetricsState | states.NormsState)
+    """Return whether a node is a state, or a mapping that was one.
 
-
-def _is_of_norms(node: Mapping[str, Any]) -> bool:
-    """Return whether a mapping was a state of a recorder.
-
-    Weights may have the same names, but no names without values.
+    Checkpoints that are restored without a template, and NNX, make mappings of states,
+    and may leave out what is empty.
     """
-    needed = {"step", "norms", "text"}
-    has_fields = needed <= node.keys() <= {*states.NormsState._fields}
-    return has_fields and not jax.tree.leaves(node.get("names"))
+    if not isinstance(node, Mapping):
+        return isinstance(node, MetricsState)
+    named: Any = node.get("metrics")
+    has_fields = {"step", "metrics"} <= node.keys() <= {*MetricsState._fields}
+    is_named = isinstance(named, Mapping) and len(named) == 1
+    return has_fields and is_named and not _is_array(*named.values())
 
 
-def _is_of_metrics(node: Mapping[str, Any]) -> bool:
-    """Return whether a mapping was a state of a transformation with metrics."""
-    counts = node.get("counts")
-    has_fields = node.keys() <= {*states.MetricsState._fields}
-    is_counts = isinstance(counts, Mapping) and any(map(states.has_steps, counts))
-    return has_fields and is_counts
+def _is_array(x: Any) -> bool:
+    return jax.tree_util.all_leaves([x])
 
 
-def _norms_from(node: Mapping[str, Any]) -> states.NormsState:
-    names = node.get("names") or _names_in(as_array(node["text"]))
-    kept = node.get("kept") or {}
-    return states.NormsState(
-        node["step"],
-        dict.fromkeys(sorted(names), ()),
-        node["norms"],
-        {key: states.BadSteps(**each) for key, each in kept.items()},
-        node["text"],
-    )
+def _restored(node: Mapping[str, Any]) -> MetricsState:
+    ((name, kept),) = node["metrics"].items()
+    if isinstance(kept, Mapping) and "text" in kept:
+        kept = Table(kept["text"], kept["floats"], kept.get("counts"))
+    return MetricsState(node["step"], {name: kept}, node.get("memory", ()))
 
 
-def _metrics_from(node: Mapping[str, Any]) -> states.MetricsState:
-    last = node.get("last") or {}
-    return states.MetricsState(last, dict(node["counts"]), node.get("memory", ()))
-
-
-def _names_in(text: Any) -> list[str]:
-    """Return the names of norms, of which `nnx.state` keeps the text alone."""
-    if isinstance(text, jax.core.Tracer):
-        raise ValueError(
-            "opt_state: inside jit, nnx.state has no names of norms: pass the "
-            "optimizer itself"
-        )
-    letters = np.asarray(text)
-    return letters[(0,) * (letters.ndim - 1)].tobytes().decode().split("\n")
-
-
-def _metrics_of(state: states.MetricsState | states.NormsState) -> Metrics:
-    if isinstance(state, states.NormsState):
-        norms, step = as_array(state.norms), as_array(state.step)
-        return _read_norms(state.names, norms, step)
-    last, counts = (
-        {key: as_array(row) for key, row in rows.items()}
-        for rows in (state.last, state.counts)
-    )
-    return _read(last, counts)
+def _read(state: MetricsState) -> Metrics:
+    """Return the metrics of one state."""
+    (kept,) = state.metrics.values()
+    step = as_array(state.step)
+    if isinstance(kept, Table):
+        arrays = [as_array(x) for x in kept[1:3] if jax.tree.leaves(x)]
+        return _from_table(kept.known_names, step, *arrays)
+    scalars = {key: as_array(x) for key, x in kept.items()}
+    return _from_scalars(step, scalars) if scalars else {}
 
 
 # Jitted, so that outside of jit no constant goes to the device, which transfer guards
 # forbid.
 @jax.jit
-def _read(last: Metrics, counts: Metrics) -> Metrics:
-    """Return the metrics of one state, in buffers that are not the state's own."""
-    found = states.scalars_in(last) | states.scalars_in(counts)
-    steps = f"{states.name_in(found)}/steps"
-    if len(found) == 1:
-        return {}
-    known = jnp.maximum(found[steps], 1).astype(np.float32)
-    for key in [key for key in found if key.endswith("/steps") and key != steps]:
-        share = found.pop(key).astype(np.float32) / known
-        found[f"{key.removesuffix('/steps')}_fraction"] = share
+def _from_scalars(step: Scalar, kept: Metrics) -> Metrics:
+    """Return metrics from what is kept of them, in buffers that are not the state's."""
+    found = {"steps": jnp.copy(step)}
+    for key, x in kept.items():
+        if x.dtype == np.uint32:
+            found[f"{key}_fraction"] = _fraction(x, step)
+        else:
+            found[key] = jnp.copy(x)
+    if {"norm", "scale"} <= found.keys():
+        found.setdefault("norm_after", found["norm"] * found["scale"])
     return found
 
 
-@jax.jit
-def _read_norms(names: dict[str, tuple[()]], norms: jax.Array, step: Scalar) -> Metrics:
-    found = {f"record_norms/{name}": norms[..., i] for i, name in enumerate(names)}
-    return found | {"record_norms/steps": jnp.copy(step)}
+@functools.partial(jax.jit, static_argnums=0)
+def _from_table(
+    names: Names, step: Scalar, floats: jax.Array, counts: Any = None
+) -> Metrics:
+    """Return the metrics of a table, likewise."""
+    of_floats, of_ints, of_bools = (*names, (), ())[:3]
+    found = {"steps": jnp.copy(step)}
+    found |= {name: floats[..., i] for i, name in enumerate(of_floats)}
+    found |= {name: counts[..., i] for i, name in enumerate(of_ints)}
+    for i, name in enumerate(of_bools, len(of_ints)):
+        found[f"{name}_fraction"] = _fraction(counts[..., i], step)
+    return found
+
+
+def _fraction(count: jax.Array, step: Scalar) -> jax.Array:
+    """Return at which fraction of the steps a bool was true."""
+    return count.astype(np.float32) / jnp.maximum(step, 1).astype(np.float32)
 
 
 def as_array(x: Any) -> jax.Array:

@@ -1,5 +1,7 @@
 """Norms in the state of a chain, without clipping: for a logger, and of bad steps."""
 
+from __future__ import annotations
+
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
@@ -11,17 +13,30 @@ import numpy as np
 import optax
 from jax import lax
 
-from clipjax import _checks
-from clipjax._core import norms, states, trees, units
 from clipjax._core.aliases import Tree
+from clipjax._core.checks import check_count
+from clipjax._core.door import transformation
+from clipjax._core.leaves import (
+    Leaf,
+    Leaves,
+    beside,
+    check_patterns,
+    first_matches,
+    is_float,
+    path_name,
+    shapes_of,
+)
 from clipjax._core.messages import a_few, short_repr, traced_error
-from clipjax.gradients import skipping, spikes
+from clipjax._core.norms import replicated, total, tree_norm, tree_total
+from clipjax._core.states import NO_LOSS, BadSteps, Table, check_same, table
+from clipjax._core.units import check_whole
+from clipjax.gradients import spikes
 from clipjax.gradients.history import norm_dtype
+from clipjax.gradients.skipping import loss_of
 from clipjax.gradients.window import is_next, one_more
 
 # What a group of leaves is called, and the square of its norm: one, or one a layer.
 Group: TypeAlias = tuple[str, jax.Array]
-Names: TypeAlias = dict[str, tuple[()]]  # as in the state
 
 
 class Recorder(optax.GradientTransformationExtraArgs):
@@ -95,65 +110,45 @@ def record_norms(
             "weights are called"
         )
     groups_in = _by_group(groups, stacked)
-    size = _checks.check_count("keep", keep, 0)
+    size = check_count("keep", keep, 0)
     is_known = not isinstance(size, jax.core.Tracer)
     if is_known and size and "updates" not in measured:
         raise ValueError(
             f"keep: it is for bad updates, but of={short_repr(of)} leaves them out"
         )
 
-    def squares_in(updates: Tree, params: Tree) -> tuple[Names, jax.Array]:
-        """Return the names and the squares of all norms."""
-        each = groups_in(name, updates) if "updates" in measured else []
+    def norms_of_groups(updates: Leaves, params: Tree) -> Table:
+        found = groups_in(name, updates) if "updates" in measured else []
         if "params" in measured:
-            each += groups_in(
-                "params", trees.params_for("record_norms", updates, params)
-            )
-        return _joined(each)
+            weights = beside(updates, params, "params", "record_norms")
+            found += groups_in("params", updates._replace(values=weights))
+        return _joined(found)
 
-    def init(params: Tree) -> states.NormsState:
+    def measure(updates: Leaves, params: Tree, step: Any, memory: Any) -> Table:
+        return norms_of_groups(updates, params)
+
+    def remember(params: Leaves) -> Any:
         if not is_known:
             raise traced_error("keep", keep)
-        names, squares = trees.eval_shape(lambda tree: squares_in(tree, tree), params)
-        return states.NormsState(
-            jnp.zeros((), np.int32),
-            names,
-            jnp.zeros(len(names), squares.dtype),
-            {name: _no_steps(size, len(names), norm_dtype(params))} if size else {},
-            jnp.asarray(np.frombuffer("\n".join(names).encode(), np.uint8)),
-        )
+        if not size:
+            return ()
+        weights = params.rebuild(params.values)
+        norms = shapes_of(lambda leaves: norms_of_groups(leaves, weights), params)
+        return {name: _no_steps(size, norms.floats.size, norm_dtype(params))}
 
-    def update(
-        updates: Tree, state: Any, params: Tree = None, **extra: Any
-    ) -> tuple[Tree, Any]:
-        norms.warn_if_local()
-        names, squares = squares_in(updates, params)
-        if state is None or isinstance(state, optax.EmptyState):
-            return updates, state
-        states.check_state("record_norms", states.NormsState, state)
-        _check_names(state, names)
-        values = jnp.sqrt(squares).astype(state.norms.dtype)
-        kept = state.kept
-        size_then = kept[name].steps.size if kept else 0
-        if is_known and size_then != size:
-            raise ValueError(f"keep: the state was made with {size_then}, got {size}")
+    def act(updates: Leaves, params: Tree, step: Any, memory: Any, **extra: Any) -> Any:
+        norms = norms_of_groups(updates, params)
+        kept = list(memory.values()) if memory else []
+        if is_known and step is not None:
+            check_same("keep", kept[0].steps.size if kept else 0, size)
         if kept:
-            norm = lax.stop_gradient(norms.tree_norm(trees.floats_of(updates)))
-            loss = skipping.loss_of(extra)
-            kept = {name: _with_step(kept[name], state.step, norm, loss, values)}
-        step = optax.safe_increment(state.step)
-        return updates, states.NormsState(step, state.names, values, kept, state.text)
+            norm = lax.stop_gradient(tree_norm(updates.floats))
+            after = _with_step(kept[0], step, norm, loss_of(extra), norms.floats)
+            memory = dict.fromkeys(memory, after)
+        return updates.values, norms, memory
 
-    return Recorder(init, update)
-
-
-def _check_names(state: states.NormsState, names: Names) -> None:
-    """Raise an error if a state was made for other norms."""
-    if only_one := set(names) ^ set(state.names):
-        raise ValueError(
-            f"state: it was made for {len(state.names)} norms, this step has "
-            f"{len(names)}; only one of both has {a_few(sorted(only_one))}"
-        )
+    changes_nothing = transformation("record_norms", act, remember, measure)
+    return Recorder(*changes_nothing)
 
 
 def _check_of(of: Any) -> tuple[str, ...]:
@@ -181,50 +176,48 @@ def _by_group(groups: Any, stacked: Any) -> Callable[[str, Tree], list[Group]]:
     if isinstance(groups, jax.Array):
         raise traced_error("groups", groups)
     if isinstance(groups, int | np.integer):
-        depth = _checks.check_count("groups", groups, 1)
+        depth = check_count("groups", groups, 1)
     elif not (groups is None or (isinstance(groups, str) and groups == "leaf")):
-        patterns = _checks.check_patterns("groups", groups)
-    stacks = _checks.check_patterns("stacked", stacked) if stacked else ()
+        patterns = check_patterns("groups", groups)
+    stacks = check_patterns("stacked", stacked) if stacked else ()
 
-    def groups_of(tree: Tree, leaves: list[trees.Leaf]) -> list[Any]:
+    def groups_of(leaves: Leaves) -> list[Any]:
         """Return the pattern of each leaf, or the start of its path."""
         if patterns:
-            return trees.first_matches("groups", patterns, tree)
-        return [leaf.path[:depth] for leaf in leaves]
+            return first_matches("groups", patterns, leaves)
+        return [path[:depth] for path in leaves.paths]
 
-    def groups_in(label: str, tree: Tree) -> list[Group]:
-        leaves, _ = trees.leaves_of(tree)
-        found = trees.first_matches("stacked", stacks, tree)
-        members: dict[Any, list[trees.Leaf]] = {}
+    def groups_in(label: str, leaves: Leaves) -> list[Group]:
+        stacked_by = first_matches("stacked", stacks, leaves)
+        members: dict[Any, list[Leaf]] = {}
         if groups is None and not stacks:
             members[(), False] = []  # the norm of no leaf is 0
         for group, stack, leaf in zip(
-            groups_of(tree, leaves), found, leaves, strict=True
+            groups_of(leaves), stacked_by, leaves.each, strict=True
         ):
-            if group is not None and trees.is_float(leaf.value):
+            if group is not None and is_float(leaf.value):
                 members.setdefault((group, stack is not None), []).append(leaf)
-        each = []
+        found = []
         for (group, is_stacked), of_group in members.items():
             # Two paths may have one name: those of {"a/b": x, "a": {"b": y}}.
-            written = group if patterns else trees.path_name(group)
+            written = group if patterns else path_name(group)
             prefix = f"{label}/{written}" if written else label
             if is_stacked:
-                each.append((f"{prefix}/", _squares_of_layers(of_group)))
+                found.append((f"{prefix}/", _squares_of_layers(of_group)))
             else:
-                total = norms.tree_total([leaf.value for leaf in of_group])
-                each.append((prefix, total))
-        return each
+                found.append((prefix, tree_total([leaf.value for leaf in of_group])))
+        return found
 
     return groups_in
 
 
-def _joined(each: list[Group]) -> tuple[Names, jax.Array]:
-    """Return the names of all numbers, sorted, and the numbers in one array."""
-    names = []
-    for key, x in each:
+def _joined(groups: list[Group]) -> Table:
+    """Return the norms of groups from their squares, in the order of their names."""
+    names: list[str] = []
+    for key, x in groups:
         names += [f"{key}{i}" for i in range(x.size)] if x.ndim else [key]
-    dtype = np.result_type(np.float32, *(x.dtype for _, x in each))
-    parts = [jnp.atleast_1d(x).astype(dtype) for _, x in each]
+    dtype = np.result_type(np.float32, *(x.dtype for _, x in groups))
+    parts = [jnp.atleast_1d(x).astype(dtype) for _, x in groups]
     joined = jnp.concatenate(parts) if parts else jnp.zeros(0)
     order = sorted(range(len(names)), key=names.__getitem__)
     in_order = [names[i] for i in order]
@@ -232,13 +225,13 @@ def _joined(each: list[Group]) -> tuple[Names, jax.Array]:
         raise ValueError(f"groups: two norms would be called {a_few(twice)}")
     if order != list(range(len(names))):
         joined = joined[np.array(order)]
-    return dict.fromkeys(in_order, ()), lax.stop_gradient(joined)
+    return table((tuple(in_order),), lax.stop_gradient(jnp.sqrt(joined)))
 
 
-def _no_steps(size: int, names: int, dtype: Any) -> states.BadSteps:
+def _no_steps(size: int, names: int, dtype: Any) -> BadSteps:
     """Return the memory before the first step."""
     past = spikes.no_past(spikes.WINDOW, dtype)
-    return states.BadSteps(
+    return BadSteps(
         past,
         jnp.zeros((), np.int32),
         jnp.zeros(size, np.int32),
@@ -247,16 +240,16 @@ def _no_steps(size: int, names: int, dtype: Any) -> states.BadSteps:
 
 
 def _with_step(
-    kept: states.BadSteps, step: Any, norm: Any, loss: Any, groups: jax.Array
-) -> states.BadSteps:
+    kept: BadSteps, step: Any, norm: Any, loss: Any, groups: jax.Array
+) -> BadSteps:
     """Return the memory after a step, which it keeps if the step is bad."""
     spike, past, seen = spikes.compare(norm, loss, kept.past)
     is_bad = spike | ~jnp.isfinite(norm) | ~jnp.isfinite(seen["loss"])
-    numbers = [norm, seen["threshold"], states.NO_LOSS if loss is None else loss]
+    numbers = [norm, seen["threshold"], NO_LOSS if loss is None else loss]
     row = jnp.stack([jnp.asarray(x, kept.rows.dtype) for x in numbers])
     row = jnp.concatenate([row, groups.astype(row.dtype)])
     here = is_next(kept.steps.size, kept.entered) & is_bad
-    return states.BadSteps(
+    return BadSteps(
         past,
         one_more(kept.steps.size, kept.entered, is_bad),
         jnp.where(here, step, kept.steps),
@@ -264,7 +257,7 @@ def _with_step(
     )
 
 
-def _squares_of_layers(stacks: list[trees.Leaf]) -> jax.Array:
+def _squares_of_layers(stacks: list[Leaf]) -> jax.Array:
     """Return the squared norm of each layer of stacks along the first axis."""
     lengths = {leaf.value.shape[:1] for leaf in stacks}
     if len(lengths) > 1 or () in lengths:
@@ -273,9 +266,8 @@ def _squares_of_layers(stacks: list[trees.Leaf]) -> jax.Array:
             f"{a_few(stacks)}"
         )
     for leaf in stacks:
-        units.check_whole("stacked", leaf)
-    each = [
-        norms.total(leaf.value, tuple(range(1, leaf.value.ndim))).ravel()
-        for leaf in stacks
+        check_whole("stacked", leaf)
+    squares = [
+        total(leaf.value, tuple(range(1, leaf.value.ndim))).ravel() for leaf in stacks
     ]
-    return functools.reduce(jnp.add, map(norms.replicated, each))
+    return functools.reduce(jnp.add, map(replicated, squares))

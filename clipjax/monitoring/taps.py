@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from clipjax._core import bounds, norms
+from clipjax._core.bounds import is_real
 from clipjax._core.messages import short_repr
+from clipjax._core.norms import mesh_axes
 
 # What a tap holds of norms: how many there were, how many were clipped, how many were
 # not finite, and the sum of the finite ones.
@@ -62,7 +63,7 @@ def tapped(gradient: jax.Array) -> dict[str, jax.Array]:
       >>> print(seen["count"], seen["clipped_fraction"], seen["mean_norm"])
       8.0 0.25 0.5
     """
-    if np.shape(gradient)[-1:] != _SHAPE or not bounds.is_real(gradient):
+    if np.shape(gradient)[-1:] != _SHAPE or not is_real(gradient):
         raise ValueError(
             "gradient must be that with respect to clipjax.tap(), of shape "
             f"{_SHAPE}, got {short_repr(gradient)}"
@@ -78,7 +79,7 @@ def tapped(gradient: jax.Array) -> dict[str, jax.Array]:
 
 def check_tap(tap: Any) -> None:
     """Raise an error if a value is neither a tap nor None."""
-    if tap is not None and (not bounds.is_real(tap) or np.shape(tap) != _SHAPE):
+    if tap is not None and (not is_real(tap) or np.shape(tap) != _SHAPE):
         raise TypeError(f"tap must be clipjax.tap(), got {short_repr(tap)}")
 
 
@@ -93,6 +94,6 @@ def sums_of(seen: Sequence[Seen], tap: jax.Array) -> jax.Array:
     sums = lax.stop_gradient(sums)
     # Norms are those of all devices. If the tap is another on each, one has the sums,
     # so that they count once.
-    for name in norms.mesh_axes(tap):
+    for name in mesh_axes(tap):
         sums = jnp.where(lax.axis_index(name) == 0, sums, 0)
     return sums.astype(tap.dtype)

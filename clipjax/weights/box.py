@@ -1,21 +1,26 @@
 """Projections of single entries: onto boxes, and onto the non-negative numbers."""
 
+from __future__ import annotations
+
+import itertools
+import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from clipjax import _checks
-from clipjax._core import entries, trees
-from clipjax._core.aliases import Tree
+from clipjax._core.aliases import Bounds
+from clipjax._core.bounds import check_order, limit_by_path
+from clipjax._core.entries import clip_entries
+from clipjax._core.leaves import Leaves, check_patterns, first_matches, is_float
 from clipjax._core.messages import a_few, short_repr
-from clipjax.weights import limits
-from clipjax.weights.projection import Projection, written
+from clipjax.weights.limits import are_given, check_order_by_path
+from clipjax.weights.projection import Projection, projection, written
 
-Where = str | Sequence[str] | Callable[[Any, Any], bool] | None
+Where: TypeAlias = str | Sequence[str] | Callable[[Any, Any], bool] | None
 
 
-def box(low: limits.Limit, high: limits.Limit, *, where: Where = None) -> Projection:
+def box(low: Bounds, high: Bounds, *, where: Where = None) -> Projection:
     """Project each entry onto `[low, high]`: min(max(w, low), high).
 
     Args:
@@ -41,7 +46,7 @@ def box(low: limits.Limit, high: limits.Limit, *, where: Where = None) -> Projec
       >>> import clipjax, jax.numpy as jnp
       >>> bias, scale = jnp.array([3.0, -3.0]), jnp.array([3.0, 0.5])
       >>> params = {"bias": bias, "scale": scale}
-      >>> projected = clipjax.box(0.0, 1.0, where="scale")(params)
+      >>> projected = clipjax.box(0.0, 1.0, where="scale").apply(params)
       >>> print(projected["bias"], projected["scale"])
       [ 3. -3.] [1.  0.5]
     """
@@ -59,57 +64,55 @@ def non_negative(*, where: Where = None) -> Projection:
 
     Example:
       >>> import clipjax, jax.numpy as jnp
-      >>> print(clipjax.non_negative()(jnp.array([-1.0, 0.0, 2.0])))
+      >>> print(clipjax.non_negative().apply(jnp.array([-1.0, 0.0, 2.0])))
       [0. 0. 2.]
     """
     return _box(written(non_negative, where=where), 0.0, np.inf, where)
 
 
 def _box(name: str, low: Any, high: Any, where: Where) -> Projection:
-    for limit, value in (("low", low), ("high", high)):
+    for argument, value in (("low", low), ("high", high)):
         if isinstance(value, list | tuple):
             raise TypeError(
-                f"{limit} must be a number, an array, a schedule or a mapping, got "
+                f"{argument} must be a number, an array, a schedule or a mapping, got "
                 f"{short_repr(value)}"
             )
-    lows = limits.by_leaf("low", low, -np.inf, other=-np.inf)
-    highs = limits.by_leaf("high", high, -np.inf, other=np.inf)
-    _checks.check_order(low, high)
+    lows = limit_by_path("low", low, -np.inf, other=-np.inf)
+    highs = limit_by_path("high", high, -np.inf, other=np.inf)
+    check_order(low, high)
     choose = _choice(where)
 
-    def clip(params: Tree, step: Any) -> Tree:
-        leaves, rebuild = trees.leaves_of(params)
-        values = [leaf.value for leaf in leaves]
-        both = zip(choose(params), limits.are_given([lows, highs], params), strict=True)
-        places = [i for i, (chosen, given) in enumerate(both) if chosen and given]
-        limits.check_order_by_path(lows, highs, params, places)
-        bottoms = lows.at(params, step)
-        tops = highs.at(params, step)
-        for i in places:
-            values[i] = entries.clip_entries(leaves[i], bottoms[i], tops[i])
-        return rebuild(values)
+    def clip(weights: Leaves, step: Any) -> list[Any]:
+        pairs = zip(choose(weights), are_given([lows, highs], weights), strict=True)
+        chosen = list(itertools.starmap(operator.and_, pairs))
+        check_order_by_path(lows, highs, weights, chosen)
+        limits = zip(lows.of(weights, step), highs.of(weights, step), strict=True)
+        rows = zip(weights.each, limits, chosen, strict=True)
+        return [
+            clip_entries(leaf, *both) if is_chosen else leaf.value
+            for leaf, both, is_chosen in rows
+        ]
 
-    return Projection(name, clip, scheduled=lows.scheduled or highs.scheduled)
+    return projection(name, clip, scheduled=lows.scheduled or highs.scheduled)
 
 
-def _choice(where: Any) -> Callable[[Tree], list[bool]]:
-    """Return the function from a tree to whether each leaf is chosen."""
+def _choice(where: Any) -> Callable[[Leaves], list[bool]]:
+    """Return the function from leaves to whether each is chosen."""
     rule = (lambda path, leaf: True) if where is None else where
-    patterns = None if callable(rule) else _checks.check_patterns("where", rule)
+    patterns = None if callable(rule) else check_patterns("where", rule)
 
-    def choose(tree: Tree) -> list[bool]:
-        leaves, _ = trees.leaves_of(tree)
-        floats = [trees.is_float(leaf.value) for leaf in leaves]
+    def choose(leaves: Leaves) -> list[bool]:
         if patterns is None:
-            found = [bool(rule(leaf.path, leaf.value)) for leaf in leaves]
+            found = [bool(rule(leaf.path, leaf.value)) for leaf in leaves.each]
         else:
-            matched = trees.first_matches("where", patterns, tree, in_order=False)
+            matched = first_matches("where", patterns, leaves, in_order=False)
             found = [pattern is not None for pattern in matched]
-        chosen = [a and b for a, b in zip(found, floats, strict=True)]
+        floats = list(map(is_float, leaves.values))
+        chosen = list(map(operator.and_, found, floats))
         if where is not None and any(floats) and not any(chosen):
             raise ValueError(
                 f"where: {short_repr(where)} chooses no float leaf of: "
-                f"{a_few(leaves, 5)}"
+                f"{a_few(leaves.each, 5)}"
             )
         return chosen
 

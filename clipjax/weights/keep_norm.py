@@ -1,17 +1,23 @@
 """The projection onto the norms that weights had before the update."""
 
-import functools
+from __future__ import annotations
+
 from typing import Any
 
-import jax
+from clipjax._core.aliases import AutoAxes, Bound
+from clipjax._core.clip import factor_onto
+from clipjax._core.leaves import Leaves, beside
+from clipjax._core.units import axes_of, check_axes, map_units, norms_of, whole_matrices
+from clipjax.weights.limits import check_rate
+from clipjax.weights.projection import (
+    Projection,
+    projection,
+    rescaled_weights,
+    written,
+)
 
-from clipjax._core import bounds, clipping, norms, trees, units
-from clipjax._core.aliases import Tree
-from clipjax.weights import limits
-from clipjax.weights.projection import Projection, rescaled_weights, written
 
-
-def keep_norm(*, rate: bounds.Bound = 1.0, axes: units.AutoAxes = "auto") -> Projection:
+def keep_norm(*, rate: Bound = 1.0, axes: AutoAxes = "auto") -> Projection:
     """Rescale each unit to the norm it had before the update: w * |old| / |w|.
 
     With :func:`relative_update` in front of the learning rate, in place of weight
@@ -24,11 +30,12 @@ def keep_norm(*, rate: bounds.Bound = 1.0, axes: units.AutoAxes = "auto") -> Pro
         are not changed; rank 3 and more may be stacks of matrices, and are an error.
 
     Returns:
-      A :class:`Projection`: the last link of a chain, or a function of the new and the
-      old weights, `keep_norm()(params, old)`.
+      A :class:`Projection`: the last transformation of a chain, or applied to the new
+      and the old weights, `keep_norm().apply(params, old)`.
 
     Raises:
-      ValueError: in a call, `old` is missing, or of another structure or shape.
+      ValueError: in `apply`, `old` is missing, or has no leaf of the same shape for one
+        of the new weights.
 
     A unit whose old norm is 0 goes where the update takes it, and what it reaches is
     kept from then on: leave out what starts at 0, by `axes={"out": clipjax.SKIP, "*":
@@ -46,38 +53,40 @@ def keep_norm(*, rate: bounds.Bound = 1.0, axes: units.AutoAxes = "auto") -> Pro
     Example:
       >>> import clipjax, jax.numpy as jnp
       >>> old = jnp.array([[3.0, 0.0], [0.0, 4.0]])  # of norm 5
-      >>> print(clipjax.keep_norm()(2 * old, old))
+      >>> print(clipjax.keep_norm().apply(2 * old, old))
       [[3. 0.]
        [0. 4.]]
     """
-    rates = limits.of_rate(rate)
+    rates = check_rate(rate)
     name = written(keep_norm, rate=rate, axes=axes)
-    axes = units.check_axes(axes, auto=units.whole_matrices)
-    units_of = functools.partial(units.of_tree, axes=axes)
+    axes = check_axes(axes, auto=whole_matrices)
 
-    def keep(params: Tree, step: Any, old: Tree = None) -> Tree:
-        if old is None and jax.tree.leaves(params):
+    def keep(weights: Leaves, step: Any, old: Any = None) -> list[Any]:
+        if old is None and weights.values:
             raise ValueError(
                 "old: keep_norm needs the weights before the update, as in "
-                "keep_norm()(params, old) and violations(params, keep_norm(), old=old)"
+                "keep_norm().apply(params, old) and violations(params, keep_norm(), "
+                "old=old)"
             )
-        old = trees.like("old", "keep_norm", params, old, "new weights")
-        before, _ = trees.leaves_of(old)
-        found = units_of(params)
-        shares = rates.at(params, step)
-        factors = []
-        for each, norm in zip(found, units.norms_of(found), strict=True):
-            kept = norms.norm(before[each.place].value, each.axes)
-            fitted = bounds.fit_bound("rate", shares[each.place], norm, each.leaf)
-            factors.append(clipping.factor_onto(kept, norm, fitted))
-        return rescaled_weights(params, found, factors)
+        before = beside(weights, old, "old", "keep_norm", "new weights")
+        where = axes_of(weights, axes)
+        of = norms_of(weights.values, where)
+        share = rates.at(step)
+        factors = map_units(
+            lambda norm, kept, leaf: factor_onto(
+                kept, norm, rates.fit(share, norm, leaf)
+            ),
+            of,
+            norms_of(before, where),
+            weights.each,
+        )
+        return rescaled_weights(weights.values, factors)
 
-    return Projection(
+    return projection(
         name,
         keep,
-        needs=("old",),
         scheduled=rates.scheduled,
-        units_of=units_of,
+        axes_of=lambda weights: axes_of(weights, axes),
         # Factors so near to 1 would not change weights of 16 bits.
         unrounded=True,
     )

@@ -1,5 +1,7 @@
 """Projections of the norms of units of weights."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -8,16 +10,35 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clipjax import _checks
-from clipjax._core import bounds, clipping, units
-from clipjax._core.aliases import Tree
-from clipjax.weights import limits
-from clipjax.weights.projection import Projection, rescaled_weights, written
+from clipjax._core.aliases import AutoAxes, Bound, Bounds
+from clipjax._core.bounds import Limit, check_order, limit_by_path
+from clipjax._core.clip import factor_to, least_inside, margin, quotient_or_1
+from clipjax._core.leaves import Leaves
+from clipjax._core.units import (
+    SKIP,
+    axes_of,
+    check_axes,
+    fan_in_of_matrices,
+    map_units,
+    norms_of,
+)
+from clipjax.weights.limits import (
+    are_given,
+    check_at_most,
+    check_order_by_path,
+    check_rate,
+)
+from clipjax.weights.projection import (
+    Projection,
+    projection,
+    rescaled_weights,
+    written,
+)
 
 Factor: TypeAlias = Callable[..., jax.Array]  # of (norms, dtype, *limits)
 
 
-def max_norm(radius: limits.Limit, *, axes: units.AutoAxes = "auto") -> Projection:
+def max_norm(radius: Bounds, *, axes: AutoAxes = "auto") -> Projection:
     """Project each unit's weights onto the ball of a radius: w * min(1, radius / |w|).
 
     Args:
@@ -28,7 +49,8 @@ def max_norm(radius: limits.Limit, *, axes: units.AutoAxes = "auto") -> Projecti
         rank 2, and an error for higher ranks; biases are not changed.
 
     Returns:
-      A :class:`Projection`: a function of the weights, and the last link of a chain.
+      A :class:`Projection`: `.apply` projects the weights; as the last transformation
+      of a chain it changes the update.
 
     Equals `keras.constraints.MaxNorm`, whose `axis` is `axes`.
 
@@ -39,26 +61,26 @@ def max_norm(radius: limits.Limit, *, axes: units.AutoAxes = "auto") -> Projecti
     Example:
       >>> import clipjax, jax.numpy as jnp
       >>> kernel = jnp.array([[3.0, 0.3], [4.0, 0.4]])  # (in, out)
-      >>> print(clipjax.max_norm(1.0)(kernel).round(3))
+      >>> print(clipjax.max_norm(1.0).apply(kernel).round(3))
       [[0.6 0.3]
        [0.8 0.4]]
     """
-    radii = limits.by_leaf("radius", radius)
+    radii = limit_by_path("radius", radius)
     name = written(max_norm, radius, axes=axes)
     return _rescaling(
         name,
         axes,
         [radii],
-        lambda norm, dtype, radius: clipping.factor_to(radius, norm, dtype),
+        lambda norm, dtype, radius: factor_to(radius, norm, dtype),
     )
 
 
 def min_max_norm(
-    low: limits.Limit,
-    high: limits.Limit,
+    low: Bounds,
+    high: Bounds,
     *,
-    rate: bounds.Bound = 1.0,
-    axes: units.AutoAxes = "auto",
+    rate: Bound = 1.0,
+    axes: AutoAxes = "auto",
 ) -> Projection:
     """Bring each unit's norm between two: w * clip(|w|, low, high) / |w|.
 
@@ -77,23 +99,25 @@ def min_max_norm(
     Example:
       >>> import clipjax, jax.numpy as jnp
       >>> kernel = jnp.array([[3.0, 0.3], [4.0, 0.4]])  # norms 5 and 0.5
-      >>> print(clipjax.min_max_norm(1.0, 2.0)(kernel).round(3))
+      >>> print(clipjax.min_max_norm(1.0, 2.0).apply(kernel).round(3))
       [[1.2 0.6]
        [1.6 0.8]]
     """
-    rates = limits.of_rate(rate)
-    lows = limits.by_leaf("low", low, other=0.0)
-    highs = limits.by_leaf("high", high, other=np.inf)
-    for pattern, each in lows.given.items():
-        key = f"low[{pattern!r}]" if lows.by_path else "low"
-        limits.check_at_most(key, each, np.finfo(np.float64).max, "finite")
-    _checks.check_order(low, high)
+    rates = check_rate(rate)
+    lows = limit_by_path("low", low, other=0.0)
+    highs = limit_by_path("high", high, other=np.inf)
+    by_name = {"low": lows.value}
+    if lows.by_path:
+        by_name = {f"low[{key!r}]": value for key, value in lows.value.items()}
+    for key, value in by_name.items():
+        check_at_most(key, value, np.finfo(np.float64).max, "finite")
+    check_order(low, high)
 
     name = written(min_max_norm, low, high, rate=rate, axes=axes)
     return _rescaling(name, axes, [lows, highs], _factor_between, [rates])
 
 
-def unit_norm(*, axes: units.AutoAxes = "auto") -> Projection:
+def unit_norm(*, axes: AutoAxes = "auto") -> Projection:
     """Bring each unit's norm to 1: w / |w|.
 
     Args:
@@ -106,11 +130,11 @@ def unit_norm(*, axes: units.AutoAxes = "auto") -> Projection:
     Example:
       >>> import clipjax, jax.numpy as jnp
       >>> kernel = jnp.array([[3.0, 0.3, 0.0], [4.0, 0.4, 0.0]])  # (in, out)
-      >>> print(clipjax.unit_norm()(kernel).round(3))
+      >>> print(clipjax.unit_norm().apply(kernel).round(3))
       [[0.6 0.6 0. ]
        [0.8 0.8 0. ]]
     """
-    both = [limits.by_leaf("low", 1), limits.by_leaf("high", 1)]
+    both = [limit_by_path("low", 1), limit_by_path("high", 1)]
     name = written(unit_norm, axes=axes)
     return _rescaling(name, axes, both, functools.partial(_factor_between, rate=1))
 
@@ -118,39 +142,39 @@ def unit_norm(*, axes: units.AutoAxes = "auto") -> Projection:
 def _rescaling(
     name: str,
     axes: Any,
-    each_limit: Sequence[limits.Limits],
+    limits: Sequence[Limit],
     factor: Factor,
-    rates: Sequence[limits.Limits] = (),
+    rates: Sequence[Limit] = (),
 ) -> Projection:
     """Make the projection that multiplies units by `factor(norms, dtype, *limits)`.
 
     A rate is the last of them. It is for all leaves, so it chooses none.
     """
-    axes = units.check_axes(axes, auto=units.fan_in_of_matrices)
-    arguments = [*each_limit, *rates]
+    axes = check_axes(axes, auto=fan_in_of_matrices)
+    arguments = [*limits, *rates]
 
-    def units_of(params: Tree) -> list[units.LeafUnits]:
-        return units.of_tree(params, axes, limits.are_given(each_limit, params))
+    def where_in(weights: Leaves) -> list[Any]:
+        return axes_of(weights, axes, are_given(limits, weights))
 
-    def rescale(params: Tree, step: Any) -> Tree:
-        found = units_of(params)
-        if len(each_limit) == 2:
-            low, high = each_limit
-            limits.check_order_by_path(
-                low, high, params, {each.place for each in found}
-            )
-        of_leaves = [(each.name, each.at(params, step)) for each in arguments]
-        factors = []
-        for each, norm in zip(found, units.norms_of(found), strict=True):
-            fitted = [
-                bounds.fit_bound(name, of_leaf[each.place], norm, each.leaf)
-                for name, of_leaf in of_leaves
-            ]
-            factors.append(factor(norm, each.leaf.value.dtype, *fitted))
-        return rescaled_weights(params, found, factors)
+    def rescale_units(weights: Leaves, step: Any) -> list[Any]:
+        where = where_in(weights)
+        if len(limits) == 2:
+            low, high = limits
+            changed = [reduced is not SKIP for reduced in where]
+            check_order_by_path(low, high, weights, changed)
+
+        def factor_of(norm: jax.Array, leaf: Any, *now: Any) -> jax.Array:
+            pairs = zip(arguments, now, strict=True)
+            fitted = [each.fit(value, norm, leaf) for each, value in pairs]
+            return factor(norm, leaf.value.dtype, *fitted)
+
+        of = norms_of(weights.values, where)
+        now = [each.of(weights, step) for each in arguments]
+        factors = map_units(factor_of, of, weights.each, *now)
+        return rescaled_weights(weights.values, factors)
 
     scheduled = any(each.scheduled for each in arguments)
-    return Projection(name, rescale, scheduled=scheduled, units_of=units_of)
+    return projection(name, rescale_units, scheduled=scheduled, axes_of=where_in)
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
@@ -165,7 +189,7 @@ def _factor_between(
     high = jnp.asarray(high, norm.dtype)
     low = jnp.minimum(jnp.asarray(low, norm.dtype), high)
     rate = jnp.minimum(jnp.asarray(rate, norm.dtype), 1)
-    above = (norm >= clipping.least_inside(low, dtype)) | (norm == 0)
-    near = rate * (1 - clipping.margin(dtype)) * jnp.clip(norm, low, high)
+    above = (norm >= least_inside(low, dtype)) | (norm == 0)
+    near = rate * (1 - margin(dtype)) * jnp.clip(norm, low, high)
     target = near + (1 - rate) * norm
-    return clipping.quotient_or_1((norm <= high) & above, target, norm)
+    return quotient_or_1((norm <= high) & above, target, norm)

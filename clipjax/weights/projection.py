@@ -1,11 +1,10 @@
-"""A projection: a function of the weights that is also the last link of a chain."""
+"""A projection: Optax's pair of functions, and `apply`, the function of the weights."""
 
-import dataclasses
-import functools
+from __future__ import annotations
+
 import inspect
-import types
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +12,12 @@ import numpy as np
 import optax
 from jax import lax
 
-from clipjax._core import bounds, clipping, norms, states, trees, units
 from clipjax._core.aliases import Scalar, Tree
+from clipjax._core.bounds import is_real
+from clipjax._core.clip import rescaled
+from clipjax._core.leaves import Leaves, beside, flatten, is_float, shapes_of
 from clipjax._core.messages import short_repr
-
-T = TypeVar("T")
-# Optax and type checkers ask for Optax's class. A subclass of it would be a tuple,
-# which takes no weak references, so that jax.jit(projection) would fail.
-_OptaxClass: Any = optax.GradientTransformationExtraArgs if TYPE_CHECKING else object
+from clipjax._core.norms import sum_dtype, warn_if_local
 
 
 class ProjectionState(NamedTuple):
@@ -33,132 +30,116 @@ class ProjectionState(NamedTuple):
     step: Scalar  # int32: how many updates there were
 
 
-@dataclasses.dataclass(eq=False, repr=False)
-class Projection(_OptaxClass):
-    """A projection of weights, as a function and as the last link of a chain.
+class Projection(optax.GradientTransformationExtraArgs):
+    """A projection of weights: `apply` is the function, and Optax chains the rest.
 
-    Called, it projects the weights: `params = max_norm(3.0)(params)`. As the last link
-    of a chain it changes the update so that the weights end there:
-    `clipjax.chain(optax.adam(1e-3), max_norm(3.0))`. A link after it would move them
-    again, which :func:`clipjax.chain` refuses.
+    `params = max_norm(3.0).apply(params)` projects the weights. As the last
+    transformation of a chain, a projection changes the update so that the weights end
+    where `apply` would bring them: `clipjax.chain(optax.adam(1e-3), max_norm(3.0))`. A
+    transformation after it would move them again, which :func:`clipjax.chain` refuses.
     """
 
-    __class__ = property(lambda _: optax.GradientTransformationExtraArgs)
+    # apply(params, *, step=None): the projected weights. `step` is needed if a bound is
+    # a schedule; `keep_norm` and `qk_clip` need more.
+    apply: Callable[..., Tree]
+    # What `apply` takes beside the weights and the step.
+    needs: frozenset[str]
+    # For each of the leaves given, the axes along which it is rescaled, or SKIP; None
+    # if a projection rescales no units.
+    axes_of: Callable[[Leaves], Sequence[Any]] | None
+    text: str  # as a user wrote it
 
-    name: str  # as a user wrote it
-    function: Callable[..., Tree]  # of (weights, step, **needs)
-    _: dataclasses.KW_ONLY
-    # What else the function needs by keyword: `old`, the weights before the update, or
-    # arguments of `update`. None where they are not given.
-    needs: tuple[str, ...] = ()
-    scheduled: bool = False  # it depends on the step
-    units_of: Callable[[Tree], list[units.LeafUnits]] | None = None  # that it rescales
-    # As a link it gets sums before they are rounded to 16 bits.
-    unrounded: bool = False
-    # Raises the errors of `init`, where what the function needs is not known yet.
-    check: Callable[[Tree], Any] | None = None
+    def __repr__(self) -> str:
+        return self.text
 
-    def __call__(self, params: T, *args: Any, **kwargs: Any) -> T:
-        """Project weights; `step` is needed if a bound is a schedule."""
-        norms.warn_if_local()
-        _check_is_no_module(self.name, params)
-        names = (*self.needs, "step")
-        given = dict(zip(names, args, strict=False))
-        wrong = kwargs.keys() - (set(names) - given.keys())
-        if wrong or len(args) > len(names):
-            raise TypeError(
-                f"{self} takes params and {', '.join(names)}, each once, got "
-                f"{sorted(wrong) or short_repr(args)}"
-            )
-        given |= kwargs
-        step = given.pop("step", None)
-        if step is not None and not (bounds.is_real(step) and np.ndim(step) == 0):
+
+def projection(
+    text: str,
+    function: Callable[..., list[Any]],
+    *,
+    scheduled: bool = False,
+    axes_of: Callable[[Leaves], Sequence[Any]] | None = None,
+    unrounded: bool = False,
+    check: Callable[[Leaves], Any] | None = None,
+) -> Projection:
+    """Make a projection from a function of leaves that returns one value for each.
+
+    Args:
+      text: the call that a user wrote.
+      function: `function(weights: Leaves, step, **needs) -> values`. What it needs
+        beside the step are arguments of `update`, or `old`, the weights before it.
+      scheduled: whether it depends on the step.
+      axes_of: the axes of the units that it rescales.
+      unrounded: whether `update` gives it sums that are not rounded to 16 bits yet.
+      check: raises the errors of `init`, where what the function needs is not known.
+    """
+    takes = list(inspect.signature(function).parameters)[2:]
+
+    def apply(params: Tree, *args: Any, step: Any = None, **kwargs: Any) -> Tree:
+        warn_if_local()
+        if step is not None and not (is_real(step) and np.ndim(step) == 0):
             raise TypeError(f"step must be a number, got {short_repr(step)}")
-        # JAX's arrays, of which those that do not change stay the same.
-        leaves, rebuild = trees.leaves_of(params)
-        return self._projected(rebuild([leaf.value for leaf in leaves]), step, given)
+        weights = flatten(params)
+        return weights.rebuild(function(weights, step, *args, **kwargs))
 
-    def init(self, params: Tree) -> Any:
-        """Raise errors, and return the state."""
-        step = jnp.zeros((), np.int32) if self.scheduled else None
-        if self.check is None:
-            trees.eval_shape(
-                lambda tree: self._projected(tree, step, {"old": tree}), params
-            )
-        else:
-            self.check(params)
-        return optax.EmptyState() if step is None else ProjectionState(step)
+    def init(params: Tree) -> Any:
+        first = jnp.zeros((), np.int32)
+
+        def trace(weights: Leaves) -> Any:
+            old = {"old": weights} if "old" in takes else {}
+            return function(weights, first, **old)
+
+        weights = flatten(params)
+        _ = shapes_of(trace, weights) if check is None else check(weights)
+        return ProjectionState(first) if scheduled else optax.EmptyState()
 
     def update(
-        self, updates: Tree, state: Any, params: Tree = None, **extra: Any
+        updates: Tree, state: Any, params: Tree = None, **extra: Any
     ) -> tuple[Tree, Any]:
-        """Return the updates that take weights to the projection of their sum."""
-        norms.warn_if_local()
-        if self.scheduled:
-            states.check_state(self.name, ProjectionState, state)
-        params = trees.params_for(self.name, updates, params)
-        before, as_params = trees.leaves_of(params)
-        changes, as_updates = trees.leaves_of(updates)
-        pairs = list(zip(before, changes, strict=True))
-        added = _sum if self.unrounded else applied
-        summed = [added(param.value, update.value) for param, update in pairs]
-        if self.units_of is not None:
-            # Weights of 16 bits are compared with what they become. Without it, on
-            # an H100 a step moves 19.0 instead of 16.0 (JAX 0.12).
+        warn_if_local()
+        if scheduled and not isinstance(state, ProjectionState):
+            raise TypeError(
+                f"state: {text} needs the state that its init returned, got "
+                f"{type(state).__name__}"
+            )
+        step = state.step if scheduled else None
+        changes = flatten(updates)
+        before = beside(changes, params, "params", text)
+        added = _sum if unrounded else applied
+        summed = list(map(added, before, changes.values))
+        if axes_of is not None:
+            # Weights of 16 bits are compared with what they become. Without the
+            # barrier, a step on an H100 moves 19.0 instead of 16.0 (JAX 0.12).
             summed = [
                 lax.optimization_barrier(x) if _is_narrow(x) else x for x in summed
             ]
-        step = state.step if self.scheduled else None
-        known = {**extra, "old": params}
-        wanted = jax.tree.leaves(self._projected(as_params(summed), step, known))
-        steps = [
-            _step_to(new, old, param.value, update.value)
-            for new, old, (param, update) in zip(wanted, summed, pairs, strict=True)
-        ]
-        if step is not None:
+        known = {**extra, "old": changes._replace(values=before)}
+        given = {key: known[key] for key in takes if key in known}
+        wanted = function(changes._replace(values=summed), step, **given)
+        steps = list(map(_step_to, wanted, summed, before, changes.values))
+        if scheduled:
             state = ProjectionState(optax.safe_increment(step))
-        return as_updates(steps), state
+        return changes.rebuild(steps), state
 
-    def _projected(self, params: Any, step: Any, known: Mapping[str, Any]) -> Any:
-        given = {name: known[name] for name in self.needs if name in known}
-        wanted = self.function(params, step, **given)
-        _check_are_weights(params, wanted)
-        return wanted
-
-    def apply(self, params: T, *args: Any, **kwargs: Any) -> T:
-        """Project weights; `step` is needed if a bound is a schedule."""
-        return self(params, *args, **kwargs)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter((self.init, self.update))
-
-    def __repr__(self) -> str:
-        return self.name
-
-    def __deepcopy__(self, memo: Any = None) -> "Projection":
-        return self  # so that a copied TrainState has the same structure
-
-    __copy__ = __deepcopy__
-
-    def __reduce__(self) -> Any:
-        return functools.partial(Projection, **vars(self)), ()
+    made = Projection(init, update)
+    made.apply, made.needs = apply, frozenset(takes)
+    made.axes_of, made.text = axes_of, text
+    return made
 
 
-def rescaled_weights(
-    params: Tree, found: list[units.LeafUnits], factors: list[jax.Array]
-) -> Tree:
-    """Return weights whose units, of which the norms were measured, met factors.
+def rescaled_weights(values: Sequence[Any], factors: Sequence[Any]) -> list[Any]:
+    """Return weights whose norms were measured times their factors.
 
     XLA would compute new weights twice, from both moments of Adam, rather than keep
     them while they are measured: with a clip, a step in a chain moves 11.0 on a TPU v5e
     instead of 9.0. In front of the measurement the barrier would cost a pass over
     leaves that are larger than the chip's own memory (JAX 0.12).
     """
-    kept = []
-    for each in found:
-        value = lax.optimization_barrier(each.leaf.value)
-        kept.append(each._replace(leaf=each.leaf._replace(value=value)))
-    return clipping.rescaled(params, kept, factors)
+    kept = [
+        x if factor is None else lax.optimization_barrier(x)
+        for x, factor in zip(values, factors, strict=True)
+    ]
+    return rescaled(kept, factors)
 
 
 def written(function: Callable[..., Any], *args: Any, **options: Any) -> str:
@@ -179,7 +160,7 @@ def applied(param: Any, update: Any) -> Any:
     `reduce_precision`, which makes subnormal numbers 0: in float16 those are up to
     6e-5.
     """
-    if not trees.is_float(param):
+    if not is_float(param):
         return param
     total = _sum(param, update)
     info = jnp.finfo(param.dtype)
@@ -196,33 +177,34 @@ def applied(param: Any, update: Any) -> Any:
 
 def _is_narrow(x: Any) -> bool:
     """Return whether x is of floats with 16 bits or less."""
-    return trees.is_float(x) and jnp.finfo(x.dtype).bits < 32
+    return is_float(x) and jnp.finfo(x.dtype).bits < 32
 
 
 def _sum(param: Any, update: Any) -> Any:
     """Return a sum, of 16 bits in float32."""
-    if not trees.is_float(param):
+    if not is_float(param):
         return param
     if not _is_narrow(param):
         return (param + update).astype(param.dtype)
-    wide = norms.sum_dtype(param.dtype)
+    wide = sum_dtype(param.dtype)
     return param.astype(wide) + update.astype(wide)
 
 
 def _step_to(wanted: Any, summed: Any, param: Any, update: Any) -> Any:
-    """Return the update that takes a parameter to `wanted`, in a dtype that holds both.
+    """Return the update that takes a parameter to `wanted`.
 
-    For float32, p + ((p + u) - p) is p + u. In 16 bits it may not be: there an entry
-    inside keeps its update.
+    It is float32 at least: in 16 bits it would lose the direction of weights that start
+    far outside. For float32, p + ((p + u) - p) is p + u. For 16 bits it may not be:
+    there an element that does not change keeps its update.
     """
-    if wanted is summed or not trees.is_float(param):
+    if wanted is summed or not is_float(param):
         return update
-    if update.dtype == param.dtype and _is_narrow(param):
-        step = wanted - param.astype(wanted.dtype)
-        return jnp.where(wanted == summed, update, step.astype(update.dtype))
-    both = np.result_type(norms.sum_dtype(param.dtype), norms.sum_dtype(update.dtype))
-    dtype = param.dtype if jnp.iscomplexobj(param) else both
-    return wanted.astype(dtype) - param.astype(dtype)
+    wide = np.result_type(sum_dtype(param.dtype), sum_dtype(update.dtype))
+    dtype = param.dtype if jnp.iscomplexobj(param) else wide
+    step = wanted.astype(dtype) - param.astype(dtype)
+    if not _is_narrow(param):
+        return step
+    return jnp.where(wanted == summed, update.astype(dtype), step)
 
 
 def project(function: Callable[[Any], Any]) -> Projection:
@@ -241,7 +223,7 @@ def project(function: Callable[[Any], Any]) -> Projection:
     Example:
       >>> import clipjax, optax, jax.numpy as jnp
       >>> simplex = clipjax.project(optax.projections.projection_simplex)
-      >>> print(simplex(jnp.array([2.0, 0.0])))
+      >>> print(simplex.apply(jnp.array([2.0, 0.0])))
       [1. 0.]
     """
     return as_projection("function", function)
@@ -251,21 +233,20 @@ def as_projection(name: str, function: Any) -> Projection:
     """Return a projection, or make one from a function; errors name the argument."""
     if isinstance(function, Projection):
         return function
-    hint = ""
     if isinstance(function, optax.GradientTransformation):
-        hint = (
-            ", a gradient transformation: pass the last link of a chain, and a clip as "
-            "clip=; masks are written as axes= or where="
-        )
-    elif _is_ours(function):
-        hint = ": call it, as in clipjax.max_norm(3.0)"
-    if hint or not callable(function):
         raise TypeError(
             f"{name} must be a projection or a function of the weights, got "
-            f"{short_repr(function)}{hint}"
+            f"{short_repr(function)}, a gradient transformation: pass the last one of "
+            "a chain, and a clip as clip=; masks are written as axes= or where="
+        )
+    if not callable(function):
+        raise TypeError(
+            f"{name} must be a projection or a function of the weights, got "
+            f"{short_repr(function)}"
         )
 
-    def call(params: Tree, step: Any) -> Tree:
+    def project_tree(weights: Leaves, step: Any) -> list[Any]:
+        params = weights.rebuild(weights.values)
         try:
             projected = function(params)
         except TypeError as error:
@@ -274,78 +255,21 @@ def as_projection(name: str, function: Any) -> Projection:
                 "jax.tree.map in it."
             )
             raise
-        given: Any = jax.tree.structure(params)
+        wanted: Any = jax.tree.structure(params)
         returned: Any = jax.tree.structure(projected)
-        if returned != given:
+        if returned != wanted:
             raise TypeError(
-                f"function must keep the structure of the weights, {given}, but "
+                f"function must keep the structure of the weights, {wanted}, but "
                 f"returned {returned}"
             )
-        before, _ = trees.leaves_of(params)
-        after, rebuild = trees.leaves_of(projected)
-        for old, new in zip(before, after, strict=True):
-            was, now = (f"{x.value.dtype}{list(x.value.shape)}" for x in (old, new))
+        after = flatten(projected)
+        for old, new in zip(weights.each, after.values, strict=True):
+            was, now = (f"{x.dtype}{list(x.shape)}" for x in (old.value, new))
             if was != now:
                 raise TypeError(
                     f"function must keep shapes and dtypes, but made {now} of {old}, "
                     f"which is {was}"
                 )
-        return rebuild([leaf.value for leaf in after])
+        return after.values
 
-    return Projection(f"clipjax.project({short_repr(function)})", call)
-
-
-def _is_ours(function: Any) -> bool:
-    """Return whether a function is one of this package, such as max_norm itself."""
-    is_wrapped = hasattr(function, "__wrapped__")  # as jax.vmap(max_norm(3.0)) is
-    is_function = isinstance(function, types.FunctionType) and not is_wrapped
-    return is_function and str(function.__module__).startswith("clipjax.")
-
-
-def _check_is_no_module(name: str, params: Any) -> None:
-    """Raise an error for a module of Flax NNX, of which a copy would be changed."""
-    for kind in type(params).__mro__:
-        if kind.__name__ == "Module" and kind.__module__.startswith("flax.nnx"):
-            raise TypeError(
-                f"params: {name} returns new weights and changes no nnx.Module in "
-                f"place: nnx.update(model, {name}(nnx.state(model, nnx.Param)))"
-            )
-
-
-# What a tree with all variables of a Flax model holds beside its weights: collections
-# of Linen, variables of NNX, and the moments in a TrainState, whose paths end as those
-# of the weights.
-_SCALES = "_overwrite_with_gradient"  # of 8 bits
-_COLLECTIONS = ("batch_stats", "cache", "intermediates", "opt_state", _SCALES)
-_VARIABLES = ("BatchStat", "Cache", "Intermediate")
-
-
-def _check_are_weights(params: Tree, wanted: Tree) -> None:
-    """Raise an error if a projection would change what is known not to be a weight."""
-
-    def is_variable(node: Any) -> bool:
-        kind = type(node)
-        return kind.__name__ in _VARIABLES and kind.__module__.startswith("flax.")
-
-    is_state = hasattr(params, "opt_state")
-    weights = params.get("params") if isinstance(params, Mapping) else None
-    names = {path[-1:] for path, _ in trees.with_paths(weights)}
-    flatten = jax.tree_util.tree_leaves_with_path
-    each = zip(
-        flatten(params, is_leaf=is_variable),
-        jax.tree.leaves(wanted, is_leaf=is_variable),
-        strict=True,
-    )
-    for (path, old), new in each:
-        kind = type(old).__name__
-        if not is_variable(old):
-            # A module may be called "cache": its leaves are called as other weights.
-            in_variables = weights is not None and path[-1:] not in names
-            kind = trees.path_name(path[:1]) if is_state or in_variables else ""
-        leaves = zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)
-        if kind in (*_COLLECTIONS, *_VARIABLES) and any(a is not b for a, b in leaves):
-            raise ValueError(
-                f"params: {trees.path_name(path)!r}, of {kind}, is not a weight, but "
-                "would be changed: pass only the weights, as in variables['params'], "
-                "train_state.params or nnx.state(model, nnx.Param)"
-            )
+    return projection(f"clipjax.project({short_repr(function)})", project_tree)

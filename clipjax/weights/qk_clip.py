@@ -1,5 +1,7 @@
 """A bound on attention logits, by scaling the weights of queries and keys."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 from typing import Any, NamedTuple, SupportsIndex
 
@@ -8,15 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from clipjax import _checks
-from clipjax._core import bounds, clipping, norms, trees
-from clipjax._core.aliases import Tree
+from clipjax._core.aliases import Bound
+from clipjax._core.bounds import is_real, limit
+from clipjax._core.checks import check_count
+from clipjax._core.clip import factor_to, rescaled
+from clipjax._core.leaves import Leaf, Leaves, is_float, path_name
 from clipjax._core.messages import a_few, short_repr
-from clipjax.weights.projection import Projection, written
+from clipjax._core.norms import mesh_axes, over_devices, replicated
+from clipjax.weights.projection import Projection, projection, written
 
 
 def qk_clip(
-    threshold: bounds.Bound = 100.0,
+    threshold: Bound = 100.0,
     *,
     query: str = "query",
     key: str = "key",
@@ -46,8 +51,8 @@ def qk_clip(
         are values.
 
     Returns:
-      A :class:`Projection`. Its call, and `update` where it is a link, need the
-      argument `max_logits`: the largest logits of the forward pass, after the scale 1 /
+      A :class:`Projection`. Its `apply`, and `update` in a chain, need the argument
+      `max_logits`: the largest logits of the forward pass, after the scale 1 /
       sqrt(head_dim) and the mask, and before the softmax, over all tokens and examples.
       It is an array (heads,) of query heads, (layers, heads) for a stack, or a mapping,
       possibly nested, from the paths of layers, or their last components, to such
@@ -58,9 +63,9 @@ def qk_clip(
       `accumulate=k` those of the last micro-batch count: pass the largest of all k.
 
     Raises:
-      TypeError, ValueError: in `init`, or when called: no layer has both; heads of the
+      TypeError, ValueError: in `init`, or when applied: no layer has both; heads of the
         two differ in size, or in rank, as those of a fused kernel, so that it is not
-        known what meets what. When called: `max_logits` is missing, does not fit the
+        known what meets what. When applied: `max_logits` is missing, does not fit the
         heads, or names no layer.
 
     References:
@@ -72,53 +77,46 @@ def qk_clip(
       >>> kernel = jnp.ones((4, 2, 3))  # (in, heads, head_dim)
       >>> params = {"query": {"kernel": kernel}, "key": {"kernel": kernel}}
       >>> logits = jnp.array([50.0, 400.0])  # the first head is inside
-      >>> clipped = clipjax.qk_clip(100.0)(params, max_logits=logits)
+      >>> clipped = clipjax.qk_clip(100.0).apply(params, max_logits=logits)
       >>> print(clipped["query"]["kernel"][0].round(3))
       [[1.  1.  1. ]
        [0.5 0.5 0.5]]
     """
-    threshold_at = bounds.as_schedule("threshold", threshold)
-    rotary = _checks.check_count("rope", rope, 0, static=True)
+    bound = limit("threshold", threshold)
+    rotary = check_count("rope", rope, 0, static=True)
     parts = query, key
     if query == key or not all(map(_is_part, parts)):
         raise ValueError(
             f"query and key must be two components of paths, got {query!r} and {key!r}"
         )
 
-    def layers_of(params: Tree) -> dict[str, list[_Side]]:
-        layers = _layers_of(params, query, key)
+    def layers_of(weights: Leaves) -> dict[str, list[_Side]]:
+        layers = _layers_of(weights, query, key)
         for path, sides in layers.items():
             _check_heads(path, sides, rotary)
         return layers
 
-    def clip(params: Tree, step: Any, max_logits: Any = None) -> Tree:
+    def clip(weights: Leaves, step: Any, max_logits: Any = None) -> list[Any]:
         if max_logits is None:
             raise ValueError(
                 "max_logits: qk_clip needs the largest logit of each head, as in "
                 "tx.update(grads, state, params, max_logits=max_logits)"
             )
-        bound = threshold_at(step)
-        changed = []
-        scales = []
-        for path, logits, sides in _by_layer(max_logits, layers_of(params)):
+        most = bound.at(step)
+        factors: list[Any] = [None] * len(weights.values)
+        for path, logits, sides in _by_layer(max_logits, layers_of(weights)):
             finite = jnp.where(jnp.isfinite(logits), logits, 0)
             # Mesh axes that do not split the heads split batches.
-            split = {x for side in sides for x in norms.mesh_axes(side.leaf.value)}
-            finite = norms.over_devices(lax.pmax, finite, but=split)
-            of = f"the logits of {path!r}"
-            fitted = bounds.fit_bound("threshold", bound, finite, of)
-            changed += sides
-            scales += _scales(sides, clipping.factor_to(fitted, finite), rotary)
-        return clipping.rescaled(params, changed, scales)
+            split = {x for side in sides for x in mesh_axes(side.leaf.value)}
+            finite = over_devices(lax.pmax, finite, but=split)
+            fitted = bound.fit(most, finite, f"the logits of {path!r}")
+            scales = _scales(sides, factor_to(fitted, finite), rotary)
+            for side, scale in zip(sides, scales, strict=True):
+                factors[side.place] = scale
+        return rescaled(weights.values, factors)
 
     name = written(qk_clip, threshold, query=query, key=key, rope=rotary)
-    return Projection(
-        name,
-        clip,
-        needs=("max_logits",),
-        scheduled=callable(threshold),
-        check=layers_of,
-    )
+    return projection(name, clip, scheduled=bound.scheduled, check=layers_of)
 
 
 def _is_part(name: Any) -> bool:
@@ -129,19 +127,19 @@ class _Side(NamedTuple):
     """A parameter that makes the queries or the keys of a layer, or of a stack."""
 
     place: int  # among the leaves of the tree
-    leaf: trees.Leaf
+    leaf: Leaf
     is_query: bool
     rest: str  # of the path, such as "kernel"
 
 
-def _layers_of(params: Tree, query: str, key: str) -> dict[str, list[_Side]]:
+def _layers_of(weights: Leaves, query: str, key: str) -> dict[str, list[_Side]]:
     """Return the layers that have both queries and keys, by path."""
     found: dict[str, list[_Side]] = {}
-    leaves, _ = trees.leaves_of(params)
+    leaves = weights.each
     for i, leaf in enumerate(leaves):
         parts = leaf.name.split("/")
         places = [j for j, part in enumerate(parts) if part in (query, key)]
-        if places and trees.is_float(leaf.value):
+        if places and is_float(leaf.value):
             at = places[-1]
             side = _Side(i, leaf, parts[at] == query, "/".join(parts[at + 1 :]))
             found.setdefault("/".join(parts[:at]), []).append(side)
@@ -195,14 +193,14 @@ def _by_layer(
     """Return the layers that are named, with the largest of their logits."""
     found: dict[str, jax.Array] = {}
     for path, value in jax.tree_util.tree_leaves_with_path(max_logits):
-        if not bounds.is_real(value):
+        if not is_real(value):
             raise TypeError(
                 "max_logits must be a real array or a mapping to such arrays, got "
                 f"{short_repr(value)}"
             )
-        layer = _layer_at(trees.path_name(path), list(layers))
+        layer = _layer_at(path_name(path), list(layers))
         logits = jnp.asarray(lax.stop_gradient(value)).astype(np.float32)
-        logits = norms.replicated(logits)
+        logits = replicated(logits)
         found[layer] = jnp.maximum(found[layer], logits) if layer in found else logits
     if layers and not found:
         raise ValueError(

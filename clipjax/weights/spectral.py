@@ -1,5 +1,7 @@
 """A projection that caps the singular values of weights."""
 
+from __future__ import annotations
+
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -9,23 +11,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clipjax._core import bounds, clipping, norms, trees, units
-from clipjax._core.aliases import Tree
+from clipjax._core.aliases import Bounds, Skip
+from clipjax._core.bounds import check_fits, limit_by_path
+from clipjax._core.clip import weak_like
+from clipjax._core.leaves import Leaf, Leaves, by_path, is_float
 from clipjax._core.messages import a_few, short_repr
-from clipjax.weights import limits, singular_values
-from clipjax.weights.projection import Projection, written
+from clipjax._core.norms import sum_dtype
+from clipjax._core.units import check_whole, positive_axes
+from clipjax.weights import singular_values
+from clipjax.weights.limits import are_given
+from clipjax.weights.projection import Projection, projection, written
 
 Sides: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 Flatten: TypeAlias = (
     Sequence[int | Sequence[int]]
     | Callable[[Any, Any], Any]
-    | units.Skip
+    | Skip
     | Mapping[str, Any]
     | None
 )
 
 
-def spectral_cap(bound: limits.Limit, *, flatten: Flatten = None) -> Projection:
+def spectral_cap(bound: Bounds, *, flatten: Flatten = None) -> Projection:
     """Reduce the singular values above a bound to it: U min(S, bound) Vᴴ.
 
     Args:
@@ -41,9 +48,9 @@ def spectral_cap(bound: limits.Limit, *, flatten: Flatten = None) -> Projection:
         matrices, lower ranks are not changed, and higher ranks are an error.
 
     Returns:
-      A :class:`Projection`. A call takes some 45 matrix products, and as many again for
+      A :class:`Projection`. It takes some 45 matrix products, and as many again for
       each factor of 2.5 by which the largest singular value may be above the bound:
-      call it every 10 or 100 steps.
+      apply it every 10 or 100 steps.
 
     Raises:
       TypeError, ValueError: `flatten` is not a pair of axes, or applies to no leaf.
@@ -61,39 +68,36 @@ def spectral_cap(bound: limits.Limit, *, flatten: Flatten = None) -> Projection:
     Example:
       >>> import clipjax, jax.numpy as jnp
       >>> kernel = jnp.array([[3.0, 0.0], [0.0, 0.5]])
-      >>> print(clipjax.spectral_cap(1.0)(kernel).round(3))
+      >>> print(clipjax.spectral_cap(1.0).apply(kernel).round(3))
       [[1.  0. ]
        [0.  0.5]]
     """
-    each_limit = limits.by_leaf("bound", bound)
+    bounds = limit_by_path("bound", bound)
     flatten = _check_flatten(flatten)
 
-    def cap(params: Tree, step: Any) -> Tree:
-        leaves, rebuild = trees.leaves_of(params)
-        sides = _sides_of_leaves(
-            params, flatten, limits.are_given([each_limit], params)
-        )
-        each = zip(leaves, sides, each_limit.at(params, step), strict=True)
-        return rebuild(
-            [_capped(leaf, of, limit) if of else leaf.value for leaf, of, limit in each]
-        )
+    def cap(weights: Leaves, step: Any) -> list[Any]:
+        sides = _sides_of_leaves(weights, flatten, are_given([bounds], weights))
+        rows = zip(weights.each, sides, bounds.of(weights, step), strict=True)
+        return [
+            _capped(leaf, of, most) if of else leaf.value for leaf, of, most in rows
+        ]
 
     name = written(spectral_cap, bound, flatten=flatten)
-    return Projection(name, cap, scheduled=each_limit.scheduled)
+    return projection(name, cap, scheduled=bounds.scheduled)
 
 
-def _capped(leaf: trees.Leaf, sides: Sides, bound: Any) -> jax.Array:
+def _capped(leaf: Leaf, sides: Sides, bound: Any) -> jax.Array:
     """Cap the matrices of a leaf, as one array (*stack, long side, short side)."""
     x = leaf.value
     if not x.size:
         return x
-    units.check_whole("spectral_cap", leaf)
+    check_whole("spectral_cap", leaf)
     long, short = sorted(sides, key=lambda side: -_size(x, side))
     stack = tuple(axis for axis in range(x.ndim) if axis not in long + short)
     order = stack + long + short
     batch = tuple(x.shape[axis] for axis in stack)
-    bounds.check_fits("bound", bound, batch, f"the matrices of {leaf}")
-    real = norms.sum_dtype(x.dtype)
+    check_fits("bound", bound, batch, f"the matrices of {leaf}")
+    real = sum_dtype(x.dtype)
     info = jnp.finfo(x.dtype)
     rounding = float(info.eps) / 2 if info.bits < 32 else 0.0
 
@@ -109,7 +113,7 @@ def _capped(leaf: trees.Leaf, sides: Sides, bound: Any) -> jax.Array:
     # On explicit mesh axes products would need names; XLA finds them by itself.
     if any(sharding.spec):
         cap = jax.sharding.auto_axes(cap, out_sharding=sharding)
-    return clipping.weak_like(x, cap(x, jnp.asarray(bound, real)))
+    return weak_like(x, cap(x, jnp.asarray(bound, real)))
 
 
 def _size(x: jax.Array, side: tuple[int, ...]) -> int:
@@ -117,15 +121,14 @@ def _size(x: jax.Array, side: tuple[int, ...]) -> int:
 
 
 def _sides_of_leaves(
-    tree: Tree, flatten: Any, chosen: Sequence[bool]
+    leaves: Leaves, flatten: Any, chosen: Sequence[bool]
 ) -> list[Sides | None]:
     """Return the axes of rows and columns of each leaf, None if it is not changed."""
-    leaves, _ = trees.leaves_of(tree)
-    rules = trees.per_leaf("flatten", flatten, tree, None)
+    rules = by_path("flatten", flatten, leaves, None)
     sides: list[Sides | None] = []
     matrices = []
-    for leaf, rule, is_chosen in zip(leaves, rules, chosen, strict=True):
-        counts = is_chosen and trees.is_float(leaf.value)
+    for leaf, rule, is_chosen in zip(leaves.each, rules, chosen, strict=True):
+        counts = is_chosen and is_float(leaf.value)
         # One pair for all is for kernels of higher rank: those of Dense layers beside
         # them are matrices already.
         for_all = isinstance(flatten, tuple) and np.ndim(leaf.value) <= 2
@@ -134,7 +137,7 @@ def _sides_of_leaves(
         if counts and leaf.value.size:
             matrices.append(leaf)
     given = flatten.values() if isinstance(flatten, Mapping) else [flatten]
-    asked = callable(flatten) or any(isinstance(each, units.Skip) for each in given)
+    asked = callable(flatten) or any(isinstance(each, Skip) for each in given)
     if matrices and not asked and not any(sides):
         raise ValueError(
             "flatten: nothing is changed, since none of these is a matrix: "
@@ -143,12 +146,12 @@ def _sides_of_leaves(
     return sides
 
 
-def _sides_of(rule: Any, leaf: trees.Leaf) -> Sides | None:
+def _sides_of(rule: Any, leaf: Leaf) -> Sides | None:
     rank = leaf.value.ndim
     if callable(rule):
         name = f"flatten of {leaf.name!r}, by the rule,"
         rule = _check_pair(rule(leaf.path, leaf.value), name)
-    if isinstance(rule, units.Skip) or (rule is None and rank < 2):
+    if isinstance(rule, Skip) or (rule is None and rank < 2):
         return None
     if rule is None and rank > 2:
         raise ValueError(
@@ -158,7 +161,7 @@ def _sides_of(rule: Any, leaf: trees.Leaf) -> Sides | None:
             "convolution (*window, in, out), or clipjax.SKIP in place of the pair"
         )
     rows, columns = ((0,), (1,)) if rule is None else rule
-    both = tuple(units.positive_axes("flatten", rule, rows + columns, leaf))
+    both = tuple(positive_axes("flatten", rule, rows + columns, leaf))
     return both[: len(rows)], both[len(rows) :]
 
 
@@ -179,7 +182,7 @@ def _check_rule(rule: Any, name: str) -> Any:
 
 def _check_pair(pair: Any, name: str) -> Any:
     """Return a pair as a pair of tuples, or what stands in place of one."""
-    if pair is None or isinstance(pair, units.Skip):
+    if pair is None or isinstance(pair, Skip):
         return pair
     if isinstance(pair, tuple | list) and len(pair) == 2:
         sides = tuple(

@@ -3,14 +3,18 @@
 It is for tests, and for averages and casts of weights.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from clipjax import _checks
-from clipjax._core import norms, trees, units
+from clipjax._core.aliases import Reduced, Skip
+from clipjax._core.checks import as_list
+from clipjax._core.leaves import Leaf, flatten, is_float
+from clipjax._core.units import SKIP
 from clipjax.weights.projection import as_projection
 
 
@@ -70,8 +74,8 @@ def violations(
       >>> clipjax.violations(params, clipjax.max_norm(6.0))
       []
     """
-    leaves, _ = trees.leaves_of(params)
-    for leaf in leaves:
+    weights = flatten(params)
+    for leaf in weights.each:
         is_traced = isinstance(leaf.value, jax.core.Tracer)
         if not is_traced and not getattr(leaf.value, "is_fully_addressable", True):
             raise ValueError(
@@ -79,34 +83,31 @@ def violations(
                 "first"
             )
     found: list[Violation] = []
-    given = _checks.as_list(projection)
-    for each in [as_projection("projection", one) for one in given]:
-        of_units = each.units_of(params) if each.units_of else []
-        axes_at = {unit.place: unit.axes for unit in of_units}
+    for each in [as_projection("projection", one) for one in as_list(projection)]:
         needs = {"old": old} if "old" in each.needs else {}
-        projected, _ = trees.leaves_of(each(params, step=step, **needs))
-        for i, (was, now) in enumerate(zip(leaves, projected, strict=True)):
-            if isinstance(now.value, jax.core.Tracer):
+        projected = flatten(each.apply(params, step=step, **needs)).values
+        nowhere = [SKIP] * len(projected)
+        where = each.axes_of(weights) if each.axes_of else nowhere
+        for was, now, axes in zip(weights.each, projected, where, strict=True):
+            if isinstance(now, jax.core.Tracer):
                 raise TypeError(
                     f"params: {was}, or its bound, is traced: call violations outside "
                     "jit"
                 )
-            if trees.is_float(was.value):
-                found += _violations_of(was, now, axes_at.get(i, units.SKIP))
+            if is_float(was.value):
+                found += _violations_of(was, now, axes)
     return sorted(found, key=lambda violation: -violation.change)
 
 
 @np.errstate(all="ignore")
-def _violations_of(
-    old: trees.Leaf, new: trees.Leaf, axes: norms.Reduced | units.Skip
-) -> list[Violation]:
+def _violations_of(old: Leaf, new: jax.Array, axes: Reduced | Skip) -> list[Violation]:
     """Return the units that differ, or where there are none the farthest entry."""
     was = np.asarray(old.value)
-    is_now = np.asarray(new.value)
+    is_now = np.asarray(new)
     changed = was != is_now  # NaN differs from itself
     before = _real(was)
     after = _real(is_now)
-    if isinstance(axes, units.Skip):
+    if isinstance(axes, Skip):
         axes = ()
         distance = np.nan_to_num(abs(after - before), nan=np.inf)
         places = []

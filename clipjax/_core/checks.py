@@ -1,20 +1,20 @@
 """What arguments may be that are neither bounds nor axes."""
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 import optax
 
-from clipjax._core import bounds
+from clipjax._core.bounds import as_float, is_real
 from clipjax._core.messages import short_repr, traced_error
 
 
 def check_number(name: str, value: Any, interval: str) -> Any:
     """Return a number in an interval, which is written as in "[0, 1)"."""
-    if not bounds.is_real(value) or np.ndim(value):
+    if not is_real(value) or np.ndim(value):
         raise TypeError(
             f"{name} must be a number in {interval}, got {short_repr(value)}"
         )
@@ -26,7 +26,7 @@ def check_number(name: str, value: Any, interval: str) -> Any:
     below = number < high if interval[-1] == ")" else number <= high
     if not (above and below):
         raise ValueError(f"{name} must be in {interval}, got {short_repr(value)}")
-    return bounds.as_float(value)
+    return as_float(value)
 
 
 def check_count(name: str, value: Any, least: int, *, static: bool = False) -> Any:
@@ -52,30 +52,6 @@ def check_count(name: str, value: Any, least: int, *, static: bool = False) -> A
     return number
 
 
-def check_order(low: Any, high: Any, of: Any = None) -> None:
-    """Raise an error if `low` is above `high`, or their shapes do not fit together.
-
-    Schedules, traced numbers and mappings from path patterns are not compared here.
-    """
-    if any(callable(limit) or isinstance(limit, Mapping) for limit in (low, high)):
-        return
-    shapes = np.shape(low), np.shape(high)
-    try:
-        np.broadcast_shapes(*shapes)
-    except ValueError:
-        raise ValueError(
-            f"low and high must broadcast to one shape, got {shapes[0]} and {shapes[1]}"
-        ) from None
-    if isinstance(low, jax.core.Tracer) or isinstance(high, jax.core.Tracer):
-        return
-    if np.any(np.asarray(low, np.float64) > np.asarray(high, np.float64)):
-        where = "" if of is None else f" for {of}"
-        raise ValueError(
-            f"low must not be above high{where}, got low={short_repr(low)}, "
-            f"high={short_repr(high)}"
-        )
-
-
 def check_ord(ord: Any) -> float:
     """Return the order of a norm, 2 for None.
 
@@ -97,17 +73,6 @@ def check_word(name: str, value: Any, words: Sequence[str]) -> None:
         )
 
 
-def check_patterns(argument: str, patterns: Any) -> tuple[str, ...]:
-    """Return one pattern or several as a tuple."""
-    each = (patterns,) if isinstance(patterns, str) else patterns
-    is_sequence = isinstance(each, Sequence) and len(each) > 0
-    if not is_sequence or not all(isinstance(pattern, str) for pattern in each):
-        raise TypeError(
-            f"{argument} must be one or several path patterns, got {patterns!r}"
-        )
-    return tuple(each)
-
-
 def as_list(value: Any) -> list[Any]:
     """Return the elements of a list or a plain tuple, or one value.
 
@@ -123,10 +88,11 @@ def check_transformation(name: str, value: Any) -> Any:
     hint = ""
     if isinstance(value, optax.MultiSteps):
         hint = ": write .gradient_transformation() after it"
-    elif str(getattr(value, "__module__", "")).startswith(("clipjax", "optax")):
-        hint = f": call it, as in {getattr(value, '__name__', 'it')}(...)"
     elif callable(value):
-        hint = "; functions of weights go into clipjax.project"
+        hint = (
+            ": call a function that makes one; a function of the weights goes into "
+            "clipjax.project"
+        )
     raise TypeError(
         f"{name} must be a gradient transformation, got {short_repr(value)}{hint}"
     )

@@ -1,0 +1,164 @@
+"""A norm and a bound become a factor, and the factor multiplies the leaf."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from clipjax._core.aliases import Metrics, Scalar
+from clipjax._core.leaves import Leaves, is_float
+from clipjax._core.norms import largest, nan_unless, smallest, sum_dtype, tree_norm
+from clipjax._core.units import map_units, present
+
+
+def clip(
+    leaves: Leaves, of: Sequence[Any], bounds: Sequence[Any]
+) -> tuple[list[Any], list[Any]]:
+    """Clip norms to bounds; both have one entry a leaf, None where it has no norm.
+
+    Leaves that share a norm have the same array in `of`, and one factor.
+
+    Returns:
+      The new values, and the factor of each leaf.
+    """
+    made: dict[Any, jax.Array] = {}
+
+    def factor(norm: jax.Array, bound: Any, x: jax.Array) -> jax.Array:
+        key = id(norm), x.dtype
+        if key not in made:
+            made[key] = factor_to(bound, norm, x.dtype)
+        return made[key]
+
+    factors = map_units(factor, of, bounds, leaves.values)
+    return rescaled(leaves.values, factors), factors
+
+
+def clip_by_tree_norm(
+    leaves: Leaves, bound: Any, ord: float = 2, norm: Scalar | None = None
+) -> tuple[list[Any], Metrics]:
+    """Clip the norm of all leaves together: one factor multiplies every leaf."""
+    norm = tree_norm(leaves.floats, ord) if norm is None else norm
+    shared = [norm if is_float(x) else None for x in leaves.values]
+    values, _ = clip(leaves, shared, [bound] * len(shared))
+    return values, metrics_of(norm, factor_to(bound, norm))
+
+
+def clip_by_unit_norms(
+    leaves: Leaves,
+    of: Sequence[Any],
+    bound: Any,
+    fit: Callable[[Any, jax.Array, Any], Any],
+) -> tuple[list[Any], Metrics]:
+    """Clip the norms of units, one entry a leaf, to a bound that is for all of them.
+
+    Where the bound is one number, the largest norm decides the metrics, so that they
+    cost one reduction a leaf.
+    """
+    fitted = map_units(lambda norm, leaf: fit(bound, norm, leaf), of, leaves.each)
+    values, factors = clip(leaves, of, fitted)
+    most = largest(present(of))
+    if jnp.ndim(bound) == 0:
+        return values, metrics_of(most, factor_to(bound, most))
+    after = largest(present(map_units(jnp.multiply, of, factors)))
+    return values, metrics_of(most, smallest_scale(present(factors)), after)
+
+
+def margin(dtype: Any) -> float:
+    """Return the fraction by which a factor is made smaller.
+
+    It is more than the rounding of norms and products adds. In 16 bits each element is
+    rounded once more, by at most half an ulp.
+    """
+    info = jnp.finfo(dtype)
+    of_norms = 2.0**-48 if sum_dtype(dtype) == np.float64 else 2.0**-20
+    return of_norms + (float(info.eps) / 2 if info.bits < 32 else 0)
+
+
+def least_inside(bound: Any, dtype: Any) -> Any:
+    """Return the norm from which on a unit may have been brought to a bound before.
+
+    Such a unit ends a margin or two below it.
+    """
+    return bound * (1 - 4 * margin(dtype))
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def factor_to(bound: Any, norm: jax.Array, dtype: Any = None) -> jax.Array:
+    """Return 1 within the bound, else bound / norm, less the margin of a dtype."""
+    bound = jnp.asarray(bound, norm.dtype)
+    target = bound * (1 - margin(norm.dtype if dtype is None else dtype))
+    return quotient_or_1(norm <= bound, target, norm)
+
+
+def quotient_or_1(inside: jax.Array, target: jax.Array, norm: jax.Array) -> jax.Array:
+    """Return 1 inside, else target / norm; NaN for a norm that is not finite.
+
+    The division comes last: XLA computes a division once, but what follows it once for
+    each element that reads it, which would triple the time it takes to compile hundreds
+    of leaves (JAX 0.10).
+    """
+    inside &= norm < jnp.inf
+    return jnp.where(inside, 1, target + 0 * norm) / jnp.where(inside, 1, norm)
+
+
+@jax.jit
+def factor_onto(wanted: jax.Array, norm: jax.Array, rate: Any = 1) -> jax.Array:
+    """Return what takes a norm `rate` of the way to another; 1 where one of them is 0.
+
+    It has no margin, by which a norm that is kept would shrink at every step, and no
+    band in which it is 1: a tangential step of rate r grows a norm by r² / 2, which
+    would stay in it.
+    """
+    wanted = jnp.asarray(wanted, norm.dtype)
+    rate = jnp.minimum(jnp.asarray(rate, norm.dtype), 1)
+    there = (norm == wanted) | (norm == 0) | (wanted == 0)
+    # An infinite norm becomes NaN.
+    there &= wanted < jnp.inf
+    return quotient_or_1(there, rate * (wanted + 0 * wanted) + (1 - rate) * norm, norm)
+
+
+@jax.jit
+def rescale(x: jax.Array, factor: jax.Array) -> jax.Array:
+    """Return x * factor, rounded once: the one product of all clips and projections.
+
+    Where the factor is 1 that is x, bit for bit; XLA on a CPU would flush subnormal
+    numbers in the product.
+    """
+    real = factor.astype(sum_dtype(x.dtype))
+    if jnp.iscomplexobj(x):
+        scaled = lax.complex(x.real * real, x.imag * real)
+    else:
+        scaled = (x.astype(real.dtype) * real).astype(x.dtype)
+    return weak_like(x, jnp.where(factor == 1, x, scaled))
+
+
+def rescaled(values: Sequence[Any], factors: Sequence[Any]) -> list[Any]:
+    """Return leaves times their factors; a leaf whose factor is None stays."""
+    pairs = zip(values, factors, strict=True)
+    return [x if factor is None else rescale(x, factor) for x, factor in pairs]
+
+
+def weak_like(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Return y with the weak type of x, as of Python scalars, which products lose."""
+    return x.at[...].set(y) if x.weak_type else y
+
+
+def metrics_of(norm: Scalar, scale: Scalar, after: Scalar | None = None) -> Metrics:
+    """Return the metrics of a clip from the norm before it and its factor.
+
+    `after` is the norm after it, if that is not their product.
+    """
+    metrics = {"norm": norm, "scale": scale, "clipped": scale < 1}
+    if after is not None:
+        metrics["norm_after"] = nan_unless(norm < jnp.inf, after)
+    return metrics
+
+
+def smallest_scale(scales: Sequence[jax.Array]) -> Scalar:
+    """Return the smallest of scales from 0 to 1; NaN if one is NaN."""
+    least = smallest(scales, empty=1)
+    return nan_unless(least > -jnp.inf, least)

@@ -1,0 +1,196 @@
+"""The door: trees are taken apart, `act` gets leaves, and the state logs metrics."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from clipjax._core.aliases import Tree
+from clipjax._core.bounds import is_real
+from clipjax._core.leaves import Leaves, flatten, shapes_of
+from clipjax._core.messages import short_repr
+from clipjax._core.norms import warn_if_local
+from clipjax._core.states import (
+    MetricsState,
+    as_logged,
+    check_state,
+    first_metrics,
+    next_metrics,
+    table_of,
+)
+
+# act(updates: Leaves, params: Tree, step, memory, **extra)
+# -> (one value a leaf, metrics, memory)
+Act = Callable[..., tuple[Any, Any, Any]]
+
+
+def transformation(
+    name: str,
+    act: Act,
+    remember: Callable[[Leaves], Any] | None = None,
+    measure: Callable[..., Any] | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Build a transformation from what it does to leaves: every clip, skip and log.
+
+    Args:
+      name: the first part of the names of its metrics.
+      act: a function `act(updates, params, step, memory, **extra)` that returns one
+        value for each leaf, a dict of metrics, and the next memory. The parameters are
+        a tree, or None.
+      remember: makes the memory before the first step from the leaves of the
+        parameters.
+      measure: a function of the same arguments that returns the metrics alone, if they
+        are known without the rest of `act`.
+    """
+    measured = measure or (lambda *args: act(*args)[1])
+
+    def init(params: Tree) -> MetricsState:
+        leaves = flatten(params)
+        memory = () if remember is None else remember(leaves)
+
+        def first(weights: Leaves) -> Any:
+            tree = weights.rebuild(weights.values)
+            step = jnp.zeros((), np.int32)
+            return as_logged(measured(weights, tree, step, memory))
+
+        metrics = first_metrics(shapes_of(first, leaves))
+        return MetricsState(jnp.zeros((), np.int32), {name: metrics}, memory)
+
+    def update(
+        updates: Tree, state: Any, params: Tree = None, **extra: Any
+    ) -> tuple[Tree, Any]:
+        warn_if_local()
+        leaves = flatten(updates)
+        if state is None or isinstance(state, optax.EmptyState):
+            if remember is not None:
+                raise ValueError(
+                    f"state: {name} needs the state that init returned, got {state!r}"
+                )
+            return leaves.rebuild(act(leaves, params, None, (), **extra)[0]), state
+        check_state(name, state)
+        values, metrics, memory = act(leaves, params, state.step, state.memory, **extra)
+        logged = next_metrics(name, state.metrics[name], as_logged(metrics))
+        step = optax.safe_increment(jnp.asarray(state.step))
+        return leaves.rebuild(values), MetricsState(step, {name: logged}, memory)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def with_metrics(
+    name: str, act: Act, remember: Callable[[Any], Any] | None = None
+) -> optax.GradientTransformationExtraArgs:
+    """Make a gradient transformation with metrics, as every clip here is one.
+
+    :func:`clipjax.metrics` reads them from its state.
+
+    Args:
+      name: the first part of the names of its metrics.
+      act: a function `act(updates, params, step, memory) -> (updates, metrics,
+        memory)`. `metrics` is a dict of scalars, always of the same names. A float is
+        logged as it was at the last step; an int as its sum over all steps; a bool as
+        the fraction of the steps at which it was true, `clipped` as `clipped_fraction`.
+        With a float named `norm`, the steps at which it is not finite are counted in
+        `nonfinite_count`. If `act` takes `**extra`, it gets the keyword arguments of
+        `update`; `init` gives none.
+      remember: makes the memory before the first step from the parameters: arrays whose
+        shapes and dtypes never change. None if there is none; then `memory` is `()`.
+
+    Returns:
+      A gradient transformation. `update` with the state None or `optax.EmptyState()`
+      keeps no metrics, for an `act` that remembers nothing.
+
+    Raises:
+      TypeError: `name` is not a string without `/`, or `act` is not a function.
+      ValueError: in `update`, the state is None and `act` needs a memory.
+
+    Metrics are not differentiated. Their names may depend on the tree, as one metric
+    for each leaf does.
+
+    Example:
+      >>> import clipjax, jax, jax.numpy as jnp
+      >>> def act(updates, params, step, memory):
+      ...     largest = jnp.max(jnp.abs(updates))
+      ...     scale = 1 / jnp.maximum(largest, 1.0)
+      ...     metrics = {"norm": largest, "clipped": scale < 1}
+      ...     return updates * scale, metrics, memory
+      >>> tx = clipjax.with_metrics("by_largest", act)
+      >>> clipped, state = tx.update(jnp.array([2.0, 4.0]), tx.init(jnp.zeros(2)))
+      >>> print(clipped, clipjax.metrics(state)["by_largest/norm"])
+      [0.5 1. ] 4.0
+    """
+    if not isinstance(name, str) or not name or "/" in name:
+        raise TypeError(f"name must be a str without '/', got {name!r}")
+    if not callable(act):
+        raise TypeError(
+            f"act must be a function (updates, params, step, memory), got {act!r}"
+        )
+    if not (remember is None or callable(remember)):
+        raise TypeError(
+            f"remember must be a function of the parameters or None, got {remember!r}"
+        )
+    parameters = inspect.signature(act).parameters.values()
+    takes_extra = any(each.kind is each.VAR_KEYWORD for each in parameters)
+
+    def act_on_leaves(
+        updates: Leaves, params: Tree, step: Any, memory: Any, **extra: Any
+    ) -> Any:
+        tree = updates.rebuild(updates.values)
+        given = extra if takes_extra else {}
+        returned = act(tree, params, step, memory, **given)
+        _check_returned(name, returned, memory)
+        changed, metrics, memory = returned
+        table = table_of(_checked_metrics(name, metrics))
+        return jax.tree.leaves(changed), table, memory
+
+    def remember_tree(leaves: Leaves) -> Any:
+        return remember(leaves.rebuild(leaves.values)) if remember else ()
+
+    return transformation(name, act_on_leaves, remember and remember_tree)
+
+
+def _check_returned(name: str, returned: Any, memory: Any) -> None:
+    """Raise if `act` returned what a state cannot hold."""
+    is_triple = isinstance(returned, tuple) and len(returned) == 3
+    if not (is_triple and isinstance(returned[1], Mapping)):
+        raise TypeError(
+            f"act of {name} must return (updates, a dict of metrics, memory), got "
+            f"{short_repr(returned)}"
+        )
+    wanted, given = (jax.tree.map(_kind, tree) for tree in (memory, returned[2]))
+    # Not wanted != given: placeholders of optax.tree.map_params equal only themselves.
+    kinds = {(jax.tree.structure(x), *jax.tree.leaves(x)) for x in (wanted, given)}
+    if len(kinds) > 1:
+        raise TypeError(
+            f"act of {name} must return memory in the shapes and dtypes {wanted}, got "
+            f"{given}"
+        )
+
+
+def _kind(x: Any) -> str:
+    return f"{jnp.result_type(x)}{list(np.shape(x))}"
+
+
+def _checked_metrics(name: str, metrics: Mapping[Any, Any]) -> dict[str, jax.Array]:
+    """Return metrics of a user's as arrays."""
+    added = {"nonfinite_count"}
+    for key, x in metrics.items():
+        is_bool = isinstance(x, bool) or getattr(x, "dtype", "") == "bool"
+        if np.ndim(x) or not (is_bool or is_real(x)):
+            given = f"shape {np.shape(x)}" if np.ndim(x) else short_repr(x)
+            raise TypeError(
+                f"act: the metric {key!r} of {name} must be a real scalar or a bool, "
+                f"got {given}"
+            )
+        if is_bool:
+            added.add(f"{key}_fraction")
+    taken = [key for key in metrics if key in added or f"/{key}".endswith("/steps")]
+    if taken:
+        raise ValueError(
+            f"metrics: {sorted(taken)} of {name} are names that clipjax adds; choose "
+            "others"
+        )
+    return {str(key): jnp.asarray(x) for key, x in metrics.items()}

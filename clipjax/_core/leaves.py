@@ -1,0 +1,276 @@
+"""A tree taken apart: its arrays, their paths, and the patterns that match these."""
+
+import collections
+import fnmatch
+import glob
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.tree_util import GetAttrKey
+
+from clipjax._core.aliases import Path, Tree
+from clipjax._core.messages import a_few
+
+
+class Leaf(NamedTuple):
+    """One leaf, as errors describe it."""
+
+    path: Path
+    value: Any
+
+    @property
+    def name(self) -> str:
+        """The path as text, such as `"encoder/Dense_0/kernel"`."""
+        return path_name(self.path)
+
+    def __str__(self) -> str:
+        return f"leaf {self.name!r} of shape {tuple(np.shape(self.value))}"
+
+
+class Leaves(NamedTuple):
+    """A tree taken apart, once, at the door; every list has one entry a leaf."""
+
+    values: list[Any]
+    paths: list[Path]
+    rebuild: Callable[[Sequence[Any]], Tree]
+    # Where the tree has None, and where `optax.masked` has removed a leaf.
+    absent: list[Path]
+    is_masked: bool
+
+    @property
+    def floats(self) -> list[jax.Array]:
+        """The leaves that have a norm."""
+        return [x for x in self.values if is_float(x)]
+
+    @property
+    def each(self) -> list[Leaf]:
+        """The leaves with their paths."""
+        return list(map(Leaf, self.paths, self.values))
+
+
+def flatten(tree: Tree) -> Leaves:
+    """Take a tree apart.
+
+    Python numbers and NumPy arrays become JAX arrays. What is no array, such as a
+    function, is an error.
+    """
+    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_absent)
+    paths = without_boxes([path for path, _ in found])
+    nodes = [node for _, node in found]
+    is_absent = list(map(_is_absent, nodes))
+    present = [path for path, gone in zip(paths, is_absent, strict=True) if not gone]
+    kept = [node for node, gone in zip(nodes, is_absent, strict=True) if not gone]
+    treedef: Any = jax.tree.structure(tree)
+    return Leaves(
+        list(map(_as_array, present, kept)),
+        present,
+        treedef.unflatten,
+        list(itertools.compress(paths, is_absent)),
+        any(isinstance(node, optax.MaskedNode) for node in nodes),
+    )
+
+
+def is_float(x: Any) -> bool:
+    """Return whether a leaf has a norm: float and complex ones do."""
+    return bool(jnp.issubdtype(x.dtype, jnp.inexact))
+
+
+def path_name(path: Path) -> str:
+    """Format a path, such as `"encoder/Dense_0/kernel"`."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+_VALUE = GetAttrKey("value")
+
+
+def without_boxes(paths: Sequence[Path]) -> list[Path]:
+    """Drop the key `.value` from paths where the node has no other child.
+
+    Such a node is a box around an array, as `nnx.Variable` and `nn.Partitioned` are,
+    and users write paths without it.
+    """
+    if not any(_VALUE in path for path in paths):
+        return list(paths)
+    edges = {path[: i + 1] for path in paths for i in range(len(path))}
+    children = collections.Counter(edge[:-1] for edge in edges)
+    return [
+        tuple(
+            key for i, key in enumerate(path) if key != _VALUE or children[path[:i]] > 1
+        )
+        for path in paths
+    ]
+
+
+def unboxed(tree: Tree) -> Tree:
+    """Return a tree with their contents in place of boxes, as above."""
+
+    def child(node: Any) -> list[Any]:
+        level = jax.tree_util.default_registry.flatten_one_level_with_keys(node)
+        children = level[0] if level else ()
+        is_box = [key for key, _ in children] == [_VALUE]
+        return [content for _, content in children if is_box]
+
+    return jax.tree.map(
+        lambda node: (child(node) or [node])[0],
+        tree,
+        is_leaf=lambda node: bool(child(node)),
+    )
+
+
+def _is_absent(node: Any) -> bool:
+    return node is None or isinstance(node, optax.MaskedNode)
+
+
+def _as_array(path: Path, leaf: Any) -> Any:
+    # `init` takes shapes, as Optax's does; JAX refuses them elsewhere.
+    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+        return leaf
+    if isinstance(leaf, bool | int | float | complex) or hasattr(leaf, "__jax_array__"):
+        return jnp.asarray(leaf)
+    if isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind not in "OSUMm":
+        return leaf if leaf.dtype == jax.dtypes.float0 else jnp.asarray(leaf)
+    raise TypeError(
+        f"leaf {path_name(path)!r} must be an array of numbers, got "
+        f"{type(leaf).__name__}: pass only the arrays, of an Equinox module "
+        "eqx.filter(model, eqx.is_inexact_array)"
+    )
+
+
+def nodes_where(is_one: Callable[[Any], bool], tree: Any) -> list[Any]:
+    """Return the nodes of a tree that a predicate holds for, the outer ones."""
+    return [node for node in jax.tree.leaves(tree, is_leaf=is_one) if is_one(node)]
+
+
+def shapes_of(function: Callable[[Leaves], Any], leaves: Leaves) -> Any:
+    """Return the shapes of what a function returns for leaves, without computing it.
+
+    It sees the shapes and dtypes of floats alone, as arrays in the memory of the host
+    cannot be mixed with others.
+    """
+    shapes = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype) if is_float(x) else None
+        for x in leaves.values
+    ]
+
+    def call(shapes: list[Any]) -> Any:
+        pairs = zip(shapes, leaves.values, strict=True)
+        values = [old if new is None else new for new, old in pairs]
+        return function(leaves._replace(values=values))
+
+    return jax.eval_shape(call, shapes)
+
+
+def beside(
+    leaves: Leaves, given: Tree | Leaves, argument: str, name: str, of: str = "updates"
+) -> list[Any]:
+    """Return the leaves of another tree that stand beside those of a first.
+
+    The other tree is an argument of `name`, and may have more leaves. The first is `of`
+    updates or weights.
+    """
+    if given is None and leaves.values:
+        raise ValueError(
+            f"{argument}: {name} needs them: tx.update(updates, state, {argument})"
+        )
+    others = given if isinstance(given, Leaves) else flatten(given)
+    by_path = dict(zip(others.paths, others.values, strict=True))
+    missing = [path_name(path) for path in leaves.paths if path not in by_path]
+    if missing:
+        raise ValueError(
+            f"{argument}: {name} needs one for each of the {of}, but has none for "
+            f"{a_few(missing)}"
+        )
+    found = [by_path[path] for path in leaves.paths]
+    for leaf, other in zip(leaves.each, found, strict=True):
+        if np.shape(leaf.value) != np.shape(other):
+            raise ValueError(
+                f"{argument}: {name} got {leaf._replace(value=other)}, beside {of} of "
+                f"shape {np.shape(leaf.value)}"
+            )
+    return found
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Return whether a glob matches a whole path, or its last components.
+
+    With a leading slash it only matches the whole path.
+    """
+    glob_of_all = pattern if pattern.startswith("/") else f"*/{pattern}"
+    return pattern == name or fnmatch.fnmatchcase(f"/{name}", glob_of_all)
+
+
+def first_matches(
+    argument: str, patterns: Sequence[str], leaves: Leaves, *, in_order: bool = True
+) -> list[str | None]:
+    """Return for each leaf the first pattern that matches it, or None.
+
+    A pattern that matches nothing in the tree is an error, and `in_order` also one that
+    is never the first. Where `optax.masked` or `optax.partition` has removed leaves,
+    the pattern may be for those.
+    """
+    # Two names may be the same: those of {"a/b": x, "a": {"b": y}}.
+    names = [path_name(path) for path in (*leaves.paths, *leaves.absent)]
+    matched = _all_matches(patterns, names)
+    first = [found[0] if found else None for found in matched]
+    if names and not leaves.is_masked:
+        used = set(itertools.chain(*matched))
+        for pattern in (p for p in patterns if p not in used):
+            below = f"{pattern}/*"
+            is_folder = any(matches(below, name) for name in names)
+            hint = f"; {below!r} matches some" if is_folder else ""
+            raise ValueError(
+                f"{argument}: the pattern {pattern!r} matches no leaf{hint}. The paths "
+                f"are: {a_few(names)}"
+            )
+        late = set(patterns) - set(first)
+        if in_order and late:
+            raise ValueError(
+                f"{argument}: {a_few(sorted(late))} comes after patterns that match "
+                "all of its leaves"
+            )
+    return first[: len(leaves.values)]
+
+
+def _all_matches(patterns: Sequence[str], names: Sequence[str]) -> list[list[str]]:
+    """Return for each name the patterns that match it, in their order.
+
+    Patterns without wildcards are looked up: `unit_axes` has one for each leaf, and
+    would take quadratic time.
+    """
+    place = {pattern: i for i, pattern in enumerate(patterns)}
+    globs = [pattern for pattern in patterns if glob.has_magic(pattern)]
+    matched = []
+    for name in names:
+        parts = name.split("/")
+        ends = {"/".join(parts[i:]) for i in range(len(parts))}
+        exact = [end for end in (f"/{name}", *ends) if end in place]
+        found = {*exact, *(p for p in globs if matches(p, name))}
+        matched.append(sorted(found, key=place.__getitem__))
+    return matched
+
+
+def check_patterns(argument: str, patterns: Any) -> tuple[str, ...]:
+    """Return one pattern or several as a tuple."""
+    each = (patterns,) if isinstance(patterns, str) else patterns
+    is_sequence = isinstance(each, Sequence) and len(each) > 0
+    if not is_sequence or not all(isinstance(pattern, str) for pattern in each):
+        raise TypeError(
+            f"{argument} must be one or several path patterns, got {patterns!r}"
+        )
+    return tuple(each)
+
+
+def by_path(argument: str, given: Any, leaves: Leaves, other: Any) -> list[Any]:
+    """Return for each leaf what is given: the same for all, or by path patterns.
+
+    A leaf that no pattern matches gets `other`.
+    """
+    if not isinstance(given, Mapping):
+        return [given] * len(leaves.values)
+    found = first_matches(argument, tuple(given), leaves)
+    return [other if pattern is None else given[pattern] for pattern in found]
