@@ -110,7 +110,7 @@ THEMES = {
         of_value("min_max_norm(jnp.inf, jnp.inf)", "low", "finite", "inf"),
         of_value("min_max_norm(0.5, 1.0, rate=2.0)", "rate", "at most 1", "2.0"),
         of_value("keep_norm(rate=2.0)", "rate", "at most 1", "2.0"),
-        of_value("keep_norm().apply(params)", "old", "keep_norm().apply(params, old)"),
+        of_value("keep_norm().apply(params)", "old", "weights before the update"),
         of_value("violations(params, keep_norm())", "old", "old=old"),
         of_value("keep_norm().apply(params, [params])", "old", "structure", "list"),
         of_value(

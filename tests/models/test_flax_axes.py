@@ -148,7 +148,7 @@ def test_a_linen_model_in_a_projection() -> None:
         )
     )
     without, within = jax.jit(
-        lambda tree: (projection(tree["params"]), projection(tree))
+        lambda tree: (projection.apply(tree["params"]), projection.apply(tree))
     )(params)
     reduced = {
         "embed/": 1,

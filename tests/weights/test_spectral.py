@@ -233,7 +233,7 @@ def test_the_forms_of_bounds() -> None:
     np.testing.assert_allclose(largest(capped[1]), 0.5, rtol=2e-5)
     assert bits(capped[2]) == bits(stack[2])
     falling = spectral_cap(lambda step: 2.0 - step / 10, flatten=(1, 2))
-    np.testing.assert_allclose(largest(falling(stack, step=5)), 1.5, rtol=2e-5)
+    np.testing.assert_allclose(largest(falling.apply(stack, step=5)), 1.5, rtol=2e-5)
     lost = stack.at[1, 0, 0].set(jnp.nan).at[2, 1, 1].set(jnp.inf)
     entries = np.isnan(spectral_cap(1.0, flatten=(1, 2)).apply(lost)).sum(axis=(1, 2))
     assert entries.tolist() == [0, 30, 30]
