@@ -153,12 +153,16 @@ CASES = {row.name: case_of(row) for row in FIRST.values() if row.kind == "clip"}
         stepped(lambda b: clipjax.tangent_cone(b, **UNITS)), "unit", oracle=o.of_cone
     ),
     "adagc": Case(stepped(lambda b: clipjax.adagc(max_norm=b)), name="adagc"),
-    "max_norm": Case(lambda t, w, b: (clipjax.max_norm(b, **UNITS)(t), None), "unit"),
+    "max_norm": Case(
+        lambda t, w, b: (clipjax.max_norm(b, **UNITS).apply(t), None), "unit"
+    ),
     "columns": Case(
-        lambda t, w, b: (t | {"m": clipjax.max_norm(b * SHARES)(t["m"])}, None),
+        lambda t, w, b: (t | {"m": clipjax.max_norm(b * SHARES).apply(t["m"])}, None),
         "column",
     ),
-    "box": Case(lambda t, w, b: (clipjax.box(-b, b)(t), None), "entry", bad="entry"),
+    "box": Case(
+        lambda t, w, b: (clipjax.box(-b, b).apply(t), None), "entry", bad="entry"
+    ),
     "link": Case(stepped(lambda b: clipjax.max_norm(b, **UNITS)), "unit"),
     "layer global": Case(back(clipjax.clip_gradient_by_global_norm)),
     "layer norm": Case(back(clipjax.clip_gradient_by_norm), "leaf"),

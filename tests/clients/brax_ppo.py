@@ -41,7 +41,7 @@ def losses():
 
 compare("brax", losses)
 
-# Its loops give `update` no parameters, so that a projection is called.
+# Its loops give `update` no parameters, so that a projection is applied directly.
 X = np.random.default_rng(0).normal(size=(32, 4)).astype(np.float32)
 network = networks.MLP([16, 2])
 tx = clipjax.bounded(
@@ -60,7 +60,7 @@ update = gradients.gradient_update_fn(loss_fn, tx, pmap_axis_name=None)
 @jax.jit
 def step(params, state, x):
     _, params, state = update(params, x, optimizer_state=state)
-    return project(params), state
+    return project.apply(params), state
 
 
 params = network.init(jax.random.key(0), X)

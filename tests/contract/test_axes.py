@@ -55,12 +55,11 @@ DEFAULT_IS_FAN_IN = [
 ]
 
 
-def applied(made: Any, tree: Any, weights: Any) -> Any:
-    return (
-        made.update(tree, made.init(tree), weights)[0]
-        if hasattr(made, "_fields")
-        else made(tree, *([weights] if made.needs else []))
-    )
+def applied(made: Any, tree: Any, weights: Any, *, old: bool = False) -> Any:
+    """Apply a projection directly, to `old` weights too, or else update."""
+    if hasattr(made, "apply"):
+        return made.apply(tree, *([weights] if old else []))
+    return made.update(tree, made.init(tree), weights)[0]
 
 
 def leaves(tree: Any) -> list[Any]:
@@ -92,7 +91,8 @@ def test_units_are_what_axes_reduce(row: Row) -> None:
 
     @jax.jit
     def every(tree: Any, weights: Any, bound: Any) -> Any:
-        return [applied(row.axes(bound, axes=axes), tree, weights) for axes, _ in FORMS]
+        made = [row.axes(bound, axes=axes) for axes, _ in FORMS]
+        return [applied(each, tree, weights, old=row.params) for each in made]
 
     for (axes, wanted), result in zip(FORMS, every(TREE, WEIGHTS, 0.01), strict=True):
         each = zip(leaves(TREE), leaves(result), wanted, strict=True)

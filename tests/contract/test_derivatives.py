@@ -158,8 +158,8 @@ def test_a_threshold_has_a_derivative_and_that_of_a_layer_has_none() -> None:
     clips = {
         "value": lambda s: jnp.sum(jnp.abs(value(x, -s, s))),
         "norm": lambda s: jnp.linalg.norm(norm(x, s)) * 2,
-        "box": lambda s: jnp.sum(clipjax.box(-s, s)(w)) / 2,
-        "max_norm": lambda s: jnp.sum(clipjax.max_norm(s)(w)) / 2**0.5,
+        "box": lambda s: jnp.sum(clipjax.box(-s, s).apply(w)) / 2,
+        "max_norm": lambda s: jnp.sum(clipjax.max_norm(s).apply(w)) / 2**0.5,
     }
     layers = {
         "scale": clipjax.scale_gradient,

@@ -183,7 +183,7 @@ def test_python_numbers_and_numpy_arrays_count() -> None:
     def all_of() -> Any:  # in which they are still Python's and NumPy's
         tx = clipjax.clip_by_global_norm(1.0)
         limited = functional.clip_by_value(tree, -1.0, 1.0)
-        projected = clipjax.max_norm(1.0)(tree)
+        projected = clipjax.max_norm(1.0).apply(tree)
         clipped, _ = tx.update(tree, tx.init(tree))
         return clipped, limited, projected, functional.global_norm(tree)
 

@@ -137,7 +137,7 @@ def scheduled_results() -> Any:
             done[name] = (
                 made.update(tree, states[name], params)
                 if is_transformation(row)
-                else (made(tree, step=states[name]), states[name] + 1)
+                else (made.apply(tree, step=states[name]), states[name] + 1)
             )
         return done
 

@@ -19,7 +19,8 @@ def test_a_traced_bound_below_0_counts_as_0() -> None:
     def clipped(bound: Any) -> Any:
         grads, weights = jnp.array([3.0, 4.0]), jnp.array([[3.0], [4.0]])
         tx = clipjax.clip_by_global_norm(bound)
-        return tx.update(grads, tx.init(grads))[0], clipjax.max_norm(bound)(weights)
+        projection = clipjax.max_norm(bound)
+        return tx.update(grads, tx.init(grads))[0], projection.apply(weights)
 
     for x in clipped(-1.0):
         np.testing.assert_array_equal(x, np.zeros_like(x))
@@ -45,9 +46,9 @@ def test_a_limit_that_int32_cannot_hold_clips_nothing(limit: Any) -> None:
         clipjax.adaptive_grad_clip(0.1, eps=limit),
     ]
     functions = [
-        clipjax.max_norm(limit),
-        clipjax.max_norm({"w": limit}),
-        clipjax.box(-limit, limit),
+        clipjax.max_norm(limit).apply,
+        clipjax.max_norm({"w": limit}).apply,
+        clipjax.box(-limit, limit).apply,
         lambda tree: functional.clip_by_global_norm(tree, limit)[0],
         lambda tree: functional.clip_by_norm(tree, limit),
     ]
@@ -90,7 +91,7 @@ def test_both_limits_are_rounded_inward() -> None:
 
     @jax.jit
     def boxed(tree: Any) -> Any:
-        return [clipjax.box(low, high)(tree) for low, high in LIMITS]
+        return [clipjax.box(low, high).apply(tree) for low, high in LIMITS]
 
     tree = {dtype: ENTRIES.astype(jnp.dtype(dtype)) for dtype in DTYPES}
     for (low, high), result in zip(LIMITS, boxed(tree), strict=True):
@@ -117,7 +118,7 @@ def test_whole_limits_beyond_float32_are_rounded_inward() -> None:
         txs = [clipjax.clip_by_value(limit) for limit in limits]
         boxes = [clipjax.box(-np.inf, limit) for limit in limits]
         return [tx.update(x, tx.init(x))[0] for tx in txs], [
-            box(x, step=0 if callable(limit) else None)
+            box.apply(x, step=0 if callable(limit) else None)
             for box, limit in zip(boxes, limits, strict=True)
         ]
 
@@ -129,8 +130,8 @@ def test_whole_limits_beyond_float32_are_rounded_inward() -> None:
 
 
 def test_equal_limits_are_allowed() -> None:
-    boxed = jax.jit(clipjax.box(0.5, 0.5))(ENTRIES.astype(np.float32))
+    boxed = jax.jit(clipjax.box(0.5, 0.5).apply)(ENTRIES.astype(np.float32))
     np.testing.assert_array_equal(boxed, np.full(101, 0.5, np.float32))
     ones = np.ones((1, 3), np.float32)
-    twos = jax.jit(clipjax.min_max_norm(2.0, 2.0))(ones)
+    twos = jax.jit(clipjax.min_max_norm(2.0, 2.0).apply)(ones)
     np.testing.assert_allclose(twos, 2 * ones, rtol=2e-6)

@@ -22,7 +22,7 @@ def test_a_norm_that_is_not_finite_is_no_goal_for_a_norm_of_0() -> None:
     zeros = np.zeros((2, 3), np.float32)
     for bad in (NAN, INF):
         old = zeros + np.float32([[bad], [1.0]])
-        kept = clipjax.keep_norm(axes=1)(zeros, old)
+        kept = clipjax.keep_norm(axes=1).apply(zeros, old)
         assert np.isnan(kept).all(axis=1).tolist() == [True, False]
         assert not kept[1].any()
 

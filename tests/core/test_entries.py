@@ -22,7 +22,7 @@ def test_subnormal_entries_inside_stay(dtype: str) -> None:
             leaf = trees.Leaf((), x)
             limits = ((0.0, 1.0), (-1.0, 0.0), (-1.0, 1.0), (None, 0.0))
             found = [entries.clip_entries(leaf, *each) for each in limits]
-            return [clipjax.non_negative()(x), *found]
+            return [clipjax.non_negative().apply(x), *found]
 
         limits = ((0, np.inf), (0, 1), (-1, 0), (-1, 1), (0, 0))
         for y, (low, high) in zip(clipped(exact.astype(kind)), limits, strict=True):

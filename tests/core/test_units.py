@@ -22,14 +22,14 @@ def test_auto_is_a_word_in_mappings_too() -> None:
     """The head stays, and other kernels are bounded by unit, as "auto" alone does."""
     params = {name: {"kernel": np.full((4, 3), 5.0)} for name in ("body", "head")}
     params["body"]["bias"] = np.full(3, 9.0)
-    projected = clipjax.max_norm(1.0, axes={"head/*": SKIP, "*": "auto"})(params)
+    projected = clipjax.max_norm(1.0, axes={"head/*": SKIP, "*": "auto"}).apply(params)
     np.testing.assert_array_equal(projected["head"]["kernel"], 5.0)
     np.testing.assert_array_equal(projected["body"]["bias"], 9.0)
     norms = np.linalg.norm(np.asarray(projected["body"]["kernel"], float), axis=0)
     np.testing.assert_allclose(norms, 1.0, rtol=2e-6)
     conv = {"head": {"kernel": jnp.ones((3, 3, 2, 4))}}
     with pytest.raises(ValueError, match=r"'head/kernel' .* may be the kernel of"):
-        clipjax.max_norm(1.0, axes={"*": "auto"})(conv)
+        clipjax.max_norm(1.0, axes={"*": "auto"}).apply(conv)
     with pytest.raises(TypeError, match=r"axes\['\*'\] must be ints"):
         clipjax.clip_by_norm(1.0, axes={"*": "auto"})
 
@@ -47,7 +47,7 @@ def test_skipping_every_leaf_is_a_wish(axes: Any) -> None:
     params = {"scale": jnp.ones(3), "bias": jnp.ones(3)}
     projection = clipjax.max_norm(0.5, axes=axes)
     projection.init(params)
-    np.testing.assert_array_equal(projection(params)["scale"], 1.0)
+    np.testing.assert_array_equal(projection.apply(params)["scale"], 1.0)
 
 
 def test_norms_of_units_are_bounds_of_units() -> None:
@@ -73,6 +73,6 @@ def test_norms_of_units_are_bounds_of_units() -> None:
 
 def test_a_leaf_without_entries_needs_no_axes() -> None:
     """Nothing could be changed in it, so that "auto" need not apply to it."""
-    clipjax.max_norm(1.0)({"bias": jnp.zeros(0)})
+    clipjax.max_norm(1.0).apply({"bias": jnp.zeros(0)})
     with pytest.raises(ValueError, match="axes: nothing is changed"):
-        clipjax.max_norm(1.0)({"bias": jnp.zeros(1)})
+        clipjax.max_norm(1.0).apply({"bias": jnp.zeros(1)})

@@ -239,7 +239,7 @@ MEASURING = {
     "clip": linked(CLIP),
     "skip": linked(clipjax.skip_nonfinite(optax.identity())),
     "link of a projection": linked(clipjax.max_norm(1.0, axes=None)),
-    "projection": clipjax.max_norm(1.0, axes=None),
+    "projection": clipjax.max_norm(1.0, axes=None).apply,
     "global_norm": functional.global_norm,
     "leaf_norms": functional.leaf_norms,
     "unitwise_norms": lambda tree: functional.unitwise_norms(tree, None),

@@ -116,7 +116,7 @@ def applied(name: str, tree: str, **given: str) -> str:
         return f"{call}.init({tree})"
     if name in of_kinds("projection"):
         old = f", {tree}" if FIRST[name].params else ""
-        return f"{call}({tree}{old})"
+        return f"{call}.apply({tree}{old})"
     return call
 
 
@@ -160,7 +160,7 @@ BY_LEAF = [
     ("bound", "clip_by_value($).init(params)"),
     ("low", "clip_by_value(low=-$, high=1.0).init(params)"),
     ("clipping", "adaptive_grad_clip($).init(params)"),
-    ("low", "box(-$, 1.0)(params)"),
+    ("low", "box(-$, 1.0).apply(params)"),
     ("high", "box(-1.0, $).init(params)"),
     ("low", "functional.clip_by_value(params, -$, 1.0)"),
     ("max_norm", "functional.clip_by_norm(params, $, axes=0)"),
@@ -171,30 +171,30 @@ BY_LEAF = [
 BY_UNIT = [
     ("max_norm", "clip_by_norm($, axes=0).init(params)"),
     ("radius", "tangent_cone($).init(params)"),
-    ("radius", "max_norm($)(params)"),
-    ("high", "min_max_norm(0.5, $)(params)"),
+    ("radius", "max_norm($).apply(params)"),
+    ("high", "min_max_norm(0.5, $).apply(params)"),
     ("rate", "min_max_norm(0.5, 1.0, rate=$).init(params)"),
     ("rate", "keep_norm(rate=$, axes=0).init(params)"),
-    ("bound", "spectral_cap($)(params)"),
+    ("bound", "spectral_cap($).apply(params)"),
 ]
 CONV = "{'conv': jnp.ones((2, 3, 4))}"
 FLAT = "{'query': jnp.ones((4, 4)), 'key': jnp.ones((4, 4))}"
 KERNELS = "{'query': jnp.ones((4, 2, 3)), 'key': jnp.ones((4, 2, 3))}"
 ATTENTION = [
-    "max_norm(3.0)(attention)",
+    "max_norm(3.0).apply(attention)",
     "unit_norm().init(attention)",
     "tangent_cone(3.0).init(attention)",
     "chain(adam, min_max_norm(0.0, 3.0)).init(attention)",
-    "spectral_cap(1.0)(attention)",
+    "spectral_cap(1.0).apply(attention)",
 ]
 PATTERNS = [
     ("max_norms", "clip_by_group_norm({$: 1.0}).init(params)"),
     ("groups", "record_norms([$]).init(params)"),
-    ("low", "box({$: 0.0}, 1.0)(params)"),
-    ("where", "non_negative(where=$)(params)"),
+    ("low", "box({$: 0.0}, 1.0).apply(params)"),
+    ("where", "non_negative(where=$).apply(params)"),
     ("patterns", "optax.masked(clip, matching($)).init(params)"),
-    ("axes", "max_norm(3.0, axes={$: 0})(params)"),
-    ("flatten", "spectral_cap(1.0, flatten={$: (0, 1)})(params)"),
-    ("radius", "max_norm({$: 1.0})(params)"),
-    ("low", "min_max_norm({$: 1.0}, 2.0)(params)"),
+    ("axes", "max_norm(3.0, axes={$: 0}).apply(params)"),
+    ("flatten", "spectral_cap(1.0, flatten={$: (0, 1)}).apply(params)"),
+    ("radius", "max_norm({$: 1.0}).apply(params)"),
+    ("low", "min_max_norm({$: 1.0}, 2.0).apply(params)"),
 ]

@@ -32,7 +32,6 @@ def names() -> dict[str, Any]:
         "heads": heads,
         "attention": heads | {"out": params},
         "other_shape": {"kernel": jnp.ones(3), "bias": jnp.ones(3)},
-        "variables": {"params": params, "batch_stats": {"mean": -5 * jnp.ones((2, 2))}},
         "adam": optax.adam(1e-3),
         "sgd": optax.sgd(1e-3),
         "clip": clipjax.clip_by_global_norm(1.0),

@@ -17,7 +17,7 @@ def test_what_max_norm_returns_is_on_the_sphere_of_the_cone() -> None:
 
     @jax.jit
     def kept(tree: Any) -> Any:
-        weights = clipjax.max_norm(1.0)(tree)
+        weights = clipjax.max_norm(1.0).apply(tree)
         outward = jax.tree.map(jnp.negative, weights)
         half = jnp.bfloat16(1)
         radii = (1.0, 1, half, np.float16(1), lambda step: jnp.ones((), jnp.bfloat16))

@@ -91,7 +91,8 @@ def model() -> Any:
 
 def test_a_model_in_a_projection() -> None:
     params = eqx.filter(eqx.filter_jit(model)(), eqx.is_inexact_array)
-    after = jax.jit(clipjax.unit_norm(axes=unit_axes(params, other={"w": 0})))(params)
+    projection = clipjax.unit_norm(axes=unit_axes(params, other={"w": 0}))
+    after = jax.jit(projection.apply)(params)
     first, second = after["mlp"].layers
     for weight in (first.weight, second.weight, *after["stack"].weight, after["w"].T):
         norms = np.linalg.norm(np.asarray(weight, np.float64), axis=1)

@@ -148,7 +148,7 @@ def test_a_linen_model_in_a_projection() -> None:
         )
     )
     without, within = jax.jit(
-        lambda tree: (projection(tree["params"]), projection(tree))
+        lambda tree: (projection.apply(tree["params"]), projection.apply(tree))
     )(params)
     reduced = {
         "embed/": 1,
@@ -254,7 +254,8 @@ def test_an_nnx_model_in_a_projection() -> None:
     model = nnx.eval_shape(lambda: NNXModel(nnx.Rngs(0)))
     projection = clipjax.max_norm(0.3, axes=unit_axes(model, other={"w/*": 0}))
     params = weights(nnx.state(model, nnx.Param))
-    jax.eval_shape(projection, nnx.to_pure_dict(params))  # what nnx.Optimizer updates
+    # What nnx.Optimizer updates.
+    jax.eval_shape(projection.apply, nnx.to_pure_dict(params))
     reduced = {
         "embed": 1,
         "general": 1,
@@ -263,7 +264,7 @@ def test_an_nnx_model_in_a_projection() -> None:
         "attention/out": (0, 1),
         "stack": 1,
     }
-    after = jax.jit(projection)(params)
+    after = jax.jit(projection.apply)(params)
     assert check_projected(params, after, 0.3, reduced) == 7 + 4 + 8 + 2 + 3 + 1 + 1
     assert unit_axes(model, wrt=nnx.LoRAParam) == {
         "head/lora_a": (0,),
@@ -301,7 +302,7 @@ def test_axes_are_the_same_in_all_modes_of_nnx(modes: Any) -> None:
         model = nnx.eval_shape(lambda: NNXModel(nnx.Rngs(0), tied=False))
         axes = unit_axes(model, other={"w/*": 0})
         shapes = jax.eval_shape(
-            clipjax.max_norm(0.3, axes=axes), nnx.state(model, nnx.Param)
+            clipjax.max_norm(0.3, axes=axes).apply, nnx.state(model, nnx.Param)
         )
         return axes, unit_axes(model, wrt=nnx.LoRAParam), nnx.to_pure_dict(shapes)
 

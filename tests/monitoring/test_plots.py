@@ -200,7 +200,8 @@ def test_units_are_sorted_and_those_at_the_bound_are_counted() -> None:
         for name, dtype in dtypes.items()
     }
     ax = plt.subplots()[1]
-    assert plots.unit_norms(clipjax.max_norm(1.5)(params), radius=1.5, ax=ax) is ax
+    projected = clipjax.max_norm(1.5).apply(params)
+    assert plots.unit_norms(projected, radius=1.5, ax=ax) is ax
     found = drawn(ax)
     for name, x in params.items():
         exact = np.sort(np.linalg.norm(np.asarray(x, np.float64), axis=0))

@@ -23,7 +23,7 @@ def keras() -> Any:
 
 def check(keras: Any, ours: Any, theirs: Any, weights: np.ndarray, axis: Any) -> None:
     """Compare; Keras multiplies by target / (1e-7 + norm), inside the bounds, too."""
-    got = ours(jnp.asarray(weights))
+    got = ours.apply(jnp.asarray(weights))
     want = np.asarray(
         keras.ops.convert_to_numpy(theirs(keras.ops.convert_to_tensor(weights)))
     )
@@ -64,7 +64,7 @@ def test_constraints(keras: Any, size: float, shape: Any, axis: Any) -> None:
             axis,
         )
     np.testing.assert_array_equal(
-        clipjax.non_negative()(w), keras.ops.convert_to_numpy(theirs.NonNeg()(w))
+        clipjax.non_negative().apply(w), keras.ops.convert_to_numpy(theirs.NonNeg()(w))
     )
 
 
@@ -75,7 +75,7 @@ def test_a_rate_moves_part_of_the_way(keras: Any, rate: float) -> None:
     theirs = keras.constraints.MinMaxNorm(0.5, 1.0, rate=rate)
     for _ in range(3):
         check(keras, ours, theirs, w, 0)
-        w = np.asarray(ours(w))
+        w = np.asarray(ours.apply(w))
 
 
 def test_a_bias_has_no_constraint_unless_asked(keras: Any) -> None:
@@ -96,7 +96,7 @@ def test_a_bias_has_no_constraint_unless_asked(keras: Any) -> None:
         clipjax.unit_norm(axes=0),
     )
     for projection in (*bounds, clipjax.max_norm(3.0)):
-        projected = projection(params)
+        projected = projection.apply(params)
         assert (projected["bias"] == 9).all()
         assert projected["scale"] == 9
         assert (projected["kernel"] < 2).all()

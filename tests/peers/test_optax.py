@@ -69,7 +69,7 @@ def by_both(grads: Any, weights: Any, bound: Any) -> dict[str, tuple[Any, Any]]:
 
 @jax.jit
 def by_projections(weights: Any) -> Any:
-    return [[project(weights) for project in pair] for pair in PROJECTIONS]
+    return [[ours.apply(weights), theirs(weights)] for ours, theirs in PROJECTIONS]
 
 
 @SEEDS
@@ -209,7 +209,7 @@ def test_weights_stay_non_negative(start: float) -> None:
 @pytest.mark.parametrize("place", range(4))
 def test_a_projection_is_the_nearest_point(place: int) -> None:
     """It is in the set, a point of the set stays, and no other drawn one is nearer."""
-    ours = PROJECTIONS[place][0]
+    ours = PROJECTIONS[place][0].apply
     rng = np.random.default_rng(place)
     x = jnp.asarray(rng.standard_normal(4), np.float32)
     nearest = ours([x])[0]

@@ -76,7 +76,8 @@ def apply(row: Any, tree: Any, state: Any, params: Any, bound: Any) -> tuple[Any
         return made.update(tree, state, params)
     if row.kind == "layer":
         return jax.vjp(made, jax.tree.map(jnp.zeros_like, tree))[1](tree)[0], state
-    return made(tree, params) if row.params else made(tree), state
+    function = getattr(made, "apply", made)  # a projection, or a function of the tree
+    return function(tree, params) if row.params else function(tree), state
 
 
 @functools.cache

@@ -32,7 +32,7 @@ def test_max_norm_takes_a_radius_for_each_path() -> None:
     project = clipjax.max_norm(
         {"head/kernel": jnp.linspace(1.0, 2.0, 4), "kernel": lambda step: 3.0 - step}
     )
-    new = jax.jit(project)(PARAMS, 1)
+    new = jax.jit(project.apply)(PARAMS, step=1)
     norms = column_norms(PARAMS)
     np.testing.assert_allclose(
         column_norms(new)["encoder"]["kernel"],
@@ -53,7 +53,7 @@ def test_max_norm_takes_a_radius_for_each_path() -> None:
 def test_min_max_norm_has_no_limit_where_no_pattern_matches() -> None:
     # Norms 1 and 5.
     params = {name: jnp.asarray([[0.6, 3.0], [0.8, 4.0]]) for name in "abc"}
-    new = clipjax.min_max_norm({"a": 2.0}, {"b": 3.0})(params)
+    new = clipjax.min_max_norm({"a": 2.0}, {"b": 3.0}).apply(params)
     for name, expected in (("a", [2, 5]), ("b", [1, 3]), ("c", [1, 5])):
         np.testing.assert_allclose(column_norms(new)[name], expected, rtol=2e-6)
     # A number is for all leaves.
@@ -61,17 +61,17 @@ def test_min_max_norm_has_no_limit_where_no_pattern_matches() -> None:
         (0.5, {"b": 3.0}),
         ({"a": 2.0}, 4.0),
     ):
-        new = column_norms(clipjax.min_max_norm(one, other)(params))
+        new = column_norms(clipjax.min_max_norm(one, other).apply(params))
         assert new["c"][1] == (5 if one == 0.5 else pytest.approx(4, rel=2e-6))
 
 
 def test_limits_of_leaves_that_stay_need_not_go_together() -> None:
     params = {name: jnp.array([0.5]) for name in "ab"}
     lows, highs = {"a": 1.0, "b": 9.0}, {"*": 2.0}
-    projected = clipjax.box(lows, highs, where="a")(params)
+    projected = clipjax.box(lows, highs, where="a").apply(params)
     assert (projected["a"], projected["b"]) == (1, 0.5)
     with pytest.raises(ValueError, match="low must not be above high for leaf 'b'"):
-        clipjax.box(lows, highs)(params)
+        clipjax.box(lows, highs).apply(params)
 
 
 def test_norms_stay_at_their_first_values() -> None:
@@ -96,7 +96,7 @@ def test_violations_are_those_of_the_leaves_with_a_bound() -> None:
 def test_spectral_cap_takes_a_bound_for_each_path() -> None:
     capped = clipjax.spectral_cap(
         {"head/kernel": 1.0, "kernel": lambda step: 2.0 + step}
-    )(PARAMS, step=1)
+    ).apply(PARAMS, step=1)
     for path, bound in (("encoder", 3.0), ("head", 1.0)):
         np.testing.assert_allclose(
             np.linalg.norm(np.asarray(capped[path]["kernel"], np.float64), 2),

@@ -15,7 +15,7 @@ def test_the_upper_bound_wins_where_traced_bounds_cross() -> None:
 
     @jax.jit
     def projected(weights: Any, low: Any, high: Any) -> Any:
-        return clipjax.min_max_norm(low, high)(weights)
+        return clipjax.min_max_norm(low, high).apply(weights)
 
     for dtype, error in ((np.float32, 2e-6), (jnp.bfloat16, 1e-2)):
         weights = jnp.asarray(
@@ -31,19 +31,19 @@ def test_the_upper_bound_wins_where_traced_bounds_cross() -> None:
 
 def test_a_rate_that_rises_above_1_turns_no_weights_over() -> None:
     project = clipjax.min_max_norm(1.0, 2.0, rate=lambda step: 3.0)
-    projected = jax.jit(project)(np.float32([[3.0], [4.0]]), step=0)
+    projected = jax.jit(project.apply)(np.float32([[3.0], [4.0]]), step=0)
     np.testing.assert_allclose(projected, [[1.2], [1.6]], rtol=2e-6)
 
 
 def test_an_infinite_norm_is_not_inside_an_infinite_bound() -> None:
-    projected = jax.jit(clipjax.min_max_norm(0.0, np.inf))(np.float32([[np.inf], [1]]))
+    projected = clipjax.min_max_norm(0.0, np.inf).apply(np.float32([[np.inf], [1]]))
     assert np.isnan(projected).all()
 
 
 def test_bounds_of_units_broadcast() -> None:
     """An array bounds units one by one."""
     project = clipjax.max_norm(np.float32([1.0, 2.5]))
-    projected = jax.jit(project)(np.float32([[3.0, 3.0], [4.0, 4.0]]))
+    projected = jax.jit(project.apply)(np.float32([[3.0, 3.0], [4.0, 4.0]]))
     np.testing.assert_allclose(projected, [[0.6, 1.5], [0.8, 2.0]], rtol=2e-6)
 
 
@@ -57,5 +57,5 @@ def test_norms_just_below_the_lower_bound_count_as_inside(
     """So what was brought up to it, less the margin, is not moved again."""
     weights = jnp.asarray([[1 - inside, 1 - 1.5 * inside]], dtype)
     for project in (clipjax.unit_norm(), clipjax.min_max_norm(1.0, 2.0)):
-        changed = np.asarray(jax.jit(project)(weights) != weights)
+        changed = np.asarray(jax.jit(project.apply)(weights) != weights)
         assert changed.tolist() == [[False, True]], project

@@ -9,7 +9,6 @@ import optax
 import pytest
 
 import clipjax
-from clipjax.weights.projection import Projection
 from tests.support.trees import DTYPES, bits
 
 RNG = np.random.default_rng(0)
@@ -64,7 +63,7 @@ def test_updates_of_another_dtype_keep_weights_inside(
         found = []
         for project in projections:
             tx = clipjax.bounded(optax.sgd(1.0), project=project, nonfinite="skip")
-            params = project(params)
+            params = project.apply(params)
             updates, _ = tx.update(grads, tx.init(params), params)
             found.append((params, updates))
         return found
@@ -72,7 +71,8 @@ def test_updates_of_another_dtype_keep_weights_inside(
     @jax.jit
     def beside(each: Any) -> Any:
         summed = [optax.apply_updates(*pair) for pair in each]
-        return [(x, project(x)) for x, project in zip(summed, projections, strict=True)]
+        each = zip(summed, projections, strict=True)
+        return [(x, project.apply(x)) for x, project in each]
 
     error = float(jnp.finfo(of_weights).eps) / 2
     for after, projected in beside(moved(drawn(0, of_weights), drawn(0, dtype))):
@@ -101,51 +101,13 @@ def test_no_compiler_may_leave_out_the_rounding(dtype: str) -> None:
     assert "reduce_precision" in str(update(x, x))
 
 
-def test_modules_may_be_called_as_collections_of_variables() -> None:
-    """Their leaves are called as other weights; those of collections are not."""
-    kernel = jnp.full((4, 3), 5.0)
-    model = {"params": {"kernel": kernel}, "cache": {"kernel": kernel}}
-    projected = clipjax.max_norm(1.0)(model)
-    assert float(jnp.max(projected["cache"]["kernel"])) < 1
-    for name, leaf in (
-        ("cache", "cached_key"),
-        ("_overwrite_with_gradient", "kernel_scale"),
-    ):
-        variables = {"params": {"kernel": kernel}, name: {leaf: kernel}}
-        match = f"'{name}/{leaf}', of {name}, is not a weight"
-        with pytest.raises(ValueError, match=match):
-            clipjax.max_norm(1.0)(variables)
+def test_it_is_a_transformation_of_optax() -> None:
+    assert isinstance(clipjax.max_norm(1.0), optax.GradientTransformationExtraArgs)
 
 
-def test_isinstance_tells_a_projection() -> None:
-    """It is an Optax transformation, too, which is no projection by itself."""
-    projection = clipjax.max_norm(1.0)
-    assert isinstance(projection, Projection)
-    assert isinstance(projection, optax.GradientTransformationExtraArgs)
-    assert not isinstance(optax.sgd(0.1), Projection)
-    assert not isinstance(clipjax.clip_by_norm(1.0), Projection)
-
-
-def test_what_a_projection_needs_comes_before_the_step() -> None:
+def test_a_schedule_takes_the_step_by_name() -> None:
     weights = {name: jnp.ones((4, 2, 3)) for name in ("query", "key")}
-    logits = jnp.array([1.0, 8.0])
     projection = clipjax.qk_clip(lambda step: 4.0 - step)
-    by_name = projection(weights, max_logits=logits, step=2)
-    np.testing.assert_array_equal(projection(weights, logits, 2)["key"], by_name["key"])
-    np.testing.assert_allclose(by_name["key"][:, 1], 0.5, rtol=1e-6)
-
-
-def test_a_call_takes_the_step_and_nothing_else() -> None:
-    """By position or by name; what a projection does not know is an error."""
-    weights = jnp.full((4, 3), 5.0)
-    projection = clipjax.max_norm(lambda step: 1.0 + step)
-    np.testing.assert_array_equal(projection(weights, 2), projection(weights, step=2))
-    takes = "takes params and step, each once, got "
-    with pytest.raises(TypeError, match=rf"{takes}\['max_logits'\]"):
-        projection(weights, 2, max_logits=jnp.ones(3))
-    with pytest.raises(TypeError, match=rf"{takes}\(2, 3\)"):
-        projection(weights, 2, 3)
-    with pytest.raises(TypeError, match=rf"{takes}\['step'\]"):
-        projection(weights, 2, step=3)
-    with pytest.raises(TypeError, match=r"keep_norm\(\) takes .*got \['old'\]"):
-        clipjax.keep_norm()(weights, weights, old=weights)
+    logits = jnp.array([1.0, 8.0])
+    clipped = projection.apply(weights, max_logits=logits, step=2)
+    np.testing.assert_allclose(clipped["key"][:, 1], 0.5, rtol=1e-6)

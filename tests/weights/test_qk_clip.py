@@ -19,7 +19,9 @@ TOKENS = np.random.default_rng(0).normal(size=(10, WIDTH))
 KEY_HEADS = pytest.mark.parametrize("key_heads", [HEADS, 2, 1, None])
 
 clip_to = jax.jit(
-    lambda threshold, params, logits: qk_clip(threshold)(params, max_logits=logits)
+    lambda threshold, params, logits: qk_clip(threshold).apply(
+        params, max_logits=logits
+    )
 )
 
 
@@ -107,7 +109,7 @@ def test_stacks_of_layers() -> None:
     one = layer(2)
     params = {"layers": jax.tree.map(lambda x: np.stack([x, x, x]), one)}
     logits = np.array([[400.0, 1600, 50, 200], [1, 1, 1, 1], [1, 1e6, 1, 1]])
-    clip = jax.jit(qk_clip())
+    clip = jax.jit(qk_clip().apply)
     clipped = jax.device_get(clip(params, max_logits={"layers": logits}))
     for i, row in enumerate(logits):
         alone = clip(one, max_logits=row)
@@ -130,7 +132,7 @@ def test_layers_by_path() -> None:
         {"block_1": {"attention": high}, "block_0": {"attention": low}},
         {"block_1/attention": high},
     ):
-        clipped = jax.jit(qk_clip())(params, max_logits=logits)
+        clipped = jax.jit(qk_clip().apply)(params, max_logits=logits)
         halved = clipped["block_1"]["attention"]["key"]["kernel"]
         np.testing.assert_allclose(halved, one["key"]["kernel"] / 2, rtol=2e-6)
         jax.tree.map(
@@ -192,7 +194,7 @@ def test_as_the_last_link_of_a_chain() -> None:
 def test_explicit_mesh_axes() -> None:
     sharding = NamedSharding(jax.make_mesh((1,), ("d",)), P("d"))
     logits = jax.device_put(np.full(HEADS, 400.0, np.float32), sharding)
-    clipped = qk_clip()(layer(2), max_logits=logits)
+    clipped = qk_clip().apply(layer(2), max_logits=logits)
     np.testing.assert_allclose(
         clipped["key"]["kernel"], layer(2)["key"]["kernel"] / 2, rtol=2e-6
     )
@@ -208,7 +210,7 @@ def test_the_largest_logits_of_all_devices_count_in_shard_map() -> None:
     logits[1, 0] = np.nan
     heads = jax.tree.map(lambda x: P(*[None] * (x.ndim - 2), "model"), params)
     clip = jax.shard_map(
-        lambda params, logits: qk_clip()(params, max_logits=logits[0]),
+        lambda params, logits: qk_clip().apply(params, max_logits=logits[0]),
         mesh=mesh,
         in_specs=(heads, P("data", "model")),
         out_specs=heads,
@@ -252,7 +254,7 @@ def test_multi_head_latent_attention(dtype: Any, stacked: bool) -> None:
     before = logits(params)
     threshold = float(np.sort(before)[1:3].mean())  # two heads are outside
     projection = qk_clip(threshold, query="wq_b", key="wkv_b", rope=rope)
-    clip = jax.jit(projection)
+    clip = jax.jit(projection.apply)
     alone = clipped = jax.device_get(clip(params, max_logits=before))
     if stacked:
         stack = jax.tree.map(lambda x: np.stack([x, x]), {"blocks": params})

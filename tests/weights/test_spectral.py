@@ -107,7 +107,7 @@ def test_the_cap(dtype: str) -> None:
             "steps": np.full((2, 2), 9, np.int32),
         }
         given |= {name: (turn * np.array(x)).astype(dtype) for name, x in tree.items()}
-        call = jax.jit(spectral_cap(BOUND, flatten=(1, 2)))
+        call = jax.jit(spectral_cap(BOUND, flatten=(1, 2)).apply)
         once = jax.device_get(call(given))
         twice = jax.device_get(call(once))
     rounding = float(info.eps) / 2 if info.bits == 16 else 0.0
@@ -144,7 +144,9 @@ def test_large_matrices() -> None:
     """Where many roundings add up: all singular values at the bound, just inside."""
     rotation = with_values(np.ones(256), 256, 256)
     at, just = (np.float32(s * rotation) for s in (1.0, 1 - 2e-5))
-    capped, kept = jax.jit(spectral_cap(BOUND, flatten=(1, 2)))(np.stack([at, just]))
+    capped, kept = jax.jit(spectral_cap(BOUND, flatten=(1, 2)).apply)(
+        np.stack([at, just])
+    )
     assert 1 - 2e-5 < largest(capped) / BOUND <= 1
     assert bits(kept) == bits(just)
 
@@ -154,10 +156,10 @@ def test_nothing_is_decomposed_forward() -> None:
     project = spectral_cap(BOUND, flatten=(1, 2))
     found = re.findall(
         r"= (svd|eigh|eig|qr|lu|cholesky|householder\w*|schur)\b",
-        str(jax.make_jaxpr(project)(params)),
+        str(jax.make_jaxpr(project.apply)(params)),
     )
     assert not found
-    assert "custom_call" not in jax.jit(project).lower(params).as_text()
+    assert "custom_call" not in jax.jit(project.apply).lower(params).as_text()
 
 
 def test_transformations() -> None:
@@ -174,16 +176,16 @@ def test_transformations() -> None:
     bounds = jnp.array([BOUND, 0.5, jnp.inf])
 
     def one(w: Any, bound: Any) -> Any:
-        return spectral_cap(bound)(w)
+        return spectral_cap(bound).apply(w)
 
     with jax.debug_nans(True):
         wanted = [one(w, bound) for w, bound in zip(stack, bounds, strict=True)]
-        zeros = spectral_cap(jnp.array([0.0, 1.0, 0.5]), flatten=(1, 2))(
+        zeros = spectral_cap(jnp.array([0.0, 1.0, 0.5]), flatten=(1, 2)).apply(
             jnp.zeros_like(stack)
         )
     mapped = jax.jit(jax.vmap(one))(stack, bounds)
     _, scanned = jax.lax.scan(lambda _, each: (None, one(*each)), None, (stack, bounds))
-    for found in (mapped, scanned, spectral_cap(bounds, flatten=(1, 2))(stack)):
+    for found in (mapped, scanned, spectral_cap(bounds, flatten=(1, 2)).apply(stack)):
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
     assert not zeros.any()
 
@@ -206,7 +208,9 @@ def test_kernels_of_higher_rank() -> None:
 
     @jax.jit
     def every(tree: Any) -> Any:
-        return [spectral_cap(0.5, flatten=flatten)(tree) for flatten, _, _ in FORMS]
+        return [
+            spectral_cap(0.5, flatten=flatten).apply(tree) for flatten, _, _ in FORMS
+        ]
 
     results = every({"a": dense, "b": {"c": conv}})
     for (flatten, order, stack), result in zip(FORMS, results, strict=True):
@@ -222,18 +226,20 @@ def test_kernels_of_higher_rank() -> None:
 
 def test_the_forms_of_bounds() -> None:
     stack = jnp.asarray(RNG.normal(size=(3, 6, 5)), jnp.float32)
-    capped = spectral_cap(np.array([0.0, 0.5, math.inf]), flatten=(1, 2))({"w": stack})[
-        "w"
-    ]
+    capped = spectral_cap(np.array([0.0, 0.5, math.inf]), flatten=(1, 2)).apply(
+        {"w": stack}
+    )["w"]
     assert not np.any(capped[0])
     np.testing.assert_allclose(largest(capped[1]), 0.5, rtol=2e-5)
     assert bits(capped[2]) == bits(stack[2])
     falling = spectral_cap(lambda step: 2.0 - step / 10, flatten=(1, 2))
-    np.testing.assert_allclose(largest(falling(stack, step=5)), 1.5, rtol=2e-5)
+    np.testing.assert_allclose(largest(falling.apply(stack, step=5)), 1.5, rtol=2e-5)
     lost = stack.at[1, 0, 0].set(jnp.nan).at[2, 1, 1].set(jnp.inf)
-    entries = np.isnan(spectral_cap(1.0, flatten=(1, 2))(lost)).sum(axis=(1, 2))
+    entries = np.isnan(spectral_cap(1.0, flatten=(1, 2)).apply(lost)).sum(axis=(1, 2))
     assert entries.tolist() == [0, 30, 30]
-    assert np.isnan(jax.jit(lambda bound: spectral_cap(bound)(stack[0]))(jnp.nan)).all()
+    assert np.isnan(
+        jax.jit(lambda bound: spectral_cap(bound).apply(stack[0]))(jnp.nan)
+    ).all()
 
 
 SPECIAL = ([2.0] * 4, [2.0, 2.0, 0.2, 0.2], [2.0, 0, 0, 0], [0.1] * 4)
@@ -254,7 +260,7 @@ def test_derivatives() -> None:
         return drawn + 1j * RNG.normal(size=x.shape) if np.iscomplexobj(x) else drawn
 
     def call(tree: Any, bound: Any) -> Any:
-        return spectral_cap(bound, flatten=AS_STACKS)(tree)
+        return spectral_cap(bound, flatten=AS_STACKS).apply(tree)
 
     @jax.jit
     def slopes(tangents: Any, cotangents: Any) -> Any:
@@ -286,7 +292,9 @@ def test_derivatives_at_zero_and_in_16_bits_are_finite() -> None:
     }
     slope = jax.jit(
         jax.grad(
-            lambda tree, bound: sum(map(jnp.sum, spectral_cap(bound)(tree).values()))
+            lambda tree, bound: sum(
+                map(jnp.sum, spectral_cap(bound).apply(tree).values())
+            )
         )
     )
     for bound in (0.0, 1.0):
@@ -303,20 +311,20 @@ def test_meshes(kind: AxisType) -> None:
     project = spectral_cap(1.0, flatten=(1, 2))
     for spec in (P("d"), P(None, None, "d")):
         x = jax.device_put(np.ones((2, 4, 4), np.float32), NamedSharding(mesh, spec))
-        result = jax.jit(project)(x)
+        result = jax.jit(project.apply)(x)
         assert jax.typeof(result) == jax.typeof(x)
         assert result.sharding.is_equivalent_to(x.sharding, 3)
         np.testing.assert_allclose(result, 0.25, rtol=2e-5)
         with pytest.raises(
             ValueError, match=r"spectral_cap: inside shard_map, leaf .* differs over"
         ):
-            jax.shard_map(project, mesh=mesh, in_specs=spec, out_specs=spec)(x)
+            jax.shard_map(project.apply, mesh=mesh, in_specs=spec, out_specs=spec)(x)
 
 
 def test_leaves_that_are_left_alone() -> None:
     params = {"conv": jnp.ones((2, 3, 4))}
-    assert spectral_cap(1.0, flatten={"conv": SKIP})(params) == params
-    assert spectral_cap(1.0)({"none": None}) == {"none": None}
+    assert spectral_cap(1.0, flatten={"conv": SKIP}).apply(params) == params
+    assert spectral_cap(1.0).apply({"none": None}) == {"none": None}
 
 
 @pytest.mark.tpu_compile
@@ -338,7 +346,7 @@ def test_on_a_mesh_no_more_than_the_short_side_is_gathered(kind: AxisType) -> No
         x = jax.ShapeDtypeStruct(
             (1024, 256), np.float32, sharding=NamedSharding(mesh, spec)
         )
-        project = jax.jit(spectral_cap(1.0), out_shardings=x.sharding)
+        project = jax.jit(spectral_cap(1.0).apply, out_shardings=x.sharding)
         text = project.trace(x).lower(lowering_platforms=("tpu",)).compile().as_text()
         moved = [
             max(

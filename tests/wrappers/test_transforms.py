@@ -110,7 +110,8 @@ def test_strict_modes_and_leak_checks_find_nothing() -> None:
                 ),
                 PARAMS,
             )
-        jax.eval_shape(clipjax.spectral_cap(1.0), jnp.ones((4, 3)))  # as several blocks
+        # As several blocks.
+        jax.eval_shape(clipjax.spectral_cap(1.0).apply, jnp.ones((4, 3)))
         for bound in (jnp.bfloat16(2), jnp.int32(2), lambda step: 10 - step):
             of_entries = (
                 clipjax.clip_by_value(low=-1.0, high=bound),
@@ -191,7 +192,7 @@ def test_without_jit_and_with_checkpoint() -> None:
 
     def loss(params: Any) -> Any:
         clipped = MEMBERS["clip_by_global_norm"].update(
-            projection(params), MEMBERS["clip_by_global_norm"].init(params)
+            projection.apply(params), MEMBERS["clip_by_global_norm"].init(params)
         )[0]
         return jnp.sum(clipped["w"] ** 3) + jnp.sum(clipped["b"])
 
@@ -209,7 +210,7 @@ def test_float64_leaves_have_norms_and_bounds_in_float64() -> None:
         }
         clip, projection = clipjax.clip_by_global_norm(1.0), clipjax.max_norm(1.0)
         clipped, state = jax.jit(clip.update)(grads, clip.init(grads))
-        project = jax.jit(projection)
+        project = jax.jit(projection.apply)
         kernel = np.asarray(project(grads)["w"])
         assert jax.tree.map(jnp.result_type, clipped) == {
             "w": np.float64,

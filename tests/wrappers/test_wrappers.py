@@ -1,6 +1,5 @@
 """Optax's wrappers, and the states and containers of Flax, Equinox, Haiku and Orbax."""
 
-import copy
 import pickle
 from pathlib import Path
 from typing import Any
@@ -135,40 +134,21 @@ def test_the_memory_of_each_leaf_is_not_sharded_like_a_flax_parameter() -> None:
         ] == shapes
 
 
-def test_a_projection_is_a_leaf_a_function_and_survives_copies() -> None:
-    cloudpickle = pytest.importorskip("cloudpickle")
-    expected = jax.jit(PROJECTION)(PARAMS)
-    others = [
-        copy.copy(PROJECTION),
-        copy.deepcopy(PROJECTION),
-        cloudpickle.loads(cloudpickle.dumps(PROJECTION)),
-    ]
-    others.append(jax.tree.map(lambda x: x, PROJECTION))
-    for other in others:
-        assert repr(other) == "clipjax.max_norm(0.5)"
-        assert isinstance(other, optax.GradientTransformation)
-        clipjax.chain(optax.sgd(0.1), other)
-        jax.tree.map(np.testing.assert_array_equal, other(PARAMS), PROJECTION(PARAMS))
-    for _ in range(50):
-        jax.jit(PROJECTION)(PARAMS)
+def test_the_function_of_a_projection_under_transformations_of_jax() -> None:
+    apply = PROJECTION.apply
+    expected = jax.jit(apply)(PARAMS)
 
     @jax.jit
     def branches(i: Any, params: Any) -> Any:
-        chosen = jax.lax.switch(i, [PROJECTION, lambda p: p], params)
-        kept = jax.lax.cond(i == 0, PROJECTION, lambda p: p, params)
+        chosen = jax.lax.switch(i, [apply, lambda p: p], params)
+        kept = jax.lax.cond(i == 0, apply, lambda p: p, params)
         return (
             chosen,
             kept,
-            jax.checkpoint(PROJECTION)(params),
-            jax.vmap(PROJECTION)({"w": jnp.stack([W / 20] * 2)}),
+            jax.checkpoint(apply)(params),
+            jax.vmap(apply)({"w": jnp.stack([W / 20] * 2)}),
         )
 
-    for wrapped in (jax.jit(PROJECTION), PROJECTION.__call__):
-        jax.tree.map(
-            np.testing.assert_array_equal,
-            clipjax.project(wrapped)(PARAMS),
-            PROJECTION(PARAMS),
-        )
     chosen, kept, checked, many = branches(0, PARAMS)
     for found in (chosen, kept, checked):
         jax.tree.map(
@@ -176,9 +156,9 @@ def test_a_projection_is_a_leaf_a_function_and_survives_copies() -> None:
         )
     np.testing.assert_allclose(many["w"][1], expected["w"], rtol=1e-6)
     np.testing.assert_array_equal(branches(1, PARAMS)[0]["w"], PARAMS["w"])
-    init, update = PROJECTION
-    assert update == PROJECTION.update
-    assert init(PARAMS) == optax.EmptyState()
+    for function in (apply, jax.jit(apply)):
+        projected = clipjax.project(function).apply(PARAMS)
+        jax.tree.map(np.testing.assert_array_equal, projected, apply(PARAMS))
 
 
 def test_flax_states_train_and_show_metrics() -> None:
@@ -244,7 +224,7 @@ def test_equinox_and_haiku_parameters() -> None:
     masked = optax.masked(CLIP, clipjax.matching("linear/w"))
     updates, state = masked.update(params, masked.init(params))
     np.testing.assert_array_equal(updates["linear"]["b"], params["linear"]["b"])
-    assert clipjax.max_norm(0.5)(params)["linear"]["w"].shape == (2, 3)
+    assert clipjax.max_norm(0.5).apply(params)["linear"]["w"].shape == (2, 3)
 
 
 def test_a_state_of_numpy_arrays_works_without_jit() -> None:
@@ -363,7 +343,5 @@ def test_orbax_version_1_restores_a_bad_step(tmp_path: Path) -> None:
             assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
 
 
-def test_what_is_printed_says_what_it_is_and_copies_are_the_same() -> None:
-    projection = clipjax.max_norm(1.0, axes=0)
-    assert repr(projection) == "clipjax.max_norm(1.0, axes=0)"
-    assert copy.deepcopy(projection) == copy.copy(projection) == projection
+def test_a_projection_is_printed_as_it_is_written() -> None:
+    assert repr(clipjax.max_norm(1.0, axes=0)) == "clipjax.max_norm(1.0, axes=0)"
