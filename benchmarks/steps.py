@@ -22,7 +22,7 @@ class Recipe(NamedTuple):
     """A train step: an optimizer, and what is done to the new parameters."""
 
     tx: optax.GradientTransformation
-    project: Callable[..., Any] = lambda params: params
+    project: Any = lambda params: params
 
     def init(self, params: Any) -> Any:
         """Return the state for float32 moments, whatever dtype the parameters have."""
@@ -33,8 +33,10 @@ class Recipe(NamedTuple):
     def step(self, params: Any, state: Any, grads: Any) -> tuple[Any, Any]:
         """Take one step, which is compiled with `params` and `state` donated."""
         updates, state = self.tx.update(grads, state, params)
+        # A projection, or a function of the weights.
+        project = getattr(self.project, "apply", self.project)
         given = {"old": params} if "old" in getattr(self.project, "needs", ()) else {}
-        return self.project(optax.apply_updates(params, updates), **given), state
+        return project(optax.apply_updates(params, updates), **given), state
 
 
 class WholeStep(NamedTuple):
@@ -162,7 +164,7 @@ def _qk_clip(params: Any) -> Any:
 
 
 SPECTRAL_CAP = clipjax.spectral_cap(RADIUS)
-QK_CLIP = functools.partial(clipjax.qk_clip(), max_logits=LOGITS)
+QK_CLIP = functools.partial(clipjax.qk_clip().apply, max_logits=LOGITS)
 
 
 def _skipping() -> Recipe:

@@ -4,8 +4,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from clipjax import functional
+from clipjax._core.aliases import SKIP
 from clipjax._core.door import with_metrics
-from clipjax._core.units import SKIP, fan_in
+from clipjax._core.units import fan_in
 from clipjax._matching import matching
 from clipjax.backward import (
     clip_gradient_by_global_norm,

@@ -5,10 +5,10 @@ import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from clipjax._core.aliases import Skip
+from clipjax._core.aliases import SKIP, Skip
 from clipjax._core.leaves import first_matches, flatten
 from clipjax._core.messages import short_repr
-from clipjax._core.units import SKIP, check_axes
+from clipjax._core.units import check_axes
 
 
 class Param(NamedTuple):

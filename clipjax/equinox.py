@@ -11,9 +11,9 @@ import equinox as eqx
 import jax
 from equinox import nn
 
+from clipjax._core.aliases import SKIP
 from clipjax._core.leaves import is_float, path_name
 from clipjax._core.messages import short_repr
-from clipjax._core.units import SKIP
 from clipjax._layers import Param, axes_by_path
 
 __all__ = ["unit_axes"]

@@ -15,10 +15,9 @@ from flax import nnx
 from flax.core import DenyList
 from jax.tree_util import DictKey
 
-from clipjax._core.aliases import Skip
+from clipjax._core.aliases import SKIP, Skip
 from clipjax._core.leaves import flatten, path_name
 from clipjax._core.messages import short_repr
-from clipjax._core.units import SKIP
 from clipjax._layers import Param, axes_by_path
 
 __all__ = ["unit_axes"]

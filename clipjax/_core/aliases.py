@@ -1,7 +1,7 @@
 """What signatures say of their values."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, SupportsIndex, TypeAlias
+from typing import Any, Final, Literal, SupportsIndex, TypeAlias
 
 import jax
 import numpy as np
@@ -18,6 +18,9 @@ class Skip:
     def __reduce__(self) -> str:
         return "SKIP"  # copies and pickles are the same object
 
+
+SKIP: Final = Skip()
+"""The axes of a leaf that is not changed."""
 
 Tree: TypeAlias = Any  # a pytree of arrays
 Scalar: TypeAlias = jax.Array  # of rank 0

@@ -3,18 +3,15 @@
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import jax
 from jax import lax
 
-from clipjax._core.aliases import Path, Reduced, Rule, Skip
+from clipjax._core.aliases import SKIP, Path, Reduced, Rule, Skip
 from clipjax._core.leaves import Leaf, Leaves, by_path, is_float, path_name
 from clipjax._core.messages import a_few, traced_error
 from clipjax._core.norms import mesh_axes, norm
-
-SKIP: Final = Skip()
-"""The axes of a leaf that is not changed."""
 
 _UNMATCHED = Skip()  # of a leaf that no pattern matches
 

@@ -10,12 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clipjax._core.aliases import AutoAxes, Bound, Bounds
+from clipjax._core.aliases import SKIP, AutoAxes, Bound, Bounds
 from clipjax._core.bounds import Limit, check_order, limit_by_path
 from clipjax._core.clip import factor_to, least_inside, margin, quotient_or_1
 from clipjax._core.leaves import Leaves
 from clipjax._core.units import (
-    SKIP,
     axes_of,
     check_axes,
     fan_in_of_matrices,

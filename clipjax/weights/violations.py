@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from clipjax._core.aliases import Reduced, Skip
+from clipjax._core.aliases import SKIP, Reduced, Skip
 from clipjax._core.checks import as_list
 from clipjax._core.leaves import Leaf, flatten, is_float
-from clipjax._core.units import SKIP
 from clipjax.weights.projection import as_projection
 
 

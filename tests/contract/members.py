@@ -92,7 +92,7 @@ def _adagc(bound: Any, **axes: Any) -> Any:
 
 def _qk_clip(bound: Any) -> Any:
     logits = jnp.array(LOGITS, np.float32) * bound
-    return lambda params: clipjax.qk_clip(bound)(params, max_logits=logits)
+    return lambda params: clipjax.qk_clip(bound).apply(params, max_logits=logits)
 
 
 def _capped(bound: Any) -> Any:

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks import programs
 from benchmarks.platforms import devices_of
-from clipjax._core.units import SKIP
+from clipjax import SKIP
 from clipjax.weights.spectral import spectral_cap
 from tests.support.platforms import skip_where_missing
 from tests.support.trees import bits
