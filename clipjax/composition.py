@@ -11,6 +11,7 @@ import optax
 from clipjax._core.aliases import Tree
 from clipjax._core.checks import as_list, check_count, check_transformation, check_word
 from clipjax._core.leaves import flatten, is_float
+from clipjax._core.states import check_state
 from clipjax.gradients.nonfinite import skip_nonfinite, zero_nonfinite
 from clipjax.monitoring.record_norms import Recorder
 from clipjax.weights.projection import Projection, as_projection
@@ -143,11 +144,7 @@ def _accumulating(
         return accumulated.init(params)
 
     def update(updates: Tree, state: Any, params: Tree = None, **extra: Any) -> Any:
-        if not isinstance(state, optax.MultiStepsState):
-            raise TypeError(
-                "state: bounded with accumulate= needs the state that its init "
-                f"returned, got {type(state).__name__}"
-            )
+        check_state("bounded with accumulate=", state, optax.MultiStepsState)
         for tree in (updates, params):
             flatten(tree)  # raises its errors
         return accumulated.update(updates, state, params, **extra)

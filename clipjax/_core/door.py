@@ -24,17 +24,14 @@ from clipjax._core.states import (
 )
 
 # act(updates: Leaves, params: Tree, step, memory, **extra)
-# -> (one value a leaf, metrics, memory)
+# -> (the new updates, metrics, memory)
 Act = Callable[..., tuple[Any, Any, Any]]
 
 
 def transformation(
-    name: str,
-    act: Act,
-    remember: Callable[[Leaves], Any] | None = None,
-    measure: Callable[..., Any] | None = None,
+    name: str, act: Act, remember: Callable[[Leaves], Any] | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Build a transformation from what it does to leaves: every clip, skip and log.
+    """Build a transformation from what it does to leaves: every clip is built by it.
 
     Args:
       name: the first part of the names of its metrics.
@@ -43,8 +40,25 @@ def transformation(
         a tree, or None.
       remember: makes the memory before the first step from the leaves of the
         parameters.
-      measure: a function of the same arguments that returns the metrics alone, if they
-        are known without the rest of `act`.
+    """
+
+    def act_on_tree(updates: Leaves, *args: Any, **extra: Any) -> Any:
+        values, metrics, memory = act(updates, *args, **extra)
+        return updates.rebuild(values), metrics, memory
+
+    return logged(name, act_on_tree, remember)
+
+
+def logged(
+    name: str,
+    act: Act,
+    remember: Callable[[Leaves], Any] | None = None,
+    measure: Callable[..., Any] | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Build a transformation likewise, whose `act` returns a tree of updates.
+
+    `measure` is a function of the same arguments that returns the metrics alone, if
+    they are known without the rest of `act`.
     """
     measured = measure or (lambda *args: act(*args)[1])
 
@@ -65,17 +79,16 @@ def transformation(
     ) -> tuple[Tree, Any]:
         warn_if_local()
         leaves = flatten(updates)
-        if state is None or isinstance(state, optax.EmptyState):
-            if remember is not None:
-                raise ValueError(
-                    f"state: {name} needs the state that init returned, got {state!r}"
-                )
-            return leaves.rebuild(act(leaves, params, None, (), **extra)[0]), state
+        is_stateless = state is None or isinstance(state, optax.EmptyState)
+        if is_stateless and remember is None:
+            return act(leaves, params, None, (), **extra)[0], state
         check_state(name, state)
-        values, metrics, memory = act(leaves, params, state.step, state.memory, **extra)
-        logged = next_metrics(name, state.metrics[name], as_logged(metrics))
+        changed, metrics, memory = act(
+            leaves, params, state.step, state.memory, **extra
+        )
+        kept = next_metrics(name, state.metrics[name], as_logged(metrics))
         step = optax.safe_increment(jnp.asarray(state.step))
-        return leaves.rebuild(values), MetricsState(step, {name: logged}, memory)
+        return changed, MetricsState(step, {name: kept}, memory)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -144,12 +157,12 @@ def with_metrics(
         _check_returned(name, returned, memory)
         changed, metrics, memory = returned
         table = table_of(_checked_metrics(name, metrics))
-        return jax.tree.leaves(changed), table, memory
+        return changed, table, memory
 
     def remember_tree(leaves: Leaves) -> Any:
         return remember(leaves.rebuild(leaves.values)) if remember else ()
 
-    return transformation(name, act_on_leaves, remember and remember_tree)
+    return logged(name, act_on_leaves, remember and remember_tree)
 
 
 def _check_returned(name: str, returned: Any, memory: Any) -> None:

@@ -149,13 +149,17 @@ def nodes_where(is_one: Callable[[Any], bool], tree: Any) -> list[Any]:
 def shapes_of(function: Callable[[Leaves], Any], leaves: Leaves) -> Any:
     """Return the shapes of what a function returns for leaves, without computing it.
 
-    It sees the shapes and dtypes of floats alone, as arrays in the memory of the host
-    cannot be mixed with others.
+    It sees no memory of floats, since arrays in that of the host cannot be mixed with
+    others.
     """
-    shapes = [
-        jax.ShapeDtypeStruct(x.shape, x.dtype) if is_float(x) else None
-        for x in leaves.values
-    ]
+
+    def shape_of(x: Any) -> Any:
+        sharding = (
+            None if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x).sharding
+        )
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    shapes = [shape_of(x) if is_float(x) else None for x in leaves.values]
 
     def call(shapes: list[Any]) -> Any:
         pairs = zip(shapes, leaves.values, strict=True)
@@ -182,8 +186,8 @@ def beside(
     missing = [path_name(path) for path in leaves.paths if path not in by_path]
     if missing:
         raise ValueError(
-            f"{argument}: {name} needs one for each of the {of}, but has none for "
-            f"{a_few(missing)}"
+            f"{argument}: {name} needs them in the structure of the {of}, but has none "
+            f"for {a_few(missing)}"
         )
     found = [by_path[path] for path in leaves.paths]
     for leaf, other in zip(leaves.each, found, strict=True):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import lax
 from jax.tree_util import GetAttrKey
 
@@ -48,7 +49,13 @@ NO_LOSS = -(2.0**127)
 Names: TypeAlias = tuple[tuple[str, ...], ...]  # of floats, of ints, of bools
 
 
-class Table(NamedTuple):
+class _Arrays(NamedTuple):
+    text: jax.Array  # uint8: the names, one a line, in a paragraph for each kind
+    floats: jax.Array
+    counts: jax.Array | None  # int32: of the ints, and then of the bools
+
+
+class Table(_Arrays):
     """Metrics whose names depend on the tree: arrays, and the names of their elements.
 
     The names are a leaf of the state, as text. They are no part of its structure, which
@@ -57,9 +64,6 @@ class Table(NamedTuple):
     carries the names along, too.
     """
 
-    text: jax.Array  # uint8: the names, one a line, in a paragraph for each kind
-    floats: jax.Array
-    counts: jax.Array | None  # int32: of the ints, and then of the bools
     names: Names = ()
 
     @property
@@ -70,8 +74,9 @@ class Table(NamedTuple):
         text = jax.tree.leaves(self.text)[0]  # in a box, as Flax NNX has it
         if isinstance(text, jax.core.Tracer):
             raise ValueError(
-                "opt_state: while a function is traced, the names of its norms are not "
-                "known: read metrics outside of jit, or after an update"
+                "opt_state: inside jit, nnx.state has no names of norms, nor has a "
+                "restored state: pass the optimizer itself, or read metrics after an "
+                "update"
             )
         letters = np.asarray(text)
         # Stacked states have the same names.
@@ -94,15 +99,16 @@ class _Carried:
         return 0
 
 
-def _carrying(carried: _Carried, children: Any) -> Table:
-    text, floats, counts = children
-    return Table(text, floats, counts, carried.names)
+def _carrying(carried: _Carried, arrays: Iterable[Any]) -> Table:
+    made = Table(*arrays)
+    made.names = carried.names
+    return made
 
 
 jax.tree_util.register_pytree_with_keys(
     Table,
     lambda table: (
-        tuple((GetAttrKey(key), getattr(table, key)) for key in Table._fields[:3]),
+        tuple(zip(map(GetAttrKey, table._fields), table, strict=True)),
         _Carried(table.names),
     ),
     _carrying,
@@ -112,8 +118,8 @@ jax.tree_util.register_pytree_with_keys(
 def table(names: Names, floats: jax.Array, counts: jax.Array | None = None) -> Table:
     """Return a table, with its names as text."""
     text = "\n\n".join("\n".join(each) for each in names)
-    letters = np.frombuffer(f"{text}\n".encode(), np.uint8)
-    return Table(jnp.asarray(letters), floats, counts, names)
+    letters = jnp.asarray(np.frombuffer(f"{text}\n".encode(), np.uint8))
+    return _carrying(_Carried(names), (letters, floats, counts))
 
 
 def table_of(metrics: Mapping[str, Any]) -> Table:
@@ -135,11 +141,15 @@ def _stacked(scalars: Sequence[jax.Array], dtype: Any) -> jax.Array:
     return jnp.stack([x.astype(wide) for x in scalars] or [jnp.zeros((), wide)])
 
 
-def check_state(name: str, state: Any) -> None:
+def check_state(name: str, state: Any, kind: type[Any] = MetricsState) -> None:
     """Raise unless the `init` of the transformation of this name made the state."""
-    is_ours = isinstance(state, MetricsState)
-    if not is_ours or name not in state.metrics:
-        given = f"that of {name_of(state)}" if is_ours else type(state).__name__
+    if state is None or isinstance(state, optax.EmptyState):
+        raise ValueError(
+            f"state: {name} needs the state that init returned, got {state!r}"
+        )
+    found = name_of(state) if isinstance(state, MetricsState) else name
+    if not isinstance(state, kind) or found != name:
+        given = f"that of {found}" if found != name else type(state).__name__
         raise TypeError(
             f"state: {name} needs the state that its init returned, got {given}"
         )

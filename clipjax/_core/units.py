@@ -112,7 +112,8 @@ def _check_is_meant(axes: Any, skipped: list[tuple[Leaf, Any]]) -> None:
         raise ValueError(
             f"axes: nothing is changed, since {_written(axes)} applies to none of: "
             f"{a_few(full, 5)}. 'auto', ints and fan_in are for rank 2 and more; "
-            "axes=None gives each leaf one norm"
+            "axes=None gives each leaf one norm. A mapping is only for the leaves that "
+            "its patterns match"
         )
 
 

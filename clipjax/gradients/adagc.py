@@ -119,7 +119,7 @@ def adagc(
         unit_norms = present(of)
         gammas = jax.tree.leaves(memory.gammas)
         treedef: Any = jax.tree.structure(memory.gammas)
-        check_same("updates", *_shapes(gammas, unit_norms))
+        check_same("updates of adagc", *_shapes(gammas, unit_norms))
         # The metrics are computed of all leaves together: a part for each leaf would be
         # another kernel to compile.
         pairs = list(zip(unit_norms, gammas, strict=True))

@@ -12,7 +12,7 @@ from jax import lax
 from clipjax._core.aliases import Metrics, Scalar, Tree
 from clipjax._core.bounds import is_real
 from clipjax._core.checks import check_count, check_transformation
-from clipjax._core.door import transformation
+from clipjax._core.door import logged
 from clipjax._core.leaves import Leaves, is_float, nodes_where
 from clipjax._core.messages import short_repr
 from clipjax._core.norms import over_devices, sum_dtype, tree_norm
@@ -91,12 +91,11 @@ def skipping(
         skipped, metrics, after = judge(updates, step, memory, loss_of(extra))
         gradients = updates.rebuild(updates.values)
         taken, state = inner.update(gradients, memory.inner, params, **extra)
-        values = jax.tree.leaves(taken)
-        old = list(map(_nothing, values)), memory.inner
-        values, state = _select(skipped, old, (values, state))
-        return values, metrics, after._replace(inner=state)
+        old = jax.tree.map(_nothing, taken), memory.inner
+        changed, state = _select(skipped, old, (taken, state))
+        return changed, metrics, after._replace(inner=state)
 
-    return transformation(name, act, remember, measure)
+    return logged(name, act, remember, measure)
 
 
 def _select(skipped: Scalar, old: Tree, new: Tree) -> Any:

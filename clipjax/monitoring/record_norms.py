@@ -15,7 +15,7 @@ from jax import lax
 
 from clipjax._core.aliases import Tree
 from clipjax._core.checks import check_count
-from clipjax._core.door import transformation
+from clipjax._core.door import logged
 from clipjax._core.leaves import (
     Leaf,
     Leaves,
@@ -130,8 +130,6 @@ def record_norms(
     def remember(params: Leaves) -> Any:
         if not is_known:
             raise traced_error("keep", keep)
-        if not size:
-            return ()
         weights = params.rebuild(params.values)
         norms = shapes_of(lambda leaves: norms_of_groups(leaves, weights), params)
         return {name: _no_steps(size, norms.floats.size, norm_dtype(params))}
@@ -142,13 +140,16 @@ def record_norms(
         if is_known and step is not None:
             check_same("keep", kept[0].steps.size if kept else 0, size)
         if kept:
+            sizes = kept[0].rows.shape[-1] - 3, norms.floats.size
+            check_same("state", *(f"{size} norms" for size in sizes))
             norm = lax.stop_gradient(tree_norm(updates.floats))
             after = _with_step(kept[0], step, norm, loss_of(extra), norms.floats)
             memory = dict.fromkeys(memory, after)
-        return updates.values, norms, memory
+        return updates.rebuild(updates.values), norms, memory
 
-    changes_nothing = transformation("record_norms", act, remember, measure)
-    return Recorder(*changes_nothing)
+    remembers = size if is_known else True
+    made = logged("record_norms", act, remember if remembers else None, measure)
+    return Recorder(*made)
 
 
 def _check_of(of: Any) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from clipjax._core.clip import rescaled
 from clipjax._core.leaves import Leaves, beside, flatten, is_float, shapes_of
 from clipjax._core.messages import short_repr
 from clipjax._core.norms import sum_dtype, warn_if_local
+from clipjax._core.states import check_state
 
 
 class ProjectionState(NamedTuple):
@@ -97,11 +98,8 @@ def projection(
         updates: Tree, state: Any, params: Tree = None, **extra: Any
     ) -> tuple[Tree, Any]:
         warn_if_local()
-        if scheduled and not isinstance(state, ProjectionState):
-            raise TypeError(
-                f"state: {text} needs the state that its init returned, got "
-                f"{type(state).__name__}"
-            )
+        if scheduled:
+            check_state(text, state, ProjectionState)
         step = state.step if scheduled else None
         changes = flatten(updates)
         before = beside(changes, params, "params", text)

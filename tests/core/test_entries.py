@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import clipjax
-from clipjax._core import entries, trees
+from clipjax._core import entries
+from clipjax._core.leaves import Leaf
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
@@ -19,7 +20,7 @@ def test_subnormal_entries_inside_stay(dtype: str) -> None:
 
         @jax.jit
         def clipped(x: jax.Array) -> list[jax.Array]:
-            leaf = trees.Leaf((), x)
+            leaf = Leaf((), x)
             limits = ((0.0, 1.0), (-1.0, 0.0), (-1.0, 1.0), (None, 0.0))
             found = [entries.clip_entries(leaf, *each) for each in limits]
             return [clipjax.non_negative().apply(x), *found]

@@ -1,4 +1,4 @@
-"""Numbers that share an array, and counters that are full."""
+"""Metrics by their names, and counters that are full."""
 
 from typing import Any
 
@@ -27,37 +27,55 @@ def of_metrics(names: Any) -> Any:
     return clipjax.with_metrics("n", act)
 
 
-@pytest.mark.parametrize(
-    ("names", "arrays"),
-    [
-        (["a"], 2),
-        (["a", "encoder/*", "b"], 2),
-        (["a", "x, y"], 7),  # a comma would look like two names
-        (["層" * 30, "b"], 6),  # three bytes each
-        ([f"block_{i}/attention/kernel" for i in range(9)], 28),
-    ],
-)
-def test_each_metric_is_found_by_its_name(names: list[str], arrays: int) -> None:
-    """In an array with others, where its key stays short enough for a file name."""
+NAMES = [
+    ["a"],
+    ["a", "encoder/*", "b"],
+    ["a", "x, y"],
+    ["層" * 30, "b"],
+    [f"block_{i}/attention/kernel" for i in range(9)],
+]
+
+
+@pytest.mark.parametrize("names", NAMES, ids=lambda names: names[-1])
+def test_each_metric_is_found_by_its_name(names: list[str]) -> None:
     tx = of_metrics(names)
     seeds = np.float32([0.5, 1.5])
 
     def two_steps(update: Any) -> Any:
         _, state = tx.update(update, tx.init(update))
-        return tx.update(update, state)[1]
+        state = tx.update(update, state)[1]
+        return state, clipjax.metrics(state)  # while it is traced
 
-    state = jax.jit(jax.vmap(two_steps))(seeds)
-    assert len(jax.tree.leaves(state)) == arrays
-    assert all(len(key) < 200 for key in (*state.last, *state.counts))
+    state, found = jax.jit(jax.vmap(two_steps))(seeds)
     np.testing.assert_array_equal(state.step, [2, 2])
-    found = clipjax.metrics(state)
-    assert len(found) == 3 * len(names) + 1
-    np.testing.assert_array_equal(found["n/steps"], [2, 2])
-    for i, name in enumerate(names):
-        np.testing.assert_array_equal(found[f"n/{name}"], seeds * (i + 1))
-        np.testing.assert_array_equal(found[f"n/{name}/count"], [2 * (i + 2)] * 2)
-        share = found[f"n/{name}/is_large_fraction"]
-        np.testing.assert_array_equal(share, seeds > i)
+    # Names are data, which a checkpoint without a template keeps.
+    text, floats, counts = state.metrics["n"]
+    restored = {"text": text, "floats": floats, "counts": counts}
+    bare = {"step": state.step, "metrics": {"n": restored}}
+    for each in (found, clipjax.metrics(state), clipjax.metrics([bare])):
+        assert len(each) == 3 * len(names) + 1
+        np.testing.assert_array_equal(each["n/steps"], [2, 2])
+        for i, name in enumerate(names):
+            np.testing.assert_array_equal(each[f"n/{name}"], seeds * (i + 1))
+            np.testing.assert_array_equal(each[f"n/{name}/count"], [2 * (i + 2)] * 2)
+            fraction = each[f"n/{name}/is_large_fraction"]
+            np.testing.assert_array_equal(fraction, seeds > i)
+
+
+def test_names_are_no_structure_until_they_are_known() -> None:
+    """`optax.tree.map_params` compares a state with that of a tree without leaves."""
+    tx = of_metrics(["a"])
+    named, other = (of_metrics([name]).init(np.float32(1)) for name in ("a", "b"))
+    unknown = jax.tree.map(jnp.copy, named)
+    unknown.metrics["n"].names = ()
+    assert jax.tree.structure(named) == jax.tree.structure(unknown)
+    assert jax.tree.structure(named) != jax.tree.structure(other)
+    step = jax.jit(lambda state: clipjax.metrics(tx.update(np.float32(2), state)[1]))
+    assert step(unknown)["n/a"] == 2
+    with pytest.raises(ValueError, match="state: inside jit"):
+        jax.jit(clipjax.metrics)(unknown)
+    with pytest.raises(ValueError, match="metrics of n: the state was made with b"):
+        tx.update(np.float32(1), other)
 
 
 def test_floats_of_all_dtypes_share_an_array() -> None:
@@ -103,9 +121,10 @@ def test_counters_stop_at_their_largest_value() -> None:
     updates = {name: more for name, (_, more, _) in counts.items()}
     tx = clipjax.with_metrics("n", act)
     state = jax.jit(tx.init)(updates)
-    (names,) = state.counts
-    before = [counts[x][0] if x in counts else 0 for x in names[2:].split(", ")]
-    state = state._replace(counts={names: np.int32(before)})
+    kept = state.metrics["n"]
+    before = [counts[name][0] for name in kept.names[1]]
+    kept = kept._replace(counts=np.int32(before))
+    state = state._replace(metrics={"n": kept})
     found = clipjax.metrics(jax.jit(tx.update)(updates, state)[1])
     for name, (*_, wanted) in counts.items():
         assert found[f"n/{name}"] == wanted, name

@@ -112,7 +112,7 @@ THEMES = {
         of_value("keep_norm(rate=2.0)", "rate", "at most 1", "2.0"),
         of_value("keep_norm().apply(params)", "old", "weights before the update"),
         of_value("violations(params, keep_norm())", "old", "old=old"),
-        of_value("keep_norm().apply(params, [params])", "old", "structure", "list"),
+        of_value("keep_norm().apply(params, [params])", "old", "structure", "kernel"),
         of_value(
             "keep_norm().apply({'w': jnp.ones((2, 3))}, {'w': jnp.ones((3, 2))})",
             "old",
@@ -461,7 +461,7 @@ THEMES = {
         of_value(
             "skip_nonfinite(record_norms(keep=2)).init(x)",
             "keep",
-            "inside of skip_nonfinite",
+            "wrapped by skip_nonfinite",
         ),
         of_type("box({0: 0.0}, 1.0)", "low", "(0,)"),
         of_type("non_negative(where=1)", "where", "got 1"),
@@ -661,7 +661,7 @@ THEMES = {
             )
         ],
         of_value(
-            "adagc().update({'kernel': x}, state_of(adagc()))", "adagc", "1 leaves", "2"
+            "adagc().update({'kernel': x}, state_of(adagc()))", "adagc", "[(), ()]"
         ),
         of_type(
             "tx = bounded(sgd, accumulate=2); tx.update({'w': jnp.sin}, tx.init(x))",
@@ -681,7 +681,6 @@ THEMES = {
             "adagc(axes=0).update({'kernel': jnp.ones((4, 5))}, "
             "state_of(adagc(axes={'kernel': 0})))",
             "adagc",
-            "'kernel'",
             "(1, 5)",
             "(1, 3)",
         ),
@@ -719,7 +718,7 @@ THEMES = {
             for name, tx in c.REMEMBER
         ],
         *[
-            of_type(f"({tx}).update(grads, None, params)", "state", name, "NoneType")
+            of_value(f"({tx}).update(grads, None, params)", "state", name, "None")
             for name, tx in c.SKIP
         ],
         of_type(
@@ -741,15 +740,15 @@ THEMES = {
             "clip_by_value(schedule).update(grads, None)", "bound", "schedule", "state"
         ),
         *[
-            of_type(
+            of(
                 f"bounded(sgd, accumulate=2).update(grads, {state})",
                 "state",
                 "bounded with accumulate= needs the state",
             )
-            for state in ("state_of(bounded(sgd))", "None")
+            for of, state in ((of_type, "state_of(bounded(sgd))"), (of_value, "None"))
         ],
         *[
-            of_type(f"({tx}).update(grads, optax.EmptyState(), params)", "state", name)
+            of_value(f"({tx}).update(grads, optax.EmptyState(), params)", "state", name)
             for name, tx in c.SKIP
         ],
         *[
@@ -877,9 +876,9 @@ THEMES = {
             "traced",
             "jit",
         ),
-        of_type("violations(params, adam)", "projection", "last link"),
+        of_type("violations(params, adam)", "projection", "last one"),
         of_type(
-            "violations(params, chain(adam, max_norm(1.0)))", "last link of a chain"
+            "violations(params, chain(adam, max_norm(1.0)))", "last one of a chain"
         ),
         of_type("jax.jit(lambda b: violations(params, max_norm(b)))(1.0)", "traced"),
         of_type("series(state_of(clip), 'a')", "history", "clipjax.metrics"),
@@ -904,7 +903,7 @@ THEMES = {
         of_value("suggest([jnp.nan])", "norms", "none is finite, of 1"),
         of_value("suggest(x, {'clip': clip})", "rules['clip']", "np.mean(norms > "),
         of_value("suggest(x, {'adam': adam})", "rules['adam']", "threshold"),
-        of_type("suggest(x, {'zclip': zclip})", "rules['zclip']", "call it"),
+        of_type("suggest(x, {'zclip': zclip})", "rules['zclip']", "call a function"),
         of_type("suggest(x, [zclip()])", "rules", "mapping"),
     ],
     "layers": [  # Layers for the backward pass.

@@ -265,4 +265,4 @@ def test_a_window_may_be_a_hyperparameter() -> None:
         state = tx.init(jnp.zeros(3))
         _, state = jax.jit(tx.update)(jnp.ones(3), state)
         assert float(state.hyperparams["window"]) == 8
-        assert 8 in [x.size for x in jax.tree.leaves(state)]
+        assert 8 in [x.shape[-1] for x in jax.tree.leaves(state) if x.ndim]

@@ -185,7 +185,13 @@ def test_counters_at_their_end_freeze_nothing() -> None:
     most = np.iinfo(np.int32).max
     worn = states[1]._replace(
         memory=states[1].memory._replace(in_a_row=jnp.int32(most)),
-        counts={key: x + most for key, x in skip.init(zero).counts.items()},
+        step=jnp.int32(most),
+        metrics={
+            "skip_spikes": {
+                key: jnp.full_like(x, most) if x.dtype == np.int32 else x
+                for key, x in skip.init(zero).metrics["skip_spikes"].items()
+            }
+        },
     )
     _, worn = update_skip(np.float32(np.nan), worn, zero)
     assert worn.memory.in_a_row == most

@@ -155,7 +155,7 @@ def test_counters_do_not_overflow() -> None:
     state = tx.init(jnp.ones(1))._replace(step=jnp.int32(most - 1))
     for _ in range(7):
         _, state = jax.jit(tx.update)(jnp.array([NAN]), state)
-        assert state.kept["updates"].entered < 4
+        assert state.memory["updates"].entered < 4
     assert [each.step for each in clipjax.bad_steps(state)] == [most, most]
 
 
@@ -342,7 +342,7 @@ def test_what_is_printed_names_the_place() -> None:
 
 def test_nothing_is_kept_by_default() -> None:
     state = clipjax.record_norms("leaf").init(jnp.ones(1))
-    assert state.kept == {}
+    assert state.memory == ()
     with pytest.raises(ValueError, match=r"clipjax.record_norms\('leaf', keep=16\)"):
         clipjax.bad_steps(state)
 
@@ -356,5 +356,5 @@ def test_a_skip_around_a_recorder_is_an_error() -> None:
         (clipjax.skip_spikes(clipjax.chain(record, optax.sgd(1.0))), "spikes"),
         (clipjax.skip_nonfinite(hidden), "nonfinite"),
     ):
-        with pytest.raises(ValueError, match=f"keep: .* is inside of skip_{name}"):
+        with pytest.raises(ValueError, match=f"keep: .* is wrapped by skip_{name}"):
             tx.init({"a": jnp.ones(1)})
