@@ -29,7 +29,9 @@ class SkipMemory(NamedTuple):
     """What a transformation that skips steps remembers."""
 
     past: Any  # what it compares a step with
-    in_a_row: Scalar  # int32: bad steps in a row, at most `max_consecutive`
+    # int32: the steps skipped in a row; negative while bad steps are taken, since so
+    # many were skipped before them
+    in_a_row: Scalar
     inner: Any  # the state of the inner transformation
 
 
@@ -57,17 +59,15 @@ def skipping(
         spike, past, metrics = compare(norm, loss, memory.past, step)
         bad_loss = jnp.zeros((), bool) if loss is None else ~jnp.isfinite(loss)
         fine = jnp.isfinite(norm) & ~bad_loss & ~spike
-        skipped = ~fine if most is None else ~(fine | (memory.in_a_row >= most))
-        # It stays at `max_consecutive`, so that bad steps are taken until a fine one
-        # makes it 0.
-        one = skipped.astype(np.int32)
-        in_a_row = jnp.where(fine, 0, saturating_add(memory.in_a_row, one))
+        before = memory.in_a_row
+        enough = False if most is None else (before >= most) | (before < 0)
+        skipped = ~(fine | enough)
+        one_more = saturating_add(before, jnp.int32(1))
+        in_a_row = jnp.where(skipped, one_more, jnp.where(fine, 0, -jnp.abs(before)))
         metrics |= {
-            "skipped": one,
+            "skipped": skipped.astype(np.int32),
             "nonfinite_loss_count": bad_loss.astype(np.int32),
             "norm": norm,
-            "skipped_last": skipped.astype(norm.dtype),
-            "skipped_in_a_row": in_a_row.astype(norm.dtype),
         }
         return skipped, metrics, memory._replace(past=past, in_a_row=in_a_row)
 

@@ -13,6 +13,7 @@ from clipjax._core.aliases import Metrics, Scalar
 from clipjax._core.leaves import nodes_where
 from clipjax._core.messages import short_repr
 from clipjax._core.states import MetricsState, Names, Table, name_of
+from clipjax.gradients.skipping import SkipMemory
 
 
 def metrics(opt_state: Any) -> dict[str, jax.Array]:
@@ -113,15 +114,25 @@ def _read(state: MetricsState) -> Metrics:
         arrays = [as_array(x) for x in kept[1:3] if jax.tree.leaves(x)]
         return _from_table(kept.known_names, step, *arrays)
     scalars = {key: as_array(x) for key, x in kept.items()}
-    return _from_scalars(step, scalars) if scalars else {}
+    return _from_scalars(step, scalars, _in_a_row(state.memory)) if scalars else {}
+
+
+def _in_a_row(memory: Any) -> Any:
+    """Return what a skip remembers, also restored without a template."""
+    if isinstance(memory, Mapping):
+        return as_array(memory["in_a_row"]) if "in_a_row" in memory else None
+    return as_array(memory.in_a_row) if isinstance(memory, SkipMemory) else None
 
 
 # Jitted, so that outside of jit no constant goes to the device, which transfer guards
 # forbid.
 @jax.jit
-def _from_scalars(step: Scalar, kept: Metrics) -> Metrics:
+def _from_scalars(step: Scalar, kept: Metrics, in_a_row: Any) -> Metrics:
     """Return metrics from what is kept of them, in buffers that are not the state's."""
     found = {"steps": jnp.copy(step)}
+    if in_a_row is not None:
+        found["skipped_last"] = (in_a_row > 0).astype(np.float32)
+        found["skipped_in_a_row"] = jnp.abs(in_a_row).astype(np.float32)
     for key, x in kept.items():
         if x.dtype == np.uint32:
             found[f"{key}_fraction"] = _fraction(x, step)
