@@ -189,18 +189,18 @@ def _sum(param: Any, update: Any) -> Any:
 
 
 def _step_to(wanted: Any, summed: Any, param: Any, update: Any) -> Any:
-    """Return the update that takes a parameter to `wanted`.
+    """Return the update that takes a parameter to `wanted`, in float32 at least.
 
-    It is float32 at least: in 16 bits it would lose the direction of weights that start
-    far outside. For float32, p + ((p + u) - p) is p + u. For 16 bits it may not be:
-    there an element that does not change keeps its update.
+    In 16 bits it would lose the direction of weights that start far outside the bound.
+    p + ((p + u) - p) is p + u, so that a weight within the bound ends where it would
+    have ended. An update of 16 bits is also kept itself, which (p + u) - p often is not.
     """
     if wanted is summed or not is_float(param):
         return update
     wide = np.result_type(sum_dtype(param.dtype), sum_dtype(update.dtype))
     dtype = param.dtype if jnp.iscomplexobj(param) else wide
     step = wanted.astype(dtype) - param.astype(dtype)
-    if not _is_narrow(param):
+    if not _is_narrow(update):
         return step
     return jnp.where(wanted == summed, update.astype(dtype), step)
 
