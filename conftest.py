@@ -17,13 +17,20 @@ FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_lev
 os.environ["XLA_FLAGS"] = f"{FLAGS} {os.environ.get('XLA_FLAGS', '')}".strip()
 os.environ.setdefault("MPLBACKEND", "Agg")
 
+ROOT = Path(__file__).parent
+# Most of a run is XLA's compiling. A key is the program, the flags and the version, so
+# that no entry can be stale.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".jax_cache"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+import pytest
 from sybil import Example, Sybil
 from sybil.evaluators.doctest import NUMBER, OutputChecker
 from sybil.evaluators.python import PythonEvaluator
 from sybil.parsers.markdown import CodeBlockParser, SkipParser
 from xdist.scheduler import LoadFileScheduling
 
-ROOT = Path(__file__).parent
 collect_ignore = ["docs/site", "tests/clients"]  # what needs packages of its own
 
 
@@ -64,6 +71,30 @@ def _run(example: Example) -> str:
         if shown
         else ""
     )
+
+
+# The first tier, which judges a change in two minutes, is `testpaths`. The second has
+# the rest of these.
+FIRST_TIER = ("clipjax", "tests/contract", "tests/core", "tests/errors", "README.md")
+ALL = ["clipjax", "tests", "docs", "README.md", "CONTRIBUTING.md"]
+APART = ("slow", "tpu_compile", "gpu_compile")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Run the first tier by default, and look everywhere for what `-m` names."""
+    if not config.option.markexpr:
+        config.option.markexpr = " and ".join(f"not {marker}" for marker in APART)
+    elif config.args_source is config.ArgsSource.TESTPATHS:
+        config.args[:] = ALL
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the second tier: what is in no folder of the first, and is not slow."""
+    for item in items:
+        path = item.path.relative_to(ROOT)
+        in_first = any(path.is_relative_to(folder) for folder in FIRST_TIER)
+        if not in_first and not any(map(item.get_closest_marker, APART)):
+            item.add_marker("full")
 
 
 def pytest_xdist_make_scheduler(config: Any, log: Any) -> LoadFileScheduling:

@@ -26,7 +26,6 @@ from benchmarks.steps import (
 )
 from benchmarks.tables import Figure, Row
 from benchmarks.trees import inputs_of, shapes_of
-from tests.contract.members import FIRST
 
 ADAM = Recipe(adam())
 # The axes that all members reduce: the rows of matrices, in stacks, too.
@@ -235,16 +234,6 @@ PEERS = {
     f"optax.{name}": _member(f"optax.{name}", recipe, Weight(scratch=None))
     for name, recipe in _OPTAX.items()
 }
-
-# What the table does not name, as the contract makes it; `chain` and `project` cost
-# nothing themselves.
-_SHOWN = {word.strip(",:") for label in MEMBERS for word in label.split()}
-for _name, _row in FIRST.items():
-    if _name in _SHOWN | {"chain", "project"}:
-        continue
-    if _row.kind in ("clip", "step", "projection"):
-        _make = _after if _row.kind == "projection" else _before
-        MEMBERS[_name] = _make(_name, _row.make(GLOBAL))
 
 
 def weigh(member: Member, platform: str, trees: Sequence[str], dtype: str) -> Row:
