@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, SupportsIndex
+from typing import Any, Literal, Never, SupportsIndex
 
 import jax.numpy as jnp
 import optax
@@ -11,6 +11,7 @@ import optax
 from clipjax._core.aliases import Tree
 from clipjax._core.checks import as_list, check_count, check_transformation, check_word
 from clipjax._core.leaves import flatten, is_float
+from clipjax._core.messages import short_repr
 from clipjax._core.states import check_state
 from clipjax.gradients.nonfinite import skip_nonfinite, zero_nonfinite
 from clipjax.monitoring.record_norms import Recorder
@@ -61,7 +62,7 @@ def chain(
 
 def bounded(
     optimizer: optax.GradientTransformation,
-    *,
+    *args: Never,
     clip: optax.GradientTransformation
     | Sequence[optax.GradientTransformation]
     | None = None,
@@ -105,6 +106,11 @@ def bounded(
       ...     nonfinite="skip",
       ... )
     """
+    if args:
+        raise TypeError(
+            "bounded takes one positional argument, the optimizer, and the rest by name, "
+            f"as in clip=clipjax.clip_by_global_norm(1.0); got {short_repr(args[0])}"
+        )
     check_word("nonfinite", nonfinite, ("propagate", "zero", "skip"))
     micro_batches = check_count("accumulate", accumulate, 1, static=True)
     clips = [] if clip is None else as_list(clip)

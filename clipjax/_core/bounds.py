@@ -100,6 +100,19 @@ def is_real(value: Any) -> bool:
     return isinstance(value, float)
 
 
+def check_is_wide(name: str, value: Any) -> None:
+    """Raise for an array of JAX that `optax.inject_hyperparams` made of a number."""
+    if not isinstance(value, jax.Array):
+        return
+    is_narrow = jnp.issubdtype(value.dtype, jnp.floating) and value.dtype.itemsize < 2
+    if is_narrow or jnp.iscomplexobj(value):
+        raise TypeError(
+            f"{name} must be of real numbers of 16 bits or more, got {value.dtype}. "
+            "optax.inject_hyperparams gives hyperparameters the dtype of the leaves: "
+            "pass hyperparam_dtype=jnp.float32 to it"
+        )
+
+
 def as_float(value: Any) -> Any:
     """Return a real number or array as floats, if it is not JAX's.
 
@@ -164,6 +177,7 @@ def _checked(name: str, bound: Any, least: float, scalar: bool, forms: str) -> A
     The value of a traced array is not known: it is raised to `least`, as what a
     schedule returns.
     """
+    check_is_wide(name, bound)
     if not is_real(bound):
         if _is_tree(bound):
             raise _tree_error(name, bound, forms)

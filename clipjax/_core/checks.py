@@ -8,12 +8,13 @@ import jax
 import numpy as np
 import optax
 
-from clipjax._core.bounds import as_float, is_real
+from clipjax._core.bounds import as_float, check_is_wide, is_real
 from clipjax._core.messages import short_repr, traced_error
 
 
 def check_number(name: str, value: Any, interval: str) -> Any:
     """Return a number in an interval, which is written as in "[0, 1)"."""
+    check_is_wide(name, value)
     if not is_real(value) or np.ndim(value):
         raise TypeError(
             f"{name} must be a number in {interval}, got {short_repr(value)}"

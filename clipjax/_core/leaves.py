@@ -59,7 +59,7 @@ def flatten(tree: Tree) -> Leaves:
     Python numbers and NumPy arrays become JAX arrays. What is no array, such as a
     function, is an error.
     """
-    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_absent)
+    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_no_branch)
     paths = without_boxes([path for path, _ in found])
     nodes = [node for _, node in found]
     is_absent = list(map(_is_absent, nodes))
@@ -126,6 +126,16 @@ def _is_absent(node: Any) -> bool:
     return node is None or isinstance(node, optax.MaskedNode)
 
 
+def _has_duplicates(node: Any) -> bool:
+    """Return whether a node is a sparse array that may name an element twice."""
+    is_array = isinstance(node, jax.Array)
+    return not is_array and getattr(node, "unique_indices", None) is False
+
+
+def _is_no_branch(node: Any) -> bool:
+    return _is_absent(node) or _has_duplicates(node)
+
+
 def _as_array(path: Path, leaf: Any) -> Any:
     # `init` takes shapes, as Optax's does; JAX refuses them elsewhere.
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
@@ -134,6 +144,11 @@ def _as_array(path: Path, leaf: Any) -> Any:
         return jnp.asarray(leaf)
     if isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind not in "OSUMm":
         return leaf if leaf.dtype == jax.dtypes.float0 else jnp.asarray(leaf)
+    if _has_duplicates(leaf):
+        raise TypeError(
+            f"leaf {path_name(path)!r} is sparse, and its indices may repeat, so that "
+            "its norm is not that of its data: pass .sum_duplicates() or .todense()"
+        )
     raise TypeError(
         f"leaf {path_name(path)!r} must be an array of numbers, got "
         f"{type(leaf).__name__}: pass only the arrays, of an Equinox module "

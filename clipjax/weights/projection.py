@@ -193,7 +193,7 @@ def _step_to(wanted: Any, summed: Any, param: Any, update: Any) -> Any:
 
     In 16 bits it would lose the direction of weights that start far outside the bound.
     p + ((p + u) - p) is p + u, so that a weight within the bound ends where it would
-    have ended. An update of 16 bits is also kept itself, which (p + u) - p often is not.
+    have ended. An update of 16 bits stays itself there: (p + u) - p often differs.
     """
     if wanted is summed or not is_float(param):
         return update

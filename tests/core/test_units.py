@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.sparse import BCOO
 
 import clipjax
 from clipjax import SKIP, functional
@@ -76,3 +77,16 @@ def test_a_leaf_without_entries_needs_no_axes() -> None:
     clipjax.max_norm(1.0).apply({"bias": jnp.zeros(0)})
     with pytest.raises(ValueError, match="axes: nothing is changed"):
         clipjax.max_norm(1.0).apply({"bias": jnp.zeros(1)})
+
+
+def test_a_sparse_array_counts_as_the_dense_one() -> None:
+    """Without indices that repeat, as JAX knows after `sum_duplicates`."""
+    repeated = BCOO((np.float32([3, 4, 2]), np.int32([[1], [1], [3]])), shape=(5,))
+    sparse = {"e": repeated.sum_duplicates()}
+    tx = clipjax.clip_by_global_norm(1.0)
+    clipped, state = jax.jit(tx.update)(sparse, tx.init(sparse))
+    dense = np.float32([0, 7, 0, 2, 0])
+    norm = clipjax.metrics(state)["clip_by_global_norm/norm"]
+    np.testing.assert_allclose(norm, np.linalg.norm(dense), rtol=1e-6)
+    wanted = dense / np.linalg.norm(dense)
+    np.testing.assert_allclose(clipped["e"].todense(), wanted, rtol=3e-6)

@@ -418,6 +418,19 @@ THEMES = {
         of_type("record_norms([1])", "groups", "[1]"),
         of_type("record_norms(1.5)", "groups", "1.5"),
         of_value("record_norms(of='grads')", "of", "'updates'", "'grads'"),
+        *[
+            of_type(
+                f"optax.inject_hyperparams({make}).init(jnp.ones(3, {dtype!r}))",
+                name,
+                dtype,
+                "hyperparam_dtype=jnp.float32",
+            )
+            for dtype in ("complex64", "float8_e4m3fn")
+            for name, make in (
+                ("max_norm", "clip_by_global_norm)(max_norm=1.0"),
+                ("quantile", "clip_by_quantile)(quantile=0.5"),
+            )
+        ],
         of_value("record_norms(of=())", "of", "()"),
         of_type("record_norms(name='')", "name", "''"),
         of_value("record_norms(of='params', keep=2)", "keep", "of='params'"),
@@ -945,7 +958,9 @@ THEMES = {
             "clip_by_global_norm",
             "'use_norm'",
         ),
-        of_type("bounded(adam, clip)", "bounded", "positional"),
+        of_type("bounded(adam, clip)", "bounded", "positional", "clip="),
+        of_type("bounded(adam, 1.0)", "clip=", "got 1.0"),
+        of_type("clip.update({'e': sparse}, None)", "leaf 'e'", "todense"),
         of_type("bounded(adam, clipping=clip)", "bounded", "'clipping'"),
     ],
 }

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.experimental.sparse import BCOO
 
 import clipjax
 from tests.errors.table import THEMES, Row
@@ -36,6 +37,8 @@ def names() -> dict[str, Any]:
         "sgd": optax.sgd(1e-3),
         "clip": clipjax.clip_by_global_norm(1.0),
         "schedule": optax.constant_schedule(1.0),
+        # One index twice, as the gradient of an embedding has it.
+        "sparse": BCOO((jnp.ones(2), jnp.zeros((2, 1), int)), shape=(4,)),
         "state_of": lambda tx: tx.init(params),
     }
 
