@@ -108,8 +108,8 @@ def bounded(
     """
     if args:
         raise TypeError(
-            "bounded takes one positional argument, the optimizer, and the rest by name, "
-            f"as in clip=clipjax.clip_by_global_norm(1.0); got {short_repr(args[0])}"
+            "bounded takes one positional argument, the optimizer; pass the rest by "
+            f"name, as in clip=clip_by_global_norm(1.0); got {short_repr(args[0])}"
         )
     check_word("nonfinite", nonfinite, ("propagate", "zero", "skip"))
     micro_batches = check_count("accumulate", accumulate, 1, static=True)

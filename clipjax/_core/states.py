@@ -32,10 +32,10 @@ class MetricsState(NamedTuple):
 
 
 class BadSteps(NamedTuple):
-    """The bad steps that `record_norms` keeps."""
+    """The last bad steps that `record_norms` keeps, the newest last."""
 
     past: Any  # the windows of norms and losses that a step is compared with
-    entered: Scalar  # int32: how many bad steps there were, as in a ring
+    held: Scalar  # int32: how many are kept
     steps: jax.Array  # int32 (n,): how many updates there were before each
     # float (n, 3 + names): norm, threshold, loss, and all norms of the table
     rows: jax.Array

@@ -13,11 +13,11 @@ from clipjax._core.aliases import Number
 from clipjax._core.checks import check_count, check_number
 from clipjax.gradients.history import clip_by_history, is_counted
 from clipjax.gradients.window import (
-    Ring,
+    Window,
+    age,
     check_size,
-    empty_ring,
+    empty_window,
     enter,
-    held,
     quantile,
 )
 
@@ -69,13 +69,14 @@ def autoclip(
         )
     window = check_count("window", window, 1)
 
-    def bound_of(norm: jax.Array, past: Ring, step: Any) -> tuple[jax.Array, Ring]:
+    def bound_of(norm: jax.Array, past: Window, step: Any) -> tuple[jax.Array, Window]:
         check_size(past, window)
-        ring = enter(past, norm, is_counted(norm))
-        bound = quantile(ring.values, held(ring), percentile / 100)
-        return jnp.where(ring.entered > 0, bound, jnp.inf), ring
+        now = enter(past, norm, is_counted(norm))
+        is_held = age(now) <= now.held
+        bound = quantile(now.values, is_held, percentile / 100)
+        return jnp.where(now.held > 0, bound, jnp.inf), now
 
-    initial = functools.partial(empty_ring, window)
+    initial = functools.partial(empty_window, window)
     return clip_by_history("autoclip", bound_of, initial)
 
 

@@ -15,14 +15,13 @@ from clipjax._core.bounds import limit
 from clipjax._core.checks import check_count
 from clipjax.gradients.skipping import skipping
 from clipjax.gradients.window import (
-    Ring,
+    Window,
+    age,
+    at,
     check_size,
-    empty_ring,
+    empty_window,
     enter,
-    held,
-    in_order,
     quantile,
-    quantile_of,
 )
 
 # For normally distributed numbers, the median of |x - median| times this is the
@@ -37,6 +36,10 @@ _LEAST_STDS = (0.05, 0.01)
 # The defaults, for those who want to know what `skip_spikes` would skip.
 Z_THRESHOLD = 6.0
 WINDOW = 64
+
+# With 16 values and more there is a trend. It may not go on: the level is at least the
+# median of the last 16.
+_RECENT = 16
 
 # In place of 0 and less, which have no logarithm.
 _LEAST_VALUE = 1e-30
@@ -53,21 +56,27 @@ def skip_spikes(
 ) -> optax.GradientTransformationExtraArgs:
     """Skip every step whose gradients or loss are not finite, or far larger than usual.
 
-    With the median m and the median absolute deviation d of the logarithms of the last
-    norms, a step is a spike if (log(norm) - m) / (1.4826 d) > z_threshold. Losses are
-    compared likewise, without logarithms if one in the window is not positive. The
-    deviation counts as at least 5% for norms and 1% for losses.
+    A step is an outlier if the logarithm of its norm is more than `z_threshold`
+    standard deviations above the trend of the last norms, y[1] (oldest) to y[k]:
+
+        b = median of (y[i + k - h] - y[i]) / (k - h),  h = k // 2, i = 1 … h
+        e[i] = y[i] + b (k + 1 - i)
+        level = max(median of e, median of the last 16 y)
+        z = (log(norm) - level) / (1.4826 median of |e - median of e|)
+
+    With fewer than 16 norms b is 0. Norms of the first steps, which fall fast, are thus
+    not taken for noise. Losses are compared likewise, without logarithms if one in the
+    window is not positive. The standard deviation counts as at least 5% for norms and
+    1% for losses.
 
     Args:
       optimizer: a gradient transformation, usually a whole chain.
       z_threshold: how many standard deviations a value may be above the median: a
         number or a schedule.
       max_norm: a norm above this is always a spike: a number or a schedule.
-      window: how many of the last norms and losses to keep. While a loss falls fast, a
-        long window takes the fall for ordinary: 32 sees a spike some 50 steps earlier
-        than 64.
+      window: how many of the last norms and losses to keep.
       warmup_steps: how many there must be before they are compared, at most `window`.
-        None is half of the window.
+        None is 16, or half of a window below 32.
       max_consecutive: as in :func:`skip_nonfinite`.
 
     Returns:
@@ -81,8 +90,9 @@ def skip_spikes(
         not a real scalar.
 
     A step whose norm or loss is not finite enters neither window, and no 0 enters its
-    own. Spikes enter, since a few cannot move a median. If norms stay at a new level,
-    steps are taken again after half a window.
+    own. Outliers enter, since a few cannot move a median. If norms stay at a new level,
+    steps are taken again after 8 or 9 of them, whatever the level is: a longer burst of
+    outliers is taken for a new level, too.
 
     References:
       Leys et al., 2013, Detecting outliers: do not use standard deviation around the
@@ -121,26 +131,27 @@ def skip_spikes(
     return skipping("skip_spikes", optimizer, max_consecutive, compare_at, initial)
 
 
-def no_past(window: Any, dtype: Any) -> Ring:
+def no_past(window: Any, dtype: Any) -> Window:
     """Return the windows of norms and losses before the first step."""
     # A loss may be float64 wherever that is enabled.
-    return empty_ring(window, np.promote_types(dtype, jnp.result_type(float)), (2,))
+    return empty_window(window, np.promote_types(dtype, jnp.result_type(float)), (2,))
 
 
 def compare(
     norm: jax.Array,
     loss: jax.Array | None,
-    past: Ring,
+    past: Window,
     enough: Any = None,
     z_threshold: Any = Z_THRESHOLD,
     max_norm: Any = jnp.inf,
-) -> tuple[jax.Array, Ring, dict[str, jax.Array]]:
+) -> tuple[jax.Array, Window, dict[str, jax.Array]]:
     """Compare a norm and a loss with those of the past.
 
     Returns:
       Whether the step is a spike, the next past, and metrics.
     """
-    enough = max(1, past.values.shape[-1] // 2) if enough is None else enough
+    if enough is None:
+        enough = max(1, min(_RECENT, past.values.shape[-1] // 2))
     dtype = past.values.dtype
     # Both windows at once, which takes half as many kernels.
     each = [norm, 0 if loss is None else loss]
@@ -164,27 +175,44 @@ def compare(
 
 
 def _compared(
-    seen: jax.Array, past: Ring, enough: Any, z_threshold: Any
+    seen: jax.Array, past: Window, enough: Any, z_threshold: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """Compare a norm and a loss, `(2,)`, with those of the past.
+    """Compare a norm and a loss, `(2,)`, with the trend of those of the past.
 
     Returns:
-      How many standard deviations they are above their medians, and which values are
+      How many standard deviations they are above their levels, and which values are
       `z_threshold` of them above.
     """
-    count = held(past)
-    ascending = in_order(past.values, count)
-    positive = ascending[:, 0] > 0  # always so for norms, and for most losses
-    logs = jnp.log(jnp.where(positive[:, None], ascending, 1))
-    values = jnp.where(positive[:, None], logs, ascending)
-    median = quantile_of(values, count, 0.5)
-    least_stds = np.array(_LEAST_STDS, values.dtype)
-    floor = least_stds * jnp.where(positive, 1, jnp.abs(median))
-    std = _STD_PER_MAD * quantile(jnp.abs(values - median[:, None]), count, 0.5)
-    std = jnp.maximum(std, floor)
-    highest = median + jnp.asarray(z_threshold, std.dtype) * std
+    count = past.held[:, None]
+    ago = age(past)
+    is_held = ago <= count
+    # Always so for norms, and for most losses.
+    positive = jnp.all((past.values > 0) | ~is_held, axis=-1)
+    is_log = positive[:, None]
+    held = jnp.where(is_held, past.values, 1)
+    y = jnp.where(is_log, jnp.log(jnp.where(is_log, held, 1)), held)
+
+    # The median of the slopes between the two halves.
+    half = count // 2
+    apart = jnp.maximum(count - half, 1)
+    places = past.values.shape[-1] - ago
+    slopes = (y - at(y, jnp.maximum(places - apart, 0))) / apart.astype(y.dtype)
+    slope, recent = quantile(
+        jnp.stack([slopes, y]),
+        jnp.stack([ago <= half, ago <= jnp.minimum(count, _RECENT)]),
+        0.5,
+    )
+    slope = jnp.where(past.held >= _RECENT, slope, 0)
+    # Each value carried to now along the slope.
+    carried = y + slope[:, None] * ago.astype(y.dtype)
+    middle = quantile(carried, is_held, 0.5)
+    std = _STD_PER_MAD * quantile(jnp.abs(carried - middle[:, None]), is_held, 0.5)
+    level = jnp.maximum(middle, recent)
+    least_stds = np.array(_LEAST_STDS, y.dtype)
+    std = jnp.maximum(std, least_stds * jnp.where(positive, 1, jnp.abs(level)))
+    highest = level + jnp.asarray(z_threshold, std.dtype) * std
     threshold = jnp.where(positive, jnp.exp(highest), highest)
     logged = jnp.log(jnp.maximum(seen, _LEAST_VALUE))
-    z_score = (jnp.where(positive, logged, seen) - median) / std
-    warm = count >= enough
-    return jnp.where(warm, z_score, 0), jnp.where(warm, threshold, jnp.inf)
+    z_score = (jnp.where(positive, logged, seen) - level) / std
+    is_warm = past.held >= enough
+    return jnp.where(is_warm, z_score, 0), jnp.where(is_warm, threshold, jnp.inf)

@@ -11,87 +11,69 @@ from clipjax._core.messages import traced_error
 from clipjax._core.states import check_same
 
 
-class Ring(NamedTuple):
-    """The last values of a norm, or of a norm and a loss: `(2, window)` and `(2,)`."""
+class Window(NamedTuple):
+    """The last values of a norm, or of a norm and a loss: `(2, size)` and `(2,)`."""
 
-    # float (window,): the newest is in place of the oldest; infinite where there is
-    # none yet
+    # float (size,): in the order of time, the newest last; infinite where there is none
     values: jax.Array
-    # int32: how many have entered; it wraps from 2 * window to window, so that it never
-    # overflows and still says that the ring is full
-    entered: jax.Array
+    held: jax.Array  # int32: how many there are
 
 
-def empty_ring(size: Any, dtype: Any, each: tuple[int, ...] = ()) -> Ring:
-    """Return a ring without values."""
+def empty_window(size: Any, dtype: Any, rows: tuple[int, ...] = ()) -> Window:
+    """Return a window without values."""
     if isinstance(size, jax.core.Tracer):
         raise traced_error("window", size)
-    values = jnp.full((*each, int(size)), jnp.inf, dtype)
-    return Ring(values, jnp.zeros(each, np.int32))
+    values = jnp.full((*rows, int(size)), jnp.inf, dtype)
+    return Window(values, jnp.zeros(rows, np.int32))
 
 
-def enter(ring: Ring, value: jax.Array, enters: jax.Array) -> Ring:
-    """Return a ring with a value in place of the oldest, if it enters."""
-    values = jnp.asarray(ring.values)  # NumPy's, if it was restored
-    size = values.shape[-1]
-    here = is_next(size, ring.entered) & enters[..., None]
-    new = jnp.where(here, value.astype(values.dtype)[..., None], values)
-    return Ring(new, one_more(size, ring.entered, enters))
+def enter(window: Window, value: jax.Array, enters: jax.Array) -> Window:
+    """Return a window that a value has entered, in place of the oldest."""
+    values = jnp.asarray(window.values)  # NumPy's, if it was restored
+    new = value.astype(values.dtype)[..., None]
+    moved = jnp.concatenate([values[..., 1:], new], axis=-1)
+    more = jnp.minimum(window.held + 1, values.shape[-1])
+    return Window(
+        jnp.where(enters[..., None], moved, values),
+        jnp.where(enters, more, window.held),
+    )
 
 
-def is_next(size: int, entered: jax.Array) -> jax.Array:
-    """Return which of `size` places the next value takes, bool `(size,)`.
-
-    A choice of entries, since a scatter is a kernel of its own.
-    """
-    places = lax.broadcasted_iota(np.int32, (*entered.shape, size), entered.ndim)
-    return places == (entered % size)[..., None]
+def age(window: Window) -> jax.Array:
+    """Return for each place how long ago its value entered: 1 for the newest."""
+    values = window.values
+    places = lax.broadcasted_iota(np.int32, values.shape, values.ndim - 1)
+    return values.shape[-1] - places
 
 
-def one_more(size: int, entered: jax.Array, enters: jax.Array) -> jax.Array:
-    """Increment the count; wrap to `size`, so that it still says "full"."""
-    more = jnp.where(entered >= 2 * size - 1, size, entered + 1)
-    return jnp.where(enters, more, entered)
-
-
-def held(ring: Ring) -> jax.Array:
-    """Return how many values there are in a ring: in its first places."""
-    return jnp.minimum(ring.entered, ring.values.shape[-1])
-
-
-def quantile(values: jax.Array, count: jax.Array, share: Any) -> jax.Array:
+def quantile(values: jax.Array, counted: jax.Array, share: Any) -> jax.Array:
     """Return a quantile along the last axis, as `numpy.quantile` does.
 
-    Only the first `count` values are held. If none is, it is the largest float.
+    Only the values that are `counted` count. If none is, it is the largest float:
+    infinity would make NaN in derivatives.
     """
-    return quantile_of(in_order(values, count), count, share)
-
-
-def in_order(values: jax.Array, count: jax.Array) -> jax.Array:
-    """Return values in ascending order; behind those that are held, the largest float.
-
-    Infinite ones would make NaN in derivatives.
-    """
-    places = lax.broadcasted_iota(np.int32, values.shape, values.ndim - 1)
-    most = jnp.finfo(values.dtype).max
-    return jnp.sort(jnp.where(places < jnp.expand_dims(count, -1), values, most))
-
-
-def quantile_of(ascending: jax.Array, count: jax.Array, share: Any) -> jax.Array:
-    """Return a quantile of values that are in order."""
+    ascending = jnp.sort(jnp.where(counted, values, jnp.finfo(values.dtype).max))
+    count = jnp.sum(counted, axis=-1, dtype=np.int32)
     last = jnp.maximum(count, 1) - 1
     rank = share * last.astype(ascending.dtype)
     below = jnp.floor(rank).astype(np.int32)
     above = jnp.minimum(below + 1, last)
-    # Flat, since an index with two parts is a kernel of its own.
-    flat = ascending.ravel()
-    rows = jnp.arange(count.size, dtype=np.int32).reshape(count.shape)
-    row = ascending.shape[-1] * rows
-    low = flat[row + below]
-    return low + (flat[row + above] - low) * (rank - jnp.floor(rank))
+    low = at(ascending, below)
+    return low + (at(ascending, above) - low) * (rank - jnp.floor(rank))
 
 
-def check_size(ring: Ring, window: Any) -> None:
+def at(values: jax.Array, place: jax.Array) -> jax.Array:
+    """Return the values at one place of each row, or at several.
+
+    The index is flat, since one with two parts is a kernel of its own.
+    """
+    rows = np.arange(values.size // values.shape[-1], dtype=np.int32)
+    start = values.shape[-1] * rows.reshape(values.shape[:-1])
+    start = start.reshape(start.shape + (1,) * (place.ndim - start.ndim))
+    return values.ravel()[start + place]
+
+
+def check_size(window: Window, size: Any) -> None:
     """Raise if a state was made with a window of another size."""
-    if not isinstance(window, jax.core.Tracer):
-        check_same("window", ring.values.shape[-1], window)
+    if not isinstance(size, jax.core.Tracer):
+        check_same("window", window.values.shape[-1], size)

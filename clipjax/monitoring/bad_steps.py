@@ -104,7 +104,7 @@ def bad_steps(opt_state: Any) -> list[BadStep]:
 
 def _steps_in(name: str, kept: BadSteps, table: Table) -> list[BadStep]:
     """Return the steps that are kept of updates that are called `name`."""
-    arrays = [as_array(x) for x in (kept.entered, kept.steps, kept.rows)]
+    arrays = [as_array(x) for x in (kept.held, kept.steps, kept.rows)]
     for x in arrays:
         is_traced = isinstance(x, jax.core.Tracer)
         if is_traced or not isinstance(x, jax.Array | np.ndarray | np.generic):
@@ -112,16 +112,15 @@ def _steps_in(name: str, kept: BadSteps, table: Table) -> list[BadStep]:
                 "opt_state: it must have known arrays: call bad_steps outside jit, got "
                 f"{short_repr(x)}"
             )
-    entered, steps, rows = jax.device_get(arrays)
-    if np.ndim(entered):
+    count, steps, rows = jax.device_get(arrays)
+    if np.ndim(count):
         raise ValueError(
-            f"opt_state: it is stacked, of shape {np.shape(entered)}; take one, as in "
+            f"opt_state: it is stacked, of shape {np.shape(count)}; take one, as in "
             "jax.tree.map(lambda x: x[0], opt_state)"
         )
-    count = min(entered, len(steps))
     names = [name for each in table.known_names for name in each]
     found = []
-    for place in (np.arange(entered - count, entered) % len(steps)).tolist():
+    for place in range(len(steps) - count, len(steps)):
         norm, threshold, loss, *norms = map(float, rows[place])
         loss = math.nan if loss == NO_LOSS else loss
         groups = _groups_of(name, dict(zip(names, norms, strict=True)))

@@ -13,7 +13,8 @@ import numpy as np
 import optax
 from jax import lax
 
-from clipjax._core.aliases import Tree
+from clipjax._core.aliases import Bound, Tree
+from clipjax._core.bounds import limit
 from clipjax._core.checks import check_count
 from clipjax._core.door import logged
 from clipjax._core.leaves import (
@@ -33,7 +34,7 @@ from clipjax._core.units import check_whole
 from clipjax.gradients import spikes
 from clipjax.gradients.history import norm_dtype
 from clipjax.gradients.skipping import loss_of
-from clipjax.gradients.window import is_next, one_more
+from clipjax.gradients.window import Window, check_size
 
 # What a group of leaves is called, and the square of its norm: one, or one a layer.
 Group: TypeAlias = tuple[str, jax.Array]
@@ -53,6 +54,8 @@ def record_norms(
     name: str = "updates",
     stacked: str | Sequence[str] = (),
     keep: SupportsIndex = 0,
+    z_threshold: Bound = spikes.Z_THRESHOLD,
+    window: SupportsIndex = spikes.WINDOW,
 ) -> Recorder:
     """Record norms for a logger, and change nothing.
 
@@ -70,9 +73,13 @@ def record_norms(
         group have equally many layers.
       keep: how many bad steps to keep in the state, the last ones, for
         :func:`bad_steps`. A step is bad if its norm is not finite, or the loss that
-        `update(..., loss=loss)` gets, or if :func:`skip_spikes` with its defaults would
-        skip it, which compares no step before it has seen 32. A recorder that keeps
-        steps has to be outside of a skip, whose inside is frozen at such steps.
+        `update(..., loss=loss)` gets, or if :func:`skip_spikes` would skip it. Place
+        `record_norms` outside of a skip: the inner state does not change at skipped
+        steps.
+      z_threshold: what an outlier step is for `keep`, as in :func:`skip_spikes`: how
+        many standard deviations a norm or a loss is above the trend; a number or a
+        schedule.
+      window: how many of the last norms and losses `keep` compares with.
 
     Returns:
       A transformation with the metrics `record_norms/<name>`, and
@@ -111,6 +118,8 @@ def record_norms(
         )
     groups_in = _by_group(groups, stacked)
     size = check_count("keep", keep, 0)
+    z_limit = limit("z_threshold", z_threshold, scalar=True)
+    length = check_count("window", window, 1)
     is_known = not isinstance(size, jax.core.Tracer)
     if is_known and size and "updates" not in measured:
         raise ValueError(
@@ -132,7 +141,8 @@ def record_norms(
             raise traced_error("keep", keep)
         weights = params.rebuild(params.values)
         norms = shapes_of(lambda leaves: norms_of_groups(leaves, weights), params)
-        return {name: _no_steps(size, norms.floats.size, norm_dtype(params))}
+        past = spikes.no_past(length, norm_dtype(params))
+        return {name: _no_steps(size, norms.floats.size, past)}
 
     def act(updates: Leaves, params: Tree, step: Any, memory: Any, **extra: Any) -> Any:
         norms = norms_of_groups(updates, params)
@@ -143,7 +153,9 @@ def record_norms(
             sizes = kept[0].rows.shape[-1] - 3, norms.floats.size
             check_same("state", *(f"{size} norms" for size in sizes))
             norm = lax.stop_gradient(tree_norm(updates.floats))
-            after = _with_step(kept[0], step, norm, loss_of(extra), norms.floats)
+            check_size(kept[0].past, length)
+            numbers = norm, loss_of(extra), z_limit.at(step)
+            after = _with_step(kept[0], step, *numbers, norms.floats)
             memory = dict.fromkeys(memory, after)
         return updates.rebuild(updates.values), norms, memory
 
@@ -229,9 +241,8 @@ def _joined(groups: list[Group]) -> Table:
     return table((tuple(in_order),), lax.stop_gradient(jnp.sqrt(joined)))
 
 
-def _no_steps(size: int, names: int, dtype: Any) -> BadSteps:
+def _no_steps(size: int, names: int, past: Window) -> BadSteps:
     """Return the memory before the first step."""
-    past = spikes.no_past(spikes.WINDOW, dtype)
     return BadSteps(
         past,
         jnp.zeros((), np.int32),
@@ -241,21 +252,22 @@ def _no_steps(size: int, names: int, dtype: Any) -> BadSteps:
 
 
 def _with_step(
-    kept: BadSteps, step: Any, norm: Any, loss: Any, groups: jax.Array
+    kept: BadSteps, step: Any, norm: Any, loss: Any, z_threshold: Any, groups: jax.Array
 ) -> BadSteps:
     """Return the memory after a step, which it keeps if the step is bad."""
-    spike, past, seen = spikes.compare(norm, loss, kept.past)
+    spike, past, seen = spikes.compare(norm, loss, kept.past, z_threshold=z_threshold)
     is_bad = spike | ~jnp.isfinite(norm) | ~jnp.isfinite(seen["loss"])
     numbers = [norm, seen["threshold"], NO_LOSS if loss is None else loss]
     row = jnp.stack([jnp.asarray(x, kept.rows.dtype) for x in numbers])
     row = jnp.concatenate([row, groups.astype(row.dtype)])
-    here = is_next(kept.steps.size, kept.entered) & is_bad
-    return BadSteps(
-        past,
-        one_more(kept.steps.size, kept.entered, is_bad),
-        jnp.where(here, step, kept.steps),
-        jnp.where(here[:, None], row[None], kept.rows),
-    )
+
+    def after(old: jax.Array, new: Any) -> jax.Array:
+        newest = jnp.asarray(new, old.dtype)[None]
+        return jnp.where(is_bad, jnp.concatenate([old[1:], newest]), old)
+
+    more = jnp.minimum(kept.held + 1, kept.steps.size)
+    count = jnp.where(is_bad, more, kept.held)
+    return BadSteps(past, count, after(kept.steps, step), after(kept.rows, row))
 
 
 def _squares_of_layers(stacks: list[Leaf]) -> jax.Array:

@@ -150,6 +150,69 @@ def test_spikes_of_norms_and_losses_are_those_of_the_formula() -> None:
     assert read(state, "skipped", "norm_spike_count", "loss_spike_count") == [3, 2, 1]
 
 
+def thresholds_of_trend(values: list[float], least: float) -> Any:
+    """Return the value above which each one would be an outlier, by the docstring."""
+    found = []
+    for i in range(len(values)):
+        y = np.asarray(values[max(0, i - 64) : i], float)
+        k = len(y)
+        if k < 16:
+            found.append(np.inf)
+            continue
+        is_log = bool(np.all(y > 0))
+        y = np.log(y) if is_log else y
+        apart = k - k // 2
+        slope = np.median(y[apart:] - y[: k - apart]) / apart
+        e = y + slope * np.arange(k, 0, -1)
+        level = max(np.median(e), np.median(y[-16:]))
+        std = 1.4826 * np.median(np.abs(e - np.median(e)))
+        floor = least * (1 if is_log else abs(level))
+        highest = level + 6 * max(std, floor)
+        found.append(np.exp(highest) if is_log else highest)
+    return found
+
+
+def test_the_trend_of_norms_and_losses_is_that_of_the_formula() -> None:
+    """Norms that fall fifty times in 80 steps, and losses that become negative."""
+    rng = np.random.default_rng(2)
+    steps = np.arange(160)
+    norms = np.exp(-0.05 * np.minimum(steps, 80) + 0.15 * rng.normal(size=160))
+    losses = 2 - 0.02 * steps + 0.05 * rng.normal(size=160)
+    norms[[30, 77]] *= 154
+    losses[[50, 140]] += 3
+    pairs = np.stack([norms, losses], 1).astype(np.float32)
+    tx = clipjax.skip_spikes(optax.sgd(1.0))
+
+    def step(state: Any, pair: Any) -> Any:
+        _, state = tx.update(pair[:1], state, loss=pair[1])
+        return state, clipjax.metrics(state)
+
+    found = jax.jit(lambda x: jax.lax.scan(step, tx.init(x[0, :1]), x)[1])(pairs)
+    for row, key, least in ((0, "threshold", 0.05), (1, "loss_threshold", 0.01)):
+        wanted = thresholds_of_trend(pairs[:, row].tolist(), least)
+        np.testing.assert_allclose(found[f"skip_spikes/{key}"], wanted, rtol=2e-4)
+    skipped = np.flatnonzero(found["skip_spikes/skipped_last"])
+    assert {30, 50, 77, 140} <= set(skipped.tolist())
+    assert skipped.size <= 6
+
+
+@pytest.mark.parametrize("times", [3.0, 30.0, 1000.0])
+def test_a_new_level_is_taken_after_nine_steps(times: float) -> None:
+    rng = np.random.default_rng(3)
+    norms = np.exp(0.1 * rng.normal(size=400))
+    norms[200:] *= times
+    tx = clipjax.skip_spikes(optax.sgd(1.0))
+
+    def step(state: Any, norm: Any) -> Any:
+        _, state = tx.update(norm, state)
+        return state, clipjax.metrics(state)["skip_spikes/skipped_last"]
+
+    state = tx.init(jnp.zeros(()))
+    skipped = jax.jit(lambda x: jax.lax.scan(step, state, x)[1])(np.float32(norms))
+    assert not np.any(skipped[209:])
+    assert np.all(skipped[200:207])
+
+
 def test_max_norm_and_a_new_level() -> None:
     tx = clipjax.skip_spikes(
         optax.sgd(1.0), window=6, max_norm=lambda step: jnp.where(step < 3, 2.0, 1e6)

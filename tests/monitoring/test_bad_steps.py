@@ -155,7 +155,7 @@ def test_counters_do_not_overflow() -> None:
     state = tx.init(jnp.ones(1))._replace(step=jnp.int32(most - 1))
     for _ in range(7):
         _, state = jax.jit(tx.update)(jnp.array([NAN]), state)
-        assert state.memory["updates"].entered < 4
+        assert state.memory["updates"].held <= 2
     assert [each.step for each in clipjax.bad_steps(state)] == [most, most]
 
 
