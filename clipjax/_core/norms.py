@@ -94,12 +94,12 @@ def norm(x: jax.Array, axes: Reduced = None, ord: float = 2) -> jax.Array:
     power = total(x, axes, ord)
     if axes is None:
         power = over_devices(lax.pmax if ord == jnp.inf else lax.psum, power)
-    return _root(power, ord)
+    return root(power, ord)
 
 
 def tree_norm(leaves: Iterable[jax.Array], ord: float = 2) -> Scalar:
     """Return the norm of leaves together: an all-reduce for each set of mesh axes."""
-    return _root(tree_total(leaves, ord), ord)
+    return root(tree_total(leaves, ord), ord)
 
 
 def tree_total(leaves: Iterable[jax.Array], ord: float = 2) -> Scalar:
@@ -134,7 +134,7 @@ def _powers(x: jax.Array, ord: float) -> jax.Array:
     if ord == 2:
         return functools.reduce(jnp.add, map(jnp.square, parts))
     # The modulus of a complex 0 has no derivative, so a root that has one is taken.
-    absolute = jnp.abs(parts[0]) if len(parts) == 1 else _root(_powers(x, 2), 2)
+    absolute = jnp.abs(parts[0]) if len(parts) == 1 else root(_powers(x, 2), 2)
     if ord in (1, jnp.inf):
         return absolute
     return absolute ** (int(ord) if ord == int(ord) else ord)
@@ -189,17 +189,17 @@ def _on_all(scalars: Sequence[Scalar], ord: float, empty: float = 0) -> Scalar:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _root(total: jax.Array, ord: float) -> jax.Array:
+def root(total: jax.Array, ord: float) -> jax.Array:
     """Return the root of order `ord`; its derivative at 0 is 0."""
     if ord in (1, jnp.inf):
         return total
     return jnp.sqrt(total) if ord == 2 else total ** (1 / ord)
 
 
-@_root.defjvp
+@root.defjvp
 def _root_jvp(ord: float, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    root = _root(primals[0], ord)
+    norm = root(primals[0], ord)
     if ord in (1, jnp.inf):
-        return root, tangents[0]
-    safe = jnp.where(root > 0, root, 1)
-    return root, tangents[0] * jnp.where(root > 0, safe ** (1 - ord) / ord, 0)
+        return norm, tangents[0]
+    safe = jnp.where(norm > 0, norm, 1)
+    return norm, tangents[0] * jnp.where(norm > 0, safe ** (1 - ord) / ord, 0)

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -43,13 +44,45 @@ class BadStep(NamedTuple):
 
     def _where(self) -> str:
         bad = [name for name, norm in self.groups.items() if not math.isfinite(norm)]
+        if bad and len(bad) == len(self.groups) > 1:
+            return "no group is finite: it broke in the loss or in the forward pass"
         if bad:
-            return f"not finite in {a_few(bad, 1)}"
+            return _boundary(list(self.groups), bad)
         name, largest = max(self.groups.items(), key=lambda item: item[1])
         if not math.isfinite(self.norm):
             return f"largest in {name}"
         # Of squares, which add up to that of the norm.
         return f"{(largest / self.norm) ** 2:.0%} of it in {name}"
+
+
+_LAST_NUMBER = re.compile(r"(.*?)(\d+)(\D*)")
+
+
+def _boundary(names: list[str], bad: list[str]) -> str:
+    """Say which groups are not finite, and from which layer on they are fine.
+
+    The backward pass goes from the last layer to the first. Where it breaks down, the
+    gradients of that layer, or of those before it, are not finite, and those of the
+    layers behind it are fine. Names that differ in a number are layers in its order.
+    """
+    layers: dict[Any, dict[int, str]] = {}
+    for name in names:
+        found = _LAST_NUMBER.fullmatch(name)
+        before, number, after = found.groups() if found else (name, "0", "")
+        layers.setdefault((before, after, bool(found)), {})[int(number)] = name
+    broken, fine = [], []
+    for stack in layers.values():
+        in_order = [stack[number] for number in sorted(stack)]
+        of_stack = [name for name in in_order if name in bad]
+        if not of_stack:
+            continue
+        count = len(of_stack)
+        is_start = of_stack == in_order[:count]
+        is_range = is_start and count > 1
+        broken += [f"{of_stack[0]} to {of_stack[-1]}"] if is_range else of_stack
+        fine += in_order[count : count + 1] if is_start else []
+    text = f"not finite in {a_few(broken, 3)}"
+    return f"{text}; fine from {a_few(fine, 3)} on" if fine else text
 
 
 def bad_steps(opt_state: Any) -> list[BadStep]:
@@ -62,8 +95,11 @@ def bad_steps(opt_state: Any) -> list[BadStep]:
     Returns:
       A list of `BadStep(step, norm, threshold, loss, groups)`, empty if there was none.
       `step` counts the updates before it, as schedules do; `groups` maps names to
-      norms. `print` of one names the group with the largest share of the squared norm,
-      or those that are not finite.
+      norms. `print` of one names the group with the largest part of the squared norm.
+      If the norm is not finite, it names the groups that are not finite, and the layer
+      from which on all are fine: the backward pass broke down at the layer before. If
+      no group is finite, it says that the step broke in the loss or in the forward
+      pass, of which gradients do not tell the layer.
 
     Raises:
       ValueError: no recorder in `opt_state` keeps steps; the state is stacked, as

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, SupportsIndex, TypeAlias
 
@@ -13,9 +13,9 @@ import numpy as np
 import optax
 from jax import lax
 
-from clipjax._core.aliases import Bound, Tree
+from clipjax._core.aliases import Bound, Ord, Tree
 from clipjax._core.bounds import limit
-from clipjax._core.checks import check_count
+from clipjax._core.checks import check_count, check_ord
 from clipjax._core.door import logged
 from clipjax._core.leaves import (
     Leaf,
@@ -28,7 +28,7 @@ from clipjax._core.leaves import (
     shapes_of,
 )
 from clipjax._core.messages import a_few, short_repr, traced_error
-from clipjax._core.norms import replicated, total, tree_norm, tree_total
+from clipjax._core.norms import replicated, root, total, tree_norm, tree_total
 from clipjax._core.states import NO_LOSS, BadSteps, Table, check_same, table
 from clipjax._core.units import check_whole
 from clipjax.gradients import spikes
@@ -36,8 +36,8 @@ from clipjax.gradients.history import norm_dtype
 from clipjax.gradients.skipping import loss_of
 from clipjax.gradients.window import Window, check_size
 
-# What a group of leaves is called, and the square of its norm: one, or one a layer.
-Group: TypeAlias = tuple[str, jax.Array]
+# The names of groups of leaves, and their norms in one array.
+Groups: TypeAlias = tuple[list[str], jax.Array]
 
 
 class Recorder(optax.GradientTransformationExtraArgs):
@@ -52,6 +52,7 @@ def record_norms(
     *,
     of: str | Sequence[str] = ("updates",),
     name: str = "updates",
+    ord: Ord = None,
     stacked: str | Sequence[str] = (),
     keep: SupportsIndex = 0,
     z_threshold: Bound = spikes.Z_THRESHOLD,
@@ -64,9 +65,12 @@ def record_norms(
         its own. An int n: leaves whose paths have the same first n components; 1 gives
         a norm for each top-level module. Path patterns: leaves belong to the first
         pattern that matches them, and others are left out.
-      of: what is measured: `"updates"`, `"params"`, or both.
+      of: what is measured, one or several: `"updates"`, `"params"`, and `"ratio"`, the
+        norm of the updates divided by that of the parameters, as it is at the end of a
+        chain: 0 where both are 0.
       name: what the updates are called in the metrics: `"gradients"` in front of a
         clip.
+      ord: the order of the norms: 1, 2 (the default), any p >= 1, or `jax.numpy.inf`.
       stacked: path patterns of leaves that stack layers along their first axis, as
         `nn.scan` and `nnx.vmap` make them: each layer is a group of its own,
         `<group>/<index>`, and `<group>` has the other leaves alone. All stacks of a
@@ -83,8 +87,8 @@ def record_norms(
 
     Returns:
       A transformation with the metrics `record_norms/<name>`, and
-      `record_norms/<name>/<group>` for groups. With `"params"`, `update` needs the
-      parameters.
+      `record_norms/<name>/<group>` for groups. With `"params"` and `"ratio"`, `update`
+      needs the parameters.
 
     Raises:
       ValueError: the parameters are missing; the stacks of a group differ in length, or
@@ -111,12 +115,13 @@ def record_norms(
         )
     if name == "steps":
         raise ValueError("name must not be 'steps', which counts them in the metrics")
-    if name == "params" and len(set(measured)) == 2:
+    if name in measured and name != "updates" and "updates" in measured:
         raise ValueError(
-            "name must not be 'params' if both are measured: that is what the "
-            "weights are called"
+            f"name must not be {name!r} if both are measured: that is what others are "
+            "called"
         )
-    groups_in = _by_group(groups, stacked)
+    order = check_ord(ord)
+    groups_in = _by_group(groups, stacked, order)
     size = check_count("keep", keep, 0)
     z_limit = limit("z_threshold", z_threshold, scalar=True)
     length = check_count("window", window, 1)
@@ -126,12 +131,23 @@ def record_norms(
             f"keep: it is for bad updates, but of={short_repr(of)} leaves them out"
         )
 
+    if is_known and size and order != 2:
+        raise ValueError(
+            f"ord: bad steps have norms of order 2, got {ord} with keep={size}: use a "
+            "second record_norms"
+        )
+
     def norms_of_groups(updates: Leaves, params: Tree) -> Table:
-        found = groups_in(name, updates) if "updates" in measured else []
-        if "params" in measured:
+        found = {}
+        if {*measured} != {"params"}:
+            found["updates"] = groups_in(updates)
+        if {*measured} != {"updates"}:
             weights = beside(updates, params, "params", "record_norms")
-            found += groups_in("params", updates._replace(values=weights))
-        return _joined(found)
+            found["params"] = groups_in(updates._replace(values=weights))
+        if "ratio" in measured:
+            (names, of_updates), (_, of_params) = found["updates"], found["params"]
+            found["ratio"] = names, _ratio(of_updates, of_params)
+        return _joined({name if of == "updates" else of: found[of] for of in measured})
 
     def measure(updates: Leaves, params: Tree, step: Any, memory: Any) -> Table:
         return norms_of_groups(updates, params)
@@ -169,20 +185,19 @@ def _check_of(of: Any) -> tuple[str, ...]:
     words = (of,) if isinstance(of, str) else of
     measured = tuple(words) if isinstance(words, Iterable) else ()
     known = (
-        isinstance(each, str) and each in ("updates", "params") for each in measured
+        isinstance(each, str) and each in ("updates", "params", "ratio")
+        for each in measured
     )
     if not (measured and all(known)):
         raise ValueError(
-            f"of must be 'updates', 'params' or both, got {short_repr(of)}"
+            "of must be 'updates', 'params', 'ratio' or several of them, got "
+            f"{short_repr(of)}"
         )
     return measured
 
 
-def _by_group(groups: Any, stacked: Any) -> Callable[[str, Tree], list[Group]]:
-    """Return the function that measures the squares of the norms of groups.
-
-    It returns one number for a group, or one for each layer of stacks.
-    """
+def _by_group(groups: Any, stacked: Any, ord: float) -> Callable[[Leaves], Groups]:
+    """Return the function that measures the norms of groups, and of layers."""
     # Of a path, none for the whole tree, and all that there are for leaves.
     depth: int | None = 0 if groups is None else None
     patterns: tuple[str, ...] = ()
@@ -200,7 +215,7 @@ def _by_group(groups: Any, stacked: Any) -> Callable[[str, Tree], list[Group]]:
             return first_matches("groups", patterns, leaves)
         return [path[:depth] for path in leaves.paths]
 
-    def groups_in(label: str, leaves: Leaves) -> list[Group]:
+    def groups_in(leaves: Leaves) -> Groups:
         stacked_by = first_matches("stacked", stacks, leaves)
         members: dict[Any, list[Leaf]] = {}
         if groups is None and not stacks:
@@ -210,35 +225,44 @@ def _by_group(groups: Any, stacked: Any) -> Callable[[str, Tree], list[Group]]:
         ):
             if group is not None and is_float(leaf.value):
                 members.setdefault((group, stack is not None), []).append(leaf)
-        found = []
+        names: list[str] = []
+        powers = [jnp.zeros(0)]
         for (group, is_stacked), of_group in members.items():
-            # Two paths may have one name: those of {"a/b": x, "a": {"b": y}}.
-            written = group if patterns else path_name(group)
-            prefix = f"{label}/{written}" if written else label
+            name = group if patterns else path_name(group)
             if is_stacked:
-                found.append((f"{prefix}/", _squares_of_layers(of_group)))
+                power = _powers_of_layers(of_group, ord)
+                start = f"{name}/" if name else ""
+                names += [f"{start}{i}" for i in range(power.size)]
             else:
-                found.append((prefix, tree_total([leaf.value for leaf in of_group])))
-        return found
+                power = tree_total([leaf.value for leaf in of_group], ord)
+                names.append(name)
+            powers.append(jnp.atleast_1d(power))
+        dtype = np.result_type(*(x.dtype for x in powers))
+        joined = jnp.concatenate([x.astype(dtype) for x in powers])
+        return names, root(joined, ord)
 
     return groups_in
 
 
-def _joined(groups: list[Group]) -> Table:
-    """Return the norms of groups from their squares, in the order of their names."""
-    names: list[str] = []
-    for key, x in groups:
-        names += [f"{key}{i}" for i in range(x.size)] if x.ndim else [key]
-    dtype = np.result_type(np.float32, *(x.dtype for _, x in groups))
-    parts = [jnp.atleast_1d(x).astype(dtype) for _, x in groups]
-    joined = jnp.concatenate(parts) if parts else jnp.zeros(0)
-    order = sorted(range(len(names)), key=names.__getitem__)
-    in_order = [names[i] for i in order]
-    if twice := [x for x, y in itertools.pairwise(in_order) if x == y]:
+def _ratio(norm: jax.Array, of: jax.Array) -> jax.Array:
+    """Return one norm divided by another: 0 if both are 0."""
+    return jnp.where(norm == 0, norm, norm / of)
+
+
+def _joined(measured: dict[str, Groups]) -> Table:
+    """Return all norms in one array."""
+    names = [
+        f"{label}/{name}" if name else label
+        for label, (names, _) in measured.items()
+        for name in names
+    ]
+    # Two paths may have one name: those of {"a/b": x, "a": {"b": y}}.
+    if twice := sorted(name for name, n in Counter(names).items() if n > 1):
         raise ValueError(f"groups: two norms would be called {a_few(twice)}")
-    if order != list(range(len(names))):
-        joined = joined[np.array(order)]
-    return table((tuple(in_order),), lax.stop_gradient(jnp.sqrt(joined)))
+    arrays = [norms for _, norms in measured.values()]
+    dtype = np.result_type(*(x.dtype for x in arrays))
+    joined = jnp.concatenate([x.astype(dtype) for x in arrays])
+    return table((tuple(names),), lax.stop_gradient(joined))
 
 
 def _no_steps(size: int, names: int, past: Window) -> BadSteps:
@@ -270,8 +294,8 @@ def _with_step(
     return BadSteps(past, count, after(kept.steps, step), after(kept.rows, row))
 
 
-def _squares_of_layers(stacks: list[Leaf]) -> jax.Array:
-    """Return the squared norm of each layer of stacks along the first axis."""
+def _powers_of_layers(stacks: list[Leaf], ord: float) -> jax.Array:
+    """Return the norm to the power `ord` of each layer, along the first axis."""
     lengths = {leaf.value.shape[:1] for leaf in stacks}
     if len(lengths) > 1 or () in lengths:
         raise ValueError(
@@ -280,7 +304,9 @@ def _squares_of_layers(stacks: list[Leaf]) -> jax.Array:
         )
     for leaf in stacks:
         check_whole("stacked", leaf)
-    squares = [
-        total(leaf.value, tuple(range(1, leaf.value.ndim))).ravel() for leaf in stacks
+    powers = [
+        total(leaf.value, tuple(range(1, leaf.value.ndim)), ord).ravel()
+        for leaf in stacks
     ]
-    return functools.reduce(jnp.add, map(replicated, squares))
+    together = jnp.maximum if ord == jnp.inf else jnp.add
+    return functools.reduce(together, map(replicated, powers))

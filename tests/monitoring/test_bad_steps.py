@@ -146,7 +146,7 @@ def test_leaves_beside_stacks_have_the_name_of_the_updates() -> None:
     _, state = programs.stepped(tx, grads)
     (found,) = clipjax.bad_steps(state)
     assert str(found) == "step 0: norm nan; not finite in gradients"
-    assert list(found.groups) == ["gradients", "0", "1"]
+    assert sorted(found.groups) == ["0", "1", "gradients"]
 
 
 def test_counters_do_not_overflow() -> None:
@@ -239,6 +239,11 @@ def test_each_seed_has_its_own() -> None:
         clipjax.bad_steps(each)
 
 
+BROKEN = (
+    "step 0: norm nan; no group is finite: it broke in the loss or in the forward pass"
+)
+
+
 @pytest.mark.parametrize("modes", nnx_modes.MODES)
 def test_an_nnx_optimizer_has_them(modes: Any) -> None:
     nnx = pytest.importorskip("flax.nnx")
@@ -251,7 +256,7 @@ def test_an_nnx_optimizer_has_them(modes: Any) -> None:
         jitted = nnx.jit(lambda optimizer, *given: optimizer.update(*given))
         jitted(optimizer, model, grads)
         (found,) = clipjax.bad_steps(optimizer)
-    assert str(found) == "step 0: norm nan; not finite in bias and 1 more"
+    assert str(found) == BROKEN
     plain = nnx.to_pure_dict(nnx.state((model, optimizer)))
     for state in (nnx.state((model, optimizer)), plain, jax.device_get(plain)):
         assert repr(clipjax.bad_steps(state)) == repr([found])
@@ -330,7 +335,8 @@ def test_what_is_printed_names_the_place() -> None:
     texts = {
         "norm 4.2e+03, usual up to 12; 98% of it in b": (4243, 12, NAN, 600, 4200),
         "norm nan; not finite in a": (NAN, INF, NAN, NAN, 1),
-        "norm inf, usual up to 12; not finite in a and 1 more": (INF, 12, 1, INF, NAN),
+        "norm inf, usual up to 12; no group is finite: it broke in the loss or in the "
+        "forward pass": (INF, 12, 1, INF, NAN),
         "norm inf; largest in b": (INF, INF, NAN, 1e19, 1.5e19),
         "loss nan; norm 1.5, usual up to 12": (1.5, 12, NAN, 1, 1),
         "loss 8.1e+03; norm 1.5": (1.5, INF, 8100, 1, 1),
@@ -338,6 +344,71 @@ def test_what_is_printed_names_the_place() -> None:
     for text, (norm, threshold, loss, a, b) in texts.items():
         assert str(bad(norm, threshold, loss, a=a, b=b)) == f"step 0: {text}"
     assert str(bad(NAN, INF, NAN)) == "step 0: norm nan"
+
+
+# Six layers in a scan behind an embedding and in front of a head. One of them breaks,
+# in the forward pass or in the backward pass, or the loss does.
+@jax.custom_vjp
+def poisoned(x: Any, is_bad: Any) -> Any:
+    return x
+
+
+poisoned.defvjp(
+    lambda x, is_bad: (x, is_bad),
+    lambda is_bad, g: (jnp.where(is_bad, NAN, g), None),
+)
+
+
+@jax.jit
+def broken_step(forward: Any, backward: Any, loss_is_bad: Any) -> Any:
+    def loss(params: Any) -> Any:
+        def block(x: Any, layer: Any) -> Any:
+            w, i = layer
+            x = poisoned(x, backward == i)
+            x = x + jnp.tanh(x @ w)
+            return x * jnp.where(forward == i, INF, 1), None
+
+        x = params["embed"] * jnp.ones((3, 4))
+        x, _ = jax.lax.scan(jax.checkpoint(block), x, (params["blocks"], jnp.arange(6)))
+        value = jnp.sum((x @ params["head"]) ** 2)
+        return value * jnp.where(loss_is_bad, NAN, 1)
+
+    params = {
+        "blocks": jnp.stack([jnp.eye(4) + 0.1 * i for i in range(6)]),
+        "embed": jnp.ones(4),
+        "head": jnp.ones((4, 2)),
+    }
+    tx = clipjax.record_norms("leaf", stacked="blocks", keep=2)
+    return tx.update(jax.grad(loss)(params), tx.init(params))[1]
+
+
+@pytest.mark.parametrize("layer", [0, 2, 4])
+def test_the_layer_where_the_backward_pass_broke_is_named(layer: int) -> None:
+    """Its input has a gradient that is not finite, and so has all that is before it."""
+    (found,) = clipjax.bad_steps(broken_step(-1, layer, False))
+    broken = ["", "blocks/0", "blocks/0 to blocks/1", "", "blocks/0 to blocks/3"][layer]
+    text = ", ".join([broken, "embed"] if broken else ["embed"])
+    assert f"not finite in {text}" in str(found)
+    fine = {f"blocks/{i}" for i in range(layer, 6)} | {"head"}
+    assert {name for name, x in found.groups.items() if np.isfinite(x)} == fine
+    assert ("fine from" in str(found)) == (layer > 0)
+    assert layer == 0 or f"fine from blocks/{layer} on" in str(found)
+
+
+def test_no_layer_is_named_where_the_forward_pass_or_the_loss_broke() -> None:
+    for step in [(layer, -1, False) for layer in (0, 3, 5)] + [(-1, -1, True)]:
+        (found,) = clipjax.bad_steps(broken_step(*step))
+        assert str(found).endswith("it broke in the loss or in the forward pass"), step
+
+
+def test_layers_are_in_the_order_of_their_numbers() -> None:
+    """Also in a dict, which sorts block_10 before block_2."""
+    names = {f"block_{i}/kernel": NAN if i < 11 else 1.0 for i in range(12)}
+    assert str(bad(NAN, INF, NAN, **dict(sorted(names.items()), head=1.0))).endswith(
+        "not finite in block_0/kernel to block_10/kernel; fine from block_11/kernel on"
+    )
+    only = {"block_0": 1.0, "block_1": NAN, "block_2": 1.0}
+    assert str(bad(NAN, INF, NAN, **only)).endswith("not finite in block_1")
 
 
 def test_nothing_is_kept_by_default() -> None:

@@ -61,3 +61,38 @@ def test_record_norms_measures_and_changes_nothing() -> None:
         assert read.pop("record_norms/steps") == 1
         found = {k.removeprefix("record_norms/"): float(x) for k, x in read.items()}
         assert found == pytest.approx(expected)
+
+
+def test_orders_and_ratios_of_groups_and_layers() -> None:
+    rng = np.random.default_rng(0)
+    shapes = {"blocks": (3, 4, 2), "head": (5,), "zero": (2,), "still": (2,)}
+    updates = {
+        name: rng.normal(size=x).astype(np.float32) for name, x in shapes.items()
+    }
+    params = {name: rng.normal(size=x).astype(np.float32) for name, x in shapes.items()}
+    params["zero"] *= 0
+    updates["zero"] *= 0
+    updates["still"] *= 0
+
+    def norms(tree: Any, order: float) -> dict[str, float]:
+        layers = {f"blocks/{i}": x for i, x in enumerate(tree["blocks"])}
+        each = layers | {name: tree[name] for name in ("head", "zero", "still")}
+        return {
+            name: float(np.linalg.norm(x.ravel().astype(float), order))
+            for name, x in each.items()
+        }
+
+    for order in (1, 2, 3, np.inf):
+        tx = clipjax.record_norms(
+            "leaf", of=("ratio", "params", "updates"), stacked="blocks", ord=order
+        )
+        _, state = jax.jit(tx.update)(updates, tx.init(params), params)
+        found = clipjax.metrics(state)
+        of_updates, of_params = norms(updates, order), norms(params, order)
+        for name, norm in of_updates.items():
+            of = f"{name} of order {order}"
+            read = [found[f"record_norms/{x}/{name}"] for x in ("updates", "params")]
+            np.testing.assert_allclose(read, [norm, of_params[name]], 1e-5, err_msg=of)
+            ratio = norm / of_params[name] if norm else 0.0
+            read = found[f"record_norms/ratio/{name}"]
+            np.testing.assert_allclose(read, ratio, 1e-5, err_msg=of)
