@@ -35,7 +35,7 @@ from clipjax.monitoring.bad_steps import bad_steps
 from clipjax.monitoring.history import series, suggest
 from clipjax.monitoring.metrics import metrics
 from clipjax.monitoring.record_norms import record_norms
-from clipjax.monitoring.taps import tap, tapped
+from clipjax.monitoring.taps import probe, tap, tapped
 from clipjax.weights.box import box, non_negative
 from clipjax.weights.keep_norm import keep_norm
 from clipjax.weights.max_norm import max_norm, min_max_norm, unit_norm
@@ -73,6 +73,7 @@ __all__ = [
     "metrics",
     "min_max_norm",
     "non_negative",
+    "probe",
     "project",
     "qk_clip",
     "record_norms",

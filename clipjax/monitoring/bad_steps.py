@@ -26,6 +26,10 @@ class BadStep(NamedTuple):
     threshold: float  # up to which norm a step is no spike
     loss: float
     groups: dict[str, float]  # the norm of each group, by name
+    # The norms that probes saw, in the order of the model; infinite where an element is
+    # not finite. Empty if there are no probes, or their taps were not given.
+    forward: dict[str, float] = {}  # noqa: RUF012
+    backward: dict[str, float] = {}  # noqa: RUF012
 
     @property
     def is_of_loss(self) -> bool:
@@ -40,11 +44,38 @@ class BadStep(NamedTuple):
         text += (
             f", usual up to {self.threshold:.2g}" if self.threshold < math.inf else ""
         )
-        return text if of_loss or not self.groups else f"{text}; {self._where()}"
+        origin = self._origin()
+        is_told = of_loss or not self.groups or (origin and self._no_group_is_finite)
+        where = "" if is_told else self._where()
+        return "; ".join(filter(None, (text, origin, where)))
+
+    @property
+    def _no_group_is_finite(self) -> bool:
+        return len(self.groups) > 1 and not any(
+            map(math.isfinite, self.groups.values())
+        )
+
+    def _origin(self) -> str:
+        """Say what probes tell of the place where it began, "" for nothing.
+
+        The forward pass goes from the first layer to the last, and the backward pass
+        back: what is first in time is the place.
+        """
+        bad_forward, bad_backward = (
+            [name for name, norm in norms.items() if not math.isfinite(norm)]
+            for norms in (self.forward, self.backward)
+        )
+        if bad_forward:
+            return f"first in the forward pass, at {bad_forward[0]}"
+        if not bad_backward:
+            return _largest_step(self.forward)
+        if self._no_group_is_finite:
+            return f"in the loss, or behind {list(self.backward)[-1]}"
+        return f"in the backward pass, at {bad_backward[-1]}"
 
     def _where(self) -> str:
         bad = [name for name, norm in self.groups.items() if not math.isfinite(norm)]
-        if bad and len(bad) == len(self.groups) > 1:
+        if self._no_group_is_finite:
             return "no group is finite: it broke in the loss or in the forward pass"
         if bad:
             return _boundary(list(self.groups), bad)
@@ -53,6 +84,19 @@ class BadStep(NamedTuple):
             return f"largest in {name}"
         # Of squares, which add up to that of the norm.
         return f"{(largest / self.norm) ** 2:.0%} of it in {name}"
+
+
+# By how much a norm is more than that of the layer before, so that it is told.
+_TOLD = 10
+
+
+def _largest_step(norms: dict[str, float]) -> str:
+    """Say at which layer the norms that probes saw grew most, "" if at none."""
+    pairs = itertools.pairwise(norms.items())
+    growths = [(now / was, name) for (_, was), (name, now) in pairs if was > 0]
+    most, name = max(growths, default=(0.0, ""))
+    text = f"{most:.2g} times larger at {name}, in the forward pass"
+    return text if most > _TOLD else ""
 
 
 _LAST_NUMBER = re.compile(r"(.*?)(\d+)(\D*)")
@@ -93,13 +137,16 @@ def bad_steps(opt_state: Any) -> list[BadStep]:
         as in :func:`metrics`.
 
     Returns:
-      A list of `BadStep(step, norm, threshold, loss, groups)`, empty if there was none.
+      A list of `BadStep(step, norm, threshold, loss, groups, forward, backward)`, empty
+      if there was none.
       `step` counts the updates before it, as schedules do; `groups` maps names to
       norms. `print` of one names the group with the largest part of the squared norm.
       If the norm is not finite, it names the groups that are not finite, and the layer
       from which on all are fine: the backward pass broke down at the layer before. If
       no group is finite, it says that the step broke in the loss or in the forward
-      pass, of which gradients do not tell the layer.
+      pass, of which gradients do not tell the layer. Probes do: `forward` and
+      `backward` have what they saw, and the text says in which pass and at which layer
+      it began.
 
     Raises:
       ValueError: no recorder in `opt_state` keeps steps; the state is stacked, as
@@ -159,8 +206,12 @@ def _steps_in(name: str, kept: BadSteps, table: Table) -> list[BadStep]:
     for place in range(len(steps) - count, len(steps)):
         norm, threshold, loss, *norms = map(float, rows[place])
         loss = math.nan if loss == NO_LOSS else loss
-        groups = _groups_of(name, dict(zip(names, norms, strict=True)))
-        found.append(BadStep(int(steps[place]), norm, threshold, loss, groups))
+        named = dict(zip(names, norms, strict=True))
+        of_probes = [_groups_of(of, named) for of in ("forward", "backward")]
+        given = any(any(seen.values()) for seen in of_probes)
+        numbers = norm, threshold, loss, _groups_of(name, named)
+        both = of_probes if given else [{}, {}]
+        found.append(BadStep(int(steps[place]), *numbers, *both))
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, SupportsIndex, TypeAlias
 
 import jax
@@ -35,6 +35,7 @@ from clipjax.gradients import spikes
 from clipjax.gradients.history import norm_dtype
 from clipjax.gradients.skipping import loss_of
 from clipjax.gradients.window import Window, check_size
+from clipjax.monitoring.taps import tapped
 
 # The names of groups of leaves, and their norms in one array.
 Groups: TypeAlias = tuple[list[str], jax.Array]
@@ -57,6 +58,7 @@ def record_norms(
     keep: SupportsIndex = 0,
     z_threshold: Bound = spikes.Z_THRESHOLD,
     window: SupportsIndex = spikes.WINDOW,
+    probes: Mapping[str, SupportsIndex] | None = None,
 ) -> Recorder:
     """Record norms for a logger, and change nothing.
 
@@ -84,6 +86,11 @@ def record_norms(
         many standard deviations a norm or a loss is above the trend; a number or a
         schedule.
       window: how many of the last norms and losses `keep` compares with.
+      probes: the names of the model's probes (:func:`probe`), in its order, and how
+        many layers each has, 0 for a single one: `{"embed": 0, "blocks": 12}`. `update(...,
+        taps={"embed": …, "blocks": …})` gives the gradients with respect to their taps.
+        Their norms are recorded as `forward/<probe>/<layer>` and `backward/…`: infinity
+        if an element is not finite, 0 at a step without `taps`.
 
     Returns:
       A transformation with the metrics `record_norms/<name>`, and
@@ -92,8 +99,8 @@ def record_norms(
 
     Raises:
       ValueError: the parameters are missing; the stacks of a group differ in length, or
-        one is a scalar; two norms would have one name; `keep` is inside of a skip, or
-        the updates are not measured.
+        one is a scalar; two norms would have one name; `keep` is wrapped by a skip, or
+        the updates are not measured; `taps` are others than `probes` says.
 
     Example:
       >>> import clipjax, optax, jax.numpy as jnp
@@ -120,6 +127,11 @@ def record_norms(
             f"name must not be {name!r} if both are measured: that is what others are "
             "called"
         )
+    lengths = _check_probes(probes)
+    if lengths and name in ("forward", "backward"):
+        raise ValueError(
+            f"name must not be {name!r}, as the norms of probes are called"
+        )
     order = check_ord(ord)
     groups_in = _by_group(groups, stacked, order)
     size = check_count("keep", keep, 0)
@@ -137,8 +149,8 @@ def record_norms(
             "second record_norms"
         )
 
-    def norms_of_groups(updates: Leaves, params: Tree) -> Table:
-        found = {}
+    def norms_of_groups(updates: Leaves, params: Tree, taps: Any = None) -> Table:
+        found: dict[str, Groups] = {}
         if {*measured} != {"params"}:
             found["updates"] = groups_in(updates)
         if {*measured} != {"updates"}:
@@ -147,7 +159,8 @@ def record_norms(
         if "ratio" in measured:
             (names, of_updates), (_, of_params) = found["updates"], found["params"]
             found["ratio"] = names, _ratio(of_updates, of_params)
-        return _joined({name if of == "updates" else of: found[of] for of in measured})
+        called = {name if of == "updates" else of: found[of] for of in measured}
+        return _joined(called | _of_probes(lengths, taps))
 
     def measure(updates: Leaves, params: Tree, step: Any, memory: Any) -> Table:
         return norms_of_groups(updates, params)
@@ -161,7 +174,7 @@ def record_norms(
         return {name: _no_steps(size, norms.floats.size, past)}
 
     def act(updates: Leaves, params: Tree, step: Any, memory: Any, **extra: Any) -> Any:
-        norms = norms_of_groups(updates, params)
+        norms = norms_of_groups(updates, params, extra.get("taps"))
         kept = list(memory.values()) if memory else []
         if is_known and step is not None:
             check_same("keep", kept[0].steps.size if kept else 0, size)
@@ -178,6 +191,44 @@ def record_norms(
     remembers = size if is_known else True
     made = logged("record_norms", act, remember if remembers else None, measure)
     return Recorder(*made)
+
+
+def _check_probes(probes: Any) -> dict[str, int]:
+    """Return how many layers each probe has, 0 for a single one."""
+    if not isinstance(probes, Mapping | None):
+        raise TypeError(
+            "probes must be a mapping from names to numbers of layers, got "
+            f"{short_repr(probes)}"
+        )
+    return {
+        str(name): check_count(f"probes[{name!r}]", layers, 0, static=True)
+        for name, layers in (probes or {}).items()
+    }
+
+
+def _of_probes(lengths: dict[str, int], taps: Any) -> dict[str, Groups]:
+    """Return the norms that probes saw, by pass: infinite where not all is finite."""
+    if not lengths:
+        return {}
+    wanted = {name: (n, 6) if n else (6,) for name, n in lengths.items()}
+    if taps is None:
+        taps = {name: jnp.zeros(shape, np.float32) for name, shape in wanted.items()}
+    is_mapping = isinstance(taps, Mapping)
+    given = {name: np.shape(x) for name, x in taps.items()} if is_mapping else taps
+    if given != wanted:
+        raise ValueError(
+            "taps must be the gradients of clipjax.tap(…, probe=True) of shapes "
+            f"{wanted}, as probes= says, got {short_repr(given)}"
+        )
+    names = []
+    for name, n in lengths.items():
+        names += [f"{name}/{i}" for i in range(n)] if n else [name]
+    seen = tapped(jnp.concatenate([jnp.atleast_2d(taps[name]) for name in lengths]))
+    return {
+        of: (names, jnp.where(seen[f"{of}_nonfinite_count"] > 0, jnp.inf, norm))
+        for of in ("forward", "backward")
+        for norm in [seen[f"{of}_norm"]]
+    }
 
 
 def _check_of(of: Any) -> tuple[str, ...]:

@@ -553,6 +553,7 @@ def with_axes(name: str, bound: Any, axes: Any) -> Any:
 # user's does.
 OTHERS = {
     "bad_steps",
+    "probe",
     "SKIP",
     "fan_in",
     "functional",

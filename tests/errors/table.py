@@ -922,7 +922,8 @@ THEMES = {
     "layers": [  # Layers for the backward pass.
         of_type("clip_gradient_by_norm(x, 1.0, tap=x)", "tap", "clipjax.tap()"),
         of_type("clip_gradient_by_value(x, -1.0, 1.0, tap=tap)", "tap", "function"),
-        of_value("tapped(x)", "gradient", "(4,)"),
+        of_value("tapped(x)", "gradient", "(..., 4)"),
+        of_type("probe(x, tap())", "tap", "probe=True"),
         of_type("replace_gradient(jnp.round, None)", "backward", "None"),
         of_type("replace_gradient(1.0, jnp.round)", "forward", "1.0"),
         of_type(

@@ -1,0 +1,185 @@
+"""Probes: what passes at a place of the model, and where a bad step began."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import clipjax
+
+INF, NAN = float("inf"), float("nan")
+
+
+@jax.custom_vjp
+def poisoned(x: Any, is_bad: Any) -> Any:
+    """Return x; its gradient is NaN if it is bad."""
+    return x
+
+
+poisoned.defvjp(
+    lambda x, is_bad: (x, is_bad),
+    lambda is_bad, g: (jnp.where(is_bad, NAN, g), None),
+)
+
+LAYERS = 6
+PROBES = {"embed": 0, "blocks": LAYERS}
+RECORD = clipjax.record_norms("leaf", stacked="blocks", keep=4, probes=PROBES)
+TX = optax.chain(RECORD, clipjax.skip_nonfinite(optax.sgd(0.1)))
+PARAMS = {
+    "blocks": np.stack([np.eye(4) * (0.1 + 0.1 * i) for i in range(LAYERS)]),
+    "embed": np.ones(4),
+    "head": np.ones((4, 2)),
+}
+
+
+def loss_of(params: Any, taps: Any, dtype: Any, where: Any) -> Any:
+    forward, backward, loss_is_bad, size = where
+
+    def block(x: Any, layer: Any) -> Any:
+        w, tap, i = layer
+        x = clipjax.probe(x, tap)
+        x = poisoned(x, backward == i)
+        x = x + jnp.tanh(x @ w)
+        x = x * jnp.where(forward == i, size, 1).astype(dtype)
+        return clipjax.probe(x, tap), None
+
+    params = jax.tree.map(lambda w: w.astype(dtype), params)
+    x = clipjax.probe(params["embed"] * jnp.ones((3, 4), dtype), taps["embed"])
+    layers = params["blocks"], taps["blocks"], jnp.arange(LAYERS)
+    x, _ = jax.lax.scan(jax.checkpoint(block), x, layers)
+    value = jnp.sum((x @ params["head"]).astype(np.float32) ** 2)
+    return value * jnp.where(loss_is_bad, NAN, 1)
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def step(where: Any, dtype: str = "float32") -> Any:
+    taps = {"embed": clipjax.tap(probe=True), "blocks": clipjax.tap(6, probe=True)}
+    params = jax.tree.map(lambda w: jnp.asarray(w, np.float32), PARAMS)
+    grad = jax.value_and_grad(loss_of, argnums=(0, 1))
+    loss, (grads, taps) = grad(params, taps, jnp.dtype(dtype), where)
+    state = TX.init(params)
+    _, state = TX.update(grads, state, params, loss=loss, taps=taps)
+    return state, taps, clipjax.metrics(state)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_layer_and_the_pass_are_told(dtype: str) -> None:
+    cases = {
+        (i, -1, False): f"first in the forward pass, at blocks/{i}" for i in range(6)
+    }
+    cases |= {(-1, i, False): f"in the backward pass, at blocks/{i}" for i in range(6)}
+    cases[-1, -1, True] = "in the loss, or behind blocks/5"
+    for where, text in cases.items():
+        (found,) = clipjax.bad_steps(step((*where, INF), dtype)[0])
+        parts = str(found).split("; ")
+        assert text in parts, (where, str(found))
+        # No innocent: what else is named are gradients of weights.
+        fine = [f"fine from blocks/{where[1]} on"] if where[1] > 0 else []
+        assert parts[3:] == fine
+    assert not clipjax.bad_steps(step((-1, -1, False, 1.0), dtype)[0])
+
+
+def test_a_spike_of_an_activation_is_told() -> None:
+    """Behind 20 usual steps, whose norms it is compared with."""
+
+    @jax.jit
+    def run(state: Any, wheres: Any) -> Any:
+        def one(state: Any, size: Any) -> Any:
+            taps = {"embed": clipjax.tap(probe=True)}
+            taps["blocks"] = clipjax.tap(LAYERS, probe=True)
+            grad = jax.value_and_grad(loss_of, argnums=(0, 1))
+            where = 3, -1, False, size
+            loss, (grads, taps) = grad(PARAMS, taps, jnp.float32, where)
+            _, state = TX.update(grads, state, PARAMS, loss=loss, taps=taps)
+            return state, None
+
+        return jax.lax.scan(one, state, wheres)[0]
+
+    sizes = np.ones(24, np.float32)
+    sizes[20] = 1000
+    params = jax.tree.map(np.float32, PARAMS)
+    (found,) = clipjax.bad_steps(run(TX.init(params), sizes))
+    assert found.step == 20
+    assert "times larger at blocks/3, in the forward pass" in str(found)
+
+
+def test_statistics_are_those_of_the_elements() -> None:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(5, 3, 4)).astype(np.float32)
+    g = rng.normal(size=(5, 3, 4)).astype(np.float32)
+    x[1, 0, 0], g[2, 1, 1], g[2, 1, 2] = INF, NAN, INF
+
+    def loss(x: Any, tap: Any, g: Any) -> Any:
+        seen = clipjax.probe({"a": x, "i": jnp.arange(3)}, tap)
+        return jnp.sum(seen["a"] * g)
+
+    def mapped(x: Any, tap: Any, g: Any) -> Any:
+        return jnp.sum(jax.vmap(loss, (0, None, 0))(x, tap, g))
+
+    for of in (loss, mapped):
+        of_x, of_tap = jax.jit(jax.grad(of, (0, 1)))(x, clipjax.tap(probe=True), g)
+        np.testing.assert_array_equal(of_x, g)
+        found = clipjax.tapped(of_tap)
+        expected = {
+            "count": 60,
+            "forward_norm": np.linalg.norm(x[np.isfinite(x)]),
+            "forward_nonfinite_count": 1,
+            "backward_norm": np.linalg.norm(g[np.isfinite(g)]),
+            "backward_nonfinite_count": 2,
+        }
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            np.testing.assert_allclose(found[key], value, rtol=1e-6, err_msg=key)
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
+def test_in_shard_map_all_devices_count_once() -> None:
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    x = np.arange(16, dtype=np.float32).reshape(8, 2)
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(P("data"), P()), out_specs=P()
+    )
+    def of_tap(x: Any, tap: Any) -> Any:
+        def loss(tap: Any) -> Any:
+            seen = clipjax.probe(x, tap)
+            return jax.lax.psum(jnp.sum(seen * 2), "data")
+
+        return jax.grad(loss)(tap)
+
+    found = clipjax.tapped(of_tap(x, clipjax.tap(probe=True)))
+    np.testing.assert_allclose(found["count"], 16)
+    np.testing.assert_allclose(found["forward_norm"], np.linalg.norm(x), rtol=1e-6)
+    np.testing.assert_allclose(found["backward_norm"], 8, rtol=1e-6)
+
+
+def test_metrics_have_what_probes_saw() -> None:
+    state, taps, inside = step((-1, -1, False, 1.0))
+    found = clipjax.metrics(state)
+    assert found.keys() == inside.keys()
+    seen = clipjax.tapped(taps["blocks"])
+    for of in ("forward", "backward"):
+        norms = [found[f"record_norms/{of}/blocks/{i}"] for i in range(LAYERS)]
+        np.testing.assert_allclose(norms, seen[f"{of}_norm"], rtol=1e-6)
+    _, without = jax.jit(TX.update)(PARAMS, TX.init(PARAMS), PARAMS)
+    assert clipjax.metrics(without)["record_norms/forward/blocks/0"] == 0
+
+
+def test_other_taps_than_the_probes_are_an_error() -> None:
+    grads = jax.tree.map(np.float32, PARAMS)
+    state = RECORD.init(grads)
+    blocks = clipjax.tap(LAYERS, probe=True)
+    for taps in ({"blocks": blocks}, {"blocks": blocks[:3], "embed": blocks[0]}):
+        with pytest.raises(ValueError, match=r"taps must be .*'embed': \(6,\)"):
+            RECORD.update(grads, state, taps=taps)
+    with pytest.raises(TypeError, match=r"tap must be clipjax\.tap\(probe=True\)"):
+        clipjax.probe(jnp.ones(3), clipjax.tap())
+    with pytest.raises(TypeError, match="probes must be a mapping"):
+        clipjax.record_norms(probes=["blocks"])
