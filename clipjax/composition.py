@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Never, SupportsIndex
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from clipjax._core.aliases import Tree
@@ -14,6 +16,7 @@ from clipjax._core.leaves import flatten, is_float
 from clipjax._core.messages import short_repr
 from clipjax._core.states import check_state
 from clipjax.gradients.nonfinite import skip_nonfinite, zero_nonfinite
+from clipjax.gradients.skipping import unless
 from clipjax.monitoring.record_norms import Recorder
 from clipjax.weights.projection import Projection, as_projection
 
@@ -84,8 +87,8 @@ def bounded(
         may overflow. "skip": the step is skipped, and weights and state stay as they
         were (:func:`skip_nonfinite`).
       accumulate: how many micro-batches share one clip and one step, for their mean
-        gradient (`optax.MultiSteps`). With `nonfinite="skip"`, a micro-batch that is
-        not finite is left out and counted, and the next one takes its place.
+        gradient, as with `optax.MultiSteps`. With `nonfinite="skip"`, a micro-batch
+        that is not finite is left out and counted, and the next one takes its place.
 
     Returns:
       A transformation; :func:`metrics` reads what all of its parts did.
@@ -137,23 +140,60 @@ def bounded(
 def _accumulating(
     tx: optax.GradientTransformation, micro_batches: int
 ) -> optax.GradientTransformationExtraArgs:
-    # float64 where that is enabled.
-    accumulated = optax.MultiSteps(tx, micro_batches, accumulator_dtype=float)
+    """Hand the mean gradient of some micro-batches to a transformation.
 
-    def init(params: Tree) -> Any:
-        for leaf in flatten(params).each:
+    The state is that of `optax.MultiSteps`, which trainers know. Its `update` takes
+    neither keys nor `float0`, and fails in a `shard_map` that is manual over a part of
+    the mesh (Optax 0.2.8).
+    """
+    inner = optax.with_extra_args_support(tx)
+
+    def init(params: Tree) -> optax.MultiStepsState:
+        leaves = flatten(params)
+        for leaf in leaves.each:
             if is_float(leaf.value) and jnp.iscomplexobj(leaf.value):
                 raise TypeError(
-                    f"accumulate: {leaf} is complex, of which optax.MultiSteps would "
-                    "lose imaginary parts"
+                    f"accumulate: {leaf} is complex; only real gradients are averaged"
                 )
-        return accumulated.init(params)
+        # float64 where that is enabled.
+        mean = [
+            jnp.zeros_like(x, dtype=float) if is_float(x) else jnp.zeros(np.shape(x))
+            for x in leaves.values
+        ]
+        first, steps = jnp.zeros((), np.int32), jnp.zeros((), np.int32)
+        state = inner.init(leaves.rebuild(leaves.values))
+        return optax.MultiStepsState(first, steps, state, leaves.rebuild(mean), ())
 
     def update(updates: Tree, state: Any, params: Tree = None, **extra: Any) -> Any:
         check_state("bounded with accumulate=", state, optax.MultiStepsState)
-        for tree in (updates, params):
-            flatten(tree)  # raises its errors
-        return accumulated.update(updates, state, params, **extra)
+        leaves = flatten(updates)
+        flatten(params)  # raises its errors
+        grads = leaves.rebuild(leaves.values)
+        place = state.mini_step
+
+        def next_mean(x: Any, mean: Any) -> Any:
+            count = (place + 1).astype(mean.dtype)
+            return mean + (x.astype(mean.dtype) - mean) / count if is_float(x) else mean
+
+        means = jax.tree.map(next_mean, grads, state.acc_grads)
+        # Leaves without a norm have no mean: those of the last micro-batch are taken.
+        given = jax.tree.map(
+            lambda x, mean: mean.astype(x.dtype) if is_float(x) else x, grads, means
+        )
+        taken, after = inner.update(given, state.inner_opt_state, params, **extra)
+        waits = place < micro_batches - 1
+        changed, kept = unless(waits, taken, state.inner_opt_state, after)
+        return changed, optax.MultiStepsState(
+            mini_step=(place + 1) % micro_batches,
+            gradient_step=jnp.where(
+                waits, state.gradient_step, optax.safe_increment(state.gradient_step)
+            ),
+            inner_opt_state=kept,
+            acc_grads=jax.tree.map(
+                lambda mean: jnp.where(waits, mean, jnp.zeros_like(mean)), means
+            ),
+            skip_state=(),
+        )
 
     return optax.GradientTransformationExtraArgs(init, update)
 

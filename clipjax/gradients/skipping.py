@@ -91,27 +91,28 @@ def skipping(
         skipped, metrics, after = judge(updates, step, memory, loss_of(extra))
         gradients = updates.rebuild(updates.values)
         taken, state = inner.update(gradients, memory.inner, params, **extra)
-        old = jax.tree.map(_nothing, taken), memory.inner
-        changed, state = _select(skipped, old, (taken, state))
+        changed, state = unless(skipped, taken, memory.inner, state)
         return changed, metrics, after._replace(inner=state)
 
     return logged(name, act, remember, measure)
 
 
-def _select(skipped: Scalar, old: Tree, new: Tree) -> Any:
-    """Return the old tree if the step is skipped, else the new one, in its dtypes.
+def unless(waits: Scalar, updates: Tree, old: Tree, new: Tree) -> tuple[Any, Any]:
+    """Return the updates and the new state, or updates of nothing and the old one.
 
-    Elements are selected: a `lax.cond` copies the state and keeps all updates on a TPU,
-    and waits for the host on a GPU (JAX 0.12).
+    The old state is returned in the dtypes of the new one. Elements are selected: a
+    `lax.cond` copies the state and keeps all updates on a TPU, and waits for the host
+    on a GPU (JAX 0.12).
     """
 
     def select(old: Any, new: Any) -> jax.Array:
         old = jnp.asarray(old)
         new = jnp.asarray(new)
         same = old if old.dtype == new.dtype else old.astype(new.dtype)
-        return lax.select(skipped, same, new)
+        return lax.select(waits, same, new)
 
-    return jax.tree.map(select, old, new)
+    nothing = jax.tree.map(_nothing, updates)
+    return jax.tree.map(select, nothing, updates), jax.tree.map(select, old, new)
 
 
 def _nothing(x: Any) -> jax.Array:

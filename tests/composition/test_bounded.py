@@ -7,6 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import clipjax
 
@@ -225,3 +228,78 @@ def test_a_schedule_counts_optimizer_steps() -> None:
         updates, state = update(grads * value, state)
         norms.append(float(jnp.linalg.norm(updates)))
     np.testing.assert_allclose(norms, [0, 1, 0, 0, 2, 0, 3], rtol=2e-6)
+
+
+OTHERS = {
+    "key": jax.random.key(0),
+    "float0": np.zeros(2, jax.dtypes.float0),
+    "int": np.array([7, 8], np.int32),
+    "bool": np.array([True, False]),
+    "none": None,
+}
+
+
+@pytest.mark.parametrize("policy", ["propagate", "skip"])
+def test_leaves_of_other_kinds_pass_through_an_accumulation(policy: str) -> None:
+    """They have no mean: the optimizer gets those of the last micro-batch."""
+    tx = clipjax.bounded(
+        optax.stateless_with_tree_map(
+            lambda g, p: -g if jnp.issubdtype(g.dtype, np.floating) else g
+        ),
+        clip=clipjax.clip_by_global_norm(1.0),
+        nonfinite=policy,
+        accumulate=2,
+    )
+    params = {"w": jnp.zeros((2, 2)), "half": jnp.zeros(2, jnp.bfloat16), **OTHERS}
+
+    @jax.jit
+    def step(state: Any, size: Any) -> Any:
+        grads = params | {
+            "w": jnp.full((2, 2), size),
+            "half": jnp.full(2, size, jnp.bfloat16),
+            "int": OTHERS["int"] + size.astype(np.int32),
+        }
+        updates, state = tx.update(grads, state, params)
+        key = jax.random.key_data(updates.pop("key"))
+        assert updates.pop("float0").dtype == jax.dtypes.float0
+        return state, (updates, key)
+
+    # Means of 2, and of 0.1, which is not clipped.
+    sizes = np.float32([1, 3, 0.15, 0.05])
+    state, (updates, keys) = lax.scan(step, tx.init(params), sizes)
+    assert jax.tree.structure(state) == jax.tree.structure(tx.init(params))
+    for name in ("w", "half"):
+        found = np.asarray(updates[name], np.float64).reshape(4, -1)[:, 0]
+        exact = [0, -(1 / 6**0.5), 0, -0.1]
+        np.testing.assert_allclose(found, exact, rtol=1e-5 if name == "w" else 1e-2)
+    np.testing.assert_array_equal(updates["int"], [[0, 0], [10, 11], [0, 0], [7, 8]])
+    assert updates["bool"].tolist() == [[False, False], [True, False]] * 2
+    np.testing.assert_array_equal(keys[1], jax.random.key_data(OTHERS["key"]))
+    assert updates["none"] is None
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
+def test_accumulation_where_only_a_part_of_the_mesh_is_manual() -> None:
+    """The stages of a pipeline, beside an axis that is left to XLA."""
+    mesh = jax.make_mesh((2, 4), ("pp", "data"), axis_types=(AxisType.Auto,) * 2)
+    tx = clipjax.bounded(SGD, clip=CLIPPED["clip"], nonfinite="skip", accumulate=2)
+
+    def steps(params: Any, batches: Any) -> Any:
+        def one(carry: Any, grads: Any) -> Any:
+            updates, state = tx.update(grads, carry[1], carry[0])
+            return (optax.apply_updates(carry[0], updates), state), None
+
+        return lax.scan(one, (params, tx.init(params)), batches)[0][0]
+
+    params = {"kernel": np.ones((4, 8), np.float32)}
+    batches = {"kernel": RNG.normal(size=(4, 4, 8)).astype(np.float32)}
+    staged = jax.shard_map(
+        steps,
+        mesh=mesh,
+        in_specs=(P(None, "pp"), P(None, None, "pp")),
+        out_specs=P(None, "pp"),
+        axis_names={"pp"},
+    )
+    found, expected = jax.jit(staged)(params, batches), jax.jit(steps)(params, batches)
+    np.testing.assert_allclose(found["kernel"], expected["kernel"], rtol=1e-5)
+    assert np.abs(found["kernel"] - params["kernel"]).max() > 0.1
