@@ -88,8 +88,8 @@ def tapped(gradient: jax.Array) -> dict[str, jax.Array]:
     shape = np.shape(gradient)[-1:]
     if shape not in (_OF_CLIP, _OF_PROBE) or not is_real(gradient):
         raise ValueError(
-            "gradient must be that with respect to clipjax.tap(), of shape "
-            f"(..., {_OF_CLIP[0]}), or (..., {_OF_PROBE[0]}) for a probe; got {short_repr(gradient)}"
+            "gradient must be that with respect to clipjax.tap(), of shape (..., 4), "
+            f"or of one for a probe, (..., 6); got {short_repr(gradient)}"
         )
     numbers = jnp.moveaxis(jnp.asarray(gradient), -1, 0)
     if shape == _OF_PROBE:
