@@ -6,19 +6,30 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
-# What becomes what, in both directions where a pair stands in both.
-BOUNDARIES = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt}
-FLIPS: dict[type[ast.AST], type[ast.AST]] = {
-    **{ast.Lt: ast.GtE, ast.LtE: ast.Gt, ast.Gt: ast.LtE, ast.GtE: ast.Lt},
-    **{ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is},
-    **{ast.In: ast.NotIn, ast.NotIn: ast.In},
+
+def _both_ways(*pairs: tuple[Any, Any]) -> dict[Any, Any]:
+    return dict(pairs) | {second: first for first, second in pairs}
+
+
+COMPARISONS = {
+    "boundary": _both_ways((ast.Lt, ast.LtE), (ast.Gt, ast.GtE)),
+    "flip": _both_ways(
+        (ast.Lt, ast.GtE),
+        (ast.Gt, ast.LtE),
+        (ast.Eq, ast.NotEq),
+        (ast.Is, ast.IsNot),
+        (ast.In, ast.NotIn),
+    ),
 }
-ARITHMETIC: dict[type[ast.AST], type[ast.AST]] = {
-    **{ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult},
-    **{ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd, ast.And: ast.Or, ast.Or: ast.And},
-}
-_PAIRS = [("minimum", "maximum"), ("min", "max"), ("psum", "pmax"), ("any", "all")]
-NAMES = dict(_PAIRS) | {second: first for first, second in _PAIRS}
+OPERATORS = _both_ways(
+    (ast.Add, ast.Sub),
+    (ast.Mult, ast.Div),
+    (ast.BitAnd, ast.BitOr),
+    (ast.And, ast.Or),
+)
+NAMES = _both_ways(
+    ("minimum", "maximum"), ("min", "max"), ("psum", "pmax"), ("any", "all")
+)
 WRAPPERS = {"stop_gradient", "isfinite", "isnan", "abs", "square", "sqrt", "sorted"}
 FIELDS = {"annotation", "returns", "decorator_list"}  # which are left alone
 
@@ -109,16 +120,15 @@ def _changes(node: Any) -> Iterator[tuple[str, ast.AST]]:
 
     match node:
         case ast.Compare():
-            for table in (BOUNDARIES, FLIPS):
+            for name, table in COMPARISONS.items():
                 for i, op in enumerate(node.ops):
                     if type(op) in table:
                         ops = [*node.ops]
                         ops[i] = table[type(op)]()
-                        name = "boundary" if table is BOUNDARIES else "flip"
                         yield name, but(ops=ops)
         case ast.BinOp() | ast.AugAssign() | ast.BoolOp():
-            if type(node.op) in ARITHMETIC:
-                yield "operator", but(op=ARITHMETIC[type(node.op)]())
+            if type(node.op) in OPERATORS:
+                yield "operator", but(op=OPERATORS[type(node.op)]())
         case ast.UnaryOp():
             yield "operand", node.operand
         case ast.Constant(value=bool(value)):
