@@ -1,1 +1,1 @@
-"""Mistakes that the tests must find: `python -m tests.mutants`."""
+"""Mistakes that the tests should find: `python -m tests.mutants`."""

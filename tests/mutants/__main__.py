@@ -1,124 +1,111 @@
-"""Make one mistake at a time in a copy of the package, and see which test finds it.
+"""Make one mistake at a time in a copy of the package, and see whether a test fails.
 
-`python -m tests.mutants` first runs the tests without a mistake, then for each mutant
-the file that should notice it, and then, if it survives, all. It writes nothing into
-the tree, and exits with 1 if more than one in twenty survives.
+`python -m tests.mutants` draws some mistakes of `clipjax/_core`. It runs the tests
+without one, then for each the files of tests that are likely to find it, and then the
+others. It writes nothing into the repository, and exits with 1 if more than one
+mistake in twenty survives.
 """
 
 import argparse
+import ast
 import os
-import re
+import random
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.mutants.table import MUTANTS, Mutant
+from tests.mutants.operators import mutants
 
 ROOT = Path(__file__).parents[2]
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv", ".*_cache", "__pycache__")
+FOLDERS = ("core", "contract", "errors", "weights", "gradients")
+ALL = ("clipjax", *(f"tests/{folder}" for folder in FOLDERS))
+SECONDS = 900  # a mistake may make a loop endless
+
+# The files of tests that are likely to find a mistake in a module, fast ones first.
+LIKELY = {
+    "bounds": ("core/test_bounds.py", "errors"),
+    "checks": ("errors",),
+    "clip": ("core", "contract/test_ends.py", "contract/test_nonfinite.py"),
+    "door": ("core/test_transformation.py", "core/test_states.py", "errors"),
+    "entries": ("core/test_entries.py", "core/test_bounds.py", "contract/test_ends.py"),
+    "leaves": ("core", "weights/test_limits.py", "errors"),
+    "norms": (
+        "core/test_clipping.py",
+        "contract/test_ends.py",
+        "devices/test_shard_map.py",
+    ),
+    "states": ("core/test_states.py", "core/test_transformation.py", "errors"),
+    "units": ("core/test_units.py", "contract/test_axes.py", "errors"),
+}
 
 
-def copy(source: Path, target: Path) -> Path:
-    """Copy what the tests need."""
-    return shutil.copytree(source, target, ignore=LEFT_OUT, dirs_exist_ok=True)
-
-
-def failing_test(folder: Path, *arguments: str) -> str | None:
-    """Run pytest in a folder; return the first test that fails, or None."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(folder),
-        "PYTHONDONTWRITEBYTECODE": "1",
-    }
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-x",
-        "-q",
-        "-n",
-        "0",
-        "-p",
-        "no:cacheprovider",
-        *arguments,
-    ]
-    result = subprocess.run(
-        command,
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if result.returncode == 0:
-        return None
-    found = re.search(r"^(?:FAILED|ERROR) (\S+)", result.stdout, re.MULTILINE)
-    return (
-        found[1] if found else (result.stdout + result.stderr).strip().splitlines()[-1]
-    )
-
-
-def killer(mutant: Mutant, source: Path, ignored: list[str]) -> str | None:
-    """Return the test that finds a mutant, or None."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = copy(source, Path(name))
-        path = folder / "clipjax" / mutant.file
-        path.write_text(path.read_text().replace(mutant.old, mutant.new))
-        likely = failing_test(folder, f"tests/{mutant.test}", *ignored)
-        return likely or failing_test(folder, *ignored)
+def fails(folder: Path, tests: tuple[str, ...]) -> bool:
+    """Return whether a test fails in a folder."""
+    options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider"]
+    environment = {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", *options, *tests],
+            cwd=folder,
+            env={**os.environ, **environment},
+            capture_output=True,
+            timeout=SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return True
+    return done.returncode != 0
 
 
 def main() -> int:
-    """Run all mutants, or those with the arguments in file or text; print a table."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.mutants", description=__doc__
-    )
-    parser.add_argument(
-        "chosen",
-        nargs="*",
-        help="only mutants whose file or text contains one of these",
-    )
-    parser.add_argument(
-        "--ignore", nargs="*", default=["tests/mutants"], help="tests that are left out"
-    )
+    """Try a sample of mistakes, and print each with what became of it."""
+    parser = argparse.ArgumentParser("python -m tests.mutants", description=__doc__)
+    parser.add_argument("--file", nargs="+", help="default: all of clipjax/_core")
+    parser.add_argument("--sample", type=int, default=40, help="how many (40)")
+    parser.add_argument("--seed", type=int, default=0, help="of the sample (0)")
+    parser.add_argument("--list", action="store_true", help="print them, run none")
     given = parser.parse_args()
-    ignored = [
-        f"--{'deselect' if '::' in each else 'ignore'}={each}" for each in given.ignore
-    ]
-    chosen = [
-        m
-        for m in MUTANTS
-        if not given.chosen or any(x in m.file or x in m.old for x in given.chosen)
-    ]
-    start, survivors = time.monotonic(), 0
-    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(2) as pool:
-        source = copy(ROOT, Path(name))
-        if (broken := failing_test(source, *ignored)) is not None:
-            print(f"without a mutant this fails: {broken}")
+    core = sorted((ROOT / "clipjax/_core").glob("*.py"))
+    # Messages are the texts of errors.
+    files = given.file or [str(x) for x in core if x.stem != "messages"]
+    names = [str(Path(file).resolve().relative_to(ROOT)) for file in files]
+    found = [(x, each) for x in names for each in mutants((ROOT / x).read_text())]
+    drawn = random.Random(given.seed).sample(found, min(given.sample, len(found)))
+    print(f"{len(drawn)} of {len(found)} mutants", flush=True)
+    if given.list:
+        for name, each in drawn:
+            print(f"{name}:{each.line} {each.operator} {each.before} -> {each.after}")
+        return 0
+    survivors = 0
+    with tempfile.TemporaryDirectory() as place:
+        folder = shutil.copytree(ROOT, place, ignore=LEFT_OUT, dirs_exist_ok=True)
+        for name in names:
+            path = Path(folder, name)
+            path.write_text(ast.unparse(ast.parse(path.read_text())))
+        if fails(Path(folder), ALL):
+            print("a test fails without a mistake")
             return 1
-        print(
-            f"without a mutant all tests pass ({time.monotonic() - start:.0f} s)",
-            flush=True,
-        )
-        for mutant, test in zip(
-            chosen, pool.map(lambda m: killer(m, source, ignored), chosen), strict=True
-        ):
-            survivors += test is None
-            shown = f"{mutant.file}: {mutant.old!r} -> {mutant.new!r}"
+        for name, each in drawn:
+            start, path = time.monotonic(), Path(folder, name)
+            right = path.read_text()
+            path.write_text(each.text())
+            likely = tuple(f"tests/{x}" for x in LIKELY.get(path.stem, ()))
+            lives = not (likely and fails(path.parents[2], likely))
+            lives = lives and not fails(path.parents[2], ALL)
+            path.write_text(right)
+            survivors += lives
             print(
-                f"{'SURVIVED' if test is None else 'killed  '}  {shown}\n          by "
-                f"{test}",
+                f"{'survived' if lives else 'died    '} {name}:{each.line} "
+                f"{each.operator} {each.before} -> {each.after} "
+                f"({time.monotonic() - start:.0f} s)",
                 flush=True,
             )
-    print(
-        f"{len(chosen) - survivors} of {len(chosen)} killed, in "
-        f"{time.monotonic() - start:.0f} s"
-    )
-    return int(survivors * 20 > len(chosen))
+    print(f"{survivors} of {len(drawn)} survived")
+    return int(survivors * 20 > len(drawn))
 
 
 if __name__ == "__main__":
