@@ -87,8 +87,9 @@ def record_norms(
         schedule.
       window: how many of the last norms and losses `keep` compares with.
       probes: the names of the model's probes (:func:`probe`), in its order, and how
-        many layers each has, 0 for a single one: `{"embed": 0, "blocks": 12}`.
-        `update(..., taps={"embed": …, "blocks": …})` gives the gradients with respect to their taps.
+        many layers each has, 0 for a single one: `{"embed": 0, "blocks": 12}`. Pass the
+        gradients with respect to their taps as `update(..., taps={"embed": …, "blocks":
+        …})`.
         Their norms are recorded as `forward/<probe>/<layer>` and `backward/…`: infinity
         if an element is not finite, 0 at a step without `taps`.
 
