@@ -278,6 +278,15 @@ def test_leaves_of_other_kinds_pass_through_an_accumulation(policy: str) -> None
     assert updates["none"] is None
 
 
+def test_a_micro_batch_that_waits_changes_nothing_even_if_it_is_infinite() -> None:
+    """`optax.MultiSteps` multiplies its updates by 0, which makes NaN."""
+    tx = clipjax.bounded(SGD, accumulate=2)
+    grads = {"kernel": np.float32([np.inf, 1.0])}
+    updates, state = tx.update(grads, tx.init(grads))
+    assert not updates["kernel"].any()
+    assert np.isnan(tx.update(grads, state)[0]["kernel"][0])
+
+
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
 def test_accumulation_where_only_a_part_of_the_mesh_is_manual() -> None:
     """The stages of a pipeline, beside an axis that is left to XLA."""
