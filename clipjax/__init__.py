@@ -34,8 +34,10 @@ from clipjax.gradients.zclip import clip_by_lognormal, zclip
 from clipjax.monitoring.bad_steps import bad_steps
 from clipjax.monitoring.history import series, suggest
 from clipjax.monitoring.metrics import metrics
+from clipjax.monitoring.named import named
 from clipjax.monitoring.record_norms import record_norms
 from clipjax.monitoring.taps import probe, tap, tapped
+from clipjax.monitoring.unless_skipped import unless_skipped
 from clipjax.weights.box import box, non_negative
 from clipjax.weights.keep_norm import keep_norm
 from clipjax.weights.max_norm import max_norm, min_max_norm, unit_norm
@@ -72,6 +74,7 @@ __all__ = [
     "max_norm",
     "metrics",
     "min_max_norm",
+    "named",
     "non_negative",
     "probe",
     "project",
@@ -89,6 +92,7 @@ __all__ = [
     "tap",
     "tapped",
     "unit_norm",
+    "unless_skipped",
     "violations",
     "with_metrics",
     "zclip",

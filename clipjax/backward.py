@@ -15,9 +15,9 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from clipjax._core.aliases import Axes
-from clipjax._core.bounds import check_order, constant, fit_bound
+from clipjax._core.bounds import constant, fit_bound
 from clipjax._core.clip import clip, clip_by_tree_norm, rescale
-from clipjax._core.entries import clip_entries
+from clipjax._core.entries import clip_entries, constant_limits
 from clipjax._core.leaves import Leaf, Leaves, flatten, is_float
 from clipjax._core.messages import short_repr
 from clipjax._core.norms import norm as norm_of
@@ -29,33 +29,42 @@ T = TypeVar("T")
 
 
 def clip_gradient_by_value(
-    x: T, low: ArrayLike, high: ArrayLike, *, tap: jax.Array | None = None
+    x: T,
+    bound: ArrayLike | None = None,
+    high: ArrayLike | None = None,
+    *,
+    low: ArrayLike | None = None,
+    tap: jax.Array | None = None,
 ) -> T:
-    """Return `x`, and clip each entry of its gradient to `[low, high]`.
+    """Return `x`, and clip each element of its gradient.
 
     Args:
       x: a pytree of arrays.
-      low: the lower limit, a number or an array that broadcasts to every leaf.
+      bound: the bound on absolute values, a number or an array that broadcasts to every
+        leaf. Two positional arguments are `low` and `high`.
       high: the upper limit, likewise.
-      tap: a :func:`tap`; the norm of a leaf is its largest absolute entry.
+      low: the lower limit, likewise.
+      tap: a :func:`tap`; the norm of a leaf is its largest absolute element.
+
+    Returns:
+      `x`, bit for bit.
 
     Raises:
-      TypeError, ValueError: a limit is NaN or not a number; `low` is above `high`; a
-        leaf is complex. JAX raises a TypeError in forward mode, since a clipped
-        gradient is not linear.
+      TypeError, ValueError: a limit is NaN or not a number; `low` is above `high`; one
+        of the two is missing; a leaf is complex, and there are two. JAX raises a
+        TypeError in forward mode, since a clipped gradient is not linear.
 
     Example:
       >>> import clipjax, jax
       >>> def loss(x):
-      ...     return 5.0 * clipjax.clip_gradient_by_value(x, -1.0, 1.0)
+      ...     return 5.0 * clipjax.clip_gradient_by_value(x, 1.0)
       >>> float(jax.grad(loss)(2.0))
       1.0
     """
-    low = constant("low", low, -np.inf)
-    high = constant("high", high, -np.inf)
-    check_order(low, high)
+    lowest, highest = constant_limits(bound, high, low)
 
-    def clip_values(gradient: Leaves, low: Any, high: Any) -> Any:
+    def clip_values(gradient: Leaves, *limits: Any) -> Any:
+        low, high = limits if len(limits) == 2 else (None, *limits)
         values, seen = list(gradient.values), []
         for i, leaf in enumerate(gradient.each):
             if is_float(leaf.value):
@@ -63,15 +72,20 @@ def clip_gradient_by_value(
                 seen += [_seen(leaf, low, high)] if leaf.value.size else []
         return values, seen
 
-    return _with_gradient(clip_values, tap, x, low, high)
+    limits = [highest] if lowest is None else [lowest, highest]
+    return _with_gradient(clip_values, tap, x, *limits)
 
 
 def _seen(leaf: Leaf, low: Any, high: Any) -> taps.Seen:
     """Return the largest absolute element, and whether one is outside the limits."""
-    g = leaf.value.astype(sum_dtype(leaf.value.dtype))
-    below = g < _fitted("low", low, g, leaf)
-    above = g > _fitted("high", high, g, leaf)
-    outside = jnp.any(below | above).astype(np.uint8)
+    x = leaf.value
+    g = x if jnp.iscomplexobj(x) else x.astype(sum_dtype(x.dtype))
+    if low is None:
+        is_outside = jnp.abs(g) > _fitted("bound", high, jnp.abs(g), leaf)
+    else:
+        above = g > _fitted("high", high, g, leaf)
+        is_outside = above | (g < _fitted("low", low, g, leaf))
+    outside = jnp.any(is_outside).astype(np.uint8)
     return norm_of(g, None, jnp.inf), over_devices(lax.pmax, outside) > 0
 
 

@@ -16,14 +16,13 @@ from jax.typing import ArrayLike
 from clipjax._core.aliases import Axes, Ord, Tree
 from clipjax._core.bounds import (
     check_fits,
-    check_order,
     constant,
     fit_bound,
     is_real,
 )
 from clipjax._core.checks import check_ord
 from clipjax._core.clip import clip_by_tree_norm, clip_by_unit_norms
-from clipjax._core.entries import clip_entries
+from clipjax._core.entries import clip_entries, constant_limits
 from clipjax._core.leaves import flatten, is_float
 from clipjax._core.norms import norm as norm_of
 from clipjax._core.norms import sum_dtype, tree_norm, warn_if_local
@@ -122,34 +121,40 @@ def unitwise_norms(
     return leaves.rebuild(measured)
 
 
-def clip_by_value(tree: T, low: ArrayLike, high: ArrayLike) -> T:
-    """Clip each entry to `[low, high]`, like `tf.clip_by_value`.
+def clip_by_value(
+    tree: T,
+    bound: ArrayLike | None = None,
+    high: ArrayLike | None = None,
+    *,
+    low: ArrayLike | None = None,
+) -> T:
+    """Clip each element to `[-bound, bound]` or `[low, high]`, like `tf.clip_by_value`.
 
     Args:
       tree: a pytree of real arrays.
-      low: the lower limit, a number or an array that broadcasts to every leaf.
+      bound: the bound on absolute values, a number or an array that broadcasts to every
+        leaf. Two positional arguments are `low` and `high`.
       high: the upper limit, likewise.
+      low: the lower limit, likewise.
 
     Returns:
-      The clipped tree. NaN stays NaN; an infinite entry becomes the limit.
+      The clipped tree. NaN stays NaN; an infinite element becomes the limit.
 
     Raises:
-      TypeError, ValueError: a limit is NaN or not a number; `low` is above `high`; a
-        leaf is complex.
+      TypeError, ValueError: a limit is NaN or not a number; `low` is above `high`; one
+        of the two is missing; a leaf is complex, and there are two.
 
     Example:
       >>> import jax.numpy as jnp
       >>> from clipjax import functional
-      >>> functional.clip_by_value(jnp.array([-3.0, 0.5, 3.0]), -1.0, 1.0)
+      >>> functional.clip_by_value(jnp.array([-3.0, 0.5, 3.0]), 1.0)
       Array([-1. ,  0.5,  1. ], dtype=float32)
     """
-    low = constant("low", low, -np.inf)
-    high = constant("high", high, -np.inf)
-    check_order(low, high)
+    limits = constant_limits(bound, high, low)
     leaves = flatten(tree)
     return leaves.rebuild(
         [
-            clip_entries(leaf, low, high) if is_float(leaf.value) else leaf.value
+            clip_entries(leaf, *limits) if is_float(leaf.value) else leaf.value
             for leaf in leaves.each
         ]
     )

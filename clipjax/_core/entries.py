@@ -9,11 +9,40 @@ import numpy as np
 from jax import lax
 
 from clipjax._core.aliases import Metrics
-from clipjax._core.bounds import fit_bound
+from clipjax._core.bounds import check_order, constant, fit_bound
 from clipjax._core.clip import factor_to, metrics_of, rescale, weak_like
 from clipjax._core.leaves import Leaf
+from clipjax._core.messages import short_repr
 from clipjax._core.norms import largest, maximum, nan_unless, sum_dtype
 from clipjax._core.norms import norm as norm_of
+
+
+def check_limits(bound: Any, high: Any, low: Any) -> tuple[Any, Any]:
+    """Return `low` and `high`; `low` is None where one bound is for absolute values.
+
+    Two positional arguments, `bound` and `high`, are the two limits.
+    """
+    given = {"bound": bound, "high": high, "low": low}
+    if low is None and high is not None:
+        bound, low = None, bound
+    missing = [value is None for value in (bound, low, high)]
+    if missing not in ([False, True, True], [True, False, False]):
+        listed = [f"{key}={short_repr(x)}" for key, x in given.items() if x is not None]
+        raise TypeError(
+            "clip_by_value takes one bound, as in clip_by_value(1.0), or low and high, "
+            f"where infinity means no limit; got {', '.join(listed) or 'nothing'}"
+        )
+    return (None, bound) if low is None else (low, high)
+
+
+def constant_limits(bound: Any, high: Any, low: Any) -> tuple[Any, Any]:
+    """Return checked limits for functions that have no step."""
+    lowest, highest = check_limits(bound, high, low)
+    if lowest is None:
+        return None, constant("bound", highest)
+    both = constant("low", lowest, -np.inf), constant("high", highest, -np.inf)
+    check_order(*both)
+    return both
 
 
 def clip_entries(leaf: Leaf, low: Any, high: Any) -> jax.Array:

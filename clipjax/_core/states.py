@@ -31,6 +31,12 @@ class MetricsState(NamedTuple):
     memory: Any  # what the transformation itself remembers
 
 
+class NamedState(NamedTuple):
+    """The state of transformations whose metrics begin with a name."""
+
+    named: dict[str, Any]  # {name: their state}
+
+
 class BadSteps(NamedTuple):
     """The last bad steps that `record_norms` keeps, the newest last."""
 

@@ -13,9 +13,8 @@ from clipjax._core.bounds import check_order, limit
 from clipjax._core.checks import check_ord
 from clipjax._core.clip import clip_by_tree_norm, clip_by_unit_norms
 from clipjax._core.door import transformation
-from clipjax._core.entries import clip_entries, metrics_of_entries
+from clipjax._core.entries import check_limits, clip_entries, metrics_of_entries
 from clipjax._core.leaves import Leaf, Leaves, is_float
-from clipjax._core.messages import short_repr
 from clipjax._core.units import axes_of, check_axes, map_units, norms_of, size_of_units
 
 
@@ -173,18 +172,9 @@ def clip_by_value(
       >>> print(tx.update(grads, tx.init(grads))[0])
       [-1.   0.5  1. ]
     """
-    given = {"bound": bound, "high": high, "low": low}
-    if low is None and high is not None:  # clip_by_value(low, high)
-        bound, low = None, bound
-    missing = [value is None for value in (bound, low, high)]
-    if missing not in ([False, True, True], [True, False, False]):
-        listed = [f"{key}={short_repr(x)}" for key, x in given.items() if x is not None]
-        raise TypeError(
-            "clip_by_value takes one bound, as in clip_by_value(1.0), or low and high, "
-            f"where infinity means no limit; got {', '.join(listed) or 'nothing'}"
-        )
+    low, high = check_limits(bound, high, low)
     if low is None:
-        lowest, highest = None, limit("bound", bound)
+        lowest, highest = None, limit("bound", high)
     else:
         lowest, highest = limit("low", low, -np.inf), limit("high", high, -np.inf)
         check_order(low, high)

@@ -22,11 +22,10 @@ History: TypeAlias = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
 
 def series(history: History, name: str) -> np.ndarray:
-    """Read one metric of a run, at the steps that its transformation took.
+    """Read one metric of a run, by step.
 
     A step that a transformation did not take, since it was skipped or is accumulated,
-    shows the last values again, and counts once. The norms of all steps are those of
-    `"skip_nonfinite"` or `"skip_spikes"`.
+    is NaN. The norms of all steps are those of `"skip_nonfinite"` or `"skip_spikes"`.
 
     Args:
       history: what :func:`metrics` returned at each step: a list of dicts, or one dict
@@ -35,8 +34,10 @@ def series(history: History, name: str) -> np.ndarray:
         such as `"zclip/threshold"`.
 
     Returns:
-      The values, float64 `(steps,)`, in NumPy: `np.quantile(values, 0.99)` is a usual
-      threshold, and `np.mean(values > 1.0)` the share of the steps above 1.
+      The values, float64 `(steps,)`, in NumPy, whose index is the step:
+      `np.nanquantile(values, 0.99)` is a usual threshold, `np.nanargmax(values)` the
+      step of the largest value, and `np.mean(values > 1.0)` the fraction of the steps
+      above 1.
 
     Raises:
       TypeError: `history` is neither of the two, or is traced.
@@ -54,7 +55,7 @@ def series(history: History, name: str) -> np.ndarray:
     """
     columns = columns_of(history)
     key = key_of(columns, name)
-    return per_step(columns, key)[steps_taken(columns, key)]
+    return np.where(steps_taken(columns, key), per_step(columns, key), np.nan)
 
 
 def suggest(

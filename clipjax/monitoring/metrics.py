@@ -12,7 +12,13 @@ import numpy as np
 from clipjax._core.aliases import Metrics, Scalar
 from clipjax._core.leaves import nodes_where
 from clipjax._core.messages import short_repr
-from clipjax._core.states import MetricsState, Names, Table, name_of
+from clipjax._core.states import (
+    MetricsState,
+    NamedState,
+    Names,
+    Table,
+    name_of,
+)
 from clipjax.gradients.skipping import SkipMemory
 
 
@@ -53,7 +59,7 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
     """
     found: dict[str, jax.Array] = {}
     labels: set[str] = set()
-    known = list(states_in(opt_state))
+    known = list(named_states_in(opt_state))
     if not known:
         raise ValueError(
             "opt_state: there is no state with metrics in "
@@ -61,11 +67,11 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
             "tx.update return. A projection has none: add a clip, nonfinite='skip' "
             "or record_norms()"
         )
-    for state in known:
+    for prefix, state in known:
         values = _read(state)
         if not values:
             continue
-        name = name_of(state)
+        name = prefix + name_of(state)
         numbered = (f"{name}_{i}" if i else name for i in itertools.count())
         label = next(x for x in numbered if x not in labels)
         labels.add(label)
@@ -73,12 +79,30 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
     return dict(sorted(found.items()))  # as those that a jitted function returns
 
 
-def states_in(tree: Any) -> Iterator[MetricsState]:
-    """Yield the states in a tree, outer states before those in their memories."""
-    for node in nodes_where(_is_state, tree):
-        state = _restored(node) if isinstance(node, Mapping) else node
-        yield state
-        yield from states_in(state.memory)
+def states_in(tree: Any) -> list[MetricsState]:
+    """Return the states in a tree, outer states before those in their memories."""
+    return [state for _, state in named_states_in(tree)]
+
+
+def named_states_in(tree: Any, prefix: str = "") -> Iterator[tuple[str, MetricsState]]:
+    """Yield the states in a tree with what :func:`named` puts before their names."""
+    for node in nodes_where(lambda node: _is_state(node) or _is_named(node), tree):
+        if _is_named(node):
+            named = node["named"] if isinstance(node, Mapping) else node.named
+            ((name, inner),) = named.items()
+            yield from named_states_in(inner, f"{prefix}{name}/")
+        else:
+            state = _restored(node) if isinstance(node, Mapping) else node
+            yield prefix, state
+            yield from named_states_in(state.memory, prefix)
+
+
+def _is_named(node: Any) -> bool:
+    """Return whether a node is the state of `named`, or a mapping that was one."""
+    if not isinstance(node, Mapping):
+        return isinstance(node, NamedState)
+    is_alone = node.keys() == {"named"} and isinstance(node["named"], Mapping)
+    return is_alone and len(node["named"]) == 1
 
 
 def _is_state(node: Any) -> bool:
@@ -115,6 +139,12 @@ def _read(state: MetricsState) -> Metrics:
         return _from_table(kept.known_names, step, *arrays)
     scalars = {key: as_array(x) for key, x in kept.items()}
     return _from_scalars(step, scalars, _in_a_row(state.memory)) if scalars else {}
+
+
+def skipped_in(opt_state: Any) -> list[jax.Array]:
+    """Return for each skip in a state whether its last step was skipped."""
+    counts = [_in_a_row(state.memory) for state in states_in(opt_state)]
+    return [count > 0 for count in counts if count is not None]
 
 
 def _in_a_row(memory: Any) -> Any:

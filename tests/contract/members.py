@@ -553,7 +553,9 @@ def with_axes(name: str, bound: Any, axes: Any) -> Any:
 # user's does.
 OTHERS = {
     "bad_steps",
+    "named",
     "probe",
+    "unless_skipped",
     "SKIP",
     "fan_in",
     "functional",

@@ -34,7 +34,6 @@ GIVEN = {
 }
 WHOLE = {
     "chain": "chain(clip)",
-    "clip_by_value": "clip_by_value(1.0)",
     "bounded": "bounded(sgd, clip=clip, nonfinite='skip')",
 }
 
@@ -53,8 +52,9 @@ def call_of(name: str, tree: str = "x", **given: str) -> str:
         for k, x in SIGNATURES[name].items()
         if x.default is x.empty and x.kind != x.VAR_POSITIONAL
     }
-    if name == "clip_by_value" and given.keys() & {"low", "high"}:
-        needed |= {"low": "0.0", "high": "9.0"}
+    if name.endswith("by_value"):  # one bound, or two limits
+        two = given.keys() & {"low", "high"}
+        needed |= {"low": "0.0", "high": "9.0"} if two else {"bound": "1.0"}
     both = ", ".join(f"{k}={x}" for k, x in (needed | given).items())
     return f"{name}({both})"
 

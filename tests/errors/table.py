@@ -924,6 +924,14 @@ THEMES = {
         of_type("clip_gradient_by_value(x, -1.0, 1.0, tap=tap)", "tap", "function"),
         of_value("tapped(x)", "gradient", "(..., 4)"),
         of_type("probe(x, tap())", "tap", "probe=True"),
+        of_type("named('a/b', clip)", "name", "'a/b'"),
+        of_type("named('a', 1.0)", "tx", "1.0"),
+        of_value("named('a', sgd).update(grads, None)", "state", "named('a')"),
+        of_value(
+            "named('a', sgd).update(grads, state_of(named('b', sgd)))", "name", "b"
+        ),
+        of_value("unless_skipped(state_of(clip), x, x)", "opt_state", "no skip"),
+        of_type("clip_gradient_by_value(x)", "one bound", "nothing"),
         of_type("replace_gradient(jnp.round, None)", "backward", "None"),
         of_type("replace_gradient(1.0, jnp.round)", "forward", "1.0"),
         of_type(

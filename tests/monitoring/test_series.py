@@ -49,12 +49,17 @@ def test_a_history_outlives_states_that_are_donated(inside: bool) -> None:
 
 @pytest.mark.parametrize("prefix", ["", "train/"])
 @pytest.mark.parametrize(
-    ("accumulate", "of_clip"), [(1, [1, 2, 3, 4, 6, 6, 4]), (2, [1.5, 3.5, 6])]
+    ("accumulate", "of_clip"),
+    [
+        (1, [1, 2, NAN, 3, 4, NAN, 6, 6, 4]),
+        (2, [NAN, 1.5, NAN, NAN, 3.5, NAN, NAN, 6, NAN]),
+    ],
 )
-def test_a_step_that_was_not_taken_counts_once(
+def test_the_index_is_the_step_and_one_that_was_not_taken_is_nan(
     accumulate: int, of_clip: list[float], prefix: str
 ) -> None:
     """A clip that is skipped, or waits for micro-batches, shows its last norm again."""
+    taken = np.isfinite(of_clip)
     tx = clipjax.bounded(
         optax.sgd(1.0),
         clip=clipjax.clip_by_global_norm(1.0),
@@ -72,7 +77,7 @@ def test_a_step_that_was_not_taken_counts_once(
     stacked[f"{prefix}steps"] = np.arange(len(norms))  # a counter of the user's
     expected = {
         f"{prefix}clip_by_global_norm": of_clip,
-        f"{prefix}clip_by_global_norm/norm_after": [1.0] * len(of_clip),
+        f"{prefix}clip_by_global_norm/norm_after": np.where(taken, 1.0, NAN),
         f"{prefix}skip_nonfinite": norms,
         "loss": norms,
     }
@@ -89,7 +94,7 @@ def test_a_step_of_one_clip_is_none_of_another_of_its_name() -> None:
     for norm in (1.0, NAN, 2.0):
         _, state = tx.update(jnp.array([norm]), state)
         history.append(clipjax.metrics(state))
-    for name, values in {"": [1, 2], "_1": [1, 0, 2]}.items():
+    for name, values in {"": [1, NAN, 2], "_1": [1, 0, 2]}.items():
         found = clipjax.series(history, f"clip_by_global_norm{name}")
         np.testing.assert_array_equal(found, values)
 
@@ -101,7 +106,7 @@ def test_norms_of_new_states_count_although_their_steps_are_the_same() -> None:
     for a, b in ((1.0, 1.0), (2.0, 1.0), (2.0, 1.0), (2.0, NAN), (2.0, NAN)):
         grads = {"a": jnp.array([a]), "b": jnp.array([b])}
         history.append(clipjax.metrics(tx.update(grads, tx.init(grads))[1]))
-    for group, values in {"a": [1, 2, 2], "b": [1, 1, NAN]}.items():
+    for group, values in {"a": [1, 2, NAN, 2, NAN], "b": [1, 1, NAN, NAN, NAN]}.items():
         found = clipjax.series(history, f"record_norms/updates/{group}")
         np.testing.assert_array_equal(found, values)
 

@@ -1,0 +1,57 @@
+"""Names in front of the metrics of several transformations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optax
+
+from clipjax._core.aliases import Tree
+from clipjax._core.checks import check_transformation
+from clipjax._core.states import NamedState, check_same, check_state
+
+
+def named(
+    name: str, tx: optax.GradientTransformation
+) -> optax.GradientTransformationExtraArgs:
+    """Put a name in front of the metrics of a transformation.
+
+    :func:`metrics` then has `"<name>/<transformation>/<metric>"` for everything in
+    `tx`, as for the two optimizers of a GAN, the parts of `optax.partition`, or two
+    clips of one kind. :func:`series` and `plots` take `"<name>/<transformation>"`.
+
+    Args:
+      name: what their metrics begin with, without `/`. Names may be nested.
+      tx: a gradient transformation, usually a whole chain.
+
+    Returns:
+      A transformation that does what `tx` does.
+
+    Raises:
+      TypeError: `name` is not a string without `/`, or `tx` is not a gradient
+        transformation.
+
+    Example:
+      >>> import clipjax, jax.numpy as jnp
+      >>> tx = clipjax.named("critic", clipjax.clip_by_global_norm(1.0))
+      >>> _, state = tx.update(jnp.array([3.0, 4.0]), tx.init(jnp.zeros(2)))
+      >>> print(clipjax.metrics(state)["critic/clip_by_global_norm/norm"])
+      5.0
+    """
+    if not isinstance(name, str) or not name or "/" in name:
+        raise TypeError(f"name must be a str without '/', got {name!r}")
+    inner = optax.with_extra_args_support(check_transformation("tx", tx))
+
+    def init(params: Tree) -> NamedState:
+        return NamedState({name: inner.init(params)})
+
+    def update(
+        updates: Tree, state: Any, params: Tree = None, **extra: Any
+    ) -> tuple[Tree, NamedState]:
+        check_state(f"named({name!r})", state, NamedState)
+        (before,) = state.named
+        check_same("name", before, name)
+        updates, after = inner.update(updates, state.named[name], params, **extra)
+        return updates, NamedState({name: after})
+
+    return optax.GradientTransformationExtraArgs(init, update)

@@ -1,0 +1,60 @@
+"""What a skipped step must not change beside the weights and the optimizer."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from clipjax.monitoring.metrics import skipped_in
+
+T = TypeVar("T")
+
+
+def unless_skipped(opt_state: Any, new: T, old: T) -> T:
+    """Choose what a step made of something, or keep the old if the step was skipped.
+
+    A skip keeps weights and optimizer state. What the model changes in its forward
+    pass, such as the running statistics of batch norm, would take in the NaN of a
+    skipped step: `batch_stats = clipjax.unless_skipped(opt_state, new_stats,
+    batch_stats)`. So for an average of weights, or a schedule of your own.
+
+    Args:
+      opt_state: the optimizer state after the step, or a tree that contains it, as in
+        :func:`metrics`.
+      new: a pytree, as it is after the step.
+      old: the same, as it was before.
+
+    Returns:
+      `old` if one of the skips in `opt_state` skipped the last step, else `new`, in the
+      dtypes of `new`.
+
+    Raises:
+      ValueError: `opt_state` has no skip; `new` and `old` differ in structure.
+
+    See also :func:`skip_nonfinite`, :func:`skip_spikes`.
+
+    Example:
+      >>> import clipjax, optax, jax.numpy as jnp
+      >>> tx = clipjax.skip_nonfinite(optax.sgd(0.1))
+      >>> w = jnp.ones(2)
+      >>> _, state = tx.update(jnp.array([jnp.nan, 1.0]), tx.init(w), w)
+      >>> print(clipjax.unless_skipped(state, new=jnp.nan * w, old=w))
+      [1. 1.]
+    """
+    skipped = skipped_in(opt_state)
+    if not skipped:
+        raise ValueError(
+            "opt_state: there is no skip in it; use nonfinite='skip', skip_nonfinite "
+            "or skip_spikes"
+        )
+    was_skipped = functools.reduce(jnp.logical_or, skipped)
+
+    def choose(new: Any, old: Any) -> jax.Array:
+        new, old = jnp.asarray(new), jnp.asarray(old)
+        same = old if old.dtype == new.dtype else old.astype(new.dtype)
+        return jnp.where(was_skipped, same, new)
+
+    return jax.tree.map(choose, new, old)
