@@ -135,3 +135,12 @@ def test_equal_limits_are_allowed() -> None:
     ones = np.ones((1, 3), np.float32)
     twos = jax.jit(clipjax.min_max_norm(2.0, 2.0).apply)(ones)
     np.testing.assert_allclose(twos, 2 * ones, rtol=2e-6)
+
+
+def test_an_array_of_bounds_broadcasts_along_axes_of_size_1_only() -> None:
+    x = np.float32([[1.0, 5.0, 9.0], [-1.0, -5.0, -9.0]])
+    for limits in ([[2.0], [7.0]], [[2.0, 4.0, 8.0]], [[3.0]]):
+        clipped = clipjax.box(-np.float32(limits), np.float32(limits)).apply(x)
+        np.testing.assert_array_equal(clipped, np.clip(x, -np.array(limits), limits))
+    with pytest.raises(ValueError, match=r"high must broadcast to shape \(2, 3\)"):
+        clipjax.box(-np.ones(2), np.ones(2)).apply(x)

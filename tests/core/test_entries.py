@@ -8,6 +8,7 @@ import pytest
 import clipjax
 from clipjax._core import entries
 from clipjax._core.leaves import Leaf
+from tests.support.programs import stepped
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
@@ -32,3 +33,12 @@ def test_subnormal_entries_inside_stay(dtype: str) -> None:
             inside = (exact >= low) & (exact <= high)
             before, after = exact.astype(kind)[inside], np.asarray(y)[inside]
             assert before.tobytes() == after.tobytes()
+
+
+@pytest.mark.parametrize("least", [-5.0, -0.5])
+def test_the_norm_after_is_that_of_the_end_farther_from_0(least: float) -> None:
+    tx = clipjax.clip_by_value(low=-1.0, high=2.0)
+    _, state = stepped(tx, np.float32([3.0, 0.5, least]))
+    metrics = clipjax.metrics(state)
+    assert metrics["clip_by_value/norm"] == max(3.0, -least)
+    assert metrics["clip_by_value/norm_after"] == 2.0

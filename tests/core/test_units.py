@@ -1,9 +1,9 @@
-"""`SKIP`, by which a rule leaves a leaf alone."""
+"""Units: `SKIP`, by which a rule leaves a leaf alone, and the paths of leaves."""
 
 import copy
 import functools
 import pickle
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -90,3 +90,21 @@ def test_a_sparse_array_counts_as_the_dense_one() -> None:
     np.testing.assert_allclose(norm, np.linalg.norm(dense), rtol=1e-6)
     wanted = dense / np.linalg.norm(dense)
     np.testing.assert_allclose(clipped["e"].todense(), wanted, rtol=3e-6)
+
+
+class Box(NamedTuple):
+    value: Any
+
+
+class Heads(NamedTuple):
+    value: Any
+    query: Any
+
+
+def test_value_is_no_part_of_a_path_only_where_it_is_the_one_child() -> None:
+    weights = {"dense": Box(np.ones((4, 3))), "attention": Heads(*np.ones((2, 4, 3)))}
+    axes = {"dense": 0, "attention/value": 0}
+    projected = clipjax.max_norm(1.0, axes=axes).apply(weights)
+    np.testing.assert_allclose(projected["dense"].value, 0.5, rtol=2e-6)
+    np.testing.assert_allclose(projected["attention"].value, 0.5, rtol=2e-6)
+    np.testing.assert_array_equal(projected["attention"].query, 1.0)

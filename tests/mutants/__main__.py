@@ -46,12 +46,18 @@ LIKELY = {
 def fails(folder: Path, tests: tuple[str, ...]) -> bool:
     """Return whether a test fails in a folder."""
     options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider"]
-    environment = {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    # All runs share what JAX has compiled, since most programs are the same.
+    cache = {
+        "JAX_COMPILATION_CACHE_DIR": str(folder / ".compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    place = {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         done = subprocess.run(
             [sys.executable, "-m", "pytest", *options, *tests],
             cwd=folder,
-            env={**os.environ, **environment},
+            env={**cache, **os.environ, **place},
             capture_output=True,
             timeout=SECONDS,
             check=False,
