@@ -30,8 +30,9 @@ def clip_by_global_norm(
     Returns:
       A transformation with the metrics of a clip; `norm` is that of the whole tree.
 
-    Equals `tf.clip_by_global_norm`, `optax.clip_by_global_norm`, Keras'
-    `global_clipnorm` and torch's `clip_grad_norm_`.
+    Equals `tf.clip_by_global_norm`, `optax.clip_by_global_norm` and Keras'
+    `global_clipnorm`; and torch's `clip_grad_norm_`, except that torch divides by norm
+    + 1e-6: for a norm just above 0.01, its result is smaller by 1e-4 of itself.
 
     References:
       Pascanu et al., 2013, On the difficulty of training recurrent neural networks,
