@@ -197,7 +197,7 @@ def _compared(
     places = past.values.shape[-1] - ago
     slopes = (y - at(y, jnp.maximum(places - apart, 0))) / apart.astype(y.dtype)
     last = jnp.minimum(count, _RECENT)
-    slope, recent = _median(jnp.stack([slopes, y]), ago, jnp.stack([half, last]))
+    slope, recent = _median(jnp.stack([slopes, y]), ago[None], jnp.stack([half, last]))
     slope = jnp.where(past.held >= _RECENT, slope, 0)
     # Each value carried to now along the slope.
     carried = y + slope[:, None] * ago.astype(y.dtype)
@@ -221,9 +221,10 @@ def _median(values: jax.Array, ago: jax.Array, count: jax.Array) -> jax.Array:
     what stands around it is three (JAX 0.12).
     """
     is_counted = ago <= count
-    place = np.arange(values.shape[-1])
     mine, other = values[..., :, None], values[..., None, :]
-    is_before = (other < mine) | ((other == mine) & (place < place[:, None]))
+    # Of equal values the older is before the newer.
+    is_older = ago[..., None, :] > ago[..., :, None]
+    is_before = (other < mine) | ((other == mine) & is_older)
     rank = jnp.sum(is_before & is_counted[..., None, :], axis=-1, dtype=np.int32)
     is_low, is_high = rank == (count - 1) // 2, rank == count // 2
     half = is_low.astype(values.dtype) + is_high.astype(values.dtype)

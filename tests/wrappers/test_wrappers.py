@@ -328,7 +328,7 @@ def test_orbax_version_1_restores_a_bad_step(tmp_path: Path) -> None:
     assert jax.tree.structure(restored) == jax.tree.structure(state)
     for each in (restored, update(GRADS, restored, PARAMS)[1]):
         (bad,) = clipjax.bad_steps(each)
-        assert str(bad) == "step 1: norm nan; not finite in b and 1 more"
+        assert str(bad).startswith("step 1: norm nan; no group is finite")
     pairs = (
         (restored, state),
         (
