@@ -175,9 +175,10 @@ def group_norms(
     points = _where_probes_saw(points, kinds)
     weights = [name for name, kind in kinds.items() if kind == "params"]
     ax = draw.new_axes(ax)
-    is_ratio = {kind == "ratio" for kind in kinds.values()}
-    what = {(False,): "norm", (True,): "norm of the update / norm of the weights"}
-    label = what.get(tuple(is_ratio), "norm, or ratio of two norms")
+    has_ratios = "ratio" in kinds.values()
+    label = "norm, or ratio of two norms" if has_ratios else "norm"
+    if {*kinds.values()} == {"ratio"}:
+        label = "norm of the update / norm of the weights"
     ax.set(xlabel="step", ylabel=label)
     if {*kinds.values()} <= {"", "params"}:
         return draw.lines(ax, points, "groups", dashed=weights)
