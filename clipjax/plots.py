@@ -126,7 +126,12 @@ def group_norms(
     Returns:
       The axes. Groups are sorted by name, `layer_2` before `layer_10`. Of more than 8,
       those with the 8 largest norms are colored and in the legend, and others are grey.
-      Norms of weights that were recorded are dashed.
+      Norms of weights that were recorded are dashed. Norms that probes saw, as in
+      `"forward/blocks/3"`, are dotted in the forward pass and dash-dotted in the
+      backward pass, and ratios have long dashes; alone, each kind is solid. Where there
+      are some, the 8 that are colored are largest in proportion to the largest of their
+      kind, since activations are often larger than gradients, and ratios are smaller. A
+      step whose `update` got no `taps` adds no norm of a probe.
 
     Example:
       >>> from clipjax import plots
@@ -165,15 +170,76 @@ def group_norms(
     one_of_each = {label: key for key, label in labels.items()}
     taken = {x: runs.steps_taken(columns, key) for x, key in one_of_each.items()}
     found = {name: values[key][taken[labels[key]]] for key, name in names.items()}
+    points = {name: (np.arange(len(x)), x) for name, x in found.items()}
+    kinds = {name: _kind_of(name) if recorded else "" for name in found}
+    points = _where_probes_saw(points, kinds)
+    weights = [name for name, kind in kinds.items() if kind == "params"]
     ax = draw.new_axes(ax)
-    ax.set(xlabel="step", ylabel="norm")
-    weights = [name for name in recorded.values() if name.partition("/")[0] == "params"]
-    return draw.lines(
-        ax,
-        {name: (np.arange(len(x)), x) for name, x in found.items()},
-        "groups",
-        dashed=weights,
-    )
+    has_ratios = "ratio" in kinds.values()
+    label = "norm, or ratio of two norms" if has_ratios else "norm"
+    if {*kinds.values()} == {"ratio"}:
+        label = "norm of the update / norm of the weights"
+    ax.set(xlabel="step", ylabel=label)
+    if {*kinds.values()} <= {"", "params"}:
+        return draw.lines(ax, points, "groups", dashed=weights)
+    return _lines_by_kind(ax, points, kinds)
+
+
+# What `record_norms` measures beside updates.
+_KINDS = re.compile("(?:record_norms[^/]*/)?(params|ratio|forward|backward)(?:/.*)?")
+
+
+def _kind_of(name: str) -> str:
+    """Return what a recorded norm is of, "" for updates."""
+    found = _KINDS.fullmatch(name)
+    return found[1] if found else ""
+
+
+# Of lines, by what `record_norms` measures.
+_STYLES: dict[str, Any] = {
+    "params": "--",
+    "ratio": (0, (8, 3)),
+    "forward": ":",
+    "backward": "-.",
+}
+
+
+def _lines_by_kind(ax: Any, points: dict[str, Any], kinds: Mapping[str, str]) -> Any:
+    """Draw lines of several kinds, the largest of each kind in color."""
+    largest = {
+        name: np.max(y, initial=0, where=np.isfinite(y))
+        for name, (_, y) in points.items()
+    }
+    of_kind = {
+        kind: max(largest[name] for name in points if kinds[name] == kind)
+        for kind in kinds.values()
+    }
+    scaled = {name: x / (of_kind[kinds[name]] or 1) for name, x in largest.items()}
+    colors = draw.colors_of(scaled)
+    grey = {"color": draw.GREY, "linewidth": 0.6, "alpha": 0.6, "zorder": 1.6}
+    styles = _STYLES if len(of_kind) > 1 else {}
+    for name in [*(x for x in points if x not in colors), *colors]:
+        own = {"color": colors.get(name), "linewidth": 1.4, "label": name}
+        style = own if name in colors else {**grey, "label": f"_{name}"}
+        draw.line(ax, *points[name], linestyle=styles.get(kinds[name], "-"), **style)
+    title = f"{len(colors)} of {len(points)} groups, the largest of their kind"
+    is_all = len(colors) == len(points)
+    return draw.finished(ax, list(points.values()), "" if is_all else title)
+
+
+def _where_probes_saw(
+    points: Mapping[str, Any], kinds: Mapping[str, str]
+) -> dict[str, Any]:
+    """Leave out the steps at which probes saw nothing, since `update` got no taps."""
+    probes = {x for x, kind in kinds.items() if kind in ("forward", "backward")}
+    sizes = {points[name][0].size for name in probes}
+    if len(sizes) != 1:  # none, or of recorders with other steps
+        return {**points}
+    seen = np.any([points[name][1] != 0 for name in probes], axis=0)
+    return {
+        name: (x[seen], y[seen]) if name in probes else (x, y)
+        for name, (x, y) in points.items()
+    }
 
 
 def bad_steps(opt_state: Any, *, ax: Any = None) -> Any:
@@ -188,7 +254,8 @@ def bad_steps(opt_state: Any, *, ax: Any = None) -> Any:
       The axes, with one bar for each step, the oldest at the top. Its parts are the
       shares of the groups in the squared norm, sorted and colored as in
       :func:`group_norms`. In a hatched bar they are the groups that were not finite, of
-      equal shares. In front of it is the norm, or the loss if that was bad.
+      equal shares. In front of it is the norm, or the loss if that was bad. If probes
+      tell in which pass and at which layer a step broke, its bar says so in words.
 
     Raises:
       ValueError: no recorder keeps bad steps, or it has no groups.
@@ -227,6 +294,10 @@ def bad_steps(opt_state: Any, *, ax: Any = None) -> Any:
             start += share
         # The others, as one.
         ax.barh(row, sum(shares.values()) - start, left=start, color=draw.GREY, **style)
+        if origin := step._origin():
+            box = {"boxstyle": "round,pad=0.25", "fc": "white", "ec": "none"}
+            at = {"va": "center", "ha": "left", "fontsize": "small", "color": "black"}
+            ax.text(1, row, origin, bbox=box, **at)
     labels = [
         f"{x.step}: loss {x.loss:.2g}"
         if x.is_of_loss

@@ -70,7 +70,7 @@ def skip_spikes(
 
     Args:
       optimizer: a gradient transformation, usually a whole chain.
-      z_threshold: how many standard deviations a value may be above the median: a
+      z_threshold: how many standard deviations a value may be above the trend: a
         number or a schedule.
       max_norm: a norm above this is always a spike: a number or a schedule.
       window: how many of the last norms and losses to keep.

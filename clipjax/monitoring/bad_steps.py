@@ -95,7 +95,7 @@ def _largest_step(norms: dict[str, float]) -> str:
     pairs = itertools.pairwise(norms.items())
     growths = [(now / was, name) for (_, was), (name, now) in pairs if was > 0]
     most, name = max(growths, default=(0.0, ""))
-    text = f"{most:.2g} times larger at {name}, in the forward pass"
+    text = f"{most:.0f} times larger at {name}, in the forward pass"
     return text if most > _TOLD else ""
 
 
@@ -123,7 +123,9 @@ def _boundary(names: list[str], bad: list[str]) -> str:
         count = len(of_stack)
         is_start = of_stack == in_order[:count]
         is_range = is_start and count > 1
-        broken += [f"{of_stack[0]} to {of_stack[-1]}"] if is_range else of_stack
+        between = "and" if count == 2 else "to"
+        ends = f"{of_stack[0]} {between} {of_stack[-1]}"
+        broken += [ends] if is_range else of_stack
         fine += in_order[count : count + 1] if is_start else []
     text = f"not finite in {a_few(broken, 3)}"
     return f"{text}; fine from {a_few(fine, 3)} on" if fine else text

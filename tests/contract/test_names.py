@@ -50,7 +50,7 @@ OTHERWISE = {
     "axes": "None is the whole leaf for gradients, 'auto' asks for weights; functions "
     "of trees, and clips like them, take it by position",
     "ord": "by position where a tree may be passed in place of the bound by mistake",
-    "warmup_steps": "None is half of the window",
+    "warmup_steps": "None follows from the window",
     **dict.fromkeys(("bound", "high", "low"), "no schedule where there is no step"),
     "z_threshold": "record_norms is about norms, and takes it by name",
     "name": "of a transformation, or which one a picture shows",

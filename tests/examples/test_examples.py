@@ -66,6 +66,20 @@ def test_clipping_lets_a_recurrent_network_learn(tmp_path):
     assert solved["none"] <= 2
 
 
+def test_skipped_steps_are_read_from_a_checkpoint(tmp_path):
+    """The early outlier is skipped, and the layer of every fault is told."""
+    out = run("spikes", "--plot", tmp_path / "picture.png")
+    assert "skipped step 40 from 5 of 5 seeds" in out
+    worst = dict(re.findall(r"^(\w.*?) {2,}accuracy: .*seed ([\d.]+)%$", out, re.M))
+    assert float(worst["nothing but a skip of NaN"]) < 20
+    assert float(worst["skip_spikes()"]) > 94
+    steps = re.findall(r"^  step (\d+): norm ([^;,]+)(.*)$", out, re.MULTILINE)
+    assert steps[0][0] == "40"
+    faults = [text for _, norm, text in steps if norm == "nan"]
+    assert len(faults) == 3
+    assert all("first in the forward pass, at blocks/3" in text for text in faults)
+
+
 def printed(notebook):
     """Return what the cells of a notebook print."""
     outputs = (output for cell in notebook.cells for output in cell.get("outputs", []))

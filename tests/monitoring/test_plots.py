@@ -193,6 +193,46 @@ def test_of_many_groups_the_largest_are_colored_and_patterns_choose() -> None:
         plots.group_norms(both, only="heads")
 
 
+def test_probes_and_ratios_have_styles_and_each_kind_has_colors() -> None:
+    """Activations are far larger than gradients, which stay in color beside them."""
+    sizes = {"updates": 1.0, "params": 5.0, "ratio": 1e-3, "forward": 100.0}
+    history = {
+        f"record_norms/{of}/blocks/{i}": [size * (i + 1), size, size]
+        for of, size in sizes.items()
+        for i in range(4)
+    }
+    # The second `update` got no taps.
+    history["record_norms/backward/blocks/0"] = [2.0, 0.0, NAN]
+    for i in range(4):
+        history[f"record_norms/forward/blocks/{i}"][1] = 0.0
+    ax = plots.group_norms(history)
+    colored = {line.get_label(): line for line in ax.lines}
+    styles = {
+        kind: colored[f"{kind}/blocks/3"].get_linestyle()
+        for kind in ("updates", "params", "forward", "ratio")
+    }
+    assert styles == {"updates": "-", "params": "--", "forward": ":", "ratio": "--"}
+    assert colored["backward/blocks/0"].get_linestyle() == "-."
+    assert ax.get_ylabel() == "norm, or ratio of two norms"
+    title = ax.legend_.get_title().get_text()
+    assert title == "8 of 17 groups, the largest of their kind"
+    found = drawn(ax)
+    assert found["forward/blocks/3"] == ([0, 2], [400, 100])
+    assert found["backward/blocks/0"] == ([0], [2])
+    assert found["updates/blocks/3"] == ([0, 1, 2], [4, 1, 1])
+    assert found["not finite"][0] == [2]
+    for kind, label in {
+        "forward": "norm",
+        "ratio": "norm of the update / norm of the weights",
+    }.items():
+        alone = plots.group_norms(history, only=f"{kind}/*")
+        assert alone.get_ylabel() == label
+        assert {line.get_linestyle() for line in alone.lines} == {"-"}
+        assert len(drawn(alone)) == 4
+    second = {f"record_norms_1/forward/{i}": [0.0, 1.0] for i in range(2)}
+    assert drawn(plots.group_norms(second))["record_norms_1/forward/1"][0] == [1]
+
+
 def test_units_are_sorted_and_those_at_the_bound_are_counted() -> None:
     rng, dtypes = np.random.default_rng(0), {"a": np.float32, "b": np.float16}
     params = {
@@ -260,6 +300,20 @@ def test_bad_steps_are_bars_of_their_groups() -> None:
     _, state = jax.jit(whole.update)(np.float32([NAN]), whole.init(np.ones(1)))
     with pytest.raises(ValueError, match=r"opt_state: .* one norm for all leaves"):
         plots.bad_steps(state)
+
+
+def test_bars_say_where_a_step_broke_if_probes_tell() -> None:
+    tx = clipjax.record_norms("leaf", keep=4, probes={"blocks": 2})
+    grads = {"body": np.float32([NAN]), "head": np.float32([NAN])}
+    fine, broken = np.float32([[3, 0, 1, 3, 0, 1], [2, 1, 1, 3, 3, 0]])
+    state = tx.init(grads)
+    for taps in ({}, {"taps": {"blocks": np.stack([fine, broken])}}):
+        _, state = jax.jit(tx.update)(grads, state, **taps)
+    ax = plots.bad_steps(state)
+    texts = {text.get_position()[1]: text.get_text() for text in ax.texts}
+    assert texts == {1: "first in the forward pass, at blocks/1"}
+    assert [text.get_text() for text in ax.legend_.get_texts()] == ["body", "head"]
+    drawn(ax)
 
 
 def test_what_cannot_be_drawn_is_an_error() -> None:
