@@ -386,7 +386,9 @@ def broken_step(forward: Any, backward: Any, loss_is_bad: Any) -> Any:
 def test_the_layer_where_the_backward_pass_broke_is_named(layer: int) -> None:
     """Its input has a gradient that is not finite, and so has all that is before it."""
     (found,) = clipjax.bad_steps(broken_step(-1, layer, False))
-    broken = ["", "blocks/0", "blocks/0 and blocks/1", "", "blocks/0 to blocks/3"][layer]
+    broken = ["", "blocks/0", "blocks/0 and blocks/1", "", "blocks/0 to blocks/3"][
+        layer
+    ]
     text = ", ".join([broken, "embed"] if broken else ["embed"])
     assert f"not finite in {text}" in str(found)
     fine = {f"blocks/{i}" for i in range(layer, 6)} | {"head"}
