@@ -32,6 +32,10 @@ _STD_PER_MAD = 1.4826
 # loss in steps of up to 0.8%.
 _LEAST_STDS = (0.05, 0.01)
 
+# The largest standard deviation of logarithms: with 6 of them, 20 times the level is an
+# outlier however much values vary.
+_MOST_STD = 0.5
+
 # The defaults, for those who want to know what `skip_spikes` would skip.
 Z_THRESHOLD = 6.0
 WINDOW = 64
@@ -65,8 +69,9 @@ def skip_spikes(
 
     With fewer than 16 norms b is 0. Norms of the first steps, which fall fast, are thus
     not taken for noise. Losses are compared likewise, without logarithms if one in the
-    window is not positive. The standard deviation counts as at least 5% for norms and
-    1% for losses.
+    window is not positive. The standard deviation of logarithms counts as at least 0.05
+    for norms and 0.01 for losses, and as at most 0.5: with the default threshold, 20
+    times the level is always an outlier.
 
     Args:
       optimizer: a gradient transformation, usually a whole chain.
@@ -206,6 +211,7 @@ def _compared(
     level = jnp.maximum(middle, recent)
     least_stds = np.array(_LEAST_STDS, y.dtype)
     std = jnp.maximum(std, least_stds * jnp.where(positive, 1, jnp.abs(level)))
+    std = jnp.minimum(std, jnp.where(positive, _MOST_STD, jnp.inf))
     highest = level + jnp.asarray(z_threshold, std.dtype) * std
     threshold = jnp.where(positive, jnp.exp(highest), highest)
     logged = jnp.log(jnp.maximum(seen, _LEAST_VALUE))

@@ -167,9 +167,28 @@ def thresholds_of_trend(values: list[float], least: float) -> Any:
         level = max(np.median(e), np.median(y[-16:]))
         std = 1.4826 * np.median(np.abs(e - np.median(e)))
         floor = least * (1 if is_log else abs(level))
-        highest = level + 6 * max(std, floor)
+        std = max(std, floor)
+        highest = level + 6 * (min(std, 0.5) if is_log else std)
         found.append(np.exp(highest) if is_log else highest)
     return found
+
+
+def test_twenty_times_the_level_is_an_outlier_however_much_norms_vary() -> None:
+    rng = np.random.default_rng(4)
+    norms = np.exp(1.0 * rng.normal(size=100)).astype(np.float32)
+    past = norms[:64].astype(float)
+    wanted = thresholds_of_trend(norms.tolist(), 0.05)
+    level = np.exp(np.median(np.log(past)))
+    assert level < wanted[64] < 40 * level
+    tx = clipjax.skip_spikes(optax.sgd(1.0))
+
+    def step(state: Any, norm: Any) -> Any:
+        _, state = tx.update(norm, state)
+        return state, clipjax.metrics(state)["skip_spikes/threshold"]
+
+    state = tx.init(jnp.zeros(()))
+    found = jax.jit(lambda x: jax.lax.scan(step, state, x)[1])(norms)
+    np.testing.assert_allclose(found, wanted, rtol=2e-4)
 
 
 def test_the_trend_of_norms_and_losses_is_that_of_the_formula() -> None:
