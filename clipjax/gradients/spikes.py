@@ -183,7 +183,7 @@ def _compared(
       `z_threshold` of them above.
     """
     count = past.held[:, None]
-    ago = age(past)
+    ago = age(past.values)
     is_held = ago <= count
     # Always so for norms, and for most losses.
     positive = jnp.all((past.values > 0) | ~is_held, axis=-1)
@@ -197,12 +197,12 @@ def _compared(
     places = past.values.shape[-1] - ago
     slopes = (y - at(y, jnp.maximum(places - apart, 0))) / apart.astype(y.dtype)
     last = jnp.minimum(count, _RECENT)
-    slope, recent = _median(jnp.stack([slopes, y]), ago, jnp.stack([half, last]))
+    slope, recent = _median(jnp.stack([slopes, y]), jnp.stack([half, last]))
     slope = jnp.where(past.held >= _RECENT, slope, 0)
     # Each value carried to now along the slope.
     carried = y + slope[:, None] * ago.astype(y.dtype)
-    middle = _median(carried, ago, count)
-    std = _STD_PER_MAD * _median(jnp.abs(carried - middle[:, None]), ago, count)
+    middle = _median(carried, count)
+    std = _STD_PER_MAD * _median(jnp.abs(carried - middle[:, None]), count)
     level = jnp.maximum(middle, recent)
     least_stds = np.array(_LEAST_STDS, y.dtype)
     std = jnp.maximum(std, least_stds * jnp.where(positive, 1, jnp.abs(level)))
@@ -214,16 +214,17 @@ def _compared(
     return jnp.where(is_warm, z_score, 0), jnp.where(is_warm, threshold, jnp.inf)
 
 
-def _median(values: jax.Array, ago: jax.Array, count: jax.Array) -> jax.Array:
+def _median(values: jax.Array, count: jax.Array) -> jax.Array:
     """Return the median of the last `count` values, along the last axis.
 
     Ranks are counted: for so few values that is two kernels on an H100, and a sort with
     what stands around it is three (JAX 0.12).
     """
+    ago = age(values)
     is_counted = ago <= count
-    place = np.arange(values.shape[-1])
     mine, other = values[..., :, None], values[..., None, :]
-    is_before = (other < mine) | ((other == mine) & (place < place[:, None]))
+    is_older = ago[..., None, :] > ago[..., :, None]
+    is_before = (other < mine) | ((other == mine) & is_older)
     rank = jnp.sum(is_before & is_counted[..., None, :], axis=-1, dtype=np.int32)
     is_low, is_high = rank == (count - 1) // 2, rank == count // 2
     half = is_low.astype(values.dtype) + is_high.astype(values.dtype)
