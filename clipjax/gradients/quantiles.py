@@ -72,7 +72,7 @@ def autoclip(
     def bound_of(norm: jax.Array, past: Window, step: Any) -> tuple[jax.Array, Window]:
         check_size(past, window)
         now = enter(past, norm, is_counted(norm))
-        is_held = age(now) <= now.held
+        is_held = age(now.values) <= now.held
         bound = quantile(now.values, is_held, percentile / 100)
         return jnp.where(now.held > 0, bound, jnp.inf), now
 

@@ -188,7 +188,7 @@ def _compared(
       `z_threshold` of them above.
     """
     count = past.held[:, None]
-    ago = age(past)
+    ago = age(past.values)
     is_held = ago <= count
     # Always so for norms, and for most losses.
     positive = jnp.all((past.values > 0) | ~is_held, axis=-1)
@@ -202,12 +202,12 @@ def _compared(
     places = past.values.shape[-1] - ago
     slopes = (y - at(y, jnp.maximum(places - apart, 0))) / apart.astype(y.dtype)
     last = jnp.minimum(count, _RECENT)
-    slope, recent = _median(jnp.stack([slopes, y]), ago[None], jnp.stack([half, last]))
+    slope, recent = _median(jnp.stack([slopes, y]), jnp.stack([half, last]))
     slope = jnp.where(past.held >= _RECENT, slope, 0)
     # Each value carried to now along the slope.
     carried = y + slope[:, None] * ago.astype(y.dtype)
-    middle = _median(carried, ago, count)
-    std = _STD_PER_MAD * _median(jnp.abs(carried - middle[:, None]), ago, count)
+    middle = _median(carried, count)
+    std = _STD_PER_MAD * _median(jnp.abs(carried - middle[:, None]), count)
     level = jnp.maximum(middle, recent)
     least_stds = np.array(_LEAST_STDS, y.dtype)
     std = jnp.maximum(std, least_stds * jnp.where(positive, 1, jnp.abs(level)))
@@ -220,12 +220,13 @@ def _compared(
     return jnp.where(is_warm, z_score, 0), jnp.where(is_warm, threshold, jnp.inf)
 
 
-def _median(values: jax.Array, ago: jax.Array, count: jax.Array) -> jax.Array:
+def _median(values: jax.Array, count: jax.Array) -> jax.Array:
     """Return the median of the last `count` values, along the last axis.
 
     Ranks are counted: for so few values that is two kernels on an H100, and a sort with
     what stands around it is three (JAX 0.12).
     """
+    ago = age(values)
     is_counted = ago <= count
     mine, other = values[..., :, None], values[..., None, :]
     # Of equal values the older is before the newer.

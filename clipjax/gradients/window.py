@@ -39,9 +39,8 @@ def enter(window: Window, value: jax.Array, enters: jax.Array) -> Window:
     )
 
 
-def age(window: Window) -> jax.Array:
+def age(values: jax.Array) -> jax.Array:
     """Return for each place how long ago its value entered: 1 for the newest."""
-    values = window.values
     places = lax.broadcasted_iota(np.int32, values.shape, values.ndim - 1)
     return values.shape[-1] - places
 

@@ -1,0 +1,76 @@
+"""`optax.tree.map_params` maps Adam's moments, and no leaf of a state of clipjax.
+
+It calls `init` with a placeholder instead of the weights, and pairs the leaves of that
+state with those of the real one: so their number must not depend on the weights.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import clipjax
+from tests.contract.members import ROWS
+from tests.support.programs import is_transformation
+from tests.support.trees import draw
+
+WEIGHTS = draw("normal", 0, {"a": (3, 5), "c": (4, 2), "d": (7,)}, ["float32"])
+
+
+def norm_of_each_leaf(updates: Any, params: Any, step: Any, memory: Any) -> Any:
+    norms = jax.tree.map(jnp.linalg.norm, updates)
+    paths, _ = jax.tree.flatten_with_path(norms)
+    return updates, {jax.tree_util.keystr(path): x for path, x in paths}, memory
+
+
+MEMBERS = {
+    row.id: row.make(0.6875)
+    for row in ROWS
+    if (is_transformation(row) or row.kind == "projection") and row.tree != "heads"
+} | {
+    "max_norm, scheduled": clipjax.max_norm(optax.constant_schedule(0.6875)),
+    "record_norms, leaf": clipjax.record_norms("leaf"),
+    "record_norms, 1": clipjax.record_norms(1),
+    "record_norms, patterns": clipjax.record_norms(["c_*", "*"]),
+    "record_norms, stacked": clipjax.record_norms("leaf", stacked="c_*"),
+    "record_norms, keep": clipjax.record_norms("leaf", keep=8),
+    "record_norms, of": clipjax.record_norms("leaf", of=("updates", "params")),
+    "with_metrics": clipjax.with_metrics("mine", norm_of_each_leaf),
+    "named": clipjax.named("a", clipjax.record_norms("leaf")),
+    "bounded, everything": clipjax.bounded(
+        clipjax.skip_spikes(optax.scale_by_adam()),
+        clip=[clipjax.record_norms("leaf"), clipjax.clip_by_group_norm({"*": 1.0})],
+        project=clipjax.max_norm(optax.constant_schedule(3.0)),
+        nonfinite="skip",
+        accumulate=2,
+    ),
+}
+# What is a tree like the weights: moments, mean gradients, and the norms of `adagc`.
+LIKE_WEIGHTS = (".mu", ".nu", ".acc_grads", ".gammas")
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_what_is_like_the_weights_is_mapped_and_nothing_else(name: str) -> None:
+    tx = optax.chain(MEMBERS[name], optax.scale_by_adam())
+    ones = jax.tree.map(
+        lambda x: np.ones_like(x) if x.dtype != np.uint8 else np.asarray(x),
+        tx.init(WEIGHTS),
+    )
+    for others in ({}, {"transform_non_params": lambda x: x * 1}):
+        mapped = optax.tree.map_params(tx, lambda x: 2 * x, ones, **others)
+        assert jax.tree.structure(mapped) == jax.tree.structure(ones)
+        pairs = zip(
+            jax.tree_util.tree_leaves_with_path(ones),
+            jax.tree.leaves(mapped),
+            strict=True,
+        )
+        for (path, old), new in pairs:
+            is_mapped = any(part in jax.tree_util.keystr(path) for part in LIKE_WEIGHTS)
+            np.testing.assert_array_equal(new, 2 * old if is_mapped else old)
+        if hasattr(MEMBERS[name], "apply"):
+            continue
+        found, wanted = map(clipjax.metrics, (mapped, ones))
+        assert list(found) == list(wanted)
