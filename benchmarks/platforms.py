@@ -56,13 +56,16 @@ def missing(platform: str) -> str:
 def devices_of(platform: str, shape: str = "") -> Sequence[Any]:
     """Return the devices of a topology such as "16x16", on which nothing can run."""
     from jax.experimental import topologies
+    from jax.experimental.compilation_cache import compilation_cache
 
     if reason := missing(platform):
         raise SystemExit(reason)
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    # JAX can store such a program in its persistent cache, but not load it again.
+    # JAX can store such a program in its persistent cache, but not load it again. It
+    # asks once whether there is a cache.
     jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
     kind = PLATFORMS[platform]
     shape = shape or kind.shape
     if kind.compiler == "tpu":

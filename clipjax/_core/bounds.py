@@ -134,7 +134,9 @@ def _is_tree(value: Any) -> bool:
 
 def _checked_schedule(name: str, schedule: Any, scalar: bool) -> Any:
     """Return a schedule whose value is checked when it is known."""
-    if _is_tree(schedule):  # such as the gradients of a callable module
+    # The gradients of a callable module are callable, too. A schedule may hold numbers.
+    arrays = [x for x in jax.tree.leaves(schedule) if np.ndim(x)]
+    if _is_tree(schedule) and arrays:
         raise _tree_error(name, schedule, "a number, an array or a schedule")
 
     def at(step: Any) -> Any:

@@ -107,8 +107,8 @@ def with_metrics(
         logged as it was at the last step; an int as its sum over all steps; a bool as
         the fraction of the steps at which it was true, `clipped` as `clipped_fraction`.
         With a float named `norm`, the steps at which it is not finite are counted in
-        `nonfinite_count`. If `act` takes `**extra`, it gets the keyword arguments of
-        `update`; `init` gives none.
+        `nonfinite_count`. Arguments that `act` takes by keyword, such as `*, loss=None`
+        or `**extra`, are those of `update`; `init` gives none.
       remember: makes the memory before the first step from the parameters: arrays whose
         shapes and dtypes never change. None if there is none; then `memory` is `()`.
 
@@ -146,13 +146,14 @@ def with_metrics(
             f"remember must be a function of the parameters or None, got {remember!r}"
         )
     parameters = inspect.signature(act).parameters.values()
-    takes_extra = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    named = {each.name for each in parameters if each.kind is each.KEYWORD_ONLY}
 
     def act_on_leaves(
         updates: Leaves, params: Tree, step: Any, memory: Any, **extra: Any
     ) -> Any:
         tree = updates.rebuild(updates.values)
-        given = extra if takes_extra else {}
+        given = {key: x for key, x in extra.items() if takes_all or key in named}
         returned = act(tree, params, step, memory, **given)
         _check_returned(name, returned, memory)
         changed, metrics, memory = returned
@@ -160,7 +161,8 @@ def with_metrics(
         return changed, table, memory
 
     def remember_tree(leaves: Leaves) -> Any:
-        return remember(leaves.rebuild(leaves.values)) if remember else ()
+        assert remember is not None
+        return remember(leaves.rebuild(leaves.values))
 
     return logged(name, act_on_leaves, remember and remember_tree)
 

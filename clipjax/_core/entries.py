@@ -13,7 +13,7 @@ from clipjax._core.bounds import check_order, constant, fit_bound
 from clipjax._core.clip import factor_to, metrics_of, rescale, weak_like
 from clipjax._core.leaves import Leaf
 from clipjax._core.messages import short_repr
-from clipjax._core.norms import largest, maximum, nan_unless, sum_dtype
+from clipjax._core.norms import largest, maximum, nan_unless, sum_dtype, tree_norm
 from clipjax._core.norms import norm as norm_of
 
 
@@ -153,7 +153,7 @@ def metrics_of_entries(
 
 
 def _largest_absolute(leaves: Sequence[jax.Array]) -> jax.Array:
-    return largest(norm_of(x, None, jnp.inf) for x in leaves)
+    return tree_norm(leaves, jnp.inf)
 
 
 def _largest_entry(pairs: Iterable[tuple[jax.Array, jax.Array]]) -> jax.Array:

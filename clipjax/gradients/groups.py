@@ -69,8 +69,9 @@ def clip_by_group_norm(
             members[own].append(x)
         norms = {own: tree_norm(members[own], order) for own in patterns}
         now = {pattern: bound.at(step) for pattern, bound in bounds.items()}
-        of = [own and norms[own] for own in groups]
-        values, _ = clip(updates, of, [own and now[own] for own in groups])
+        of = [None if own is None else norms[own] for own in groups]
+        limits = [None if own is None else now[own] for own in groups]
+        values, _ = clip(updates, of, limits)
         of_groups = {
             pattern: _metrics_of_group(norm, now[pattern])
             for pattern, norm in norms.items()

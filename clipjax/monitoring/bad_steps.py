@@ -175,7 +175,8 @@ def bad_steps(opt_state: Any) -> list[BadStep]:
         for table in state.metrics.values()
         if isinstance(table, Table) and isinstance(state.memory, Mapping)
         for name, bad in state.memory.items()
-        if isinstance(bad, BadSteps) or set(BadSteps._fields) == set(bad)
+        if isinstance(bad, BadSteps)
+        or (isinstance(bad, Mapping) and set(BadSteps._fields) == set(bad))
     ]
     if not kept:
         raise ValueError(

@@ -150,7 +150,10 @@ def skipped_in(opt_state: Any) -> list[jax.Array]:
 def _in_a_row(memory: Any) -> Any:
     """Return what a skip remembers, also restored without a template."""
     if isinstance(memory, Mapping):
-        return as_array(memory["in_a_row"]) if "in_a_row" in memory else None
+        # What is empty may be missing.
+        is_skip = {"in_a_row"} <= memory.keys() <= {*SkipMemory._fields}
+        is_skip &= len(memory) > 1
+        return as_array(memory["in_a_row"]) if is_skip else None
     return as_array(memory.in_a_row) if isinstance(memory, SkipMemory) else None
 
 

@@ -298,7 +298,8 @@ def _by_group(groups: Any, stacked: Any, ord: float) -> Callable[[Leaves], Group
 
 def _ratio(norm: jax.Array, of: jax.Array) -> jax.Array:
     """Return one norm divided by another: 0 if both are 0."""
-    return jnp.where(norm == 0, norm, norm / of)
+    some = norm != 0
+    return jnp.where(some, norm, 0) / jnp.where(some, of, 1)
 
 
 def _joined(measured: dict[str, Groups]) -> Table:

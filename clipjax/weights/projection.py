@@ -44,11 +44,11 @@ class Projection(optax.GradientTransformationExtraArgs):
     # a schedule; `keep_norm` and `qk_clip` need more.
     apply: Callable[..., Tree]
     # What `apply` takes beside the weights and the step.
-    needs: frozenset[str]
+    needs: frozenset[str] = frozenset()
     # For each of the leaves given, the axes along which it is rescaled, or SKIP; None
     # if a projection rescales no units.
-    axes_of: Callable[[Leaves], Sequence[Any]] | None
-    text: str  # as a user wrote it
+    axes_of: Callable[[Leaves], Sequence[Any]] | None = None
+    text: str = "a projection"  # as a user wrote it
 
     def __repr__(self) -> str:
         return self.text

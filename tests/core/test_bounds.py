@@ -77,10 +77,11 @@ def test_a_callable_tree_is_a_schedule_if_it_takes_a_step() -> None:
     ):
         with pytest.raises(TypeError, match="to clip a tree"):
             call()
-    tx = clipjax.clip_by_global_norm(jax.tree_util.Partial(jnp.add, 1.0))
     grads = np.float32([3.0, 4.0])
-    clipped = tx.update(grads, tx.init(grads))[0]
-    np.testing.assert_allclose(clipped, grads / 5, rtol=2e-6)
+    for one in (1.0, jnp.ones(())):
+        tx = clipjax.clip_by_global_norm(jax.tree_util.Partial(jnp.add, one))
+        clipped = tx.update(grads, tx.init(grads))[0]
+        np.testing.assert_allclose(clipped, grads / 5, rtol=2e-6)
 
 
 LIMITS = ((-0.1, 0.3), (0.1, 0.7), (-0.7, -0.3), (0.3, 0.3000001))
