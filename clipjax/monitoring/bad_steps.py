@@ -173,7 +173,7 @@ def bad_steps(opt_state: Any) -> list[BadStep]:
         for table in state.metrics.values()
         if isinstance(table, Table) and isinstance(state.memory, Mapping)
         for name, bad in state.memory.items()
-        if isinstance(bad, BadSteps) or set(BadSteps._fields) == set(bad)
+        if isinstance(bad, BadSteps) or _was_bad_steps(bad)
     ]
     if not kept:
         raise ValueError(
@@ -183,6 +183,11 @@ def bad_steps(opt_state: Any) -> list[BadStep]:
         )
     found = itertools.chain.from_iterable(itertools.starmap(_steps_in, kept))
     return sorted(found, key=lambda each: each.step)
+
+
+def _was_bad_steps(node: Any) -> bool:
+    """Return whether a node is a mapping that was `BadSteps`, not a user's memory."""
+    return isinstance(node, Mapping) and node.keys() == {*BadSteps._fields}
 
 
 def _steps_in(name: str, kept: BadSteps, table: Table) -> list[BadStep]:
