@@ -87,7 +87,7 @@ def _inverse_root(gram: jax.Array, most: jax.Array) -> tuple[jax.Array, jax.Arra
     of singular values.
     """
     room = _room(gram.dtype)
-    one = jnp.eye(gram.shape[-1], dtype=gram.dtype)
+    one = lax.broadcast_to_rank(jnp.eye(gram.shape[-1], dtype=gram.dtype), gram.ndim)
 
     def toward_sign(x: jax.Array, c: jax.Array) -> tuple[jax.Array, None]:
         return c[0] * x + c[1] * _product(x, _product(x, x)), None

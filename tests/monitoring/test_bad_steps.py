@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import serialization
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -147,6 +148,23 @@ def test_leaves_beside_stacks_have_the_name_of_the_updates() -> None:
     (found,) = clipjax.bad_steps(state)
     assert str(found) == "step 0: norm nan; not finite in gradients"
     assert sorted(found.groups) == ["0", "1", "gradients"]
+
+
+@pytest.mark.parametrize("restored", [False, True])
+def test_memories_of_users_beside_a_recorder_are_none(restored: bool) -> None:
+    def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:
+        return updates, {"seen": 1}, {key: x + 1 for key, x in memory.items()}
+
+    def remember(params: Any) -> Any:
+        return {"count": jnp.zeros(()), "counts": jnp.zeros(2)}
+
+    mine = clipjax.with_metrics("mine", act, remember)
+    tx = optax.chain(mine, clipjax.record_norms(keep=2))
+    bad = jnp.array([jnp.inf])
+    _, state = tx.update(bad, tx.init(bad))
+    if restored:
+        state = serialization.to_state_dict(state)
+    assert [step.norm for step in clipjax.bad_steps(state)] == [math.inf]
 
 
 def test_counters_do_not_overflow() -> None:

@@ -113,6 +113,9 @@ def test_strict_modes_and_leak_checks_find_nothing() -> None:
             )
         # As several blocks.
         jax.eval_shape(clipjax.spectral_cap(1.0).apply, jnp.ones((4, 3)))
+        cap = clipjax.spectral_cap(np.ones(2), flatten=(1, 2)).apply
+        stack = jnp.ones((2, 4, 3))
+        jax.eval_shape(lambda w: jax.vjp(cap, w)[1](w), stack)
         for bound in (jnp.bfloat16(2), jnp.int32(2), lambda step: 10 - step):
             of_entries = (
                 clipjax.clip_by_value(low=-1.0, high=bound),
