@@ -105,14 +105,15 @@ def unless(waits: Scalar, updates: Tree, old: Tree, new: Tree) -> tuple[Any, Any
     on a GPU (JAX 0.12).
     """
 
-    def select(old: Any, new: Any) -> jax.Array:
+    # The new tree first: the names of its tables are known.
+    def select(new: Any, old: Any) -> jax.Array:
         old = jnp.asarray(old)
         new = jnp.asarray(new)
         same = old if old.dtype == new.dtype else old.astype(new.dtype)
         return lax.select(waits, same, new)
 
     nothing = jax.tree.map(_nothing, updates)
-    return jax.tree.map(select, nothing, updates), jax.tree.map(select, old, new)
+    return jax.tree.map(select, updates, nothing), jax.tree.map(select, new, old)
 
 
 def _nothing(x: Any) -> jax.Array:
