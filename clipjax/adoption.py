@@ -84,7 +84,7 @@ def adopt(old: Any, new: Any, *, drop: bool = False) -> Any:
     To start a transformation afresh, adopt twice: with `drop=True` into a chain without
     it, and from there into one that has it.
 
-    See also:
+    See Also:
       :func:`metrics`, which reads the states of both chains.
 
     Example:
@@ -113,7 +113,7 @@ def adopt(old: Any, new: Any, *, drop: bool = False) -> Any:
             kinds[each.fields] = kinds.get(each.fields, full) & full
     given = [each for each in _states_in(unboxed(old), kinds) if each.leaves]
     wanted = [each for each in found if each.leaves]
-    has_types = all(each.kind for each in given)
+    has_types = all(each.kind or () in each.leaves for each in given)
     olds, news = (_by_kind(states, has_types) for states in (given, wanted))
     values: dict[_Names, Any] = {}
     lost: list[Any] = []
@@ -131,7 +131,8 @@ def adopt(old: Any, new: Any, *, drop: bool = False) -> Any:
         raise ValueError(
             f"old: new has no place for {a_few(lost)}; drop=True leaves them out"
         )
-    leaves, treedef = jax.tree.flatten(new)
+    leaves = jax.tree.leaves(new)
+    treedef: Any = jax.tree.structure(new)
     paths = without_boxes([path for path, _ in tree_leaves_with_path(new)])
     pairs = zip(paths, leaves, strict=True)
     return treedef.unflatten([values.get(_named(path), x) for path, x in pairs])
@@ -302,11 +303,9 @@ def _moved(x: Any, like: Any, was: _Names, now: _Names) -> Any:
             f"{'/'.join(now)!r} is {there}{list(np.shape(like))}"
         )
     array = jnp.asarray(x, there)
-    sharding = (
-        None if isinstance(like, jax.core.Tracer) else getattr(like, "sharding", 0)
-    )
-    is_spread = bool(sharding) and len(sharding.device_set) > 1
-    return jax.device_put(array, sharding) if is_spread else array
+    is_known = isinstance(like, jax.Array) and not isinstance(like, jax.core.Tracer)
+    is_spread = is_known and len(like.sharding.device_set) > 1
+    return jax.device_put(array, like.sharding) if is_spread else array
 
 
 def _with_columns(

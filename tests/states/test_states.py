@@ -62,12 +62,9 @@ def test_a_state_of_a_release_goes_on(version: str, form: str) -> None:
     seeds = make.read(folder)["seeds"]
     for name, state, weights, updates in adopted(folder, form):
         after, _, seen = make.run(name, state, weights, seeds)
-        for here, there in zip(seen, updates, strict=True):
-            jax.tree.map(
-                lambda x, y: np.testing.assert_allclose(x, y, 2e-5, 2e-6, err_msg=name),
-                here,
-                there,
-            )
+        pairs = zip(*map(jax.tree.leaves, (seen, updates)), strict=True)
+        for here, there in pairs:
+            np.testing.assert_allclose(here, there, 2e-5, 2e-6, err_msg=name)
         metrics = make.metrics_of(after)
         for key, x in make.read(folder)["metrics"][name].items():
             np.testing.assert_allclose(metrics[key], x, 2e-5, err_msg=f"{name} {key}")
@@ -89,8 +86,9 @@ def test_a_state_of_this_version_goes_on_bit_for_bit(today: Path, form: str) -> 
         assert jax.tree.structure(state) == jax.tree.structure(like)
         expected = make.run(name, states[name], weights, seeds)[0]
         found, _, seen = make.run(name, state, weights, seeds)
-        same = lambda x, y: np.testing.assert_array_equal(x, y, err_msg=name)  # noqa: E731
-        jax.tree.map(same, (seen, found), (updates, expected))
+        trees = (seen, found), (updates, expected)
+        for x, y in zip(*map(jax.tree.leaves, trees), strict=True):
+            np.testing.assert_array_equal(x, y, err_msg=name)
 
 
 def test_windows_of_0_4_0_are_put_in_the_order_of_time() -> None:
