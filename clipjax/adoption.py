@@ -54,13 +54,14 @@ def adopt(old: Any, new: Any, *, drop: bool = False) -> Any:
 
     1. A state is matched with one of the same type, or of the same fields if `old` has
        mappings in place of states, and a state with metrics with one of the same
-       transformation. Several states of one kind are matched in the order of the chain.
+       transformation. Several states of one kind are matched in the order of the chain,
+       or by their paths and shapes if there are not equally many in both chains.
     2. Wrappers are looked through: the state of Adam is the same inside a skip,
        `optax.MultiSteps`, `inject_hyperparams` or a chain, and outside of it.
     3. Arrays of matched states have equal paths and shapes. Only floats change their
        dtype, to that of `new`. Counters, such as the steps and Adam's `count`, follow.
     4. What only `new` has stays as `init` made it. A metric that is new begins at 0.
-    5. What only `old` has is an error, unless `drop` is True.
+    5. What only `old` has is an error that lists it, unless `drop` is True.
 
     Args:
       old: the optimizer state of another chain; or what a checkpoint contains if it is
@@ -75,13 +76,15 @@ def adopt(old: Any, new: Any, *, drop: bool = False) -> Any:
 
     Raises:
       ValueError: with `drop=False`, `old` has something that `new` has not. With any
-        `drop`: both have states of one kind, but not equally many of them, so that
-        their order does not tell which is which; the shapes or the kinds of numbers of
-        two arrays differ; or a state has arrays that the other has not, and the other
-        way round, as if a layer had another name.
+        `drop`: both have states of one kind and shape, but not equally many of them, so
+        that their order does not tell which is which; the shapes or the kinds of
+        numbers of two arrays differ; or each of two matched states has arrays that the
+        other does not have, as if a layer had another name.
       TypeError: `old` or `new` is not an optimizer state, or `drop` is not a bool.
 
-    To start a transformation afresh, adopt twice: with `drop=True` into a chain without
+    Call it without `drop` first, and read what the error lists: `drop=True` also leaves
+    out the moments of an optimizer that `new` does not have. To start a transformation
+    afresh, adopt twice: with `drop=True` into a chain without
     it, and from there into one that has it.
 
     See Also:
@@ -119,12 +122,7 @@ def adopt(old: Any, new: Any, *, drop: bool = False) -> Any:
     lost: list[Any] = []
     for kind, was in olds.items():
         now = news.get(kind, [])
-        if now and len(was) != len(now):
-            raise ValueError(
-                f"old: it is not known which is which of {a_few(was)}, and in new of "
-                f"{a_few(now)}: there must be equally many of one kind"
-            )
-        for pair in zip(was, now, strict=False):
+        for pair in _pairs(was, now):
             lost += _follow(*pair, values)
         lost += [] if now else was
     if lost and not drop:
@@ -159,6 +157,34 @@ def _by_kind(
         is_leaf, kind = () in each.leaves, each.kind if has_types else ""
         groups.setdefault((each.label, kind, each.fields, is_leaf), []).append(each)
     return groups
+
+
+def _pairs(
+    olds: Sequence[_State], news: Sequence[_State]
+) -> list[tuple[_State, _State]]:
+    """Match states of one kind, in the order of the chain.
+
+    If there are not equally many, those of the same paths and shapes are matched.
+    """
+    if not news or len(olds) == len(news):
+        return list(zip(olds, news, strict=False))
+    pairs = []
+    for was in olds:
+        same, like = (
+            [each for each in states if _shapes(each) == _shapes(was)]
+            for states in (olds, news)
+        )
+        if len(same) != len(like):
+            raise ValueError(
+                f"old: it is not known which is which of {a_few(olds)}, and in new of "
+                f"{a_few(news)}: there must be equally many of one kind and one shape"
+            )
+        pairs.append((was, like[[x is was for x in same].index(True)]))
+    return pairs
+
+
+def _shapes(state: _State) -> dict[_Names, tuple[int, ...]]:
+    return {key: np.shape(x) for key, x in state.leaves.items()}
 
 
 def _named(path: Any) -> _Names:

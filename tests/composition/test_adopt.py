@@ -235,6 +235,29 @@ def test_what_is_ambiguous_is_an_error_that_names_both_sides() -> None:
                 assert "'1/0'" in str(error.value)
 
 
+def test_states_of_one_kind_are_told_apart_by_what_they_contain() -> None:
+    """A second `inject_hyperparams` joins, or an optimizer for other leaves."""
+    before = optax.inject_hyperparams(optax.adam)(0.1)
+    clip = optax.inject_hyperparams(clipjax.clip_by_global_norm)(1.0)
+    state = before.init(PARAMS)
+    _, state = before.update(gradients(0), state)
+    for form in (FORMS[0], by_msgpack):
+        new = optax.chain(clip, before, clip).init(PARAMS)
+        adopted = clipjax.adopt(form(state, Path()), new)
+        jax.tree.map(np.testing.assert_array_equal, adopted[1], state)
+        jax.tree.map(np.testing.assert_array_equal, adopted[::2], new[::2])
+
+    def both(**parts: Any) -> Any:
+        return optax.partition(parts, {"dense": "x", "z": "y"}).init(PARAMS)
+
+    one = both(x=optax.sgd(0.1), y=optax.adam(0.1))
+    one = jax.tree.map(lambda x: x + 1, one)
+    two = clipjax.adopt(one, both(x=optax.adam(0.1), y=optax.adam(0.1)))
+    first, second = moments(two)
+    assert (first.count, second.count) == (0, 1)
+    assert second.mu["z"][0] == 1
+
+
 def test_other_shapes_names_and_numbers_are_errors_that_name_both_sides() -> None:
     adam = optax.adam(0.1)
     old = adam.init({"w": jnp.ones((4, 3))})
