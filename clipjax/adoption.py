@@ -216,7 +216,8 @@ def _states_in(
     kind, fields = _kind_of(now, kinds)
     children = {keystr((key,), simple=True): child for key, child in level[0]}
     if isinstance(now, Mapping):
-        order = fields or sorted(children, key=lambda x: (x.isdigit(), len(x), x))
+        place = {key: int(key) if key.isdigit() else -1 for key in children}
+        order = fields or sorted(children, key=lambda key: (place[key], key))
         children = {key: children[key] for key in order if key in children}
     own: dict[_Names, Any] = {}
     inside = {}
@@ -268,7 +269,8 @@ def _scalars_in(kept: Any) -> dict[str, Any]:
 def _follow(was: _State, now: _State, values: dict[_Names, Any]) -> list[str]:
     """Add what the leaves of `now` become to the values; return what has no place."""
     # A checkpoint of Flax NNX without a template has the boxes around arrays.
-    boxed = {key for key in was.leaves if key[-1:] == ("value",)} - now.leaves.keys()
+    boxed = {key for key in was.leaves if len(key) > 1 and key[-1] == "value"}
+    boxed -= {key for key in boxed if key in now.leaves or key[0] == "metrics"}
     theirs = {key[:-1] if key in boxed else key: x for key, x in was.leaves.items()}
     if now.label == "record_norms":
         theirs = _with_columns(theirs, now.leaves)
@@ -328,10 +330,12 @@ def _moved(x: Any, like: Any, was: _Names, now: _Names) -> Any:
             f"old: {'/'.join(was)!r} is {here}{list(np.shape(x))}, and in new "
             f"{'/'.join(now)!r} is {there}{list(np.shape(like))}"
         )
-    array = jnp.asarray(x, there)
     is_known = isinstance(like, jax.Array) and not isinstance(like, jax.core.Tracer)
-    is_spread = is_known and len(like.sharding.device_set) > 1
-    return jax.device_put(array, like.sharding) if is_spread else array
+    if not (is_known and len(like.sharding.device_set) > 1):
+        return jnp.asarray(x, there)
+    # What a checkpoint restores to the host may be too large for one device.
+    array = jnp.asarray(x, there) if isinstance(x, jax.Array) else np.asarray(x, there)
+    return jax.device_put(array, like.sharding)
 
 
 def _with_columns(

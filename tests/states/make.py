@@ -181,6 +181,8 @@ def write(folder: Path) -> None:
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder.absolute() / "orbax", states)
         checkpointer.wait_until_finished()
+    # It names a folder of the machine that wrote it.
+    (folder / "orbax" / "commit_success.txt").unlink(missing_ok=True)
 
 
 @functools.cache
