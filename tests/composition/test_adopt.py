@@ -353,6 +353,21 @@ def test_an_nnx_optimizer_goes_on() -> None:
     assert clipjax.metrics(optimizer)["skip_nonfinite/steps"] == 2
 
 
+def test_a_checkpoint_of_nnx_goes_on_without_a_template(tmp_path: Path) -> None:
+    """Orbax restores mappings, with `value` around each array."""
+    net = Net()
+    optimizer = nnx.Optimizer(net, ours(), wrt=nnx.Param)
+    step(net, optimizer, 0)
+    restored = by_orbax(nnx.state(optimizer), tmp_path)["opt_state"]
+    assert "value" in restored["0"]["step"]
+    tx = optax.chain(clipjax.clip_by_norm(1.0), ours())
+    new = nnx.Optimizer(net, tx, wrt=nnx.Param)
+    new.opt_state = clipjax.adopt(restored, new.opt_state)
+    both = map(jax.tree.leaves, (new.opt_state[1], optimizer.opt_state))
+    for found, expected in zip(*both, strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
 def _is_variable(node: Any) -> bool:
     return isinstance(node, nnx.Variable)
 
