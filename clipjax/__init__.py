@@ -8,6 +8,7 @@ from clipjax._core.aliases import SKIP
 from clipjax._core.door import with_metrics
 from clipjax._core.units import fan_in
 from clipjax._matching import matching
+from clipjax.adoption import adopt
 from clipjax.backward import (
     clip_gradient_by_global_norm,
     clip_gradient_by_norm,
@@ -52,6 +53,7 @@ __all__ = [
     "SKIP",
     "adagc",
     "adaptive_grad_clip",
+    "adopt",
     "autoclip",
     "bad_steps",
     "bounded",

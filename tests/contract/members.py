@@ -552,6 +552,7 @@ def with_axes(name: str, bound: Any, axes: Any) -> Any:
 # Public names that change neither gradients nor weights, or only as a function of the
 # user's does.
 OTHERS = {
+    "adopt",
     "bad_steps",
     "named",
     "probe",

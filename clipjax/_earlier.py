@@ -1,0 +1,68 @@
+"""States that earlier versions wrote, as states of today."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from clipjax._core.states import table
+from clipjax.monitoring.metrics import as_array
+
+
+def of_today(node: Any) -> Any:
+    """Return a state that clipjax 0.4.0 wrote as one of today, and others as they are.
+
+    Its metrics shared arrays, whose keys named them.
+    """
+    keys = node.keys() if isinstance(node, Mapping) else set()
+    if {"step", "norms", "text"} <= keys <= {"step", "names", "norms", "kept", "text"}:
+        text = np.asarray(as_array(node["text"])).tobytes().decode()
+        kept = table((tuple(text.split("\n")),), as_array(node["norms"]))
+        memory = _in_time(node.get("kept"))
+        metrics: dict[str, Any] = {"record_norms": kept}
+        return {"step": node["step"], "metrics": metrics, "memory": memory}
+    is_packed = {"counts"} <= keys <= {"last", "counts", "memory"}
+    if not (is_packed and isinstance(node["counts"], Mapping)):
+        return node
+    found: dict[str, Any] = {}
+    for rows in (node.get("last") or {}, node["counts"]):
+        for key, x in rows.items():
+            label, _, joined = key.partition("/")
+            row = jnp.asarray(as_array(x))
+            names = [joined] if row.shape[-1] == 1 else joined.split(", ")
+            found |= {name: row[..., i] for i, name in enumerate(names)}
+    step = found.pop("steps")
+    metrics = {
+        name.removesuffix("/steps"): x.astype(np.uint32)
+        if name.endswith("/steps")
+        else x
+        for name, x in found.items()
+    }
+    memory = _in_time(node.get("memory"))
+    return {"step": step, "metrics": {label: metrics}, "memory": memory}
+
+
+def _in_time(memory: Any) -> Any:
+    """Return what 0.4.0 remembered, with rings as windows in the order of time.
+
+    In a ring, the next value takes the place `entered % size`, where the oldest is.
+    """
+    if not isinstance(memory, Mapping):
+        return memory
+    parts = {key: x if key == "inner" else _in_time(x) for key, x in memory.items()}
+    if parts.keys() not in (
+        {"values", "entered"},
+        {"past", "entered", "steps", "rows"},
+    ):
+        return parts
+    entered = jnp.asarray(as_array(parts.pop("entered")))
+    size = jnp.shape(as_array(parts.get("values", parts.get("steps"))))[-1]
+    places = (np.arange(size) + entered[..., None]) % size
+    for key in parts.keys() - {"past"}:
+        x = jnp.asarray(as_array(parts[key]))
+        if x.ndim == places.ndim:
+            parts[key] = jnp.take_along_axis(x, places, axis=-1)
+        else:
+            parts[key] = jnp.take_along_axis(x, places[..., None], axis=-2)
+    return {**parts, "held": jnp.minimum(entered, size)}

@@ -1,0 +1,382 @@
+"""An old state goes on in another chain: nothing that holds moments is ever lost."""
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx, serialization
+from flax.training.train_state import TrainState
+
+import clipjax
+
+PARAMS = {
+    "dense": {"bias": np.ones(2, np.float32), "kernel": np.eye(2)},
+    "z": np.ones(3),
+}
+PARAMS = jax.tree.map(np.float32, PARAMS)
+RATE = optax.linear_schedule(0.1, 0.01, 10)
+
+
+def gradients(step: int) -> Any:
+    draws = np.random.RandomState(step)
+    return jax.tree.map(lambda x: draws.normal(size=x.shape).astype("f4"), PARAMS)
+
+
+def run(tx: Any, state: Any, weights: Any, steps: range) -> tuple[Any, Any, list[Any]]:
+    update = jax.jit(tx.update)
+    seen = []
+    for step in steps:
+        updates, state = update(gradients(step), state, weights)
+        weights = optax.apply_updates(weights, updates)
+        seen.append(updates)
+    return state, weights, seen
+
+
+def adamw() -> Any:
+    return optax.adamw(RATE)
+
+
+def plain() -> Any:
+    return optax.chain(optax.clip_by_global_norm(1.0), adamw())
+
+
+def ours() -> Any:
+    return optax.chain(
+        clipjax.record_norms("leaf", keep=2),
+        clipjax.skip_spikes(
+            clipjax.skip_nonfinite(
+                optax.chain(clipjax.clip_by_global_norm(1.0), adamw())
+            )
+        ),
+    )
+
+
+def close(found: Any, expected: Any) -> None:
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, 2e-5, 1e-7), found, expected
+    )
+
+
+def moments(state: Any) -> list[Any]:
+    def is_adam(node: Any) -> bool:
+        return isinstance(node, optax.ScaleByAdamState)
+
+    return list(filter(is_adam, jax.tree.leaves(state, is_leaf=is_adam)))
+
+
+def by_msgpack(state: Any, folder: Path) -> Any:
+    return serialization.msgpack_restore(serialization.to_bytes(state))
+
+
+def by_pickle(state: Any, folder: Path) -> Any:
+    return pickle.loads(pickle.dumps(jax.device_get(state)))
+
+
+def by_orbax(state: Any, folder: Path) -> Any:
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / "checkpoint", {"state": state})
+        checkpointer.wait_until_finished()
+        return checkpointer.restore(folder / "checkpoint")["state"]
+
+
+FORMS = [lambda state, folder: state, by_pickle, by_msgpack, by_orbax]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=["live", "pickle", "msgpack", "orbax"])
+def test_a_run_of_optax_goes_on_with_skip_record_and_clip(
+    form: Callable[[Any, Path], Any], tmp_path: Path
+) -> None:
+    before = plain()
+    state, weights, _ = run(before, before.init(PARAMS), PARAMS, range(4))
+    _, later, expected = run(before, state, weights, range(4, 8))
+    tx = ours()
+    new = tx.init(PARAMS)
+    adopted = clipjax.adopt(form(state, tmp_path), new)
+    assert jax.tree.structure(adopted) == jax.tree.structure(new)
+    jax.tree.map(np.testing.assert_array_equal, moments(adopted), moments(state))
+    after, found_weights, found = run(tx, adopted, weights, range(4, 8))
+    close((found_weights, found), (later, expected))
+    metrics = clipjax.metrics(after)
+    assert metrics["clip_by_global_norm/steps"] == metrics["skip_nonfinite/steps"] == 4
+
+    # And without the recorder again, which has to be asked for.
+    fewer = clipjax.skip_nonfinite(
+        optax.chain(clipjax.clip_by_global_norm(1.0), adamw())
+    )
+    saved = form(after, tmp_path / "again")
+    with pytest.raises(ValueError, match=r"record_norms at '0'.*drop=True") as error:
+        clipjax.adopt(saved, fewer.init(PARAMS))
+    assert "skip_spikes" in str(error.value)
+    assert "mu" not in str(error.value)
+    last = clipjax.adopt(saved, fewer.init(PARAMS), drop=True)
+    jax.tree.map(np.testing.assert_array_equal, moments(last), moments(after))
+    expected = run(tx, after, found_weights, range(8, 10))[2]
+    close(run(fewer, last, found_weights, range(8, 10))[2], expected)
+
+
+WRAPPERS = {
+    "accumulate": lambda tx: clipjax.bounded(tx, accumulate=2),
+    "MultiSteps": lambda tx: optax.MultiSteps(tx, 2),
+    "inject_hyperparams": lambda tx: optax.chain(
+        optax.inject_hyperparams(clipjax.clip_by_global_norm)(1.0), tx
+    ),
+    "masked": lambda tx: optax.chain(optax.masked(clipjax.clip_by_norm(1.0), True), tx),
+    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
+    "inner hyperparams": lambda tx: optax.inject_hyperparams(
+        lambda max_norm: optax.chain(clipjax.clip_by_global_norm(max_norm), tx)
+    )(1.0),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+@pytest.mark.parametrize("form", FORMS[::2], ids=["live", "msgpack"])
+def test_wrappers_are_looked_through(wrap: Any, form: Any, tmp_path: Path) -> None:
+    state, _, _ = run(adamw(), adamw().init(PARAMS), PARAMS, range(3))
+    new = wrap(adamw()).init(PARAMS)
+    inside = clipjax.adopt(form(state, tmp_path), new)
+    assert jax.tree.structure(inside) == jax.tree.structure(new)
+    jax.tree.map(np.testing.assert_array_equal, moments(inside), moments(state))
+    outside = clipjax.adopt(form(inside, tmp_path), state, drop=True)
+    jax.tree.map(np.testing.assert_array_equal, outside, state)
+
+
+def test_what_is_new_stays_as_init_made_it() -> None:
+    state, _, _ = run(plain(), plain().init(PARAMS), PARAMS, range(3))
+    tx = clipjax.chain(plain(), clipjax.max_norm(RATE), clipjax.record_norms(keep=2))
+    adopted = clipjax.adopt(state, tx.init(PARAMS))
+    jax.tree.map(np.testing.assert_array_equal, adopted[1:], tx.init(PARAMS)[1:])
+
+
+def test_a_metric_that_is_new_begins_at_0_and_others_follow() -> None:
+    def own(*names: str) -> Any:
+        def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:
+            kinds = {"a": jnp.float32(2), "b": jnp.int32(1), "c": jnp.ones((), bool)}
+            return updates, {key: kinds[key] for key in names}, memory
+
+        return clipjax.with_metrics("own", act)
+
+    x = jnp.ones(2)
+    state = own("a", "b").init(x)
+    for _ in range(2):
+        _, state = own("a", "b").update(x, state)
+    more = clipjax.adopt(by_msgpack(state, Path()), own("a", "b", "c").init(x))
+    seen = clipjax.metrics(own("a", "b", "c").update(x, more)[1])
+    assert {key: float(y) for key, y in seen.items()} == {
+        "own/a": 2,
+        "own/b": 3,
+        "own/c_fraction": np.float32(1 / 3),
+        "own/steps": 3,
+    }
+    with pytest.raises(ValueError, match="'metrics/b' \\(\\)"):
+        clipjax.adopt(state, own("a").init(x))
+    fewer = clipjax.adopt(state, own("a").init(x), drop=True)
+    assert clipjax.metrics(fewer)["own/a"] == 2
+
+
+def test_bad_steps_follow_their_names() -> None:
+    """Rows of bad steps have a column for each norm, wherever that is now."""
+    old = clipjax.record_norms("leaf", keep=2)
+    new = clipjax.record_norms("leaf", keep=2, of=("updates", "params"))
+    bad = jax.tree.map(np.copy, gradients(0))
+    bad["z"][0] = np.nan
+    _, state = old.update(bad, old.init(PARAMS), PARAMS)
+    adopted = clipjax.adopt(state, new.init(PARAMS))
+    (before,), (after,) = map(clipjax.bad_steps, (state, adopted))
+    np.testing.assert_equal(after.groups, before.groups)
+    metrics = clipjax.metrics(adopted)
+    assert np.isnan(metrics["record_norms/updates/z"])
+    assert metrics["record_norms/params/z"] == 0
+
+
+def test_states_of_one_kind_are_matched_in_their_order() -> None:
+    labels = {"dense": "a", "z": "b"}
+    before = optax.partition({"a": adamw(), "b": adamw()}, labels)
+    state, _, _ = run(before, before.init(PARAMS), PARAMS, range(2))
+    after = optax.partition(
+        {"a": clipjax.skip_nonfinite(adamw()), "b": adamw()}, labels
+    )
+    for form in (FORMS[0], by_msgpack):
+        adopted = clipjax.adopt(form(state, Path()), after.init(PARAMS))
+        jax.tree.map(np.testing.assert_array_equal, moments(adopted), moments(state))
+
+
+def test_long_chains_keep_their_order() -> None:
+    """In a mapping, "10" is sorted before "2"."""
+    tx = optax.chain(*[clipjax.clip_by_norm(1.0 + i) for i in range(12)])
+    state, _, _ = run(tx, tx.init(PARAMS), PARAMS, range(2))
+    adopted = clipjax.adopt(by_msgpack(state, Path()), tx.init(PARAMS))
+    jax.tree.map(np.testing.assert_array_equal, adopted, state)
+
+
+def test_two_optimizers_in_one_state_are_not_swapped() -> None:
+    tx = optax.contrib.sam(optax.sgd(0.1, 0.9), optax.sgd(0.2, 0.9), opaque_mode=False)
+    state, _, _ = run(tx, tx.init(PARAMS), PARAMS, range(3))
+    for form in (FORMS[0], by_msgpack):
+        adopted = clipjax.adopt(form(state, Path()), tx.init(PARAMS))
+        jax.tree.map(np.testing.assert_array_equal, adopted, state)
+
+
+def test_what_is_ambiguous_is_an_error_that_names_both_sides() -> None:
+    adam = optax.adam(0.1)
+    two = optax.chain(adam, adam).init(PARAMS)
+    for old, new in ((adam.init(PARAMS), two), (two, adam.init(PARAMS))):
+        for drop in (False, True):
+            for form in (FORMS[0], by_msgpack):
+                with pytest.raises(ValueError, match="equally many") as error:
+                    clipjax.adopt(form(old, Path()), new, drop=drop)
+                assert "'0/0'" in str(error.value)
+                assert "'1/0'" in str(error.value)
+
+
+def test_states_of_one_kind_are_told_apart_by_what_they_contain() -> None:
+    """A second `inject_hyperparams` joins, or an optimizer for other leaves."""
+    before = optax.inject_hyperparams(optax.adam)(0.1)
+    clip = optax.inject_hyperparams(clipjax.clip_by_global_norm)(1.0)
+    state = before.init(PARAMS)
+    _, state = before.update(gradients(0), state)
+    for form in (FORMS[0], by_msgpack):
+        new = optax.chain(clip, before, clip).init(PARAMS)
+        adopted = clipjax.adopt(form(state, Path()), new)
+        jax.tree.map(np.testing.assert_array_equal, adopted[1], state)
+        jax.tree.map(np.testing.assert_array_equal, adopted[::2], new[::2])
+
+    def both(**parts: Any) -> Any:
+        return optax.partition(parts, {"dense": "x", "z": "y"}).init(PARAMS)
+
+    one = both(x=optax.sgd(0.1), y=optax.adam(0.1))
+    one = jax.tree.map(lambda x: x + 1, one)
+    two = clipjax.adopt(one, both(x=optax.adam(0.1), y=optax.adam(0.1)))
+    first, second = moments(two)
+    assert (first.count, second.count) == (0, 1)
+    assert second.mu["z"][0] == 1
+
+
+def test_other_shapes_names_and_numbers_are_errors_that_name_both_sides() -> None:
+    adam = optax.adam(0.1)
+    old = adam.init({"w": jnp.ones((4, 3))})
+    cases: list[tuple[Any, str]] = [
+        ({"w": jnp.ones((5, 3))}, r"'0/mu/w' is float32\[4, 3\].*float32\[5, 3\]"),
+        ({"v": jnp.ones((4, 3))}, r"'0/mu/w' \(4, 3\).*'0/mu/v' \(4, 3\)"),
+        ({"w": jnp.ones((4, 3), int)}, r"'0/mu/w' is float32\[4, 3\].*int32\[4, 3\]"),
+    ]
+    for params, text in cases:
+        for drop in (False, True):
+            with pytest.raises(ValueError, match=text):
+                clipjax.adopt(old, adam.init(params), drop=drop)
+    # A layer more, or less, is told.
+    both = {"w": jnp.ones((4, 3)), "v": jnp.ones(2)}
+    assert "v" in clipjax.adopt(old, adam.init(both))[0].mu
+    with pytest.raises(ValueError, match=r"'0/mu/v' \(2,\).*drop=True"):
+        clipjax.adopt(adam.init(both), adam.init({"w": jnp.ones((4, 3))}))
+
+
+def test_other_optimizers_are_not_taken_for_each_other() -> None:
+    """Adam and AdaBelief have states of the same fields."""
+    belief = optax.scale_by_belief().init(PARAMS)
+    adam = optax.scale_by_adam().init(PARAMS)
+    with pytest.raises(ValueError, match="ScaleByBeliefState"):
+        clipjax.adopt(belief, adam)
+    amsgrad = optax.scale_by_amsgrad().init(PARAMS)
+    for form in (FORMS[0], by_msgpack):
+        with pytest.raises(ValueError, match="no place"):
+            clipjax.adopt(form(amsgrad, Path()), adam)
+
+
+def test_parameters_may_have_the_names_of_fields() -> None:
+    """What is in a moment is never taken for a state."""
+    params = {"count": jnp.ones(2), "mu": jnp.ones(2), "nu": {"inner": jnp.ones(2)}}
+    old = optax.adam(0.1)
+    _, state = old.update(params, old.init(params))
+    tx = clipjax.skip_nonfinite(optax.chain(optax.trace(0.9), old))
+    for form in (FORMS[0], by_msgpack):
+        adopted = clipjax.adopt(form(state, Path()), tx.init(params))
+        jax.tree.map(np.testing.assert_array_equal, moments(adopted), moments(state))
+
+
+def test_moments_take_the_dtype_of_new() -> None:
+    old = optax.adam(0.1, mu_dtype=jnp.bfloat16)
+    _, state = old.update(PARAMS, old.init(PARAMS))
+    adopted = clipjax.adopt(state, optax.adam(0.1).init(PARAMS))
+    jax.tree.map(np.testing.assert_array_equal, adopted[0].mu, state[0].mu)
+    assert adopted[0].mu["z"].dtype == jnp.float32
+    assert clipjax.adopt(adopted, state)[0].mu["z"].dtype == jnp.bfloat16
+
+
+def test_arrays_go_to_the_devices_of_new() -> None:
+    mesh = jax.make_mesh((jax.device_count(),), ("x",))
+    spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    params = jax.device_put(PARAMS, spread)
+    state, _, _ = run(plain(), plain().init(PARAMS), PARAMS, range(2))
+    for form in (FORMS[0], by_msgpack):
+        adopted = clipjax.adopt(form(state, Path()), plain().init(params))
+        assert moments(adopted)[0].mu["z"].sharding == spread
+
+
+class Net(nnx.Module):
+    def __init__(self) -> None:
+        self.dense = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+
+
+def step(net: Net, optimizer: nnx.Optimizer[Net], number: int) -> None:
+    draws = np.random.RandomState(number)
+    graph = nnx.state(net, nnx.Param)
+    grads = jax.tree.map(lambda x: draws.normal(size=x.shape).astype("f4"), graph)
+    optimizer.update(net, grads)
+
+
+def test_an_nnx_optimizer_goes_on() -> None:
+    nets = [Net(), Net()]
+    before = [nnx.Optimizer(net, plain(), wrt=nnx.Param) for net in nets]
+    for net, optimizer in zip(nets, before, strict=True):
+        for number in range(3):
+            step(net, optimizer, number)
+    (_, net), (kept, old) = nets, before
+    for state in (old.opt_state, nnx.state(old)["opt_state"]):
+        optimizer = nnx.Optimizer(net, ours(), wrt=nnx.Param)
+        optimizer.opt_state = clipjax.adopt(state, optimizer.opt_state)
+        found, expected = (
+            [x[...] for x in jax.tree.leaves(each, is_leaf=_is_variable)]
+            for each in (moments(optimizer.opt_state), moments(kept.opt_state))
+        )
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+    for number in range(3, 5):
+        step(nets[0], kept, number)
+        step(net, optimizer, number)
+    close(nnx.state(net), nnx.state(nets[0]))
+    assert clipjax.metrics(optimizer)["skip_nonfinite/steps"] == 2
+
+
+def test_a_checkpoint_of_nnx_goes_on_without_a_template(tmp_path: Path) -> None:
+    """Orbax restores mappings, with `value` around each array."""
+    net = Net()
+    optimizer = nnx.Optimizer(net, ours(), wrt=nnx.Param)
+    step(net, optimizer, 0)
+    restored = by_orbax(nnx.state(optimizer), tmp_path)["opt_state"]
+    assert "value" in restored["0"]["step"]
+    tx = optax.chain(clipjax.clip_by_norm(1.0), ours())
+    new = nnx.Optimizer(net, tx, wrt=nnx.Param)
+    new.opt_state = clipjax.adopt(restored, new.opt_state)
+    both = map(jax.tree.leaves, (new.opt_state[1], optimizer.opt_state))
+    for found, expected in zip(*both, strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+def _is_variable(node: Any) -> bool:
+    return isinstance(node, nnx.Variable)
+
+
+def test_a_train_state_goes_on() -> None:
+    state = TrainState.create(apply_fn=None, params=PARAMS, tx=plain())
+    state = state.apply_gradients(grads=gradients(0))
+    tx = ours()
+    new = clipjax.adopt(state.opt_state, tx.init(state.params))
+    after = state.replace(tx=tx, opt_state=new)
+    both = [x.apply_gradients(grads=gradients(1)).params for x in (state, after)]
+    close(*both)
