@@ -113,7 +113,8 @@ def case_of(row: Row) -> Case:
     """Make the case of a clip from its row; one that remembers has a past of two steps,
     and its threshold is a metric.
     """
-    known = row.shares in ("tree", "leaf", "entry") and row.logs != "multiple"
+    # The metric of `clip_by_rms` is no norm.
+    known = row.shares in ("tree", "leaf", "entry") and row.name != "clip_by_rms"
     return Case(
         stepped(row.make, past=2 if row.remembers else 0),
         row.shares,

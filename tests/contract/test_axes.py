@@ -45,7 +45,7 @@ FORMS: list[tuple[Any, list[Any]]] = [
     ),
 ]
 
-WITH_AXES = [row for row in ROWS if row.axes]
+WITH_AXES = [row for row in ROWS if row.takes_axes]
 SCALING = [row for row in WITH_AXES if row.bounds and not row.warm]
 DEFAULT_IS_FAN_IN = [
     clipjax.max_norm(1.0),
@@ -91,7 +91,7 @@ def test_units_are_what_axes_reduce(row: Row) -> None:
 
     @jax.jit
     def every(tree: Any, weights: Any, bound: Any) -> Any:
-        made = [row.axes(bound, axes=axes) for axes, _ in FORMS]
+        made = [row.make(bound, axes=axes) for axes, _ in FORMS]
         return [applied(each, tree, weights, old=row.params) for each in made]
 
     for (axes, wanted), result in zip(FORMS, every(TREE, WEIGHTS, 0.01), strict=True):

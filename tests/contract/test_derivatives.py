@@ -46,7 +46,26 @@ def in_tree(row: Row, tree: Any, kind: Any) -> Any:
     return {k: kind(x) for k, x in tree.items()}
 
 
-OWN = {row.id: row for row in ROWS if not row.same_code}
+# Rows that call the code of another row, which is differentiated there. So do all
+# functions of trees.
+SAME_CODE = {
+    "clip_by_rms axes=0",
+    "clip_by_value low, high",
+    "clip_by_value 0.1",
+    "skip_spikes",
+    "record_norms",
+    "record_norms keep",
+    "bounded",
+    "chain",
+    "min_max_norm",
+    "unit_norm",
+    "project",
+}
+OWN = {
+    row.id: row for row in ROWS if row.kind != "function" and row.id not in SAME_CODE
+}
+# It has no second derivative where singular values are equal, as those of zeros are.
+FIRST_ONLY_AT_0 = {"spectral_cap"}
 
 
 def float32(x: Any) -> Any:
@@ -118,7 +137,8 @@ def test_they_are_right(row: Row) -> None:
             )
     for zeros in ("some", "all"):
         for bound in (0.0, OUTSIDE):
-            found = slopes_at(bound, INSIDE, zeros)[row.id][: 2 if row.twice else 1]
+            found = slopes_at(bound, INSIDE, zeros)[row.id]
+            found = found[:1] if row.name in FIRST_ONLY_AT_0 else found
             assert all(np.isfinite(x).all() for x in jax.tree.leaves(found)), bound
 
 

@@ -11,12 +11,13 @@ import clipjax
 from tests.contract.members import ROWS
 from tests.support.programs import is_transformation
 
-# Blocks of matrix products, and heads, need known sizes.
-OF_KNOWN_SIZES = {"spectral_cap", "qk_clip"}
+# Matrices are divided into as many blocks as their sizes say.
+OF_KNOWN_SIZES = {"spectral_cap"}
 MEMBERS = {
     row.id: row.make(0.6875)
     for row in ROWS
     if (is_transformation(row) or row.kind == "projection")
+    and row.tree != "heads"
     and row.name not in OF_KNOWN_SIZES
 }
 
@@ -49,3 +50,14 @@ def test_an_exported_root_mean_square_is_that_of_each_size() -> None:
         wanted, _ = jax.jit(tx.update)(tree, state, tree)
         for key, x in wanted.items():
             np.testing.assert_allclose(found[key], x, rtol=1e-6)
+
+
+def test_heads_of_any_number_of_features() -> None:
+    (features,) = export.symbolic_shape("b")
+    kernel = jax.ShapeDtypeStruct((features, 3, 4), np.float32)
+    logits = jax.ShapeDtypeStruct((3,), np.float32)
+    apply = clipjax.qk_clip(0.5).apply
+    heads = {"query": kernel, "key": kernel}
+    clip = jax.jit(lambda heads, logits: apply(heads, max_logits=logits))
+    result, _ = export.export(clip)(heads, logits).out_avals
+    assert result.shape == kernel.shape

@@ -2,14 +2,17 @@
 
 import pytest
 
-from tests.contract.members import ROWS, Row
+from tests.contract.members import ROWS, UNCHANGED, Row
 from tests.contract.test_ends import BOUND, RUNS
 from tests.support.programs import run, tree_of, weights_of
 from tests.support.trees import changed
 
 
 @pytest.mark.parametrize(
-    "row", [row for row in ROWS if row.idempotent], ids=lambda row: row.id
+    "row",
+    # Where there is no bound, the result differs or only rounds to the same.
+    [row for row in ROWS if row.bounds or row.oracle is UNCHANGED],
+    ids=lambda row: row.id,
 )
 def test_twice_is_once(row: Row) -> None:
     params = weights_of(row)

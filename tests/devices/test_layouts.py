@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import clipjax
-from tests.contract.members import ROWS, with_axes
+from tests.contract.members import ROWS
 from tests.devices.members import assert_same, drawn, init, members, step
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
@@ -32,7 +32,7 @@ RECORDERS = {
     "leaves": clipjax.record_norms("leaf", stacked="*stack", keep=2),
 }
 AXES = {"stack": 1, "*": 0}
-UNITS = {row.name: with_axes(row.name, 1.0, AXES) for row in ROWS if row.axes} | {
+UNITS = {row.name: row.make(1.0, axes=AXES) for row in ROWS if row.takes_axes} | {
     "norms": clipjax.project(lambda tree: clipjax.functional.clip_by_norm(tree, 1.0))
 }
 

@@ -95,11 +95,11 @@ def start(row: Any, tree: Any, params: Any, bound: Any) -> Any:
         return state
     past = {k: jnp.asarray(np.zeros(x.shape, x.dtype)) for k, x in tree.items()}
     first = next(k for k in past if "float32" in k)
-    for k in past if row.warm == "leaf" else [first]:
+    for k in past if row.shares == "leaf" else [first]:
         # Such leaves are all 0.
         too_large = past[k].dtype == np.float16 and bound > 60000
         past[k] = put(past[k], (0,) * past[k].ndim, 0 if too_large else bound)
-    for _ in range(1 if row.warm == "leaf" else 3):
+    for _ in range(1 if row.shares == "leaf" else 3):
         _, state = program(row)(past, state, params, np.float32(bound))
     return state
 
