@@ -42,10 +42,10 @@ def skipping(
     compare: Compare,
     initial: Callable[[Any], Any] = lambda dtype: (),
 ) -> optax.GradientTransformationExtraArgs:
-    """Make a transformation that skips steps which are not finite, or spikes.
+    """Make a transformation that skips steps which are outliers or not finite.
 
-    `compare` says what is a spike; `initial` makes the first past, from the dtype of
-    the norm.
+    `compare` decides whether a step is an outlier; `initial` makes its first `past`
+    from the dtype of the norm.
     """
     check_transformation("optimizer", optimizer)
     inner = optax.with_extra_args_support(optimizer)
@@ -98,11 +98,11 @@ def skipping(
 
 
 def unless(waits: Scalar, updates: Tree, old: Tree, new: Tree) -> tuple[Any, Any]:
-    """Return the updates and the new state, or updates of nothing and the old one.
+    """Return the updates and the new state, or, if `waits`, zeros and the old state.
 
-    The old state is returned in the dtypes of the new one. Elements are selected: a
-    `lax.cond` copies the state and keeps all updates on a TPU, and waits for the host
-    on a GPU (JAX 0.12).
+    The old state is returned in the dtypes of the new one. Elements are selected, since
+    a `lax.cond` copies the state and keeps all updates in memory on a TPU, and waits
+    for the host on a GPU (JAX 0.12).
     """
 
     # The new tree first: the names of its tables are known.
@@ -122,7 +122,7 @@ def _nothing(x: Any) -> jax.Array:
 
 
 def loss_of(extra: Mapping[str, Any]) -> Scalar | None:
-    """Return the mean over devices of the loss that `update` got, if it got one."""
+    """Return the loss that `update` got, as the mean over devices, or None."""
     loss = extra.get("loss")
     if loss is None:
         return None
