@@ -45,8 +45,9 @@ def relative_update(
       the largest |u| / |w| before the update is rescaled.
 
     Raises:
-      ValueError: in `init` with `axes="auto"`, a leaf has rank 3 or more; in `update`,
-        `params` are missing, or differ from the updates in structure or shape.
+      ValueError: in `init` with `axes="auto"`, a leaf has rank 3 or more, or no leaf
+        has rank 2; in `update`, `params` are missing, or differ from the updates in
+        structure or shape.
 
     An update stays as it is where |u| or |w| is 0.
 

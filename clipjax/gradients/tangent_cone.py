@@ -44,8 +44,9 @@ def tangent_cone(
       `removed_fraction` is the fraction of the steps at which it removed one.
 
     Raises:
-      ValueError: in `init` with `axes="auto"`, a leaf has rank 3 or more; in `update`,
-        `params` are missing, or differ from the gradients in structure or shape.
+      ValueError: in `init` with `axes="auto"`, a leaf has rank 3 or more, or no leaf
+        has rank 2; in `update`, `params` are missing, or differ from the gradients in
+        structure or shape.
 
     Of a gradient that points straight outward, rounding remains: some 1e-7 of its norm
     in float32.

@@ -1,4 +1,4 @@
-"""List the weights that a projection would still change.
+"""A list of the weights that a projection would still change.
 
 It is for tests, and for averages and casts of weights.
 """
