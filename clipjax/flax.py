@@ -1,4 +1,4 @@
-"""The axes of a Flax model, from its layers: which weights form a unit.
+"""The axes of a Flax model, from its layers: which weights form an output unit.
 
 This module needs Flax, and `import clipjax` does not load it: `from clipjax.flax import
 unit_axes`.
@@ -34,31 +34,40 @@ def unit_axes(
 ) -> dict[str, Any]:
     """Return the axes to reduce in each parameter of a Flax model, by its layer.
 
-    A unit is the weights that compute one output: a column of a Dense kernel, a filter
-    of a convolution, one component of one head's query, key or value, a gate of a cell;
-    in an embedding, a row. Where `scan` or `vmap` stacks layers, each has its units.
-    Biases and the scales of norms are skipped.
+    Use it as `axes=` of :func:`clipjax.max_norm` and others, for a model with
+    convolutions, attention, or stacked layers. An output unit is the weights that
+    compute one output: a column of a Dense kernel, a filter of a convolution, one
+    component of the query, key or value of one head, or a gate of a cell. In an
+    embedding it is a row. Where `scan` or `vmap` stacks layers, each layer has its
+    units. Biases and the scales of norms are skipped.
 
     Args:
       model: a Linen module; or an NNX module, which holds its parameters.
       *args: for Linen, the arguments of `model.init`: a key and example inputs, or
-        `jax.ShapeDtypeStruct`s instead, since nothing is computed. None for NNX.
-      other: axes by path pattern, for parameters of other layers; they win over those
-        of known layers.
-      wrt: for NNX, which parameters: the filter that `nnx.Optimizer` gets.
+        `jax.ShapeDtypeStruct`s in place of inputs, since nothing is computed. None for
+        NNX.
+      other: a mapping from path patterns to `Axes`, for parameters of layers that are
+        not known, and for those that should differ: it wins over the axes of known
+        layers. None by default.
+      wrt: for NNX, the filter that chooses parameters, as `nnx.Optimizer` gets it;
+        `nnx.Param` by default.
       **kwargs: for Linen, the keyword arguments of `model.init`.
 
     Returns:
-      A dict from each parameter's path to its axes or :data:`clipjax.SKIP`, for
-      `axes=`, also for trees with an outer `"params"`. To change some, name them in
+      A dict from the path of each parameter to its axes or :data:`clipjax.SKIP`. It
+      also fits trees with an outer `"params"`. To change some axes, name them in
       `other`: `{"head/*": clipjax.SKIP}`.
 
     Raises:
       TypeError: `model` is not a Flax module; arguments are missing for Linen, or given
         for NNX; `other` is not a mapping to axes.
-      ValueError: parameters do not belong to known layers, or their sizes do not tell
-        which axis is a stack, as of 4 layers (4, out): all are listed, for `other`. Or
-        a pattern in `other` matches nothing.
+      ValueError: parameters belong to layers that are not known, or their sizes do not
+        tell which axis is a stack, as for 4 layers (4, out): the error lists them all,
+        for `other`. Or a pattern in `other` matches nothing.
+
+    See Also:
+      :func:`clipjax.fan_in` suits Dense and convolutions;
+      :func:`clipjax.equinox.unit_axes` is for Equinox.
 
     Example:
       >>> import clipjax, jax, flax.linen as nn, jax.numpy as jnp
@@ -170,7 +179,7 @@ def _nnx_params(model: nnx.Module, wrt: Any) -> Iterator[Param]:
 def _own_shape(layer: Any, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape of a layer's kernel before layers are stacked.
 
-    Of other layers it is the given shape.
+    For layers that are not known it is the given shape.
     """
     match layer:
         case nnx.Linear():
@@ -204,7 +213,7 @@ _SKIPPED = {
 
 
 def _axes(layer: Any, name: str) -> tuple[int, ...] | Skip | None:
-    """Return the axes to reduce in a parameter from the right; None: unknown."""
+    """Return the axes to reduce in a parameter, from the right; None: not known."""
     if name == "kernel":
         return _kernel_axes(layer)
     if name == "embedding" and isinstance(layer, nn.Embed | nnx.Embed):

@@ -96,32 +96,40 @@ def logged(
 def with_metrics(
     name: str, act: Act, remember: Callable[[Any], Any] | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Make a gradient transformation with metrics, as every clip here is one.
+    """Make a gradient transformation with metrics from a function of your own.
 
-    :func:`clipjax.metrics` reads them from its state.
+    Use it to write a clip that :func:`clipjax.metrics` reads, and that works with
+    everything else in clipjax; the clips of clipjax have states of this form.
 
     Args:
-      name: the first part of the names of its metrics.
+      name: the first part of the names of its metrics, a string without `/`.
       act: a function `act(updates, params, step, memory) -> (updates, metrics,
-        memory)`. `metrics` is a dict of scalars, always of the same names. A float is
-        logged as it was at the last step; an int as its sum over all steps; a bool as
-        the fraction of the steps at which it was true, `clipped` as `clipped_fraction`.
-        With a float named `norm`, the steps at which it is not finite are counted in
-        `nonfinite_count`. Arguments that `act` takes by keyword, such as `*, loss=None`
-        or `**extra`, are those of `update`; `init` gives none.
-      remember: makes the memory before the first step from the parameters: arrays whose
-        shapes and dtypes never change. None if there is none; then `memory` is `()`.
+        memory)`. `metrics` is a dict of scalars, always of the same names. Arguments
+        that `act` takes by keyword, such as `*, loss=None` or `**extra`, are those of
+        `update`; `init` gives none.
+      remember: a function that makes the memory before the first step from the
+        parameters: arrays whose shapes and dtypes never change. None, the default, is
+        no memory; then `memory` is `()`.
 
     Returns:
-      A gradient transformation. `update` with the state None or `optax.EmptyState()`
-      keeps no metrics, for an `act` that remembers nothing.
+      A gradient transformation. If `act` has no memory, `update` with the state None or
+      `optax.EmptyState()` works too, and keeps no metrics.
 
     Raises:
-      TypeError: `name` is not a string without `/`, or `act` is not a function.
-      ValueError: in `update`, the state is None and `act` needs a memory.
+      TypeError: `name` is not a string without `/`, or `act` is not a function; in
+        `init` or `update`, `act` returns a metric that is not a real scalar, or a
+        memory of another shape or dtype.
+      ValueError: in `init`, a metric has a name that clipjax adds, such as `steps`; in
+        `update`, the state is None and `act` needs a memory.
 
-    Metrics are not differentiated. Their names may depend on the tree, as one metric
-    for each leaf does.
+    A float in `metrics` is logged as it was at the last step, an int as its sum over
+    all steps, and a bool as the fraction of the steps at which it was true: `clipped`
+    becomes `clipped_fraction`. For a float named `norm`, the number of steps at which
+    it is not finite is logged as `nonfinite_count`. Names may depend on the tree, as
+    for one metric for each leaf. Metrics are not differentiated.
+
+    See Also:
+      :func:`metrics` reads them; :func:`project` makes a projection of your own.
 
     Example:
       >>> import clipjax, jax, jax.numpy as jnp

@@ -17,16 +17,22 @@ _UNMATCHED = Skip()  # of a leaf that no pattern matches
 
 
 def fan_in(path: Path, leaf: Any) -> tuple[int, ...] | Skip:
-    """Reduce over the incoming weights of each unit: all axes but the last.
+    """Reduce over the incoming weights of each output unit: all axes but the last.
 
-    A rule for `axes`, right for kernels of Dense `(in, out)` and Conv `(*window, in,
-    out)`. Biases and scales (rank 0 and 1) are not changed. Attention kernels,
-    embeddings and stacked layers need other axes, by path. The biases of stacked layers
-    have rank 2, so that this rule and an int reach them, unless they are named:
-    `{"*bias": SKIP, …}`.
+    Use it as `axes` for kernels of Dense `(in, out)` and Conv `(*window, in, out)`.
+    Attention kernels, embeddings and stacked layers need other axes, by path. The
+    biases of stacked layers have rank 2, so that this rule, and an int, would reach
+    them: leave them out, as in `{"*bias": clipjax.SKIP, "*": clipjax.fan_in}`.
+
+    Args:
+      path: the key path of a leaf, which is not used.
+      leaf: an array, or anything with a shape.
 
     Returns:
-      The axes, or :data:`SKIP` for rank 0 and 1.
+      A tuple of axes, or :data:`SKIP` for ranks 0 and 1, as of biases and scales.
+
+    See Also:
+      :func:`flax.unit_axes` and :func:`equinox.unit_axes` ask the layers of a model.
 
     Example:
       >>> import clipjax, jax.numpy as jnp
