@@ -24,7 +24,7 @@ class Param(NamedTuple):
 
     @property
     def mistake(self) -> str | None:
-        """Why the axes are unknown, or None."""
+        """Why the axes are not known, or None."""
         layer = type(self.layer).__name__
         text = f"{self.path} of shape {self.shape}: {self.name!r} of {layer}"
         if self.axes is None and self.shape:
@@ -35,9 +35,9 @@ class Param(NamedTuple):
 
     @property
     def found(self) -> set[Any]:
-        """The axes to reduce, for each way to take axes for those of a stack.
+        """The axes to reduce, for each choice of the axes that stack layers.
 
-        The others have the layer's own shape.
+        The other axes have the shape of one layer.
         """
         if not self.shape:  # one number can be no unit
             return {SKIP}

@@ -1,4 +1,4 @@
-"""What signatures say of their values."""
+"""The names that signatures use for the values of arguments."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal, SupportsIndex, TypeAlias

@@ -1,4 +1,4 @@
-"""Bounds: checked when they are known, and evaluated at each step."""
+"""Thresholds and bounds, checked when they are known and evaluated at each step."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -22,21 +22,21 @@ class Limit(NamedTuple):
 
     @property
     def by_path(self) -> bool:
-        """Whether it differs by path."""
+        """Whether the bound differs by path."""
         return isinstance(self.value, Mapping)
 
     @property
     def scheduled(self) -> bool:
-        """Whether it depends on the step."""
+        """Whether the bound depends on the step."""
         values = self.value.values() if self.by_path else [self.value]
         return any(map(callable, values))
 
     def at(self, step: Any) -> Any:
-        """Return the bound of all leaves at a step."""
+        """Return the bound at a step, if it is the same for all leaves."""
         return _at(self.name, self.value, step, self.least)
 
     def given(self, leaves: Leaves) -> list[Any]:
-        """Return for each leaf what the user gave, None if no pattern matches it."""
+        """Return for each leaf what the user gave, or None if no pattern matches it."""
         return by_path(self.name, self.value, leaves, None)
 
     def of(self, leaves: Leaves, step: Any) -> list[Any]:
@@ -50,15 +50,15 @@ class Limit(NamedTuple):
         return by_path(self.name, now, leaves, self.other)
 
     def fit(self, bound: Any, norms: jax.Array, leaf: Any) -> Any:
-        """Return a bound so that it broadcasts to the norms, or elements, of a leaf."""
+        """Return a bound that broadcasts to the norms, or elements, of a leaf."""
         return fit_bound(self.name, bound, norms, leaf)
 
 
 def limit(name: str, bound: Any, least: float = 0, *, scalar: bool = False) -> Limit:
     """Check a bound that is a number, an array or a schedule.
 
-    A value is never below `least`, so that a schedule that falls below 0 clips to 0 and
-    flips no sign. NaN stays NaN. A `scalar` one has no shape.
+    A value below `least` is raised to it, so that a schedule that falls below 0 clips
+    to 0 and flips no sign. NaN stays NaN. A bound that is `scalar` has no shape.
     """
     if callable(bound):
         return Limit(name, least, _checked_schedule(name, bound, scalar))
@@ -101,7 +101,11 @@ def is_real(value: Any) -> bool:
 
 
 def check_is_wide(name: str, value: Any) -> None:
-    """Raise for an array of JAX that `optax.inject_hyperparams` made of a number."""
+    """Raise for an array that `optax.inject_hyperparams` made too narrow.
+
+    It gives hyperparameters the dtype of the leaves, which may have 8 bits or be
+    complex.
+    """
     if not isinstance(value, jax.Array):
         return
     is_narrow = jnp.issubdtype(value.dtype, jnp.floating) and value.dtype.itemsize < 2
@@ -114,9 +118,9 @@ def check_is_wide(name: str, value: Any) -> None:
 
 
 def as_float(value: Any) -> Any:
-    """Return a real number or array as floats, if it is not JAX's.
+    """Return a real number or NumPy array as floats; return an array of JAX as it is.
 
-    JAX would take whole numbers for int32, which wrap above 2^31.
+    JAX would take whole numbers for int32, which wraps above 2^31.
     """
     if isinstance(value, np.ndarray | np.generic):
         is_whole = jnp.issubdtype(value.dtype, jnp.integer)
@@ -126,14 +130,14 @@ def as_float(value: Any) -> Any:
 
 
 def _is_tree(value: Any) -> bool:
-    """Return whether a value is a tree of arrays, and no array itself."""
+    """Return whether a value is a tree of arrays, but not an array itself."""
     nodes = jax.tree.leaves(value)
     arrays = [x for x in nodes if isinstance(x, jax.Array | np.ndarray)]
     return any(x is not value for x in arrays)
 
 
 def _checked_schedule(name: str, schedule: Any, scalar: bool) -> Any:
-    """Return a schedule whose value is checked when it is known."""
+    """Return a schedule that checks each value that it returns."""
     # The gradients of a callable module are callable, too. A schedule may hold numbers.
     arrays = [x for x in jax.tree.leaves(schedule) if np.ndim(x)]
     if _is_tree(schedule) and arrays:
@@ -176,8 +180,8 @@ def _tree_error(name: str, bound: Any, forms: str) -> TypeError:
 def _checked(name: str, bound: Any, least: float, scalar: bool, forms: str) -> Any:
     """Return a number or an array, or raise an error that names it.
 
-    The value of a traced array is not known: it is raised to `least`, as what a
-    schedule returns.
+    The value of a traced array is not known: the array is raised to `least`, as the
+    values of schedules are.
     """
     check_is_wide(name, bound)
     if not is_real(bound):
@@ -206,7 +210,7 @@ def _at_least(bound: Any, least: float) -> Any:
 
 
 def fit_bound(name: str, bound: Any, x: jax.Array, of: Any) -> Any:
-    """Return what broadcasts to norms or elements x: a scalar as it is, or an array."""
+    """Return a bound that broadcasts to norms or elements x: a scalar, or an array."""
     if np.ndim(bound) == 0:
         return bound
     if x.ndim == 0 and np.size(bound) == 1:  # a norm whose axes were kept
@@ -216,7 +220,7 @@ def fit_bound(name: str, bound: Any, x: jax.Array, of: Any) -> Any:
 
 
 def check_fits(name: str, bound: Any, shape: tuple[int, ...], of: Any) -> None:
-    """Raise an error if an array does not broadcast to a shape."""
+    """Raise if an array does not broadcast to a shape."""
     given = np.shape(bound)
     pairs = zip(reversed(given), reversed(shape), strict=False)
     if len(given) > len(shape) or any(b not in (1, s) for b, s in pairs):
@@ -226,7 +230,7 @@ def check_fits(name: str, bound: Any, shape: tuple[int, ...], of: Any) -> None:
 
 
 def check_order(low: Any, high: Any, of: Leaf | None = None) -> None:
-    """Raise an error if `low` is above `high`, or their shapes do not fit together.
+    """Raise if `low` is above `high`, or if their shapes do not fit together.
 
     Schedules, traced numbers and mappings from path patterns are not compared here.
     """

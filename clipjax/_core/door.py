@@ -31,15 +31,18 @@ Act = Callable[..., tuple[Any, Any, Any]]
 def transformation(
     name: str, act: Act, remember: Callable[[Leaves], Any] | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Build a transformation from what it does to leaves: every clip is built by it.
+    """Make a transformation from what it does to leaves, as all clips are made.
 
     Args:
       name: the first part of the names of its metrics.
       act: a function `act(updates, params, step, memory, **extra)` that returns one
         value for each leaf, a dict of metrics, and the next memory. The parameters are
         a tree, or None.
-      remember: makes the memory before the first step from the leaves of the
-        parameters.
+      remember: a function that makes the memory before the first step from the leaves
+        of the parameters.
+
+    Returns:
+      The transformation.
     """
 
     def act_on_tree(updates: Leaves, *args: Any, **extra: Any) -> Any:
@@ -55,7 +58,7 @@ def logged(
     remember: Callable[[Leaves], Any] | None = None,
     measure: Callable[..., Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Build a transformation likewise, whose `act` returns a tree of updates.
+    """Make a transformation as above, whose `act` returns a tree of updates.
 
     `measure` is a function of the same arguments that returns the metrics alone, if
     they are known without the rest of `act`.
@@ -176,7 +179,7 @@ def with_metrics(
 
 
 def _check_returned(name: str, returned: Any, memory: Any) -> None:
-    """Raise if `act` returned what a state cannot hold."""
+    """Raise if `act` returned something that a state cannot hold."""
     is_triple = isinstance(returned, tuple) and len(returned) == 3
     if not (is_triple and isinstance(returned[1], Mapping)):
         raise TypeError(
@@ -198,7 +201,7 @@ def _kind(x: Any) -> str:
 
 
 def _checked_metrics(name: str, metrics: Mapping[Any, Any]) -> dict[str, jax.Array]:
-    """Return metrics of a user's as arrays."""
+    """Return the metrics that a user's function returned, as arrays."""
     added = {"nonfinite_count"}
     for key, x in metrics.items():
         is_bool = isinstance(x, bool) or getattr(x, "dtype", "") == "bool"

@@ -66,15 +66,15 @@ class Table(_Arrays):
 
     The names are a leaf of the state, as text. They are no part of its structure, which
     must not depend on the paths of a tree: `optax.tree.map_params` calls `init` with a
-    single placeholder. While a step is traced, nobody can read the text: so the node
-    carries the names along, too.
+    single placeholder. While a step is traced, the text cannot be read, so that the
+    node carries the names along, too.
     """
 
     names: Names = ()
 
     @property
     def known_names(self) -> Names:
-        """The names, of this table or of what was restored in its place."""
+        """The names of this table, also if it was restored from a checkpoint."""
         if any(self.names):
             return self.names
         text = jax.tree.leaves(self.text)[0]  # in a box, as Flax NNX has it
@@ -92,7 +92,7 @@ class Table(_Arrays):
 
 
 class _Carried:
-    """Names in the structure of a tree, which differ only from other known names."""
+    """Names in the structure of a tree; they differ only from other known names."""
 
     def __init__(self, names: Names) -> None:
         self.names = names
@@ -148,7 +148,7 @@ def _stacked(scalars: Sequence[jax.Array], dtype: Any) -> jax.Array:
 
 
 def check_state(name: str, state: Any, kind: type[Any] = MetricsState) -> None:
-    """Raise unless the `init` of the transformation of this name made the state."""
+    """Raise unless the `init` of the transformation with this name made the state."""
     if state is None or isinstance(state, optax.EmptyState):
         raise ValueError(
             f"state: {name} needs the state that init returned, got {state!r}"
@@ -173,7 +173,7 @@ def name_of(state: MetricsState) -> str:
 
 
 def as_logged(metrics: Mapping[str, Any] | Table) -> Any:
-    """Return what a state keeps of the metrics of one step."""
+    """Return the form in which a state keeps the metrics of one step."""
     if isinstance(metrics, Table):
         return lax.stop_gradient(metrics)
     logged = {key: _logged(x) for key, x in metrics.items()}

@@ -1,4 +1,4 @@
-"""Units: which elements of a leaf share a norm, as the reduced `axes` say."""
+"""Units: the elements of a leaf that share a norm, as the reduced `axes` say."""
 
 import math
 import operator
@@ -86,10 +86,13 @@ def axes_of(
       axes: what :func:`check_axes` returned.
       chosen: for each leaf whether it may have units; None: all may.
 
+    Returns:
+      A list with one entry for each leaf.
+
     Raises:
       ValueError: an axis is out of range or repeated; a pattern matches no leaf; no
-        leaf is reduced, and nobody asked for that; inside `shard_map`, a leaf may be
-        split along the reduced axes.
+        leaf is reduced, although `axes` do not say so; inside `shard_map`, a leaf may
+        be split along the reduced axes.
     """
     rules = by_path("axes", axes, leaves, _UNMATCHED)
     may = [True] * len(rules) if chosen is None else chosen
@@ -110,7 +113,7 @@ def axes_of(
 
 
 def _check_is_meant(axes: Any, skipped: list[tuple[Leaf, Any]]) -> None:
-    """Raise if `axes` selects nothing and the user did not ask for that."""
+    """Raise if `axes` select nothing although the user did not ask for that."""
     rules = [rule for _, rule in skipped]
     asked = any(rule is SKIP or _is_rule(rule) for rule in rules)
     full = [leaf for leaf, _ in skipped if leaf.value.size]
@@ -131,7 +134,7 @@ def _written(axes: Any) -> str:
 
 
 def _is_rule(axes: Any) -> bool:
-    """Return whether axes are a rule of the user's."""
+    """Return whether axes are a rule that a user wrote."""
     return callable(axes) and axes not in (fan_in, *_AUTO)
 
 
@@ -146,7 +149,7 @@ def check_whole(name: str, leaf: Leaf) -> None:
 
 
 def size_of_units(x: jax.Array, axes: Reduced) -> int:
-    """Return how many elements share a norm, 1 for none; a device may hold a part."""
+    """Return how many elements share a norm, over all devices, and at least 1."""
     local = x.shape if axes is None else [x.shape[axis] for axis in axes]
     devices = map(lax.axis_size, mesh_axes(x))
     return max(math.prod([*local, *devices]), 1)
@@ -155,7 +158,7 @@ def size_of_units(x: jax.Array, axes: Reduced) -> int:
 def norms_of(
     values: Sequence[jax.Array], where: Sequence[Reduced | Skip], ord: float = 2
 ) -> list[jax.Array | None]:
-    """Return the norms of the units of each leaf, None for a leaf that has none."""
+    """Return the norms of the units of each leaf, or None for a leaf that has none."""
     return [
         None if isinstance(axes, Skip) else norm(x, axes, ord)
         for x, axes in zip(values, where, strict=True)
@@ -165,7 +168,7 @@ def norms_of(
 def map_units(
     function: Callable[..., Any], of: Sequence[Any], *rest: Sequence[Any]
 ) -> list[Any]:
-    """Return `function` of each leaf's norms and of what stands beside them.
+    """Return `function` of the norms of each leaf and of its entry in other lists.
 
     A leaf without norms, None, stays None.
     """
@@ -179,10 +182,10 @@ def present(entries: Sequence[Any]) -> list[Any]:
 
 
 def check_axes(axes: Any, name: str = "axes", *, auto: Rule | None = None) -> Any:
-    """Return `axes`, with ints as Python's and the rule `auto` for "auto".
+    """Return `axes`, with Python's ints and with the rule `auto` in place of "auto".
 
-    The default is that word and no function, since `optax.inject_hyperparams` takes
-    functions for schedules. What is invalid for any tree is an error.
+    The default is a word and not a function, since `optax.inject_hyperparams` takes
+    functions for schedules. Axes that are invalid for any tree raise an error.
     """
     if auto and isinstance(axes, str) and axes == "auto":
         return auto
@@ -239,7 +242,7 @@ def _resolve(axes: Any, leaf: Leaf) -> Reduced | Skip:
 
 
 def positive_axes(name: str, given: Any, axes: Sequence[int], leaf: Leaf) -> list[int]:
-    """Return axes of a leaf as those from 0 on, or raise for what a user has given."""
+    """Return axes of a leaf, counted from 0, or raise an error that shows `given`."""
     rank = len(leaf.value.shape)
     if any(not -rank <= axis < rank for axis in axes):
         raise ValueError(f"{name}: {given} is out of range for {leaf}")
