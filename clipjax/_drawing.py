@@ -160,7 +160,7 @@ def finished(ax: Any, points: Sequence[Any], title: str = "") -> Any:
     ink = plt.rcParams["text.color"]
     at_top(ax, bad, marker="x", color=ink, ms=4, label="not finite")
     ax.autoscale(axis="y")
-    # Of all that is drawn.
+    # Of everything that is drawn.
     least = ax.dataLim.minposy
     top = ax.dataLim.y1
     zeros = ax.dataLim.y0 <= 0

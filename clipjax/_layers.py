@@ -18,9 +18,9 @@ class Param(NamedTuple):
     shape: tuple[int, ...]
     layer: Any
     name: str  # in the layer
-    # Those to reduce, counted from the right; None if they are unknown.
+    # The axes to reduce, counted from the right; None if they are not known.
     axes: tuple[int, ...] | Skip | None
-    own_shape: tuple[int, ...]  # of one layer, as it says
+    own_shape: tuple[int, ...]  # of one layer, as the layer says
 
     @property
     def mistake(self) -> str | None:
@@ -39,7 +39,7 @@ class Param(NamedTuple):
 
         The other axes have the shape of one layer.
         """
-        if not self.shape:  # one number can be no unit
+        if not self.shape:  # a single number is no unit
             return {SKIP}
         if not isinstance(self.axes, tuple):
             return {self.axes}
@@ -74,7 +74,7 @@ def axes_by_path(
     patterns = first_matches("other", list(other), flatten(dict.fromkeys(by_path, 0)))
     axes: dict[str, Any] = {}
     unknown = []
-    # As JAX sorts the keys of a dict.
+    # Sorted, as JAX sorts the keys of a dict.
     for path, pattern in zip(sorted(by_path), patterns, strict=True):
         param = by_path[path]
         if pattern is not None:

@@ -35,10 +35,10 @@ class _State(NamedTuple):
 
     node: Any
     kind: str  # the name of its type; "" for a mapping and for a leaf
-    fields: _Names  # of a leaf: the names on the way to it
-    label: str  # the transformation, of a state with metrics
+    fields: _Names  # for a leaf, the names on the way to it
+    label: str  # the transformation, for a state with metrics
     path: _Names
-    leaves: dict[_Names, Any]  # without those of the states in it
+    leaves: dict[_Names, Any]  # without the leaves of states in it
 
     def __str__(self) -> str:
         what = self.label or self.kind or "/".join(self.fields)
@@ -277,7 +277,7 @@ def _scalars_in(kept: Any) -> dict[str, Any]:
 
 def _follow(was: _State, now: _State, values: dict[_Names, Any]) -> list[str]:
     """Add the values of the leaves of `now`; return what has no place in it."""
-    # A checkpoint of Flax NNX without a template has the boxes around arrays.
+    # Restored without a template, a checkpoint of Flax NNX has boxes around arrays.
     boxed = {key for key in was.leaves if len(key) > 1 and key[-1] == "value"}
     boxed -= {key for key in boxed if key in now.leaves or key[0] == "metrics"}
     theirs = {key[:-1] if key in boxed else key: x for key, x in was.leaves.items()}
@@ -342,7 +342,7 @@ def _moved(x: Any, like: Any, was: _Names, now: _Names) -> Any:
     is_known = isinstance(like, jax.Array) and not isinstance(like, jax.core.Tracer)
     if not (is_known and len(like.sharding.device_set) > 1):
         return jnp.asarray(x, there)
-    # What a checkpoint restores to the host may be too large for one device.
+    # An array that a checkpoint restores to the host may be too large for one device.
     array = jnp.asarray(x, there) if isinstance(x, jax.Array) else np.asarray(x, there)
     return jax.device_put(array, like.sharding)
 

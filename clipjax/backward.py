@@ -232,8 +232,8 @@ def _with_gradient(
     warn_if_local()
     taps.check_tap(tap)
     leaves = flatten(tree)
-    # Arrays are arguments, since a custom derivative must not close over tracers;
-    # numbers stay exact.
+    # Arrays are arguments, since a custom derivative must not close over tracers.
+    # Numbers are closed over, so that they stay exact.
     arrays = [
         lax.stop_gradient(limit) if isinstance(limit, jax.Array) else None
         for limit in limits

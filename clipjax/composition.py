@@ -147,7 +147,7 @@ def bounded(
             "optimizer: optax.MultiSteps inside bounded would accumulate clipped "
             "gradients: use bounded(..., accumulate=k) instead"
         )
-    # A norm may overflow although the entries do not.
+    # A norm may overflow although all elements are finite.
     if nonfinite == "zero" and before:
         before.append(zero_nonfinite())
     projections = [] if project is None else as_list(project)
@@ -178,7 +178,7 @@ def _accumulating(
                 raise TypeError(
                     f"accumulate: {leaf} is complex; only real gradients are averaged"
                 )
-        # float64 where that is enabled.
+        # The mean is float64 where that is enabled.
         mean = [
             jnp.zeros_like(x, dtype=float) if is_float(x) else jnp.zeros(np.shape(x))
             for x in leaves.values
@@ -199,7 +199,8 @@ def _accumulating(
             return mean + (x.astype(mean.dtype) - mean) / count if is_float(x) else mean
 
         means = jax.tree.map(next_mean, grads, state.acc_grads)
-        # Leaves without a norm have no mean: those of the last micro-batch are taken.
+        # Leaves without a norm have no mean: the leaves of the last micro-batch are
+        # used.
         given = jax.tree.map(
             lambda x, mean: mean.astype(x.dtype) if is_float(x) else x, grads, means
         )

@@ -104,7 +104,7 @@ def _linen_params(
     """Yield the parameters that `model.init(*args, **kwargs)` makes, by tracing it."""
     # Several modules may share a scope.
     layers: dict[Names, list[nn.Module]] = {(): [model]}
-    # Inside a stack, where a module sees one layer.
+    # The shapes that a module sees within a stack, where it is one layer.
     own_shapes: dict[Names, tuple[int, ...]] = {}
 
     def watch(
@@ -115,7 +115,7 @@ def _linen_params(
     ) -> Any:
         scope = context.module.scope
         result = call(*call_args, **call_kwargs)
-        # Flax tries out a setup elsewhere.
+        # Flax also calls methods to try out `setup`, in another scope.
         if scope is not None and context.method_name != "<lambda>":
             layers.setdefault(scope.path, []).append(context.module)
             own = scope.variables().get("params", {})
@@ -125,8 +125,8 @@ def _linen_params(
 
     leaves, treedef = jax.tree.flatten((args, kwargs))
     arrays = [x if _is_array(x) else None for x in leaves]
-    # A new name each time: otherwise modules under nn.jit that JAX has traced before
-    # would not be seen.
+    # A new name each time, since modules under nn.jit that JAX has traced before are
+    # not called again.
     mutable = DenyList(("intermediates", f"unit_axes_{uuid.uuid4()}"))
 
     def init(arrays: list[Any]) -> Any:
@@ -203,7 +203,7 @@ _CONV = (nn.Conv, nn.ConvTranspose, nnx.Conv, nnx.ConvTranspose)
 _EINSUM = (nn.Einsum, nnx.Einsum)
 _KINDS = ("BatchNorm", "LayerNorm", "RMSNorm", "GroupNorm", "InstanceNorm")
 _NORMS = tuple(getattr(of, kind) for of in (nn, nnx) for kind in _KINDS)
-# The scales of these are named after the parameters that they scale.
+# Layers whose scales are named after the parameters that they scale.
 _REPARAMETRIZED = (nn.WeightNorm, nn.SpectralNorm, nnx.WeightNorm, nnx.SpectralNorm)
 _SKIPPED = {
     "bias": (*_LINEAR, *_GENERAL, *_CONV, *_EINSUM, *_NORMS),
@@ -226,7 +226,7 @@ def _axes(layer: Any, name: str) -> tuple[int, ...] | Skip | None:
 
 def _kernel_axes(layer: Any) -> tuple[int, ...] | None:
     if isinstance(layer, _LINEAR):
-        return (-2,)  # of a local convolution, the window and its channels
+        return (-2,)  # for a local convolution, the window and its channels
     if isinstance(layer, _GENERAL):
         features = (
             layer.features if isinstance(layer, nn.DenseGeneral) else layer.out_features
@@ -240,7 +240,7 @@ def _kernel_axes(layer: Any) -> tuple[int, ...] | None:
     if isinstance(layer, _EINSUM):
         operands, _, output = (layer.einsum_str or "").replace(" ", "").partition("->")
         kernel = operands.split(",")[-1]
-        # Neither an ellipsis nor given in the call only.
+        # The string has no ellipsis, and was not given in the call alone.
         if kernel.isalpha() and len(set(kernel)) == len(kernel):
             size = len(kernel)
             return tuple(i - size for i, x in enumerate(kernel) if x not in output)

@@ -27,8 +27,8 @@ Scalar: TypeAlias = jax.Array  # of rank 0
 Metrics: TypeAlias = dict[str, jax.Array]  # scalars by name
 Path: TypeAlias = tuple[Any, ...]  # the keys that JAX gives to a leaf
 
-# A bound may be a number, an array, or a schedule from the step to the bound. Where the
-# weights are bounded, it may also be a mapping from path patterns to these.
+# A threshold or a bound: a number, an array, or a schedule from the step to these.
+# Bounds of weights may also be mappings from path patterns to these.
 Number: TypeAlias = float | np.number[Any] | jax.Array
 Bound: TypeAlias = ArrayLike | optax.Schedule
 Bounds: TypeAlias = Bound | Mapping[str, Bound]
@@ -42,5 +42,6 @@ Axes: TypeAlias = (
 )
 AutoAxes: TypeAlias = Axes | Literal["auto"]
 
-# The axes of one leaf, which are kept with size 1; None: all of them, not kept.
+# The axes to reduce in one leaf. Reduced axes are kept with size 1; None reduces all
+# axes and keeps none.
 Reduced: TypeAlias = tuple[int, ...] | None

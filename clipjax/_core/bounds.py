@@ -15,9 +15,9 @@ class Limit(NamedTuple):
     """A bound that was checked: one for all leaves, or one for each path pattern."""
 
     name: str  # of the argument
-    least: float  # below which no value of it falls
+    least: float  # the smallest value it can have
     value: Any  # a number, an array or a schedule; or a mapping to these by pattern
-    # The number that stands for a leaf which no pattern matches; None if there is none.
+    # The bound of a leaf that no pattern matches; None if such a leaf has no bound.
     other: float | None = None
 
     @property
@@ -138,7 +138,8 @@ def _is_tree(value: Any) -> bool:
 
 def _checked_schedule(name: str, schedule: Any, scalar: bool) -> Any:
     """Return a schedule that checks each value that it returns."""
-    # The gradients of a callable module are callable, too. A schedule may hold numbers.
+    # A tree of gradients may be callable, as that of a callable module is. A schedule
+    # may hold numbers, but no arrays.
     arrays = [x for x in jax.tree.leaves(schedule) if np.ndim(x)]
     if _is_tree(schedule) and arrays:
         raise _tree_error(name, schedule, "a number, an array or a schedule")
@@ -205,7 +206,7 @@ def _checked(name: str, bound: Any, least: float, scalar: bool, forms: str) -> A
 def _at_least(bound: Any, least: float) -> Any:
     if least == -np.inf:
         return bound
-    xp = jnp if isinstance(bound, jax.Array) else np  # NumPy's stay exact
+    xp = jnp if isinstance(bound, jax.Array) else np  # NumPy's floats stay exact
     return xp.maximum(bound, least)
 
 

@@ -116,7 +116,7 @@ def factor_onto(wanted: jax.Array, norm: jax.Array, rate: Any = 1) -> jax.Array:
     wanted = jnp.asarray(wanted, norm.dtype)
     rate = jnp.minimum(jnp.asarray(rate, norm.dtype), 1)
     there = (norm == wanted) | (norm == 0) | (wanted == 0)
-    # An infinite norm becomes NaN.
+    # An infinite norm is not `there`, so that its factor becomes NaN.
     there &= wanted < jnp.inf
     return quotient_or_1(there, rate * (wanted + 0 * wanted) + (1 - rate) * norm, norm)
 

@@ -187,7 +187,8 @@ def _check_returned(name: str, returned: Any, memory: Any) -> None:
             f"{short_repr(returned)}"
         )
     wanted, given = (jax.tree.map(_kind, tree) for tree in (memory, returned[2]))
-    # Not wanted != given: placeholders of optax.tree.map_params equal only themselves.
+    # Not `wanted != given`, since placeholders of optax.tree.map_params are only equal
+    # to themselves.
     kinds = {(jax.tree.structure(x), *jax.tree.leaves(x)) for x in (wanted, given)}
     if len(kinds) > 1:
         raise TypeError(

@@ -38,7 +38,8 @@ class Leaves(NamedTuple):
     values: list[Any]
     paths: list[Path]
     rebuild: Callable[[Sequence[Any]], Tree]
-    # Where the tree has None, and where `optax.masked` has removed a leaf.
+    # The paths at which the tree has None, or from which `optax.masked` has removed a
+    # leaf.
     absent: list[Path]
     is_masked: bool
 
@@ -137,7 +138,7 @@ def _is_no_branch(node: Any) -> bool:
 
 
 def _as_array(path: Path, leaf: Any) -> Any:
-    # `init` takes shapes, as Optax's does; JAX refuses them elsewhere.
+    # `init` takes shapes, as Optax's does; elsewhere JAX raises an error for them.
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         return leaf
     if isinstance(leaf, bool | int | float | complex) or hasattr(leaf, "__jax_array__"):
@@ -232,7 +233,7 @@ def first_matches(
     `in_order`, a pattern that is never the first. Where `optax.masked` or
     `optax.partition` has removed leaves, a pattern may be for the removed ones.
     """
-    # Two names may be the same: those of {"a/b": x, "a": {"b": y}}.
+    # Two leaves may have one name, as in {"a/b": x, "a": {"b": y}}.
     names = [path_name(path) for path in (*leaves.paths, *leaves.absent)]
     matched = _all_matches(patterns, names)
     first = [found[0] if found else None for found in matched]

@@ -65,7 +65,7 @@ def warn_if_local() -> None:
     first in every public function that measures, so that the warning is about the
     user's line.
     """
-    # Before Python 3.12, the line that calls the function.
+    # Before Python 3.12 the warning is about the line that calls the function.
     at: Any = {"stacklevel": 3}
     if sys.version_info >= (3, 12):
         at = {"skip_file_prefixes": _LIBRARIES}
@@ -135,7 +135,7 @@ def _powers(x: jax.Array, ord: float) -> jax.Array:
     parts = [part.astype(sum_dtype(x.dtype)) for part in real_parts]
     if ord == 2:
         return functools.reduce(jnp.add, map(jnp.square, parts))
-    # The modulus of a complex 0 has no derivative, so a root that has one is taken.
+    # The modulus of a complex 0 has no derivative in JAX; `root` has one.
     absolute = jnp.abs(parts[0]) if len(parts) == 1 else root(_powers(x, 2), 2)
     if ord in (1, jnp.inf):
         return absolute

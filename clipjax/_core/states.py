@@ -24,9 +24,9 @@ class MetricsState(NamedTuple):
     """The state of a transformation that has metrics; `clipjax.metrics` reads it."""
 
     step: Scalar  # int32: how many updates there were
-    # {transformation: {metric: scalar}}, or a table. The dtype says what is kept: the
-    # float of the last update; of ints, as int32, the sum over all updates; of bools,
-    # as uint32, at how many updates they were true.
+    # {transformation: {metric: scalar}}, or a table. The dtype says what is kept: a
+    # float is the value at the last update; an int32 is the sum of ints over all
+    # updates; a uint32 is the number of updates at which a bool was true.
     metrics: dict[str, dict[str, jax.Array] | Table]
     memory: Any  # what the transformation itself remembers
 
@@ -47,12 +47,12 @@ class BadSteps(NamedTuple):
     rows: jax.Array
 
 
-# In place of a loss that is not given, in the rows of bad steps. NaN would raise under
-# `jax_debug_nans` where nothing is wrong, and a loss may be infinite.
+# What the rows of bad steps have if no loss was given. NaN would raise under
+# `jax_debug_nans` where nothing is wrong, and infinity may be a loss.
 NO_LOSS = -(2.0**127)
 
 
-Names: TypeAlias = tuple[tuple[str, ...], ...]  # of floats, of ints, of bools
+Names: TypeAlias = tuple[tuple[str, ...], ...]  # of floats, of ints, and of bools
 
 
 class _Arrays(NamedTuple):
@@ -77,7 +77,7 @@ class Table(_Arrays):
         """The names of this table, also if it was restored from a checkpoint."""
         if any(self.names):
             return self.names
-        text = jax.tree.leaves(self.text)[0]  # in a box, as Flax NNX has it
+        text = jax.tree.leaves(self.text)[0]  # it may be in a box of Flax NNX
         if isinstance(text, jax.core.Tracer):
             raise ValueError(
                 "opt_state: inside jit, nnx.state has no names of norms, nor has a "
@@ -188,7 +188,7 @@ def _logged(x: jax.Array) -> jax.Array:
         return x.astype(np.uint32)
     if jnp.issubdtype(x.dtype, jnp.floating):
         return x.astype(sum_dtype(x.dtype))
-    if not np.can_cast(x.dtype, np.int32):  # it has larger numbers
+    if not np.can_cast(x.dtype, np.int32):  # such as int64
         x = jnp.minimum(x, _MOST)
     return x.astype(np.int32)
 

@@ -13,7 +13,7 @@ from clipjax._core.leaves import Leaf, Leaves, by_path, is_float, path_name
 from clipjax._core.messages import a_few, traced_error
 from clipjax._core.norms import mesh_axes, norm
 
-_UNMATCHED = Skip()  # of a leaf that no pattern matches
+_UNMATCHED = Skip()  # for a leaf that no pattern matches
 
 
 def fan_in(path: Path, leaf: Any) -> tuple[int, ...] | Skip:

@@ -28,9 +28,9 @@ WarmupNorms = Literal["before", "after"]
 class AdagcMemory(NamedTuple):
     """What :func:`adagc` remembers."""
 
-    # A tree like the parameters, with a float array for each leaf that has units: of
-    # the leaf's shape with 1 for the reduced axes, or (). It is infinite until a norm
-    # is known.
+    # A tree like the parameters, with an array of floats for each leaf that has units.
+    # Its shape is that of the leaf with 1 for the reduced axes, or (). Elements are
+    # infinite until a norm is known.
     gammas: Any
     steps: jax.Array  # int32: how many steps had a finite norm above 0
 
@@ -118,7 +118,7 @@ def adagc(
             for x in params.values
         ]
         gammas = map_units(_infinity_like, norms_of(known, axes_of(params, axes)))
-        # A box of Flax may have a sharding, which is not that of the norms.
+        # A box of Flax may have a sharding, which does not fit the norms.
         tree = unboxed(params.rebuild(gammas))
         return AdagcMemory(tree, jnp.zeros((), np.int32))
 
@@ -130,8 +130,8 @@ def adagc(
         gammas = jax.tree.leaves(memory.gammas)
         treedef: Any = jax.tree.structure(memory.gammas)
         check_same("updates of adagc", *_shapes(gammas, unit_norms))
-        # The metrics are computed of all leaves together: a part for each leaf would be
-        # another kernel to compile.
+        # The metrics are computed from all leaves together, since a part for each leaf
+        # would be another kernel to compile.
         pairs = list(zip(unit_norms, gammas, strict=True))
         all_norms = _stacked(unit_norms)
         all_gammas = _stacked([gamma.astype(n.dtype) for n, gamma in pairs])
@@ -175,7 +175,7 @@ class _Now(NamedTuple):
 
     warming: Scalar
     total: Scalar  # the norm of all leaves
-    cap: Scalar  # its bound in the warm-up
+    cap: Scalar  # the threshold for `total` in the warm-up
     ratio: Scalar  # the relative bound
 
 

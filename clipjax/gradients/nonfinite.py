@@ -47,15 +47,16 @@ def zero_nonfinite() -> optax.GradientTransformationExtraArgs:
     """
 
     def act(updates: Leaves, params: Tree, step: Any, memory: Any, **_: Any) -> Any:
-        # In float32, which rounds large counts, but does not wrap where billions of
-        # entries are NaN.
+        # The count is float32, which rounds large counts, but does not wrap where
+        # billions of elements are NaN.
         zeroed = jnp.zeros((), np.float32)
         values = list(updates.values)
         for i, x in enumerate(values):
             if not is_float(x):
                 continue
             finite = jnp.isfinite(x)
-            # Of one byte each, since XLA on a CPU writes what it counts to memory.
+            # One byte for each element, since XLA on a CPU writes what it counts to
+            # memory.
             bad = (~finite).astype(np.uint8)
             zeroed += over_devices(lax.psum, jnp.sum(bad, dtype=np.float32))
             zeros = jnp.zeros((), x.dtype)

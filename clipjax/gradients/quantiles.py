@@ -25,7 +25,7 @@ from clipjax.gradients.window import (
 class QuantileMemory(NamedTuple):
     """What :func:`clip_by_quantile` remembers."""
 
-    max_norm: jax.Array  # float: the bound of the next step
+    max_norm: jax.Array  # float: the threshold of the next step
 
 
 def autoclip(

@@ -15,7 +15,7 @@ from clipjax._core.door import transformation
 from clipjax._core.leaves import Leaves, beside
 from clipjax._core.units import axes_of, check_axes, map_units, norms_of, unclear_error
 
-# Below this no norm is measured, and divided by it none overflows.
+# The smallest norm that is measured; no norm overflows when it is divided by it.
 _LEAST = 1e-18
 
 

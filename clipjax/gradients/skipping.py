@@ -19,7 +19,7 @@ from clipjax._core.norms import over_devices, sum_dtype, tree_norm
 from clipjax._core.states import BadSteps, saturating_add
 from clipjax.gradients.history import norm_dtype
 
-# compare(norm, loss, past, step) -> (whether they are a spike, the next past, metrics)
+# compare(norm, loss, past, step) -> (whether it is an outlier, the next past, metrics)
 Compare: TypeAlias = Callable[
     [Scalar, Scalar | None, Any, Scalar], tuple[Any, Any, Metrics]
 ]
@@ -28,9 +28,9 @@ Compare: TypeAlias = Callable[
 class SkipMemory(NamedTuple):
     """What a transformation that skips steps remembers."""
 
-    past: Any  # what it compares a step with
-    # int32: the steps skipped in a row; negative while bad steps are taken, since so
-    # many were skipped before them
+    past: Any  # what a step is compared with
+    # int32: the number of steps skipped in a row. It is negative while bad steps are
+    # applied because this many steps were skipped before them.
     in_a_row: Scalar
     inner: Any  # the state of the inner transformation
 

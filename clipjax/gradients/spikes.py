@@ -27,24 +27,23 @@ from clipjax.gradients.window import (
 # standard deviation.
 _STD_PER_MAD = 1.4826
 
-# The smallest standard deviations of logarithms, of norms and of losses: a norm within
-# 5% of the usual one is never an outlier, nor a loss within 1%, since bfloat16 rounds a
-# loss in steps of up to 0.8%.
+# The smallest standard deviations of logarithms, for norms and for losses, so that
+# noise is no outlier: bfloat16 rounds a loss in steps of up to 0.8%.
 _LEAST_STDS = (0.05, 0.01)
 
-# The largest standard deviation of logarithms: with 6 of them, 20 times the level is an
-# outlier however much values vary.
+# The largest standard deviation of logarithms: 6 times this number makes 20 times the
+# level an outlier, however much values vary.
 _MOST_STD = 0.5
 
-# The defaults, for those who want to know what `skip_spikes` would skip.
+# The defaults, also for `record_norms`, which keeps what `skip_spikes` would skip.
 Z_THRESHOLD = 6.0
 WINDOW = 64
 
-# With 16 values and more there is a trend. It may not go on: the level is at least the
-# median of the last 16.
+# With 16 values and more there is a trend. The trend may end, so the level is at least
+# the median of the last 16 values.
 _RECENT = 16
 
-# In place of 0 and less, which have no logarithm.
+# This number replaces values of 0 and less, which have no logarithm.
 _LEAST_VALUE = 1e-30
 
 
@@ -202,7 +201,7 @@ def _compared(
     count = past.held[:, None]
     ago = age(past.values)
     is_held = ago <= count
-    # Always so for norms, and for most losses.
+    # All norms are positive, and most losses.
     positive = jnp.all((past.values > 0) | ~is_held, axis=-1)
     is_log = positive[:, None]
     held = jnp.where(is_held, past.values, 1)
@@ -241,7 +240,7 @@ def _median(values: jax.Array, count: jax.Array) -> jax.Array:
     ago = age(values)
     is_counted = ago <= count
     mine, other = values[..., :, None], values[..., None, :]
-    # Of equal values the older is before the newer.
+    # Of two equal values, the older is before the newer.
     is_older = ago[..., None, :] > ago[..., :, None]
     is_before = (other < mine) | ((other == mine) & is_older)
     rank = jnp.sum(is_before & is_counted[..., None, :], axis=-1, dtype=np.int32)

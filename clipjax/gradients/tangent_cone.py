@@ -103,8 +103,8 @@ def _without_outward_part(
         product = over_devices(lax.psum, product)
     near = least_inside(jnp.asarray(bound, weight_norm.dtype), weight.dtype)
     outward = ~(weight_norm < near) & ~(product >= 0)  # NaN counts as outward
-    # One number for each unit. Measuring what is left would keep the whole gradient in
-    # memory.
+    # `part` is one number for each unit. To measure what is left of the gradient would
+    # keep all of it in memory.
     square = jnp.where(outward & (weight_norm > 0), weight_norm * weight_norm, 1)
     part = jnp.where(outward, product, 0) / square
     new = (g - w * part.astype(dtype)).astype(x.dtype)

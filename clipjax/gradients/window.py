@@ -14,9 +14,10 @@ from clipjax._core.states import check_same
 class Window(NamedTuple):
     """The last values of a norm, or of a norm and a loss: `(2, size)` and `(2,)`."""
 
-    # float (size,): in the order of time, the newest last; infinite where there is none
+    # float (size,), in the order of time, the newest last; infinite where there is no
+    # value
     values: jax.Array
-    held: jax.Array  # int32: how many there are
+    held: jax.Array  # int32: the number of values
 
 
 def empty_window(size: Any, dtype: Any, rows: tuple[int, ...] = ()) -> Window:

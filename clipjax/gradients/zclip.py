@@ -18,8 +18,8 @@ from clipjax.gradients.history import clip_by_history, is_counted
 
 ZclipMode = Literal["adaptive", "mean", "percentile"]
 
-# A spike counts 1, and any other step takes 4 away. At a count of 100 they are no
-# spikes, but a new level.
+# An outlier adds 1 to a counter, and any other step subtracts 4. At 100 the norms are
+# at a new level, and the statistics start again.
 _NEW_LEVEL_COUNT, _TAKEN_AWAY = 100, 4
 
 
@@ -28,14 +28,14 @@ class Moments(NamedTuple):
 
     mean: jax.Array  # float: the moving mean
     std: jax.Array  # float: the moving standard deviation
-    steps: jax.Array  # int32: how many norms they have taken in
+    steps: jax.Array  # int32: the number of norms they have taken in
 
 
 class ZclipMemory(NamedTuple):
     """What :func:`zclip` remembers."""
 
     moments: Moments
-    spikes: jax.Array  # int32: the count of spikes, less what other steps took away
+    spikes: jax.Array  # int32: the counter of outliers
 
 
 def zclip(
@@ -139,7 +139,7 @@ def zclip(
         if mode == "mean":
             of_spike = past.mean
         if mode == "adaptive":
-            # Neither 0 nor infinite.
+            # `excess` is never 0 or infinite.
             excess = jnp.where(spike, norm - past.mean, 1)
             allowed = jnp.where(spike, z_max, 0)
             of_spike = past.mean + allowed * std * (allowed * width / excess)
@@ -152,7 +152,7 @@ def zclip(
         if not update_on_spike:
             after = jax.tree.map(lambda a, b: jnp.where(spike, b, a), after, past)
         spikes = jnp.maximum(spikes + jnp.where(spike, 1, -_TAKEN_AWAY), 0)
-        # The first norm of a warm-up replaces the averages.
+        # After a restart, the first norm of the warm-up replaces the averages.
         anew = spikes >= _NEW_LEVEL_COUNT
         after = after._replace(steps=jnp.where(anew, 0, after.steps))
         bound = jnp.minimum(bound, jnp.asarray(norm_limit.at(step), norm.dtype))
@@ -176,12 +176,12 @@ def _after(past: Moments, norm: Scalar, warming: Scalar, decay: Any) -> Moments:
     rate = jnp.where(warming, plain, 1 - decay)
     kept = jnp.where(warming, 1 - rate, (1 - rate) ** 2)
     away = norm - past.mean
-    # The squares of norms would leave float32.
+    # Divided by the largest of them, since squares of norms may overflow in float32.
     largest = jnp.maximum(past.std, jnp.abs(away))
     largest = jnp.maximum(largest, np.finfo(norm.dtype).tiny)
     std = past.std / largest
     change = rate * (kept * (away / largest) ** 2 - std**2)
-    total = std + jnp.sqrt(std**2 + change)  # of the old and the new root
+    total = std + jnp.sqrt(std**2 + change)  # the sum of the old and the new root
     wider = largest * (change / jnp.where(total > 0, total, 1))
     return Moments(
         past.mean + rate * away,
@@ -268,6 +268,6 @@ def clip_by_lognormal(
 
 
 def _no_moments(dtype: Any) -> Moments:
-    # Two arrays, of which each may be donated.
+    # Two arrays, since the same array cannot be donated twice.
     mean, std = jnp.zeros((), dtype), jnp.zeros((), dtype)
     return Moments(mean, std, jnp.zeros((), np.int32))

@@ -21,13 +21,14 @@ class BadStep(NamedTuple):
     the threshold in the first steps.
     """
 
-    step: int  # how many updates there were before it
-    norm: float  # that of all leaves
-    threshold: float  # up to which norm a step is no spike
+    step: int  # the number of updates before it
+    norm: float  # the norm of all leaves
+    threshold: float  # the norm above which a step is an outlier
     loss: float
     groups: dict[str, float]  # the norm of each group, by name
-    # The norms that probes saw, in the order of the model; infinite where an element is
-    # not finite. Empty if there are no probes, or their taps were not given.
+    # The norms that probes saw, in the order of the model; infinite if an element is
+    # not finite. They are empty if there are no probes, or if their taps were not
+    # given.
     forward: dict[str, float] = {}  # noqa: RUF012
     backward: dict[str, float] = {}  # noqa: RUF012
 
@@ -83,11 +84,11 @@ class BadStep(NamedTuple):
         name, largest = max(self.groups.items(), key=lambda item: item[1])
         if not math.isfinite(self.norm):
             return f"largest in {name}"
-        # Of squares, which add up to that of the norm.
+        # The squares of the norms of all groups add up to the square of the norm.
         return f"{(largest / self.norm) ** 2:.0%} of it in {name}"
 
 
-# By how much a norm is more than that of the layer before, so that it is told.
+# The text names a layer whose norm is more than this many times that of the one before.
 _TOLD = 10
 
 
@@ -236,5 +237,6 @@ def _groups_of(name: str, norms: dict[str, float]) -> dict[str, float]:
         for key, norm in norms.items()
         if f"{key}/".startswith(f"{name}/")
     }
-    # Beside stacks, other leaves have the name of the updates. Alone they are no group.
+    # Leaves beside stacks form a group without a name, which gets the name of the
+    # updates. If it is the only group, it is none.
     return {} if list(own) == [""] else {key or name: x for key, x in own.items()}

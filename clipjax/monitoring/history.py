@@ -164,7 +164,7 @@ def per_step(
 def label_of(columns: Mapping[str, Any], key: str) -> str | None:
     """Return the name of the transformation of a metric, or None if it has none."""
     # A user may have put something before its name, such as "train/", and may count
-    # "train/steps". In a recorder a group, too, may be called "steps".
+    # "train/steps". In `record_norms` a group, too, may be called so.
     own = re.sub("((^|/)record_norms[^/]*/).*", r"\1", key)
     ends = [i for i, letter in enumerate(own) if letter == "/"]
     labels = (key[:i] for i in reversed(ends))
@@ -184,7 +184,7 @@ def steps_taken(columns: Mapping[str, Any], key: str) -> np.ndarray:
     for other in columns:
         if other.startswith(f"{label}/") and not taken.all():
             values = per_step(columns, other, key)
-            # NaN may be the same NaN.
+            # A metric that is NaN at both steps may not have changed.
             both_nan = np.isnan(values[1:]) & np.isnan(values[:-1])
             taken[1:] |= (values[1:] != values[:-1]) & ~both_nan
     return taken

@@ -83,7 +83,7 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
         label = next(x for x in numbered if x not in labels)
         labels.add(label)
         found |= {f"{label}/{key}": value for key, value in values.items()}
-    return dict(sorted(found.items()))  # as those that a jitted function returns
+    return dict(sorted(found.items()))  # sorted, as a jitted function returns them
 
 
 def states_in(tree: Any) -> list[MetricsState]:
@@ -160,15 +160,15 @@ def _in_a_row(memory: Any) -> Any:
     The memory may be a mapping that was restored without a template.
     """
     if isinstance(memory, Mapping):
-        # What is empty may be missing.
+        # Fields that are empty may be missing.
         is_skip = {"in_a_row"} <= memory.keys() <= {*SkipMemory._fields}
         is_skip &= len(memory) > 1
         return as_array(memory["in_a_row"]) if is_skip else None
     return as_array(memory.in_a_row) if isinstance(memory, SkipMemory) else None
 
 
-# Jitted, so that outside of jit no constant goes to the device, which transfer guards
-# forbid.
+# Jitted, since outside of jit constants would be transferred to the device, which
+# transfer guards forbid.
 @jax.jit
 def _from_scalars(step: Scalar, kept: Metrics, in_a_row: Any) -> Metrics:
     """Return metrics from the scalars in a state, in buffers of their own."""

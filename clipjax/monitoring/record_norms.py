@@ -261,7 +261,7 @@ def _check_of(of: Any) -> tuple[str, ...]:
 
 def _by_group(groups: Any, stacked: Any, ord: float) -> Callable[[Leaves], Groups]:
     """Return the function that measures the norms of groups, and of layers."""
-    # Of a path, none for the whole tree, and all that there are for leaves.
+    # The number of components of a path: 0 for the whole tree, None for all of them.
     depth: int | None = 0 if groups is None else None
     patterns: tuple[str, ...] = ()
     if isinstance(groups, jax.Array):
@@ -282,7 +282,7 @@ def _by_group(groups: Any, stacked: Any, ord: float) -> Callable[[Leaves], Group
         stacked_by = first_matches("stacked", stacks, leaves)
         members: dict[Any, list[Leaf]] = {}
         if groups is None and not stacks:
-            members[(), False] = []  # the norm of no leaf is 0
+            members[(), False] = []  # the norm of a tree without leaves is 0
         for group, stack, leaf in zip(
             groups_of(leaves), stacked_by, leaves.each, strict=True
         ):
@@ -320,7 +320,7 @@ def _joined(measured: dict[str, Groups]) -> Table:
         for label, (names, _) in measured.items()
         for name in names
     ]
-    # Two paths may have one name: those of {"a/b": x, "a": {"b": y}}.
+    # Two paths may have one name, as in {"a/b": x, "a": {"b": y}}.
     if twice := sorted(name for name, n in Counter(names).items() if n > 1):
         raise ValueError(f"groups: two norms would be called {a_few(twice)}")
     arrays = [norms for _, norms in measured.values()]

@@ -18,15 +18,16 @@ from clipjax._core.norms import mesh_axes, over_devices, sum_dtype
 
 T = TypeVar("T")
 
-# What the tap of a clip holds: how many norms there were, how many were clipped, how
-# many were not finite, and the sum of the finite ones.
+# The tap of a clip has four numbers: the number of norms, the number of norms that were
+# clipped, the number that were not finite, and the sum of the finite norms.
 _OF_CLIP = (4,)
 
-# What the tap of a probe holds, of the forward pass and then of the backward pass: how
-# many elements there were, how many were not finite, and the squares of the others.
+# The tap of a probe has three numbers for the forward pass, and then three for the
+# backward pass: the number of elements, the number that were not finite, and the sum of
+# squares of the others.
 _OF_PROBE = (6,)
 
-# Norms, and whether they are above the bound.
+# Norms, and whether each is above its threshold.
 Seen: TypeAlias = tuple[jax.Array, jax.Array]
 
 

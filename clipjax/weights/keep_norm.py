@@ -96,6 +96,6 @@ def keep_norm(*, rate: Bound = 1.0, axes: AutoAxes = "auto") -> Projection:
         keep,
         scheduled=rates.scheduled,
         axes_of=lambda weights: axes_of(weights, axes),
-        # Factors so near to 1 would not change weights of 16 bits.
+        # Factors near to 1 would not change weights that are rounded to 16 bits.
         unrounded=True,
     )

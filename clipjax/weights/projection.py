@@ -28,7 +28,7 @@ class ProjectionState(NamedTuple):
     example, all new weights would have to stay in memory.
     """
 
-    step: Scalar  # int32: how many updates there were
+    step: Scalar  # int32: the number of updates
 
 
 class Projection(optax.GradientTransformationExtraArgs):
@@ -44,10 +44,10 @@ class Projection(optax.GradientTransformationExtraArgs):
     # apply(params, *, step=None): the projected weights. `step` is needed if a bound is
     # a schedule; `keep_norm` and `qk_clip` need more.
     apply: Callable[..., Tree]
-    # What `apply` takes beside the weights and the step.
+    # The names of what `apply` takes besides the weights and the step.
     needs: frozenset[str] = frozenset()
-    # For each of the leaves given, the axes along which it is rescaled, or SKIP; None
-    # if a projection rescales no units.
+    # A function that returns for each leaf the axes of its units, or SKIP; None if the
+    # projection rescales no units.
     axes_of: Callable[[Leaves], Sequence[Any]] | None = None
     text: str = "a projection"  # as a user wrote it
 
@@ -112,8 +112,9 @@ def projection(
         added = _sum if unrounded else applied
         summed = list(map(added, before, changes.values))
         if axes_of is not None:
-            # Weights of 16 bits are compared with what they become. Without the
-            # barrier, a step on an H100 moves 19.0 instead of 16.0 (JAX 0.12).
+            # New weights of 16 bits are compared with the projected ones. Without the
+            # barrier, a step on an H100 moves 19.0 times the bytes of the parameters
+            # instead of 16.0 (JAX 0.12).
             summed = [
                 lax.optimization_barrier(x) if _is_narrow(x) else x for x in summed
             ]
@@ -169,8 +170,8 @@ def applied(param: Any, update: Any) -> Any:
         return param
     total = _sum(param, update)
     info = jnp.finfo(param.dtype)
-    # Those of 8 bits may have no infinity, for which reduce_precision would keep the
-    # largest exponent.
+    # A dtype of 8 bits may have no infinity, but reduce_precision keeps the largest
+    # exponent for infinity.
     if info.bits != 16:
         return total.astype(param.dtype)
     rounded = lax.reduce_precision(total, info.nexp, info.nmant)

@@ -119,7 +119,7 @@ def qk_clip(
         factors: list[Any] = [None] * len(weights.values)
         for path, logits, sides in _by_layer(max_logits, layers_of(weights)):
             finite = jnp.where(jnp.isfinite(logits), logits, 0)
-            # Mesh axes that do not split the heads split batches.
+            # Mesh axes that do not split the weights split batches.
             split = {x for side in sides for x in mesh_axes(side.leaf.value)}
             finite = over_devices(lax.pmax, finite, but=split)
             fitted = bound.fit(most, finite, f"the logits of {path!r}")
@@ -234,7 +234,7 @@ def _layer_at(name: str, layers: list[str]) -> str:
         ends = [layer for layer in layers if start and layer.endswith(f"/{start}")]
         if len(exact or ends) == 1:
             return (exact or ends)[0]
-    # A model that is one layer may call its logits anything.
+    # If the model is one layer, its logits may have any name.
     if len(layers) == 1 and "" in (name, layers[0]):
         return layers[0]
     what = f"the path {name!r}" if name else "an array without a path"
@@ -258,11 +258,11 @@ def _scales(sides: list[_Side], factor: jax.Array, rope: int) -> list[jax.Array]
     """
     shapes, shared_by = _fitted(sides, factor.shape)
     *stack, heads = factor.shape
-    # No -1, which is not known where a stack is empty.
+    # Not -1, which could not be inferred for an empty stack.
     of_group = factor.reshape(*stack, heads // shared_by, shared_by)
     of_key = jnp.sqrt(jnp.min(of_group, axis=-1))
     given = jnp.repeat(of_key, shared_by, axis=-1)
-    # At most 1: a query does not grow to make up for the key that it shares.
+    # The factor is at most 1: a query does not grow to make up for its shared key.
     less = factor < given
     of_query = jnp.where(less, factor, 1) / jnp.where(less, given, 1)
     of_rotary = factor

@@ -124,7 +124,7 @@ def _capped(leaf: Leaf, sides: Sides, bound: Any) -> jax.Array:
         return jnp.transpose(back, tuple(np.argsort(order)))
 
     sharding = jax.typeof(x).sharding
-    # On explicit mesh axes products would need names; XLA finds them by itself.
+    # On explicit mesh axes products would need shardings; XLA infers them by itself.
     if any(sharding.spec):
         cap = jax.sharding.auto_axes(cap, out_sharding=sharding)
     return weak_like(x, cap(x, jnp.asarray(bound, real)))
@@ -143,8 +143,8 @@ def _sides_of_leaves(
     matrices = []
     for leaf, rule, is_chosen in zip(leaves.each, rules, chosen, strict=True):
         counts = is_chosen and is_float(leaf.value)
-        # One pair for all is for kernels of higher rank: those of Dense layers beside
-        # them are matrices already.
+        # One pair for all leaves is for kernels of higher rank. Kernels of Dense layers
+        # beside them are matrices already.
         for_all = isinstance(flatten, tuple) and np.ndim(leaf.value) <= 2
         own_rule = None if for_all else rule
         sides.append(_sides_of(own_rule, leaf) if counts else None)

@@ -22,10 +22,11 @@ class Violation(NamedTuple):
 
     path: str  # of the leaf, such as "encoder/Dense_0/kernel"
     unit: str  # its index as NumPy writes it, such as "[:, 0]"; "" for the whole leaf
-    # The norm of a unit that would be rescaled; else the entry that would change most.
+    # The norm of a unit that would be rescaled; otherwise the element that would change
+    # most.
     before: float
-    after: float  # the same, projected
-    entries: int  # how many entries would change
+    after: float  # the same after the projection
+    entries: int  # the number of elements that would change
 
     @property
     def change(self) -> float:
