@@ -89,8 +89,8 @@ def axes_by_path(
         hint = f"\nVectors are rarely units: other={{{skipped}}}" if vectors else ""
         mistakes = "".join(f"\n  {x.mistake}" for x in unknown)
         raise ValueError(
-            "unit_axes: it is not known which weights of these parameters form a "
-            "unit. Pass their axes to reduce, or clipjax.SKIP, as other={path "
+            "unit_axes: it is not known which weights of these parameters form an "
+            "output unit. Pass the axes to reduce, or clipjax.SKIP, as other={path "
             f"pattern: axes}}:{mistakes}{hint}"
         )
     # A pattern also matches the end of a longer path, and the first match wins: so

@@ -181,8 +181,9 @@ def _pairs(
         )
         if len(same) != len(like):
             raise ValueError(
-                f"old: it is not known which is which of {a_few(olds)}, and in new of "
-                f"{a_few(news)}: there must be equally many of one kind and one shape"
+                "old: it is not known which of the old states become which of the new "
+                f"ones: old has {a_few(olds)}, new has {a_few(news)}. There must be "
+                "equally many of one kind and one shape"
             )
         pairs.append((was, like[[x is was for x in same].index(True)]))
     return pairs
@@ -288,7 +289,7 @@ def _follow(was: _State, now: _State, values: dict[_Names, Any]) -> list[str]:
     fresh = [key for key in now.leaves if key not in theirs]
     if lost and fresh and not now.label:
         raise ValueError(
-            f"old: {was} has {_listed(was.path, lost, theirs)}, and in new {now} has "
+            f"old: {was} has {_listed(was.path, lost, theirs)}, but {now} in new has "
             f"{_listed(now.path, fresh, now.leaves)}"
         )
     after = dict(now.leaves)

@@ -55,7 +55,7 @@ def chain(
       ValueError: links[0], clipjax.max_norm(3.0), must come after links[1], ...
     """
     if not links:
-        raise ValueError("links: a chain needs at least one")
+        raise ValueError("links: a chain needs at least one transformation")
     last = None
     for i, link in enumerate(links):
         check_transformation(f"links[{i}]", link)
@@ -144,8 +144,8 @@ def bounded(
     update = getattr(optimizer, "update", None)
     if before and isinstance(getattr(update, "__self__", None), optax.MultiSteps):
         raise ValueError(
-            "optimizer: optax.MultiSteps inside bounded would accumulate clipped "
-            "gradients: use bounded(..., accumulate=k) instead"
+            "optimizer: bounded would clip each micro-batch before optax.MultiSteps "
+            "adds them up; use bounded(..., accumulate=k) instead"
         )
     # A norm may overflow although all elements are finite.
     if nonfinite == "zero" and before:

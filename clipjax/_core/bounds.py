@@ -163,8 +163,8 @@ def _at(name: str, value: Any, step: Any, least: float) -> Any:
         return value
     if step is None:
         raise ValueError(
-            f"{name} is a schedule and needs the step: give update the state that init "
-            "returned, and .apply of a projection step=, as in "
+            f"{name} is a schedule and needs the step: pass the state that init "
+            "returned to update, or step= to .apply of a projection, as in "
             "max_norm(schedule).apply(params, step=step)"
         )
     return _at_least(as_float(value(step)), least)

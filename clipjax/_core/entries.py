@@ -30,7 +30,7 @@ def check_limits(bound: Any, high: Any, low: Any) -> tuple[Any, Any]:
         listed = [f"{key}={short_repr(x)}" for key, x in given.items() if x is not None]
         raise TypeError(
             "clip_by_value takes one bound, as in clip_by_value(1.0), or low and high, "
-            f"where infinity means no limit; got {', '.join(listed) or 'nothing'}"
+            f"where infinity means none; got {', '.join(listed) or 'nothing'}"
         )
     return (None, bound) if low is None else (low, high)
 

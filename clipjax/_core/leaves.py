@@ -195,7 +195,8 @@ def beside(
     """
     if given is None and leaves.values:
         raise ValueError(
-            f"{argument}: {name} needs them: tx.update(updates, state, {argument})"
+            f"{argument}: {name} needs them, as in "
+            f"tx.update(updates, state, {argument})"
         )
     others = given if isinstance(given, Leaves) else flatten(given)
     by_path = dict(zip(others.paths, others.values, strict=True))

@@ -72,10 +72,10 @@ def warn_if_local() -> None:
     for name in jax.sharding.get_abstract_mesh().manual_axes:
         if lax.axis_size(name) > 1 and not mesh_axes(lax.axis_index(name)):
             warnings.warn(
-                "norms and losses are those of each device alone, since over the axis "
-                f"{name!r} JAX does not track which arrays differ. They are right "
-                "where gradients and losses are the same on all devices, as after "
-                "lax.pmean. Where these are split, use jit, or shard_map with "
+                "clipjax measures norms and losses on each device alone, since over "
+                f"the axis {name!r} JAX does not track which arrays differ. They are "
+                "right if gradients and losses are the same on all devices, as after "
+                "lax.pmean. If they differ, use jit, or shard_map with "
                 "check_vma=True.",
                 **at,
             )

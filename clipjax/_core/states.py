@@ -80,9 +80,9 @@ class Table(_Arrays):
         text = jax.tree.leaves(self.text)[0]  # it may be in a box of Flax NNX
         if isinstance(text, jax.core.Tracer):
             raise ValueError(
-                "opt_state: inside jit, nnx.state has no names of norms, nor has a "
-                "restored state: pass the optimizer itself, or read metrics after an "
-                "update"
+                "opt_state: inside jit, nnx.state has no names of norms, and neither "
+                "has a restored state: pass the optimizer itself, or read metrics "
+                "after an update"
             )
         letters = np.asarray(text)
         # Stacked states have the same names.

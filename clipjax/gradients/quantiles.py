@@ -80,7 +80,7 @@ def autoclip(
     if not isinstance(percentile, jax.core.Tracer) and 0 < percentile < 1:
         raise ValueError(
             "percentile is in percent, such as 10.0 for the tenth percentile, got "
-            f"{percentile}; clip_by_quantile takes a share"
+            f"{percentile}; clip_by_quantile takes a fraction"
         )
     window = check_count("window", window, 1)
 

@@ -204,7 +204,7 @@ def _numbers(name: str, values: Any) -> np.ndarray:
         )
     if array.ndim != 1:
         hint = (
-            "; of many runs take one, as in {key: x[0] for key, x in history.items()}"
+            "; take one of many runs, as in {key: x[0] for key, x in history.items()}"
         )
         raise ValueError(
             f"{name} must have shape (steps,), got {array.shape}"
@@ -224,8 +224,8 @@ def _replayed(
         keys = []
     if len(keys) != 1:
         raise ValueError(
-            f"rules[{name!r}] must have one metric threshold, got {keys}. A fixed one"
-            " clips np.mean(norms > threshold)"
+            f"rules[{name!r}] must have one metric threshold, got {keys}. A fixed "
+            "threshold would clip the fraction np.mean(norms > threshold) of the steps"
         )
 
     def step(state: Any, norm: jax.Array) -> Any:

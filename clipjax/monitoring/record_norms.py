@@ -129,20 +129,20 @@ def record_norms(
         raise TypeError(f"name must be a str, got {short_repr(name)}")
     if name != "updates" and "updates" not in measured:
         raise ValueError(
-            f"name is what the updates are called, got {name!r}, but "
-            f"of={short_repr(of)} leaves them out"
+            f"name is the name of the updates in the metrics, got {name!r}, but "
+            f"of={short_repr(of)} does not measure updates"
         )
     if name == "steps":
         raise ValueError("name must not be 'steps', which counts them in the metrics")
     if name in measured and name != "updates" and "updates" in measured:
         raise ValueError(
-            f"name must not be {name!r} if both are measured: that is what others are "
-            "called"
+            f"name must not be {name!r} if of= has {name!r}, too: the metrics would "
+            "have one name"
         )
     lengths = _check_probes(probes)
     if lengths and name in ("forward", "backward"):
         raise ValueError(
-            f"name must not be {name!r}, as the norms of probes are called"
+            f"name must not be {name!r}, which is the name of the norms of probes"
         )
     order = check_ord(ord)
     groups_in = _by_group(groups, stacked, order)
@@ -152,13 +152,14 @@ def record_norms(
     is_known = not isinstance(size, jax.core.Tracer)
     if is_known and size and "updates" not in measured:
         raise ValueError(
-            f"keep: it is for bad updates, but of={short_repr(of)} leaves them out"
+            "keep: bad steps are told by the norm of the updates, but "
+            f"of={short_repr(of)} does not measure updates"
         )
 
     if is_known and size and order != 2:
         raise ValueError(
-            f"ord: bad steps have norms of order 2, got {ord} with keep={size}: use a "
-            "second record_norms"
+            f"ord: bad steps have norms of order 2, got {ord} with keep={size}; use a "
+            f"second record_norms for order {ord}"
         )
 
     def norms_of_groups(updates: Leaves, params: Tree, taps: Any = None) -> Table:
@@ -229,8 +230,8 @@ def _of_probes(lengths: dict[str, int], taps: Any) -> dict[str, Groups]:
     given = {name: np.shape(x) for name, x in taps.items()} if is_mapping else taps
     if given != wanted:
         raise ValueError(
-            "taps must be the gradients of clipjax.tap(…, probe=True) of shapes "
-            f"{wanted}, as probes= says, got {short_repr(given)}"
+            "taps must be the gradients with respect to clipjax.tap(…, probe=True), of "
+            f"the shapes {wanted} that probes= says, got {short_repr(given)}"
         )
     names = []
     for name, n in lengths.items():

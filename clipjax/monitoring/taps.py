@@ -106,8 +106,9 @@ def tapped(gradient: jax.Array) -> dict[str, jax.Array]:
     shape = np.shape(gradient)[-1:]
     if shape not in (_OF_CLIP, _OF_PROBE) or not is_real(gradient):
         raise ValueError(
-            "gradient must be that with respect to clipjax.tap(), of shape (..., 4), "
-            f"or of one for a probe, (..., 6); got {short_repr(gradient)}"
+            "gradient must be the gradient with respect to clipjax.tap(), of shape "
+            "(..., 4), or to clipjax.tap(probe=True), of shape (..., 6); got "
+            f"{short_repr(gradient)}"
         )
     numbers = jnp.moveaxis(jnp.asarray(gradient), -1, 0)
     if shape == _OF_PROBE:

@@ -251,8 +251,9 @@ def as_projection(name: str, function: Any) -> Projection:
     if isinstance(function, optax.GradientTransformation):
         raise TypeError(
             f"{name} must be a projection or a function of the weights, got "
-            f"{short_repr(function)}, a gradient transformation: pass the last one of "
-            "a chain, and a clip as clip=; masks are written as axes= or where="
+            f"{short_repr(function)}, a gradient transformation. Pass the projection "
+            "alone, which is the last one of a chain; pass a clip as clip=; in place "
+            "of a mask, write axes= or where="
         )
     if not callable(function):
         raise TypeError(

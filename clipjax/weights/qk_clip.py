@@ -162,8 +162,8 @@ def _layers_of(weights: Leaves, query: str, key: str) -> dict[str, list[_Side]]:
             layers[path] = sides
     if leaves and not layers:
         raise ValueError(
-            f"query, key: no layer has both {query!r} and {key!r}, with kernels (in, "
-            "heads, head_dim): reshape others first. The leaves are: "
+            f"query, key: no layer has both {query!r} and {key!r} with kernels (in, "
+            "heads, head_dim); reshape other kernels first. The leaves are: "
             f"{a_few(leaves)}"
         )
     return layers
@@ -186,10 +186,10 @@ def _check_heads(path: str, sides: list[_Side], rope: int) -> None:
             return
     raise ValueError(
         f"query, key: in the layer {path!r}, the heads of queries and keys do not "
-        f"meet: {', '.join(str(side.leaf) for side in sides)}. Both are (in, heads, "
-        "head_dim). Heads of two sizes are those of multi-head latent attention, where "
-        "rope= says how many of the last components of a query are rotary, got "
-        f"{rope}. Split or reshape fused and flat kernels first"
+        f"fit together: {', '.join(str(side.leaf) for side in sides)}. Kernels must be "
+        "(in, heads, head_dim): split fused kernels and reshape flat ones. Only in "
+        "multi-head latent attention the sizes of heads differ; there, rope= is the "
+        f"number of last components of a query that are rotary, got {rope}"
     )
 
 
