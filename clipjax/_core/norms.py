@@ -104,7 +104,7 @@ def tree_norm(leaves: Iterable[jax.Array], ord: float = 2) -> Scalar:
 
 def tree_total(leaves: Iterable[jax.Array], ord: float = 2) -> Scalar:
     """Return the norm of leaves together to the power `ord`."""
-    return _on_all([total(x, None, ord) for x in leaves], ord)
+    return on_all([total(x, None, ord) for x in leaves], ord)
 
 
 def largest(values: Iterable[jax.Array], empty: float = 0) -> Scalar:
@@ -114,7 +114,7 @@ def largest(values: Iterable[jax.Array], empty: float = 0) -> Scalar:
     """
     each = map(lax.stop_gradient, values)
     scalars = [_largest_of(x, empty) if x.ndim else x for x in each]
-    return _on_all(scalars, jnp.inf, empty)
+    return on_all(scalars, jnp.inf, empty)
 
 
 def smallest(values: Iterable[jax.Array], empty: float = jnp.inf) -> Scalar:
@@ -168,8 +168,11 @@ def _nan_as_inf(x: jax.Array) -> jax.Array:
     return jnp.where(x < jnp.inf, x, jnp.inf)
 
 
-def _on_all(scalars: Sequence[Scalar], ord: float, empty: float = 0) -> Scalar:
-    """Return the sum over all leaves and devices, or the largest if `ord` is inf."""
+def on_all(scalars: Sequence[Scalar], ord: float, empty: float = 0) -> Scalar:
+    """Return the sum over all leaves and devices, or the largest if `ord` is inf.
+
+    Leaves that differ over the same mesh axes share an all-reduce.
+    """
     over = lax.psum if ord < jnp.inf else lax.pmax
 
     def combine(each: list[Scalar]) -> Scalar:
