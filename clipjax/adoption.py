@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr, tree_leaves_with_path
 
+from clipjax._core.aliases import Tree
 from clipjax._core.leaves import unboxed, without_boxes
 from clipjax._core.messages import a_few, short_repr
 from clipjax._core.states import MetricsState, Table
@@ -136,7 +137,7 @@ def adopt(old: Any, new: Any, *, drop: bool = False) -> Any:
     return treedef.unflatten([values.get(_named(path), x) for path, x in pairs])
 
 
-def _check_state(argument: str, tree: Any) -> None:
+def _check_state(argument: str, tree: Tree) -> None:
     """Raise unless all leaves are arrays or numbers."""
     numbers = bool | int | float | complex
     leaves = [tree] if tree is None else jax.tree.leaves(tree)

@@ -17,13 +17,13 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, reshard
 
-from clipjax._core.aliases import Reduced, Scalar
+from clipjax._core.aliases import DType, Reduced, Scalar
 
 # A warning is about the first line outside installed packages and outside this one.
 _LIBRARIES = str(Path(jax.__file__).parents[1]), str(Path(__file__).parents[1])
 
 
-def sum_dtype(dtype: Any) -> Any:
+def sum_dtype(dtype: DType) -> Any:
     """Return the real dtype in which norms of leaves of a dtype are added."""
     return np.float64 if dtype in (np.float64, np.complex128) else np.float32
 

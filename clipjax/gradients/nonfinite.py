@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from clipjax._core.aliases import Scalar, Tree
+from clipjax._core.aliases import Memory, Scalar, Step, Tree
 from clipjax._core.clip import weak_like
 from clipjax._core.door import transformation
 from clipjax._core.leaves import Leaves, is_float
@@ -38,7 +38,7 @@ def zero_nonfinite() -> optax.GradientTransformationExtraArgs:
       [1. 0. 0.] 2
     """
 
-    def act(updates: Leaves, params: Tree, step: Any, memory: Any, **_: Any) -> Any:
+    def act(updates: Leaves, params: Tree, step: Step, memory: Memory, **_: Any) -> Any:
         bad = [(~jnp.isfinite(x)).astype(np.uint8) for x in updates.floats]
         # In float32, which rounds large counts, but does not wrap where billions of
         # elements are NaN. Flags are bytes, since XLA on a CPU writes what it counts to
@@ -102,7 +102,7 @@ def skip_nonfinite(
       [1. 2.] 1
     """
 
-    def compare(norm: Scalar, loss: Scalar | None, past: Any, step: Scalar) -> Any:
+    def compare(norm: Scalar, loss: Scalar | None, past: Memory, step: Scalar) -> Any:
         return np.False_, past, {}
 
     return skipping("skip_nonfinite", optimizer, max_consecutive, compare)

@@ -11,6 +11,7 @@ import optax
 from jax import lax
 from jax.typing import ArrayLike
 
+from clipjax._core.aliases import State
 from clipjax._core.bounds import is_real
 from clipjax._core.checks import check_transformation
 from clipjax._core.messages import a_few, short_repr
@@ -212,7 +213,7 @@ def _replayed(
             " clips np.mean(norms > threshold)"
         )
 
-    def step(state: Any, norm: jax.Array) -> Any:
+    def step(state: State, norm: jax.Array) -> Any:
         _, state = tx.update(norm, state, zero)
         threshold = metrics(state)[keys[0]]
         return state, (threshold, norm > threshold)

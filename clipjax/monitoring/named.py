@@ -6,7 +6,7 @@ from typing import Any
 
 import optax
 
-from clipjax._core.aliases import Tree
+from clipjax._core.aliases import State, Tree
 from clipjax._core.checks import check_transformation
 from clipjax._core.states import NamedState, check_same, check_state
 from clipjax.monitoring.record_norms import Recorder
@@ -47,7 +47,7 @@ def named(
         return NamedState({name: inner.init(params)})
 
     def update(
-        updates: Tree, state: Any, params: Tree = None, **extra: Any
+        updates: Tree, state: State, params: Tree = None, **extra: Any
     ) -> tuple[Tree, NamedState]:
         check_state(f"named({name!r})", state, NamedState)
         (before,) = state.named

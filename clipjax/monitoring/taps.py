@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from clipjax._core.aliases import Tree
 from clipjax._core.bounds import is_real
 from clipjax._core.checks import check_count
 from clipjax._core.leaves import flatten
@@ -167,7 +168,7 @@ def _backward(kept: Any, gradient: T) -> tuple[T, jax.Array]:
 _probed.defvjp(_forward, _backward)
 
 
-def _statistics(tree: Any) -> jax.Array:
+def _statistics(tree: Tree) -> jax.Array:
     """Count elements, count those that are not finite, and sum squares of the rest."""
     each = [jnp.zeros(3, np.float32)]
     for x in flatten(lax.stop_gradient(tree)).floats:
