@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from clipjax._core.aliases import Bound, DType, Memory, Step
+from clipjax._core.aliases import Bound, Memory, Step
 from clipjax._core.bounds import limit
 from clipjax._core.checks import check_count
 from clipjax.gradients.skipping import skipping
@@ -135,7 +135,7 @@ def skip_spikes(
     return skipping("skip_spikes", optimizer, max_consecutive, compare_at, initial)
 
 
-def no_past(window: Any, dtype: DType) -> Window:
+def no_past(window: Any, dtype: jnp.dtype) -> Window:
     """Return the windows of norms and losses before the first step."""
     # A loss may be float64 wherever that is enabled.
     return empty_window(window, np.promote_types(dtype, jnp.result_type(float)), (2,))
