@@ -1,5 +1,7 @@
 """Masks from path patterns."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

@@ -46,7 +46,7 @@ class _State(NamedTuple):
         return f"{what} at {'/'.join(self.path)!r}"
 
 
-def adopt(old: Any, new: Any, *, drop: bool = False) -> Any:
+def adopt(old: Tree, new: Tree, *, drop: bool = False) -> Tree:
     """Bring an old optimizer state into a new chain, so that a run goes on in it.
 
     Use it when a transformation joins or leaves a run, when Optax's clip becomes one of

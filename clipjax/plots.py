@@ -9,6 +9,8 @@ by more than a factor of 20. Crosses at the top are values that are not finite. 
 that do not match, and no steps, raise a ValueError.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any

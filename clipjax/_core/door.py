@@ -1,5 +1,7 @@
 """The door: trees are taken apart, `act` gets leaves, and the state logs metrics."""
 
+from __future__ import annotations
+
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any

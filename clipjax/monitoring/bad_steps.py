@@ -1,5 +1,7 @@
 """The bad steps that a recorder keeps, read from its state."""
 
+from __future__ import annotations
+
 import itertools
 import math
 import re

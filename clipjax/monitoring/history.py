@@ -1,5 +1,7 @@
 """Histories: what `metrics` returned at each step of a run."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias

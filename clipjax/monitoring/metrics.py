@@ -1,5 +1,7 @@
 """Metrics: what the transformations measured and did, read from their states."""
 
+from __future__ import annotations
+
 import functools
 import itertools
 from collections.abc import Iterator, Mapping
