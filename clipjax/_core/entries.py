@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from clipjax._core.aliases import Metrics
+from clipjax._core.aliases import DType, Metrics
 from clipjax._core.bounds import check_order, constant, fit_bound
 from clipjax._core.clip import factor_to, metrics_of, rescale, weak_like
 from clipjax._core.leaves import Leaf
@@ -86,7 +86,7 @@ def _order(x: jax.Array) -> jax.Array:
     return jnp.where(bits < 0, jnp.iinfo(kind).min - bits, bits)
 
 
-def _inward(limit: Any, dtype: Any, toward: float) -> Any:
+def _inward(limit: Any, dtype: DType, toward: float) -> Any:
     """Return a bound in the dtype of a leaf, rounded `toward` -inf or inf.
 
     No element is then beyond what the user wrote. A bound that is known is compared in
@@ -95,7 +95,7 @@ def _inward(limit: Any, dtype: Any, toward: float) -> Any:
     known = not isinstance(limit, jax.Array)
     xp: Any = np if known else jnp
     exact = np.asarray(limit, np.float64) if known else limit
-    # A dtype of 8 bits may have no infinity, which would become NaN.
+    # A dtype of A dtype of 8 bits may have no infinity, which would become NaN.
     if np.isnan(np.asarray(np.inf).astype(dtype)):
         most = float(jnp.finfo(dtype).max)
         toward = np.copysign(most, toward)

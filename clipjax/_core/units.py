@@ -1,5 +1,7 @@
 """Units: the elements of a leaf that share a norm, as the reduced `axes` say."""
 
+from __future__ import annotations
+
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence

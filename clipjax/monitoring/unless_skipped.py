@@ -8,12 +8,13 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from clipjax._core.aliases import Tree
 from clipjax.monitoring.metrics import skipped_in
 
 T = TypeVar("T")
 
 
-def unless_skipped(opt_state: Any, new: T, old: T) -> T:
+def unless_skipped(opt_state: Tree, new: T, old: T) -> T:
     """Return a new value, or the old one if the last step was skipped.
 
     Use it for what a training step changes besides the weights and the optimizer state.
