@@ -10,7 +10,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 
 class Skip:
-    """The type of :data:`SKIP`."""
+    """The type of :data:`clipjax.SKIP`, which marks leaves that are not changed."""
 
     def __repr__(self) -> str:
         return "clipjax.SKIP"
@@ -20,7 +20,10 @@ class Skip:
 
 
 SKIP: Final = Skip()
-"""The axes of a leaf that is not changed."""
+"""The value of `axes`, or of `flatten`, for a leaf that is not changed.
+
+Use it in a mapping, as in `axes={"head/*": clipjax.SKIP, "*": "auto"}`.
+"""
 
 Tree: TypeAlias = Any  # a pytree of arrays
 Scalar: TypeAlias = jax.Array  # of rank 0

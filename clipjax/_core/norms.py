@@ -171,7 +171,10 @@ def _nan_as_inf(x: jax.Array) -> jax.Array:
 
 
 def on_all(scalars: Sequence[Scalar], ord: float, empty: float = 0) -> Scalar:
-    """Return the sum over all leaves and devices, or the largest if `ord` is inf."""
+    """Return the sum over all leaves and devices, or the largest if `ord` is inf.
+
+    Leaves that differ over the same mesh axes share an all-reduce.
+    """
     over = lax.psum if ord < jnp.inf else lax.pmax
 
     def combine(each: list[Scalar]) -> Scalar:

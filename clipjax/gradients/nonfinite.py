@@ -48,9 +48,9 @@ def zero_nonfinite() -> optax.GradientTransformationExtraArgs:
 
     def act(updates: Leaves, params: Tree, step: Step, memory: Memory, **_: Any) -> Any:
         bad = [(~jnp.isfinite(x)).astype(np.uint8) for x in updates.floats]
-        # In float32, which rounds large counts, but does not wrap where billions of
-        # elements are NaN. Flags are bytes, since XLA on a CPU writes what it counts to
-        # memory.
+        # The count is float32, which rounds large counts, but does not wrap where
+        # billions of elements are NaN. Flags are bytes, since XLA on a CPU writes what
+        # it counts to memory.
         zeroed = tree_total(bad, ord=1)
         values = [_zeroed(x) if is_float(x) else x for x in updates.values]
         most = np.float32(2**31 - 128)  # the largest float32 that fits int32
