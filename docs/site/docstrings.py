@@ -37,7 +37,7 @@ class Docstrings(griffe.Extension):
                 text = ROLE.sub(link, item.docstring.value)
                 text = PAPER.sub(r"[arXiv:\1](https://arxiv.org/abs/\1)", text)
                 for word, anchor in SHARED.items():
-                    text = text.replace(f"`{word}`", f"[`{word}`][{anchor}]")
+                    text = text.replace(f"`{word}`", f"[`{word}`](index.md#{anchor})")
                 text = ERRORS.sub(r"\1TypeError or ValueError: ", text)
                 text = PROSE.sub(
                     lambda m: f"**{m['title']}:** {' '.join(m['text'].split())}\n\n",
