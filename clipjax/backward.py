@@ -40,8 +40,8 @@ def clip_gradient_by_value(
 
         backward:  min(max(g, low), high)
 
-    Use it in a model where single elements of a gradient become extreme, as in a
-    recurrent network with gates.
+    Use it in a model where single elements of a gradient become extreme, as in the
+    cells of an LSTM.
 
     Args:
       x: a pytree of arrays.
@@ -61,6 +61,10 @@ def clip_gradient_by_value(
         thresholds. JAX raises a TypeError in forward mode, since a clipped gradient is
         not linear.
       ValueError: a threshold is NaN, or does not fit a leaf; `low` is above `high`.
+
+    References:
+      Graves, 2013, Generating sequences with recurrent neural networks,
+      arXiv:1308.0850.
 
     See Also:
       :func:`clip_gradient_by_norm` clips norms; :func:`clip_by_value` clips the

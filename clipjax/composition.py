@@ -106,8 +106,8 @@ def bounded(
 
     Raises:
       TypeError: an argument is not a gradient transformation or, for `project`, not a
-        function of the weights; in `init`, a leaf is complex and `accumulate` is above
-        1.
+        function of the weights; there is a second positional argument; in `init`, a
+        leaf is complex and `accumulate` is above 1.
       ValueError: `nonfinite` is not one of the three words; a projection is passed as
         `clip` or `optimizer`; `optimizer` is an `optax.MultiSteps` and there is a clip.
 

@@ -82,9 +82,9 @@ def adagc(
     at a higher level, gamma rises by (1 - decay) * (relative_bound - 1) of itself at
     each step: with the defaults by 0.04%, or tenfold in 5,800 steps.
 
-    With "before" it equals the authors' code for PaddlePaddle, except that their
-    warm-up has one more step. With "after" it equals the algorithm in the paper and the
-    authors' code for Megatron, except that in their code a leaf whose gradient is 0
+    `adagc` with "before" equals the authors' code for PaddlePaddle, except that their
+    warm-up has one more step. With "after", it equals the algorithm in the paper and
+    the authors' code for Megatron, except that in their code a leaf whose gradient is 0
     once in the warm-up stays 0 forever.
 
     References:

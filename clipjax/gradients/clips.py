@@ -155,8 +155,8 @@ def clip_by_rms(
       cost, arXiv:1804.04235.
 
     See Also:
-      :func:`clip_by_norm` compares the norm with a threshold; :func:`relative_update`
-      gives updates the norm of the weights.
+      :func:`clip_by_norm` clips the norm; :func:`relative_update` gives updates the
+      norm of the weights.
 
     Example:
       >>> import clipjax, jax.numpy as jnp
@@ -207,7 +207,7 @@ def clip_by_value(
 
     Raises:
       TypeError: `low` or `high` is given without the other, or `bound` is missing; in
-        `update`, a leaf is complex and there are two thresholds.
+        `init` or `update`, a leaf is complex and there are two thresholds.
       ValueError: `low` is above `high`.
 
     An infinite element becomes the threshold, and NaN stays NaN.

@@ -92,11 +92,12 @@ def skip_nonfinite(
         default, skips every step that is not finite.
 
     Returns:
-      A gradient transformation with the metrics `norm`, `skipped`, `skipped_last` (1 or
-      0), `skipped_in_a_row`, and by reason `nonfinite_count` for gradients and
-      `nonfinite_loss_count` for the loss. `update(grads, state, params, loss=loss)`
-      checks a loss too, and passes it on. On several devices it checks the mean of
-      their losses; in `pmap`, compute that mean yourself.
+      A gradient transformation with the metrics `norm`, `skipped` (the number of
+      skipped steps), `skipped_last` (1 or 0), `skipped_in_a_row`, and the number of
+      steps by reason: `nonfinite_count` for gradients and `nonfinite_loss_count` for
+      the loss. `update(grads, state, params, loss=loss)` checks a loss too, and passes
+      it on. On several devices it checks the mean of their losses; in `pmap`, compute
+      that mean yourself.
 
     Raises:
       TypeError: `optimizer` is not a gradient transformation; in `update`, `loss` is

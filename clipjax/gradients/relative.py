@@ -38,10 +38,10 @@ def adaptive_grad_clip(
 
         g * min(1, clipping * max(|w|, eps) / |g|)
 
-    A step then changes no output unit by more than a fraction of itself. Use it for
-    networks without normalization layers that are trained with SGD, as in the paper.
-    The paper does not clip the head of a classifier: `axes={"head/*": clipjax.SKIP,
-    "*": "auto"}`.
+    With SGD, a step then changes no output unit by more than the fraction
+    `learning_rate * clipping`. Use it for networks without normalization layers that
+    are trained with SGD, as in the paper. The paper does not clip the head of a
+    classifier: `axes={"head/*": clipjax.SKIP, "*": "auto"}`.
 
     Args:
       clipping: the threshold for |g| / |w|, a `Bound`, 0.01 by default. An array
@@ -62,9 +62,9 @@ def adaptive_grad_clip(
         axes; in `update`, `params` are missing, or differ from the gradients in
         structure or shape.
 
-    Equals the rule of the paper and of timm, and `optax.adaptive_grad_clip` with two
-    exceptions: Optax takes a kernel of shape (1, out) for one vector, and reduces only
-    the first axis of rank 3.
+    Equals the rule of the paper and of timm and, for finite gradients,
+    `optax.adaptive_grad_clip` with two exceptions: Optax takes a kernel of shape (1,
+    out) for one vector, and reduces only the first axis of rank 3.
 
     References:
       Brock et al., 2021, High-performance large-scale image recognition without

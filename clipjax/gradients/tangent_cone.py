@@ -25,18 +25,18 @@ def tangent_cone(
 
         g - w * ⟨g, w⟩ / |w|²   where |w| >= radius and ⟨g, w⟩ < 0
 
-    :func:`max_norm` undoes that part of a step, but without this transformation the
-    part stays in the moments of the optimizer. Use both, with the same radius and axes:
-    `clipjax.bounded(optax.adam(1e-3), clip=clipjax.tangent_cone(3.0),
-    project=clipjax.max_norm(3.0))`. Place a clip of the norm after it. :func:`max_norm`
-    has to stay, since steps of Adam, which divides each element by a number of its own,
-    may still point outward.
+    Use it together with :func:`max_norm` and an optimizer that has moments:
+    :func:`max_norm` undoes that part of a step, but the part would stay in the moments.
+    Give both the same radius and axes: `clipjax.bounded(optax.adam(1e-3),
+    clip=clipjax.tangent_cone(3.0), project=clipjax.max_norm(3.0))`. Place a clip of the
+    norm after it. :func:`max_norm` has to stay, since steps of Adam, which divides each
+    element by a number of its own, may still point outward.
 
     Args:
       radius: the bound on the norm of the weights, the same as for :func:`max_norm`: a
         `Bound`. An array broadcasts to the output units.
-      axes: the axes that are reduced, as `Axes`. "auto", the default, is that of
-        :func:`max_norm`.
+      axes: the axes that are reduced, as `Axes`. "auto", the default, means the same as
+        for :func:`max_norm`.
 
     Returns:
       A gradient transformation that needs `params` in `update`. Its metric `norm` is

@@ -92,7 +92,7 @@ def zclip(
     statistics start again, with a warm-up. Where fewer than four in five steps are
     outliers, m and s follow the level as fast as `decay` allows.
 
-    Until the statistics start again, it equals the authors' `ZClip`, whose
+    Until the statistics start again, `zclip` equals the authors' `ZClip`, whose
     `max_grad_norm` is 1 by default, and whose `clip_option` of mode "zscore" has
     "adaptive" and "mean". As in `ZClip`, equal norms in the warm-up give s = 0, and
     then any larger norm is an outlier.

@@ -89,8 +89,8 @@ def non_negative(*, where: Where = None) -> Projection:
       TypeError: in `init` or `apply`, a leaf is complex.
       ValueError: in `init` or `apply`, `where` chooses no leaf.
 
-    Equals `keras.constraints.NonNeg` and `optax.projections.projection_non_negative`,
-    except that -0.0 stays -0.0.
+    Equals `keras.constraints.NonNeg`, and `optax.projections.projection_non_negative`
+    except that -0.0, which Optax makes 0.0, stays as it is.
 
     See Also:
       :func:`box` has both bounds.

@@ -112,8 +112,8 @@ def min_max_norm(
       high: the largest norm, in the same forms; infinity where no pattern matches.
       rate: the fraction of the way to the bound that an output unit moves at each call,
         a `Bound` from 0 to 1. 1, the default, projects.
-      axes: the axes that are reduced, as `Axes`. "auto", the default, is that of
-        :func:`max_norm`.
+      axes: the axes that are reduced, as `Axes`. "auto", the default, means the same as
+        for :func:`max_norm`.
 
     Returns:
       A :class:`Projection`, to be applied directly, or the last transformation of a
@@ -162,8 +162,8 @@ def unit_norm(*, axes: AutoAxes = "auto") -> Projection:
     embeddings that are compared by their cosine.
 
     Args:
-      axes: the axes that are reduced, as `Axes`. "auto", the default, is that of
-        :func:`max_norm`.
+      axes: the axes that are reduced, as `Axes`. "auto", the default, means the same as
+        for :func:`max_norm`.
 
     Returns:
       A :class:`Projection`, to be applied directly, or the last transformation of a

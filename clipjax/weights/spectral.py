@@ -66,9 +66,9 @@ def spectral_cap(bound: Bounds, *, flatten: Flatten = None) -> Projection:
 
     In float32 the largest singular value ends at most 2e-5 of the bound below it, and
     never above. In 16 bits, where all elements are rounded once more, it ends at most
-    one rounding above. A matrix whose singular values are 2e-5 within the bound comes
-    back bit for bit. Small singular values are accurate to a rounding of the largest
-    one. An element that is not finite makes its matrix NaN.
+    one rounding above. A matrix whose singular values are all at least 2e-5 of the
+    bound below it comes back bit for bit. Small singular values are accurate to a
+    rounding of the largest one. An element that is not finite makes its matrix NaN.
 
     References:
       Yoshida and Miyato, 2017, Spectral norm regularization, arXiv:1705.10941; Newhouse
