@@ -72,7 +72,7 @@ def record_norms(
         belong to the first pattern that matches them, and other leaves are left out.
       of: what is measured, one or several of `"updates"` (the default), `"params"`, and
         `"ratio"`. The ratio is the norm of the updates divided by the norm of the
-        parameters, and 0 where both are 0; place it at the end of a chain.
+        parameters, and 0 where the updates are 0; place it at the end of a chain.
       name: the name of the updates in the metrics, "updates" by default; write
         `"gradients"` in front of a clip.
       ord: the order of the norms: 1, 2 (the default), any p >= 1, or `jax.numpy.inf`.
@@ -311,7 +311,7 @@ def _by_group(groups: Any, stacked: Any, ord: float) -> Callable[[Leaves], Group
 
 
 def _ratio(norm: jax.Array, of: jax.Array) -> jax.Array:
-    """Return one norm divided by another, or 0 if both are 0."""
+    """Return one norm divided by another, or 0 if the first is 0."""
     some = norm != 0
     return jnp.where(some, norm, 0) / jnp.where(some, of, 1)
 

@@ -103,8 +103,8 @@ def min_max_norm(
 
         w * (rate * clip(|w|, low, high) / |w| + 1 - rate)
 
-    Use it when output units must not die either: those of a small norm are scaled up to
-    `low`.
+    Use it when the weights of an output unit must neither grow too large nor vanish: a
+    norm below `low` is scaled up to it.
 
     Args:
       low: the smallest norm, a finite `Bound`, or a mapping from path patterns to
@@ -130,7 +130,7 @@ def min_max_norm(
 
     See Also:
       :func:`max_norm` has no smallest norm; :func:`unit_norm` has one norm for all;
-      :func:`keep_norm` keeps the norm of before the update.
+      :func:`keep_norm` keeps the norm that weights had before the update.
 
     Example:
       >>> import clipjax, jax.numpy as jnp

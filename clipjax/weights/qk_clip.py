@@ -45,7 +45,7 @@ def qk_clip(
 
     Args:
       threshold: the bound on logits, a `Bound`, 100 by default. An array broadcasts to
-        the logits.
+        the logits, (heads,) or (layers, heads).
       query: the component of a path that names queries, "query" by default, as in
         `"encoder/attention/query/kernel"`. The components before it name the layer.
       key: the component of a path that names keys, "key" by default.
