@@ -12,7 +12,7 @@ from clipjax._core.leaves import Leaf, Leaves, by_path, check_patterns
 from clipjax._core.messages import short_repr
 
 
-class Limit(NamedTuple):
+class CheckedBound(NamedTuple):
     """A bound that was checked: one for all leaves, or one for each path pattern."""
 
     name: str  # of the argument
@@ -55,29 +55,31 @@ class Limit(NamedTuple):
         return fit_bound(self.name, bound, norms, leaf)
 
 
-def limit(name: str, bound: Any, least: float = 0, *, scalar: bool = False) -> Limit:
+def check_bound(
+    name: str, bound: Any, least: float = 0, *, scalar: bool = False
+) -> CheckedBound:
     """Check a bound that is a number, an array or a schedule.
 
     A value below `least` is raised to it, so that a schedule that falls below 0 clips
     to 0 and flips no sign. NaN stays NaN. A bound that is `scalar` has no shape.
     """
     if callable(bound):
-        return Limit(name, least, _checked_schedule(name, bound, scalar))
+        return CheckedBound(name, least, _checked_schedule(name, bound, scalar))
     forms = "a number, an array or a schedule"
-    return Limit(name, least, _checked(name, bound, least, scalar, forms))
+    return CheckedBound(name, least, _checked(name, bound, least, scalar, forms))
 
 
-def limit_by_path(
+def check_bounds(
     name: str, bound: Any, least: float = 0, other: float | None = None
-) -> Limit:
+) -> CheckedBound:
     """Check a bound that may also be a mapping from path patterns to bounds."""
     if not isinstance(bound, Mapping):
-        return limit(name, bound, least)._replace(other=other)
+        return check_bound(name, bound, least)._replace(other=other)
     values = {
-        pattern: limit(f"{name}[{pattern!r}]", bound[pattern], least).value
+        pattern: check_bound(f"{name}[{pattern!r}]", bound[pattern], least).value
         for pattern in check_patterns(name, (*bound,))
     }
-    return Limit(name, least, values, other)
+    return CheckedBound(name, least, values, other)
 
 
 def constant(name: str, bound: Any, least: float = 0, *, scalar: bool = False) -> Any:

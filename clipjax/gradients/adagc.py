@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from clipjax._core.aliases import Axes, Bound, DType, Number, Scalar, Step, Tree
-from clipjax._core.bounds import limit
+from clipjax._core.bounds import check_bound
 from clipjax._core.checks import check_count, check_number, check_word
 from clipjax._core.clip import factor_to, metrics_of, rescaled, smallest_scale
 from clipjax._core.door import transformation
@@ -105,8 +105,8 @@ def adagc(
       >>> print(clipped["a"], f"{clipped['b'][0]:.3f}")
       [0.3 0.4] 0.520
     """
-    relative = limit("relative_bound", relative_bound, scalar=True)
-    cap = limit("max_norm", max_norm, scalar=True)
+    relative = check_bound("relative_bound", relative_bound, scalar=True)
+    cap = check_bound("max_norm", max_norm, scalar=True)
     decay = check_number("decay", decay, "[0, 1)")
     warm = check_count("warmup_steps", warmup_steps, 0)
     check_word("warmup_norms", warmup_norms, get_args(WarmupNorms))

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 from clipjax._core.aliases import Axes, Bound, Memory, Ord, Step, Tree
-from clipjax._core.bounds import check_order, limit
+from clipjax._core.bounds import check_bound, check_order
 from clipjax._core.checks import check_ord
 from clipjax._core.clip import clip_by_tree_norm, clip_by_unit_norms
 from clipjax._core.door import transformation
@@ -63,7 +63,7 @@ def clip_by_global_norm(
       >>> print(clipped["w"].round(3), metrics["clip_by_global_norm/norm"])
       [0.6] 5.0
     """
-    bound = limit("max_norm", max_norm, scalar=True)
+    bound = check_bound("max_norm", max_norm, scalar=True)
     order = check_ord(ord)
 
     def act(updates: Leaves, params: Tree, step: Step, memory: Memory, **_: Any) -> Any:
@@ -110,7 +110,7 @@ def clip_by_norm(
       [[0.6 0.3]
        [0.8 0.4]]
     """
-    bound = limit("max_norm", max_norm)
+    bound = check_bound("max_norm", max_norm)
     order = check_ord(ord)
     axes = check_axes(axes)
 
@@ -165,7 +165,7 @@ def clip_by_rms(
       >>> print(tx.update(grads, tx.init(grads))[0].round(3))
       [1. 1. 1. 1.]
     """
-    bound = limit("threshold", threshold)
+    bound = check_bound("threshold", threshold)
     axes = check_axes(axes)
 
     def rms_of(norm: jnp.ndarray, x: jnp.ndarray, reduced: Any) -> jnp.ndarray:
@@ -230,9 +230,12 @@ def clip_by_value(
     """
     low, high = check_limits(bound, high, low)
     if low is None:
-        lowest, highest = None, limit("bound", high)
+        lowest, highest = None, check_bound("bound", high)
     else:
-        lowest, highest = limit("low", low, -np.inf), limit("high", high, -np.inf)
+        lowest, highest = (
+            check_bound("low", low, -np.inf),
+            check_bound("high", high, -np.inf),
+        )
         check_order(low, high)
 
     def act(updates: Leaves, params: Tree, step: Step, memory: Memory, **_: Any) -> Any:

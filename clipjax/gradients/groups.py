@@ -8,7 +8,7 @@ from typing import Any
 import optax
 
 from clipjax._core.aliases import Bound, Memory, Metrics, Ord, Step, Tree
-from clipjax._core.bounds import limit
+from clipjax._core.bounds import check_bound
 from clipjax._core.checks import check_ord
 from clipjax._core.clip import clip, factor_to, metrics_of, smallest_scale
 from clipjax._core.door import transformation
@@ -66,7 +66,7 @@ def clip_by_group_norm(
         )
     patterns = check_patterns("max_norms", tuple(max_norms))
     bounds = {
-        pattern: limit(f"max_norms[{pattern!r}]", max_norms[pattern], scalar=True)
+        pattern: check_bound(f"max_norms[{pattern!r}]", max_norms[pattern], scalar=True)
         for pattern in patterns
     }
     order = check_ord(ord)

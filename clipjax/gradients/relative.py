@@ -17,7 +17,7 @@ from clipjax._core.aliases import (
     Step,
     Tree,
 )
-from clipjax._core.bounds import limit
+from clipjax._core.bounds import check_bound
 from clipjax._core.checks import check_number
 from clipjax._core.clip import clip_by_unit_norms
 from clipjax._core.door import transformation
@@ -83,7 +83,7 @@ def adaptive_grad_clip(
       >>> print(jnp.linalg.norm(clipped, axis=0).round(6))
       [5.e-02 1.e-05]
     """
-    bound = limit("clipping", clipping)
+    bound = check_bound("clipping", clipping)
     eps = check_number("eps", eps, "[0, inf)")
     axes = check_axes(axes, auto=_fan_in_or_all)
 

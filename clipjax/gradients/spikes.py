@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from clipjax._core.aliases import Bound, Memory, Step
-from clipjax._core.bounds import limit
+from clipjax._core.bounds import check_bound
 from clipjax._core.checks import check_count
 from clipjax.gradients.skipping import skipping
 from clipjax.gradients.window import (
@@ -124,8 +124,8 @@ def skip_spikes(
       >>> print(w, clipjax.metrics(state)["skip_spikes/skipped"])
       [1. 1.] 1
     """
-    z_limit = limit("z_threshold", z_threshold, scalar=True)
-    norm_limit = limit("max_norm", max_norm, scalar=True)
+    z_limit = check_bound("z_threshold", z_threshold, scalar=True)
+    norm_limit = check_bound("max_norm", max_norm, scalar=True)
     length = check_count("window", window, 1)
     enough = None
     if warmup_steps is not None:

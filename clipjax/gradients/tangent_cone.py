@@ -10,7 +10,7 @@ import optax
 from jax import lax
 
 from clipjax._core.aliases import AutoAxes, Bound, Memory, Reduced, Skip, Step, Tree
-from clipjax._core.bounds import limit
+from clipjax._core.bounds import check_bound
 from clipjax._core.clip import least_inside, weak_like
 from clipjax._core.door import transformation
 from clipjax._core.leaves import Leaves, beside
@@ -67,7 +67,7 @@ def tangent_cone(
       [[-0.64 -1.  ]
        [ 0.48  0.  ]]
     """
-    bound = limit("radius", radius)
+    bound = check_bound("radius", radius)
     axes = check_axes(axes, auto=fan_in_of_matrices)
 
     def act(updates: Leaves, params: Tree, step: Step, memory: Memory, **_: Any) -> Any:

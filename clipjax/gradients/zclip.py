@@ -11,7 +11,7 @@ import optax
 from jax import lax
 
 from clipjax._core.aliases import Bound, DType, Number, Scalar, Step
-from clipjax._core.bounds import limit
+from clipjax._core.bounds import check_bound
 from clipjax._core.checks import check_count, check_number, check_word
 from clipjax._core.messages import short_repr
 from clipjax.gradients.history import clip_by_history, is_counted
@@ -114,8 +114,8 @@ def zclip(
       >>> print(f"{clipped[0]:.3f}")  # 2 + 2.5**2 * 1 / 10
       2.625
     """
-    z_limit = limit("z_threshold", z_threshold, scalar=True)
-    norm_limit = limit("max_norm", max_norm, scalar=True)
+    z_limit = check_bound("z_threshold", z_threshold, scalar=True)
+    norm_limit = check_bound("max_norm", max_norm, scalar=True)
     decay = check_number("decay", decay, "[0, 1)")
     warm = check_count("warmup_steps", warmup_steps, 0)
     clip_factor = check_number("clip_factor", clip_factor, "[0, inf)")
@@ -240,8 +240,8 @@ def clip_by_lognormal(
       >>> print(f"{clipped[0]:.3f}, {jnp.exp(state.memory.mean):.3f}")
       1.774, 1.774
     """
-    z_limit = limit("z_threshold", z_threshold, scalar=True)
-    norm_limit = limit("max_norm", max_norm, scalar=True)
+    z_limit = check_bound("z_threshold", z_threshold, scalar=True)
+    norm_limit = check_bound("max_norm", max_norm, scalar=True)
     decay = check_number("decay", decay, "[0, 1)")
     eps = check_number("eps", eps, "(0, inf)")
 

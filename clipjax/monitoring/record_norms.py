@@ -14,7 +14,7 @@ import optax
 from jax import lax
 
 from clipjax._core.aliases import Bound, Memory, Ord, Step, Tree
-from clipjax._core.bounds import limit
+from clipjax._core.bounds import check_bound
 from clipjax._core.checks import check_count, check_ord
 from clipjax._core.door import logged
 from clipjax._core.leaves import (
@@ -147,7 +147,7 @@ def record_norms(
     order = check_ord(ord)
     groups_in = _by_group(groups, stacked, order)
     size = check_count("keep", keep, 0)
-    z_limit = limit("z_threshold", z_threshold, scalar=True)
+    z_limit = check_bound("z_threshold", z_threshold, scalar=True)
     length = check_count("window", window, 1)
     is_known = not isinstance(size, jax.core.Tracer)
     if is_known and size and "updates" not in measured:

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from clipjax._core.aliases import Bounds, Step
-from clipjax._core.bounds import check_order, limit_by_path
+from clipjax._core.bounds import check_bounds, check_order
 from clipjax._core.entries import clip_entries
 from clipjax._core.leaves import Leaves, check_patterns, first_matches, is_float
 from clipjax._core.messages import a_few, short_repr
@@ -110,8 +110,8 @@ def _box(name: str, low: Any, high: Any, where: Where) -> Projection:
                 f"{argument} must be a number, an array, a schedule or a mapping, got "
                 f"{short_repr(value)}"
             )
-    lows = limit_by_path("low", low, -np.inf, other=-np.inf)
-    highs = limit_by_path("high", high, -np.inf, other=np.inf)
+    lows = check_bounds("low", low, -np.inf, other=-np.inf)
+    highs = check_bounds("high", high, -np.inf, other=np.inf)
     check_order(low, high)
     choose = _choice(where)
 

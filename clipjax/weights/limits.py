@@ -6,19 +6,19 @@ from typing import Any
 import jax
 import numpy as np
 
-from clipjax._core.bounds import Limit, check_order, limit
+from clipjax._core.bounds import CheckedBound, check_bound, check_order
 from clipjax._core.leaves import Leaves
 from clipjax._core.messages import short_repr
 
 
-def are_given(limits: Sequence[Limit], leaves: Leaves) -> list[bool]:
+def are_given(limits: Sequence[CheckedBound], leaves: Leaves) -> list[bool]:
     """Return for each leaf whether one of several bounds is given for it."""
     of_leaves = zip(*(each.given(leaves) for each in limits), strict=True)
     return [any(value is not None for value in values) for values in of_leaves]
 
 
 def check_order_by_path(
-    low: Limit, high: Limit, leaves: Leaves, chosen: Sequence[bool]
+    low: CheckedBound, high: CheckedBound, leaves: Leaves, chosen: Sequence[bool]
 ) -> None:
     """Raise if a lower bound is above the upper one, where mappings give them by path.
 
@@ -32,9 +32,9 @@ def check_order_by_path(
             check_order(lowest, highest, leaf)
 
 
-def check_rate(rate: Any) -> Limit:
+def check_rate(rate: Any) -> CheckedBound:
     """Check a fraction of the way to a bound, which is the same for all leaves."""
-    checked = limit("rate", rate)
+    checked = check_bound("rate", rate)
     check_at_most("rate", rate, 1, "at most 1")
     return checked
 

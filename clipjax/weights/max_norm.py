@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from clipjax._core.aliases import SKIP, AutoAxes, Bound, Bounds, DType, Step
-from clipjax._core.bounds import Limit, check_order, limit_by_path
+from clipjax._core.bounds import CheckedBound, check_bounds, check_order
 from clipjax._core.clip import factor_to, least_inside, margin, quotient_or_1
 from clipjax._core.leaves import Leaves
 from clipjax._core.units import (
@@ -82,7 +82,7 @@ def max_norm(radius: Bounds, *, axes: AutoAxes = "auto") -> Projection:
       [[0.6 0.3]
        [0.8 0.4]]
     """
-    radii = limit_by_path("radius", radius)
+    radii = check_bounds("radius", radius)
     name = written(max_norm, radius, axes=axes)
     return _rescaling(
         name,
@@ -140,8 +140,8 @@ def min_max_norm(
        [1.6 0.8]]
     """
     rates = check_rate(rate)
-    lows = limit_by_path("low", low, other=0.0)
-    highs = limit_by_path("high", high, other=np.inf)
+    lows = check_bounds("low", low, other=0.0)
+    highs = check_bounds("high", high, other=np.inf)
     by_name = {"low": lows.value}
     if lows.by_path:
         by_name = {f"low[{key!r}]": value for key, value in lows.value.items()}
@@ -188,7 +188,7 @@ def unit_norm(*, axes: AutoAxes = "auto") -> Projection:
       [[0.6 0.6 0. ]
        [0.8 0.8 0. ]]
     """
-    both = [limit_by_path("low", 1), limit_by_path("high", 1)]
+    both = [check_bounds("low", 1), check_bounds("high", 1)]
     name = written(unit_norm, axes=axes)
     return _rescaling(name, axes, both, functools.partial(_factor_between, rate=1))
 
@@ -196,9 +196,9 @@ def unit_norm(*, axes: AutoAxes = "auto") -> Projection:
 def _rescaling(
     name: str,
     axes: Any,
-    limits: Sequence[Limit],
+    limits: Sequence[CheckedBound],
     factor: Factor,
-    rates: Sequence[Limit] = (),
+    rates: Sequence[CheckedBound] = (),
 ) -> Projection:
     """Make the projection that multiplies units by `factor(norms, dtype, *limits)`.
 

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from clipjax._core.aliases import Bound, Step
-from clipjax._core.bounds import is_real, limit
+from clipjax._core.bounds import check_bound, is_real
 from clipjax._core.checks import check_count
 from clipjax._core.clip import factor_to, rescaled
 from clipjax._core.leaves import Leaf, Leaves, is_float, path_name
@@ -95,7 +95,7 @@ def qk_clip(
       [[1.  1.  1. ]
        [0.5 0.5 0.5]]
     """
-    bound = limit("threshold", threshold)
+    bound = check_bound("threshold", threshold)
     rotary = check_count("rope", rope, 0, static=True)
     parts = query, key
     if query == key or not all(map(_is_part, parts)):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from clipjax._core.aliases import Bounds, Skip, Step
-from clipjax._core.bounds import check_fits, limit_by_path
+from clipjax._core.bounds import check_bounds, check_fits
 from clipjax._core.clip import weak_like
 from clipjax._core.leaves import Leaf, Leaves, by_path, is_float
 from clipjax._core.messages import a_few, short_repr
@@ -86,7 +86,7 @@ def spectral_cap(bound: Bounds, *, flatten: Flatten = None) -> Projection:
       [[1.  0. ]
        [0.  0.5]]
     """
-    bounds = limit_by_path("bound", bound)
+    bounds = check_bounds("bound", bound)
     flatten = _check_flatten(flatten)
 
     def cap(weights: Leaves, step: Step) -> list[Any]:
