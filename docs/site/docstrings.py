@@ -24,6 +24,8 @@ class Docstrings(griffe.Extension):
 
         def link(match: re.Match[str]) -> str:
             name = match["name"]
+            if name == "Projection":
+                return f"[`{name}`][clipjax.weights.projection.{name}]"
             return f"[`{name}`][clipjax.{name}]" if name in names else f"`{name}`"
 
         def visit(item: Any) -> None:
