@@ -33,7 +33,7 @@ MEANINGS = {
     "weights.projection.Projection": ("reference/weights.md", "projections"),
 }
 
-WORD = re.compile(r"<code>(?=[^<\s]{1,42}</code>)")
+WORD = re.compile(r"<code>(?=[^<\s]{1,38}</code>)")
 
 
 def on_config(config: Any) -> Any:
