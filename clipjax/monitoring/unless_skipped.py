@@ -58,8 +58,8 @@ def unless_skipped(opt_state: Tree, new: T, old: T) -> T:
     if structures[0] != structures[1]:
         both = " and ".join(map(short_repr, structures))
         raise ValueError(
-            "new and old must have the same structure, such as that of nnx.state(model, "
-            f"nnx.BatchStat), got {both}"
+            "new and old must have the same structure, such as that of "
+            f"nnx.state(model, nnx.BatchStat), got {both}"
         )
     was_skipped = functools.reduce(jnp.logical_or, skipped)
 
