@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import default_registry, keystr, tree_leaves_with_path
+from jax.tree_util import keystr, tree_leaves_with_path
 
 from clipjax._core.leaves import unboxed, without_boxes
 from clipjax._core.messages import a_few, short_repr
@@ -209,12 +209,14 @@ def _states_in(
       label: the transformation whose memory the node is.
     """
     now = of_today(node)
-    level = default_registry.flatten_one_level_with_keys(now)
-    if level is None:
+    # `flatten_one_level_with_keys` names the first field of a NamedTuple for all of them
+    # in JAX 0.10.
+    level = tree_leaves_with_path(now, is_leaf=lambda x: x is not now)
+    if [path for path, _ in level] == [()]:
         yield _State(now, "", names, "", path, {(): now})
         return
     kind, fields = _kind_of(now, kinds)
-    children = {keystr((key,), simple=True): child for key, child in level[0]}
+    children = {keystr(key, simple=True): child for key, child in level}
     if isinstance(now, Mapping):
         place = {key: int(key) if key.isdigit() else -1 for key in children}
         order = fields or sorted(children, key=lambda key: (place[key], key))
