@@ -209,8 +209,8 @@ def _states_in(
       label: the transformation whose memory the node is.
     """
     now = of_today(node)
-    # `flatten_one_level_with_keys` names the first field of a NamedTuple for all of them
-    # in JAX 0.10.
+    # In JAX 0.10, `flatten_one_level_with_keys` gives all children of a NamedTuple the
+    # name of its first field.
     level = tree_leaves_with_path(now, is_leaf=lambda x: x is not now)
     if [path for path, _ in level] == [()]:
         yield _State(now, "", names, "", path, {(): now})
