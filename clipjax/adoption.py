@@ -220,8 +220,10 @@ def _states_in(
       The states.
     """
     now = of_today(node)
+    # In JAX 0.10, `flatten_one_level_with_keys` gives all children of a NamedTuple the
+    # name of its first field.
     level = tree_leaves_with_path(now, is_leaf=lambda x: x is not now)
-    if level and not level[0][0]:
+    if [path for path, _ in level] == [()]:
         yield _State(now, "", names, "", path, {(): now})
         return
     kind, fields = _kind_of(now, kinds)

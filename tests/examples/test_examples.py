@@ -95,7 +95,7 @@ def test_the_notebook_prints_what_it_shows():
     nbclient = pytest.importorskip("nbclient")
     notebook = nbformat.read(ROOT / "examples" / "quickstart.ipynb", as_version=4)
     shown = printed(notebook)
-    assert "skip_nonfinite/skipped " in shown
+    assert "first in the forward pass, at blocks/3" in shown
     nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
     assert OutputChecker().check_output(shown, printed(notebook), NUMBER), printed(
         notebook
