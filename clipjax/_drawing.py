@@ -180,8 +180,8 @@ def finished(ax: Any, points: Sequence[Any], title: str = "") -> Any:
     return ax
 
 
-# Of norms that are not finite, which differs from every blue.
-NOT_FINITE = "#e66100"
+# Of norms that are not finite, on a light and on a dark ground: unlike every blue.
+NOT_FINITE = ("#e66100", "#ff8f33")
 # More columns than a figure has pixels would hide each other.
 MOST_COLUMNS = 1000
 
@@ -199,11 +199,11 @@ def cells(ax: Any, values: np.ndarray, label: str) -> None:
     some = shown[shown > 0]
     top = some.max(initial=1e-100) if some.size else 1.0
     least = min(np.quantile(some, 0.01), top / 10) if some.size else 0.1
-    is_dark = np.mean(to_rgb(ax.get_facecolor())) < 0.5
+    is_dark = bool(np.mean(to_rgb(ax.get_facecolor())) < 0.5)
     blues = plt.get_cmap("Blues_r" if is_dark else "Blues")
     span = (0.0, 0.95) if is_dark else (0.05, 1.0)
     colors = ListedColormap(blues(np.linspace(*span, 256)))
-    colors = colors.with_extremes(over=NOT_FINITE, bad="none")
+    colors = colors.with_extremes(over=NOT_FINITE[is_dark], bad="none")
     bad = ~np.isfinite(values)
     shown = np.ma.masked_where(shown == 0, np.where(bad, 10 * top, shown))
     ends = np.arange(len(values) + 1) - 0.5
@@ -214,7 +214,7 @@ def cells(ax: Any, values: np.ndarray, label: str) -> None:
     ends = {"extend": "max", "extendfrac": 0.08} if bad.any() else {}
     bar = ax.figure.colorbar(mesh, ax=ax, label=label, pad=0.015, aspect=15, **ends)
     if bad.any():
-        style = {"color": NOT_FINITE, "fontsize": "small", "loc": "left"}
+        style = {"color": NOT_FINITE[is_dark], "fontsize": "small", "loc": "left"}
         bar.ax.set_title("not finite", **style)
 
 
@@ -230,8 +230,8 @@ def bad_steps_above(
     rings = np.reshape([x for x in marked if x[0] in inside], (-1, 2)).T
     ring = {"marker": "o", "ls": "", "mfc": "none", "clip_on": False}
     # White within black is seen on every color.
-    ax.plot(*rings, ms=9, mec="black", mew=3.5, **ring)
-    ax.plot(*rings, ms=9, mec="white", mew=1.5, **ring)
+    ax.plot(*rings, ms=9, mec="black", mew=3, **ring)
+    ax.plot(*rings, ms=9, mec="white", mew=1.3, **ring)
     return ax
 
 

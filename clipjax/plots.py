@@ -215,10 +215,10 @@ def heat_map(
     of = f" of {firsts.pop()}" if has_one_kind else ""
     labels = [name.partition("/")[2] if of else name for name in in_order]
     marked = [
-        (step.step, labels.index(layer))
+        (step.step, row)
         for step in bad
-        for layer in [_layer_named(step)]
-        if layer in labels
+        for row, name in enumerate(in_order)
+        if _layer_named(step) in (name, name.partition("/")[2]) and _layer_named(step)
     ]
     ax = draw.new_axes(ax, height=1.4 + 0.3 * max(4, len(labels)))
     draw.cells(ax, norms_by_row, f"norm{of}")

@@ -1,16 +1,16 @@
-"""Train on handwritten digits with a few broken batches, with and without a clip.
+"""Train on digits with corrupted batches: a clip, a bound of weights, and their rivals.
 
-    python examples/digits.py
+    python examples/rivals.py
 
-One batch in fifty has pixels a hundred times too bright and wrong labels. Everything
+One batch in fifty has pixels a hundred times too bright and wrong labels. Each method
 sees the same batches, from five seeds at once: nothing but SGD, a clip of gradients, a
-limit of weights, both, and the simplest rivals. These are weight decay, smaller steps,
-and Adam in place of SGD, each the best of several on held-out digits, and the weights
-of the step that was best there. Nothing is chosen on the test set.
+bound on the weights, both, and the simplest rivals. The rivals are weight decay,
+smaller learning rates, and Adam in place of SGD, each the best of several on held-out
+digits, and the weights of the step that was best there. Nothing is chosen on the test
+set.
 """
 
 import argparse
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -25,18 +25,20 @@ import clipjax
 SEEDS = np.arange(5)
 BATCH = 32
 CLIP = 1.0
-RADIUS = 2.0
+BOUND = 2.0
 RATE = 0.05
 NONE = np.inf
-# The largest gradient norm, the largest norm of a unit's weights, the weight decay, and
-# the learning rate. Of several, one is chosen on held-out digits.
+# The threshold of the gradient norm, the bound on the norm of an output unit's weights,
+# the weight decay, and the learning rate. Of several, one is chosen on held-out digits.
 WITH_SGD = {
     "nothing": [(NONE, NONE, 0.0, RATE)],
-    "max_norm alone": [(NONE, RADIUS, 0.0, RATE)],
+    "max_norm alone": [(NONE, BOUND, 0.0, RATE)],
     "clip_by_global_norm alone": [(CLIP, NONE, 0.0, RATE)],
-    "both": [(CLIP, RADIUS, 0.0, RATE)],
+    "both": [(CLIP, BOUND, 0.0, RATE)],
     "weight decay": [(NONE, NONE, x, RATE) for x in (1e-4, 1e-3, 1e-2, 0.1, 0.3)],
-    "smaller steps": [(NONE, NONE, 0.0, x) for x in (2e-2, 1e-2, 3e-3, 1e-3, 3e-4)],
+    "smaller learning rate": [
+        (NONE, NONE, 0.0, x) for x in (2e-2, 1e-2, 3e-3, 1e-3, 3e-4)
+    ],
 }
 WITH_ADAM = {
     "Adam": [(NONE, NONE, 0.0, x) for x in (3e-2, 1e-2, 3e-3, 1e-3, 1e-4)],
@@ -47,7 +49,7 @@ STYLES = {
     "max_norm alone": ("#cc79a7", "--"),
     "weight decay": ("#8c8c8c", "-"),
     "Adam": ("#e69f00", "-."),
-    "smaller steps": ("#009e73", "-."),
+    "smaller learning rate": ("#009e73", "-."),
     "clip_by_global_norm alone": ("#2a8cc9", "-"),
     "both": ("#7cc8f2", "--"),
 }
@@ -82,19 +84,19 @@ def logits_of(params, x):
     return hidden @ params["out"]["w"] + params["out"]["b"]
 
 
-def train(optimizer, sets, steps, seed, limits):
+def train(optimizer, sets, steps, seed, settings):
     """Train from a seed; return two norms and two accuracies of each step."""
-    max_norm, radius, decay, rate = limits
+    max_norm, bound, decay, rate = settings
     tx = clipjax.bounded(
         optax.chain(optax.add_decayed_weights(decay), optimizer(rate)),
         clip=clipjax.clip_by_global_norm(max_norm),
-        project=clipjax.max_norm(radius),
+        project=clipjax.max_norm(bound),
     )
     (train_x, train_y), *others = sets
-    key, of_rows, of_broken = jax.random.split(jax.random.key(seed), 3)
+    key, of_rows, of_draws = jax.random.split(jax.random.key(seed), 3)
     rows = jax.random.randint(of_rows, (steps, BATCH), 0, len(train_y))
-    draws = jax.random.uniform(of_broken, (steps,))
-    broken = (draws < 0.02) & (jnp.arange(steps) >= 100)
+    draws = jax.random.uniform(of_draws, (steps,))
+    corrupted = (draws < 0.02) & (jnp.arange(steps) >= 100)
 
     def loss_of(params, x, y):
         losses = optax.softmax_cross_entropy_with_integer_labels
@@ -102,9 +104,9 @@ def train(optimizer, sets, steps, seed, limits):
 
     def step(carry, inputs):
         params, state = carry
-        rows, broken = inputs
-        x = jnp.where(broken, 100.0, 1.0) * train_x[rows]
-        y = jnp.where(broken, (train_y[rows] + 1) % 10, train_y[rows])
+        rows, corrupted = inputs
+        x = jnp.where(corrupted, 100.0, 1.0) * train_x[rows]
+        y = jnp.where(corrupted, (train_y[rows] + 1) % 10, train_y[rows])
         grads = jax.grad(loss_of)(params, x, y)
         updates, state = tx.update(grads, state, params)
         params = optax.apply_updates(params, updates)
@@ -120,31 +122,31 @@ def train(optimizer, sets, steps, seed, limits):
         return (params, state), seen
 
     params = first_params(key)
-    return jax.lax.scan(step, (params, tx.init(params)), (rows, broken))[1]
+    return jax.lax.scan(step, (params, tx.init(params)), (rows, corrupted))[1]
 
 
 def run(optimizer, methods, sets, steps):
-    """Train with all limits from all seeds, in one program; choose among several.
+    """Train with all settings from all seeds, in one program; choose among several.
 
     Returns:
-      For each method what `train` returns, (seeds, steps), and the limits that were
+      For each method what `train` returns, (seeds, steps), and the settings that were
       chosen.
     """
 
-    def one(seed, limits):
-        return train(optimizer, sets, steps, seed, limits)
+    def one(seed, settings):
+        return train(optimizer, sets, steps, seed, settings)
 
     of_seeds = jax.vmap(one, (0, None))
-    of_limits = jax.jit(jax.vmap(of_seeds, (None, 0)))
-    every = [limits for several in methods.values() for limits in several]
-    results = jax.device_get(of_limits(SEEDS, np.float32(every)))
+    of_settings = jax.jit(jax.vmap(of_seeds, (None, 0)))
+    every = [each for several in methods.values() for each in several]
+    results = jax.device_get(of_settings(SEEDS, np.float32(every)))
     chosen = {}
     start = 0
     for name, several in methods.items():
         places = range(start, start + len(several))
         best = max(places, key=lambda at: results["held out"][at, :, -50:].mean())
         chosen[name] = {key: x[best] for key, x in results.items()}
-        chosen[name]["limits"] = every[best]
+        chosen[name]["settings"] = every[best]
         start += len(several)
     return chosen
 
@@ -156,7 +158,7 @@ def compare(sets, steps):
     ends = {}
     for name, result in results.items():
         several = len((WITH_SGD | WITH_ADAM)[name])
-        *_, decay, rate = result["limits"]
+        *_, decay, rate = result["settings"]
         tuned = f": {decay or rate:g}, the best of {several}"
         ends[name + tuned * (several > 1)] = result["test"][:, -50:].mean(1)
     nothing = results["nothing"]
@@ -170,31 +172,24 @@ def sgd(rate):
     return optax.sgd(rate, momentum=0.9)
 
 
-def draw(path, results, ends, *, tall=False, dark=False):
+def draw(path, results, ends):
     """Draw the norms of gradients and weights of one seed, and all accuracies."""
     plt.rcdefaults()
-    plt.style.use("dark_background" if dark else "default")
-    ground = "#0d1117" if dark else "white"
     plt.rcParams.update({"font.size": 13, "axes.titlesize": 14})
-    plt.rcParams.update({"axes.facecolor": ground, "savefig.facecolor": ground})
     rows = [["gradient", "test"], ["weights", "test"]]
-    size = (10, 6.4)
-    if tall:
-        rows = [["gradient"], ["weights"], ["test"]]
-        size = (5, 11.4)
-    figure, axes = plt.subplot_mosaic(rows, figsize=size, layout="constrained")
-    dotted = {"color": plt.rcParams["text.color"], "lw": 1.2, "ls": ":"}
+    figure, axes = plt.subplot_mosaic(rows, figsize=(10, 6.4), layout="constrained")
+    dotted = {"color": "black", "lw": 1.2, "ls": ":"}
     axes["gradient"].set(title="Gradient norm, before the clip", ylim=(0.01, 1e8))
-    axes["weights"].set(title="Largest norm of a unit's weights")
+    axes["weights"].set(title="Largest norm of an output unit's weights")
     norms = [
-        ("gradient", CLIP, "clip_by_global_norm alone", 0.9, "upper right"),
-        ("weights", RADIUS, "max_norm alone", 2, "center right"),
+        ("gradient", CLIP, "threshold", "clip_by_global_norm alone", "upper right"),
+        ("weights", BOUND, "bound", "max_norm alone", "center right"),
     ]
-    for key, limit, method, width, place in norms:
+    for key, most, word, method, place in norms:
         for name in (method, "nothing"):
             color, _ = STYLES[name]
-            axes[key].plot(results[name][key][0], color=color, lw=width, label=name)
-        axes[key].axhline(limit, label=f"the limit {limit:g}", **dotted)
+            axes[key].plot(results[name][key][0], color=color, lw=1.2, label=name)
+        axes[key].axhline(most, label=f"{word} {most:g}", **dotted)
         axes[key].set(yscale="log", xlabel="step")
         axes[key].legend(fontsize=11, loc=place)
     right = axes["test"]
@@ -209,9 +204,8 @@ def draw(path, results, ends, *, tall=False, dark=False):
     stopped = 100 * ends["nothing, its best step"].mean()
     right.axhline(stopped, label="nothing, its best step", **dotted)
     right.set(title="Accuracy on the test set (%), five seeds", xlabel="step")
-    columns = 1 if tall else 3
     handles = right.get_legend_handles_labels()
-    figure.legend(*handles, loc="outside lower center", ncols=columns, fontsize=11)
+    figure.legend(*handles, loc="outside lower center", ncols=3, fontsize=11)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
@@ -221,26 +215,17 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer steps")
     parser.add_argument(
-        "--plot", default="digits.png", help="where to save the picture"
-    )
-    parser.add_argument(
-        "--all", action="store_true", help="pictures for phones and the dark, too"
+        "--plot", default="rivals.png", help="where to save the picture"
     )
     args = parser.parse_args()
     results, ends = compare(load(), 150 if args.quick else 1000)
-    print("accuracy on the test set at the end, mean (worst of five seeds)")
+    print("test accuracy at the end, mean of five seeds (worst seed)")
     for name, each in ends.items():
         print(f"  {name:36} {each.mean():6.1%} ({each.min():.1%})")
     if args.quick:
         print("This run is too short to compare anything.")
-    path = Path(args.plot)
-    draw(path, results, ends)
-    if args.all:
-        for tall, dark in ((True, False), (False, True), (True, True)):
-            ends_with = "-tall" * tall + "-dark" * dark + path.suffix
-            to = path.with_name(path.stem + ends_with)
-            draw(to, results, ends, tall=tall, dark=dark)
-    print(f"picture: {path}")
+    draw(args.plot, results, ends)
+    print(f"picture: {args.plot}")
 
 
 if __name__ == "__main__":
