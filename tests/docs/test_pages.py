@@ -107,3 +107,22 @@ def test_the_commands_of_the_readme_name_extras_that_exist():
         for each in group.split(",")
     }
     assert named <= set(extras)
+
+
+def test_the_readme_quotes_what_its_example_printed():
+    """`examples/digits.py --all` writes the file beside its pictures."""
+    readme = (ROOT / "README.md").read_text()
+    printed = (ROOT / "docs" / "images" / "digits.txt").read_text()
+    (caption,) = re.findall(r"start:caption\] -->\n(.*?)<!--", readme, re.DOTALL)
+    percents = re.findall(r"\d+\.\d%", caption)
+    assert len(percents) == 5
+    assert set(percents) <= set(re.findall(r"\d+\.\d%", printed))
+    for name, mean, worst in re.findall(
+        r"^  (\S.*?) +([\d.]+%) \(([\d.]+%)\)$", printed, re.MULTILINE
+    ):
+        quoted = (mean, f"(worst seed {worst})") if worst != mean else (mean,)
+        assert re.sub(r"\W+", " ", f"{name} {' '.join(quoted)}") in re.sub(
+            r"\W+", " ", caption
+        )
+    (text,) = re.findall(r"```text\n(.*?)```", readme, re.DOTALL)
+    assert " ".join(text.split()) in printed
