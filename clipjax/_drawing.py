@@ -202,8 +202,8 @@ def cells(ax: Any, values: np.ndarray, label: str) -> None:
     is_dark = bool(np.mean(to_rgb(ax.get_facecolor())) < 0.5)
     blues = plt.get_cmap("Blues_r" if is_dark else "Blues")
     span = (0.0, 0.95) if is_dark else (0.05, 1.0)
-    colors = ListedColormap(blues(np.linspace(*span, 256)))
-    colors = colors.with_extremes(over=NOT_FINITE[is_dark], bad="none")
+    shades = ListedColormap(blues(np.linspace(*span, 256)))
+    colors = shades.with_extremes(over=NOT_FINITE[is_dark], bad="none")
     bad = ~np.isfinite(values)
     shown = np.ma.masked_where(shown == 0, np.where(bad, 10 * top, shown))
     ends = np.arange(len(values) + 1) - 0.5

@@ -41,7 +41,7 @@ CORRUPTED = {37: 2, 52: 3, 90: 1, 113: 2, 141: 3}
 BRIGHTNESS = np.float32([1.0, 3000.0, 1.0, 1.0])
 WEIGHT = np.float32([1.0, 1.0, 1000.0, 30000.0])
 # What each optimizer is tried with.
-RATES = (3e-4, 1e-3, 3e-3)
+RATES = (5e-4, 2e-3, 8e-3)
 THRESHOLDS = (0.3, 3.0)
 RECORD = clipjax.record_norms(
     1, name="gradients", stacked="blocks/*", keep=16, probes={"blocks": LAYERS}
@@ -287,7 +287,7 @@ def main():
     kinds = np.array([CORRUPTED.get(step, 0) for step in range(STEPS)])
     settings = list(itertools.product(RATES, THRESHOLDS))
     if args.quick:
-        settings = [(1e-3, 3.0)]
+        settings = [(2e-3, 3.0)]
     accuracies, records, best = {}, {}, 0
     for name, make in METHODS.items():
         print(f"training: {name}", flush=True)
