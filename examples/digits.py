@@ -69,7 +69,7 @@ def with_clipjax(rate, threshold):
 METHODS = {
     "clipjax": with_clipjax,
     "Optax's clip and apply_if_finite": optax_best,
-    "Optax's clip": optax_clip,
+    "Optax's clip alone": optax_clip,
 }
 
 
@@ -241,7 +241,7 @@ def draw(path, accuracies, history, bad, *, tall=False, dark=False):
         arrowprops={"arrowstyle": "-", "color": ink, "lw": 1},
     )
     styles = {
-        "Optax's clip": (orange, {"lw": 2}),
+        "Optax's clip alone": (orange, {"lw": 2}),
         "clipjax": (blue, {"lw": 4.5, "alpha": 0.6}),
         "Optax's clip and apply_if_finite": (ink, {"lw": 1.3, "ls": (0, (4, 2))}),
     }
@@ -255,7 +255,7 @@ def draw(path, accuracies, history, bad, *, tall=False, dark=False):
         bottom.text(
             STEPS - 4,
             heights[name],
-            f"{name}: {percents[:, -LAST:].mean():.1f}%".replace(
+            f"{name}: {percents[:, -LAST:].mean():.0f}%".replace(
                 "and ", "and\n" if tall else "and "
             ),
             color=color,
