@@ -117,3 +117,19 @@ def test_the_commands_of_the_readme_name_extras_that_exist():
         for each in group.split(",")
     }
     assert named <= set(extras)
+
+
+def test_the_readme_quotes_what_its_example_printed():
+    """`examples/digits.py --all` writes the file beside its pictures."""
+    printed = (ROOT / "docs" / "images" / "digits.txt").read_text()
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    (caption,) = re.findall(r"\[start:caption\] -->(.*?)<!--", readme)
+    caption = caption.replace("`", "")
+    rows = re.findall(r"^  (\S.*?) +(\S+%) \((\S+%)\)$", printed, re.MULTILINE)
+    assert len(rows) == 3
+    for name, mean, worst in rows:
+        of_worst = f" (worst seed {worst})" if worst != mean else ""
+        assert f"{name} {mean}{of_worst}" in caption
+    assert {*re.findall(r"\d+\.\d%", caption)} <= {x for row in rows for x in row}
+    (text,) = re.findall("```text (.*?) ```", readme)
+    assert f"  {text}\n" in printed
