@@ -11,6 +11,7 @@ from clipjax._core.messages import short_repr
 try:
     from matplotlib import pyplot as plt
     from matplotlib.axes import Axes
+    from matplotlib.colors import ListedColormap, LogNorm, to_rgb
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
     from matplotlib.ticker import MaxNLocator
@@ -89,7 +90,7 @@ def lines(
         for name, (_, y) in points.items()
     }
     colors = colors_of(largest)
-    for name in _in_order(points):
+    for name in in_order(points):
         # Labels that begin with "_" are not in the legend.
         label = f" {name}" if name.startswith("_") else name
         style: dict[str, Any] = {
@@ -115,7 +116,7 @@ def lines(
     return finished(ax, list(points.values()), title)
 
 
-def _in_order(names: Iterable[str]) -> list[str]:
+def in_order(names: Iterable[str]) -> list[str]:
     """Sort names, with numbers in them as numbers: `layer_2` before `layer_10`."""
 
     def parts(name: str) -> list[Any]:
@@ -126,9 +127,9 @@ def _in_order(names: Iterable[str]) -> list[str]:
 
 def colors_of(values: Mapping[str, float]) -> dict[str, str]:
     """Return a color for each of the largest, sorted by name."""
-    order = _in_order(values)
+    order = in_order(values)
     largest = sorted(order, key=lambda name: values[name])[-len(COLORS) :]
-    return dict(zip(_in_order(largest), COLORS, strict=False))
+    return dict(zip(in_order(largest), COLORS, strict=False))
 
 
 def _title(colors: Collection[str], names: Collection[str], what: str) -> str:
@@ -170,12 +171,77 @@ def finished(ax: Any, points: Sequence[Any], title: str = "") -> Any:
         ax.set_ylim(bottom=0 if zeros else None)
     elif top > 0:
         ax.set_ylim(0, 1.08 * top)
-    ax.xaxis.set_major_locator(
-        MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True, min_n_ticks=1)
-    )
+    ax.xaxis.set_major_locator(_of_steps())
     ax.grid(alpha=0.25)
     legend = ax.legend(title=title or None, **_place(ax))
     for handle in legend.legend_handles:
         if isinstance(handle, Line2D):  # the axes may have other artists
             handle.set_markersize(5)
     return ax
+
+
+# Of norms that are not finite, on a light and on a dark ground: unlike every blue.
+NOT_FINITE = ("#e66100", "#ff8f33")
+# Thinner columns would not be seen beside others.
+COLUMNS_PER_INCH = 30
+
+
+def cells(ax: Any, values: np.ndarray, label: str) -> None:
+    """Draw a row of cells for each row of norms, and a color bar.
+
+    Blue is dark for large norms on a light ground, and light on a dark one.
+    """
+    count = values.shape[1]
+    most = max(1, int(COLUMNS_PER_INCH * ax.bbox.width / ax.figure.dpi))
+    starts = np.arange(0, count, -(-count // most))
+    # NaN is the largest.
+    values = np.maximum.reduceat(values, starts, axis=1)
+    shown = _drawable(values)
+    some = shown[shown > 0]
+    top = some.max(initial=1e-100) if some.size else 1.0
+    least = min(np.quantile(some, 0.01), top / 10) if some.size else 0.1
+    is_dark = bool(np.mean(to_rgb(ax.get_facecolor())) < 0.5)
+    blues = plt.get_cmap("Blues_r" if is_dark else "Blues")
+    span = (0.0, 0.95) if is_dark else (0.05, 1.0)
+    shades = ListedColormap(blues(np.linspace(*span, 256)))
+    colors = shades.with_extremes(over=NOT_FINITE[is_dark], bad="none")
+    bad = ~np.isfinite(values)
+    shown = np.ma.masked_where(shown == 0, np.where(bad, 10 * top, shown))
+    ends = np.arange(len(values) + 1) - 0.5
+    mesh = ax.pcolormesh(
+        np.append(starts, count) - 0.5,
+        ends,
+        shown,
+        norm=LogNorm(least, top),
+        cmap=colors,
+    )
+    ax.set(xlim=(-0.5, count - 0.5), ylim=(len(values) - 0.5, -0.5))
+    ax.xaxis.set_major_locator(_of_steps())
+    extend = "max" if bad.any() else "neither"
+    place = {"ax": ax, "pad": 0.015, "aspect": 15}
+    bar = ax.figure.colorbar(mesh, label=label, extend=extend, extendfrac=0.08, **place)
+    if bad.any():
+        style = {"color": NOT_FINITE[is_dark], "fontsize": "small", "loc": "left"}
+        bar.ax.set_title("not finite", **style)
+
+
+def bad_steps_above(
+    ax: Any, steps: Sequence[int], marked: Sequence[tuple[int, int]]
+) -> Any:
+    """Draw triangles above steps, and rings on rows of them."""
+    first, last = ax.get_xlim()
+    inside = [step for step in steps if first < step < last]
+    above = {"transform": ax.get_xaxis_transform(), "clip_on": False, "ls": ""}
+    color = plt.rcParams["text.color"]
+    ax.plot(inside, [1.04] * len(inside), marker="v", ms=6, c=color, mew=0, **above)
+    rings = np.reshape([x for x in marked if x[0] in inside], (-1, 2)).T
+    ring = {"marker": "o", "ls": "", "mfc": "none", "clip_on": False}
+    # White within black is seen on every color.
+    ax.plot(*rings, ms=9, mec="black", mew=3, **ring)
+    ax.plot(*rings, ms=9, mec="white", mew=1.3, **ring)
+    return ax
+
+
+def _of_steps() -> Any:
+    """Return what places ticks at whole steps."""
+    return MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True, min_n_ticks=1)

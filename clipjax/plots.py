@@ -1,4 +1,4 @@
-"""Pictures of norms over the steps, of groups, of bad steps, and of units of weights.
+"""Pictures of norms by step, by group, of bad steps, and of output units of weights.
 
 They need Matplotlib, which `import clipjax` does not load. Each function takes `ax`,
 the axes to draw on, and returns them; None makes a new figure:
@@ -32,6 +32,7 @@ from clipjax._core.units import (
     present,
 )
 from clipjax.monitoring import history as runs
+from clipjax.monitoring.bad_steps import BadStep
 from clipjax.monitoring.bad_steps import bad_steps as find_bad_steps
 
 
@@ -141,6 +142,110 @@ def group_norms(
       >>> [line.get_label() for line in ax.lines]
       ['encoder', 'head']
     """
+    columns, names, values = _norms_by_group(history, only)
+    labels = {key: runs.label_of(columns, key) for key in names}
+    one_of_each = {label: key for key, label in labels.items()}
+    taken = {x: runs.steps_taken(columns, key) for x, key in one_of_each.items()}
+    found = {name: values[key][taken[labels[key]]] for key, name in names.items()}
+    points = {name: (np.arange(len(x)), x) for name, x in found.items()}
+    recorded = bool(_recorded_in(columns))
+    kinds = {name: _kind_of(name) if recorded else "" for name in found}
+    points = _where_probes_saw(points, kinds)
+    weights = [name for name, kind in kinds.items() if kind == "params"]
+    ax = draw.new_axes(ax)
+    has_ratios = "ratio" in kinds.values()
+    label = "norm, or ratio of two norms" if has_ratios else "norm"
+    if {*kinds.values()} == {"ratio"}:
+        label = "norm of the update / norm of the weights"
+    ax.set(xlabel="step", ylabel=label)
+    if {*kinds.values()} <= {"", "params"}:
+        return draw.lines(ax, points, "groups", dashed=weights)
+    return _lines_by_kind(ax, points, kinds)
+
+
+def heat_map(
+    history: runs.History,
+    *,
+    only: str | Sequence[str] | None = None,
+    bad: Sequence[BadStep] = (),
+    ax: Any = None,
+) -> Any:
+    """Draw the norm of each group over the steps as the color of a cell.
+
+    Use it to see in one picture which layer a bad step came from, and when.
+
+    Args:
+      history: the norms, as in :func:`group_norms`.
+      only: path patterns of the groups to draw, as in `"gradients/*"`. Rows are in the
+        order of the patterns, and sorted by name within each: `["*/embed",
+        "*/blocks/*", "*/head"]`. None draws all groups, sorted by name.
+      bad: what :func:`clipjax.bad_steps` returned for this run, whose steps are
+        counted from the first of the history. They are marked above the map; default
+        none.
+      ax: the axes to draw on; None makes a new figure.
+
+    Returns:
+      The axes, with one row for each group, and a color bar beside them, whose scale is
+      logarithmic. Norms that are not finite have a color of their own, and norms of 0
+      have none. A bad step has a triangle above it, and a ring on the row of the layer
+      that `print` of the step names, if there is such a row. If there are more than 30
+      steps for each inch of the axes, a column is the largest norm of several. A step
+      that the recorder did not see, such as an accumulated one, repeats the norms of
+      the step before.
+
+    Raises:
+      TypeError: `history` has no groups.
+      ValueError: no group matches `only`, or there are no steps.
+
+    Example:
+      >>> from clipjax import plots
+      >>> norms = {"embed": [2.0, 1.0], "blocks/0": [0.5, 0.1], "blocks/1": [1.0, 1.0]}
+      >>> ax = plots.heat_map(norms, only=["embed", "blocks/*"])
+      >>> [label.get_text() for label in ax.get_yticklabels()]
+      ['embed', 'blocks/0', 'blocks/1']
+    """
+    _, names, values = _norms_by_group(history, only)
+    rows = {name: values[key] for key, name in names.items()}
+    in_order = draw.in_order(rows)
+    if only is not None:
+        patterns = check_patterns("only", only)
+        in_order.sort(key=lambda name: [matches(x, name) for x in patterns].index(True))
+    norms_by_row = np.stack([rows[name] for name in in_order])
+    if not norms_by_row.size:
+        raise ValueError("history must have at least one step")
+    firsts = {name.partition("/")[0] for name in in_order}
+    has_one_kind = len(firsts) == 1 and all("/" in name for name in in_order)
+    of = f" of {firsts.pop()}" if has_one_kind else ""
+    labels = [name.partition("/")[2] if of else name for name in in_order]
+    marked = [
+        (step.step, row)
+        for step in bad
+        for row, name in enumerate(in_order)
+        if _layer_named(step) in (name, name.partition("/")[2]) and _layer_named(step)
+    ]
+    ax = draw.new_axes(ax, height=1.4 + 0.3 * max(4, len(labels)))
+    draw.cells(ax, norms_by_row, f"norm{of}")
+    ax.set_yticks(range(len(labels)), labels)
+    ax.set_xlabel("step")
+    return draw.bad_steps_above(ax, [step.step for step in bad], marked)
+
+
+def _layer_named(step: BadStep) -> str:
+    """Return the group that the text of a bad step names, "" for none or several."""
+    if layer := step._place()[1]:
+        return layer
+    not_finite = [x for x, norm in step.groups.items() if not np.isfinite(norm)]
+    if len(not_finite) == 1:
+        return not_finite[0]
+    if not_finite or step.is_of_loss or not step.groups:
+        return ""
+    return max(step.groups, key=lambda name: step.groups[name])
+
+
+def _norms_by_group(
+    history: runs.History, only: str | Sequence[str] | None
+) -> tuple[Mapping[str, Any], dict[str, str], dict[str, np.ndarray]]:
+    """Return a history by name, names of groups by key, and their norms by key."""
     columns = runs.columns_of(history)
     recorded = _groups_in(columns)
     has_counters = any(key.endswith("/steps") for key in columns)
@@ -168,23 +273,7 @@ def group_norms(
             "history must have one or more groups with equally many steps, got "
             f"{list(names.values())[:20]}"
         )
-    labels = {key: runs.label_of(columns, key) for key in names}
-    one_of_each = {label: key for key, label in labels.items()}
-    taken = {x: runs.steps_taken(columns, key) for x, key in one_of_each.items()}
-    found = {name: values[key][taken[labels[key]]] for key, name in names.items()}
-    points = {name: (np.arange(len(x)), x) for name, x in found.items()}
-    kinds = {name: _kind_of(name) if recorded else "" for name in found}
-    points = _where_probes_saw(points, kinds)
-    weights = [name for name, kind in kinds.items() if kind == "params"]
-    ax = draw.new_axes(ax)
-    has_ratios = "ratio" in kinds.values()
-    label = "norm, or ratio of two norms" if has_ratios else "norm"
-    if {*kinds.values()} == {"ratio"}:
-        label = "norm of the update / norm of the weights"
-    ax.set(xlabel="step", ylabel=label)
-    if {*kinds.values()} <= {"", "params"}:
-        return draw.lines(ax, points, "groups", dashed=weights)
-    return _lines_by_kind(ax, points, kinds)
+    return columns, names, values
 
 
 # What `record_norms` measures beside updates.

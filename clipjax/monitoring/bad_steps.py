@@ -13,7 +13,7 @@ import numpy as np
 
 from clipjax._core.aliases import Tree
 from clipjax._core.messages import a_few, short_repr
-from clipjax._core.states import NO_LOSS, BadSteps, Table
+from clipjax._core.states import UNKNOWN, BadSteps, Table
 from clipjax.monitoring.metrics import as_array, states_in
 
 
@@ -60,7 +60,11 @@ class BadStep(NamedTuple):
         )
 
     def _origin(self) -> str:
-        """Say what probes tell of the place where the step broke, "" for nothing.
+        """Say what probes tell of the place where it began, "" for nothing."""
+        return self._place()[0]
+
+    def _place(self) -> tuple[str, str]:
+        """Return what probes tell in words, and the layer, "" for nothing.
 
         The forward pass goes from the first layer to the last, and the backward pass
         from the last to the first: the first layer in time that is not finite is the
@@ -71,12 +75,12 @@ class BadStep(NamedTuple):
             for norms in (self.forward, self.backward)
         )
         if bad_forward:
-            return f"first in the forward pass, at {bad_forward[0]}"
+            return f"first in the forward pass, at {bad_forward[0]}", bad_forward[0]
         if not bad_backward:
             return _largest_step(self.forward)
         if self._no_group_is_finite:
-            return f"in the loss, or behind {list(self.backward)[-1]}"
-        return f"in the backward pass, at {bad_backward[-1]}"
+            return f"in the loss, or behind {list(self.backward)[-1]}", ""
+        return f"in the backward pass, at {bad_backward[-1]}", bad_backward[-1]
 
     def _where(self) -> str:
         bad = [name for name, norm in self.groups.items() if not math.isfinite(norm)]
@@ -95,13 +99,14 @@ class BadStep(NamedTuple):
 _TOLD = 10
 
 
-def _largest_step(norms: dict[str, float]) -> str:
-    """Say at which layer the norms that probes saw grew most, "" if none grew much."""
+def _largest_step(norms: dict[str, float]) -> tuple[str, str]:
+    """Say at which layer the norms that probes saw grew most, and return it."""
     pairs = itertools.pairwise(norms.items())
     growths = [(now / was, name) for (_, was), (name, now) in pairs if was > 0]
     most, name = max(growths, default=(0.0, ""))
-    text = f"{most:.0f} times larger at {name}, in the forward pass"
-    return text if most > _TOLD else ""
+    if most <= _TOLD:
+        return "", ""
+    return f"{most:.0f} times larger at {name}, in the forward pass", name
 
 
 _LAST_NUMBER = re.compile(r"(.*?)(\d+)(\D*)")
@@ -223,8 +228,9 @@ def _steps_in(name: str, kept: BadSteps, table: Table) -> list[BadStep]:
     found = []
     for place in range(len(steps) - count, len(steps)):
         norm, threshold, loss, *norms = map(float, rows[place])
-        loss = math.nan if loss == NO_LOSS else loss
-        named = dict(zip(names, norms, strict=True))
+        loss = math.nan if loss == UNKNOWN else loss
+        pairs = zip(names, norms, strict=True)
+        named = {name: norm for name, norm in pairs if norm != UNKNOWN}
         of_probes = [_groups_of(of, named) for of in ("forward", "backward")]
         given = any(any(seen.values()) for seen in of_probes)
         numbers = norm, threshold, loss, _groups_of(name, named)

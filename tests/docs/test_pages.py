@@ -76,6 +76,16 @@ def test_the_reference_lists_every_name():
         assert described, f"clipjax.{name} is missing on a page of docs/reference"
 
 
+def test_numbers_in_the_prose_of_the_quickstart_are_those_of_its_code():
+    """Sybil compares what the comments show with what the code prints."""
+    page = (ROOT / "docs" / "quickstart.md").read_text()
+    prose, code = BLOCK.sub("", page), "".join(each[1] for each in BLOCK.findall(page))
+    _, _, prose = prose.partition("## A loop")  # behind the versions
+    numbers = re.findall(r"(?<![\w.-])\d+\.\d+(?![\w.-]*\w)", prose)
+    assert len(numbers) > 8
+    assert not [each for each in numbers if not re.search(rf"\b{each}", code)]
+
+
 def test_no_line_begins_with_a_formula():
     """Markdown would take it for a block, and end the paragraph before it."""
     for page in (ROOT / "docs").rglob("*.md"):
@@ -107,3 +117,19 @@ def test_the_commands_of_the_readme_name_extras_that_exist():
         for each in group.split(",")
     }
     assert named <= set(extras)
+
+
+def test_the_readme_quotes_what_its_example_printed():
+    """`examples/digits.py --all` writes the file beside its pictures."""
+    printed = (ROOT / "docs" / "images" / "digits.txt").read_text()
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    (caption,) = re.findall(r"\[start:caption\] -->(.*?)<!--", readme)
+    caption = caption.replace("`", "")
+    rows = re.findall(r"^  (\S.*?) +(\S+%) \((\S+%)\)$", printed, re.MULTILINE)
+    assert len(rows) == 3
+    for name, mean, worst in rows:
+        of_worst = f" (worst seed {worst})" if worst != mean else ""
+        assert f"{name} {mean}{of_worst}" in caption
+    assert {*re.findall(r"\d+\.\d%", caption)} <= {x for row in rows for x in row}
+    (text,) = re.findall("```text (.*?) ```", readme)
+    assert f"  {text}\n" in printed
