@@ -11,15 +11,19 @@ from clipjax._core.messages import short_repr
 try:
     from matplotlib import pyplot as plt
     from matplotlib.axes import Axes
+    from matplotlib.colors import LogNorm
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
+    from matplotlib.patheffects import withStroke
     from matplotlib.ticker import MaxNLocator
+    from matplotlib.transforms import ScaledTranslation
 except ImportError as error:
     raise ImportError(
         "clipjax.plots needs Matplotlib: pip install matplotlib"
     ) from error
 
-# Okabe and Ito's colors that are visible on white and on black, and two of Tol's.
+# Okabe and Ito's colors that are visible on white and on black, and a violet and a
+# brown that people who are color-blind can tell from these.
 COLORS = (
     "#0072b2",
     "#d55e00",
@@ -27,14 +31,15 @@ COLORS = (
     "#cc79a7",
     "#e69f00",
     "#56b4e9",
-    "#aa4499",
-    "#999933",
+    "#9933ee",
+    "#995533",
 )
 GREY = "#8a8a8a"
+LOG = ", log scale"
 BOUND: dict[str, Any] = {"linestyle": (0, (6, 2)), "linewidth": 1.6}
 
 
-def new_axes(ax: Any, height: float = 4) -> Any:
+def new_axes(ax: Any, height: float = 4, width: float = 8) -> Any:
     """Return the axes, or those of a new figure."""
     if isinstance(ax, Axes):
         return ax
@@ -43,7 +48,12 @@ def new_axes(ax: Any, height: float = 4) -> Any:
             "ax must be one of Matplotlib's axes, such as plt.subplots()[1], got "
             f"{short_repr(ax)}"
         )
-    return plt.subplots(figsize=(8, height), layout="constrained")[1]
+    return plt.subplots(figsize=(width, height), layout="constrained")[1]
+
+
+def ink(ax: Any) -> Any:
+    """Return the color of text on these axes, which is light in a dark figure."""
+    return ax.xaxis.label.get_color()
 
 
 def line(ax: Any, x: np.ndarray, y: np.ndarray, **style: Any) -> None:
@@ -70,6 +80,19 @@ def at_top(ax: Any, x: np.ndarray, **style: Any) -> None:
         ax.plot(x, np.full(x.shape, 0.98), linestyle="", transform=top, **style)
 
 
+def say_at_top(ax: Any, texts: Mapping[float, str]) -> None:
+    """Write texts below the marks at the top, each at the first x that has it."""
+    first: dict[str, float] = {}
+    for x in sorted(texts):
+        first.setdefault(texts[x], x)
+    halo = withStroke(linewidth=3, foreground=ax.get_facecolor())
+    style = {"size": "small", "color": ink(ax), "path_effects": [halo]}
+    at = {"xycoords": ax.get_xaxis_transform(), "textcoords": "offset points"}
+    for text, x in [*first.items()][:6]:  # more would cover the lines
+        place = {"xytext": (0, -6), "rotation": 90, "ha": "center", "va": "top"}
+        ax.annotate(text, (x, 0.98), **at, **place, **style)
+
+
 def _drawable(y: np.ndarray) -> np.ndarray:
     """Return NaN for what is not finite, and no size with which margins overflow."""
     y = np.where(np.isfinite(y), y, np.nan)
@@ -82,6 +105,7 @@ def lines(
     what: str,
     bound: float = np.inf,
     dashed: Collection[str] = (),
+    causes: Mapping[float, str] | None = None,
 ) -> Any:
     """Draw lines, x and y by name, and a bound below them."""
     largest = {
@@ -102,17 +126,11 @@ def lines(
         if name in colors:
             style = {"color": colors[name], "linewidth": 1.2, "label": label}
         line(ax, *points[name], linestyle="--" if name in dashed else "-", **style)
-    title = _title(colors, points, what)
     if bound < np.inf:
-        ax.axhline(
-            bound,
-            c=plt.rcParams["text.color"],
-            zorder=1.5,
-            label=f"radius {bound:.4g}",
-            **BOUND,
-        )
-        title = f"{title}\n(share of units at the radius)".strip()
-    return finished(ax, list(points.values()), title)
+        style = {"c": ink(ax), "zorder": 1.5, "label": f"radius {bound:.4g}", **BOUND}
+        ax.axhline(bound, **style)
+    title = _title(colors, points, what)
+    return finished(ax, list(points.values()), title, causes)
 
 
 def _in_order(names: Iterable[str]) -> list[str]:
@@ -122,6 +140,33 @@ def _in_order(names: Iterable[str]) -> list[str]:
         return [int(x) if x.isdecimal() else x for x in re.split(r"(\d+)", name)]
 
     return sorted(names, key=parts)
+
+
+def words(names: Sequence[str]) -> str:
+    """Return names as short text: layers in a row as a range, of others the first."""
+    runs: list[list[Any]] = []  # the text before a number, the first and the last one
+    for name in _in_order(names):
+        before, number = re.fullmatch(r"(.*?)(\d*)", name).groups()  # type: ignore[union-attr]
+        last = runs[-1] if runs else None
+        if last and number and last[0] == before and last[2] == int(number) - 1:
+            last[2] = int(number)
+        else:
+            first = int(number) if number else None
+            runs.append([before, first, first])
+    texts = [
+        before
+        + (
+            ""
+            if first is None
+            else str(first)
+            if first == last
+            else f"{first} to {last}"
+        )
+        for before, first, last in runs
+    ]
+    return (
+        ", ".join(texts) if len(texts) < 3 else f"{texts[0]} and {len(texts) - 1} more"
+    )
 
 
 def colors_of(values: Mapping[str, float]) -> dict[str, str]:
@@ -137,34 +182,94 @@ def _title(colors: Collection[str], names: Collection[str], what: str) -> str:
     return f"the {len(colors)} largest of {len(names)} {what}"
 
 
-def _place(ax: Any) -> dict[str, Any]:
-    """Return where the legend is: beside the axes, if the figure makes room for it."""
-    style = {"alignment": "left", "fontsize": "small", "title_fontsize": "small"}
+def _add_legend(ax: Any, handles: Sequence[Any], title: str, part: float = 1) -> Any:
+    """Add a legend off the data, if the figure has a layout, which makes room for it.
+
+    It is beside the axes, or below if they are narrow. Without a layout, it is in them.
+    The axes keep a part of their width.
+    """
+    width = part * ax.bbox.width / ax.figure.dpi  # in inches
+    style: dict[str, Any] = {"alignment": "left", "labelcolor": ink(ax)}
+    style |= {"fontsize": "small", "title_fontsize": "small", "title": title or None}
     if not ax.figure.get_layout_engine():
-        return style | {"loc": "upper right"}
-    beside = {"loc": "upper left", "bbox_to_anchor": (1.01, 1), "frameon": False}
-    return style | beside
+        style |= {"loc": "upper right", "facecolor": ax.get_facecolor()}
+    elif width < 5:
+        size = ax.xaxis.label.get_size()  # in points; the x axis is in between
+        inches = ScaledTranslation(
+            0, -(2.6 * size + 12) / 72, ax.figure.dpi_scale_trans
+        )
+        at = {"bbox_to_anchor": (0, 0), "bbox_transform": ax.transAxes + inches}
+        # A letter is about half as wide as it is high, and a line 3 letters long.
+        letters = 5 + max((len(each.get_label()) for each in handles), default=0)
+        columns = 72 * width // (0.45 * size * letters)
+        at |= {"ncols": max(1, min(4, int(columns)))}
+        style |= {"loc": "upper left", "frameon": False, "borderaxespad": 0} | at
+    else:
+        style |= {"loc": "upper left", "bbox_to_anchor": (1.01, 1), "frameon": False}
+    legend = ax.legend(handles=handles, **style)
+    legend.get_title().set_color(ink(ax))
+    return legend
 
 
-def legend_of_colors(ax: Any, colors: Mapping[str, str], title: str) -> Any:
-    """Add a legend of colored fields."""
-    fields = [Patch(color=color, label=name) for name, color in colors.items()]
-    ax.legend(handles=fields, title=title, **_place(ax))
+def field(ax: Any, label: str, **style: Any) -> Any:
+    """Return a field of a legend."""
+    return Patch(label=label, edgecolor=ax.get_facecolor(), **style)
+
+
+def legend_of_colors(
+    ax: Any,
+    colors: Mapping[str, str],
+    title: str,
+    *,
+    more: Sequence[Any] = (),
+    part: float = 1,
+) -> Any:
+    """Add a legend of colored fields, and of more."""
+    fields = [field(ax, name, facecolor=color) for name, color in colors.items()]
+    if fields or more:
+        _add_legend(ax, [*fields, *more], title, part)
     return ax
 
 
-def finished(ax: Any, points: Sequence[Any], title: str = "") -> Any:
-    """Mark what is not finite, choose the scale for what is, and add the legend."""
+def star(ax: Any, x: Any, y: Any, label: str) -> Any:
+    """Mark a point on a field of any color with a star."""
+    look = {"marker": "*", "ms": 11, "mfc": ink(ax), "mec": ax.get_facecolor()}
+    return ax.plot(x, y, linestyle="", clip_on=False, label=label, **look)[0]
+
+
+def shades(values: np.ndarray) -> np.ndarray:
+    """Return colors of positive numbers, from dark to light, (..., 4)."""
+    good = values[np.isfinite(values) & (values > 0)]
+    least, most = (good.min(), good.max()) if good.size else (1, 1)
+    scale = LogNorm(least, max(most, 1.01 * least), clip=True)
+    return plt.colormaps["cividis"](
+        scale(np.where(np.isin(values, good), values, least))
+    )
+
+
+def finished(
+    ax: Any,
+    points: Sequence[Any],
+    title: str = "",
+    causes: Mapping[float, str] | None = None,
+) -> Any:
+    """Mark what is not finite, choose the scale for what is, and add the legend.
+
+    What is not finite gets a cross at the top of the axes, and what `causes` says of
+    its x.
+    """
     ax.margins(y=0.08)
     bad = np.concatenate([[], *(x[~np.isfinite(y)] for x, y in points)])
-    ink = plt.rcParams["text.color"]
-    at_top(ax, bad, marker="x", color=ink, ms=4, label="not finite")
+    at_top(ax, bad, marker="x", color=ink(ax), ms=4, label="not finite")
+    say_at_top(ax, causes or {})
     ax.autoscale(axis="y")
     # Of all that is drawn.
     least = ax.dataLim.minposy
     top = ax.dataLim.y1
     zeros = ax.dataLim.y0 <= 0
+    label = ax.get_ylabel().removesuffix(LOG)
     if top > 20 * least:
+        label += LOG
         with_zero = {"linthresh": 10 ** np.floor(np.log10(least)), "linscale": 0.5}
         ax.set_yscale("symlog", **with_zero) if zeros else ax.set_yscale("log")
         ax.set_ylim(bottom=0 if zeros else None)
@@ -173,8 +278,9 @@ def finished(ax: Any, points: Sequence[Any], title: str = "") -> Any:
     ax.xaxis.set_major_locator(
         MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True, min_n_ticks=1)
     )
+    ax.set_ylabel(label)
     ax.grid(alpha=0.25)
-    legend = ax.legend(title=title or None, **_place(ax))
+    legend = _add_legend(ax, ax.get_legend_handles_labels()[0], title)
     for handle in legend.legend_handles:
         if isinstance(handle, Line2D):  # the axes may have other artists
             handle.set_markersize(5)

@@ -44,7 +44,7 @@ class BadStep(NamedTuple):
         text += (
             f", usual up to {self.threshold:.2g}" if self.threshold < math.inf else ""
         )
-        origin = self._origin()
+        *_, origin = self._began()
         is_told = of_loss or not self.groups or (origin and self._no_group_is_finite)
         where = "" if is_told else self._where()
         return "; ".join(filter(None, (text, origin, where)))
@@ -55,8 +55,8 @@ class BadStep(NamedTuple):
             map(math.isfinite, self.groups.values())
         )
 
-    def _origin(self) -> str:
-        """Say what probes tell of the place where it began, "" for nothing.
+    def _began(self) -> tuple[str, str, str]:
+        """Return the pass and the probe where it began, and words; "" for nothing.
 
         The forward pass goes from the first layer to the last, and the backward pass
         back: what is first in time is the place.
@@ -66,12 +66,15 @@ class BadStep(NamedTuple):
             for norms in (self.forward, self.backward)
         )
         if bad_forward:
-            return f"first in the forward pass, at {bad_forward[0]}"
+            name = bad_forward[0]
+            return "forward", name, f"first in the forward pass, at {name}"
         if not bad_backward:
             return _largest_step(self.forward)
         if self._no_group_is_finite:
-            return f"in the loss, or behind {list(self.backward)[-1]}"
-        return f"in the backward pass, at {bad_backward[-1]}"
+            name = list(self.backward)[-1]
+            return "backward", name, f"in the loss, or behind {name}"
+        name = bad_backward[-1]
+        return "backward", name, f"in the backward pass, at {name}"
 
     def _where(self) -> str:
         bad = [name for name, norm in self.groups.items() if not math.isfinite(norm)]
@@ -90,13 +93,14 @@ class BadStep(NamedTuple):
 _TOLD = 10
 
 
-def _largest_step(norms: dict[str, float]) -> str:
-    """Say at which layer the norms that probes saw grew most, "" if at none."""
+def _largest_step(norms: dict[str, float]) -> tuple[str, str, str]:
+    """Return where the norms that probes saw grew most, "" if at none."""
     pairs = itertools.pairwise(norms.items())
     growths = [(now / was, name) for (_, was), (name, now) in pairs if was > 0]
     most, name = max(growths, default=(0.0, ""))
-    text = f"{most:.0f} times larger at {name}, in the forward pass"
-    return text if most > _TOLD else ""
+    if most <= _TOLD:
+        return "", "", ""
+    return "forward", name, f"{most:.0f} times larger at {name}, in the forward pass"
 
 
 _LAST_NUMBER = re.compile(r"(.*?)(\d+)(\D*)")
