@@ -51,6 +51,19 @@ def new_axes(ax: Any, height: float = 4, width: float = 8) -> Any:
     return plt.subplots(figsize=(width, height), layout="constrained")[1]
 
 
+def split(ax: Any) -> Any:
+    """Make room in the right half of the axes for new ones with the same y axis."""
+    spec = ax.get_subplotspec()
+    if spec is None:  # they were placed by hand
+        left, bottom, width, height = ax.get_position().bounds
+        ax.set_position((left, bottom, 0.48 * width, height))
+        half = (left + 0.52 * width, bottom, 0.48 * width, height)
+        return ax.figure.add_axes(half, sharey=ax)
+    halves = spec.subgridspec(1, 2)
+    ax.set_subplotspec(halves[0])
+    return ax.figure.add_subplot(halves[1], sharey=ax)
+
+
 def ink(ax: Any) -> Any:
     """Return the color of text on these axes, which is light in a dark figure."""
     return ax.xaxis.label.get_color()
@@ -182,13 +195,12 @@ def _title(colors: Collection[str], names: Collection[str], what: str) -> str:
     return f"the {len(colors)} largest of {len(names)} {what}"
 
 
-def _add_legend(ax: Any, handles: Sequence[Any], title: str, part: float = 1) -> Any:
+def _add_legend(ax: Any, handles: Sequence[Any], title: str) -> Any:
     """Add a legend off the data, if the figure has a layout, which makes room for it.
 
     It is beside the axes, or below if they are narrow. Without a layout, it is in them.
-    The axes keep a part of their width.
     """
-    width = part * ax.bbox.width / ax.figure.dpi  # in inches
+    width = ax.bbox.width / ax.figure.dpi  # in inches
     style: dict[str, Any] = {"alignment": "left", "labelcolor": ink(ax)}
     style |= {"fontsize": "small", "title_fontsize": "small", "title": title or None}
     if not ax.figure.get_layout_engine():
@@ -222,12 +234,11 @@ def legend_of_colors(
     title: str,
     *,
     more: Sequence[Any] = (),
-    part: float = 1,
 ) -> Any:
     """Add a legend of colored fields, and of more."""
     fields = [field(ax, name, facecolor=color) for name, color in colors.items()]
     if fields or more:
-        _add_legend(ax, [*fields, *more], title, part)
+        _add_legend(ax, [*fields, *more], title)
     return ax
 
 

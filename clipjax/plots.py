@@ -330,7 +330,7 @@ def bad_steps(opt_state: Any, *, ax: Any = None) -> Any:
       If there are probes, a second bar has the norms that they saw, in the order of
       time: in the forward pass, from the first layer to the last, and in the backward
       pass, from the last to the first. Larger norms are lighter, and norms that are not
-      finite are hatched. A star, and words below, say where the step broke, if the
+      finite are hatched. A star, and words below, say where it broke, if the
       probes tell.
 
     Raises:
@@ -344,7 +344,7 @@ def bad_steps(opt_state: Any, *, ax: Any = None) -> Any:
       >>> _, state = tx.update(grads, tx.init(grads))
       >>> ax = plots.bad_steps(state)
       >>> [text.get_text() for text in ax.legend_.get_texts()]
-      ['head', 'not finite, in equal parts']
+      ['head', 'not finite']
     """
     steps = find_bad_steps(opt_state)
     if any(not step.groups for step in steps):
@@ -378,7 +378,7 @@ def bad_steps(opt_state: Any, *, ax: Any = None) -> Any:
         ax.barh(row, sum(shares.values()) - start, left=start, color=draw.GREY, **style)
     more = []
     if has_bad:
-        label = "not finite, in equal parts"
+        label = "not finite"
         more.append(draw.field(ax, label, facecolor=draw.GREY, hatch=_HATCH))
     if of_probes:
         more += _draw_probes(ax, steps, field)
@@ -391,10 +391,9 @@ def bad_steps(opt_state: Any, *, ax: Any = None) -> Any:
     ax.set_yticks(range(len(steps)), labels)
     ax.set(xlabel="fraction of the squared norm (%)", ylabel="step", xlim=(0, 100))
     ax.set_ylim(max(1, len(steps)) - 0.4, -0.5)
-    part = 0.5 if of_probes else 1
     title = f"{len(colors)} of {len(names)} groups"
     title = "" if len(colors) == len(names) else title
-    return draw.legend_of_colors(ax, colors, title, more=more, part=part)
+    return draw.legend_of_colors(ax, colors, title, more=more)
 
 
 # Of norms that are not finite.
@@ -407,7 +406,7 @@ def _draw_probes(ax: Any, steps: Sequence[BadStep], field: Any) -> list[Any]:
     Returns:
       What the legend needs.
     """
-    beside = ax.inset_axes((1.06, 0, 1, 1), sharey=ax)
+    beside = draw.split(ax)
     beside.tick_params(left=False, labelleft=False)
     more = {}
     ticks: dict[float, str] = {}
@@ -429,7 +428,7 @@ def _draw_probes(ax: Any, steps: Sequence[BadStep], field: Any) -> list[Any]:
                 cell = {"width": 1, "left": x, "color": color, **field, **style}
                 beside.barh(row, **cell)
                 if (of, name) == step._began()[:2]:
-                    label = "where the step broke"
+                    label = "where it broke"
                     more[label] = draw.star(beside, x + 0.5, row, label)
         shown = range(len(names)) if len(names) <= 12 else (0, len(names) - 1)
         ticks |= {start + i + 0.5: names[i] for i in shown}
