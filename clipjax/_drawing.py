@@ -94,16 +94,33 @@ def at_top(ax: Any, x: np.ndarray, **style: Any) -> None:
 
 
 def say_at_top(ax: Any, texts: Mapping[float, str]) -> None:
-    """Write texts below the marks at the top, each at the first x that has it."""
+    """Write texts beside the marks at the top, each at the first x that has it.
+
+    They are in rows of their own, above the lines: the first three, for which there is
+    room.
+    """
     first: dict[str, float] = {}
     for x in sorted(texts):
         first.setdefault(texts[x], x)
-    halo = withStroke(linewidth=3, foreground=ax.get_facecolor())
-    style = {"size": "small", "color": ink(ax), "path_effects": [halo]}
-    at = {"xycoords": ax.get_xaxis_transform(), "textcoords": "offset points"}
-    for text, x in [*first.items()][:6]:  # more would cover the lines
-        place = {"xytext": (0, -6), "rotation": 90, "ha": "center", "va": "top"}
-        ax.annotate(text, (x, 0.98), **at, **place, **style)
+    some = [*first.items()][:3]
+    scale = ax.yaxis.get_transform()
+    low, high = scale.transform(ax.get_ylim())
+    ax.set_ylim(top=scale.inverted().transform(high + 0.07 * len(some) * (high - low)))
+    middle = np.mean(ax.get_xlim())
+    for row, (text, x) in enumerate(some):
+        is_right = x > middle
+        ax.annotate(
+            text,
+            (x, 0.98 - 0.07 * row),
+            xycoords=ax.get_xaxis_transform(),
+            xytext=(-6 if is_right else 6, 0),
+            textcoords="offset points",
+            ha="right" if is_right else "left",
+            va="center",
+            size="small",
+            color=ink(ax),
+            path_effects=[withStroke(linewidth=3, foreground=ax.get_facecolor())],
+        )
 
 
 def _drawable(y: np.ndarray) -> np.ndarray:
@@ -272,7 +289,6 @@ def finished(
     ax.margins(y=0.08)
     bad = np.concatenate([[], *(x[~np.isfinite(y)] for x, y in points)])
     at_top(ax, bad, marker="x", color=ink(ax), ms=4, label="not finite")
-    say_at_top(ax, causes or {})
     ax.autoscale(axis="y")
     # Of all that is drawn.
     least = ax.dataLim.minposy
@@ -290,7 +306,8 @@ def finished(
         MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True, min_n_ticks=1)
     )
     ax.set_ylabel(label)
-    ax.grid(alpha=0.25)
+    say_at_top(ax, causes or {})
+    ax.grid(color=ink(ax), alpha=0.12)
     legend = _add_legend(ax, ax.get_legend_handles_labels()[0], title)
     for handle in legend.legend_handles:
         if isinstance(handle, Line2D):  # the axes may have other artists

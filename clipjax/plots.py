@@ -141,7 +141,7 @@ def group_norms(
     Returns:
       The axes. Groups are sorted by name, `layer_2` before `layer_10`. Of more than 8,
       those with the 8 largest norms are colored and in the legend, and others are grey.
-      The first cross of each set of groups that are not finite says which they are: the
+      The first cross of each set of groups that are not finite, up to three, says which they are: the
       probes of the forward pass, which comes first, or else those of the backward pass,
       or else the gradients.
       Norms of weights that were recorded are dashed. Norms that probes saw, as in
@@ -511,8 +511,8 @@ def unit_norms(
             label += " "
         lines[label] = percents, ascending
     ax = draw.new_axes(ax)
-    ax.set(xlabel="units of a leaf, sorted by norm (%)", xlim=(-2, 102))
-    ax.set_ylabel("norm of a unit's weights")
+    ax.set(xlabel="output units of an array, sorted by norm (%)", xlim=(-2, 102))
+    ax.set_ylabel("norm of an output unit")
     return draw.lines(ax, lines, "leaves", bound)
 
 

@@ -62,9 +62,15 @@ def draw(norms, thresholds):
         ax.set(title=name, yscale="log", ylim=(0.5, 8), yticks=[0.5, 1, 2, 4, 8])
         ax.yaxis.set_major_formatter("{x:g}")
         ax.minorticks_off()
-    figure.supxlabel("step")
+    for ax in axes[-1]:
+        ax.set_xlabel("step")
     figure.supylabel("norm of the gradient, log scale")
-    figure.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    figure.legend(
+        *ax.get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=2,
+        frameon=False,
+    )
     return figure
 
 

@@ -89,7 +89,7 @@ def draw(results):
     (name, (_, history, _)), *_ = results.items()
     plots.norms(history, "clip_by_global_norm", ax=top)
     top.set_title(f"Norm of the whole gradient, on {name}")
-    looks = ({"lw": 1.5}, {"lw": 3.5, "ls": ":"})
+    looks = ({"lw": 1.5}, {"lw": 2.5, "ls": ":"})
     for color, look, (name, (losses, _, _)) in zip(
         plots.COLORS, looks, results.items(), strict=False
     ):

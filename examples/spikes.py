@@ -142,15 +142,15 @@ def draw(history, accuracies, is_corrupted, has_fault):
         bottom.plot(at, smooth.mean(0), style, color=color, lw=2, label=name)
     ink = plt.rcParams["text.color"]
     events = {
-        "corrupted batch": (is_corrupted, "v"),
-        "fault in layer 3": (has_fault, "x"),
+        "corrupted batch": (is_corrupted, "v", 109.0),
+        "fault in layer 3": (has_fault, "x", 104.0),
     }
-    for name, (where, mark) in events.items():
+    for name, (where, mark, height) in events.items():
         at = np.flatnonzero(where)
         style = {"color": ink, "ls": "", "ms": 5, "label": name, "clip_on": False}
-        bottom.plot(at, np.full(at.shape, 108.0), mark, **style)
+        bottom.plot(at, np.full(at.shape, height), mark, **style)
     bottom.set(title="Test accuracy, mean and range of 5 seeds", xlabel="step")
-    bottom.set(ylabel="%, mean of 20 steps", ylim=(0, 112), yticks=range(0, 101, 20))
+    bottom.set(ylabel="%, mean of 20 steps", ylim=(0, 113), yticks=range(0, 101, 20))
     bottom.legend(frameon=False, loc="center right")
     return figure
 
