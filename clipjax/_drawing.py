@@ -94,7 +94,7 @@ def at_top(ax: Any, x: np.ndarray, **style: Any) -> None:
 
 
 def say_at_top(ax: Any, texts: Mapping[float, str]) -> None:
-    """Write texts beside the marks at the top, each at the first x that has it.
+    """Write texts below the marks at the top, each at the first x that has it.
 
     They are in rows of their own, above the lines: the first three, for which there is
     room.
@@ -105,15 +105,16 @@ def say_at_top(ax: Any, texts: Mapping[float, str]) -> None:
     some = [*first.items()][:3]
     scale = ax.yaxis.get_transform()
     low, high = scale.transform(ax.get_ylim())
-    ax.set_ylim(top=scale.inverted().transform(high + 0.07 * len(some) * (high - low)))
+    room = 0.08 * len(some) * (high - low)
+    ax.set_ylim(top=scale.inverted().transform(high + room))
     middle = np.mean(ax.get_xlim())
     for row, (text, x) in enumerate(some):
         is_right = x > middle
         ax.annotate(
-            text,
-            (x, 0.98 - 0.07 * row),
+            f"{x:g}: {text}",
+            (x, 0.91 - 0.07 * row),
             xycoords=ax.get_xaxis_transform(),
-            xytext=(-6 if is_right else 6, 0),
+            xytext=(4 if is_right else -4, 0),
             textcoords="offset points",
             ha="right" if is_right else "left",
             va="center",

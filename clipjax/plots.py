@@ -53,8 +53,8 @@ def norms(history: runs.History, name: str | None = None, *, ax: Any = None) -> 
       where it clipped. The legend has the percentage of the finite norms that were
       clipped, and of all steps that were skipped, unless none was. A skipped step is at
       the norm that the skip has seen. If the history has norms of groups, as
-      :func:`clipjax.record_norms` measures, the cross of a step that is not finite says
-      which groups are not finite.
+      :func:`clipjax.record_norms` measures, the first cross of each set of groups that
+      are not finite says which they are.
 
     Raises:
       ValueError: several clips have a norm, and none is named.
@@ -141,9 +141,10 @@ def group_norms(
     Returns:
       The axes. Groups are sorted by name, `layer_2` before `layer_10`. Of more than 8,
       those with the 8 largest norms are colored and in the legend, and others are grey.
-      The first cross of each set of groups that are not finite, up to three, says which they are: the
-      probes of the forward pass, which comes first, or else those of the backward pass,
-      or else the gradients.
+      The first cross of each set of groups that are not finite, up to three, says which
+      they are: the probes of the forward pass, which comes first, or else those of the
+      backward pass, or else the gradients.
+
       Norms of weights that were recorded are dashed. Norms that probes saw, as in
       `"forward/blocks/3"`, are dotted in the forward pass and dash-dotted in the
       backward pass, and ratios have long dashes; alone, each kind is solid. Where there
@@ -441,7 +442,7 @@ def _draw_probes(ax: Any, steps: Sequence[BadStep], field: Any) -> list[Any]:
     beside.set_title("norms that probes saw, lighter are larger", **title)
     for row, step in enumerate(steps):
         words = {"size": "small", "va": "top", "color": draw.ink(ax)}
-        beside.text(0, row + 0.26, step._began()[2], **words)
+        beside.text(0.1, row + 0.26, step._began()[2], **words)
     return [*more.values()]
 
 

@@ -15,6 +15,7 @@ import clipjax
 plt = pytest.importorskip("matplotlib.pyplot")
 rgba = pytest.importorskip("matplotlib.colors").to_rgba
 plots = pytest.importorskip("clipjax.plots")
+_drawing = pytest.importorskip("clipjax._drawing")
 NAN, INF = np.nan, np.inf
 
 
@@ -351,9 +352,19 @@ def test_norms_of_probes_are_beside_the_bars_and_a_star_is_where_a_step_broke(
     plt.close(ax.figure)
 
 
+def test_larger_norms_of_probes_are_lighter() -> None:
+    colors = _drawing.shades(np.array([[1e-3, 1.0], [1e3, 1.0], [0.0, INF]]))
+    light = colors[..., :3].mean(-1)
+    assert light[0, 0] < light[0, 1] == light[1, 1] < light[1, 0]
+    assert light[2, 0] == light[0, 0]
+    assert np.isfinite(_drawing.shades(np.array([0.0, NAN]))).all()
+
+
 def texts_at_top(ax: Any) -> dict[float, str]:
     """Return what is written at crosses, by x."""
-    return {text.xy[0]: text.get_text() for text in ax.texts}
+    texts = {text.xy[0]: text.get_text().partition(": ") for text in ax.texts}
+    assert {x: float(step) for x, (step, *_) in texts.items()} == {x: x for x in texts}
+    return {x: text for x, (*_, text) in texts.items()}
 
 
 def test_crosses_say_which_groups_are_not_finite() -> None:
