@@ -21,6 +21,8 @@ def tests(session: nox.Session, versions: str) -> None:
     wheels = ["--only-binary", ":all:", "--no-binary", "clipjax"]
     session.install("--resolution", RESOLUTIONS[versions], *wheels, "-e", ".[test]")
     session.run("python", "-m", "pytest", *session.posargs)
+    if not session.posargs:
+        session.run("python", "-m", "pytest", "-m", "full")
 
 
 # The newest Flax and JAX need 3.12, and no client refuses it.

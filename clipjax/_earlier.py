@@ -6,6 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from clipjax._core.aliases import Memory
 from clipjax._core.states import table
 from clipjax.monitoring.metrics import as_array
 
@@ -43,7 +44,7 @@ def of_today(node: Any) -> Any:
     return {"step": step, "metrics": {label: metrics}, "memory": memory}
 
 
-def _in_time(memory: Any) -> Any:
+def _in_time(memory: Memory) -> Any:
     """Return what 0.4.0 remembered, with rings as windows in the order of time.
 
     In a ring, the next value takes the place `entered % size`, where the oldest is.

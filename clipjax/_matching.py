@@ -1,8 +1,11 @@
 """Masks from path patterns."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 
+from clipjax._core.aliases import Tree
 from clipjax._core.leaves import check_patterns, first_matches, flatten
 
 
@@ -36,7 +39,7 @@ def matching(*patterns: str) -> Callable[[Any], Any]:
     """
     check_patterns("patterns", patterns)
 
-    def mask(tree: Any, *more: Any) -> Any:
+    def mask(tree: Tree, *more: Any) -> Any:
         if more:  # called as a rule (path, leaf)
             raise TypeError(
                 f"matching{patterns} is a mask for optax.masked; axes= and where= "

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import default_registry, keystr, tree_leaves_with_path
+from jax.tree_util import keystr, tree_leaves_with_path
 
+from clipjax._core.aliases import Tree
 from clipjax._core.leaves import unboxed, without_boxes
 from clipjax._core.messages import a_few, short_repr
 from clipjax._core.states import MetricsState, Table
@@ -45,7 +46,7 @@ class _State(NamedTuple):
         return f"{what} at {'/'.join(self.path)!r}"
 
 
-def adopt(old: Any, new: Any, *, drop: bool = False) -> Any:
+def adopt(old: Tree, new: Tree, *, drop: bool = False) -> Tree:
     """Bring an old optimizer state into a new chain, so that a run goes on in it.
 
     Use it when a transformation joins or leaves a run, when Optax's clip becomes one of
@@ -136,7 +137,7 @@ def adopt(old: Any, new: Any, *, drop: bool = False) -> Any:
     return treedef.unflatten([values.get(_named(path), x) for path, x in pairs])
 
 
-def _check_state(argument: str, tree: Any) -> None:
+def _check_state(argument: str, tree: Tree) -> None:
     """Raise unless all leaves are arrays or numbers."""
     numbers = bool | int | float | complex
     leaves = [tree] if tree is None else jax.tree.leaves(tree)
@@ -209,12 +210,12 @@ def _states_in(
       label: the transformation whose memory the node is.
     """
     now = of_today(node)
-    level = default_registry.flatten_one_level_with_keys(now)
-    if level is None:
+    level = tree_leaves_with_path(now, is_leaf=lambda x: x is not now)
+    if level and not level[0][0]:
         yield _State(now, "", names, "", path, {(): now})
         return
     kind, fields = _kind_of(now, kinds)
-    children = {keystr((key,), simple=True): child for key, child in level[0]}
+    children = {keystr(key, simple=True): child for key, child in level}
     if isinstance(now, Mapping):
         place = {key: int(key) if key.isdigit() else -1 for key in children}
         order = fields or sorted(children, key=lambda key: (place[key], key))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from clipjax._core.aliases import Tree
+from clipjax._core.aliases import State, Tree
 from clipjax._core.checks import as_list, check_count, check_transformation, check_word
 from clipjax._core.leaves import flatten, is_float
 from clipjax._core.messages import short_repr
@@ -164,7 +164,7 @@ def _accumulating(
         state = inner.init(leaves.rebuild(leaves.values))
         return optax.MultiStepsState(first, steps, state, leaves.rebuild(mean), ())
 
-    def update(updates: Tree, state: Any, params: Tree = None, **extra: Any) -> Any:
+    def update(updates: Tree, state: State, params: Tree = None, **extra: Any) -> Any:
         check_state("bounded with accumulate=", state, optax.MultiStepsState)
         leaves = flatten(updates)
         flatten(params)  # raises its errors

@@ -4,6 +4,8 @@ This module needs Equinox, and `import clipjax` does not load it: `from clipjax.
 import unit_axes`.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -4,6 +4,8 @@ This module needs Flax, and `import clipjax` does not load it: `from clipjax.fla
 unit_axes`.
 """
 
+from __future__ import annotations
+
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

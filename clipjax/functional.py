@@ -40,7 +40,7 @@ __all__ = [
 T = TypeVar("T")
 
 
-def global_norm(tree: Any, *, ord: Ord = None) -> jax.Array:
+def global_norm(tree: Tree, *, ord: Ord = None) -> jax.Array:
     """Measure the norm of all leaves together, as of one long vector.
 
     Args:

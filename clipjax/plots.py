@@ -11,6 +11,8 @@ differ by more than a factor of 20. Crosses at the top are values that are not f
 Shapes that do not match, and no steps, raise a ValueError.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from clipjax import _drawing as draw
-from clipjax._core.aliases import AutoAxes
+from clipjax._core.aliases import AutoAxes, Tree
 from clipjax._core.bounds import constant
 from clipjax._core.clip import least_inside
 from clipjax._core.leaves import check_patterns, flatten, matches
@@ -314,7 +316,7 @@ def _where_probes_saw(
     }
 
 
-def bad_steps(opt_state: Any, *, ax: Any = None) -> Any:
+def bad_steps(opt_state: Tree, *, ax: Any = None) -> Any:
     """Draw which groups the norm of each bad step came from, as bars.
 
     Args:
@@ -460,7 +462,7 @@ def _shares(groups: Mapping[str, float]) -> dict[str, float]:
 
 
 def unit_norms(
-    params: Any,
+    params: Tree,
     *,
     axes: AutoAxes = "auto",
     radius: Any = None,

@@ -6,7 +6,7 @@ from typing import Any, Final, Literal, SupportsIndex, TypeAlias
 import jax
 import numpy as np
 import optax
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 
 class Skip:
@@ -24,6 +24,10 @@ SKIP: Final = Skip()
 
 Tree: TypeAlias = Any  # a pytree of arrays
 Scalar: TypeAlias = jax.Array  # of rank 0
+Step: TypeAlias = Any  # an int32 scalar: how many updates there were; or None
+State: TypeAlias = Any  # of a transformation, or None
+Memory: TypeAlias = Any  # what a transformation itself remembers, of its own type
+DType: TypeAlias = DTypeLike | None
 Metrics: TypeAlias = dict[str, jax.Array]  # scalars by name
 Path: TypeAlias = tuple[Any, ...]  # the keys that JAX gives to a leaf
 

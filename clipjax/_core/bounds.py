@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from clipjax._core.aliases import Step
 from clipjax._core.leaves import Leaf, Leaves, by_path, check_patterns
 from clipjax._core.messages import short_repr
 
@@ -31,7 +32,7 @@ class Limit(NamedTuple):
         values = self.value.values() if self.by_path else [self.value]
         return any(map(callable, values))
 
-    def at(self, step: Any) -> Any:
+    def at(self, step: Step) -> Any:
         """Return the bound of all leaves at a step."""
         return _at(self.name, self.value, step, self.least)
 
@@ -39,7 +40,7 @@ class Limit(NamedTuple):
         """Return for each leaf what the user gave, None if no pattern matches it."""
         return by_path(self.name, self.value, leaves, None)
 
-    def of(self, leaves: Leaves, step: Any) -> list[Any]:
+    def of(self, leaves: Leaves, step: Step) -> list[Any]:
         """Return the bound of each leaf at a step."""
         if not self.by_path:
             return [self.at(step)] * len(leaves.values)
@@ -139,7 +140,7 @@ def _checked_schedule(name: str, schedule: Any, scalar: bool) -> Any:
     if _is_tree(schedule) and arrays:
         raise _tree_error(name, schedule, "a number, an array or a schedule")
 
-    def at(step: Any) -> Any:
+    def at(step: Step) -> Any:
         value = schedule(step)
         if not is_real(value):
             raise TypeError(
@@ -153,7 +154,7 @@ def _checked_schedule(name: str, schedule: Any, scalar: bool) -> Any:
     return at
 
 
-def _at(name: str, value: Any, step: Any, least: float) -> Any:
+def _at(name: str, value: Any, step: Step, least: float) -> Any:
     if not callable(value):
         return value
     if step is None:

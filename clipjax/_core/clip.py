@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from clipjax._core.aliases import Metrics, Scalar
+from clipjax._core.aliases import DType, Metrics, Scalar
 from clipjax._core.leaves import Leaves, is_float
 from clipjax._core.norms import largest, nan_unless, smallest, sum_dtype, tree_norm
 from clipjax._core.units import map_units, present
@@ -67,7 +67,7 @@ def clip_by_unit_norms(
     return values, metrics_of(most, smallest_scale(present(factors)), after)
 
 
-def margin(dtype: Any) -> float:
+def margin(dtype: DType) -> float:
     """Return the fraction by which a factor is made smaller.
 
     It is more than the rounding of norms and products adds. In 16 bits each element is
@@ -78,7 +78,7 @@ def margin(dtype: Any) -> float:
     return of_norms + (float(info.eps) / 2 if info.bits < 32 else 0)
 
 
-def least_inside(bound: Any, dtype: Any) -> Any:
+def least_inside(bound: Any, dtype: DType) -> Any:
     """Return the norm from which on a unit may have been brought to a bound before.
 
     Such a unit ends a margin or two below it.
@@ -87,7 +87,7 @@ def least_inside(bound: Any, dtype: Any) -> Any:
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
-def factor_to(bound: Any, norm: jax.Array, dtype: Any = None) -> jax.Array:
+def factor_to(bound: Any, norm: jax.Array, dtype: DType = None) -> jax.Array:
     """Return 1 within the bound, else bound / norm, less the margin of a dtype."""
     bound = jnp.asarray(bound, norm.dtype)
     target = bound * (1 - margin(norm.dtype if dtype is None else dtype))

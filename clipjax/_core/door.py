@@ -1,5 +1,7 @@
 """The door: trees are taken apart, `act` gets leaves, and the state logs metrics."""
 
+from __future__ import annotations
+
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from clipjax._core.aliases import Tree
+from clipjax._core.aliases import Memory, State, Step, Tree
 from clipjax._core.bounds import is_real
 from clipjax._core.leaves import Leaves, flatten, shapes_of
 from clipjax._core.messages import short_repr
@@ -75,7 +77,7 @@ def logged(
         return MetricsState(jnp.zeros((), np.int32), {name: metrics}, memory)
 
     def update(
-        updates: Tree, state: Any, params: Tree = None, **extra: Any
+        updates: Tree, state: State, params: Tree = None, **extra: Any
     ) -> tuple[Tree, Any]:
         warn_if_local()
         leaves = flatten(updates)
@@ -150,7 +152,7 @@ def with_metrics(
     named = {each.name for each in parameters if each.kind is each.KEYWORD_ONLY}
 
     def act_on_leaves(
-        updates: Leaves, params: Tree, step: Any, memory: Any, **extra: Any
+        updates: Leaves, params: Tree, step: Step, memory: Memory, **extra: Any
     ) -> Any:
         tree = updates.rebuild(updates.values)
         given = {key: x for key, x in extra.items() if takes_all or key in named}
@@ -167,7 +169,7 @@ def with_metrics(
     return logged(name, act_on_leaves, remember and remember_tree)
 
 
-def _check_returned(name: str, returned: Any, memory: Any) -> None:
+def _check_returned(name: str, returned: Any, memory: Memory) -> None:
     """Raise if `act` returned what a state cannot hold."""
     is_triple = isinstance(returned, tuple) and len(returned) == 3
     if not (is_triple and isinstance(returned[1], Mapping)):

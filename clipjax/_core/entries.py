@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from clipjax._core.aliases import Metrics
+from clipjax._core.aliases import DType, Metrics
 from clipjax._core.bounds import check_order, constant, fit_bound
 from clipjax._core.clip import factor_to, metrics_of, rescale, weak_like
 from clipjax._core.leaves import Leaf
@@ -85,7 +85,7 @@ def _order(x: jax.Array) -> jax.Array:
     return jnp.where(bits < 0, jnp.iinfo(kind).min - bits, bits)
 
 
-def _inward(limit: Any, dtype: Any, toward: float) -> Any:
+def _inward(limit: Any, dtype: DType, toward: float) -> Any:
     """Return a limit in a leaf's dtype, rounded `toward` -inf or inf.
 
     So no element is beyond what the user wrote. A limit that is known is compared in

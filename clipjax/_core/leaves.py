@@ -156,7 +156,7 @@ def _as_array(path: Path, leaf: Any) -> Any:
     )
 
 
-def nodes_where(is_one: Callable[[Any], bool], tree: Any) -> list[Any]:
+def nodes_where(is_one: Callable[[Any], bool], tree: Tree) -> list[Any]:
     """Return the nodes of a tree that a predicate holds for, the outer ones."""
     return [node for node in jax.tree.leaves(tree, is_leaf=is_one) if is_one(node)]
 

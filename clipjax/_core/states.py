@@ -13,7 +13,7 @@ import optax
 from jax import lax
 from jax.tree_util import GetAttrKey
 
-from clipjax._core.aliases import Scalar
+from clipjax._core.aliases import DType, Memory, Scalar, State
 from clipjax._core.messages import a_few
 from clipjax._core.norms import sum_dtype
 
@@ -28,7 +28,7 @@ class MetricsState(NamedTuple):
     # float of the last update; of ints, as int32, the sum over all updates; of bools,
     # as uint32, at how many updates they were true.
     metrics: dict[str, dict[str, jax.Array] | Table]
-    memory: Any  # what the transformation itself remembers
+    memory: Memory  # what the transformation itself remembers
 
 
 class NamedState(NamedTuple):
@@ -40,7 +40,7 @@ class NamedState(NamedTuple):
 class BadSteps(NamedTuple):
     """The last bad steps that `record_norms` keeps, the newest last."""
 
-    past: Any  # the windows of norms and losses that a step is compared with
+    past: Memory  # the windows of norms and losses that a step is compared with
     held: Scalar  # int32: how many are kept
     steps: jax.Array  # int32 (n,): how many updates there were before each
     # float (n, 3 + names): norm, threshold, loss, and all norms of the table
@@ -141,13 +141,13 @@ def table_of(metrics: Mapping[str, Any]) -> Table:
     return table(names, _stacked(floats, np.float32), _stacked(counts, np.int32))
 
 
-def _stacked(scalars: Sequence[jax.Array], dtype: Any) -> jax.Array:
+def _stacked(scalars: Sequence[jax.Array], dtype: DType) -> jax.Array:
     """Return scalars in one array, or a 0: Orbax saves no array without elements."""
     wide = np.result_type(dtype, *(x.dtype for x in scalars))
     return jnp.stack([x.astype(wide) for x in scalars] or [jnp.zeros((), wide)])
 
 
-def check_state(name: str, state: Any, kind: type[Any] = MetricsState) -> None:
+def check_state(name: str, state: State, kind: type[Any] = MetricsState) -> None:
     """Raise unless the `init` of the transformation of this name made the state."""
     if state is None or isinstance(state, optax.EmptyState):
         raise ValueError(

@@ -1,5 +1,7 @@
 """Units: which elements of a leaf share a norm, as the reduced `axes` say."""
 
+from __future__ import annotations
+
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence

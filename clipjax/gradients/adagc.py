@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from clipjax._core.aliases import Axes, Bound, Number, Scalar, Tree
+from clipjax._core.aliases import Axes, Bound, DType, Number, Scalar, Step, Tree
 from clipjax._core.bounds import limit
 from clipjax._core.checks import check_count, check_number, check_word
 from clipjax._core.clip import factor_to, metrics_of, rescaled, smallest_scale
@@ -113,7 +113,7 @@ def adagc(
         return AdagcMemory(tree, jnp.zeros((), np.int32))
 
     def act(
-        updates: Leaves, params: Tree, step: Any, memory: AdagcMemory, **_: Any
+        updates: Leaves, params: Tree, step: Step, memory: AdagcMemory, **_: Any
     ) -> Any:
         of = norms_of(updates.values, axes_of(updates, axes))
         unit_norms = present(of)
@@ -180,7 +180,9 @@ def _bound(n: jax.Array, gamma: jax.Array, now: _Now) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
-def _factor(n: jax.Array, bound: jax.Array, now: _Now, dtype: Any = None) -> jax.Array:
+def _factor(
+    n: jax.Array, bound: jax.Array, now: _Now, dtype: DType = None
+) -> jax.Array:
     """Return the factor of a leaf, in the warm-up that of all leaves."""
     most = jnp.where(now.warming, now.cap.astype(n.dtype), bound)
     seen = jnp.where(now.warming, now.total.astype(n.dtype), n)

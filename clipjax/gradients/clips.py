@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from clipjax._core.aliases import Axes, Bound, Ord, Tree
+from clipjax._core.aliases import Axes, Bound, Memory, Ord, Step, Tree
 from clipjax._core.bounds import check_order, limit
 from clipjax._core.checks import check_ord
 from clipjax._core.clip import clip_by_tree_norm, clip_by_unit_norms
@@ -50,7 +50,7 @@ def clip_by_global_norm(
     bound = limit("max_norm", max_norm, scalar=True)
     order = check_ord(ord)
 
-    def act(updates: Leaves, params: Tree, step: Any, memory: Any, **_: Any) -> Any:
+    def act(updates: Leaves, params: Tree, step: Step, memory: Memory, **_: Any) -> Any:
         return *clip_by_tree_norm(updates, bound.at(step), order), memory
 
     return transformation("clip_by_global_norm", act)
@@ -85,7 +85,7 @@ def clip_by_norm(
     order = check_ord(ord)
     axes = check_axes(axes)
 
-    def act(updates: Leaves, params: Tree, step: Any, memory: Any, **_: Any) -> Any:
+    def act(updates: Leaves, params: Tree, step: Step, memory: Memory, **_: Any) -> Any:
         of = norms_of(updates.values, axes_of(updates, axes), order)
         return *clip_by_unit_norms(updates, of, bound.at(step), bound.fit), memory
 
@@ -129,7 +129,7 @@ def clip_by_rms(
         size = jnp.asarray(size_of_units(x, reduced), norm.dtype)
         return norm / jnp.sqrt(size)
 
-    def act(updates: Leaves, params: Tree, step: Any, memory: Any, **_: Any) -> Any:
+    def act(updates: Leaves, params: Tree, step: Step, memory: Memory, **_: Any) -> Any:
         where = axes_of(updates, axes)
         of = norms_of(updates.values, where)
         of = map_units(rms_of, of, updates.values, where)
@@ -180,7 +180,7 @@ def clip_by_value(
         lowest, highest = limit("low", low, -np.inf), limit("high", high, -np.inf)
         check_order(low, high)
 
-    def act(updates: Leaves, params: Tree, step: Any, memory: Any, **_: Any) -> Any:
+    def act(updates: Leaves, params: Tree, step: Step, memory: Memory, **_: Any) -> Any:
         bottom = None if lowest is None else lowest.at(step)
         top = highest.at(step)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import optax
 
-from clipjax._core.aliases import Bound, Metrics, Ord, Tree
+from clipjax._core.aliases import Bound, Memory, Metrics, Ord, Step, Tree
 from clipjax._core.bounds import limit
 from clipjax._core.checks import check_ord
 from clipjax._core.clip import clip, factor_to, metrics_of, smallest_scale
@@ -58,7 +58,9 @@ def clip_by_group_norm(
     }
     order = check_ord(ord)
 
-    def act(updates: Leaves, params: Tree, step: Any, memory: Any, **extra: Any) -> Any:
+    def act(
+        updates: Leaves, params: Tree, step: Step, memory: Memory, **extra: Any
+    ) -> Any:
         matched = first_matches("max_norms", patterns, updates)
         groups = [
             pattern if is_float(x) else None

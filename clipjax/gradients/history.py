@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from clipjax._core.aliases import Tree
+from clipjax._core.aliases import Memory, Step, Tree
 from clipjax._core.clip import clip_by_tree_norm
 from clipjax._core.door import transformation
 from clipjax._core.leaves import Leaves, shapes_of
@@ -34,7 +34,7 @@ def clip_by_history(
       A transformation. A norm that is 0 or not finite does not change its memory.
     """
 
-    def act(updates: Leaves, params: Tree, step: Any, memory: Any, **_: Any) -> Any:
+    def act(updates: Leaves, params: Tree, step: Step, memory: Memory, **_: Any) -> Any:
         norm = tree_norm(updates.floats)
         bound, new = bound_of(norm, memory, step)
         bound = jnp.asarray(bound, norm.dtype)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any, SupportsIndex
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 
-from clipjax._core.aliases import Scalar, Tree
+from clipjax._core.aliases import Memory, Scalar, Step, Tree
 from clipjax._core.clip import weak_like
 from clipjax._core.door import transformation
 from clipjax._core.leaves import Leaves, is_float
-from clipjax._core.norms import over_devices
+from clipjax._core.norms import tree_total
 from clipjax.gradients.skipping import skipping
 
 
@@ -38,20 +38,13 @@ def zero_nonfinite() -> optax.GradientTransformationExtraArgs:
       [1. 0. 0.] 2
     """
 
-    def act(updates: Leaves, params: Tree, step: Any, memory: Any, **_: Any) -> Any:
+    def act(updates: Leaves, params: Tree, step: Step, memory: Memory, **_: Any) -> Any:
+        bad = [(~jnp.isfinite(x)).astype(np.uint8) for x in updates.floats]
         # In float32, which rounds large counts, but does not wrap where billions of
-        # entries are NaN.
-        zeroed = jnp.zeros((), np.float32)
-        values = list(updates.values)
-        for i, x in enumerate(values):
-            if not is_float(x):
-                continue
-            finite = jnp.isfinite(x)
-            # Of one byte each, since XLA on a CPU writes what it counts to memory.
-            bad = (~finite).astype(np.uint8)
-            zeroed += over_devices(lax.psum, jnp.sum(bad, dtype=np.float32))
-            zeros = jnp.zeros((), x.dtype)
-            values[i] = weak_like(x, jnp.where(finite, x, zeros))
+        # elements are NaN. Flags are bytes, since XLA on a CPU writes what it counts to
+        # memory.
+        zeroed = tree_total(bad, ord=1)
+        values = [_zeroed(x) if is_float(x) else x for x in updates.values]
         most = np.float32(2**31 - 128)  # the largest float32 that fits int32
         entries = jnp.minimum(zeroed, most).astype(np.int32)
         steps = (zeroed > 0).astype(np.int32)
@@ -59,6 +52,11 @@ def zero_nonfinite() -> optax.GradientTransformationExtraArgs:
         return values, metrics, memory
 
     return transformation("zero_nonfinite", act)
+
+
+def _zeroed(x: jax.Array) -> jax.Array:
+    zeros = jnp.zeros((), x.dtype)
+    return weak_like(x, jnp.where(jnp.isfinite(x), x, zeros))
 
 
 def skip_nonfinite(
@@ -104,7 +102,7 @@ def skip_nonfinite(
       [1. 2.] 1
     """
 
-    def compare(norm: Scalar, loss: Scalar | None, past: Any, step: Scalar) -> Any:
+    def compare(norm: Scalar, loss: Scalar | None, past: Memory, step: Scalar) -> Any:
         return np.False_, past, {}
 
     return skipping("skip_nonfinite", optimizer, max_consecutive, compare)

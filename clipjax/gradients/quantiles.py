@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple, SupportsIndex
+from typing import NamedTuple, SupportsIndex
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from clipjax._core.aliases import Number
+from clipjax._core.aliases import Number, Step
 from clipjax._core.checks import check_count, check_number
 from clipjax.gradients.history import clip_by_history, is_counted
 from clipjax.gradients.window import (
@@ -69,7 +69,7 @@ def autoclip(
         )
     window = check_count("window", window, 1)
 
-    def bound_of(norm: jax.Array, past: Window, step: Any) -> tuple[jax.Array, Window]:
+    def bound_of(norm: jax.Array, past: Window, step: Step) -> tuple[jax.Array, Window]:
         check_size(past, window)
         now = enter(past, norm, is_counted(norm))
         is_held = age(now.values) <= now.held
@@ -121,7 +121,7 @@ def clip_by_quantile(
     initial_max_norm = check_number("initial_max_norm", initial_max_norm, "(0, inf)")
 
     def bound_of(
-        norm: jax.Array, memory: QuantileMemory, step: Any
+        norm: jax.Array, memory: QuantileMemory, step: Step
     ) -> tuple[jax.Array, QuantileMemory]:
         (bound,) = memory
         inside = (norm <= bound).astype(bound.dtype)

@@ -7,7 +7,16 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 
-from clipjax._core.aliases import AutoAxes, Bound, Number, Path, Reduced, Tree
+from clipjax._core.aliases import (
+    AutoAxes,
+    Bound,
+    Memory,
+    Number,
+    Path,
+    Reduced,
+    Step,
+    Tree,
+)
 from clipjax._core.bounds import limit
 from clipjax._core.checks import check_number
 from clipjax._core.clip import clip_by_unit_norms
@@ -63,7 +72,7 @@ def adaptive_grad_clip(
     eps = check_number("eps", eps, "[0, inf)")
     axes = check_axes(axes, auto=_fan_in_or_all)
 
-    def act(updates: Leaves, params: Tree, step: Any, memory: Any, **_: Any) -> Any:
+    def act(updates: Leaves, params: Tree, step: Step, memory: Memory, **_: Any) -> Any:
         weights = beside(updates, params, "params", "adaptive_grad_clip")
         where = axes_of(updates, axes)
         least = jnp.maximum(eps, _LEAST)

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 
-from clipjax._core.aliases import AutoAxes, Tree
+from clipjax._core.aliases import AutoAxes, Memory, Step, Tree
 from clipjax._core.clip import factor_onto, rescaled
 from clipjax._core.door import transformation
 from clipjax._core.leaves import Leaves, beside
@@ -61,7 +61,7 @@ def relative_update(
     """
     axes = check_axes(axes, auto=whole_matrices)
 
-    def act(updates: Leaves, params: Tree, step: Any, memory: Any, **_: Any) -> Any:
+    def act(updates: Leaves, params: Tree, step: Step, memory: Memory, **_: Any) -> Any:
         weights = beside(updates, params, "params", "relative_update")
         where = axes_of(updates, axes)
         of = norms_of(updates.values, where)

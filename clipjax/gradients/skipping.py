@@ -9,7 +9,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from clipjax._core.aliases import Metrics, Scalar, Tree
+from clipjax._core.aliases import Memory, Metrics, Scalar, Step, Tree
 from clipjax._core.bounds import is_real
 from clipjax._core.checks import check_count, check_transformation
 from clipjax._core.door import logged
@@ -28,7 +28,7 @@ Compare: TypeAlias = Callable[
 class SkipMemory(NamedTuple):
     """What a transformation that skips steps remembers."""
 
-    past: Any  # what it compares a step with
+    past: Memory  # what it compares a step with
     # int32: the steps skipped in a row; negative while bad steps are taken, since so
     # many were skipped before them
     in_a_row: Scalar
@@ -53,7 +53,7 @@ def skipping(
     if max_consecutive is not None:
         most = check_count("max_consecutive", max_consecutive, 1)
 
-    def judge(updates: Leaves, step: Any, memory: SkipMemory, loss: Any) -> Any:
+    def judge(updates: Leaves, step: Step, memory: SkipMemory, loss: Any) -> Any:
         """Return whether the step is skipped, metrics, and what is remembered."""
         norm = lax.stop_gradient(tree_norm(updates.floats))
         spike, past, metrics = compare(norm, loss, memory.past, step)
@@ -82,11 +82,11 @@ def skipping(
             )
         return SkipMemory(past, jnp.zeros((), np.int32), state)
 
-    def measure(updates: Leaves, params: Tree, step: Any, memory: SkipMemory) -> Any:
+    def measure(updates: Leaves, params: Tree, step: Step, memory: SkipMemory) -> Any:
         return judge(updates, step, memory, None)[1]
 
     def act(
-        updates: Leaves, params: Tree, step: Any, memory: SkipMemory, **extra: Any
+        updates: Leaves, params: Tree, step: Step, memory: SkipMemory, **extra: Any
     ) -> Any:
         skipped, metrics, after = judge(updates, step, memory, loss_of(extra))
         gradients = updates.rebuild(updates.values)

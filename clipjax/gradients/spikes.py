@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from clipjax._core.aliases import Bound
+from clipjax._core.aliases import Bound, Memory, Step
 from clipjax._core.bounds import limit
 from clipjax._core.checks import check_count
 from clipjax.gradients.skipping import skipping
@@ -126,7 +126,7 @@ def skip_spikes(
             )
 
     def compare_at(
-        norm: Any, loss: Any, past: Any, step: Any
+        norm: Any, loss: Any, past: Memory, step: Step
     ) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
         check_size(past, length)
         return compare(norm, loss, past, enough, z_limit.at(step), norm_limit.at(step))
@@ -135,7 +135,7 @@ def skip_spikes(
     return skipping("skip_spikes", optimizer, max_consecutive, compare_at, initial)
 
 
-def no_past(window: Any, dtype: Any) -> Window:
+def no_past(window: Any, dtype: jnp.dtype) -> Window:
     """Return the windows of norms and losses before the first step."""
     # A loss may be float64 wherever that is enabled.
     return empty_window(window, np.promote_types(dtype, jnp.result_type(float)), (2,))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from clipjax._core.aliases import AutoAxes, Bound, Reduced, Skip, Tree
+from clipjax._core.aliases import AutoAxes, Bound, Memory, Reduced, Skip, Step, Tree
 from clipjax._core.bounds import limit
 from clipjax._core.clip import least_inside, weak_like
 from clipjax._core.door import transformation
@@ -61,7 +61,7 @@ def tangent_cone(
     bound = limit("radius", radius)
     axes = check_axes(axes, auto=fan_in_of_matrices)
 
-    def act(updates: Leaves, params: Tree, step: Any, memory: Any, **_: Any) -> Any:
+    def act(updates: Leaves, params: Tree, step: Step, memory: Memory, **_: Any) -> Any:
         weights = beside(updates, params, "params", "tangent_cone")
         most = bound.at(step)
         values, removed = list(updates.values), []

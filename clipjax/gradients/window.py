@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from clipjax._core.aliases import DType
 from clipjax._core.messages import traced_error
 from clipjax._core.states import check_same
 
@@ -19,7 +20,7 @@ class Window(NamedTuple):
     held: jax.Array  # int32: how many there are
 
 
-def empty_window(size: Any, dtype: Any, rows: tuple[int, ...] = ()) -> Window:
+def empty_window(size: Any, dtype: DType, rows: tuple[int, ...] = ()) -> Window:
     """Return a window without values."""
     if isinstance(size, jax.core.Tracer):
         raise traced_error("window", size)

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from clipjax._core.aliases import Bound, Number, Scalar
+from clipjax._core.aliases import Bound, DType, Number, Scalar, Step
 from clipjax._core.bounds import limit
 from clipjax._core.checks import check_count, check_number, check_word
 from clipjax._core.messages import short_repr
@@ -108,7 +108,7 @@ def zclip(
             f"update_on_spike must be a bool, got {short_repr(update_on_spike)}"
         )
 
-    def bound_of(norm: Scalar, memory: ZclipMemory, step: Any) -> tuple[Scalar, Any]:
+    def bound_of(norm: Scalar, memory: ZclipMemory, step: Step) -> tuple[Scalar, Any]:
         past, spikes = memory
         tiny = np.finfo(norm.dtype).tiny
         warming = past.steps < jnp.maximum(warm, 1)
@@ -216,7 +216,7 @@ def clip_by_lognormal(
     decay = check_number("decay", decay, "[0, 1)")
     eps = check_number("eps", eps, "(0, inf)")
 
-    def bound_of(norm: Scalar, memory: Moments, step: Any) -> tuple[Scalar, Moments]:
+    def bound_of(norm: Scalar, memory: Moments, step: Step) -> tuple[Scalar, Moments]:
         counted = is_counted(norm)
         plain = 1 / (memory.steps.astype(norm.dtype) + 1)
         rate = jnp.where(counted, jnp.maximum(1 - decay, plain), 0)
@@ -238,7 +238,7 @@ def clip_by_lognormal(
     return clip_by_history("clip_by_lognormal", bound_of, _no_moments)
 
 
-def _no_moments(dtype: Any) -> Moments:
+def _no_moments(dtype: DType) -> Moments:
     # Two arrays, of which each may be donated.
     mean, std = jnp.zeros((), dtype), jnp.zeros((), dtype)
     return Moments(mean, std, jnp.zeros((), np.int32))

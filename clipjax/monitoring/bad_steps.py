@@ -1,5 +1,7 @@
 """The bad steps that a recorder keeps, read from its state."""
 
+from __future__ import annotations
+
 import itertools
 import math
 import re
@@ -9,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from clipjax._core.aliases import Tree
 from clipjax._core.messages import a_few, short_repr
 from clipjax._core.states import NO_LOSS, BadSteps, Table
 from clipjax.monitoring.metrics import as_array, states_in
@@ -135,7 +138,7 @@ def _boundary(names: list[str], bad: list[str]) -> str:
     return f"{text}; fine from {a_few(fine, 3)} on" if fine else text
 
 
-def bad_steps(opt_state: Any) -> list[BadStep]:
+def bad_steps(opt_state: Tree) -> list[BadStep]:
     """Return the last bad steps that `record_norms(keep=n)` has kept, oldest first.
 
     Args:

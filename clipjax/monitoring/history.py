@@ -1,5 +1,7 @@
 """Histories: what `metrics` returned at each step of a run."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
@@ -11,6 +13,7 @@ import optax
 from jax import lax
 from jax.typing import ArrayLike
 
+from clipjax._core.aliases import State
 from clipjax._core.bounds import is_real
 from clipjax._core.checks import check_transformation
 from clipjax._core.messages import a_few, short_repr
@@ -212,7 +215,7 @@ def _replayed(
             " clips np.mean(norms > threshold)"
         )
 
-    def step(state: Any, norm: jax.Array) -> Any:
+    def step(state: State, norm: jax.Array) -> Any:
         _, state = tx.update(norm, state, zero)
         threshold = metrics(state)[keys[0]]
         return state, (threshold, norm > threshold)

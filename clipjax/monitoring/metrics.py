@@ -1,5 +1,7 @@
 """Metrics: what the transformations measured and did, read from their states."""
 
+from __future__ import annotations
+
 import functools
 import itertools
 from collections.abc import Iterator, Mapping
@@ -9,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clipjax._core.aliases import Metrics, Scalar
+from clipjax._core.aliases import Memory, Metrics, Scalar, Tree
 from clipjax._core.leaves import nodes_where
 from clipjax._core.messages import short_repr
 from clipjax._core.states import (
@@ -22,7 +24,7 @@ from clipjax._core.states import (
 from clipjax.gradients.skipping import SkipMemory
 
 
-def metrics(opt_state: Any) -> dict[str, jax.Array]:
+def metrics(opt_state: Tree) -> dict[str, jax.Array]:
     """Read what clipjax's transformations did: a flat dict of scalars for any logger.
 
     Args:
@@ -79,12 +81,12 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
     return dict(sorted(found.items()))  # as those that a jitted function returns
 
 
-def states_in(tree: Any) -> list[MetricsState]:
+def states_in(tree: Tree) -> list[MetricsState]:
     """Return the states in a tree, outer states before those in their memories."""
     return [state for _, state in named_states_in(tree)]
 
 
-def named_states_in(tree: Any, prefix: str = "") -> Iterator[tuple[str, MetricsState]]:
+def named_states_in(tree: Tree, prefix: str = "") -> Iterator[tuple[str, MetricsState]]:
     """Yield the states in a tree with what :func:`named` puts before their names."""
     for node in nodes_where(lambda node: _is_state(node) or _is_named(node), tree):
         if _is_named(node):
@@ -141,13 +143,13 @@ def _read(state: MetricsState) -> Metrics:
     return _from_scalars(step, scalars, _in_a_row(state.memory)) if scalars else {}
 
 
-def skipped_in(opt_state: Any) -> list[jax.Array]:
+def skipped_in(opt_state: Tree) -> list[jax.Array]:
     """Return for each skip in a state whether its last step was skipped."""
     counts = [_in_a_row(state.memory) for state in states_in(opt_state)]
     return [count > 0 for count in counts if count is not None]
 
 
-def _in_a_row(memory: Any) -> Any:
+def _in_a_row(memory: Memory) -> Any:
     """Return what a skip remembers, also restored without a template."""
     if isinstance(memory, Mapping):
         # What is empty may be missing.

@@ -6,9 +6,10 @@ from typing import Any
 
 import optax
 
-from clipjax._core.aliases import Tree
+from clipjax._core.aliases import State, Tree
 from clipjax._core.checks import check_transformation
 from clipjax._core.states import NamedState, check_same, check_state
+from clipjax.monitoring.record_norms import Recorder
 
 
 def named(
@@ -46,7 +47,7 @@ def named(
         return NamedState({name: inner.init(params)})
 
     def update(
-        updates: Tree, state: Any, params: Tree = None, **extra: Any
+        updates: Tree, state: State, params: Tree = None, **extra: Any
     ) -> tuple[Tree, NamedState]:
         check_state(f"named({name!r})", state, NamedState)
         (before,) = state.named
@@ -54,4 +55,6 @@ def named(
         updates, after = inner.update(updates, state.named[name], params, **extra)
         return updates, NamedState({name: after})
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    # A named recorder may come after a projection, too.
+    kind = Recorder if isinstance(tx, Recorder) else type(inner)
+    return kind(init, update)

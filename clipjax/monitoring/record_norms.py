@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from clipjax._core.aliases import Bound, Ord, Tree
+from clipjax._core.aliases import Bound, Memory, Ord, Step, Tree
 from clipjax._core.bounds import limit
 from clipjax._core.checks import check_count, check_ord
 from clipjax._core.door import logged
@@ -163,7 +163,7 @@ def record_norms(
         called = {name if of == "updates" else of: found[of] for of in measured}
         return _joined(called | _of_probes(lengths, taps))
 
-    def measure(updates: Leaves, params: Tree, step: Any, memory: Any) -> Table:
+    def measure(updates: Leaves, params: Tree, step: Step, memory: Memory) -> Table:
         return norms_of_groups(updates, params)
 
     def remember(params: Leaves) -> Any:
@@ -174,7 +174,9 @@ def record_norms(
         past = spikes.no_past(length, norm_dtype(params))
         return {name: _no_steps(size, norms.floats.size, past)}
 
-    def act(updates: Leaves, params: Tree, step: Any, memory: Any, **extra: Any) -> Any:
+    def act(
+        updates: Leaves, params: Tree, step: Step, memory: Memory, **extra: Any
+    ) -> Any:
         norms = norms_of_groups(updates, params, extra.get("taps"))
         kept = list(memory.values()) if memory else []
         if is_known and step is not None:
@@ -329,7 +331,12 @@ def _no_steps(size: int, names: int, past: Window) -> BadSteps:
 
 
 def _with_step(
-    kept: BadSteps, step: Any, norm: Any, loss: Any, z_threshold: Any, groups: jax.Array
+    kept: BadSteps,
+    step: Step,
+    norm: Any,
+    loss: Any,
+    z_threshold: Any,
+    groups: jax.Array,
 ) -> BadSteps:
     """Return the memory after a step, which it keeps if the step is bad."""
     spike, past, seen = spikes.compare(norm, loss, kept.past, z_threshold=z_threshold)

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from clipjax._core.aliases import Tree
 from clipjax._core.bounds import is_real
 from clipjax._core.checks import check_count
-from clipjax._core.leaves import flatten, is_float
+from clipjax._core.leaves import flatten
 from clipjax._core.messages import short_repr
-from clipjax._core.norms import mesh_axes, over_devices, sum_dtype
+from clipjax._core.norms import mesh_axes, on_all, sum_dtype
 
 T = TypeVar("T")
 
@@ -167,17 +168,15 @@ def _backward(kept: Any, gradient: T) -> tuple[T, jax.Array]:
 _probed.defvjp(_forward, _backward)
 
 
-def _statistics(tree: Any) -> jax.Array:
+def _statistics(tree: Tree) -> jax.Array:
     """Count elements, count those that are not finite, and sum squares of the rest."""
-    sums = jnp.zeros(3, np.float32)
-    for x in flatten(lax.stop_gradient(tree)).values:
-        if is_float(x):
-            finite = jnp.isfinite(x)
-            size = jnp.abs(jnp.where(finite, x, 0)).astype(sum_dtype(x.dtype))
-            numbers = [jnp.ones_like(size), ~finite, size * size]
-            local = jnp.stack([jnp.sum(n, dtype=np.float32) for n in numbers])
-            sums += over_devices(lax.psum, local)
-    return sums
+    each = [jnp.zeros(3, np.float32)]
+    for x in flatten(lax.stop_gradient(tree)).floats:
+        finite = jnp.isfinite(x)
+        size = jnp.abs(jnp.where(finite, x, 0)).astype(sum_dtype(x.dtype))
+        numbers = [jnp.ones_like(size), ~finite, size * size]
+        each.append(jnp.stack([jnp.sum(n, dtype=np.float32) for n in numbers]))
+    return on_all(each, ord=1)
 
 
 def check_tap(tap: Any) -> None:

@@ -8,12 +8,13 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from clipjax._core.aliases import Tree
 from clipjax.monitoring.metrics import skipped_in
 
 T = TypeVar("T")
 
 
-def unless_skipped(opt_state: Any, new: T, old: T) -> T:
+def unless_skipped(opt_state: Tree, new: T, old: T) -> T:
     """Choose what a step made of something, or keep the old if the step was skipped.
 
     A skip keeps weights and optimizer state. What the model changes in its forward

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from clipjax._core.aliases import Bounds
+from clipjax._core.aliases import Bounds, Step
 from clipjax._core.bounds import check_order, limit_by_path
 from clipjax._core.entries import clip_entries
 from clipjax._core.leaves import Leaves, check_patterns, first_matches, is_float
@@ -82,7 +82,7 @@ def _box(name: str, low: Any, high: Any, where: Where) -> Projection:
     check_order(low, high)
     choose = _choice(where)
 
-    def clip(weights: Leaves, step: Any) -> list[Any]:
+    def clip(weights: Leaves, step: Step) -> list[Any]:
         pairs = zip(choose(weights), are_given([lows, highs], weights), strict=True)
         chosen = list(itertools.starmap(operator.and_, pairs))
         check_order_by_path(lows, highs, weights, chosen)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from clipjax._core.aliases import AutoAxes, Bound
+from clipjax._core.aliases import AutoAxes, Bound, Step
 from clipjax._core.clip import factor_onto
 from clipjax._core.leaves import Leaves, beside
 from clipjax._core.units import axes_of, check_axes, map_units, norms_of, whole_matrices
@@ -61,7 +61,7 @@ def keep_norm(*, rate: Bound = 1.0, axes: AutoAxes = "auto") -> Projection:
     name = written(keep_norm, rate=rate, axes=axes)
     axes = check_axes(axes, auto=whole_matrices)
 
-    def keep(weights: Leaves, step: Any, old: Any = None) -> list[Any]:
+    def keep(weights: Leaves, step: Step, old: Any = None) -> list[Any]:
         if old is None and weights.values:
             raise ValueError(
                 "old: keep_norm needs the weights before the update, as in "

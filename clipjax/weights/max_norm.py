@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clipjax._core.aliases import SKIP, AutoAxes, Bound, Bounds
+from clipjax._core.aliases import SKIP, AutoAxes, Bound, Bounds, DType, Step
 from clipjax._core.bounds import Limit, check_order, limit_by_path
 from clipjax._core.clip import factor_to, least_inside, margin, quotient_or_1
 from clipjax._core.leaves import Leaves
@@ -155,7 +155,7 @@ def _rescaling(
     def where_in(weights: Leaves) -> list[Any]:
         return axes_of(weights, axes, are_given(limits, weights))
 
-    def rescale_units(weights: Leaves, step: Any) -> list[Any]:
+    def rescale_units(weights: Leaves, step: Step) -> list[Any]:
         where = where_in(weights)
         if len(limits) == 2:
             low, high = limits
@@ -178,7 +178,7 @@ def _rescaling(
 
 @functools.partial(jax.jit, static_argnames="dtype")
 def _factor_between(
-    norm: jax.Array, dtype: Any, low: Any, high: Any, rate: Any
+    norm: jax.Array, dtype: DType, low: Any, high: Any, rate: Any
 ) -> jax.Array:
     """Return 1 inside two bounds, else what takes a norm `rate` of the way to them.
 

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from clipjax._core.aliases import Scalar, Tree
+from clipjax._core.aliases import Scalar, State, Step, Tree
 from clipjax._core.bounds import is_real
 from clipjax._core.clip import rescaled
 from clipjax._core.leaves import Leaves, beside, flatten, is_float, shapes_of
@@ -76,7 +76,7 @@ def projection(
     """
     takes = list(inspect.signature(function).parameters)[2:]
 
-    def apply(params: Tree, *args: Any, step: Any = None, **kwargs: Any) -> Tree:
+    def apply(params: Tree, *args: Any, step: Step = None, **kwargs: Any) -> Tree:
         warn_if_local()
         if step is not None and not (is_real(step) and np.ndim(step) == 0):
             raise TypeError(f"step must be a number, got {short_repr(step)}")
@@ -95,7 +95,7 @@ def projection(
         return ProjectionState(first) if scheduled else optax.EmptyState()
 
     def update(
-        updates: Tree, state: Any, params: Tree = None, **extra: Any
+        updates: Tree, state: State, params: Tree = None, **extra: Any
     ) -> tuple[Tree, Any]:
         warn_if_local()
         if scheduled:
@@ -243,7 +243,7 @@ def as_projection(name: str, function: Any) -> Projection:
             f"{short_repr(function)}"
         )
 
-    def project_tree(weights: Leaves, step: Any) -> list[Any]:
+    def project_tree(weights: Leaves, step: Step) -> list[Any]:
         params = weights.rebuild(weights.values)
         try:
             projected = function(params)

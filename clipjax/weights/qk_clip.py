@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from clipjax._core.aliases import Bound
+from clipjax._core.aliases import Bound, Step
 from clipjax._core.bounds import is_real, limit
 from clipjax._core.checks import check_count
 from clipjax._core.clip import factor_to, rescaled
@@ -96,7 +96,7 @@ def qk_clip(
             _check_heads(path, sides, rotary)
         return layers
 
-    def clip(weights: Leaves, step: Any, max_logits: Any = None) -> list[Any]:
+    def clip(weights: Leaves, step: Step, max_logits: Any = None) -> list[Any]:
         if max_logits is None:
             raise ValueError(
                 "max_logits: qk_clip needs the largest logit of each head, as in "

@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 
 from clipjax._core import norms
+from clipjax._core.aliases import DType
 
 _RATIO = 2.5  # by which one pass divides the largest singular value at most
 
@@ -109,7 +110,7 @@ def _inverse_root(gram: jax.Array, most: jax.Array) -> tuple[jax.Array, jax.Arra
     return root, above
 
 
-def _steps_to_1(low: float, dtype: Any) -> jax.Array:
+def _steps_to_1(low: float, dtype: DType) -> jax.Array:
     """Return rows (a, b) of cubics a x + b x³ that together take [low, 1] to 1.
 
     Each is nearest to 1 on the interval that the one before left: as far below at its
@@ -129,7 +130,7 @@ def _steps_to_1(low: float, dtype: Any) -> jax.Array:
     return jnp.asarray(steps, dtype)
 
 
-def _room(dtype: Any) -> float:
+def _room(dtype: DType) -> float:
     """Return the share of the bound by which values end below it."""
     return 2.0**-44 if norms.sum_dtype(dtype) == np.float64 else 2.0**-16
 

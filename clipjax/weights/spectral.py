@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clipjax._core.aliases import Bounds, Skip
+from clipjax._core.aliases import Bounds, Skip, Step
 from clipjax._core.bounds import check_fits, limit_by_path
 from clipjax._core.clip import weak_like
 from clipjax._core.leaves import Leaf, Leaves, by_path, is_float
@@ -75,7 +75,7 @@ def spectral_cap(bound: Bounds, *, flatten: Flatten = None) -> Projection:
     bounds = limit_by_path("bound", bound)
     flatten = _check_flatten(flatten)
 
-    def cap(weights: Leaves, step: Any) -> list[Any]:
+    def cap(weights: Leaves, step: Step) -> list[Any]:
         sides = _sides_of_leaves(weights, flatten, are_given([bounds], weights))
         rows = zip(weights.each, sides, bounds.of(weights, step), strict=True)
         return [

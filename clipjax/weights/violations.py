@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from clipjax._core.aliases import SKIP, Reduced, Skip
+from clipjax._core.aliases import SKIP, Reduced, Skip, Step, Tree
 from clipjax._core.checks import as_list
 from clipjax._core.leaves import Leaf, flatten, is_float
 from clipjax.weights.projection import as_projection
@@ -39,11 +39,11 @@ class Violation(NamedTuple):
 
 
 def violations(
-    params: Any,
+    params: Tree,
     projection: Callable[[Any], Any] | Sequence[Callable[[Any], Any]],
     *,
     old: Any = None,
-    step: Any = None,
+    step: Step = None,
 ) -> list[Violation]:
     """List the weights that a projection would still change, the farthest first.
 

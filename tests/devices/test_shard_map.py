@@ -164,11 +164,20 @@ def test_there_are_no_more_collectives_than_in_the_formula_by_hand(mesh: Any) ->
     )
     # A second leaf with the same mesh axes costs no further one, and what every device
     # holds costs none.
-    assert (
-        collectives(update, tree | {"more": tree["data"]}, SPECS | {"more": P("data")})
-        == 3
-    )
+    more, specs = tree | {"more": tree["data"]}, SPECS | {"more": P("data")}
+    zero = clipjax.zero_nonfinite()
+    assert collectives(update, more, specs) == 3
+    assert collectives(lambda t: zero.update(t, zero.init(t)), more, specs) == 3
     assert collectives(update, tree, P()) == 0
+
+    def probed(tree: Any) -> Any:
+        def loss(tree: Any, tap: Any) -> Any:
+            seen = clipjax.probe(tree, tap)
+            return sum(jnp.sum(x * x) for x in jax.tree.leaves(seen))
+
+        return jax.grad(loss, argnums=(0, 1))(tree, clipjax.tap(probe=True))
+
+    assert collectives(probed, more, specs) == collectives(probed, tree)
 
 
 def test_units_of_a_leaf_that_differs_raise_an_error(mesh: Any) -> None:

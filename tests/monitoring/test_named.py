@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import clipjax
 
@@ -72,3 +73,13 @@ def test_what_is_named_does_the_same() -> None:
             jax.tree.map(np.testing.assert_array_equal, ours, theirs)
     optax.tree.map_params(tx, lambda x: 2 * x, states[0])
     assert optax.tree.get(states[0], "threshold") == optax.tree.get(alone, "threshold")
+
+
+def test_a_named_recorder_may_come_after_a_projection() -> None:
+    log = clipjax.named("weights", clipjax.record_norms(of="params"))
+    tx = clipjax.chain(optax.sgd(0.1), clipjax.max_norm(1.0), log)
+    params = {"w": jnp.ones((2, 2))}
+    _, state = tx.update(params, tx.init(params), params)
+    assert clipjax.metrics(state)["weights/record_norms/params"] == 2
+    with pytest.raises(ValueError, match="must come after"):
+        clipjax.chain(clipjax.max_norm(1.0), clipjax.named("a", optax.sgd(0.1)))
