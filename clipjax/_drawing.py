@@ -11,7 +11,7 @@ from clipjax._core.messages import short_repr
 try:
     from matplotlib import pyplot as plt
     from matplotlib.axes import Axes
-    from matplotlib.colors import LogNorm
+    from matplotlib.colors import ListedColormap, LogNorm, to_rgb
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
     from matplotlib.patheffects import withStroke
@@ -67,6 +67,11 @@ def split(ax: Any) -> Any:
 def ink(ax: Any) -> Any:
     """Return the color of text on these axes, which is light in a dark figure."""
     return ax.xaxis.label.get_color()
+
+
+def is_dark(ax: Any) -> bool:
+    """Return whether the ground of these axes is dark."""
+    return bool(np.mean(to_rgb(ax.get_facecolor())) < 0.5)
 
 
 def line(ax: Any, x: np.ndarray, y: np.ndarray, **style: Any) -> None:
@@ -144,7 +149,7 @@ def lines(
         for name, (_, y) in points.items()
     }
     colors = colors_of(largest)
-    for name in _in_order(points):
+    for name in in_order(points):
         # Labels that begin with "_" are not in the legend.
         label = f" {name}" if name.startswith("_") else name
         style: dict[str, Any] = {
@@ -164,7 +169,7 @@ def lines(
     return finished(ax, list(points.values()), title, causes)
 
 
-def _in_order(names: Iterable[str]) -> list[str]:
+def in_order(names: Iterable[str]) -> list[str]:
     """Sort names, with numbers in them as numbers: `layer_2` before `layer_10`."""
 
     def parts(name: str) -> list[Any]:
@@ -176,35 +181,29 @@ def _in_order(names: Iterable[str]) -> list[str]:
 def words(names: Sequence[str]) -> str:
     """Return names as short text: layers in a row as a range, of others the first."""
     runs: list[list[Any]] = []  # the text before a number, the first and the last one
-    for name in _in_order(names):
-        before, number = re.fullmatch(r"(.*?)(\d*)", name).groups()  # type: ignore[union-attr]
+    for name in in_order(names):
+        before = name.rstrip("0123456789")
+        number = name[len(before) :]
         last = runs[-1] if runs else None
         if last and number and last[0] == before and last[2] == int(number) - 1:
             last[2] = int(number)
         else:
             first = int(number) if number else None
             runs.append([before, first, first])
-    texts = [
-        before
-        + (
-            ""
-            if first is None
-            else str(first)
-            if first == last
-            else f"{first} to {last}"
-        )
-        for before, first, last in runs
-    ]
-    return (
-        ", ".join(texts) if len(texts) < 3 else f"{texts[0]} and {len(texts) - 1} more"
-    )
+    texts = []
+    for before, first, last in runs:
+        numbers = f"{first} to {last}" if first != last else first
+        texts.append(before if first is None else f"{before}{numbers}")
+    if len(texts) > 2:
+        return f"{texts[0]} and {len(texts) - 1} more"
+    return ", ".join(texts)
 
 
 def colors_of(values: Mapping[str, float]) -> dict[str, str]:
     """Return a color for each of the largest, sorted by name."""
-    order = _in_order(values)
+    order = in_order(values)
     largest = sorted(order, key=lambda name: values[name])[-len(COLORS) :]
-    return dict(zip(_in_order(largest), COLORS, strict=False))
+    return dict(zip(in_order(largest), COLORS, strict=False))
 
 
 def _title(colors: Collection[str], names: Collection[str], what: str) -> str:
@@ -266,14 +265,15 @@ def star(ax: Any, x: Any, y: Any, label: str) -> Any:
     return ax.plot(x, y, linestyle="", clip_on=False, label=label, **look)[0]
 
 
-def shades(values: np.ndarray) -> np.ndarray:
-    """Return colors of positive numbers, from dark to light, (..., 4)."""
-    good = values[np.isfinite(values) & (values > 0)]
-    least, most = (good.min(), good.max()) if good.size else (1, 1)
-    scale = LogNorm(least, max(most, 1.01 * least), clip=True)
-    return plt.colormaps["cividis"](
-        scale(np.where(np.isin(values, good), values, least))
-    )
+def shades(ax: Any, values: np.ndarray) -> Any:
+    """Return the colors of cells for norms, which may be zero or not finite."""
+    colors = blues(ax)
+    some = values[np.isfinite(values) & (values > 0)]
+    least, top = (some.min(), some.max()) if some.size else (1.0, 1.0)
+    scale = LogNorm(least, max(top, 10 * least), clip=True)
+    shown = colors(scale(np.where(np.isin(values, some), values, least)))
+    bad = ~np.isfinite(values)
+    return np.where(bad[..., None], colors.get_over(), shown)
 
 
 def finished(
@@ -303,9 +303,7 @@ def finished(
         ax.set_ylim(bottom=0 if zeros else None)
     elif top > 0:
         ax.set_ylim(0, 1.08 * top)
-    ax.xaxis.set_major_locator(
-        MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True, min_n_ticks=1)
-    )
+    ax.xaxis.set_major_locator(_of_steps())
     ax.set_ylabel(label)
     say_at_top(ax, causes or {})
     ax.grid(color=ink(ax), alpha=0.12)
@@ -314,3 +312,69 @@ def finished(
         if isinstance(handle, Line2D):  # the axes may have other artists
             handle.set_markersize(5)
     return ax
+
+
+# Of norms that are not finite, on a light and on a dark ground: unlike every blue.
+NOT_FINITE = ("#e66100", "#ff8f33")
+
+
+def blues(ax: Any) -> Any:
+    """Return colors of norms: dark for large ones on a light ground, else light."""
+    colors = plt.get_cmap("Blues_r" if is_dark(ax) else "Blues")
+    span = (0.0, 0.95) if is_dark(ax) else (0.05, 1.0)
+    listed = ListedColormap(colors(np.linspace(*span, 256)))
+    return listed.with_extremes(over=NOT_FINITE[is_dark(ax)], bad="none")
+
+
+# More columns than a figure has pixels would hide each other.
+MOST_COLUMNS = 1000
+
+
+def cells(ax: Any, values: np.ndarray, label: str) -> None:
+    """Draw a row of cells for each row of norms, and a color bar.
+
+    Blue is dark for large norms on a light ground, and light on a dark one.
+    """
+    count = values.shape[1]
+    starts = np.unique(np.linspace(0, count, min(count, MOST_COLUMNS) + 1).astype(int))
+    # NaN is the largest.
+    values = np.maximum.reduceat(values, starts[:-1], axis=1)
+    shown = _drawable(values)
+    some = shown[shown > 0]
+    top = some.max(initial=1e-100) if some.size else 1.0
+    least = min(np.quantile(some, 0.01), top / 10) if some.size else 0.1
+    colors = blues(ax)
+    bad = ~np.isfinite(values)
+    shown = np.ma.masked_where(shown == 0, np.where(bad, 10 * top, shown))
+    ends = np.arange(len(values) + 1) - 0.5
+    style = {"norm": LogNorm(least, top), "cmap": colors, "rasterized": True}
+    mesh = ax.pcolormesh(starts - 0.5, ends, shown, **style)
+    ax.set(xlim=(-0.5, count - 0.5), ylim=(len(values) - 0.5, -0.5))
+    ax.xaxis.set_major_locator(_of_steps())
+    ends = {"extend": "max", "extendfrac": 0.08} if bad.any() else {}
+    bar = ax.figure.colorbar(mesh, ax=ax, label=label, pad=0.015, aspect=15, **ends)
+    if bad.any():
+        style = {"color": colors.get_over(), "fontsize": "small", "loc": "left"}
+        bar.ax.set_title("not finite", **style)
+
+
+def bad_steps_above(
+    ax: Any, steps: Sequence[int], marked: Sequence[tuple[int, int]]
+) -> Any:
+    """Draw triangles above steps, and rings on rows of them."""
+    first, last = ax.get_xlim()
+    inside = [step for step in steps if first < step < last]
+    above = {"transform": ax.get_xaxis_transform(), "clip_on": False, "ls": ""}
+    color = ink(ax)
+    ax.plot(inside, [1.04] * len(inside), marker="v", ms=6, c=color, mew=0, **above)
+    rings = np.reshape([x for x in marked if x[0] in inside], (-1, 2)).T
+    ring = {"marker": "o", "ls": "", "mfc": "none", "clip_on": False}
+    # White within black is seen on every color.
+    ax.plot(*rings, ms=9, mec="black", mew=3, **ring)
+    ax.plot(*rings, ms=9, mec="white", mew=1.3, **ring)
+    return ax
+
+
+def _of_steps() -> Any:
+    """Return what places ticks at whole steps."""
+    return MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True, min_n_ticks=1)

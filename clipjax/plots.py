@@ -160,6 +160,109 @@ def group_norms(
       >>> [line.get_label() for line in ax.lines]
       ['encoder', 'head']
     """
+    columns, names, values = _norms_by_group(history, only)
+    labels = {key: runs.label_of(columns, key) for key in names}
+    one_of_each = {label: key for key, label in labels.items()}
+    taken = {x: runs.steps_taken(columns, key) for x, key in one_of_each.items()}
+    found = {name: values[key][taken[labels[key]]] for key, name in names.items()}
+    points = {name: (np.arange(len(x)), x) for name, x in found.items()}
+    recorded = bool(_recorded_in(columns))
+    kinds = {name: _kind_of(name) if recorded else "" for name in found}
+    points = _where_probes_saw(points, kinds)
+    weights = [name for name, kind in kinds.items() if kind == "params"]
+    ax = draw.new_axes(ax)
+    label = "norm, or ratio of two norms" if "ratio" in kinds.values() else "norm"
+    if len({*kinds.values()}) == 1:
+        label = _LABELS.get(kinds[next(iter(kinds))], label)
+    ax.set(xlabel="step", ylabel=label)
+    causes = _causes(points, kinds)
+    if {*kinds.values()} <= {"", "params"}:
+        return draw.lines(ax, points, "groups", dashed=weights, causes=causes)
+    return _lines_by_kind(ax, points, kinds, causes)
+
+
+def heat_map(
+    history: runs.History,
+    *,
+    only: str | Sequence[str] | None = None,
+    bad: Sequence[BadStep] = (),
+    ax: Any = None,
+) -> Any:
+    """Draw the norm of each group over the steps as the color of a cell.
+
+    Use it to see in one picture which layer a bad step came from, and when.
+
+    Args:
+      history: the norms, as in :func:`group_norms`.
+      only: path patterns of the groups to draw, as in `"gradients/*"`. Rows are in the
+        order of the patterns, and sorted by name within each: `["*/embed",
+        "*/blocks/*", "*/head"]`. None draws all groups, sorted by name.
+      bad: what :func:`clipjax.bad_steps` returned for this run, whose steps are
+        counted from the first of the history. They are marked above the map; default
+        none.
+      ax: the axes to draw on; None makes a new figure.
+
+    Returns:
+      The axes, with one row for each group, and a color bar beside them, whose scale is
+      logarithmic. Norms that are not finite have a color of their own, and norms of 0
+      have none. A bad step has a triangle above it, and a ring on the row of the layer
+      that `print` of the step names, if there is such a row. Of more than 1,000 steps a
+      column is the largest norm of several. A skipped or accumulated step repeats the
+      last norm, if the recorder did not see it.
+
+    Raises:
+      TypeError: `history` has no groups.
+      ValueError: no group matches `only`, or there are no steps.
+
+    Example:
+      >>> from clipjax import plots
+      >>> norms = {"embed": [2.0, 1.0], "blocks/0": [0.5, 0.1], "blocks/1": [1.0, 1.0]}
+      >>> ax = plots.heat_map(norms, only=["embed", "blocks/*"])
+      >>> [label.get_text() for label in ax.get_yticklabels()]
+      ['embed', 'blocks/0', 'blocks/1']
+    """
+    _, names, values = _norms_by_group(history, only)
+    rows = {name: values[key] for key, name in names.items()}
+    in_order = draw.in_order(rows)
+    if only is not None:
+        patterns = check_patterns("only", only)
+        in_order.sort(key=lambda name: [matches(x, name) for x in patterns].index(True))
+    norms_by_row = np.stack([rows[name] for name in in_order])
+    if not norms_by_row.size:
+        raise ValueError("history must have at least one step")
+    firsts = {name.partition("/")[0] for name in in_order}
+    has_one_kind = len(firsts) == 1 and all("/" in name for name in in_order)
+    of = f" of {firsts.pop()}" if has_one_kind else ""
+    labels = [name.partition("/")[2] if of else name for name in in_order]
+    marked = [
+        (step.step, row)
+        for step in bad
+        for row, name in enumerate(in_order)
+        if _layer_named(step) in (name, name.partition("/")[2]) and _layer_named(step)
+    ]
+    ax = draw.new_axes(ax, height=1.4 + 0.3 * max(4, len(labels)))
+    draw.cells(ax, norms_by_row, f"norm{of}")
+    ax.set_yticks(range(len(labels)), labels)
+    ax.set_xlabel("step")
+    return draw.bad_steps_above(ax, [step.step for step in bad], marked)
+
+
+def _layer_named(step: BadStep) -> str:
+    """Return the group that the text of a bad step names, "" for none or several."""
+    if layer := step._place()[1]:
+        return layer
+    not_finite = [x for x, norm in step.groups.items() if not np.isfinite(norm)]
+    if len(not_finite) == 1:
+        return not_finite[0]
+    if not_finite or step.is_of_loss or not step.groups:
+        return ""
+    return max(step.groups, key=lambda name: step.groups[name])
+
+
+def _norms_by_group(
+    history: runs.History, only: str | Sequence[str] | None
+) -> tuple[Mapping[str, Any], dict[str, str], dict[str, np.ndarray]]:
+    """Return a history by name, names of groups by key, and their norms by key."""
     columns = runs.columns_of(history)
     recorded = _groups_in(columns)
     has_counters = any(key.endswith("/steps") for key in columns)
@@ -187,23 +290,7 @@ def group_norms(
             "history must have one or more groups with equally many steps, got "
             f"{list(names.values())[:20]}"
         )
-    labels = {key: runs.label_of(columns, key) for key in names}
-    one_of_each = {label: key for key, label in labels.items()}
-    taken = {x: runs.steps_taken(columns, key) for x, key in one_of_each.items()}
-    found = {name: values[key][taken[labels[key]]] for key, name in names.items()}
-    points = {name: (np.arange(len(x)), x) for name, x in found.items()}
-    kinds = {name: _kind_of(name) if recorded else "" for name in found}
-    points = _where_probes_saw(points, kinds)
-    weights = [name for name, kind in kinds.items() if kind == "params"]
-    ax = draw.new_axes(ax)
-    label = "norm, or ratio of two norms" if "ratio" in kinds.values() else "norm"
-    if len({*kinds.values()}) == 1:
-        label = _LABELS.get(kinds[next(iter(kinds))], label)
-    ax.set(xlabel="step", ylabel=label)
-    causes = _causes(points, kinds)
-    if {*kinds.values()} <= {"", "params"}:
-        return draw.lines(ax, points, "groups", dashed=weights, causes=causes)
-    return _lines_by_kind(ax, points, kinds, causes)
+    return columns, names, values
 
 
 # What `record_norms` measures beside updates.
@@ -332,9 +419,9 @@ def bad_steps(opt_state: Tree, *, ax: Any = None) -> Any:
 
       If there are probes, a second bar has the norms that they saw, in the order of
       time: in the forward pass, from the first layer to the last, and in the backward
-      pass, from the last to the first. Larger norms are lighter, and norms that are not
-      finite are hatched. A star, and words below, say where it broke, if the
-      probes tell.
+      pass, from the last to the first. Norms that are not
+      finite are hatched. A star, and words below, say where the step broke, if the
+      probes tell; the loss is between the passes.
 
     Raises:
       ValueError: no recorder keeps bad steps, or it has no groups.
@@ -411,28 +498,27 @@ def _draw_probes(ax: Any, steps: Sequence[BadStep], field: Any) -> list[Any]:
     """
     beside = draw.split(ax)
     beside.tick_params(left=False, labelleft=False)
-    more = {}
+    stars = []
     ticks: dict[float, str] = {}
     start = 0
     for of, arrow in (("forward", "forward pass →"), ("backward", "backward pass →")):
         seen = [getattr(step, of) for step in steps]
         names = list(dict.fromkeys(name for norms in seen for name in norms))
         names = names[::-1] if of == "backward" else names  # in the order of time
-        at = start + np.arange(len(names))
-        colors = draw.shades(
-            np.array([[norms.get(name, np.nan) for name in names] for norms in seen])
-        )
+        values = [[norms.get(name, 0.0) for name in names] for norms in seen]
+        colors = draw.shades(beside, np.array(values))
         for row, (step, norms) in enumerate(zip(steps, seen, strict=True)):
-            for x, name, color in zip(at, names, colors[row], strict=True):
+            _, layer, began_in = step._place()
+            if of == "backward" and began_in == "loss":
+                stars.append((start - 0.5, row))
+            for x, name in enumerate(names, start):
                 if name not in norms:
                     continue
-                is_bad = not np.isfinite(norms[name])
-                style = {"color": draw.COLORS[1], "hatch": _HATCH} if is_bad else {}
-                cell = {"width": 1, "left": x, "color": color, **field, **style}
-                beside.barh(row, **cell)
-                if (of, name) == step._began()[:2]:
-                    label = "where it broke"
-                    more[label] = draw.star(beside, x + 0.5, row, label)
+                hatch = None if np.isfinite(norms[name]) else _HATCH
+                cell = {"color": colors[row, x - start], "hatch": hatch, **field}
+                beside.barh(row, 1, left=x, **cell)
+                if (of, name) == (began_in, layer):
+                    stars.append((x + 0.5, row))
         shown = range(len(names)) if len(names) <= 12 else (0, len(names) - 1)
         ticks |= {start + i + 0.5: names[i] for i in shown}
         style = {"transform": beside.get_xaxis_transform(), "color": draw.ink(ax)}
@@ -440,12 +526,17 @@ def _draw_probes(ax: Any, steps: Sequence[BadStep], field: Any) -> list[Any]:
         start += len(names) + 1
     beside.set_xticks([*ticks], [*ticks.values()], rotation=90, size="small")
     beside.set_xlim(0, start - 1)
+    shade = "lighter" if draw.is_dark(beside) else "darker"
     title = {"loc": "left", "pad": 24, "size": "medium", "color": draw.ink(ax)}
-    beside.set_title("norms that probes saw, lighter are larger", **title)
+    beside.set_title(f"norms that probes saw, larger ones {shade}", **title)
     for row, step in enumerate(steps):
         words = {"size": "small", "va": "top", "color": draw.ink(ax)}
-        beside.text(0.1, row + 0.26, step._began()[2], **words)
-    return [*more.values()]
+        beside.text(0.1, row + 0.26, step._origin(), **words)
+    return (
+        [draw.star(beside, *zip(*stars, strict=True), "where it broke")]
+        if stars
+        else []
+    )
 
 
 def _shares(groups: Mapping[str, float]) -> dict[str, float]:

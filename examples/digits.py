@@ -1,15 +1,22 @@
-"""Train on handwritten digits with a few broken batches, with and without a clip.
+"""Train a float16 network on corrupted digits, and read where and when it broke.
 
     python examples/digits.py
 
-One batch in fifty has pixels a hundred times too bright and wrong labels. Everything
-sees the same batches, from five seeds at once: nothing but SGD, a clip of gradients, a
-limit of weights, both, and the simplest rivals. These are weight decay, smaller steps,
-and Adam in place of SGD, each the best of several on held-out digits, and the weights
-of the step that was best there. Nothing is chosen on the test set.
+Six residual blocks compute in float16. The first matrix of block 3 is 30 times as large
+as that of the other blocks, and its second matrix 30 times smaller: the same function,
+but its hidden values overflow first. Five of 160 batches are corrupted: they have wrong
+labels, and their pixels are thousands of times too bright, or their loss is weighted
+far too much.
+
+Three optimizers see the same batches, from five seeds at once: clipjax, which skips
+steps that are not finite and records the norm of every layer; Optax's clip and Adam,
+wrapped by `apply_if_finite`, which skips these steps, too; and Optax's clip and Adam
+alone. Each has the learning rate and the threshold that are best on held-out digits;
+nothing is chosen on the test set. The picture shows the record of the first seed.
 """
 
 import argparse
+import itertools
 from pathlib import Path
 
 import jax
@@ -21,35 +28,48 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 import clipjax
+from clipjax import plots
 
 SEEDS = np.arange(5)
-BATCH = 32
-CLIP = 1.0
-RADIUS = 2.0
-RATE = 0.05
-NONE = np.inf
-# The largest gradient norm, the largest norm of a unit's weights, the weight decay, and
-# the learning rate. Of several, one is chosen on held-out digits.
-WITH_SGD = {
-    "nothing": [(NONE, NONE, 0.0, RATE)],
-    "max_norm alone": [(NONE, RADIUS, 0.0, RATE)],
-    "clip_by_global_norm alone": [(CLIP, NONE, 0.0, RATE)],
-    "both": [(CLIP, RADIUS, 0.0, RATE)],
-    "weight decay": [(NONE, NONE, x, RATE) for x in (1e-4, 1e-3, 1e-2, 0.1, 0.3)],
-    "smaller steps": [(NONE, NONE, 0.0, x) for x in (2e-2, 1e-2, 3e-3, 1e-3, 3e-4)],
-}
-WITH_ADAM = {
-    "Adam": [(NONE, NONE, 0.0, x) for x in (3e-2, 1e-2, 3e-3, 1e-3, 1e-4)],
-    "Adam, clipped": [(CLIP, NONE, 0.0, x) for x in (1e-2, 3e-3, 1e-3, 3e-4, 1e-4)],
-}
-STYLES = {
-    "nothing": ("#d55e00", "-"),
-    "max_norm alone": ("#cc79a7", "--"),
-    "weight decay": ("#8c8c8c", "-"),
-    "Adam": ("#e69f00", "-."),
-    "smaller steps": ("#009e73", "-."),
-    "clip_by_global_norm alone": ("#2a8cc9", "-"),
-    "both": ("#7cc8f2", "--"),
+BATCH, WIDTH, LAYERS = 64, 32, 6
+STEPS, EVERY = 160, 8  # all steps, and those from one accuracy to the next
+LAST = 3  # the accuracies at the end, of which the mean is reported
+# The kinds of the corrupted batches, by step.
+CORRUPTED = {37: 2, 52: 3, 90: 1, 113: 2, 141: 3}
+# What pixels and the loss are multiplied by, for a usual batch (kind 0) and for the
+# three kinds of corrupted ones.
+BRIGHTNESS = np.float32([1.0, 3000.0, 1.0, 1.0])
+WEIGHT = np.float32([1.0, 1.0, 1000.0, 30000.0])
+# What each optimizer is tried with.
+RATES = (3e-4, 1e-3, 3e-3)
+THRESHOLDS = (0.3, 3.0)
+RECORD = clipjax.record_norms(
+    1, name="gradients", stacked="blocks/*", keep=16, probes={"blocks": LAYERS}
+)
+
+
+def optax_clip(rate, threshold):
+    """Return Optax's clip and Adam."""
+    return optax.chain(optax.clip_by_global_norm(threshold), optax.adam(rate))
+
+
+def optax_best(rate, threshold):
+    """Return Optax's clip and Adam, which leave out steps that are not finite."""
+    return optax.apply_if_finite(optax_clip(rate, threshold), STEPS)
+
+
+def with_clipjax(rate, threshold):
+    """Return the same with clipjax, and a record of the norms of all layers."""
+    clip = clipjax.clip_by_global_norm(threshold)
+    return optax.chain(
+        RECORD, clipjax.bounded(optax.adam(rate), clip=clip, nonfinite="skip")
+    )
+
+
+METHODS = {
+    "clipjax": with_clipjax,
+    "Optax's clip and apply_if_finite": optax_best,
+    "Optax's clip": optax_clip,
 }
 
 
@@ -68,178 +88,224 @@ def load():
 
 
 def first_params(key):
-    """Draw the weights of two dense layers."""
-    keys = jax.random.split(key)
+    """Draw the weights, those of the blocks stacked along their first axis."""
+    keys = jax.random.split(key, 4)
+    up, down = (jax.random.normal(each, (LAYERS, WIDTH, WIDTH)) for each in keys[:2])
+    scale = jnp.where(jnp.arange(LAYERS) == 3, 30.0, 1.0)[:, None, None]
     return {
-        "hidden": {"w": jax.random.normal(keys[0], (64, 64)) / 8, "b": jnp.zeros(64)},
-        "out": {"w": jax.random.normal(keys[1], (64, 10)) / 8, "b": jnp.zeros(10)},
+        "embed": {"w": jax.random.normal(keys[2], (64, WIDTH)) / 8},
+        "blocks": {
+            "up": scale * up / WIDTH**0.5,
+            "down": down / (2 * scale * WIDTH**0.5),
+        },
+        "head": {"w": jax.random.normal(keys[3], (WIDTH, 10)) / WIDTH**0.5},
     }
 
 
-def logits_of(params, x):
-    """Map pixels (batch, 64) to logits (batch, 10)."""
-    hidden = jax.nn.relu(x @ params["hidden"]["w"] + params["hidden"]["b"])
-    return hidden @ params["out"]["w"] + params["out"]["b"]
+def logits_of(params, taps, x):
+    """Map pixels (batch, 64) to logits (batch, 10), with two probes in each block."""
+
+    def block(x, inputs):
+        w, tap = inputs
+        x = clipjax.probe(x, tap)
+        x = x + jax.nn.relu(x @ w["up"]) @ w["down"]
+        return clipjax.probe(x, tap), None
+
+    blocks = jax.tree.map(jnp.float16, params["blocks"])
+    x = jnp.float16(x @ params["embed"]["w"])
+    x, _ = jax.lax.scan(block, x, (blocks, taps))
+    return jnp.float32(x) @ params["head"]["w"]
 
 
-def train(optimizer, sets, steps, seed, limits):
-    """Train from a seed; return two norms and two accuracies of each step."""
-    max_norm, radius, decay, rate = limits
-    tx = clipjax.bounded(
-        optax.chain(optax.add_decayed_weights(decay), optimizer(rate)),
-        clip=clipjax.clip_by_global_norm(max_norm),
-        project=clipjax.max_norm(radius),
-    )
+def train(tx, sets, kinds, seed):
+    """Train from a seed.
+
+    Returns:
+      The metrics of each step, if there are some; the accuracies on held-out digits and
+      on the test set, (steps / EVERY, 2); and the last state of the optimizer.
+    """
+    tx = optax.with_extra_args_support(tx)
     (train_x, train_y), *others = sets
-    key, of_rows, of_broken = jax.random.split(jax.random.key(seed), 3)
-    rows = jax.random.randint(of_rows, (steps, BATCH), 0, len(train_y))
-    draws = jax.random.uniform(of_broken, (steps,))
-    broken = (draws < 0.02) & (jnp.arange(steps) >= 100)
+    key, of_rows = jax.random.split(jax.random.key(seed))
+    rows = jax.random.randint(of_rows, (len(kinds), BATCH), 0, len(train_y))
+    no_taps = clipjax.tap(LAYERS, probe=True)
 
-    def loss_of(params, x, y):
-        losses = optax.softmax_cross_entropy_with_integer_labels
-        return losses(logits_of(params, x), y).mean()
+    def loss_of(params, taps, x, y, weight):
+        logits = logits_of(params, taps, x)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, y)
+        return weight * losses.mean()
+
+    def accuracy(params, x, y):
+        return jnp.mean(logits_of(params, no_taps, x).argmax(-1) == y)
 
     def step(carry, inputs):
         params, state = carry
-        rows, broken = inputs
-        x = jnp.where(broken, 100.0, 1.0) * train_x[rows]
-        y = jnp.where(broken, (train_y[rows] + 1) % 10, train_y[rows])
-        grads = jax.grad(loss_of)(params, x, y)
-        updates, state = tx.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
-        right = [jnp.mean(logits_of(params, x).argmax(-1) == y) for x, y in others]
-        weights = [layer["w"] for layer in params.values()]
-        of_units = clipjax.functional.unitwise_norms(weights, axes=0)
-        seen = {
-            "gradient": clipjax.metrics(state)["clip_by_global_norm/norm"],
-            "weights": jnp.concatenate(of_units).max(),
-            "held out": right[0],
-            "test": right[1],
-        }
-        return (params, state), seen
+        rows, kind = inputs
+        x = jnp.asarray(BRIGHTNESS)[kind] * train_x[rows]
+        y = (train_y[rows] + (kind > 0)) % 10
+        grad_fn = jax.value_and_grad(loss_of, argnums=(0, 1))
+        weight = jnp.asarray(WEIGHT)[kind]
+        loss, (grads, taps) = grad_fn(params, no_taps, x, y, weight)
+        extra = {"loss": loss, "taps": {"blocks": taps}}
+        updates, state = tx.update(grads, state, params, **extra)
+        try:
+            history = clipjax.metrics(state)
+        except ValueError:  # Optax has none
+            history = {}
+        return (optax.apply_updates(params, updates), state), history
+
+    def some_steps(carry, inputs):
+        carry, history = jax.lax.scan(step, carry, inputs)
+        return carry, (history, jnp.stack([accuracy(carry[0], *x) for x in others]))
 
     params = first_params(key)
-    return jax.lax.scan(step, (params, tx.init(params)), (rows, broken))[1]
+    parts = rows.reshape(-1, EVERY, BATCH), kinds.reshape(-1, EVERY)
+    (_, state), (history, right) = jax.lax.scan(
+        some_steps, (params, tx.init(params)), parts
+    )
+    return {key: x.reshape(-1) for key, x in history.items()}, right, state
 
 
-def run(optimizer, methods, sets, steps):
-    """Train with all limits from all seeds, in one program; choose among several.
+def best_of(make, settings, sets, kinds, before):
+    """Train with all settings from all seeds in one program, and choose one setting.
+
+    Where all end with the same accuracy, as at chance, it is the one chosen before.
 
     Returns:
-      For each method what `train` returns, (seeds, steps), and the limits that were
-      chosen.
+      The index of the setting; the test accuracies, (seeds, steps / EVERY); and the
+      history and the last state of the first seed.
     """
 
-    def one(seed, limits):
-        return train(optimizer, sets, steps, seed, limits)
+    def one(setting, seed):
+        return train(make(*setting), sets, kinds, seed)
 
-    of_seeds = jax.vmap(one, (0, None))
-    of_limits = jax.jit(jax.vmap(of_seeds, (None, 0)))
-    every = [limits for several in methods.values() for limits in several]
-    results = jax.device_get(of_limits(SEEDS, np.float32(every)))
-    chosen = {}
-    start = 0
-    for name, several in methods.items():
-        places = range(start, start + len(several))
-        best = max(places, key=lambda at: results["held out"][at, :, -50:].mean())
-        chosen[name] = {key: x[best] for key, x in results.items()}
-        chosen[name]["limits"] = every[best]
-        start += len(several)
-    return chosen
+    every = jax.jit(jax.vmap(jax.vmap(one, (None, 0)), (0, None)))
+    history, right, state = every(jnp.float32(settings), SEEDS)
+    held_out, test = np.moveaxis(np.asarray(right), -1, 0)
+    scores = [(x[:, -LAST:].mean(), i == before) for i, x in enumerate(held_out)]
+    best = scores.index(max(scores))
+    first = jax.tree.map(lambda x: x[best, 0], (history, state))
+    return best, test[best], *jax.device_get(first)
 
 
-def compare(sets, steps):
-    """Return all results, and the accuracies at the end by what was tried."""
-    results = run(sgd, WITH_SGD, sets, steps)
-    results |= run(optax.adam, WITH_ADAM, sets, steps)
-    ends = {}
-    for name, result in results.items():
-        several = len((WITH_SGD | WITH_ADAM)[name])
-        *_, decay, rate = result["limits"]
-        tuned = f": {decay or rate:g}, the best of {several}"
-        ends[name + tuned * (several > 1)] = result["test"][:, -50:].mean(1)
-    nothing = results["nothing"]
-    best = nothing["held out"].argmax(1)
-    ends["nothing, its best step"] = nothing["test"][np.arange(len(SEEDS)), best]
-    return results, ends
+def summary(accuracies, bad):
+    """Return what the run showed, in words."""
+    lines = ["Test accuracy at the end, mean of five seeds (worst seed):"]
+    for name, each in accuracies.items():
+        ends = each[:, -LAST:].mean(1)
+        lines.append(f"  {name:32} {ends.mean():.1%} ({ends.min():.1%})")
+    lines += ["", "Bad steps of clipjax, first seed:", *(f"  {step}" for step in bad)]
+    return "\n".join(lines)
 
 
-def sgd(rate):
-    """Return SGD with momentum."""
-    return optax.sgd(rate, momentum=0.9)
-
-
-def draw(path, results, ends, *, tall=False, dark=False):
-    """Draw the norms of gradients and weights of one seed, and all accuracies."""
+def draw(path, accuracies, history, bad, *, tall=False, dark=False):
+    """Draw the norms of the layers of one seed, and the accuracies of all seeds."""
+    ground, ink, blue = "white", "#1f2328", "#0072b2"
+    if dark:
+        ground, ink, blue = "#0d1117", "#e6edf3", "#56b4e9"
+    orange, grey = "#ff8f33" if dark else "#e66100", "#8a8a8a"
     plt.rcdefaults()
-    plt.style.use("dark_background" if dark else "default")
-    ground = "#0d1117" if dark else "white"
-    plt.rcParams.update({"font.size": 13, "axes.titlesize": 14})
-    plt.rcParams.update({"axes.facecolor": ground, "savefig.facecolor": ground})
-    rows = [["gradient", "test"], ["weights", "test"]]
-    size = (10, 6.4)
-    if tall:
-        rows = [["gradient"], ["weights"], ["test"]]
-        size = (5, 11.4)
-    figure, axes = plt.subplot_mosaic(rows, figsize=size, layout="constrained")
-    dotted = {"color": plt.rcParams["text.color"], "lw": 1.2, "ls": ":"}
-    axes["gradient"].set(title="Gradient norm, before the clip", ylim=(0.01, 1e8))
-    axes["weights"].set(title="Largest norm of a unit's weights")
-    norms = [
-        ("gradient", CLIP, "clip_by_global_norm alone", 0.9, "upper right"),
-        ("weights", RADIUS, "max_norm alone", 2, "center right"),
-    ]
-    for key, limit, method, width, place in norms:
-        for name in (method, "nothing"):
-            color, _ = STYLES[name]
-            axes[key].plot(results[name][key][0], color=color, lw=width, label=name)
-        axes[key].axhline(limit, label=f"the limit {limit:g}", **dotted)
-        axes[key].set(yscale="log", xlabel="step")
-        axes[key].legend(fontsize=11, loc=place)
-    right = axes["test"]
-    for name, (color, line) in STYLES.items():
-        mean_of_10 = np.ones(10) / 10
-        test = 100 * results[name]["test"]
-        each = [np.convolve(x, mean_of_10, "valid") for x in test]
-        steps = np.arange(10, len(each[0]) + 10)
-        band = np.min(each, 0), np.max(each, 0)
-        right.fill_between(steps, *band, color=color, alpha=0.15, lw=0)
-        right.plot(steps, np.mean(each, 0), line, color=color, lw=2, label=name)
-    stopped = 100 * ends["nothing, its best step"].mean()
-    right.axhline(stopped, label="nothing, its best step", **dotted)
-    right.set(title="Accuracy on the test set (%), five seeds", xlabel="step")
-    columns = 1 if tall else 3
-    handles = right.get_legend_handles_labels()
-    figure.legend(*handles, loc="outside lower center", ncols=columns, fontsize=11)
-    figure.savefig(path, dpi=110)
+    grounds = ("figure.facecolor", "axes.facecolor")
+    inks = ("text.color", "axes.labelcolor", "xtick.color", "ytick.color")
+    plt.rcParams.update(dict.fromkeys(grounds, ground) | dict.fromkeys(inks, ink))
+    plt.rcParams.update({"font.size": 9 if tall else 11, "axes.edgecolor": grey})
+    figure, (top, bottom) = plt.subplots(
+        2,
+        1,
+        figsize=(4.2, 6.2) if tall else (8, 5.8),
+        sharex=True,
+        layout="constrained",
+        height_ratios=(5, 4),
+    )
+    rows = ["gradients/embed", "gradients/blocks/*", "gradients/head"]
+    plots.heat_map(history, only=rows, bad=bad, ax=top)
+    top.set_xlabel("")
+
+    place = next(i for i, step in enumerate(bad) if "forward pass" in str(step))
+    line = str(bad[place]).replace("; ", ";\n" if tall else "; ")
+    top.set_title(
+        f">>> print(clipjax.bad_steps(opt_state)[{place}])\n{line}",
+        loc="left",
+        pad=24,
+        family="monospace",
+        fontsize=7.5 if tall else 10,
+        linespacing=1.4,
+    )
+    top.annotate(
+        "",
+        xy=(bad[place].step, 1),
+        xycoords=top.get_xaxis_transform(),
+        xytext=(0, 23),
+        textcoords="offset points",
+        annotation_clip=False,
+        arrowprops={"arrowstyle": "-", "color": ink, "lw": 1},
+    )
+    styles = {
+        "Optax's clip": (orange, {"lw": 2}),
+        "clipjax": (blue, {"lw": 4.5, "alpha": 0.6}),
+        "Optax's clip and apply_if_finite": (ink, {"lw": 1.3, "ls": (0, (4, 2))}),
+    }
+    heights = dict(zip(styles, (20, 80, 68), strict=True))
+    for name, (color, style) in styles.items():
+        percents = 100 * accuracies[name]
+        steps = EVERY * np.arange(1, percents.shape[1] + 1)
+        ends = percents.min(0), percents.max(0)
+        bottom.fill_between(steps, *ends, color=color, alpha=0.15, lw=0)
+        bottom.plot(steps, percents.mean(0), color=color, **style)
+        bottom.text(
+            STEPS - 4,
+            heights[name],
+            f"{name}: {percents[:, -LAST:].mean():.1f}%".replace(
+                "and ", "and\n" if tall else "and "
+            ),
+            color=color,
+            ha="right",
+            va="top",
+            bbox={"fc": ground, "ec": "none", "pad": 1.5},
+        )
+    for step in bad:
+        bottom.axvline(step.step, color=grey, lw=0.8, ls=":", zorder=0)
+    bottom.set(ylim=(0, 100), xlabel="step", ylabel="test accuracy (%)")
+    figure.savefig(path, dpi=200)
     plt.close(figure)
 
 
 def main():
-    """Train, print a table, and draw."""
+    """Train, print a table and the bad steps, and draw."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer steps")
+    parser.add_argument("--quick", action="store_true", help="try one setting")
     parser.add_argument(
         "--plot", default="digits.png", help="where to save the picture"
     )
     parser.add_argument(
-        "--all", action="store_true", help="pictures for phones and the dark, too"
+        "--all",
+        action="store_true",
+        help="save pictures for phones and the dark, and what is printed, too",
     )
     args = parser.parse_args()
-    results, ends = compare(load(), 150 if args.quick else 1000)
-    print("accuracy on the test set at the end, mean (worst of five seeds)")
-    for name, each in ends.items():
-        print(f"  {name:36} {each.mean():6.1%} ({each.min():.1%})")
+    sets = load()
+    kinds = np.array([CORRUPTED.get(step, 0) for step in range(STEPS)])
+    settings = list(itertools.product(RATES, THRESHOLDS))
     if args.quick:
-        print("This run is too short to compare anything.")
+        settings = [(1e-3, 3.0)]
+    accuracies, records, best = {}, {}, 0
+    for name, make in METHODS.items():
+        print(f"training: {name}", flush=True)
+        best, accuracies[name], *records[name] = best_of(
+            make, settings, sets, kinds, best
+        )
+    history, state = records["clipjax"]
+    bad = clipjax.bad_steps(state)
+    text = summary(accuracies, bad)
+    print(f"\n{text}")
     path = Path(args.plot)
-    draw(path, results, ends)
+    draw(path, accuracies, history, bad)
     if args.all:
+        path.with_suffix(".txt").write_text(f"{text}\n")
         for tall, dark in ((True, False), (False, True), (True, True)):
             ends_with = "-tall" * tall + "-dark" * dark + path.suffix
             to = path.with_name(path.stem + ends_with)
-            draw(to, results, ends, tall=tall, dark=dark)
+            draw(to, accuracies, history, bad, tall=tall, dark=dark)
     print(f"picture: {path}")
 
 

@@ -47,7 +47,7 @@ class BadStep(NamedTuple):
         text += (
             f", usual up to {self.threshold:.2g}" if self.threshold < math.inf else ""
         )
-        *_, origin = self._began()
+        origin = self._origin()
         is_told = of_loss or not self.groups or (origin and self._no_group_is_finite)
         where = "" if is_told else self._where()
         return "; ".join(filter(None, (text, origin, where)))
@@ -58,8 +58,12 @@ class BadStep(NamedTuple):
             map(math.isfinite, self.groups.values())
         )
 
-    def _began(self) -> tuple[str, str, str]:
-        """Return the pass and the probe where it began, and words; "" for nothing.
+    def _origin(self) -> str:
+        """Say what probes tell of the place where it began, "" for nothing."""
+        return self._place()[0]
+
+    def _place(self) -> tuple[str, str, str]:
+        """Return what probes tell: words, the layer, and the pass, "" for nothing.
 
         The forward pass goes from the first layer to the last, and the backward pass
         back: what is first in time is the place.
@@ -70,14 +74,13 @@ class BadStep(NamedTuple):
         )
         if bad_forward:
             name = bad_forward[0]
-            return "forward", name, f"first in the forward pass, at {name}"
+            return f"first in the forward pass, at {name}", name, "forward"
         if not bad_backward:
             return _largest_step(self.forward)
         if self._no_group_is_finite:
-            name = list(self.backward)[-1]
-            return "backward", name, f"in the loss, or behind {name}"
+            return f"in the loss, or behind {list(self.backward)[-1]}", "", "loss"
         name = bad_backward[-1]
-        return "backward", name, f"in the backward pass, at {name}"
+        return f"in the backward pass, at {name}", name, "backward"
 
     def _where(self) -> str:
         bad = [name for name, norm in self.groups.items() if not math.isfinite(norm)]
@@ -97,13 +100,13 @@ _TOLD = 10
 
 
 def _largest_step(norms: dict[str, float]) -> tuple[str, str, str]:
-    """Return where the norms that probes saw grew most, "" if at none."""
+    """Say at which layer the norms that probes saw grew most, and return it."""
     pairs = itertools.pairwise(norms.items())
     growths = [(now / was, name) for (_, was), (name, now) in pairs if was > 0]
     most, name = max(growths, default=(0.0, ""))
     if most <= _TOLD:
         return "", "", ""
-    return "forward", name, f"{most:.0f} times larger at {name}, in the forward pass"
+    return f"{most:.0f} times larger at {name}, in the forward pass", name, "forward"
 
 
 _LAST_NUMBER = re.compile(r"(.*?)(\d+)(\D*)")

@@ -235,6 +235,114 @@ def test_probes_and_ratios_have_styles_and_each_kind_has_colors() -> None:
     assert drawn(plots.group_norms(second))["record_norms_1/forward/1"][0] == [1]
 
 
+def cells_of(ax: Any) -> tuple[Any, list[str]]:
+    """Return the colors of the cells of a heat map, by row, and the rows' names."""
+    ax.figure.canvas.draw()
+    mesh = ax.collections[0]
+    colors = mesh.to_rgba(mesh.get_array())
+    return colors, [text.get_text() for text in ax.get_yticklabels()]
+
+
+def test_a_heat_map_has_a_row_for_each_group_and_a_color_for_what_is_not_finite() -> (
+    None
+):
+    names = ["blocks/0", "blocks/2", "blocks/10", "embed"]
+    norms = [[1.0, 0.0, 10.0], [1.0, NAN, 2.0], [5.0, INF, 1.0], [1.0, 100.0, 1e3]]
+    history = {
+        f"record_norms/gradients/{name}": each
+        for name, each in zip(names, norms, strict=True)
+    }
+    history["record_norms/forward/blocks/0"] = [1.0, 1.0, 1.0]
+    ax = plt.subplots()[1]
+    rows = ["gradients/embed", "gradients/*"]
+    assert plots.heat_map(history, only=rows, ax=ax) is ax
+    colors, labels = cells_of(ax)
+    assert labels == ["embed", "blocks/0", "blocks/2", "blocks/10"]
+    assert ax.get_ylim() == (3.5, -0.5)
+    mesh = ax.collections[0]
+    not_finite = mesh.cmap.get_over()
+    np.testing.assert_array_equal(colors[[2, 3], 1], [not_finite, not_finite])
+    assert sum((colors == not_finite).all(-1).ravel()) == 2
+    assert colors[1, 1, 3] == 0  # a norm of 0
+    # A larger norm is darker, on a light ground.
+    brightness = colors[0, :, :3].sum(1)
+    assert (np.diff(brightness) < 0).all()
+    assert mesh.norm.vmax == 1e3
+    bar = ax.figure.axes[1]
+    assert bar.get_ylabel() == "norm of gradients"
+    assert bar.get_title(loc="left") == "not finite"
+    plt.close(ax.figure)
+    _, labels = cells_of(plots.heat_map(history))
+    assert labels[:2] == ["forward/blocks/0", "gradients/blocks/0"]
+    with plt.style.context("dark_background"):
+        colors, _ = cells_of(plots.heat_map(history, only="gradients/embed"))
+    assert (np.diff(colors[0, :, :3].sum(1)) > 0).all()
+    plt.close("all")
+
+
+@pytest.mark.parametrize("values", [[0.0], [NAN], [1.0], [1e308, 5e-324], [2.0, 2.0]])
+def test_a_heat_map_of_any_norms_is_drawn(values: list[float]) -> None:
+    ax = plots.heat_map({"w": values})
+    colors, labels = cells_of(ax)
+    assert (labels, colors.shape) == (["w"], (1, len(values), 4))
+    plt.close(ax.figure)
+
+
+def test_a_column_of_a_long_run_is_the_largest_of_several_steps() -> None:
+    norms = np.ones(5000)
+    norms[[1234, 4321]] = 100.0, NAN
+    ax = plots.heat_map({"w": norms})
+    colors, _ = cells_of(ax)
+    assert colors.shape[1] == 1000
+    mesh = ax.collections[0]
+    np.testing.assert_array_equal(colors[0, 864], mesh.cmap.get_over())
+    assert np.argmin(colors[0, :864, :3].sum(1)) == 246
+    assert ax.get_xlim() == (-0.5, 4999.5)
+    plt.close(ax.figure)
+
+
+def test_a_heat_map_marks_bad_steps_and_the_layer_that_their_text_names() -> None:
+    tx = clipjax.record_norms("leaf", keep=8, probes={"blocks": 2})
+    layers = {"0": np.ones(1, np.float32), "1": np.ones(1, np.float32)}
+    grads = {"blocks": layers, "head": np.ones(1, np.float32)}
+    fine, broken = np.float32([[3, 0, 1, 3, 0, 1], [2, 1, 1, 3, 3, 0]])
+    update = jax.jit(tx.update)
+    state, history = tx.init(grads), []
+    nan = np.float32([NAN])
+    runs = [
+        (grads, fine),
+        ({"blocks": {"0": nan, "1": nan}, "head": nan}, broken),
+        ({"blocks": {"0": nan, "1": layers["1"]}, "head": grads["head"]}, fine),
+        ({"blocks": {"0": nan, "1": nan}, "head": grads["head"]}, fine),
+    ]
+    for each, of_second in runs:
+        taps = {"blocks": np.stack([fine, of_second])}
+        _, state = update(each, state, taps=taps)
+        history.append(clipjax.metrics(state))
+    bad = clipjax.bad_steps(state)
+    outlier = bad[0]._replace(
+        step=0,
+        norm=5.0,
+        threshold=3.0,
+        groups={"blocks/0": 3.0, "head": 4.0},
+        forward={},
+        backward={},
+    )
+    of_loss = outlier._replace(step=1, norm=1.0, threshold=2.0, loss=INF)
+    later = bad[0]._replace(step=9)
+    ax = plots.heat_map(history, only="updates/*", bad=[outlier, of_loss, *bad, later])
+    _, labels = cells_of(ax)
+    assert labels == ["blocks/0", "blocks/1", "head"]
+    triangles, rings, _ = ax.lines
+    assert list(triangles.get_xdata()) == [0, 1, 1, 2, 3]
+    # Step 3 broke in the backward pass, in no single group.
+    assert sorted(zip(*rings.get_data(), strict=True)) == [(0, 2), (1, 1), (2, 0)]
+    plt.close(ax.figure)
+    alone = plots.heat_map(history, only="updates/head", bad=bad)
+    assert len(alone.lines[1].get_xdata()) == 0
+    plt.close(alone.figure)
+
+
 def test_units_are_sorted_and_those_at_the_bound_are_counted() -> None:
     rng, dtypes = np.random.default_rng(0), {"a": np.float32, "b": np.float16}
     params = {
@@ -342,7 +450,8 @@ def test_norms_of_probes_are_beside_the_bars_and_a_star_is_where_a_step_broke(
     bad = {key for key, is_bad in cells.items() if is_bad}
     assert len(cells) == 8  # the first step got no taps
     assert bad == {(1, "f1"), (1, "b1"), (2, "b0")}
-    stars = [tuple(line.get_xydata()[0]) for line in beside.lines]
+    (star,) = beside.lines
+    stars = star.get_xydata().tolist()
     assert [(row, of_time[x]) for x, row in stars] == [(1, "f1"), (2, "b0")]
     words = [text.get_text() for text in beside.texts]
     assert "first in the forward pass, at blocks/1" in words
@@ -352,12 +461,17 @@ def test_norms_of_probes_are_beside_the_bars_and_a_star_is_where_a_step_broke(
     plt.close(ax.figure)
 
 
-def test_larger_norms_of_probes_are_lighter() -> None:
-    colors = _drawing.shades(np.array([[1e-3, 1.0], [1e3, 1.0], [0.0, INF]]))
-    light = colors[..., :3].mean(-1)
+@pytest.mark.parametrize("style", ["default", "dark_background"])
+def test_larger_norms_of_probes_differ_more_from_the_ground(style: str) -> None:
+    with plt.style.context(style):
+        ax = plt.subplots()[1]
+    values = np.array([[1e-3, 1.0], [1e3, 1.0], [0.0, INF]])
+    light = _drawing.shades(ax, values)[..., :3].mean(-1)
+    light = light if style == "dark_background" else -light
     assert light[0, 0] < light[0, 1] == light[1, 1] < light[1, 0]
     assert light[2, 0] == light[0, 0]
-    assert np.isfinite(_drawing.shades(np.array([0.0, NAN]))).all()
+    assert np.isfinite(_drawing.shades(ax, np.array([0.0, NAN]))).all()
+    plt.close(ax.figure)
 
 
 def texts_at_top(ax: Any) -> dict[float, str]:
@@ -511,6 +625,8 @@ def test_what_cannot_be_drawn_is_an_error() -> None:
             r"equally many steps, got \['a', 'b'\]",
         ),
         (plots.group_norms, [], r"equally many steps, got \[\]"),
+        (plots.heat_map, [], r"equally many steps, got \[\]"),
+        (plots.heat_map, {"a": []}, "history must have at least one step"),
         (
             plots.norms,
             {"a/norm": [1.0, 2.0], "a/scale": [1.0]},
