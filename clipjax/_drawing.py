@@ -291,7 +291,7 @@ def finished(
     bad = np.concatenate([[], *(x[~np.isfinite(y)] for x, y in points)])
     at_top(ax, bad, marker="x", color=ink(ax), ms=4, label="not finite")
     ax.autoscale(axis="y")
-    # Of all that is drawn.
+    # Of everything that is drawn.
     least = ax.dataLim.minposy
     top = ax.dataLim.y1
     zeros = ax.dataLim.y0 <= 0

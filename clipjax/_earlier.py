@@ -12,9 +12,10 @@ from clipjax.monitoring.metrics import as_array
 
 
 def of_today(node: Any) -> Any:
-    """Return a state that clipjax 0.4.0 wrote as one of today, and others as they are.
+    """Return a state that clipjax 0.4.0 wrote as a state of today.
 
-    Its metrics shared arrays, whose keys named them.
+    A state of today is returned as it is. In 0.4.0 metrics shared arrays, whose keys
+    named them.
     """
     keys = node.keys() if isinstance(node, Mapping) else set()
     if {"step", "norms", "text"} <= keys <= {"step", "names", "norms", "kept", "text"}:
@@ -45,7 +46,7 @@ def of_today(node: Any) -> Any:
 
 
 def _in_time(memory: Memory) -> Any:
-    """Return what 0.4.0 remembered, with rings as windows in the order of time.
+    """Return a memory of 0.4.0, with rings as windows in the order of time.
 
     In a ring, the next value takes the place `entered % size`, where the oldest is.
     """

@@ -18,13 +18,13 @@ class Param(NamedTuple):
     shape: tuple[int, ...]
     layer: Any
     name: str  # in the layer
-    # Those to reduce, counted from the right; None if they are unknown.
+    # The axes to reduce, counted from the right; None if they are not known.
     axes: tuple[int, ...] | Skip | None
-    own_shape: tuple[int, ...]  # of one layer, as it says
+    own_shape: tuple[int, ...]  # of one layer, as the layer says
 
     @property
     def mistake(self) -> str | None:
-        """Why the axes are unknown, or None."""
+        """Why the axes are not known, or None."""
         layer = type(self.layer).__name__
         text = f"{self.path} of shape {self.shape}: {self.name!r} of {layer}"
         if self.axes is None and self.shape:
@@ -35,11 +35,11 @@ class Param(NamedTuple):
 
     @property
     def found(self) -> set[Any]:
-        """The axes to reduce, for each way to take axes for those of a stack.
+        """The axes to reduce, for each choice of the axes that stack layers.
 
-        The others have the layer's own shape.
+        The other axes have the shape of one layer.
         """
-        if not self.shape:  # one number can be no unit
+        if not self.shape:  # a single number is no unit
             return {SKIP}
         if not isinstance(self.axes, tuple):
             return {self.axes}
@@ -74,7 +74,7 @@ def axes_by_path(
     patterns = first_matches("other", list(other), flatten(dict.fromkeys(by_path, 0)))
     axes: dict[str, Any] = {}
     unknown = []
-    # As JAX sorts the keys of a dict.
+    # Sorted, as JAX sorts the keys of a dict.
     for path, pattern in zip(sorted(by_path), patterns, strict=True):
         param = by_path[path]
         if pattern is not None:
@@ -89,8 +89,8 @@ def axes_by_path(
         hint = f"\nVectors are rarely units: other={{{skipped}}}" if vectors else ""
         mistakes = "".join(f"\n  {x.mistake}" for x in unknown)
         raise ValueError(
-            "unit_axes: it is not known which weights of these parameters form a "
-            "unit. Pass their axes to reduce, or clipjax.SKIP, as other={path "
+            "unit_axes: it is not known which weights of these parameters form an "
+            "output unit. Pass the axes to reduce, or clipjax.SKIP, as other={path "
             f"pattern: axes}}:{mistakes}{hint}"
         )
     # A pattern also matches the end of a longer path, and the first match wins: so

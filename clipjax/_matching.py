@@ -1,4 +1,4 @@
-"""Masks from path patterns."""
+"""A mask for `optax.masked`, from path patterns."""
 
 from __future__ import annotations
 
@@ -12,20 +12,26 @@ from clipjax._core.leaves import check_patterns, first_matches, flatten
 def matching(*patterns: str) -> Callable[[Any], Any]:
     """Make a mask from path patterns, for `optax.masked`.
 
-    A pattern is a glob for the whole path of a leaf, such as `"encoder/*"`, or for its
-    last components, such as `"kernel"` or `"Dense_*/kernel"`. One that begins with a
-    slash is for the whole path only. `*` matches slashes, too: `"Dense*"` is for all
-    that is inside of `Dense_0`.
+    Use it to apply any transformation to a part of the parameters. A pattern is a glob
+    for the whole path of a leaf, such as `"encoder/*"`, or for its last components,
+    such as `"kernel"` or `"Dense_*/kernel"`. A pattern that begins with a slash is for
+    the whole path only. `*` also matches slashes: `"Dense*"` is for everything in
+    `Dense_0`.
 
     Args:
-      *patterns: one or several; a leaf is chosen if one of them matches it.
+      *patterns: one or several path patterns; a leaf is chosen if one of them matches
+        it.
 
     Returns:
       A function from a tree to a tree of bools of the same structure.
 
     Raises:
       TypeError: a pattern is not a string.
-      ValueError: when called, a pattern matches no leaf.
+      ValueError: when the function is called, a pattern matches no leaf.
+
+    See Also:
+      :func:`clip_by_group_norm` clips several groups; `axes` and `where` of clipjax's
+      functions take the patterns themselves.
 
     Example:
       >>> import clipjax, jax.numpy as jnp, optax

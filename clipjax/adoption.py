@@ -1,4 +1,4 @@
-"""An old optimizer state in a new chain."""
+"""An old optimizer state, brought into a new chain."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ _DERIVED = ("norm_after", "skipped_last", "skipped_in_a_row")
 
 
 class _State(NamedTuple):
-    """A state that was found in a tree, or a single leaf that belongs to none."""
+    """A state that was found in a tree, or a single leaf that belongs to no state."""
 
     node: Any
     kind: str  # the name of its type; "" for a mapping and for a leaf
-    fields: _Names  # of a leaf: the names on the way to it
-    label: str  # the transformation, of a state with metrics
+    fields: _Names  # for a leaf, the names on the way to it
+    label: str  # the transformation, for a state with metrics
     path: _Names
-    leaves: dict[_Names, Any]  # without those of the states in it
+    leaves: dict[_Names, Any]  # without the leaves of states in it
 
     def __str__(self) -> str:
         what = self.label or self.kind or "/".join(self.fields)
@@ -47,49 +47,54 @@ class _State(NamedTuple):
 
 
 def adopt(old: Tree, new: Tree, *, drop: bool = False) -> Tree:
-    """Bring an old optimizer state into a new chain, so that a run goes on in it.
+    """Bring an old optimizer state into a new chain, so that a run continues in it.
 
-    Use it when a transformation joins or leaves a run, when Optax's clip becomes one of
-    clipjax, and to read a checkpoint of an earlier version of clipjax. The states of
-    both chains are matched by these rules:
+    Use it when a transformation joins or leaves a run, when a clip of Optax is replaced
+    by one of clipjax, and to read a checkpoint of an earlier version of clipjax. The
+    states of both chains are matched by these rules:
 
-    1. A state is matched with one of the same type, or of the same fields if `old` has
-       mappings in place of states, and a state with metrics with one of the same
-       transformation. Several states of one kind are matched in the order of the chain,
-       or by their paths and shapes if there are not equally many in both chains.
-    2. Wrappers are looked through: the state of Adam is the same inside a skip,
+    1. A state is matched with a state of the same type, or of the same fields if `old`
+       has mappings in place of states. A state with metrics is matched with a state of
+       the same transformation. Several states of one kind are matched in the order of
+       the chain, or by their paths and shapes if the two chains do not have equally
+       many of them.
+    2. Wrappers are looked through: the state of Adam is the same within a skip,
        `optax.MultiSteps`, `inject_hyperparams` or a chain, and outside of it.
     3. Arrays of matched states have equal paths and shapes. Only floats change their
-       dtype, to that of `new`. Counters, such as the steps and Adam's `count`, follow.
-    4. What only `new` has stays as `init` made it. A metric that is new begins at 0.
-    5. What only `old` has is an error that lists it, unless `drop` is True.
+       dtype, to the dtype in `new`. Counters, such as the steps and Adam's `count`,
+       continue.
+    4. Anything that only `new` has stays as `init` made it. A metric that is new begins
+       at 0.
+    5. Anything that only `old` has raises an error that lists it, unless `drop` is
+       True.
 
     Args:
-      old: the optimizer state of another chain; or what a checkpoint contains if it is
-        restored without a template, as mappings and lists: by pickle, msgpack or Orbax,
-        also one that clipjax 0.4.0 wrote.
+      old: the optimizer state of another chain; or the content of a checkpoint that is
+        restored without a template, as mappings and lists, by pickle, msgpack or Orbax.
+        The checkpoint may be one of clipjax 0.4.0.
       new: the state that `init` of today's transformation returns.
-      drop: whether states, metrics and arrays that only `old` has are left out.
+      drop: whether states, metrics and arrays that only `old` has are left out; False
+        by default.
 
     Returns:
-      A state of the structure, the shapes and the dtypes of `new`. It shares arrays
-      with `old`, and is on the devices of `new` where these are several.
+      A state with the structure, the shapes and the dtypes of `new`. It shares arrays
+      with `old`, and is on the devices of `new` if these are several.
 
     Raises:
+      TypeError: `old` or `new` is not an optimizer state, or `drop` is not a bool.
       ValueError: with `drop=False`, `old` has something that `new` has not. With any
         `drop`: both have states of one kind and shape, but not equally many of them, so
         that their order does not tell which is which; the shapes or the kinds of
         numbers of two arrays differ; or each of two matched states has arrays that the
         other does not have, as if a layer had another name.
-      TypeError: `old` or `new` is not an optimizer state, or `drop` is not a bool.
 
     Call it without `drop` first, and read what the error lists: `drop=True` also leaves
     out the moments of an optimizer that `new` does not have. To start a transformation
-    afresh, adopt twice: with `drop=True` into a chain without
-    it, and from there into one that has it.
+    afresh, adopt twice: with `drop=True` into a chain without it, and from there into
+    one that has it.
 
     See Also:
-      :func:`metrics`, which reads the states of both chains.
+      :func:`metrics` reads the states of both chains.
 
     Example:
       >>> import clipjax, jax.numpy as jnp, optax
@@ -165,7 +170,7 @@ def _pairs(
 ) -> list[tuple[_State, _State]]:
     """Match states of one kind, in the order of the chain.
 
-    If there are not equally many, those of the same paths and shapes are matched.
+    If there are not equally many, match states with the same paths and shapes.
     """
     if not news or len(olds) == len(news):
         return list(zip(olds, news, strict=False))
@@ -177,8 +182,9 @@ def _pairs(
         )
         if len(same) != len(like):
             raise ValueError(
-                f"old: it is not known which is which of {a_few(olds)}, and in new of "
-                f"{a_few(news)}: there must be equally many of one kind and one shape"
+                "old: it is not known which of the old states become which of the new "
+                f"ones: old has {a_few(olds)}, new has {a_few(news)}. There must be "
+                "equally many of one kind and one shape"
             )
         pairs.append((was, like[[x is was for x in same].index(True)]))
     return pairs
@@ -203,11 +209,15 @@ def _states_in(
     """Yield the states in a tree in the order of the chain, the outer ones first.
 
     Args:
-      node: a state, or what contains states: a chain or the labels of a partition.
+      node: a state, or a node that contains states: a chain, or the labels of a
+        partition.
       kinds: the states that mappings may stand for.
-      path: where the node is.
+      path: the path of the node.
       names: the last part of the path, without the places in chains.
       label: the transformation whose memory the node is.
+
+    Yields:
+      The states.
     """
     now = of_today(node)
     level = tree_leaves_with_path(now, is_leaf=lambda x: x is not now)
@@ -243,7 +253,7 @@ def _states_in(
 
 
 def _kind_of(node: Any, kinds: _Kinds) -> tuple[str, _Names]:
-    """Return the name of the type of a state, if it has one, and its fields."""
+    """Return the name of the type of a state, "" for a mapping, and its fields."""
     if isinstance(node, tuple) and hasattr(node, "_fields"):
         return type(node).__name__, node._fields
     keys = set(map(str, node)) if isinstance(node, Mapping) else set()
@@ -268,8 +278,8 @@ def _scalars_in(kept: Any) -> dict[str, Any]:
 
 
 def _follow(was: _State, now: _State, values: dict[_Names, Any]) -> list[str]:
-    """Add what the leaves of `now` become to the values; return what has no place."""
-    # A checkpoint of Flax NNX without a template has the boxes around arrays.
+    """Add the values of the leaves of `now`; return what has no place in it."""
+    # Restored without a template, a checkpoint of Flax NNX has boxes around arrays.
     boxed = {key for key in was.leaves if len(key) > 1 and key[-1] == "value"}
     boxed -= {key for key in boxed if key in now.leaves or key[0] == "metrics"}
     theirs = {key[:-1] if key in boxed else key: x for key, x in was.leaves.items()}
@@ -280,7 +290,7 @@ def _follow(was: _State, now: _State, values: dict[_Names, Any]) -> list[str]:
     fresh = [key for key in now.leaves if key not in theirs]
     if lost and fresh and not now.label:
         raise ValueError(
-            f"old: {was} has {_listed(was.path, lost, theirs)}, and in new {now} has "
+            f"old: {was} has {_listed(was.path, lost, theirs)}, but {now} in new has "
             f"{_listed(now.path, fresh, now.leaves)}"
         )
     after = dict(now.leaves)
@@ -298,7 +308,7 @@ def _follow(was: _State, now: _State, values: dict[_Names, Any]) -> list[str]:
 
 
 def _in_arrays(kept: Table, metrics: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """Return the arrays of a table, made of single metrics."""
+    """Return the arrays of a table, joined from single metrics."""
     floats, *counted = kept.known_names
     names = {
         "floats": floats,
@@ -334,7 +344,7 @@ def _moved(x: Any, like: Any, was: _Names, now: _Names) -> Any:
     is_known = isinstance(like, jax.Array) and not isinstance(like, jax.core.Tracer)
     if not (is_known and len(like.sharding.device_set) > 1):
         return jnp.asarray(x, there)
-    # What a checkpoint restores to the host may be too large for one device.
+    # An array that a checkpoint restores to the host may be too large for one device.
     array = jnp.asarray(x, there) if isinstance(x, jax.Array) else np.asarray(x, there)
     return jax.device_put(array, like.sharding)
 
@@ -342,9 +352,9 @@ def _moved(x: Any, like: Any, was: _Names, now: _Names) -> Any:
 def _with_columns(
     theirs: Mapping[_Names, Any], ours: Mapping[_Names, Any]
 ) -> dict[_Names, Any]:
-    """Return the leaves of a recorder with the columns of bad steps in a new order.
+    """Return the leaves of `record_norms` with the columns of bad steps in a new order.
 
-    Columns of names that are new are 0, as their metrics are.
+    Columns of new names are 0, as their metrics are.
     """
     was, now = (
         [key[1] for key in leaves if key[0] == "metrics"] for leaves in (theirs, ours)

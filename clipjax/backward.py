@@ -1,4 +1,4 @@
-"""Layers that change the gradient in the backward pass, at a place within a model.
+"""Functions that change the gradient in the backward pass, at a place in a model.
 
 `axes` are literal here, as in NumPy: an int or a tuple applies to leaves of every rank.
 """
@@ -38,21 +38,37 @@ def clip_gradient_by_value(
 ) -> T:
     """Return `x`, and clip each element of its gradient.
 
+        backward:  min(max(g, low), high)
+
+    Use it in a model where single elements of a gradient become extreme, as in the
+    cells of an LSTM.
+
     Args:
       x: a pytree of arrays.
-      bound: the bound on absolute values, a number or an array that broadcasts to every
-        leaf. Two positional arguments are `low` and `high`.
-      high: the upper limit, likewise.
-      low: the lower limit, likewise.
-      tap: a :func:`tap`; the norm of a leaf is its largest absolute element.
+      bound: the threshold for absolute values, a number or an array that broadcasts to
+        every leaf. Two positional arguments are `low` and `high`.
+      high: the upper threshold, likewise; infinity for none.
+      low: the lower threshold, likewise.
+      tap: a :func:`tap`, whose gradient gets statistics; None, the default, is none.
+        The norm of a leaf is its largest absolute element.
 
     Returns:
       `x`, bit for bit.
 
     Raises:
-      TypeError, ValueError: a limit is NaN or not a number; `low` is above `high`; one
-        of the two is missing; a leaf is complex, and there are two. JAX raises a
-        TypeError in forward mode, since a clipped gradient is not linear.
+      TypeError: `low` or `high` is given without the other, or `bound` is missing; a
+        threshold is not a number, or is a schedule; a leaf is complex and there are two
+        thresholds. JAX raises a TypeError in forward mode, since a clipped gradient is
+        not linear.
+      ValueError: a threshold is NaN, or does not fit a leaf; `low` is above `high`.
+
+    References:
+      Graves, 2013, Generating sequences with recurrent neural networks,
+      arXiv:1308.0850.
+
+    See Also:
+      :func:`clip_gradient_by_norm` clips norms; :func:`clip_by_value` clips the
+      gradients of weights.
 
     Example:
       >>> import clipjax, jax
@@ -77,7 +93,7 @@ def clip_gradient_by_value(
 
 
 def _seen(leaf: Leaf, low: Any, high: Any) -> taps.Seen:
-    """Return the largest absolute element, and whether one is outside the limits."""
+    """Return the largest absolute element, and whether one is beyond a threshold."""
     x = leaf.value
     g = x if jnp.iscomplexobj(x) else x.astype(sum_dtype(x.dtype))
     if low is None:
@@ -96,24 +112,35 @@ def clip_gradient_by_norm(
     *,
     tap: jax.Array | None = None,
 ) -> T:
-    """Return `x`, and clip the norm of its gradient, of each leaf or unit.
+    """Return `x`, and clip the norm of its gradient, for each leaf or unit.
 
-    In a recurrent network it clips at every step. Under `vmap` each example is clipped
-    alone.
+        backward:  g * min(1, max_norm / |g|)
+
+    Use it where a gradient grows on its way back through a model. In a recurrent
+    network it clips at every time step, and under `vmap` it clips each example alone.
 
     Args:
       x: a pytree of arrays.
-      max_norm: the bound, a number or an array that broadcasts to the norms. Its own
-        gradient is 0.
-      axes: the axes that are reduced; None for the whole leaf.
-      tap: a :func:`tap`.
+      max_norm: the threshold for each norm, a number or an array that broadcasts to the
+        norms. Its own gradient is 0.
+      axes: the axes that are reduced, as `Axes`; None, the default, gives each leaf one
+        norm.
+      tap: a :func:`tap`, whose gradient gets statistics; None, the default, is none.
+
+    Returns:
+      `x`, bit for bit.
 
     Raises:
-      TypeError, ValueError: `max_norm` is negative, NaN or not a number, or does not
-        fit the norms; `axes` do not fit a leaf, or apply to none. JAX raises a
-        TypeError in forward mode.
+      TypeError: `max_norm` is not a number, or is a schedule. JAX raises a TypeError in
+        forward mode, since a clipped gradient is not linear.
+      ValueError: `max_norm` is negative or NaN, or does not fit the norms; `axes` do
+        not fit a leaf, or apply to none.
 
     Equals a `tf.custom_gradient` that applies `tf.clip_by_norm` to the gradient.
+
+    See Also:
+      :func:`clip_gradient_by_global_norm` clips the leaves of a tree together;
+      :func:`clip_by_norm` clips the gradients of weights.
 
     Example:
       >>> import clipjax, jax, jax.numpy as jnp
@@ -146,16 +173,30 @@ def clip_gradient_by_norm(
 def clip_gradient_by_global_norm(
     tree: T, max_norm: ArrayLike, *, tap: jax.Array | None = None
 ) -> T:
-    """Return `tree`, and clip the norm of its gradient, that of all leaves together.
+    """Return `tree`, and clip the norm of its gradient over all leaves together.
+
+        backward:  g * min(1, max_norm / norm)
+
+    Use it for a state of several arrays, such as the two of an LSTM, whose gradient
+    should keep its direction.
 
     Args:
       tree: a pytree of arrays.
-      max_norm: the bound, a number or a scalar array. Its own gradient is 0.
-      tap: a :func:`tap`.
+      max_norm: the threshold for the norm, a number or a scalar array. Its own gradient
+        is 0.
+      tap: a :func:`tap`, whose gradient gets statistics; None, the default, is none.
+
+    Returns:
+      `tree`, bit for bit.
 
     Raises:
-      TypeError, ValueError: `max_norm` is negative, NaN, not a number or not a scalar.
-        JAX raises a TypeError in forward mode.
+      TypeError: `max_norm` is not a number, or is a schedule. JAX raises a TypeError in
+        forward mode, since a clipped gradient is not linear.
+      ValueError: `max_norm` is negative, NaN or not a scalar.
+
+    See Also:
+      :func:`clip_gradient_by_norm` clips each leaf; :func:`clip_by_global_norm` clips
+      the gradients of weights.
 
     Example:
       >>> import clipjax, jax, jax.numpy as jnp
@@ -177,7 +218,7 @@ def clip_gradient_by_global_norm(
 
 
 def _fitted(name: str, limit: Any, x: jax.Array, leaf: Leaf) -> jax.Array:
-    """Return a limit in the rank and the dtype of what it is compared with."""
+    """Return a threshold in the rank and the dtype of what is compared with it."""
     return jnp.asarray(fit_bound(name, limit, x, leaf), x.dtype)
 
 
@@ -189,14 +230,14 @@ def _with_gradient(
 ) -> T:
     """Return a tree whose gradient is changed by `change(gradient, *limits)`.
 
-    `change` returns the new gradient and the norms that it saw, of which the gradient
-    of the tap becomes the sums. Leaves without a gradient have float0.
+    `change` returns the new gradient and the norms that it saw, whose sums become the
+    gradient of the tap. Leaves without a gradient have float0.
     """
     warn_if_local()
     taps.check_tap(tap)
     leaves = flatten(tree)
-    # Arrays are arguments, since a custom derivative must not close over tracers;
-    # numbers stay exact.
+    # Arrays are arguments, since a custom derivative must not close over tracers.
+    # Numbers are closed over, so that they stay exact.
     arrays = [
         lax.stop_gradient(limit) if isinstance(limit, jax.Array) else None
         for limit in limits
@@ -227,26 +268,36 @@ def _with_gradient(
 
 
 def scale_gradient(x: T, factor: ArrayLike) -> T:
-    """Return `x`, and multiply its gradient by `factor`.
+    """Return `x`, and multiply its gradient by a factor.
 
-    A factor of -1 reverses the gradient, as domain-adversarial training does; 0 stops
-    it, except NaN.
+        backward:  g * factor
+
+    Use it to slow a part of a model down, or to reverse its gradient by a factor of -1,
+    as domain-adversarial training does. A factor of 0 stops the gradient, except for
+    elements that are NaN or infinite, which become NaN.
 
     Args:
       x: a pytree of arrays.
-      factor: a finite number or an array that broadcasts to every leaf. Its own
+      factor: a finite number, or an array that broadcasts to every leaf. Its own
         gradient is 0.
 
     Returns:
       `x`, bit for bit; forward mode multiplies the tangents.
 
     Raises:
-      TypeError, ValueError: `factor` is not a number, NaN or infinite, or does not fit
-        a leaf.
+      TypeError: `factor` is not a number, or is a schedule.
+      ValueError: `factor` is NaN or infinite, or does not fit a leaf.
+
+    Equals `optax.scale_gradient`, except that Optax does not take traced factors and
+    arrays, raises an error in forward mode, and stops NaN with a factor of 0.
 
     References:
       Ganin et al., 2016, Domain-adversarial training of neural networks,
       arXiv:1505.07818.
+
+    See Also:
+      :func:`replace_gradient` takes the gradient of another function;
+      :func:`clip_gradient_by_norm` clips it.
 
     Example:
       >>> import clipjax, jax
@@ -270,7 +321,7 @@ def scale_gradient(x: T, factor: ArrayLike) -> T:
 
 @jax.custom_jvp
 def _scaled(x: jax.Array, factor: jax.Array) -> jax.Array:
-    """Return x, without a product that may be NaN; tangents have the factor."""
+    """Return x, which has the factor in its tangents; no product could make it NaN."""
     return x
 
 
@@ -285,23 +336,33 @@ def replace_gradient(
 ) -> Callable[..., Any]:
     """Make a function with the value of `forward` and the gradient of `backward`.
 
+        value:  forward(x),   derivative:  backward'(x)
+
+    Use it for a function whose own derivative is 0 or missing, such as rounding, a
+    step, or a sample: with the identity as `backward` it is the straight-through
+    estimator.
+
     Args:
       forward: a function of pytrees, which need not be differentiable.
       backward: a function of the same arguments, whose result has the structure, shapes
-        and dtypes of that of `forward`.
+        and dtypes of the result of `forward`. It is differentiated by JAX, and is no
+        VJP.
 
     Returns:
       A function of the same arguments. Its derivatives of all orders, in forward and
       reverse mode, are those of `backward`.
 
     Raises:
-      TypeError: one of the two is not a function. When called: their results differ in
-        structure, shape or dtype.
+      TypeError: an argument is not a function; when the result is called, the results
+        of the two functions differ in structure, shape or dtype.
 
     References:
       Bengio et al., 2013, Estimating or propagating gradients through stochastic
       neurons for conditional computation, arXiv:1308.3432: the straight-through
       estimator.
+
+    See Also:
+      :func:`scale_gradient` multiplies the gradient of the identity.
 
     Example:
       >>> import clipjax, jax, jax.numpy as jnp
@@ -340,7 +401,7 @@ def replace_gradient(
 
 @jax.custom_jvp
 def _replaced(value: jax.Array, substitute: jax.Array) -> jax.Array:
-    """Return the value; its tangents are those of the substitute."""
+    """Return the value, with the tangents of the substitute."""
     return value
 
 

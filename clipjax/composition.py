@@ -1,4 +1,4 @@
-"""Transformations together, in the right order."""
+"""Transformations that combine others in the right order."""
 
 from __future__ import annotations
 
@@ -26,19 +26,25 @@ def chain(
 ) -> optax.GradientTransformationExtraArgs:
     """Chain transformations as `optax.chain`, and check that projections come last.
 
-    A projection constrains the weights that result from the update. A transformation
-    after it would move them again, which `optax.chain` does not report.
+    Use it in place of `optax.chain` when a projection is in the chain. A projection
+    constrains the weights that result from the update, and a transformation after it
+    would move them again, which `optax.chain` does not report.
 
     Args:
-      *links: gradient transformations; the last ones may be projections and
-        :func:`record_norms`.
+      *links: gradient transformations. Projections, and :func:`record_norms`, may come
+        last.
+
+    Returns:
+      The gradient transformation that `optax.chain(*links)` returns.
 
     Raises:
-      ValueError: there are none, or a projection is not last.
-      TypeError: one of them is not a gradient transformation.
+      TypeError: an argument is not a gradient transformation.
+      ValueError: there is no argument, or a projection is not last.
 
-    Only the arguments are checked, not what wrappers or other chains among them
-    contain.
+    It checks the arguments, but not what wrappers or other chains among them contain.
+
+    See Also:
+      :func:`bounded` puts clip, optimizer and projection in the right order.
 
     Example:
       >>> import clipjax, optax
@@ -49,7 +55,7 @@ def chain(
       ValueError: links[0], clipjax.max_norm(3.0), must come after links[1], ...
     """
     if not links:
-        raise ValueError("links: a chain needs at least one")
+        raise ValueError("links: a chain needs at least one transformation")
     last = None
     for i, link in enumerate(links):
         check_transformation(f"links[{i}]", link)
@@ -75,39 +81,56 @@ def bounded(
 ) -> optax.GradientTransformationExtraArgs:
     """Clip, optimize and project, in this order.
 
+    Use it to add clipjax to any optimizer in one call, with a policy for NaN and with
+    accumulation that clips the mean gradient once.
+
     Args:
       optimizer: any gradient transformation, such as `optax.adam(1e-3)`.
-      clip: one or several gradient transformations before it, such as
-        `clipjax.clip_by_global_norm(1.0)`.
-      project: one or several projections after it, such as `clipjax.max_norm(3.0)`, or
-        functions of the weights. The weights end inside the bound of the last one.
-      nonfinite: what happens to gradients that are not finite. "propagate": they
-        spread, as NaN. "zero": their entries become 0 and are counted
-        (:func:`zero_nonfinite`): before the clips, and again after them, since a norm
-        may overflow. "skip": the step is skipped, and weights and state stay as they
-        were (:func:`skip_nonfinite`).
-      accumulate: how many micro-batches share one clip and one step, for their mean
-        gradient, as with `optax.MultiSteps`. With `nonfinite="skip"`, a micro-batch
-        that is not finite is left out and counted, and the next one takes its place.
+      clip: one or several gradient transformations that come before the optimizer, such
+        as `clipjax.clip_by_global_norm(1.0)`. None, the default, is no clip.
+      project: one or several projections that come after the optimizer, such as
+        `clipjax.max_norm(3.0)`, or functions of the weights. The weights end within the
+        bound of the last one. None, the default, is no projection.
+      nonfinite: the policy for gradients that are not finite. "propagate", the default:
+        they spread, as NaN. "zero": elements that are not finite become 0 and are
+        counted, as by :func:`zero_nonfinite`, before the clips, and again after them,
+        since a norm may overflow. "skip": the step is skipped, and weights and state
+        stay as they were, as by :func:`skip_nonfinite`.
+      accumulate: the number of micro-batches that share one clip and one step, for
+        their mean gradient, as with `optax.MultiSteps`; 1 by default. With
+        `nonfinite="skip"`, a micro-batch that is not finite is left out and counted,
+        and the next one takes its place.
 
     Returns:
-      A transformation; :func:`metrics` reads what all of its parts did.
+      A gradient transformation; :func:`metrics` reads what all of its parts did.
 
     Raises:
-      TypeError, ValueError: an argument is of the wrong kind, or in the wrong place. In
-        `init`: a leaf is complex, and `accumulate` is above 1.
+      TypeError: an argument is not a gradient transformation or, for `project`, not a
+        function of the weights; there is a second positional argument; in `init`, a
+        leaf is complex and `accumulate` is above 1.
+      ValueError: `nonfinite` is not one of the three words; a projection is passed as
+        `clip` or `optimizer`; `optimizer` is an `optax.MultiSteps` and there is a clip.
 
-    A skip goes around the optimizer, whose momentum would move the weights at a skipped
-    step: write `nonfinite="skip"`, or `skip_spikes(bounded(...))`.
+    A skip has to be around the optimizer, whose momentum would otherwise move the
+    weights at a skipped step: write `nonfinite="skip"`, or `skip_spikes(bounded(...))`.
+
+    See Also:
+      :func:`chain` takes the parts one by one; :func:`skip_spikes` also skips outlier
+      steps.
 
     Example:
-      >>> import clipjax, optax
+      >>> import clipjax, jax.numpy as jnp, optax
       >>> tx = clipjax.bounded(
       ...     optax.adam(1e-3),
       ...     clip=clipjax.clip_by_global_norm(1.0),
       ...     project=clipjax.max_norm(3.0),
       ...     nonfinite="skip",
       ... )
+      >>> params = jnp.array([[3.0], [4.0]])
+      >>> updates, state = tx.update(params, tx.init(params), params)
+      >>> params = optax.apply_updates(params, updates)
+      >>> print(f"{jnp.linalg.norm(params):.3f}")
+      3.000
     """
     if args:
         raise TypeError(
@@ -121,10 +144,10 @@ def bounded(
     update = getattr(optimizer, "update", None)
     if before and isinstance(getattr(update, "__self__", None), optax.MultiSteps):
         raise ValueError(
-            "optimizer: optax.MultiSteps inside bounded would accumulate clipped "
-            "gradients: use bounded(..., accumulate=k) instead"
+            "optimizer: bounded would clip each micro-batch before optax.MultiSteps "
+            "adds them up; use bounded(..., accumulate=k) instead"
         )
-    # A norm may overflow although the entries do not.
+    # A norm may overflow although all elements are finite.
     if nonfinite == "zero" and before:
         before.append(zero_nonfinite())
     projections = [] if project is None else as_list(project)
@@ -140,11 +163,11 @@ def bounded(
 def _accumulating(
     tx: optax.GradientTransformation, micro_batches: int
 ) -> optax.GradientTransformationExtraArgs:
-    """Hand the mean gradient of some micro-batches to a transformation.
+    """Give a transformation the mean gradient of several micro-batches.
 
-    The state is that of `optax.MultiSteps`, which trainers know. Its `update` takes
-    neither keys nor `float0`, and fails in a `shard_map` that is manual over a part of
-    the mesh (Optax 0.2.8).
+    The state is the `optax.MultiStepsState` that trainers know. `optax.MultiSteps`
+    itself takes neither key nor `float0` leaves, and fails in a `shard_map` that is
+    manual over a part of the mesh (Optax 0.2.8).
     """
     inner = optax.with_extra_args_support(tx)
 
@@ -155,7 +178,7 @@ def _accumulating(
                 raise TypeError(
                     f"accumulate: {leaf} is complex; only real gradients are averaged"
                 )
-        # float64 where that is enabled.
+        # The mean is The mean is float64 where that is enabled.
         mean = [
             jnp.zeros_like(x, dtype=float) if is_float(x) else jnp.zeros(np.shape(x))
             for x in leaves.values
@@ -176,7 +199,8 @@ def _accumulating(
             return mean + (x.astype(mean.dtype) - mean) / count if is_float(x) else mean
 
         means = jax.tree.map(next_mean, grads, state.acc_grads)
-        # Leaves without a norm have no mean: those of the last micro-batch are taken.
+        # Leaves without a norm have no mean: the leaves of the last micro-batch are
+        # used.
         given = jax.tree.map(
             lambda x, mean: mean.astype(x.dtype) if is_float(x) else x, grads, means
         )
@@ -199,7 +223,7 @@ def _accumulating(
 
 
 def _check_before(name: str, value: Any) -> Any:
-    """Return a transformation that may come before projections."""
+    """Return a transformation, or raise an error if it is a projection."""
     if isinstance(value, Projection):
         raise ValueError(
             f"{name}: {value!r} is a projection: pass it to bounded as project="

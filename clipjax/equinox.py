@@ -1,4 +1,4 @@
-"""The axes of an Equinox model, from its layers: which weights form a unit.
+"""The axes of an Equinox model, from its layers: which weights form an output unit.
 
 This module needs Equinox, and `import clipjax` does not load it: `from clipjax.equinox
 import unit_axes`.
@@ -24,25 +24,32 @@ __all__ = ["unit_axes"]
 def unit_axes(model: Any, *, other: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the axes to reduce in each parameter of an Equinox model, by its layer.
 
-    A unit is the weights that compute one output: a row of a Linear weight `(out, in)`,
-    a filter of a convolution, one component of one head's query, key or value, a gate
-    of a cell; in an embedding, a row. Where `filter_vmap` stacks layers, each has its
-    units. Biases and scales of norms are skipped.
+    Use it as `axes=` of :func:`clipjax.max_norm` and others: the weights of Equinox are
+    `(out, in)`, which the default axes would take for `(in, out)`. An output unit is
+    the weights that compute one output: a row of a Linear weight, a filter of a
+    convolution, one component of the query, key or value of one head, or a gate of a
+    cell. In an embedding it is a row. Where `filter_vmap` stacks layers, each layer has
+    its units. Biases and scales of norms are skipped.
 
     Args:
       model: an Equinox module, or a tree of them. Only its arrays of floats count.
-      other: axes by path pattern, for parameters of other layers; they win over those
-        of known layers.
+      other: a mapping from path patterns to `Axes`, for parameters of layers that are
+        not known, and for those that should differ: it wins over the axes of known
+        layers. None by default.
 
     Returns:
-      A dict from each parameter's path to its axes or :data:`clipjax.SKIP`, for
-      `axes=`. To change some, name them in `other`: `{"layers/1/*": clipjax.SKIP}`.
+      A dict from the path of each parameter to its axes or :data:`clipjax.SKIP`. To
+      change some axes, name them in `other`: `{"layers/1/*": clipjax.SKIP}`.
 
     Raises:
       TypeError: `model` contains no Equinox module; `other` is not a mapping to axes.
-      ValueError: parameters do not belong to known layers, or their sizes do not tell
-        which axis is a stack, as of 4 layers (4, 4): all are listed, for `other`. Or a
-        pattern in `other` matches nothing.
+      ValueError: parameters belong to layers that are not known, or their sizes do not
+        tell which axis is a stack, as for 4 layers (4, 4): the error lists them all,
+        for `other`. Or a pattern in `other` matches nothing.
+
+    See Also:
+      :func:`clipjax.fan_in` reduces all axes but the last;
+      :func:`clipjax.flax.unit_axes` is for Flax.
 
     Example:
       >>> import clipjax, equinox as eqx, jax
@@ -63,7 +70,7 @@ def unit_axes(model: Any, *, other: Mapping[str, Any] | None = None) -> dict[str
 
 
 def _params(layer: Any, at: tuple[Any, ...]) -> Iterator[Param]:
-    """Yield the parameters of a module, and of those inside it, whose path is `at`."""
+    """Yield the parameters of a module at the path `at`, and of the modules in it."""
 
     def is_inside(node: Any) -> bool:
         return isinstance(node, eqx.Module) and node is not layer
@@ -81,9 +88,9 @@ def _params(layer: Any, at: tuple[Any, ...]) -> Iterator[Param]:
 
 
 def _own_shape(layer: Any, name: str) -> tuple[int, ...] | None:
-    """Return the shape of a layer's weight, first its units.
+    """Return the shape of a layer's weight, whose first axis is that of its units.
 
-    It is () for biases and scales, None if it is unknown.
+    It is () for biases and scales, and None if it is not known.
     """
     match layer, name:
         case nn.Linear(), "weight":

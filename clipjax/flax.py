@@ -1,4 +1,4 @@
-"""The axes of a Flax model, from its layers: which weights form a unit.
+"""The axes of a Flax model, from its layers: which weights form an output unit.
 
 This module needs Flax, and `import clipjax` does not load it: `from clipjax.flax import
 unit_axes`.
@@ -36,31 +36,40 @@ def unit_axes(
 ) -> dict[str, Any]:
     """Return the axes to reduce in each parameter of a Flax model, by its layer.
 
-    A unit is the weights that compute one output: a column of a Dense kernel, a filter
-    of a convolution, one component of one head's query, key or value, a gate of a cell;
-    in an embedding, a row. Where `scan` or `vmap` stacks layers, each has its units.
-    Biases and the scales of norms are skipped.
+    Use it as `axes=` of :func:`clipjax.max_norm` and others, for a model with
+    convolutions, attention, or stacked layers. An output unit is the weights that
+    compute one output: a column of a Dense kernel, a filter of a convolution, one
+    component of the query, key or value of one head, or a gate of a cell. In an
+    embedding it is a row. Where `scan` or `vmap` stacks layers, each layer has its
+    units. Biases and the scales of norms are skipped.
 
     Args:
       model: a Linen module; or an NNX module, which holds its parameters.
       *args: for Linen, the arguments of `model.init`: a key and example inputs, or
-        `jax.ShapeDtypeStruct`s instead, since nothing is computed. None for NNX.
-      other: axes by path pattern, for parameters of other layers; they win over those
-        of known layers.
-      wrt: for NNX, which parameters: the filter that `nnx.Optimizer` gets.
+        `jax.ShapeDtypeStruct`s in place of inputs, since nothing is computed. None for
+        NNX.
+      other: a mapping from path patterns to `Axes`, for parameters of layers that are
+        not known, and for those that should differ: it wins over the axes of known
+        layers. None by default.
+      wrt: for NNX, the filter that chooses parameters, as `nnx.Optimizer` gets it;
+        `nnx.Param` by default.
       **kwargs: for Linen, the keyword arguments of `model.init`.
 
     Returns:
-      A dict from each parameter's path to its axes or :data:`clipjax.SKIP`, for
-      `axes=`, also for trees with an outer `"params"`. To change some, name them in
+      A dict from the path of each parameter to its axes or :data:`clipjax.SKIP`. It
+      also fits trees with an outer `"params"`. To change some axes, name them in
       `other`: `{"head/*": clipjax.SKIP}`.
 
     Raises:
       TypeError: `model` is not a Flax module; arguments are missing for Linen, or given
         for NNX; `other` is not a mapping to axes.
-      ValueError: parameters do not belong to known layers, or their sizes do not tell
-        which axis is a stack, as of 4 layers (4, out): all are listed, for `other`. Or
-        a pattern in `other` matches nothing.
+      ValueError: parameters belong to layers that are not known, or their sizes do not
+        tell which axis is a stack, as for 4 layers (4, out): the error lists them all,
+        for `other`. Or a pattern in `other` matches nothing.
+
+    See Also:
+      :func:`clipjax.fan_in` suits Dense and convolutions;
+      :func:`clipjax.equinox.unit_axes` is for Equinox.
 
     Example:
       >>> import clipjax, jax, flax.linen as nn, jax.numpy as jnp
@@ -97,7 +106,7 @@ def _linen_params(
     """Yield the parameters that `model.init(*args, **kwargs)` makes, by tracing it."""
     # Several modules may share a scope.
     layers: dict[Names, list[nn.Module]] = {(): [model]}
-    # Inside a stack, where a module sees one layer.
+    # The shapes that a module sees within a stack, where it is one layer.
     own_shapes: dict[Names, tuple[int, ...]] = {}
 
     def watch(
@@ -108,7 +117,7 @@ def _linen_params(
     ) -> Any:
         scope = context.module.scope
         result = call(*call_args, **call_kwargs)
-        # Flax tries out a setup elsewhere.
+        # Flax also calls methods to try out `setup`, in another scope.
         if scope is not None and context.method_name != "<lambda>":
             layers.setdefault(scope.path, []).append(context.module)
             own = scope.variables().get("params", {})
@@ -118,8 +127,8 @@ def _linen_params(
 
     leaves, treedef = jax.tree.flatten((args, kwargs))
     arrays = [x if _is_array(x) else None for x in leaves]
-    # A new name each time: otherwise modules under nn.jit that JAX has traced before
-    # would not be seen.
+    # A new name each time, since modules under nn.jit that JAX has traced before are
+    # not called again.
     mutable = DenyList(("intermediates", f"unit_axes_{uuid.uuid4()}"))
 
     def init(arrays: list[Any]) -> Any:
@@ -172,7 +181,7 @@ def _nnx_params(model: nnx.Module, wrt: Any) -> Iterator[Param]:
 def _own_shape(layer: Any, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape of a layer's kernel before layers are stacked.
 
-    Of other layers it is the given shape.
+    For layers that are not known it is the given shape.
     """
     match layer:
         case nnx.Linear():
@@ -196,7 +205,7 @@ _CONV = (nn.Conv, nn.ConvTranspose, nnx.Conv, nnx.ConvTranspose)
 _EINSUM = (nn.Einsum, nnx.Einsum)
 _KINDS = ("BatchNorm", "LayerNorm", "RMSNorm", "GroupNorm", "InstanceNorm")
 _NORMS = tuple(getattr(of, kind) for of in (nn, nnx) for kind in _KINDS)
-# The scales of these are named after the parameters that they scale.
+# Layers whose scales are named after the parameters that they scale.
 _REPARAMETRIZED = (nn.WeightNorm, nn.SpectralNorm, nnx.WeightNorm, nnx.SpectralNorm)
 _SKIPPED = {
     "bias": (*_LINEAR, *_GENERAL, *_CONV, *_EINSUM, *_NORMS),
@@ -206,7 +215,7 @@ _SKIPPED = {
 
 
 def _axes(layer: Any, name: str) -> tuple[int, ...] | Skip | None:
-    """Return the axes to reduce in a parameter from the right; None: unknown."""
+    """Return the axes to reduce in a parameter, from the right; None: not known."""
     if name == "kernel":
         return _kernel_axes(layer)
     if name == "embedding" and isinstance(layer, nn.Embed | nnx.Embed):
@@ -219,7 +228,7 @@ def _axes(layer: Any, name: str) -> tuple[int, ...] | Skip | None:
 
 def _kernel_axes(layer: Any) -> tuple[int, ...] | None:
     if isinstance(layer, _LINEAR):
-        return (-2,)  # of a local convolution, the window and its channels
+        return (-2,)  # for a local convolution, the window and its channels
     if isinstance(layer, _GENERAL):
         features = (
             layer.features if isinstance(layer, nn.DenseGeneral) else layer.out_features
@@ -233,7 +242,7 @@ def _kernel_axes(layer: Any) -> tuple[int, ...] | None:
     if isinstance(layer, _EINSUM):
         operands, _, output = (layer.einsum_str or "").replace(" ", "").partition("->")
         kernel = operands.split(",")[-1]
-        # Neither an ellipsis nor given in the call only.
+        # The string has no ellipsis, and was not given in the call alone.
         if kernel.isalpha() and len(set(kernel)) == len(kernel):
             size = len(kernel)
             return tuple(i - size for i, x in enumerate(kernel) if x not in output)

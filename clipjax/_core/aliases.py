@@ -1,4 +1,4 @@
-"""What signatures say of their values."""
+"""The names that signatures use for the values of arguments."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal, SupportsIndex, TypeAlias
@@ -10,7 +10,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 
 class Skip:
-    """The type of :data:`SKIP`."""
+    """The type of :data:`clipjax.SKIP`, which marks leaves that are not changed."""
 
     def __repr__(self) -> str:
         return "clipjax.SKIP"
@@ -20,7 +20,10 @@ class Skip:
 
 
 SKIP: Final = Skip()
-"""The axes of a leaf that is not changed."""
+"""The value of `axes`, or of `flatten`, for a leaf that is not changed.
+
+Use it in a mapping, as in `axes={"head/*": clipjax.SKIP, "*": "auto"}`.
+"""
 
 Tree: TypeAlias = Any  # a pytree of arrays
 Scalar: TypeAlias = jax.Array  # of rank 0
@@ -31,8 +34,8 @@ DType: TypeAlias = DTypeLike | None
 Metrics: TypeAlias = dict[str, jax.Array]  # scalars by name
 Path: TypeAlias = tuple[Any, ...]  # the keys that JAX gives to a leaf
 
-# A bound may be a number, an array, or a schedule from the step to the bound. Where the
-# weights are bounded, it may also be a mapping from path patterns to these.
+# A threshold or a bound: a number, an array, or a schedule from the step to these.
+# Bounds of weights may also be mappings from path patterns to these.
 Number: TypeAlias = float | np.number[Any] | jax.Array
 Bound: TypeAlias = ArrayLike | optax.Schedule
 Bounds: TypeAlias = Bound | Mapping[str, Bound]
@@ -46,5 +49,6 @@ Axes: TypeAlias = (
 )
 AutoAxes: TypeAlias = Axes | Literal["auto"]
 
-# The axes of one leaf, which are kept with size 1; None: all of them, not kept.
+# The axes to reduce in one leaf. Reduced axes are kept with size 1; None reduces all
+# axes and keeps none.
 Reduced: TypeAlias = tuple[int, ...] | None

@@ -1,4 +1,4 @@
-"""Bounds: checked when they are known, and evaluated at each step."""
+"""Thresholds and bounds, checked when they are known and evaluated at each step."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -12,32 +12,32 @@ from clipjax._core.leaves import Leaf, Leaves, by_path, check_patterns
 from clipjax._core.messages import short_repr
 
 
-class Limit(NamedTuple):
+class CheckedBound(NamedTuple):
     """A bound that was checked: one for all leaves, or one for each path pattern."""
 
     name: str  # of the argument
-    least: float  # below which no value of it falls
+    least: float  # the smallest value it can have
     value: Any  # a number, an array or a schedule; or a mapping to these by pattern
-    # The number that stands for a leaf which no pattern matches; None if there is none.
+    # The bound of a leaf that no pattern matches; None if such a leaf has no bound.
     other: float | None = None
 
     @property
     def by_path(self) -> bool:
-        """Whether it differs by path."""
+        """Whether the bound differs by path."""
         return isinstance(self.value, Mapping)
 
     @property
     def scheduled(self) -> bool:
-        """Whether it depends on the step."""
+        """Whether the bound depends on the step."""
         values = self.value.values() if self.by_path else [self.value]
         return any(map(callable, values))
 
     def at(self, step: Step) -> Any:
-        """Return the bound of all leaves at a step."""
+        """Return the bound at a step, if it is the same for all leaves."""
         return _at(self.name, self.value, step, self.least)
 
     def given(self, leaves: Leaves) -> list[Any]:
-        """Return for each leaf what the user gave, None if no pattern matches it."""
+        """Return for each leaf what the user gave, or None if no pattern matches it."""
         return by_path(self.name, self.value, leaves, None)
 
     def of(self, leaves: Leaves, step: Step) -> list[Any]:
@@ -51,33 +51,35 @@ class Limit(NamedTuple):
         return by_path(self.name, now, leaves, self.other)
 
     def fit(self, bound: Any, norms: jax.Array, leaf: Any) -> Any:
-        """Return a bound so that it broadcasts to the norms, or elements, of a leaf."""
+        """Return a bound that broadcasts to the norms, or elements, of a leaf."""
         return fit_bound(self.name, bound, norms, leaf)
 
 
-def limit(name: str, bound: Any, least: float = 0, *, scalar: bool = False) -> Limit:
+def check_bound(
+    name: str, bound: Any, least: float = 0, *, scalar: bool = False
+) -> CheckedBound:
     """Check a bound that is a number, an array or a schedule.
 
-    A value is never below `least`, so that a schedule that falls below 0 clips to 0 and
-    flips no sign. NaN stays NaN. A `scalar` one has no shape.
+    A value below `least` is raised to it, so that a schedule that falls below 0 clips
+    to 0 and flips no sign. NaN stays NaN. A bound that is `scalar` has no shape.
     """
     if callable(bound):
-        return Limit(name, least, _checked_schedule(name, bound, scalar))
+        return CheckedBound(name, least, _checked_schedule(name, bound, scalar))
     forms = "a number, an array or a schedule"
-    return Limit(name, least, _checked(name, bound, least, scalar, forms))
+    return CheckedBound(name, least, _checked(name, bound, least, scalar, forms))
 
 
-def limit_by_path(
+def check_bounds(
     name: str, bound: Any, least: float = 0, other: float | None = None
-) -> Limit:
+) -> CheckedBound:
     """Check a bound that may also be a mapping from path patterns to bounds."""
     if not isinstance(bound, Mapping):
-        return limit(name, bound, least)._replace(other=other)
+        return check_bound(name, bound, least)._replace(other=other)
     values = {
-        pattern: limit(f"{name}[{pattern!r}]", bound[pattern], least).value
+        pattern: check_bound(f"{name}[{pattern!r}]", bound[pattern], least).value
         for pattern in check_patterns(name, (*bound,))
     }
-    return Limit(name, least, values, other)
+    return CheckedBound(name, least, values, other)
 
 
 def constant(name: str, bound: Any, least: float = 0, *, scalar: bool = False) -> Any:
@@ -102,7 +104,11 @@ def is_real(value: Any) -> bool:
 
 
 def check_is_wide(name: str, value: Any) -> None:
-    """Raise for an array of JAX that `optax.inject_hyperparams` made of a number."""
+    """Raise for an array that `optax.inject_hyperparams` made too narrow.
+
+    It gives hyperparameters the dtype of the leaves, which may have 8 bits or be
+    complex.
+    """
     if not isinstance(value, jax.Array):
         return
     is_narrow = jnp.issubdtype(value.dtype, jnp.floating) and value.dtype.itemsize < 2
@@ -115,9 +121,9 @@ def check_is_wide(name: str, value: Any) -> None:
 
 
 def as_float(value: Any) -> Any:
-    """Return a real number or array as floats, if it is not JAX's.
+    """Return a real number or NumPy array as floats; return an array of JAX as it is.
 
-    JAX would take whole numbers for int32, which wrap above 2^31.
+    JAX would take whole numbers for int32, which wraps above 2^31.
     """
     if isinstance(value, np.ndarray | np.generic):
         is_whole = jnp.issubdtype(value.dtype, jnp.integer)
@@ -127,15 +133,16 @@ def as_float(value: Any) -> Any:
 
 
 def _is_tree(value: Any) -> bool:
-    """Return whether a value is a tree of arrays, and no array itself."""
+    """Return whether a value is a tree of arrays, but not an array itself."""
     nodes = jax.tree.leaves(value)
     arrays = [x for x in nodes if isinstance(x, jax.Array | np.ndarray)]
     return any(x is not value for x in arrays)
 
 
 def _checked_schedule(name: str, schedule: Any, scalar: bool) -> Any:
-    """Return a schedule whose value is checked when it is known."""
-    # The gradients of a callable module are callable, too. A schedule may hold numbers.
+    """Return a schedule that checks each value that it returns."""
+    # A tree of gradients may be callable, as that of a callable module is. A schedule
+    # may hold numbers, but no arrays.
     arrays = [x for x in jax.tree.leaves(schedule) if np.ndim(x)]
     if _is_tree(schedule) and arrays:
         raise _tree_error(name, schedule, "a number, an array or a schedule")
@@ -159,8 +166,8 @@ def _at(name: str, value: Any, step: Step, least: float) -> Any:
         return value
     if step is None:
         raise ValueError(
-            f"{name} is a schedule and needs the step: give update the state that init "
-            "returned, and .apply of a projection step=, as in "
+            f"{name} is a schedule and needs the step: pass the state that init "
+            "returned to update, or step= to .apply of a projection, as in "
             "max_norm(schedule).apply(params, step=step)"
         )
     return _at_least(as_float(value(step)), least)
@@ -177,8 +184,8 @@ def _tree_error(name: str, bound: Any, forms: str) -> TypeError:
 def _checked(name: str, bound: Any, least: float, scalar: bool, forms: str) -> Any:
     """Return a number or an array, or raise an error that names it.
 
-    The value of a traced array is not known: it is raised to `least`, as what a
-    schedule returns.
+    The value of a traced array is not known: the array is raised to `least`, as the
+    values of schedules are.
     """
     check_is_wide(name, bound)
     if not is_real(bound):
@@ -202,12 +209,12 @@ def _checked(name: str, bound: Any, least: float, scalar: bool, forms: str) -> A
 def _at_least(bound: Any, least: float) -> Any:
     if least == -np.inf:
         return bound
-    xp = jnp if isinstance(bound, jax.Array) else np  # NumPy's stay exact
+    xp = jnp if isinstance(bound, jax.Array) else np  # NumPy's floats stay exact
     return xp.maximum(bound, least)
 
 
 def fit_bound(name: str, bound: Any, x: jax.Array, of: Any) -> Any:
-    """Return what broadcasts to norms or elements x: a scalar as it is, or an array."""
+    """Return a bound that broadcasts to norms or elements x: a scalar, or an array."""
     if np.ndim(bound) == 0:
         return bound
     if x.ndim == 0 and np.size(bound) == 1:  # a norm whose axes were kept
@@ -217,7 +224,7 @@ def fit_bound(name: str, bound: Any, x: jax.Array, of: Any) -> Any:
 
 
 def check_fits(name: str, bound: Any, shape: tuple[int, ...], of: Any) -> None:
-    """Raise an error if an array does not broadcast to a shape."""
+    """Raise if an array does not broadcast to a shape."""
     given = np.shape(bound)
     pairs = zip(reversed(given), reversed(shape), strict=False)
     if len(given) > len(shape) or any(b not in (1, s) for b, s in pairs):
@@ -227,7 +234,7 @@ def check_fits(name: str, bound: Any, shape: tuple[int, ...], of: Any) -> None:
 
 
 def check_order(low: Any, high: Any, of: Leaf | None = None) -> None:
-    """Raise an error if `low` is above `high`, or their shapes do not fit together.
+    """Raise if `low` is above `high`, or if their shapes do not fit together.
 
     Schedules, traced numbers and mappings from path patterns are not compared here.
     """

@@ -1,4 +1,4 @@
-"""What arguments may be that are neither bounds nor axes."""
+"""Checks of arguments that are neither bounds nor axes."""
 
 import operator
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from clipjax._core.messages import short_repr, traced_error
 
 
 def check_number(name: str, value: Any, interval: str) -> Any:
-    """Return a number in an interval, which is written as in "[0, 1)"."""
+    """Return a number in an interval, such as "[0, 1)"."""
     check_is_wide(name, value)
     if not is_real(value) or np.ndim(value):
         raise TypeError(
@@ -33,7 +33,7 @@ def check_number(name: str, value: Any, interval: str) -> Any:
 def check_count(name: str, value: Any, least: int, *, static: bool = False) -> Any:
     """Return a whole number of at least `least`.
 
-    A `static` one is the size of something, so that it cannot be traced.
+    A `static` number is the size of something, so that it cannot be traced.
     """
     if isinstance(value, jax.Array) and static:  # a traced one fails under jit only
         raise traced_error(name, value)
@@ -66,7 +66,7 @@ def check_ord(ord: Any) -> float:
 
 
 def check_word(name: str, value: Any, words: Sequence[str]) -> None:
-    """Raise an error if a value is not one of a list of words."""
+    """Raise if a value is not one of a list of words."""
     if not (isinstance(value, str) and value in words):
         *others, last = map(repr, words)
         raise ValueError(
@@ -75,9 +75,9 @@ def check_word(name: str, value: Any, words: Sequence[str]) -> None:
 
 
 def as_list(value: Any) -> list[Any]:
-    """Return the elements of a list or a plain tuple, or one value.
+    """Return the elements of a list or a plain tuple; return another value in a list.
 
-    Gradient transformations are tuples, too.
+    A gradient transformation is a tuple too, but is one value.
     """
     return list(value) if type(value) in (list, tuple) else [value]
 

@@ -1,4 +1,4 @@
-"""A norm and a bound become a factor, and the factor multiplies the leaf."""
+"""The factor that brings a norm to a threshold, and its product with the leaf."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from clipjax._core.units import map_units, present
 def clip(
     leaves: Leaves, of: Sequence[Any], bounds: Sequence[Any]
 ) -> tuple[list[Any], list[Any]]:
-    """Clip norms to bounds; both have one entry a leaf, None where it has no norm.
+    """Clip norms to thresholds; both have one entry a leaf, None where it has no norm.
 
     Leaves that share a norm have the same array in `of`, and one factor.
 
@@ -53,9 +53,9 @@ def clip_by_unit_norms(
     bound: Any,
     fit: Callable[[Any, jax.Array, Any], Any],
 ) -> tuple[list[Any], Metrics]:
-    """Clip the norms of units, one entry a leaf, to a bound that is for all of them.
+    """Clip the norms of units, one entry a leaf, to a threshold that all leaves share.
 
-    Where the bound is one number, the largest norm decides the metrics, so that they
+    If the threshold is one number, the largest norm decides the metrics, so that they
     cost one reduction a leaf.
     """
     fitted = map_units(lambda norm, leaf: fit(bound, norm, leaf), of, leaves.each)
@@ -70,8 +70,8 @@ def clip_by_unit_norms(
 def margin(dtype: DType) -> float:
     """Return the fraction by which a factor is made smaller.
 
-    It is more than the rounding of norms and products adds. In 16 bits each element is
-    rounded once more, by at most half an ulp.
+    It is larger than the error that the rounding of norms and products adds. In 16 bits
+    each element is rounded once more, by at most half an ulp.
     """
     info = jnp.finfo(dtype)
     of_norms = 2.0**-48 if sum_dtype(dtype) == np.float64 else 2.0**-20
@@ -79,9 +79,9 @@ def margin(dtype: DType) -> float:
 
 
 def least_inside(bound: Any, dtype: DType) -> Any:
-    """Return the norm from which on a unit may have been brought to a bound before.
+    """Return the smallest norm that a unit has which was brought to a bound before.
 
-    Such a unit ends a margin or two below it.
+    Such a unit ends a margin or two below the bound.
     """
     return bound * (1 - 4 * margin(dtype))
 
@@ -95,11 +95,11 @@ def factor_to(bound: Any, norm: jax.Array, dtype: DType = None) -> jax.Array:
 
 
 def quotient_or_1(inside: jax.Array, target: jax.Array, norm: jax.Array) -> jax.Array:
-    """Return 1 inside, else target / norm; NaN for a norm that is not finite.
+    """Return 1 where `inside`, else target / norm; NaN for a norm that is not finite.
 
-    The division comes last: XLA computes a division once, but what follows it once for
-    each element that reads it, which would triple the time it takes to compile hundreds
-    of leaves (JAX 0.10).
+    The division comes last, since XLA computes a division once, but computes what
+    follows it once for each element that reads it. That would triple the time to
+    compile hundreds of leaves (JAX 0.10).
     """
     inside &= norm < jnp.inf
     return jnp.where(inside, 1, target + 0 * norm) / jnp.where(inside, 1, norm)
@@ -107,26 +107,26 @@ def quotient_or_1(inside: jax.Array, target: jax.Array, norm: jax.Array) -> jax.
 
 @jax.jit
 def factor_onto(wanted: jax.Array, norm: jax.Array, rate: Any = 1) -> jax.Array:
-    """Return what takes a norm `rate` of the way to another; 1 where one of them is 0.
+    """Return what takes a norm `rate` of the way to `wanted`; 1 where one of them is 0.
 
-    It has no margin, by which a norm that is kept would shrink at every step, and no
-    band in which it is 1: a tangential step of rate r grows a norm by r² / 2, which
-    would stay in it.
+    It has no margin, which would shrink a norm that is kept at every step. It has no
+    band around `wanted` in which it is 1 either: a tangential step of a fraction r of
+    the norm lets the norm grow by r² / 2, which would stay within such a band.
     """
     wanted = jnp.asarray(wanted, norm.dtype)
     rate = jnp.minimum(jnp.asarray(rate, norm.dtype), 1)
     there = (norm == wanted) | (norm == 0) | (wanted == 0)
-    # An infinite norm becomes NaN.
+    # An infinite norm is not `there`, so that its factor becomes NaN.
     there &= wanted < jnp.inf
     return quotient_or_1(there, rate * (wanted + 0 * wanted) + (1 - rate) * norm, norm)
 
 
 @jax.jit
 def rescale(x: jax.Array, factor: jax.Array) -> jax.Array:
-    """Return x * factor, rounded once: the one product of all clips and projections.
+    """Return x * factor, rounded once: the product of all clips and projections.
 
-    Where the factor is 1 that is x, bit for bit; XLA on a CPU would flush subnormal
-    numbers in the product.
+    Where the factor is 1, the result is x, bit for bit: in a product, XLA on a CPU
+    would make subnormal numbers 0.
     """
     real = factor.astype(sum_dtype(x.dtype))
     if jnp.iscomplexobj(x):
@@ -137,20 +137,20 @@ def rescale(x: jax.Array, factor: jax.Array) -> jax.Array:
 
 
 def rescaled(values: Sequence[Any], factors: Sequence[Any]) -> list[Any]:
-    """Return leaves times their factors; a leaf whose factor is None stays."""
+    """Return leaves times their factors; a leaf whose factor is None stays as it is."""
     pairs = zip(values, factors, strict=True)
     return [x if factor is None else rescale(x, factor) for x, factor in pairs]
 
 
 def weak_like(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Return y with the weak type of x, as of Python scalars, which products lose."""
+    """Return y with the weak type of x, as of Python scalars; products lose it."""
     return x.at[...].set(y) if x.weak_type else y
 
 
 def metrics_of(norm: Scalar, scale: Scalar, after: Scalar | None = None) -> Metrics:
     """Return the metrics of a clip from the norm before it and its factor.
 
-    `after` is the norm after it, if that is not their product.
+    `after` is the norm after the clip, if that is not the product of the two.
     """
     metrics = {"norm": norm, "scale": scale, "clipped": scale < 1}
     if after is not None:
@@ -159,6 +159,6 @@ def metrics_of(norm: Scalar, scale: Scalar, after: Scalar | None = None) -> Metr
 
 
 def smallest_scale(scales: Sequence[jax.Array]) -> Scalar:
-    """Return the smallest of scales from 0 to 1; NaN if one is NaN."""
+    """Return the smallest of factors from 0 to 1; NaN if a factor is NaN."""
     least = smallest(scales, empty=1)
     return nan_unless(least > -jnp.inf, least)

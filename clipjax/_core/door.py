@@ -33,15 +33,18 @@ Act = Callable[..., tuple[Any, Any, Any]]
 def transformation(
     name: str, act: Act, remember: Callable[[Leaves], Any] | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Build a transformation from what it does to leaves: every clip is built by it.
+    """Make a transformation from what it does to leaves, as all clips are made.
 
     Args:
       name: the first part of the names of its metrics.
       act: a function `act(updates, params, step, memory, **extra)` that returns one
         value for each leaf, a dict of metrics, and the next memory. The parameters are
         a tree, or None.
-      remember: makes the memory before the first step from the leaves of the
-        parameters.
+      remember: a function that makes the memory before the first step from the leaves
+        of the parameters.
+
+    Returns:
+      The transformation.
     """
 
     def act_on_tree(updates: Leaves, *args: Any, **extra: Any) -> Any:
@@ -57,7 +60,7 @@ def logged(
     remember: Callable[[Leaves], Any] | None = None,
     measure: Callable[..., Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Build a transformation likewise, whose `act` returns a tree of updates.
+    """Make a transformation as above, whose `act` returns a tree of updates.
 
     `measure` is a function of the same arguments that returns the metrics alone, if
     they are known without the rest of `act`.
@@ -98,32 +101,40 @@ def logged(
 def with_metrics(
     name: str, act: Act, remember: Callable[[Any], Any] | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Make a gradient transformation with metrics, as every clip here is one.
+    """Make a gradient transformation with metrics from a function of your own.
 
-    :func:`clipjax.metrics` reads them from its state.
+    Use it to write a clip that :func:`clipjax.metrics` reads, and that works with
+    everything else in clipjax; the clips of clipjax have states of this form.
 
     Args:
-      name: the first part of the names of its metrics.
+      name: the first part of the names of its metrics, a string without `/`.
       act: a function `act(updates, params, step, memory) -> (updates, metrics,
-        memory)`. `metrics` is a dict of scalars, always of the same names. A float is
-        logged as it was at the last step; an int as its sum over all steps; a bool as
-        the fraction of the steps at which it was true, `clipped` as `clipped_fraction`.
-        With a float named `norm`, the steps at which it is not finite are counted in
-        `nonfinite_count`. Arguments that `act` takes by keyword, such as `*, loss=None`
-        or `**extra`, are those of `update`; `init` gives none.
-      remember: makes the memory before the first step from the parameters: arrays whose
-        shapes and dtypes never change. None if there is none; then `memory` is `()`.
+        memory)`. `metrics` is a dict of scalars, always of the same names. Arguments
+        that `act` takes by keyword, such as `*, loss=None` or `**extra`, are those of
+        `update`; `init` gives none.
+      remember: a function that makes the memory before the first step from the
+        parameters: arrays whose shapes and dtypes never change. None, the default, is
+        no memory; then `memory` is `()`.
 
     Returns:
-      A gradient transformation. `update` with the state None or `optax.EmptyState()`
-      keeps no metrics, for an `act` that remembers nothing.
+      A gradient transformation. If `act` has no memory, `update` with the state None or
+      `optax.EmptyState()` works too, and keeps no metrics.
 
     Raises:
-      TypeError: `name` is not a string without `/`, or `act` is not a function.
-      ValueError: in `update`, the state is None and `act` needs a memory.
+      TypeError: `name` is not a string without `/`, or `act` is not a function; in
+        `init` or `update`, `act` returns a metric that is not a real scalar, or a
+        memory of another shape or dtype.
+      ValueError: in `init`, a metric has a name that clipjax adds, such as `steps`; in
+        `update`, the state is None and `act` needs a memory.
 
-    Metrics are not differentiated. Their names may depend on the tree, as one metric
-    for each leaf does.
+    A float in `metrics` is logged as it was at the last step, an int as its sum over
+    all steps, and a bool as the fraction of the steps at which it was true: `clipped`
+    becomes `clipped_fraction`. For a float named `norm`, the number of steps at which
+    it is not finite is logged as `nonfinite_count`. Names may depend on the tree, as
+    for one metric for each leaf. Metrics are not differentiated.
+
+    See Also:
+      :func:`metrics` reads them; :func:`project` makes a projection of your own.
 
     Example:
       >>> import clipjax, jax, jax.numpy as jnp
@@ -170,7 +181,7 @@ def with_metrics(
 
 
 def _check_returned(name: str, returned: Any, memory: Memory) -> None:
-    """Raise if `act` returned what a state cannot hold."""
+    """Raise if `act` returned something that a state cannot hold."""
     is_triple = isinstance(returned, tuple) and len(returned) == 3
     if not (is_triple and isinstance(returned[1], Mapping)):
         raise TypeError(
@@ -178,7 +189,8 @@ def _check_returned(name: str, returned: Any, memory: Memory) -> None:
             f"{short_repr(returned)}"
         )
     wanted, given = (jax.tree.map(_kind, tree) for tree in (memory, returned[2]))
-    # Not wanted != given: placeholders of optax.tree.map_params equal only themselves.
+    # Not `wanted != given`, since placeholders of optax.tree.map_params are only equal
+    # to themselves.
     kinds = {(jax.tree.structure(x), *jax.tree.leaves(x)) for x in (wanted, given)}
     if len(kinds) > 1:
         raise TypeError(
@@ -192,7 +204,7 @@ def _kind(x: Any) -> str:
 
 
 def _checked_metrics(name: str, metrics: Mapping[Any, Any]) -> dict[str, jax.Array]:
-    """Return metrics of a user's as arrays."""
+    """Return the metrics that a user's function returned, as arrays."""
     added = {"nonfinite_count"}
     for key, x in metrics.items():
         is_bool = isinstance(x, bool) or getattr(x, "dtype", "") == "bool"

@@ -1,4 +1,4 @@
-"""Limits of single elements."""
+"""Thresholds and bounds of single elements."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -18,7 +18,7 @@ from clipjax._core.norms import norm as norm_of
 
 
 def check_limits(bound: Any, high: Any, low: Any) -> tuple[Any, Any]:
-    """Return `low` and `high`; `low` is None where one bound is for absolute values.
+    """Return `low` and `high`; `low` is None if one bound is for absolute values.
 
     Two positional arguments, `bound` and `high`, are the two limits.
     """
@@ -30,13 +30,13 @@ def check_limits(bound: Any, high: Any, low: Any) -> tuple[Any, Any]:
         listed = [f"{key}={short_repr(x)}" for key, x in given.items() if x is not None]
         raise TypeError(
             "clip_by_value takes one bound, as in clip_by_value(1.0), or low and high, "
-            f"where infinity means no limit; got {', '.join(listed) or 'nothing'}"
+            f"where infinity means none; got {', '.join(listed) or 'nothing'}"
         )
     return (None, bound) if low is None else (low, high)
 
 
 def constant_limits(bound: Any, high: Any, low: Any) -> tuple[Any, Any]:
-    """Return checked limits for functions that have no step."""
+    """Return checked bounds for functions that have no step."""
     lowest, highest = check_limits(bound, high, low)
     if lowest is None:
         return None, constant("bound", highest)
@@ -70,31 +70,32 @@ def clip_entries(leaf: Leaf, low: Any, high: Any) -> jax.Array:
 
 @jax.jit
 def _between(x: jax.Array, low: Any, high: Any) -> jax.Array:
-    """Return x clipped.
+    """Return x clipped to an interval.
 
-    What is inside is found by bits, since XLA on a CPU takes subnormal numbers for 0.
+    It compares bits to find the elements within, since XLA on a CPU takes subnormal
+    numbers for 0.
     """
     inside = (_order(low) <= _order(x)) & (_order(x) <= _order(high))
     return weak_like(x, jnp.where(inside, x, jnp.clip(x, low, high)))
 
 
 def _order(x: jax.Array) -> jax.Array:
-    """Return ints in the order of floats; those of -0.0 and 0.0 are equal."""
+    """Return ints in the order of floats, where -0.0 and 0.0 are equal."""
     kind = np.dtype(f"int{jnp.finfo(x.dtype).bits}")
     bits = lax.bitcast_convert_type(x, kind)
     return jnp.where(bits < 0, jnp.iinfo(kind).min - bits, bits)
 
 
 def _inward(limit: Any, dtype: DType, toward: float) -> Any:
-    """Return a limit in a leaf's dtype, rounded `toward` -inf or inf.
+    """Return a bound in the dtype of a leaf, rounded `toward` -inf or inf.
 
-    So no element is beyond what the user wrote. A limit that is known is compared in
+    No element is then beyond what the user wrote. A bound that is known is compared in
     float64, since 0.1 is not a float32.
     """
     known = not isinstance(limit, jax.Array)
     xp: Any = np if known else jnp
     exact = np.asarray(limit, np.float64) if known else limit
-    # 8 bits may have no infinity, which would become NaN.
+    # A dtype of A dtype of 8 bits may have no infinity, which would become NaN.
     if np.isnan(np.asarray(np.inf).astype(dtype)):
         most = float(jnp.finfo(dtype).max)
         toward = np.copysign(most, toward)
@@ -109,7 +110,7 @@ def _inward(limit: Any, dtype: DType, toward: float) -> Any:
 
 @jax.custom_jvp
 def _nextafter(x: jax.Array, toward: jax.Array) -> jax.Array:
-    """Return the next number, with a derivative of 1: JAX before 0.12 has none."""
+    """Return the next number, with a derivative of 1, which JAX has from 0.12 on."""
     return jnp.nextafter(x, toward)
 
 
@@ -121,7 +122,7 @@ def metrics_of_entries(
 ) -> Metrics:
     """Return the metrics of clipped elements, whose norm is the largest absolute value.
 
-    Where the limits are numbers, the largest and the smallest element decide the rest.
+    If the bounds are numbers, the largest and the smallest element decide the rest.
     """
     # A maximum over devices has no derivative.
     before, after = lax.stop_gradient((before, after))
@@ -157,6 +158,6 @@ def _largest_absolute(leaves: Sequence[jax.Array]) -> jax.Array:
 
 
 def _largest_entry(pairs: Iterable[tuple[jax.Array, jax.Array]]) -> jax.Array:
-    """Return the largest element of leaves, of which it is known what is NaN."""
+    """Return the largest element of leaves, each given with a mask of its NaNs."""
     each = (maximum(x, is_nan, empty=-jnp.inf) for x, is_nan in pairs)
     return largest(each, -jnp.inf)

@@ -1,4 +1,4 @@
-"""A tree taken apart: its arrays, their paths, and the patterns that match these."""
+"""A tree taken apart: its arrays, their paths, and the patterns that match paths."""
 
 import collections
 import fnmatch
@@ -18,7 +18,7 @@ from clipjax._core.messages import a_few
 
 
 class Leaf(NamedTuple):
-    """One leaf, as errors describe it."""
+    """A leaf with its path, as errors describe it."""
 
     path: Path
     value: Any
@@ -33,12 +33,13 @@ class Leaf(NamedTuple):
 
 
 class Leaves(NamedTuple):
-    """A tree taken apart, once, at the door; every list has one entry a leaf."""
+    """A tree, taken apart once, at the door; every list has one entry a leaf."""
 
     values: list[Any]
     paths: list[Path]
     rebuild: Callable[[Sequence[Any]], Tree]
-    # Where the tree has None, and where `optax.masked` has removed a leaf.
+    # The paths at which the tree has None, or from which `optax.masked` has removed a
+    # leaf.
     absent: list[Path]
     is_masked: bool
 
@@ -56,8 +57,8 @@ class Leaves(NamedTuple):
 def flatten(tree: Tree) -> Leaves:
     """Take a tree apart.
 
-    Python numbers and NumPy arrays become JAX arrays. What is no array, such as a
-    function, is an error.
+    Python numbers and NumPy arrays become JAX arrays. A leaf that is no array, such as
+    a function, raises an error.
     """
     found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_no_branch)
     paths = without_boxes([path for path, _ in found])
@@ -76,7 +77,7 @@ def flatten(tree: Tree) -> Leaves:
 
 
 def is_float(x: Any) -> bool:
-    """Return whether a leaf has a norm: float and complex ones do."""
+    """Return whether a leaf has a norm, as leaves of float and complex numbers have."""
     return bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
@@ -92,7 +93,7 @@ def without_boxes(paths: Sequence[Path]) -> list[Path]:
     """Drop the key `.value` from paths where the node has no other child.
 
     Such a node is a box around an array, as `nnx.Variable` and `nn.Partitioned` are,
-    and users write paths without it.
+    and users write paths without that key.
     """
     if not any(_VALUE in path for path in paths):
         return list(paths)
@@ -107,7 +108,7 @@ def without_boxes(paths: Sequence[Path]) -> list[Path]:
 
 
 def unboxed(tree: Tree) -> Tree:
-    """Return a tree with their contents in place of boxes, as above."""
+    """Return a tree with the contents of boxes in their place."""
 
     def child(node: Any) -> list[Any]:
         level = jax.tree_util.default_registry.flatten_one_level_with_keys(node)
@@ -137,7 +138,7 @@ def _is_no_branch(node: Any) -> bool:
 
 
 def _as_array(path: Path, leaf: Any) -> Any:
-    # `init` takes shapes, as Optax's does; JAX refuses them elsewhere.
+    # `init` takes shapes, as Optax's does; elsewhere JAX raises an error for them.
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         return leaf
     if isinstance(leaf, bool | int | float | complex) or hasattr(leaf, "__jax_array__"):
@@ -157,15 +158,15 @@ def _as_array(path: Path, leaf: Any) -> Any:
 
 
 def nodes_where(is_one: Callable[[Any], bool], tree: Tree) -> list[Any]:
-    """Return the nodes of a tree that a predicate holds for, the outer ones."""
+    """Return the outermost nodes of a tree for which a predicate holds."""
     return [node for node in jax.tree.leaves(tree, is_leaf=is_one) if is_one(node)]
 
 
 def shapes_of(function: Callable[[Leaves], Any], leaves: Leaves) -> Any:
     """Return the shapes of what a function returns for leaves, without computing it.
 
-    It sees no memory of floats, since arrays in that of the host cannot be mixed with
-    others.
+    The function sees float leaves without their memory space, since arrays in host
+    memory cannot be mixed with others.
     """
 
     def shape_of(x: Any) -> Any:
@@ -187,14 +188,15 @@ def shapes_of(function: Callable[[Leaves], Any], leaves: Leaves) -> Any:
 def beside(
     leaves: Leaves, given: Tree | Leaves, argument: str, name: str, of: str = "updates"
 ) -> list[Any]:
-    """Return the leaves of another tree that stand beside those of a first.
+    """Return the leaves of another tree, such as parameters, at the paths of a tree.
 
-    The other tree is an argument of `name`, and may have more leaves. The first is `of`
-    updates or weights.
+    The other tree is an argument of `name`, and may have more leaves. `of` says for
+    errors what the first tree is: updates, or weights.
     """
     if given is None and leaves.values:
         raise ValueError(
-            f"{argument}: {name} needs them: tx.update(updates, state, {argument})"
+            f"{argument}: {name} needs them, as in "
+            f"tx.update(updates, state, {argument})"
         )
     others = given if isinstance(given, Leaves) else flatten(given)
     by_path = dict(zip(others.paths, others.values, strict=True))
@@ -217,7 +219,7 @@ def beside(
 def matches(pattern: str, name: str) -> bool:
     """Return whether a glob matches a whole path, or its last components.
 
-    With a leading slash it only matches the whole path.
+    A glob with a leading slash only matches the whole path.
     """
     glob_of_all = pattern if pattern.startswith("/") else f"*/{pattern}"
     return pattern == name or fnmatch.fnmatchcase(f"/{name}", glob_of_all)
@@ -228,11 +230,11 @@ def first_matches(
 ) -> list[str | None]:
     """Return for each leaf the first pattern that matches it, or None.
 
-    A pattern that matches nothing in the tree is an error, and `in_order` also one that
-    is never the first. Where `optax.masked` or `optax.partition` has removed leaves,
-    the pattern may be for those.
+    A pattern that matches nothing in the tree raises an error, and so does, if
+    `in_order`, a pattern that is never the first. Where `optax.masked` or
+    `optax.partition` has removed leaves, a pattern may be for the removed ones.
     """
-    # Two names may be the same: those of {"a/b": x, "a": {"b": y}}.
+    # Two leaves may have one name, as in {"a/b": x, "a": {"b": y}}.
     names = [path_name(path) for path in (*leaves.paths, *leaves.absent)]
     matched = _all_matches(patterns, names)
     first = [found[0] if found else None for found in matched]
@@ -258,8 +260,8 @@ def first_matches(
 def _all_matches(patterns: Sequence[str], names: Sequence[str]) -> list[list[str]]:
     """Return for each name the patterns that match it, in their order.
 
-    Patterns without wildcards are looked up: `unit_axes` has one for each leaf, and
-    would take quadratic time.
+    Patterns without wildcards are looked up, since `unit_axes` has one for each leaf,
+    and comparing each with each would take quadratic time.
     """
     place = {pattern: i for i, pattern in enumerate(patterns)}
     globs = [pattern for pattern in patterns if glob.has_magic(pattern)]

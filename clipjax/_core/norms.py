@@ -1,6 +1,6 @@
 """Norms, in float32 (float64 for 64-bit leaves), over all devices where a leaf differs.
 
-What is done to each leaf is jitted, so that JAX traces it once for each shape and not
+Functions of one leaf are jitted, so that JAX traces them once for each shape and not
 once for each leaf.
 """
 
@@ -24,7 +24,7 @@ _LIBRARIES = str(Path(jax.__file__).parents[1]), str(Path(__file__).parents[1])
 
 
 def sum_dtype(dtype: DType) -> Any:
-    """Return the real dtype in which norms of leaves of a dtype are added."""
+    """Return the real dtype in which the norms of leaves of a dtype are added."""
     return np.float64 if dtype in (np.float64, np.complex128) else np.float32
 
 
@@ -41,16 +41,16 @@ def over_devices(
 ) -> jax.Array:
     """Return `lax.psum`, `pmax` or `pmin` of x over the devices on which it differs.
 
-    It stays apart along the mesh axes `but`.
+    Along the mesh axes `but`, it stays different.
     """
     names = tuple(name for name in mesh_axes(x) if name not in but)
     return combine(x, names) if names else x
 
 
 def replicated(x: jax.Array) -> jax.Array:
-    """Return x on every device where explicit mesh axes split it.
+    """Return x, on every device if explicit mesh axes split it.
 
-    There, only arrays of one sharding can be added or joined.
+    Under explicit axes, only arrays of one sharding can be added or joined.
     """
     sharding = jax.typeof(x).sharding
     if not any(sharding.spec):
@@ -61,20 +61,21 @@ def replicated(x: jax.Array) -> jax.Array:
 def warn_if_local() -> None:
     """Warn where types do not say over which devices leaves differ.
 
-    That is so in `pmap` and in an unchecked `shard_map`. Call this first in every
-    public function that measures, so that the warning is about the user's line.
+    Types do not say it in `pmap` and in an unchecked `shard_map`. Call this function
+    first in every public function that measures, so that the warning is about the
+    user's line.
     """
-    # Before Python 3.12, the line that calls the function.
+    # Before Python 3.12 the warning is about the line that calls the function.
     at: Any = {"stacklevel": 3}
     if sys.version_info >= (3, 12):
         at = {"skip_file_prefixes": _LIBRARIES}
     for name in jax.sharding.get_abstract_mesh().manual_axes:
         if lax.axis_size(name) > 1 and not mesh_axes(lax.axis_index(name)):
             warnings.warn(
-                "norms and losses are those of each device alone, since over the axis "
-                f"{name!r} JAX does not track which arrays differ. They are right "
-                "where gradients and losses are the same on all devices, as after "
-                "lax.pmean. Where these are split, use jit, or shard_map with "
+                "clipjax measures norms and losses on each device alone, since over "
+                f"the axis {name!r} JAX does not track which arrays differ. They are "
+                "right if gradients and losses are the same on all devices, as after "
+                "lax.pmean. If they differ, use jit, or shard_map with "
                 "check_vma=True.",
                 **at,
             )
@@ -83,14 +84,15 @@ def warn_if_local() -> None:
 def nan_unless(fine: jax.Array, x: jax.Array) -> jax.Array:
     """Return x where `fine`, else NaN.
 
-    As a constant, NaN would raise under `jax_debug_nans` where nothing is wrong.
+    The NaN is computed: as a constant, it would raise under `jax_debug_nans` where
+    nothing is wrong.
     """
     return jnp.where(fine, x, 0 * jnp.where(fine, 0, jnp.inf))
 
 
 @functools.partial(jax.jit, static_argnames=("axes", "ord"))
 def norm(x: jax.Array, axes: Reduced = None, ord: float = 2) -> jax.Array:
-    """Return the norm along `axes`; that of the whole leaf is over all devices."""
+    """Return the norm along `axes`; the norm of the whole leaf is over all devices."""
     power = total(x, axes, ord)
     if axes is None:
         power = over_devices(lax.pmax if ord == jnp.inf else lax.psum, power)
@@ -108,9 +110,9 @@ def tree_total(leaves: Iterable[jax.Array], ord: float = 2) -> Scalar:
 
 
 def largest(values: Iterable[jax.Array], empty: float = 0) -> Scalar:
-    """Return the largest number on all devices, `empty` if there is none.
+    """Return the largest number on all devices, or `empty` if there is none.
 
-    It is for metrics, and has no derivative. It is inf if one number is NaN.
+    It is for metrics, and has no derivative. It is inf if a number is NaN.
     """
     each = map(lax.stop_gradient, values)
     scalars = [_largest_of(x, empty) if x.ndim else x for x in each]
@@ -118,7 +120,7 @@ def largest(values: Iterable[jax.Array], empty: float = 0) -> Scalar:
 
 
 def smallest(values: Iterable[jax.Array], empty: float = jnp.inf) -> Scalar:
-    """Return the smallest number likewise; it is -inf if one is NaN."""
+    """Return the smallest number on all devices, or -inf if a number is NaN."""
     return -largest((-x for x in values), -empty)
 
 
@@ -128,12 +130,12 @@ def _largest_of(x: jax.Array, empty: float) -> Scalar:
 
 
 def _powers(x: jax.Array, ord: float) -> jax.Array:
-    """Return |x| to the power `ord`, or |x| if that is infinite."""
+    """Return |x| to the power `ord`, or |x| if `ord` is infinite."""
     real_parts = (x.real, x.imag) if jnp.iscomplexobj(x) else (x,)
     parts = [part.astype(sum_dtype(x.dtype)) for part in real_parts]
     if ord == 2:
         return functools.reduce(jnp.add, map(jnp.square, parts))
-    # The modulus of a complex 0 has no derivative, so a root that has one is taken.
+    # The modulus of a complex 0 has no derivative in JAX; `root` has one.
     absolute = jnp.abs(parts[0]) if len(parts) == 1 else root(_powers(x, 2), 2)
     if ord in (1, jnp.inf):
         return absolute
@@ -152,11 +154,11 @@ def total(x: jax.Array, axes: Reduced = None, ord: float = 2) -> jax.Array:
 def maximum(
     x: jax.Array, is_nan: jax.Array, axes: Reduced = None, empty: float = 0
 ) -> jax.Array:
-    """Return the largest entry along `axes`: `empty` if there is none, inf for NaN.
+    """Return the largest element along `axes`: `empty` if there is none, inf for NaN.
 
-    XLA may lose NaN in a maximum. Whether there is one is a maximum of numbers, too,
-    so that devices exchange both at once. They pass through bytes, which take the
-    least memory where XLA stores them, as on a CPU.
+    XLA may lose a NaN in a maximum. So whether there is one is a maximum of numbers,
+    too, and devices exchange both at once. The numbers are made from bytes, which take
+    the least memory where XLA stores them, as on a CPU.
     """
     options: Any = {"axis": axes, "keepdims": axes is not None, "initial": empty}
     flags = is_nan.astype(np.uint8).astype(x.dtype)
@@ -193,7 +195,7 @@ def on_all(scalars: Sequence[Scalar], ord: float, empty: float = 0) -> Scalar:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def root(total: jax.Array, ord: float) -> jax.Array:
-    """Return the root of order `ord`; its derivative at 0 is 0."""
+    """Return the root of order `ord`, whose derivative at 0 is 0."""
     if ord in (1, jnp.inf):
         return total
     return jnp.sqrt(total) if ord == 2 else total ** (1 / ord)

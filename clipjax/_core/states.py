@@ -24,9 +24,9 @@ class MetricsState(NamedTuple):
     """The state of a transformation that has metrics; `clipjax.metrics` reads it."""
 
     step: Scalar  # int32: how many updates there were
-    # {transformation: {metric: scalar}}, or a table. The dtype says what is kept: the
-    # float of the last update; of ints, as int32, the sum over all updates; of bools,
-    # as uint32, at how many updates they were true.
+    # {transformation: {metric: scalar}}, or a table. The dtype says what is kept: a
+    # float is the value at the last update; an int32 is the sum of ints over all
+    # updates; a uint32 is the number of updates at which a bool was true.
     metrics: dict[str, dict[str, jax.Array] | Table]
     memory: Memory  # what the transformation itself remembers
 
@@ -47,12 +47,12 @@ class BadSteps(NamedTuple):
     rows: jax.Array
 
 
-# In place of a loss that is not given, in the rows of bad steps. NaN would raise under
-# `jax_debug_nans` where nothing is wrong, and a loss may be infinite.
+# What the rows of bad steps have if no loss was given. NaN would raise under
+# `jax_debug_nans` where nothing is wrong, and infinity may be a loss.
 NO_LOSS = -(2.0**127)
 
 
-Names: TypeAlias = tuple[tuple[str, ...], ...]  # of floats, of ints, of bools
+Names: TypeAlias = tuple[tuple[str, ...], ...]  # of floats, of ints, and of bools
 
 
 class _Arrays(NamedTuple):
@@ -66,23 +66,23 @@ class Table(_Arrays):
 
     The names are a leaf of the state, as text. They are no part of its structure, which
     must not depend on the paths of a tree: `optax.tree.map_params` calls `init` with a
-    single placeholder. While a step is traced, nobody can read the text: so the node
-    carries the names along, too.
+    single placeholder. While a step is traced, the text cannot be read, so that the
+    node carries the names along, too.
     """
 
     names: Names = ()
 
     @property
     def known_names(self) -> Names:
-        """The names, of this table or of what was restored in its place."""
+        """The names of this table, also if it was restored from a checkpoint."""
         if any(self.names):
             return self.names
-        text = jax.tree.leaves(self.text)[0]  # in a box, as Flax NNX has it
+        text = jax.tree.leaves(self.text)[0]  # it may be in a box of Flax NNX
         if isinstance(text, jax.core.Tracer):
             raise ValueError(
-                "opt_state: inside jit, nnx.state has no names of norms, nor has a "
-                "restored state: pass the optimizer itself, or read metrics after an "
-                "update"
+                "opt_state: inside jit, nnx.state has no names of norms, and neither "
+                "has a restored state: pass the optimizer itself, or read metrics "
+                "after an update"
             )
         letters = np.asarray(text)
         # Stacked states have the same names.
@@ -92,7 +92,7 @@ class Table(_Arrays):
 
 
 class _Carried:
-    """Names in the structure of a tree, which differ only from other known names."""
+    """Names in the structure of a tree; they differ only from other known names."""
 
     def __init__(self, names: Names) -> None:
         self.names = names
@@ -148,7 +148,7 @@ def _stacked(scalars: Sequence[jax.Array], dtype: DType) -> jax.Array:
 
 
 def check_state(name: str, state: State, kind: type[Any] = MetricsState) -> None:
-    """Raise unless the `init` of the transformation of this name made the state."""
+    """Raise unless the `init` of the transformation with this name made the state."""
     if state is None or isinstance(state, optax.EmptyState):
         raise ValueError(
             f"state: {name} needs the state that init returned, got {state!r}"
@@ -173,7 +173,7 @@ def name_of(state: MetricsState) -> str:
 
 
 def as_logged(metrics: Mapping[str, Any] | Table) -> Any:
-    """Return what a state keeps of the metrics of one step."""
+    """Return the form in which a state keeps the metrics of one step."""
     if isinstance(metrics, Table):
         return lax.stop_gradient(metrics)
     logged = {key: _logged(x) for key, x in metrics.items()}
@@ -188,7 +188,7 @@ def _logged(x: jax.Array) -> jax.Array:
         return x.astype(np.uint32)
     if jnp.issubdtype(x.dtype, jnp.floating):
         return x.astype(sum_dtype(x.dtype))
-    if not np.can_cast(x.dtype, np.int32):  # it has larger numbers
+    if not np.can_cast(x.dtype, np.int32):  # such as int64
         x = jnp.minimum(x, _MOST)
     return x.astype(np.int32)
 

@@ -1,4 +1,4 @@
-"""Units: which elements of a leaf share a norm, as the reduced `axes` say."""
+"""Units: the elements of a leaf that share a norm, as the reduced `axes` say."""
 
 from __future__ import annotations
 
@@ -15,20 +15,26 @@ from clipjax._core.leaves import Leaf, Leaves, by_path, is_float, path_name
 from clipjax._core.messages import a_few, traced_error
 from clipjax._core.norms import mesh_axes, norm
 
-_UNMATCHED = Skip()  # of a leaf that no pattern matches
+_UNMATCHED = Skip()  # for a leaf that no pattern matches
 
 
 def fan_in(path: Path, leaf: Any) -> tuple[int, ...] | Skip:
-    """Reduce over the incoming weights of each unit: all axes but the last.
+    """Reduce over the incoming weights of each output unit: all axes but the last.
 
-    A rule for `axes`, right for kernels of Dense `(in, out)` and Conv `(*window, in,
-    out)`. Biases and scales (rank 0 and 1) are not changed. Attention kernels,
-    embeddings and stacked layers need other axes, by path. The biases of stacked layers
-    have rank 2, so that this rule and an int reach them, unless they are named:
-    `{"*bias": SKIP, …}`.
+    Use it as `axes` for kernels of Dense `(in, out)` and Conv `(*window, in, out)`.
+    Attention kernels, embeddings and stacked layers need other axes, by path. The
+    biases of stacked layers have rank 2, so that this rule, and an int, would reach
+    them: leave them out, as in `{"*bias": clipjax.SKIP, "*": clipjax.fan_in}`.
+
+    Args:
+      path: the key path of a leaf, which is not used.
+      leaf: an array, or anything with a shape.
 
     Returns:
-      The axes, or :data:`SKIP` for rank 0 and 1.
+      A tuple of axes, or :data:`SKIP` for ranks 0 and 1, as of biases and scales.
+
+    See Also:
+      :func:`flax.unit_axes` and :func:`equinox.unit_axes` ask the layers of a model.
 
     Example:
       >>> import clipjax, jax.numpy as jnp
@@ -82,10 +88,13 @@ def axes_of(
       axes: what :func:`check_axes` returned.
       chosen: for each leaf whether it may have units; None: all may.
 
+    Returns:
+      A list with one entry for each leaf.
+
     Raises:
       ValueError: an axis is out of range or repeated; a pattern matches no leaf; no
-        leaf is reduced, and nobody asked for that; inside `shard_map`, a leaf may be
-        split along the reduced axes.
+        leaf is reduced, although `axes` do not say so; inside `shard_map`, a leaf may
+        be split along the reduced axes.
     """
     rules = by_path("axes", axes, leaves, _UNMATCHED)
     may = [True] * len(rules) if chosen is None else chosen
@@ -106,7 +115,7 @@ def axes_of(
 
 
 def _check_is_meant(axes: Any, skipped: list[tuple[Leaf, Any]]) -> None:
-    """Raise if `axes` selects nothing and the user did not ask for that."""
+    """Raise if `axes` select nothing although the user did not ask for that."""
     rules = [rule for _, rule in skipped]
     asked = any(rule is SKIP or _is_rule(rule) for rule in rules)
     full = [leaf for leaf, _ in skipped if leaf.value.size]
@@ -127,7 +136,7 @@ def _written(axes: Any) -> str:
 
 
 def _is_rule(axes: Any) -> bool:
-    """Return whether axes are a rule of the user's."""
+    """Return whether axes are a rule that a user wrote."""
     return callable(axes) and axes not in (fan_in, *_AUTO)
 
 
@@ -142,7 +151,7 @@ def check_whole(name: str, leaf: Leaf) -> None:
 
 
 def size_of_units(x: jax.Array, axes: Reduced) -> int:
-    """Return how many elements share a norm, 1 for none; a device may hold a part."""
+    """Return how many elements share a norm, over all devices, and at least 1."""
     local = x.shape if axes is None else [x.shape[axis] for axis in axes]
     devices = map(lax.axis_size, mesh_axes(x))
     return max(math.prod([*local, *devices]), 1)
@@ -151,7 +160,7 @@ def size_of_units(x: jax.Array, axes: Reduced) -> int:
 def norms_of(
     values: Sequence[jax.Array], where: Sequence[Reduced | Skip], ord: float = 2
 ) -> list[jax.Array | None]:
-    """Return the norms of the units of each leaf, None for a leaf that has none."""
+    """Return the norms of the units of each leaf, or None for a leaf that has none."""
     return [
         None if isinstance(axes, Skip) else norm(x, axes, ord)
         for x, axes in zip(values, where, strict=True)
@@ -161,7 +170,7 @@ def norms_of(
 def map_units(
     function: Callable[..., Any], of: Sequence[Any], *rest: Sequence[Any]
 ) -> list[Any]:
-    """Return `function` of each leaf's norms and of what stands beside them.
+    """Return `function` of the norms of each leaf and of its entry in other lists.
 
     A leaf without norms, None, stays None.
     """
@@ -175,10 +184,10 @@ def present(entries: Sequence[Any]) -> list[Any]:
 
 
 def check_axes(axes: Any, name: str = "axes", *, auto: Rule | None = None) -> Any:
-    """Return `axes`, with ints as Python's and the rule `auto` for "auto".
+    """Return `axes`, with Python's ints and with the rule `auto` in place of "auto".
 
-    The default is that word and no function, since `optax.inject_hyperparams` takes
-    functions for schedules. What is invalid for any tree is an error.
+    The default is a word and not a function, since `optax.inject_hyperparams` takes
+    functions for schedules. Axes that are invalid for any tree raise an error.
     """
     if auto and isinstance(axes, str) and axes == "auto":
         return auto
@@ -235,7 +244,7 @@ def _resolve(axes: Any, leaf: Leaf) -> Reduced | Skip:
 
 
 def positive_axes(name: str, given: Any, axes: Sequence[int], leaf: Leaf) -> list[int]:
-    """Return axes of a leaf as those from 0 on, or raise for what a user has given."""
+    """Return axes of a leaf, counted from 0, or raise an error that shows `given`."""
     rank = len(leaf.value.shape)
     if any(not -rank <= axis < rank for axis in axes):
         raise ValueError(f"{name}: {given} is out of range for {leaf}")

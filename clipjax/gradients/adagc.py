@@ -1,4 +1,4 @@
-"""Bounds on each leaf or unit that follow its own past norms."""
+"""A clip of each leaf, or unit, whose threshold follows its own past norms."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from clipjax._core.aliases import Axes, Bound, DType, Number, Scalar, Step, Tree
-from clipjax._core.bounds import limit
+from clipjax._core.bounds import check_bound
 from clipjax._core.checks import check_count, check_number, check_word
 from clipjax._core.clip import factor_to, metrics_of, rescaled, smallest_scale
 from clipjax._core.door import transformation
@@ -28,9 +28,9 @@ WarmupNorms = Literal["before", "after"]
 class AdagcMemory(NamedTuple):
     """What :func:`adagc` remembers."""
 
-    # A tree like the parameters, with a float array for each leaf that has units: of
-    # the leaf's shape with 1 for the reduced axes, or (). It is infinite until a norm
-    # is known.
+    # A tree like the parameters, with an array of floats for each leaf that has units.
+    # Its shape is that of the leaf with 1 for the reduced axes, or (). Elements are
+    # infinite until a norm is known.
     gammas: Any
     steps: jax.Array  # int32: how many steps had a finite norm above 0
 
@@ -46,44 +46,54 @@ def adagc(
 ) -> optax.GradientTransformationExtraArgs:
     """Clip the norm of each leaf, or unit, to a little more than its moving average.
 
-    In the warm-up, the norm of all leaves is clipped to `max_norm`, and gamma is the
-    smallest norm so far. After it, each leaf is clipped to relative_bound * gamma, and
-    with n, its norm after the clip, gamma <- decay * gamma + (1 - decay) * n. A norm of
-    0 does not change gamma. So where norms stay at a higher level, gamma rises by (1 -
-    decay) * (relative_bound - 1) of itself a step: by default 0.04%, or tenfold in
-    5,800 steps.
+        in the warm-up:  x * min(1, max_norm / norm of all leaves)
+                         gamma = smallest |x| so far
+        after it:        x * n / |x|,  n = min(|x|, relative_bound * gamma)
+                         gamma <- decay * gamma + (1 - decay) * n
+
+    Use it for the pretraining of language models when outlier gradients come from
+    single layers, whose norms differ by orders of magnitude.
 
     Args:
-      relative_bound: how many times gamma a norm may be: a number, a scalar array or a
-        schedule.
-      decay: the decay of the moving average, in [0, 1).
-      warmup_steps: the length of the warm-up, at least 0. Without one, or after zeros
-        alone, the first norm of a leaf is not clipped and becomes its gamma.
-      max_norm: the bound in the warm-up: a number, a scalar array or a schedule.
-      warmup_norms: whether gamma is the smallest norm "before" or "after" the clip of
-        the warm-up.
-      axes: the axes that are reduced. None: each leaf has one gamma. Leaves that are
-        skipped do not count toward the norm of all leaves.
+      relative_bound: the threshold for |x| / gamma after the warm-up, a scalar `Bound`,
+        1.04 by default.
+      decay: the decay of the moving average, in [0, 1), 0.99 by default.
+      warmup_steps: the number of steps of the warm-up, 100 by default. If it is 0, or
+        if all gradients were 0 in the warm-up, the first norm of a leaf is not clipped
+        and becomes its gamma.
+      max_norm: the threshold for the norm of all leaves in the warm-up, a scalar
+        `Bound`, 1.0 by default.
+      warmup_norms: whether the norms that enter gamma in the warm-up are those "before"
+        (the default) or "after" the clip of the warm-up.
+      axes: the axes that are reduced, as `Axes`. None, the default, gives each leaf one
+        gamma. Leaves that are skipped do not count toward the norm of all leaves.
 
     Returns:
-      A transformation with the metrics of a clip, where `norm` is that of all leaves,
-      and `threshold`: `max_norm` in the warm-up, then the smallest bound.
+      A gradient transformation with the metrics of a clip, where `norm` is the norm of
+      all leaves, and `threshold`: `max_norm` in the warm-up, then the smallest
+      threshold of a leaf or unit.
 
     Raises:
-      ValueError: in `update`, there are more or fewer leaves or units than the
-        parameters had.
+      ValueError: `warmup_norms` is not one of the two words; in `update`, there are
+        more or fewer leaves or units than the parameters had.
 
-    A leaf that is not finite makes all leaves NaN in the warm-up, and later only
-    itself. Such a step changes no gamma.
+    If an element is not finite, all leaves become NaN in the warm-up, and only its own
+    leaf after it. Such a step changes no gamma, nor does a norm of 0. Where norms stay
+    at a higher level, gamma rises by (1 - decay) * (relative_bound - 1) of itself at
+    each step: with the defaults by 0.04%, or tenfold in 5,800 steps.
 
-    With "before" it equals the authors' code for PaddlePaddle, except that theirs has
-    one more step of warm-up; with "after" the algorithm in the paper and the authors'
-    code for Megatron, except that in theirs a leaf whose gradient is 0 once in the
-    warm-up stays 0 forever.
+    `adagc` with "before" equals the authors' code for PaddlePaddle, except that their
+    warm-up has one more step. With "after", it equals the algorithm in the paper and
+    the authors' code for Megatron, except that in their code a leaf whose gradient is 0
+    once in the warm-up stays 0 forever.
 
     References:
       Wang et al., 2025, AdaGC: enhancing LLM pretraining stability via adaptive
       gradient clipping, arXiv:2502.11034.
+
+    See Also:
+      :func:`zclip` clips all leaves by one norm; :func:`clip_by_norm` has a fixed
+      threshold.
 
     Example:
       >>> import clipjax, jax.numpy as jnp
@@ -95,8 +105,8 @@ def adagc(
       >>> print(clipped["a"], f"{clipped['b'][0]:.3f}")
       [0.3 0.4] 0.520
     """
-    relative = limit("relative_bound", relative_bound, scalar=True)
-    cap = limit("max_norm", max_norm, scalar=True)
+    relative = check_bound("relative_bound", relative_bound, scalar=True)
+    cap = check_bound("max_norm", max_norm, scalar=True)
     decay = check_number("decay", decay, "[0, 1)")
     warm = check_count("warmup_steps", warmup_steps, 0)
     check_word("warmup_norms", warmup_norms, get_args(WarmupNorms))
@@ -108,7 +118,7 @@ def adagc(
             for x in params.values
         ]
         gammas = map_units(_infinity_like, norms_of(known, axes_of(params, axes)))
-        # A box of Flax may have a sharding, which is not that of the norms.
+        # A box of Flax may have a sharding, which does not fit the norms.
         tree = unboxed(params.rebuild(gammas))
         return AdagcMemory(tree, jnp.zeros((), np.int32))
 
@@ -120,8 +130,8 @@ def adagc(
         gammas = jax.tree.leaves(memory.gammas)
         treedef: Any = jax.tree.structure(memory.gammas)
         check_same("updates of adagc", *_shapes(gammas, unit_norms))
-        # The metrics are computed of all leaves together: a part for each leaf would be
-        # another kernel to compile.
+        # The metrics are computed from all leaves together, since a part for each leaf
+        # would be another kernel to compile.
         pairs = list(zip(unit_norms, gammas, strict=True))
         all_norms = _stacked(unit_norms)
         all_gammas = _stacked([gamma.astype(n.dtype) for n, gamma in pairs])
@@ -165,13 +175,13 @@ class _Now(NamedTuple):
 
     warming: Scalar
     total: Scalar  # the norm of all leaves
-    cap: Scalar  # its bound in the warm-up
+    cap: Scalar  # the threshold for `total` in the warm-up
     ratio: Scalar  # the relative bound
 
 
 @jax.jit
 def _bound(n: jax.Array, gamma: jax.Array, now: _Now) -> jax.Array:
-    """Return the bound after the warm-up; infinity for an unknown gamma."""
+    """Return the threshold after the warm-up; infinity where gamma is not known."""
     ratio = now.ratio.astype(n.dtype)
     # Infinity times 0 would be NaN in derivatives.
     finite = (gamma < jnp.inf) & (ratio < jnp.inf)
@@ -183,7 +193,7 @@ def _bound(n: jax.Array, gamma: jax.Array, now: _Now) -> jax.Array:
 def _factor(
     n: jax.Array, bound: jax.Array, now: _Now, dtype: DType = None
 ) -> jax.Array:
-    """Return the factor of a leaf, in the warm-up that of all leaves."""
+    """Return the factor of a leaf; in the warm-up it is the factor of all leaves."""
     most = jnp.where(now.warming, now.cap.astype(n.dtype), bound)
     seen = jnp.where(now.warming, now.total.astype(n.dtype), n)
     return factor_to(most, seen, dtype)
@@ -200,7 +210,7 @@ def _clipped(n: jax.Array, bound: jax.Array, now: _Now) -> jax.Array:
 def _next_gamma(
     gamma: jax.Array, bound: jax.Array, n: jax.Array, now: _Now, rate: Any
 ) -> jax.Array:
-    """Return gamma after a norm: the smallest in the warm-up, then the average."""
+    """Return gamma after a norm: the smallest norm in the warm-up, then the average."""
     entering = jnp.where(now.warming, n, jnp.minimum(n, bound))
     usual = jnp.where(gamma < jnp.inf, gamma, entering)
     average = usual + rate * (entering - usual)
@@ -209,9 +219,10 @@ def _next_gamma(
 
 
 def _stacked(each: Sequence[jax.Array]) -> list[jax.Array]:
-    """Stack the single numbers among arrays, by dtype.
+    """Return arrays with their single numbers joined, one array for each dtype.
 
-    XLA would take three times as long to compile a step with 1,000 apart (JAX 0.12).
+    XLA would take three times as long to compile a step with 1,000 separate numbers
+    (JAX 0.12).
     """
     singles: dict[Any, list[jax.Array]] = {}
     for x in each:
@@ -226,9 +237,10 @@ def _shapes(*each: Sequence[jax.Array]) -> list[str]:
 
 
 def _infinity_like(norms: jax.Array) -> jax.Array:
-    """Return infinities, sharded as norms, on the device, in a buffer of their own.
+    """Return infinities in the shape and the sharding of norms, in a new buffer.
 
-    `jnp.full` would need to be told the mesh.
+    They are on the device, even if the norms are in host memory. `jnp.full` would need
+    to be told the mesh.
     """
     if jax.typeof(norms).memory_space == jax.memory.Space.Host:
         norms = jax.device_put(norms, jax.memory.Space.Device)

@@ -1,4 +1,4 @@
-"""Clips whose bounds depend neither on the weights nor on past steps."""
+"""Clips whose thresholds depend neither on the weights nor on past steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 from clipjax._core.aliases import Axes, Bound, Memory, Ord, Step, Tree
-from clipjax._core.bounds import check_order, limit
+from clipjax._core.bounds import check_bound, check_order
 from clipjax._core.checks import check_ord
 from clipjax._core.clip import clip_by_tree_norm, clip_by_unit_norms
 from clipjax._core.door import transformation
@@ -21,22 +21,38 @@ from clipjax._core.units import axes_of, check_axes, map_units, norms_of, size_o
 def clip_by_global_norm(
     max_norm: Bound, ord: Ord = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Clip the norm of all leaves together: x * min(1, max_norm / norm).
+    """Clip the norm of all leaves together.
+
+        x * min(1, max_norm / norm)
+
+    All leaves are multiplied by one factor, so that the direction of the gradient stays
+    the same. Use it when some steps have gradients far larger than usual, as in
+    recurrent networks and transformers: it is the usual first choice.
 
     Args:
-      max_norm: the bound: a number, a scalar array or a schedule `step -> bound`.
+      max_norm: the threshold for the norm, a scalar `Bound`.
       ord: the order of the norm: 1, 2 (the default), any p >= 1, or `jax.numpy.inf`.
 
     Returns:
-      A transformation with the metrics of a clip; `norm` is that of the whole tree.
+      A gradient transformation with the metrics of a clip, where `norm` is the norm of
+      all leaves before the clip.
 
-    Equals `tf.clip_by_global_norm`, `optax.clip_by_global_norm` and Keras'
-    `global_clipnorm`; and torch's `clip_grad_norm_`, except that torch divides by norm
-    + 1e-6: for a norm just above 0.01, its result is smaller by 1e-4 of itself.
+    Equals `tf.clip_by_global_norm` and Keras' `global_clipnorm`. Equals
+    `optax.clip_by_global_norm` for finite gradients in float32. It differs from Optax
+    where one element is infinite: Optax makes that element NaN and all others 0, and
+    here all elements become NaN. It also differs for leaves of 16 bits, whose squares
+    Optax adds in 16 bits, so that its clipped norm may be above the threshold. torch's
+    `clip_grad_norm_` divides by norm + 1e-6: for a norm of 0.01, its result is smaller
+    by 1e-4 of itself.
 
     References:
       Pascanu et al., 2013, On the difficulty of training recurrent neural networks,
       arXiv:1211.5063.
+
+    See Also:
+      :func:`clip_by_norm` clips each leaf by its own norm; :func:`zclip` and
+      :func:`autoclip` find the threshold from past norms;
+      :func:`functional.clip_by_global_norm` clips a tree directly.
 
     Example:
       >>> import clipjax, jax.numpy as jnp
@@ -47,7 +63,7 @@ def clip_by_global_norm(
       >>> print(clipped["w"].round(3), metrics["clip_by_global_norm/norm"])
       [0.6] 5.0
     """
-    bound = limit("max_norm", max_norm, scalar=True)
+    bound = check_bound("max_norm", max_norm, scalar=True)
     order = check_ord(ord)
 
     def act(updates: Leaves, params: Tree, step: Step, memory: Memory, **_: Any) -> Any:
@@ -59,19 +75,32 @@ def clip_by_global_norm(
 def clip_by_norm(
     max_norm: Bound, axes: Axes = None, *, ord: Ord = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Clip the norm of each leaf, or unit: x * min(1, max_norm / |x|).
+    """Clip the norm of each leaf, or of each unit.
+
+        x * min(1, max_norm / |x|)
+
+    Leaves, or units, that are within the threshold do not change when another one is
+    above it. Use it when the gradients of a few layers are large and the other layers
+    should learn at full speed. The direction of the whole gradient changes.
 
     Args:
-      max_norm: the bound: a number, an array that broadcasts to the norms, whose
-        reduced axes have size 1, or a schedule.
-      axes: the axes that are reduced, where ints are for leaves of rank 2 and more.
-        None: each leaf has one norm.
+      max_norm: the threshold for each norm, a `Bound`. An array broadcasts to the norms
+        of every leaf, whose reduced axes have size 1.
+      axes: the axes that are reduced, as `Axes`. None, the default, gives each leaf one
+        norm.
       ord: the order of the norm: 1, 2 (the default), any p >= 1, or `jax.numpy.inf`.
 
     Returns:
-      A transformation with the metrics of a clip; `norm` is the largest of the norms.
+      A gradient transformation with the metrics of a clip, where `norm` is the largest
+      of the norms before the clip.
 
-    Equals `tf.clip_by_norm` with its `axes` for matrices, and Keras' `clipnorm`.
+    Equals Keras' `clipnorm`, which clips each variable, and `tf.clip_by_norm` of each
+    leaf. With `axes`, TensorFlow also reduces vectors, which do not change here.
+
+    See Also:
+      :func:`clip_by_global_norm` clips all leaves by one norm;
+      :func:`clip_by_group_norm` clips groups of leaves; :func:`adaptive_grad_clip`
+      compares with the norm of the weights.
 
     Example:
       >>> import clipjax, jax.numpy as jnp
@@ -81,7 +110,7 @@ def clip_by_norm(
       [[0.6 0.3]
        [0.8 0.4]]
     """
-    bound = limit("max_norm", max_norm)
+    bound = check_bound("max_norm", max_norm)
     order = check_ord(ord)
     axes = check_axes(axes)
 
@@ -95,25 +124,39 @@ def clip_by_norm(
 def clip_by_rms(
     threshold: Bound, axes: Axes = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Clip the root mean square of each leaf, or unit: x * min(1, threshold / rms(x)).
+    """Clip the root mean square (RMS) of each leaf, or of each unit.
+
+        x * min(1, threshold / rms(x)),  rms(x) = |x| / sqrt(number of elements)
+
+    An RMS does not grow with the size of a leaf, so that one threshold suits small and
+    large leaves. Use it to clip the updates of an optimizer with a scale of its own,
+    such as Adam, in front of the learning rate, as Adafactor does:
+    `optax.chain(optax.scale_by_adam(), clipjax.clip_by_rms(1.0),
+    optax.scale_by_learning_rate(1e-3))`. After the learning rate, updates are too small
+    to be clipped.
 
     Args:
-      threshold: the bound on the RMS: a number, an array that broadcasts to the units,
-        or a schedule.
-      axes: the axes that are reduced, as in :func:`clip_by_norm`. None: each leaf has
-        one RMS.
+      threshold: the threshold for each RMS, a `Bound`. An array broadcasts to the units
+        of every leaf.
+      axes: the axes that are reduced, as `Axes`. None, the default, gives each leaf one
+        RMS.
 
     Returns:
-      A transformation with the metrics of a clip; `norm` is the largest RMS.
+      A gradient transformation with the metrics of a clip, where `norm` is the largest
+      RMS before the clip.
 
-    Equals `optax.clip_by_block_rms` and Adafactor's update clipping, which is in front
-    of the learning rate: `optax.chain(optax.scale_by_adam(), clipjax.clip_by_rms(1.0),
-    optax.scale_by_learning_rate(1e-3))`. Behind it, updates are too small to be
-    clipped.
+    Equals Adafactor's update clipping and `optax.clip_by_block_rms`. It differs from
+    Optax where the threshold is 0, for which Optax returns NaN for gradients of 0, and
+    where an element is infinite: Optax makes that element NaN and the others 0, and
+    here all elements of the unit become NaN.
 
     References:
       Shazeer and Stern, 2018, Adafactor: adaptive learning rates with sublinear memory
       cost, arXiv:1804.04235.
+
+    See Also:
+      :func:`clip_by_norm` clips the norm; :func:`relative_update` gives updates the
+      norm of the weights.
 
     Example:
       >>> import clipjax, jax.numpy as jnp
@@ -122,7 +165,7 @@ def clip_by_rms(
       >>> print(tx.update(grads, tx.init(grads))[0].round(3))
       [1. 1. 1. 1.]
     """
-    bound = limit("threshold", threshold)
+    bound = check_bound("threshold", threshold)
     axes = check_axes(axes)
 
     def rms_of(norm: jnp.ndarray, x: jnp.ndarray, reduced: Any) -> jnp.ndarray:
@@ -144,27 +187,39 @@ def clip_by_value(
     *,
     low: Bound | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Clip each entry to `[-bound, bound]` or `[low, high]`: min(max(x, low), high).
+    """Clip each element to `[-bound, bound]`, or to `[low, high]`.
+
+        min(max(x, low), high)
+
+    Elements do not influence each other, so that the direction of the gradient changes.
+    Use it when single elements are extreme and a norm would scale all others down with
+    them, or to reproduce a published training run.
 
     Args:
-      bound: the bound on absolute values. Two positional arguments are `low` and
-        `high`.
-      high: the upper limit: a number, an array that broadcasts to every leaf, or a
-        schedule; infinity for none.
-      low: the lower limit, likewise.
+      bound: the threshold for absolute values, a `Bound`; an array broadcasts to every
+        leaf. Two positional arguments are `low` and `high`.
+      high: the upper threshold, a `Bound` of any sign; infinity for none.
+      low: the lower threshold, a `Bound` of any sign; minus infinity for none.
 
     Returns:
-      A transformation with the metrics of a clip; `norm` is the largest absolute entry.
+      A gradient transformation with the metrics of a clip, where `norm` is the largest
+      absolute element before the clip.
 
     Raises:
-      TypeError, ValueError: `low` is above `high`; one of the two is missing. In
-        `update`: a leaf is complex, and there are two limits.
+      TypeError: `low` or `high` is given without the other, or `bound` is missing; in
+        `init` or `update`, a leaf is complex and there are two thresholds.
+      ValueError: `low` is above `high`.
 
-    An infinite entry becomes the limit, and NaN stays NaN, as in TensorFlow. A limit
-    that a leaf's dtype cannot represent is rounded inward.
+    An infinite element becomes the threshold, and NaN stays NaN.
 
     Equals `tf.clip_by_value`, `optax.clip`, Keras' `clipvalue` and torch's
-    `clip_grad_value_`.
+    `clip_grad_value_`, except that a threshold which the dtype of a leaf cannot
+    represent is rounded toward the inside of the interval. In float32, 0.1 becomes
+    0.09999999 here, and 0.1 + 1.5e-9 elsewhere.
+
+    See Also:
+      :func:`clip_by_norm` and :func:`clip_by_global_norm` keep the direction;
+      :func:`box` is the projection of weights.
 
     Example:
       >>> import clipjax, jax.numpy as jnp
@@ -175,9 +230,12 @@ def clip_by_value(
     """
     low, high = check_limits(bound, high, low)
     if low is None:
-        lowest, highest = None, limit("bound", high)
+        lowest, highest = None, check_bound("bound", high)
     else:
-        lowest, highest = limit("low", low, -np.inf), limit("high", high, -np.inf)
+        lowest, highest = (
+            check_bound("low", low, -np.inf),
+            check_bound("high", high, -np.inf),
+        )
         check_order(low, high)
 
     def act(updates: Leaves, params: Tree, step: Step, memory: Memory, **_: Any) -> Any:

@@ -1,4 +1,4 @@
-"""One norm and one bound for each group of leaves."""
+"""A clip with one norm and one threshold for each group of leaves."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import optax
 
 from clipjax._core.aliases import Bound, Memory, Metrics, Ord, Step, Tree
-from clipjax._core.bounds import limit
+from clipjax._core.bounds import check_bound
 from clipjax._core.checks import check_ord
 from clipjax._core.clip import clip, factor_to, metrics_of, smallest_scale
 from clipjax._core.door import transformation
@@ -20,20 +20,33 @@ from clipjax._core.norms import largest, tree_norm
 def clip_by_group_norm(
     max_norms: Mapping[str, Bound], *, ord: Ord = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Clip the norm of each group of leaves: x * min(1, max_norm / norm of its group).
+    """Clip the norm of each group of leaves.
+
+        x * min(1, max_norm / norm of the group of x)
+
+    Use it when the parts of a model have gradients of different sizes, such as an
+    encoder and a head, or the policy and the value function of an agent.
 
     Args:
-      max_norms: a mapping from path patterns to bounds: numbers, scalar arrays or
-        schedules. A leaf belongs to the first pattern that matches it; leaves that none
-        matches are not changed. `{"encoder/*": 1.0, "*": 0.1}` clips the encoder, and
-        all the rest together.
+      max_norms: a mapping from path patterns to thresholds, each a scalar `Bound`. A
+        leaf belongs to the first pattern that matches it, and a leaf that no pattern
+        matches does not change. `{"encoder/*": 1.0, "*": 0.1}` clips the encoder to
+        1.0, and all other leaves together to 0.1.
       ord: the order of the norms: 1, 2 (the default), any p >= 1, or `jax.numpy.inf`.
 
     Returns:
-      A transformation with the metrics of a clip (the largest norm, the smallest
-      scale), and those of each group as `<pattern>/norm`, `<pattern>/scale` and so on.
+      A gradient transformation with the metrics of a clip, where `norm` is the largest
+      norm of a group and `scale` the smallest factor. The metrics of each group are
+      `<pattern>/norm`, `<pattern>/scale` and so on.
+
+    Raises:
+      TypeError: `max_norms` is not a mapping from path patterns.
 
     Equals one :func:`clip_by_global_norm` for each group.
+
+    See Also:
+      :func:`matching` applies any other transformation to a group, with `optax.masked`;
+      :func:`clip_by_norm` clips each leaf alone.
 
     Example:
       >>> import clipjax, jax.numpy as jnp
@@ -53,7 +66,7 @@ def clip_by_group_norm(
         )
     patterns = check_patterns("max_norms", tuple(max_norms))
     bounds = {
-        pattern: limit(f"max_norms[{pattern!r}]", max_norms[pattern], scalar=True)
+        pattern: check_bound(f"max_norms[{pattern!r}]", max_norms[pattern], scalar=True)
         for pattern in patterns
     }
     order = check_ord(ord)
@@ -92,7 +105,7 @@ def _metrics_of_group(norm: Any, bound: Any) -> Metrics:
 
 
 def _together(of_groups: list[Metrics]) -> Metrics:
-    """Return the metrics of all groups: the largest norms, and the smallest scale."""
+    """Return the metrics of all groups: the largest norms, and the smallest factor."""
     norm = largest(group["norm"] for group in of_groups)
     after = largest(group["norm_after"] for group in of_groups)
     scale = smallest_scale([group["scale"] for group in of_groups])

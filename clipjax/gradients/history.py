@@ -1,4 +1,4 @@
-"""Bounds that follow past norms: what the methods for whole trees share."""
+"""What the clips of the global norm with a threshold from past norms share."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,18 +20,20 @@ def clip_by_history(
     bound_of: Callable[[jax.Array, Any, Any], tuple[jax.Array, Any]],
     initial: Callable[[Any], Any],
 ) -> optax.GradientTransformationExtraArgs:
-    """Clip the norm of the whole tree to a bound that depends on past norms.
+    """Clip the norm of the whole tree to a threshold that depends on past norms.
 
     Args:
       name: the first part of the names of its metrics, which are those of a clip and
-        `threshold`, the bound.
-      bound_of: a function `bound_of(norm, memory, step) -> (bound, memory)`. For
-        derivatives, the memory is a constant, and the norm of this step is not.
+        `threshold`.
+      bound_of: a function `bound_of(norm, memory, step) -> (threshold, next memory)`.
+        Derivatives take the memory for a constant, and the norm of this step for a
+        variable.
       initial: makes the memory before the first step, a NamedTuple of arrays, from the
         dtype of the norm.
 
     Returns:
-      A transformation. A norm that is 0 or not finite does not change its memory.
+      A gradient transformation. A norm that is 0 or not finite does not change its
+      memory.
     """
 
     def act(updates: Leaves, params: Tree, step: Step, memory: Memory, **_: Any) -> Any:
@@ -50,16 +52,17 @@ def norm_dtype(leaves: Leaves) -> Any:
 
 
 def is_counted(norm: jax.Array) -> jax.Array:
-    """Return whether the norm of a step says something about those of others.
+    """Return whether statistics take in the norm of a step.
 
-    One that is not finite does not, nor does 0, as of a masked batch: it would pull
-    thresholds to 0, for good.
+    They leave out a norm that is not finite, and a norm of 0, as masked batches have
+    it: it says nothing of the level of the others, and would pull thresholds to 0 for
+    good.
     """
     return (norm > 0) & (norm < jnp.inf)
 
 
 def if_counted(norm: jax.Array, new: Any, old: Any) -> Any:
-    """Return the new memory if the norm is counted, else the old one, as a constant."""
+    """Return the new memory if the norm is counted, else the old one, as constants."""
 
     def choose(new: jax.Array, old: jax.Array) -> jax.Array:
         return lax.stop_gradient(

@@ -18,16 +18,24 @@ from clipjax.gradients.skipping import skipping
 
 
 def zero_nonfinite() -> optax.GradientTransformationExtraArgs:
-    """Replace NaN and infinite entries by 0, and count them.
+    """Replace NaN and infinite elements by 0, and count them.
 
-    In front of a clip this keeps one bad entry from making all others NaN.
-    :func:`skip_nonfinite` skips the whole step instead.
+        x if x is finite, else 0
+
+    Use it in front of a clip when single elements are not finite and the others are
+    worth a step. Without it, a clip makes all elements NaN that share a norm with such
+    an element. When whole batches are corrupted, use :func:`skip_nonfinite`.
 
     Returns:
-      A transformation with the metrics `zeroed_entries`, how many so far, and
-      `nonfinite_steps`, at how many steps.
+      A gradient transformation with the metrics `zeroed_entries`, the number of
+      elements that were replaced in all steps, and `nonfinite_steps`, the number of
+      steps with such an element.
 
-    Equals `optax.zero_nans`, and replaces infinities, too.
+    Equals `optax.zero_nans`, except that it replaces infinite elements too, and counts.
+
+    See Also:
+      :func:`skip_nonfinite` skips the whole step; :func:`bounded` takes
+      `nonfinite="zero"`.
 
     Example:
       >>> import clipjax, jax.numpy as jnp
@@ -40,9 +48,9 @@ def zero_nonfinite() -> optax.GradientTransformationExtraArgs:
 
     def act(updates: Leaves, params: Tree, step: Step, memory: Memory, **_: Any) -> Any:
         bad = [(~jnp.isfinite(x)).astype(np.uint8) for x in updates.floats]
-        # In float32, which rounds large counts, but does not wrap where billions of
-        # elements are NaN. Flags are bytes, since XLA on a CPU writes what it counts to
-        # memory.
+        # The count is float32, which rounds large counts, but does not wrap where
+        # billions of elements are NaN. Flags are bytes, since XLA on a CPU writes what
+        # it counts to memory.
         zeroed = tree_total(bad, ord=1)
         values = [_zeroed(x) if is_float(x) else x for x in updates.values]
         most = np.float32(2**31 - 128)  # the largest float32 that fits int32
@@ -66,31 +74,42 @@ def skip_nonfinite(
 ) -> optax.GradientTransformationExtraArgs:
     """Skip every step whose gradients, or whose loss, are NaN or infinite.
 
-    Such a step returns updates of -0.0, which change no bit of the weights, and keeps
-    the whole inner state: moments, schedules and statistics. The inner step is computed
-    all the same, and not used. One that decomposes matrices, as GaLore's, may not end
-    on a CPU if one is infinite: put :func:`zero_nonfinite` in front of it, inside. What
-    the model stores in its forward pass, such as the running statistics of batch norm,
-    is not part of the state.
+    Use it around the whole optimizer when corrupted batches, or overflow in 16 bits,
+    must not reach the weights. At a skipped step the updates are -0.0, which change no
+    bit of the weights, and the whole inner state stays as it was: moments, schedules
+    and statistics.
+
+    The inner step is computed all the same, and its result is not used. An inner step
+    that decomposes matrices, as GaLore's does, may not end on a CPU if an element is
+    infinite: put :func:`zero_nonfinite` in front of it, within the skip. What the model
+    stores in its forward pass, such as the running statistics of batch norm, is not
+    part of the optimizer state: :func:`unless_skipped` keeps it.
 
     Args:
       optimizer: a gradient transformation, usually a whole chain.
-      max_consecutive: after this many skipped steps, the next ones are taken whatever
-        they contain, until one is finite. None: every such step is skipped.
+      max_consecutive: the number of steps in a row that may be skipped. After them, all
+        steps are applied, whatever they contain, until a step is finite. None, the
+        default, skips every step that is not finite.
 
     Returns:
-      A transformation with the metrics `norm`, `skipped`, `skipped_last` (1 or 0),
-      `skipped_in_a_row`, and by reason `nonfinite_count` for gradients and
-      `nonfinite_loss_count`. `update(grads, state, params, loss=loss)` checks a loss as
-      well, and passes it on; on several devices their mean. In `pmap` take that
-      yourself.
+      A gradient transformation with the metrics `norm`, `skipped` (the number of
+      skipped steps), `skipped_last` (1 or 0), `skipped_in_a_row`, and the number of
+      steps by reason: `nonfinite_count` for gradients and `nonfinite_loss_count` for
+      the loss. `update(grads, state, params, loss=loss)` checks a loss too, and passes
+      it on. On several devices it checks the mean of their losses; in `pmap`, compute
+      that mean yourself.
 
     Raises:
       TypeError: `optimizer` is not a gradient transformation; in `update`, `loss` is
         not a real scalar.
 
-    Equals `optax.apply_if_finite` with `max_consecutive`, and checks the loss and the
-    norm, too.
+    Equals `optax.apply_if_finite` with `max_consecutive_errors=max_consecutive`, except
+    that it also skips a step whose loss is not finite, or whose norm overflows although
+    all elements are finite.
+
+    See Also:
+      :func:`skip_spikes` also skips outlier steps; :func:`zero_nonfinite` replaces
+      single elements; :func:`bounded` takes `nonfinite="skip"`.
 
     Example:
       >>> import clipjax, optax, jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Bounds at a quantile of the norms of past steps."""
+"""Clips whose threshold is a quantile of the norms of past steps."""
 
 from __future__ import annotations
 
@@ -25,32 +25,47 @@ from clipjax.gradients.window import (
 class QuantileMemory(NamedTuple):
     """What :func:`clip_by_quantile` remembers."""
 
-    max_norm: jax.Array  # float: the bound of the next step
+    max_norm: jax.Array  # float: the threshold of the next step
 
 
 def autoclip(
     percentile: Number = 10.0, *, window: SupportsIndex = 1000
 ) -> optax.GradientTransformationExtraArgs:
-    """Clip the norm of all leaves to a percentile of the last norms and this one.
+    """Clip the norm of all leaves to a percentile of the last norms.
+
+        x * min(1, c / norm),  c = percentile of the last `window` norms, with this one
+
+    Use it when you know what fraction of the steps to clip, and no threshold: with a
+    percentile of 10, some 90% of the steps are clipped. The threshold follows a new
+    level of the norms within `window` steps.
 
     Args:
-      percentile: 0, or from 1 to 100, in percent; interpolated as by
-        `numpy.percentile`.
-      window: how many norms to keep. The state holds that many floats, and each step
-        sorts them: tens of microseconds for 1000 on a CPU.
+      percentile: the percentile in percent, 10 by default: 0, or from 1 to 100. It is
+        interpolated as by `numpy.percentile`.
+      window: the number of norms to keep, 1000 by default. The state has one float for
+        each, and each step sorts them, which takes tens of microseconds for 1000 norms
+        on a CPU.
 
     Returns:
-      A transformation with the metrics of a clip and `threshold`, the percentile.
+      A gradient transformation with the metrics of a clip and `threshold`, the
+      percentile c.
 
-    The first step is never clipped. A norm of 0 is left out. A new level is followed
-    within `window` steps.
+    Raises:
+      ValueError: `percentile` is above 0 and below 1, as if it were a fraction.
 
-    Equals the authors' `autoclip` for the first `window` steps. Their history has no
-    end.
+    The first step is never clipped. The window takes in no norm that is 0 or not
+    finite.
+
+    Equals the authors' `autoclip` for the first `window` steps if all norms are finite
+    and above 0. The authors keep all norms of a run.
 
     References:
       Seetharaman et al., 2020, AutoClip: adaptive gradient clipping for source
       separation networks, arXiv:2007.14469.
+
+    See Also:
+      :func:`clip_by_quantile` tracks a quantile without a window; :func:`zclip` clips
+      only outliers; :func:`suggest` replays the norms of a run.
 
     Example:
       >>> import clipjax, jax.numpy as jnp
@@ -65,7 +80,7 @@ def autoclip(
     if not isinstance(percentile, jax.core.Tracer) and 0 < percentile < 1:
         raise ValueError(
             "percentile is in percent, such as 10.0 for the tenth percentile, got "
-            f"{percentile}; clip_by_quantile takes a share"
+            f"{percentile}; clip_by_quantile takes a fraction"
         )
     window = check_count("window", window, 1)
 
@@ -86,21 +101,26 @@ def clip_by_quantile(
     learning_rate: Number = 0.2,
     initial_max_norm: Number = 1.0,
 ) -> optax.GradientTransformationExtraArgs:
-    """Clip the norm of all leaves to a bound that tracks a quantile of the norms.
+    """Clip the norm of all leaves to a threshold that tracks a quantile of the norms.
 
-    It keeps no history. After each step c <- c * exp(-learning_rate * (b - quantile)),
-    where b is 1 if the norm was at most c, and 0 else. So c settles where that share of
-    the norms is at most c.
+        x * min(1, c / norm)
+        then  c <- c * exp(-learning_rate * (b - quantile)),  b = 1 if norm <= c, else 0
+
+    The threshold c settles where the fraction `quantile` of the norms is at most c. Use
+    it when you know what fraction of the steps to leave unclipped, and want a state of
+    one number.
 
     Args:
-      quantile: the share of the steps that is not clipped, in (0, 1).
-      learning_rate: bounds the change of log c in one step; above 0.
-      initial_max_norm: the bound of the first step, above 0; best a usual norm. A bound
-        far above all norms falls by `learning_rate * (1 - quantile)` of itself a step.
+      quantile: the fraction of the steps that is not clipped, in (0, 1), 0.5 by
+        default.
+      learning_rate: the largest change of log c in one step, above 0, 0.2 by default.
+      initial_max_norm: the threshold of the first step, above 0, 1.0 by default. Give a
+        usual norm: a threshold far above all norms falls by about `learning_rate * (1 -
+        quantile)` of itself at each step.
 
     Returns:
-      A transformation with the metrics of a clip and `threshold`, the bound c of this
-      step.
+      A gradient transformation with the metrics of a clip and `threshold`, the c of
+      this step.
 
     Equals the geometric update of the paper with one norm a step and without its noise.
     Differential privacy would need the norms of single examples, and noise added to b.
@@ -108,6 +128,10 @@ def clip_by_quantile(
     References:
       Andrew et al., 2021, Differentially private learning with adaptive clipping,
       arXiv:1905.03871.
+
+    See Also:
+      :func:`autoclip` takes the quantile of a window of norms; :func:`suggest` replays
+      the norms of a run.
 
     Example:
       >>> import clipjax, jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The clip relative to the weights."""
+"""A clip whose threshold is relative to the weights."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from clipjax._core.aliases import (
     Step,
     Tree,
 )
-from clipjax._core.bounds import limit
+from clipjax._core.bounds import check_bound
 from clipjax._core.checks import check_number
 from clipjax._core.clip import clip_by_unit_norms
 from clipjax._core.door import transformation
 from clipjax._core.leaves import Leaves, beside
 from clipjax._core.units import axes_of, check_axes, map_units, norms_of, unclear_error
 
-# Below this no norm is measured, and divided by it none overflows.
+# The smallest norm that is measured; no norm overflows when it is divided by it.
 _LEAST = 1e-18
 
 
@@ -34,30 +34,45 @@ def adaptive_grad_clip(
     eps: Number = 1e-3,
     axes: AutoAxes = "auto",
 ) -> optax.GradientTransformationExtraArgs:
-    """Clip each unit's gradient to a share of its weights: |g| <= clipping * |w|.
+    """Clip the gradient of each output unit to a fraction of the norm of its weights.
 
-    The paper does not clip the classifier's head: `axes={"head/*": clipjax.SKIP, "*":
-    "auto"}`.
+        g * min(1, clipping * max(|w|, eps) / |g|)
+
+    With SGD, a step then changes no output unit by more than the fraction
+    `learning_rate * clipping`. Use it for networks without normalization layers that
+    are trained with SGD, as in the paper. The paper does not clip the head of a
+    classifier: `axes={"head/*": clipjax.SKIP, "*": "auto"}`.
 
     Args:
-      clipping: the share: a number, an array that broadcasts to the units, or a
-        schedule.
-      eps: the smallest norm of weights that counts, so that weights of 0 can move: a
-        number; 1e-18 if it is less.
-      axes: the axes that are reduced. "auto": all but the last for ranks 2 and 4, all
-        for less; rank 3, and 5 and more, may be stacks of layers or heads, and are an
-        error.
+      clipping: the threshold for |g| / |w|, a `Bound`, 0.01 by default. An array
+        broadcasts to the output units.
+      eps: the smallest norm of weights that counts, 1e-3 by default, so that weights of
+        0 can move. A number below 1e-18 counts as 1e-18.
+      axes: the axes that are reduced, as `Axes`. "auto", the default, reduces all axes
+        but the last of ranks 2 and 4, and all axes of lower ranks. Leaves of rank 3,
+        and of rank 5 and more, may be stacks of layers or heads, and raise an error.
 
     Returns:
-      A transformation that needs `params` in `update`. Its metric `norm` is the largest
-      |g| / max(|w|, eps), the number that is compared with `clipping`.
+      A gradient transformation that needs `params` in `update`. Its metrics are those
+      of a clip, where `norm` is the largest |g| / max(|w|, eps), the number that is
+      compared with `clipping`.
 
-    Equals the rule of the paper, of timm and of `optax.adaptive_grad_clip`, except that
-    Optax takes a kernel (1, out) for one vector, and reduces the first axis of rank 3.
+    Raises:
+      ValueError: in `init` with `axes="auto"`, the rank of a leaf does not tell its
+        axes; in `update`, `params` are missing, or differ from the gradients in
+        structure or shape.
+
+    Equals the rule of the paper and of timm and, for finite gradients,
+    `optax.adaptive_grad_clip` with two exceptions: Optax takes a kernel of shape (1,
+    out) for one vector, and reduces only the first axis of rank 3.
 
     References:
       Brock et al., 2021, High-performance large-scale image recognition without
       normalization, arXiv:2102.06171.
+
+    See Also:
+      :func:`relative_update` gives updates the norm of the weights; :func:`max_norm`
+      bounds the weights themselves.
 
     Example:
       >>> import clipjax, jax.numpy as jnp
@@ -68,7 +83,7 @@ def adaptive_grad_clip(
       >>> print(jnp.linalg.norm(clipped, axis=0).round(6))
       [5.e-02 1.e-05]
     """
-    bound = limit("clipping", clipping)
+    bound = check_bound("clipping", clipping)
     eps = check_number("eps", eps, "[0, inf)")
     axes = check_axes(axes, auto=_fan_in_or_all)
 
@@ -87,7 +102,7 @@ def adaptive_grad_clip(
 
 
 def _fan_in_or_all(path: Path, leaf: Any) -> Reduced:
-    """Reduce as `fan_in`, and over all of a bias; other ranks may be stacks."""
+    """Reduce as `fan_in`, and a bias as a whole; raise for ranks that may be stacks."""
     if len(leaf.shape) not in (0, 1, 2, 4):
         raise unclear_error(path, leaf)
     return tuple(range(len(leaf.shape) - 1)) or None

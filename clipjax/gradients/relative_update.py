@@ -1,4 +1,4 @@
-"""Updates of the size of the weights."""
+"""Updates with the norm of the weights."""
 
 from __future__ import annotations
 
@@ -25,30 +25,44 @@ from clipjax._core.units import (
 def relative_update(
     *, axes: AutoAxes = "auto"
 ) -> optax.GradientTransformationExtraArgs:
-    """Give each unit's update the norm of its weights: u * |w| / |u|.
+    """Give the update of each unit the norm of its weights.
 
-    In front of the learning rate, which is then the share by which weights change. With
-    :func:`keep_norm` as the last link this is AdamH: `clipjax.chain(
-    optax.scale_by_adam(), clipjax.relative_update(),
-    optax.scale_by_learning_rate(1e-2), clipjax.keep_norm())`.
+        u * |w| / |u|
+
+    Use it in front of the learning rate, which is then the fraction by which weights
+    change at each step. With :func:`keep_norm` as the last transformation this is
+    AdamH, fixed-norm ("hyperball") training: `clipjax.chain(optax.scale_by_adam(),
+    clipjax.relative_update(), optax.scale_by_learning_rate(1e-2),
+    clipjax.keep_norm())`.
 
     Args:
-      axes: the axes that are reduced, as in :func:`keep_norm`. "auto": a matrix is one
-        unit; vectors and scalars are not changed; rank 3 and more is an error.
+      axes: the axes that are reduced, as `Axes`. "auto", the default, takes a matrix as
+        one unit, does not change vectors and scalars, and raises an error for rank 3
+        and more, as in :func:`keep_norm`.
 
     Returns:
-      A transformation that needs `params` in `update`. Its metric `norm` is the largest
-      |u| / |w|, before it.
+      A gradient transformation that needs `params` in `update`. Its metric `norm` is
+      the largest |u| / |w| before the update is rescaled.
 
-    Where one of the norms is 0 the update stays as it is. Entries that are not finite
-    make all of their unit NaN.
+    Raises:
+      ValueError: in `init` with `axes="auto"`, a leaf has rank 3 or more, or no leaf
+        has rank 2; in `update`, `params` are missing, or differ from the updates in
+        structure or shape.
 
-    Equals `optax.scale_by_trust_ratio()` where each leaf is one unit, `axes=None`.
+    An update stays as it is where |u| or |w| is 0.
+
+    Equals `optax.scale_by_trust_ratio()` if each leaf is one unit, `axes=None`, except
+    for an element that is not finite: here the whole unit becomes NaN, and in Optax an
+    infinite element leaves 0 elsewhere.
 
     References:
-      You et al., 2017, Large batch training of convolutional networks,
-      arXiv:1708.03888 (LARS); You et al., 2020, Large batch optimization for deep
-      learning, arXiv:1904.00962 (LAMB).
+      You et al., 2017, Large batch training of convolutional networks, arXiv:1708.03888
+      (LARS); You et al., 2020, Large batch optimization for deep learning,
+      arXiv:1904.00962 (LAMB).
+
+    See Also:
+      :func:`keep_norm` keeps the norm of the weights; :func:`adaptive_grad_clip` only
+      reduces gradients.
 
     Example:
       >>> import clipjax, jax.numpy as jnp
@@ -74,6 +88,6 @@ def relative_update(
 
 
 def _ratio(norm: jnp.ndarray, weight_norm: jnp.ndarray) -> jnp.ndarray:
-    """Return |u| / |w|: 0 for a weight of 0, and NaN for one that is not finite."""
+    """Return |u| / |w|: 0 if the weights are 0, and NaN if they are not finite."""
     whole = jnp.where(weight_norm > 0, weight_norm, jnp.inf)
     return norm / whole + 0 * weight_norm

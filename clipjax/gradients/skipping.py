@@ -19,7 +19,7 @@ from clipjax._core.norms import over_devices, sum_dtype, tree_norm
 from clipjax._core.states import BadSteps, saturating_add
 from clipjax.gradients.history import norm_dtype
 
-# compare(norm, loss, past, step) -> (whether they are a spike, the next past, metrics)
+# compare(norm, loss, past, step) -> (whether it is an outlier, the next past, metrics)
 Compare: TypeAlias = Callable[
     [Scalar, Scalar | None, Any, Scalar], tuple[Any, Any, Metrics]
 ]
@@ -28,9 +28,9 @@ Compare: TypeAlias = Callable[
 class SkipMemory(NamedTuple):
     """What a transformation that skips steps remembers."""
 
-    past: Memory  # what it compares a step with
-    # int32: the steps skipped in a row; negative while bad steps are taken, since so
-    # many were skipped before them
+    past: Memory  # what a step is compared with
+    # int32: the number of steps skipped in a row. It is negative while bad steps are
+    # applied because this many steps were skipped before them.
     in_a_row: Scalar
     inner: Any  # the state of the inner transformation
 
@@ -42,10 +42,10 @@ def skipping(
     compare: Compare,
     initial: Callable[[Any], Any] = lambda dtype: (),
 ) -> optax.GradientTransformationExtraArgs:
-    """Make a transformation that skips steps which are not finite, or spikes.
+    """Make a transformation that skips steps which are outliers or not finite.
 
-    `compare` says what is a spike; `initial` makes the first past, from the dtype of
-    the norm.
+    `compare` decides whether a step is an outlier; `initial` makes its first `past`
+    from the dtype of the norm.
     """
     check_transformation("optimizer", optimizer)
     inner = optax.with_extra_args_support(optimizer)
@@ -98,11 +98,11 @@ def skipping(
 
 
 def unless(waits: Scalar, updates: Tree, old: Tree, new: Tree) -> tuple[Any, Any]:
-    """Return the updates and the new state, or updates of nothing and the old one.
+    """Return the updates and the new state, or, if `waits`, zeros and the old state.
 
-    The old state is returned in the dtypes of the new one. Elements are selected: a
-    `lax.cond` copies the state and keeps all updates on a TPU, and waits for the host
-    on a GPU (JAX 0.12).
+    The old state is returned in the dtypes of the new one. Elements are selected, since
+    a `lax.cond` copies the state and keeps all updates in memory on a TPU, and waits
+    for the host on a GPU (JAX 0.12).
     """
 
     # The new tree first: the names of its tables are known.
@@ -122,7 +122,7 @@ def _nothing(x: Any) -> jax.Array:
 
 
 def loss_of(extra: Mapping[str, Any]) -> Scalar | None:
-    """Return the mean over devices of the loss that `update` got, if it got one."""
+    """Return the loss that `update` got, as the mean over devices, or None."""
     loss = extra.get("loss")
     if loss is None:
         return None

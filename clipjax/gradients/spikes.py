@@ -1,4 +1,4 @@
-"""Skipping steps whose gradients or loss are far larger than usual."""
+"""A skip of outlier steps, whose gradients or loss are far larger than usual."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from clipjax._core.aliases import Bound, Memory, Step
-from clipjax._core.bounds import limit
+from clipjax._core.bounds import check_bound
 from clipjax._core.checks import check_count
 from clipjax.gradients.skipping import skipping
 from clipjax.gradients.window import (
@@ -27,24 +27,23 @@ from clipjax.gradients.window import (
 # standard deviation.
 _STD_PER_MAD = 1.4826
 
-# The smallest standard deviations of logarithms, of norms and of losses: a norm within
-# 5% of the usual one is never an outlier, nor a loss within 1%, since bfloat16 rounds a
-# loss in steps of up to 0.8%.
+# The smallest standard deviations of logarithms, for norms and for losses, so that
+# noise is no outlier: bfloat16 rounds a loss in steps of up to 0.8%.
 _LEAST_STDS = (0.05, 0.01)
 
-# The largest standard deviation of logarithms: with 6 of them, 20 times the level is an
-# outlier however much values vary.
+# The largest standard deviation of logarithms: 6 times this number makes 20 times the
+# level an outlier, however much values vary.
 _MOST_STD = 0.5
 
-# The defaults, for those who want to know what `skip_spikes` would skip.
+# The defaults, also for `record_norms`, which keeps what `skip_spikes` would skip.
 Z_THRESHOLD = 6.0
 WINDOW = 64
 
-# With 16 values and more there is a trend. It may not go on: the level is at least the
-# median of the last 16.
+# With 16 values and more there is a trend. The trend may end, so the level is at least
+# the median of the last 16 values.
 _RECENT = 16
 
-# In place of 0 and less, which have no logarithm.
+# This number replaces values of 0 and less, which have no logarithm.
 _LEAST_VALUE = 1e-30
 
 
@@ -57,51 +56,63 @@ def skip_spikes(
     warmup_steps: SupportsIndex | None = None,
     max_consecutive: SupportsIndex | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Skip every step whose gradients or loss are not finite, or far larger than usual.
+    """Skip every step whose gradients or loss are far larger than usual, or not finite.
 
-    A step is an outlier if the logarithm of its norm is more than `z_threshold`
-    standard deviations above the trend of the last norms, y[1] (oldest) to y[k]:
+    Use it around the whole optimizer when corrupted batches give finite gradients that
+    a clip would still apply. A step is an outlier if the logarithm of its norm is more
+    than `z_threshold` standard deviations above the trend of the last norms, whose
+    logarithms are y[1] (the oldest) to y[k]:
 
         b = median of (y[i + k - h] - y[i]) / (k - h),  h = k // 2, i = 1 … h
         e[i] = y[i] + b (k + 1 - i)
         level = max(median of e, median of the last 16 y)
         z = (log(norm) - level) / (1.4826 median of |e - median of e|)
 
-    With fewer than 16 norms b is 0. Norms of the first steps, which fall fast, are thus
-    not taken for noise. Losses are compared likewise, without logarithms if one in the
-    window is not positive. The standard deviation of logarithms counts as at least 0.05
-    for norms and 0.01 for losses, and as at most 0.5: with the default threshold, 20
-    times the level is always an outlier.
+    With fewer than 16 norms b is 0. The slope b keeps the norms of the first steps,
+    which fall fast, from being taken for noise. Losses are compared in the same way,
+    but without logarithms if a loss in the window is not positive. The standard
+    deviation of the logarithms counts as at least 0.05 for norms and 0.01 for losses,
+    and as at most 0.5: with the default `z_threshold`, 20 times the level is always an
+    outlier.
 
     Args:
       optimizer: a gradient transformation, usually a whole chain.
-      z_threshold: how many standard deviations a value may be above the trend: a
-        number or a schedule.
-      max_norm: a norm above this is always a spike: a number or a schedule.
-      window: how many of the last norms and losses to keep.
-      warmup_steps: how many there must be before they are compared, at most `window`.
-        None is 16, or half of a window below 32.
-      max_consecutive: as in :func:`skip_nonfinite`.
+      z_threshold: the number of standard deviations above the trend from which on a
+        value is an outlier, a scalar `Bound`, 6.0 by default.
+      max_norm: the norm above which a step is always an outlier, a scalar `Bound`;
+        infinity, the default, is none.
+      window: the number of last norms, and of last losses, to keep, 64 by default.
+      warmup_steps: the number of norms, and of losses, that must be in the window
+        before a value is compared with them, at most `window`. None, the default, is
+        16, or half of a window below 32.
+      max_consecutive: the number of steps in a row that may be skipped, as in
+        :func:`skip_nonfinite`; None, the default, is no limit.
 
     Returns:
-      A transformation with the metrics of :func:`skip_nonfinite`, `norm_spike_count`,
-      `loss_spike_count`, and `norm`, `z_score` and `threshold` of the norm, and `loss`,
-      `loss_z_score` and `loss_threshold` of the loss that `update(grads, state, params,
-      loss=loss)` gets.
+      A gradient transformation with the metrics of :func:`skip_nonfinite`, the numbers
+      of outliers `norm_spike_count` and `loss_spike_count`, and `norm`, `z_score` and
+      `threshold` of the norm. `loss`, `loss_z_score` and `loss_threshold` are those of
+      the loss that `update(grads, state, params, loss=loss)` gets.
 
     Raises:
       TypeError: `optimizer` is not a gradient transformation; in `update`, `loss` is
         not a real scalar.
+      ValueError: `warmup_steps` is above `window`.
 
-    A step whose norm or loss is not finite enters neither window, and no 0 enters its
-    own. Outliers enter, since a few cannot move a median. If norms stay at a new level,
-    steps are taken again after 8 or 9 of them, whatever the level is: a longer burst of
-    outliers is taken for a new level, too.
+    A step whose norm or loss is not finite enters neither window, and a value of 0 does
+    not enter its own. Outliers enter, since a few of them cannot move a median. If
+    norms stay at a new level, steps are applied again after 8 or 9 skipped ones,
+    whatever the level is. A burst of outliers that is longer is taken for a new level,
+    too.
 
     References:
       Leys et al., 2013, Detecting outliers: do not use standard deviation around the
       mean, use absolute deviation around the median, Journal of Experimental Social
       Psychology 49(4).
+
+    See Also:
+      :func:`skip_nonfinite` skips only steps that are not finite; :func:`zclip` clips
+      outliers; :func:`record_norms` keeps the last outlier steps.
 
     Example:
       >>> import clipjax, optax, jax.numpy as jnp
@@ -113,8 +124,8 @@ def skip_spikes(
       >>> print(w, clipjax.metrics(state)["skip_spikes/skipped"])
       [1. 1.] 1
     """
-    z_limit = limit("z_threshold", z_threshold, scalar=True)
-    norm_limit = limit("max_norm", max_norm, scalar=True)
+    z_limit = check_bound("z_threshold", z_threshold, scalar=True)
+    norm_limit = check_bound("max_norm", max_norm, scalar=True)
     length = check_count("window", window, 1)
     enough = None
     if warmup_steps is not None:
@@ -152,7 +163,7 @@ def compare(
     """Compare a norm and a loss with those of the past.
 
     Returns:
-      Whether the step is a spike, the next past, and metrics.
+      Whether the step is an outlier, the next past, and metrics.
     """
     if enough is None:
         enough = max(1, min(_RECENT, past.values.shape[-1] // 2))
@@ -181,16 +192,16 @@ def compare(
 def _compared(
     seen: jax.Array, past: Window, enough: Any, z_threshold: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """Compare a norm and a loss, `(2,)`, with the trend of those of the past.
+    """Compare a norm and a loss, `(2,)`, with the trends of past norms and losses.
 
     Returns:
-      How many standard deviations they are above their levels, and which values are
-      `z_threshold` of them above.
+      The numbers of standard deviations by which the two are above their levels, and
+      the values that are `z_threshold` standard deviations above them.
     """
     count = past.held[:, None]
     ago = age(past.values)
     is_held = ago <= count
-    # Always so for norms, and for most losses.
+    # All norms are positive, and most losses.
     positive = jnp.all((past.values > 0) | ~is_held, axis=-1)
     is_log = positive[:, None]
     held = jnp.where(is_held, past.values, 1)
@@ -223,13 +234,13 @@ def _compared(
 def _median(values: jax.Array, count: jax.Array) -> jax.Array:
     """Return the median of the last `count` values, along the last axis.
 
-    Ranks are counted: for so few values that is two kernels on an H100, and a sort with
-    what stands around it is three (JAX 0.12).
+    It counts ranks: for so few values that is two kernels on an H100, where a sort and
+    its surroundings are three (JAX 0.12).
     """
     ago = age(values)
     is_counted = ago <= count
     mine, other = values[..., :, None], values[..., None, :]
-    # Of equal values the older is before the newer.
+    # Of two equal values, the older is before the newer.
     is_older = ago[..., None, :] > ago[..., :, None]
     is_before = (other < mine) | ((other == mine) & is_older)
     rank = jnp.sum(is_before & is_counted[..., None, :], axis=-1, dtype=np.int32)

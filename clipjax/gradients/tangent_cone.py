@@ -1,4 +1,4 @@
-"""The gradient without the part that would push weights out of the ball."""
+"""The gradient without the part that would push weights out of a ball."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import optax
 from jax import lax
 
 from clipjax._core.aliases import AutoAxes, Bound, Memory, Reduced, Skip, Step, Tree
-from clipjax._core.bounds import limit
+from clipjax._core.bounds import check_bound
 from clipjax._core.clip import least_inside, weak_like
 from clipjax._core.door import transformation
 from clipjax._core.leaves import Leaves, beside
@@ -21,33 +21,42 @@ from clipjax._core.units import axes_of, check_axes, fan_in_of_matrices
 def tangent_cone(
     radius: Bound, *, axes: AutoAxes = "auto"
 ) -> optax.GradientTransformationExtraArgs:
-    """Remove what would push a unit on the sphere further out: g - w ⟨g, w⟩ / |w|².
+    """Remove the part of a gradient that would push an output unit out of its ball.
 
-    This happens where |w| >= radius and ⟨g, w⟩ < 0.
+        g - w * ⟨g, w⟩ / |w|²   where |w| >= radius and ⟨g, w⟩ < 0
 
-    :func:`clipjax.max_norm` undoes that part at each step, but it would stay in the
-    moments of an optimizer. Use both, with the same radius and axes:
-    `clipjax.bounded(optax.adam(1e-3), clip=clipjax.tangent_cone(3.0),
-    project=clipjax.max_norm(3.0))`. A clip of the norm comes after it. Steps of Adam
-    may point outward all the same, since it divides each entry by a number of its own:
-    :func:`max_norm` has to stay.
+    Use it together with :func:`max_norm` and an optimizer that has moments:
+    :func:`max_norm` undoes that part of a step, but the part would stay in the moments.
+    Give both the same radius and axes: `clipjax.bounded(optax.adam(1e-3),
+    clip=clipjax.tangent_cone(3.0), project=clipjax.max_norm(3.0))`. Place a clip of the
+    norm after it. :func:`max_norm` has to stay, since steps of Adam, which divides each
+    element by a number of its own, may still point outward.
 
     Args:
-      radius: that of :func:`max_norm`: a number, an array that broadcasts to the units,
-        or a schedule.
-      axes: the axes that are reduced, as in :func:`max_norm`.
+      radius: the bound on the norm of the weights, the same as for :func:`max_norm`: a
+        `Bound`. An array broadcasts to the output units.
+      axes: the axes that are reduced, as `Axes`. "auto", the default, means the same as
+        for :func:`max_norm`.
 
     Returns:
-      A transformation that needs `params` in `update`. Its metric `norm` is the largest
-      radial part that it removed, and `removed_fraction` the share of the steps at
-      which there was one.
+      A gradient transformation that needs `params` in `update`. Its metric `norm` is
+      the norm of the largest part that it removed at the last step, and
+      `removed_fraction` is the fraction of the steps at which it removed one.
 
-    What is left of a gradient that points straight outward is rounding, some 1e-7 of
-    it.
+    Raises:
+      ValueError: in `init` with `axes="auto"`, a leaf has rank 3 or more, or no leaf
+        has rank 2; in `update`, `params` are missing, or differ from the gradients in
+        structure or shape.
+
+    Of a gradient that points straight outward, rounding remains: some 1e-7 of its norm
+    in float32.
 
     References:
       Calamai and Moré, 1987, Projected gradient methods for linearly constrained
-      problems.
+      problems, Mathematical Programming 39.
+
+    See Also:
+      :func:`max_norm` is the projection; :func:`bounded` puts both in their places.
 
     Example:
       >>> import clipjax, jax.numpy as jnp
@@ -58,7 +67,7 @@ def tangent_cone(
       [[-0.64 -1.  ]
        [ 0.48  0.  ]]
     """
-    bound = limit("radius", radius)
+    bound = check_bound("radius", radius)
     axes = check_axes(axes, auto=fan_in_of_matrices)
 
     def act(updates: Leaves, params: Tree, step: Step, memory: Memory, **_: Any) -> Any:
@@ -84,7 +93,7 @@ def tangent_cone(
 def _without_outward_part(
     x: jax.Array, weight: jax.Array, weight_norm: jax.Array, bound: Any, axes: Reduced
 ) -> tuple[jax.Array, jax.Array]:
-    """Return a leaf without its outward parts, and how long these are, by unit."""
+    """Return a leaf without its outward parts, and their norms, one for each unit."""
     dtype = x.dtype if jnp.iscomplexobj(x) else sum_dtype(x.dtype)
     g = x.astype(dtype)
     w = weight.astype(dtype)
@@ -94,8 +103,8 @@ def _without_outward_part(
         product = over_devices(lax.psum, product)
     near = least_inside(jnp.asarray(bound, weight_norm.dtype), weight.dtype)
     outward = ~(weight_norm < near) & ~(product >= 0)  # NaN counts as outward
-    # One number for each unit. Measuring what is left would keep the whole gradient in
-    # memory.
+    # `part` is one number for each unit. To measure what is left of the gradient would
+    # keep all of it in memory.
     square = jnp.where(outward & (weight_norm > 0), weight_norm * weight_norm, 1)
     part = jnp.where(outward, product, 0) / square
     new = (g - w * part.astype(dtype)).astype(x.dtype)

@@ -15,9 +15,10 @@ from clipjax._core.states import check_same
 class Window(NamedTuple):
     """The last values of a norm, or of a norm and a loss: `(2, size)` and `(2,)`."""
 
-    # float (size,): in the order of time, the newest last; infinite where there is none
+    # float (size,), in the order of time, the newest last; infinite where there is no
+    # value
     values: jax.Array
-    held: jax.Array  # int32: how many there are
+    held: jax.Array  # int32: the number of values
 
 
 def empty_window(size: Any, dtype: DType, rows: tuple[int, ...] = ()) -> Window:
@@ -29,7 +30,7 @@ def empty_window(size: Any, dtype: DType, rows: tuple[int, ...] = ()) -> Window:
 
 
 def enter(window: Window, value: jax.Array, enters: jax.Array) -> Window:
-    """Return a window that a value has entered, in place of the oldest."""
+    """Return a window in which a value has replaced the oldest one, where `enters`."""
     values = jnp.asarray(window.values)  # NumPy's, if it was restored
     new = value.astype(values.dtype)[..., None]
     moved = jnp.concatenate([values[..., 1:], new], axis=-1)
@@ -41,7 +42,7 @@ def enter(window: Window, value: jax.Array, enters: jax.Array) -> Window:
 
 
 def age(values: jax.Array) -> jax.Array:
-    """Return for each place how long ago its value entered: 1 for the newest."""
+    """Return for each place how many values ago its value entered: 1 for the newest."""
     places = lax.broadcasted_iota(np.int32, values.shape, values.ndim - 1)
     return values.shape[-1] - places
 
@@ -49,8 +50,8 @@ def age(values: jax.Array) -> jax.Array:
 def quantile(values: jax.Array, counted: jax.Array, share: Any) -> jax.Array:
     """Return a quantile along the last axis, as `numpy.quantile` does.
 
-    Only the values that are `counted` count. If none is, it is the largest float:
-    infinity would make NaN in derivatives.
+    Only the values that are `counted` count. If none is, the result is the largest
+    float, since infinity would make NaN in derivatives.
     """
     ascending = jnp.sort(jnp.where(counted, values, jnp.finfo(values.dtype).max))
     count = jnp.sum(counted, axis=-1, dtype=np.int32)
@@ -63,9 +64,9 @@ def quantile(values: jax.Array, counted: jax.Array, share: Any) -> jax.Array:
 
 
 def at(values: jax.Array, place: jax.Array) -> jax.Array:
-    """Return the values at one place of each row, or at several.
+    """Return the values at one place of each row, or at several places.
 
-    The index is flat, since one with two parts is a kernel of its own.
+    The index is flat, since an index with two parts is a kernel of its own.
     """
     rows = np.arange(values.size // values.shape[-1], dtype=np.int32)
     start = values.shape[-1] * rows.reshape(values.shape[:-1])

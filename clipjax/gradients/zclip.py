@@ -1,4 +1,4 @@
-"""Bounds on outliers: norms far above the moving mean of past norms."""
+"""Clips of outliers: norms far above the moving mean of past norms."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ import optax
 from jax import lax
 
 from clipjax._core.aliases import Bound, DType, Number, Scalar, Step
-from clipjax._core.bounds import limit
+from clipjax._core.bounds import check_bound
 from clipjax._core.checks import check_count, check_number, check_word
 from clipjax._core.messages import short_repr
 from clipjax.gradients.history import clip_by_history, is_counted
 
 ZclipMode = Literal["adaptive", "mean", "percentile"]
 
-# A spike counts 1, and any other step takes 4 away. At a count of 100 they are no
-# spikes, but a new level.
+# An outlier adds 1 to a counter, and any other step subtracts 4. At 100 the norms are
+# at a new level, and the statistics start again.
 _NEW_LEVEL_COUNT, _TAKEN_AWAY = 100, 4
 
 
 class Moments(NamedTuple):
-    """What `zclip` remembers of norms, `clip_by_lognormal` of their logarithms."""
+    """What `zclip` remembers of norms, and `clip_by_lognormal` of their logarithms."""
 
     mean: jax.Array  # float: the moving mean
     std: jax.Array  # float: the moving standard deviation
-    steps: jax.Array  # int32: how many norms they have taken in
+    steps: jax.Array  # int32: the number of norms they have taken in
 
 
 class ZclipMemory(NamedTuple):
     """What :func:`zclip` remembers."""
 
     moments: Moments
-    spikes: jax.Array  # int32: the count of spikes, less what other steps took away
+    spikes: jax.Array  # int32: the counter of outliers
 
 
 def zclip(
@@ -49,43 +49,61 @@ def zclip(
     eps: Number = 1e-6,
     update_on_spike: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
-    """Clip the norm of all leaves if its z-score among past norms makes it a spike.
+    """Clip the norm of all leaves if its z-score among past norms makes it an outlier.
 
-    With m and s the moving mean and standard deviation before this step, a norm n is a
-    spike if its z-score z = (n - m) / (s + eps) is above `z_threshold`; in mode
-    "percentile", if n is above m + z_threshold * s. Then m and s take in n, or what a
-    spike was clipped to before `max_norm` applies.
+        z = (norm - m) / (s + eps)
+        if z > z_threshold:  x * (m + z_threshold² * s / z) * clip_factor / norm
+
+    Here m and s are the moving mean and the moving standard deviation of the norms
+    before this step. Use it for the pretraining of language models, where most steps
+    should pass unchanged and rare outlier steps should be reduced to a usual size.
 
     Args:
-      z_threshold: a number of at least 0, a scalar array or a schedule.
-      decay: the decay of the moving averages, in [0, 1).
-      warmup_steps: how many norms, at least one, give the first m and s; only
-        `max_norm` clips them.
-      max_norm: another bound, at all steps, in the same forms.
-      mode: what a spike is clipped to. "adaptive": (m + z_threshold**2 * s / z) *
-        clip_factor, which is lower for larger spikes; "mean": m; "percentile": m +
-        z_threshold * s.
-      clip_factor: used in mode "adaptive", at least 0.
-      eps: at least 0; not used in mode "percentile".
-      update_on_spike: whether m and s take in spikes at all.
+      z_threshold: the z-score above which a norm is an outlier, a scalar `Bound`, 2.5
+        by default.
+      decay: the decay of the moving averages, in [0, 1), 0.97 by default.
+      warmup_steps: the number of norms that give the first m and s, 25 by default, at
+        least one. In the warm-up only `max_norm` clips.
+      max_norm: a fixed threshold for all steps, too, a scalar `Bound`; infinity, the
+        default, is none.
+      mode: what an outlier is clipped to. "adaptive", the default: (m + z_threshold² *
+        s / z) * clip_factor, which is lower for larger outliers; "mean": m;
+        "percentile": m + z_threshold * s, where norms above this number are the
+        outliers.
+      clip_factor: a factor of the threshold in mode "adaptive", at least 0, 1.0 by
+        default.
+      eps: a number added to s, at least 0, 1e-6 by default; not used in mode
+        "percentile".
+      update_on_spike: whether m and s take in outliers, True by default. They take in
+        what an outlier was clipped to before `max_norm` applies.
 
     Returns:
-      A transformation with the metrics of a clip and `threshold`: what a spike was
-      clipped to, else the norm above which there would have been one; at most
-      `max_norm`, and infinite in a warm-up without it.
+      A gradient transformation with the metrics of a clip and `threshold`: what an
+      outlier was clipped to, or the norm above which this step would have been an
+      outlier. The threshold is at most `max_norm`, and infinite in a warm-up without
+      it.
 
-    A norm of 0 is left out. A spike counts 1, and any other step takes 4 away; at 100
-    the norms are at a higher level, at which each step would be clipped forever: the
-    statistics start anew, with a warm-up. Where fewer than four in five are spikes, m
-    and s follow as fast as `decay` allows.
+    Raises:
+      TypeError: `update_on_spike` is not a bool.
+      ValueError: `mode` is not one of the three words.
 
-    Until then equals the authors' `ZClip`, where `max_grad_norm` is 1 by default, and
-    "adaptive" and "mean" are the `clip_option` of mode "zscore". As there, equal norms
-    in the warm-up give s = 0, and then any larger norm is a spike.
+    Statistics take in no norm that is 0 or not finite. An outlier adds 1 to a counter,
+    any other step subtracts 4; at 100 the norms are at a higher level, and the
+    statistics start again, with a warm-up. Where fewer than four in five steps are
+    outliers, m and s follow the level as fast as `decay` allows.
+
+    Until the statistics start again, `zclip` equals the authors' `ZClip`, whose
+    `max_grad_norm` is 1 by default, and whose `clip_option` of mode "zscore" has
+    "adaptive" and "mean". As in `ZClip`, equal norms in the warm-up give s = 0, and
+    then any larger norm is an outlier.
 
     References:
       Kumar et al., 2025, ZClip: adaptive spike mitigation for LLM pre-training,
       arXiv:2504.02507.
+
+    See Also:
+      :func:`skip_spikes` skips outlier steps; :func:`clip_by_lognormal` compares
+      logarithms; :func:`suggest` replays the norms of a run.
 
     Example:
       >>> import clipjax, jax.numpy as jnp
@@ -96,8 +114,8 @@ def zclip(
       >>> print(f"{clipped[0]:.3f}")  # 2 + 2.5**2 * 1 / 10
       2.625
     """
-    z_limit = limit("z_threshold", z_threshold, scalar=True)
-    norm_limit = limit("max_norm", max_norm, scalar=True)
+    z_limit = check_bound("z_threshold", z_threshold, scalar=True)
+    norm_limit = check_bound("max_norm", max_norm, scalar=True)
     decay = check_number("decay", decay, "[0, 1)")
     warm = check_count("warmup_steps", warmup_steps, 0)
     clip_factor = check_number("clip_factor", clip_factor, "[0, inf)")
@@ -121,7 +139,7 @@ def zclip(
         if mode == "mean":
             of_spike = past.mean
         if mode == "adaptive":
-            # Neither 0 nor infinite.
+            # `excess` is never 0 or infinite.
             excess = jnp.where(spike, norm - past.mean, 1)
             allowed = jnp.where(spike, z_max, 0)
             of_spike = past.mean + allowed * std * (allowed * width / excess)
@@ -134,7 +152,7 @@ def zclip(
         if not update_on_spike:
             after = jax.tree.map(lambda a, b: jnp.where(spike, b, a), after, past)
         spikes = jnp.maximum(spikes + jnp.where(spike, 1, -_TAKEN_AWAY), 0)
-        # The first norm of a warm-up replaces the averages.
+        # After a restart, the first norm of the warm-up replaces the averages.
         anew = spikes >= _NEW_LEVEL_COUNT
         after = after._replace(steps=jnp.where(anew, 0, after.steps))
         bound = jnp.minimum(bound, jnp.asarray(norm_limit.at(step), norm.dtype))
@@ -150,20 +168,20 @@ def zclip(
 def _after(past: Moments, norm: Scalar, warming: Scalar, decay: Any) -> Moments:
     """Return the averages after a norm: plain ones in the warm-up, then the paper's.
 
-    Its variance is about the new mean, which is (1 - rate) * away from the norm. The
-    averages make steps from the old ones: in decay * old + rate * new the two shares of
-    a long average are not 1 in float32.
+    The variance of the paper is about the new mean, which is (1 - rate) * away from the
+    norm. The averages are computed as steps from the old ones, since in decay * old +
+    rate * new the two factors of a long average do not add up to 1 in float32.
     """
     plain = 1 / (past.steps.astype(norm.dtype) + 1)
     rate = jnp.where(warming, plain, 1 - decay)
     kept = jnp.where(warming, 1 - rate, (1 - rate) ** 2)
     away = norm - past.mean
-    # The squares of norms would leave float32.
+    # Divided by the largest of them, since squares of norms may overflow in float32.
     largest = jnp.maximum(past.std, jnp.abs(away))
     largest = jnp.maximum(largest, np.finfo(norm.dtype).tiny)
     std = past.std / largest
     change = rate * (kept * (away / largest) ** 2 - std**2)
-    total = std + jnp.sqrt(std**2 + change)  # of the old and the new root
+    total = std + jnp.sqrt(std**2 + change)  # the sum of the old and the new root
     wider = largest * (change / jnp.where(total > 0, total, 1))
     return Moments(
         past.mean + rate * away,
@@ -179,28 +197,39 @@ def clip_by_lognormal(
     max_norm: Bound = jnp.inf,
     eps: Number = 1e-8,
 ) -> optax.GradientTransformationExtraArgs:
-    """Clip the norm of all leaves to the geometric mean, if its log is an outlier.
+    """Clip the norm of all leaves to the geometric mean if its logarithm is an outlier.
 
-    With m and s the moving mean and standard deviation of log(norm + eps), this step's
-    among them, a norm of exp(m + z_threshold * s) or more is clipped to exp(m).
+        if norm >= exp(m + z_threshold * s):  x * exp(m) / norm
+
+    Here m and s are the moving mean and the moving standard deviation of log(norm +
+    eps), with this step among them. Use it when norms vary by factors, as those of
+    recurrent networks for speech do, or to continue a run of TensorFlow 1.
 
     Args:
-      z_threshold: a number of at least 0, a scalar array or a schedule.
-      decay: the decay of the moving averages, in [0, 1). After t norms it is at most t
-        / (t + 1), so that the first averages are plain means.
-      max_norm: another bound, at all steps, in the same forms.
-      eps: keeps the logarithm finite, and is the smallest variance; above 0.
+      z_threshold: the number of standard deviations above which a logarithm is an
+        outlier, a scalar `Bound`, 2.0 by default.
+      decay: the decay of the moving averages, in [0, 1), 0.95 by default. After t norms
+        the decay is at most t / (t + 1), so that the first averages are plain means.
+      max_norm: a fixed threshold for all steps, too, a scalar `Bound`; infinity, the
+        default, is none.
+      eps: a number above 0, 1e-8 by default, that keeps the logarithm finite, and is
+        the smallest variance.
 
     Returns:
-      A transformation with the metrics of a clip and `threshold`: exp(m + z_threshold *
-      s), or exp(m) for an outlier, and at most `max_norm`.
+      A gradient transformation with the metrics of a clip and `threshold`: exp(m +
+      z_threshold * s), or exp(m) for an outlier, and at most `max_norm`.
 
     Equals `tf.contrib.layers.adaptive_clipping_fn` of TensorFlow 1 with its
-    `global_step` and, as `std_factor`, `z_threshold`.
+    `global_step`, where `std_factor` is `z_threshold`, except that statistics take in
+    no norm that is 0 or not finite.
 
     References:
       Chorowski et al., 2014, End-to-end continuous speech recognition using
       attention-based recurrent NN, arXiv:1412.1602, section 3.2.1.
+
+    See Also:
+      :func:`zclip` compares the norms themselves; :func:`skip_spikes` skips outlier
+      steps.
 
     Example:
       >>> import clipjax, jax.numpy as jnp
@@ -211,8 +240,8 @@ def clip_by_lognormal(
       >>> print(f"{clipped[0]:.3f}, {jnp.exp(state.memory.mean):.3f}")
       1.774, 1.774
     """
-    z_limit = limit("z_threshold", z_threshold, scalar=True)
-    norm_limit = limit("max_norm", max_norm, scalar=True)
+    z_limit = check_bound("z_threshold", z_threshold, scalar=True)
+    norm_limit = check_bound("max_norm", max_norm, scalar=True)
     decay = check_number("decay", decay, "[0, 1)")
     eps = check_number("eps", eps, "(0, inf)")
 
@@ -239,6 +268,6 @@ def clip_by_lognormal(
 
 
 def _no_moments(dtype: DType) -> Moments:
-    # Two arrays, of which each may be donated.
+    # Two arrays, since the same array cannot be donated twice.
     mean, std = jnp.zeros((), dtype), jnp.zeros((), dtype)
     return Moments(mean, std, jnp.zeros((), np.int32))

@@ -1,4 +1,4 @@
-"""The bad steps that a recorder keeps, read from its state."""
+"""The bad steps that `record_norms` keeps, read from its state."""
 
 from __future__ import annotations
 
@@ -18,25 +18,26 @@ from clipjax.monitoring.metrics import as_array, states_in
 
 
 class BadStep(NamedTuple):
-    """A step whose norm or loss was not finite, or a spike; `print` says what it was.
+    """A step that was not finite, or an outlier; `print` says what went wrong.
 
-    What is not known is NaN or infinity: the loss if `update` got none, the threshold
-    in the first steps.
+    Numbers that are not known are NaN or infinity: the loss if `update` got none, and
+    the threshold in the first steps.
     """
 
-    step: int  # how many updates there were before it
-    norm: float  # that of all leaves
-    threshold: float  # up to which norm a step is no spike
+    step: int  # the number of updates before it
+    norm: float  # the norm of all leaves
+    threshold: float  # the norm above which a step is an outlier
     loss: float
     groups: dict[str, float]  # the norm of each group, by name
-    # The norms that probes saw, in the order of the model; infinite where an element is
-    # not finite. Empty if there are no probes, or their taps were not given.
+    # The norms that probes saw, in the order of the model; infinite if an element is
+    # not finite. They are empty if there are no probes, or if their taps were not
+    # given.
     forward: dict[str, float] = {}  # noqa: RUF012
     backward: dict[str, float] = {}  # noqa: RUF012
 
     @property
     def is_of_loss(self) -> bool:
-        """Whether the norm is a usual one, and only the loss is bad."""
+        """Whether the norm is within the threshold, so that only the loss is bad."""
         return self.norm <= self.threshold and self.norm < math.inf
 
     def __str__(self) -> str:
@@ -59,14 +60,15 @@ class BadStep(NamedTuple):
         )
 
     def _origin(self) -> str:
-        """Say what probes tell of the place where it began, "" for nothing."""
+        """Say what probes tell of the place where the step broke, "" for nothing."""
         return self._place()[0]
 
     def _place(self) -> tuple[str, str, str]:
         """Return what probes tell: words, the layer, and the pass, "" for nothing.
 
         The forward pass goes from the first layer to the last, and the backward pass
-        back: what is first in time is the place.
+        from the last to the first: the first layer in time that is not finite is the
+        place.
         """
         bad_forward, bad_backward = (
             [name for name, norm in norms.items() if not math.isfinite(norm)]
@@ -91,11 +93,11 @@ class BadStep(NamedTuple):
         name, largest = max(self.groups.items(), key=lambda item: item[1])
         if not math.isfinite(self.norm):
             return f"largest in {name}"
-        # Of squares, which add up to that of the norm.
+        # The squares of the norms of all groups add up to the square of the norm.
         return f"{(largest / self.norm) ** 2:.0%} of it in {name}"
 
 
-# By how much a norm is more than that of the layer before, so that it is told.
+# The text names a layer whose norm is more than this many times that of the one before.
 _TOLD = 10
 
 
@@ -113,11 +115,12 @@ _LAST_NUMBER = re.compile(r"(.*?)(\d+)(\D*)")
 
 
 def _boundary(names: list[str], bad: list[str]) -> str:
-    """Say which groups are not finite, and from which layer on they are fine.
+    """Say which groups are not finite, and from which layer on groups are finite.
 
-    The backward pass goes from the last layer to the first. Where it breaks down, the
-    gradients of that layer, or of those before it, are not finite, and those of the
-    layers behind it are fine. Names that differ in a number are layers in its order.
+    The backward pass goes from the last layer to the first. Where it breaks, the
+    gradients of that layer, or of the layers before it, are not finite, and the
+    gradients of the layers after it are finite. Names that differ in a number are
+    layers in the order of the number.
     """
     layers: dict[Any, dict[int, str]] = {}
     for name in names:
@@ -142,7 +145,10 @@ def _boundary(names: list[str], bad: list[str]) -> str:
 
 
 def bad_steps(opt_state: Tree) -> list[BadStep]:
-    """Return the last bad steps that `record_norms(keep=n)` has kept, oldest first.
+    """Return the bad steps that `record_norms(keep=n)` has kept, oldest first.
+
+    Use it after a run broke, or on its checkpoint, to find which step broke, and in
+    which layer.
 
     Args:
       opt_state: an optimizer state, or a tree that contains one, such as a checkpoint,
@@ -150,19 +156,25 @@ def bad_steps(opt_state: Tree) -> list[BadStep]:
 
     Returns:
       A list of `BadStep(step, norm, threshold, loss, groups, forward, backward)`, empty
-      if there was none.
-      `step` counts the updates before it, as schedules do; `groups` maps names to
-      norms. `print` of one names the group with the largest part of the squared norm.
-      If the norm is not finite, it names the groups that are not finite, and the layer
-      from which on all are fine: the backward pass broke down at the layer before. If
-      no group is finite, it says that the step broke in the loss or in the forward
-      pass, of which gradients do not tell the layer. Probes do: `forward` and
-      `backward` have what they saw, and the text says in which pass and at which layer
-      it began.
+      if there was none. `step` is the number of updates before it, as schedules count,
+      `groups` maps the names of groups to their norms, and `forward` and `backward` map
+      the names of probes to the norms that they saw.
 
     Raises:
-      ValueError: no recorder in `opt_state` keeps steps; the state is stacked, as
+      TypeError: `opt_state` is traced, or has shapes in place of arrays.
+      ValueError: no `record_norms` in `opt_state` keeps steps; the state is stacked, as
         `vmap` makes it.
+
+    `print` of a bad step names the group with the largest part of the squared norm. If
+    the norm is not finite, the text names the groups that are not finite, and the layer
+    from which on all groups are finite: the backward pass broke at the layer before it.
+    If no group is finite, the text says that the step broke in the loss or in the
+    forward pass, since gradients do not tell the layer then. With probes, the text says
+    in which pass and at which layer it began.
+
+    See Also:
+      :func:`record_norms` keeps the steps; :func:`probe` finds the layer in both
+      passes; :func:`skip_spikes` skips such steps.
 
     Example:
       >>> import clipjax, optax, jax.numpy as jnp
@@ -199,7 +211,7 @@ def bad_steps(opt_state: Tree) -> list[BadStep]:
 
 
 def _steps_in(name: str, kept: BadSteps, table: Table) -> list[BadStep]:
-    """Return the steps that are kept of updates that are called `name`."""
+    """Return the steps in a memory, whose updates are called `name` in the metrics."""
     arrays = [as_array(x) for x in (kept.held, kept.steps, kept.rows)]
     for x in arrays:
         is_traced = isinstance(x, jax.core.Tracer)
@@ -229,11 +241,12 @@ def _steps_in(name: str, kept: BadSteps, table: Table) -> list[BadStep]:
 
 
 def _groups_of(name: str, norms: dict[str, float]) -> dict[str, float]:
-    """Return the norms of groups of updates that are called `name`."""
+    """Return the norms of the groups of what is called `name` in the metrics."""
     own = {
         key[len(name) + 1 :]: norm
         for key, norm in norms.items()
         if f"{key}/".startswith(f"{name}/")
     }
-    # Beside stacks, other leaves have the name of the updates. Alone they are no group.
+    # Leaves beside stacks form a group without a name, which gets the name of the
+    # updates. If it is the only group, it is none.
     return {} if list(own) == [""] else {key or name: x for key, x in own.items()}

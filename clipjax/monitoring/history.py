@@ -27,8 +27,8 @@ History: TypeAlias = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 def series(history: History, name: str) -> np.ndarray:
     """Read one metric of a run, by step.
 
-    A step that a transformation did not take, since it was skipped or is accumulated,
-    is NaN. The norms of all steps are those of `"skip_nonfinite"` or `"skip_spikes"`.
+    Use it to draw a metric, and to choose a threshold from the norms of a run:
+    `np.nanquantile(values, 0.99)` is a usual one.
 
     Args:
       history: what :func:`metrics` returned at each step: a list of dicts, or one dict
@@ -37,14 +37,20 @@ def series(history: History, name: str) -> np.ndarray:
         such as `"zclip/threshold"`.
 
     Returns:
-      The values, float64 `(steps,)`, in NumPy, whose index is the step:
-      `np.nanquantile(values, 0.99)` is a usual threshold, `np.nanargmax(values)` the
-      step of the largest value, and `np.mean(values > 1.0)` the fraction of the steps
-      above 1.
+      A NumPy array of float64 `(steps,)`, whose index is the step. The value is NaN at
+      a step that the transformation did not see, because it was skipped or is
+      accumulated.
 
     Raises:
-      TypeError: `history` is neither of the two, or is traced.
+      TypeError: `history` has neither of the two forms, or is traced.
       ValueError: no metric has this name, or it does not have one number for each step.
+
+    The metrics of `"skip_nonfinite"` and `"skip_spikes"` have the norms of all steps.
+    `np.nanargmax(values)` is the step of the largest value, and `np.mean(values > 1.0)`
+    the fraction of the steps above 1.
+
+    See Also:
+      :func:`suggest` replays the norms; :func:`metrics` returns a row of a history.
 
     Example:
       >>> import clipjax, jax.numpy as jnp
@@ -64,23 +70,33 @@ def series(history: History, name: str) -> np.ndarray:
 def suggest(
     norms: ArrayLike, rules: Mapping[str, optax.GradientTransformation] | None = None
 ) -> dict[str, dict[str, float]]:
-    """Replay the norms of a run through rules that follow the past.
+    """Replay the norms of a run through clips that follow past norms.
+
+    Use it to compare clips before a run: which threshold each would have had, and how
+    many steps it would have clipped.
 
     Args:
-      norms: the norms, `(steps,)`, as :func:`series` returns them. Those that are not
-        finite are left out.
-      rules: transformations with a metric `threshold`, by name. None: `autoclip`,
-        `zclip`, `clip_by_quantile` and `clip_by_lognormal` with their defaults.
+      norms: the norms, real numbers `(steps,)`, as :func:`series` returns them. Norms
+        that are not finite are left out.
+      rules: a mapping from names to transformations with a metric `threshold`. None,
+        the default: `autoclip`, `zclip`, `clip_by_quantile` and `clip_by_lognormal`
+        with their defaults.
 
     Returns:
-      For each rule `"threshold"`, the median of its finite thresholds over the last
-      quarter of the steps (infinity if there are none), and `"clip_rate"`, the share of
-      the steps that it would have clipped. The norms are those of the run, although
-      another clip would have led to others.
+      A dict with a dict for each rule: `"threshold"`, the median of its finite
+      thresholds over the last quarter of the steps, infinity if there are none, and
+      `"clip_rate"`, the fraction of the steps that it would have clipped.
 
     Raises:
-      TypeError, ValueError: `norms` are not real numbers `(steps,)`, or none is finite;
-        a rule is no transformation with one metric `threshold`.
+      TypeError: `norms` are not real numbers; `rules` is not a mapping; a rule is not a
+        gradient transformation.
+      ValueError: `norms` do not have the shape `(steps,)`, or none is finite; a rule
+        does not have one metric `threshold`.
+
+    The norms are those of the run, although another clip would have led to other norms.
+
+    See Also:
+      :func:`series` reads the norms of a run.
 
     Example:
       >>> import clipjax
@@ -106,7 +122,7 @@ def suggest(
 
 
 def columns_of(history: Any) -> Mapping[str, Any]:
-    """Return what a history has under each name, at all steps."""
+    """Return the values of a history at all steps, by name."""
     is_list = isinstance(history, Sequence)
     rows = list(history) if is_list else [history]
     named = all(
@@ -138,7 +154,7 @@ def key_of(columns: Mapping[str, Any], name: str) -> str:
 def per_step(
     columns: Mapping[str, Any], key: str, like: str | None = None
 ) -> np.ndarray:
-    """Return the values of a metric at all steps, as many as another has."""
+    """Return the values of a metric at all steps; raise if `like` has more or fewer."""
     values = _numbers(f"history[{key!r}]", columns[key])
     if like is not None and values.size != (steps := len(columns[like])):
         raise ValueError(
@@ -149,9 +165,9 @@ def per_step(
 
 
 def label_of(columns: Mapping[str, Any], key: str) -> str | None:
-    """Return the name of the transformation of a metric, None if it is of none."""
+    """Return the name of the transformation of a metric, or None if it has none."""
     # A user may have put something before its name, such as "train/", and may count
-    # "train/steps". In a recorder a group, too, may be called "steps".
+    # "train/steps". In `record_norms` a group, too, may be called so.
     own = re.sub("((^|/)record_norms[^/]*/).*", r"\1", key)
     ends = [i for i, letter in enumerate(own) if letter == "/"]
     labels = (key[:i] for i in reversed(ends))
@@ -159,10 +175,10 @@ def label_of(columns: Mapping[str, Any], key: str) -> str | None:
 
 
 def steps_taken(columns: Mapping[str, Any], key: str) -> np.ndarray:
-    """Return at which steps the transformation of a metric took one, bool `(steps,)`.
+    """Return for each step whether the transformation of a metric saw it, as bools.
 
-    There its counter rises. If it stays, as in a run that begins with a new state each
-    time, other metrics change.
+    Its counter rises at such a step. Where the counter stays, as in a run that begins
+    with a new state each time, other metrics tell by a change.
     """
     label = label_of(columns, key)
     if label is None:
@@ -171,7 +187,7 @@ def steps_taken(columns: Mapping[str, Any], key: str) -> np.ndarray:
     for other in columns:
         if other.startswith(f"{label}/") and not taken.all():
             values = per_step(columns, other, key)
-            # NaN may be the same NaN.
+            # A metric that is NaN at both steps may not have changed.
             both_nan = np.isnan(values[1:]) & np.isnan(values[:-1])
             taken[1:] |= (values[1:] != values[:-1]) & ~both_nan
     return taken
@@ -191,7 +207,7 @@ def _numbers(name: str, values: Any) -> np.ndarray:
         )
     if array.ndim != 1:
         hint = (
-            "; of many runs take one, as in {key: x[0] for key, x in history.items()}"
+            "; take one of many runs, as in {key: x[0] for key, x in history.items()}"
         )
         raise ValueError(
             f"{name} must have shape (steps,), got {array.shape}"
@@ -211,8 +227,8 @@ def _replayed(
         keys = []
     if len(keys) != 1:
         raise ValueError(
-            f"rules[{name!r}] must have one metric threshold, got {keys}. A fixed one"
-            " clips np.mean(norms > threshold)"
+            f"rules[{name!r}] must have one metric threshold, got {keys}. A fixed "
+            "threshold would clip the fraction np.mean(norms > threshold) of the steps"
         )
 
     def step(state: State, norm: jax.Array) -> Any:

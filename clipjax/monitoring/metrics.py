@@ -25,31 +25,38 @@ from clipjax.gradients.skipping import SkipMemory
 
 
 def metrics(opt_state: Tree) -> dict[str, jax.Array]:
-    """Read what clipjax's transformations did: a flat dict of scalars for any logger.
+    """Read what clipjax's transformations did, as a flat dict of scalars.
+
+    Use it after each step, and give the result to any logger. A list of the results of
+    all steps is a history, for :func:`series` and `plots`. For a logger that takes
+    floats, write `{key: float(x) for key, x in
+    jax.device_get(metrics(state)).items()}`.
 
     Args:
       opt_state: an optimizer state, however its parts are nested (`chain`, `masked`,
         `partition`, `MultiSteps`, `inject_hyperparams`, …), or a tree that contains
-        one, such as a Flax `TrainState`, an `nnx.Optimizer`, or what Orbax restored
-        from a checkpoint without a template.
+        one, such as a Flax `TrainState`, an `nnx.Optimizer`, or the content of a
+        checkpoint that Orbax restored without a template.
 
     Returns:
-      A dict from `"<transformation>/<metric>"` to scalar arrays; a transformation that
-      occurs again gets `_1`, `_2` and so on. Of a clip: `norm` before, `norm_after` and
-      `scale` at the last step (with several norms the largest, and the smallest scale),
-      `clipped_fraction` of all steps, `nonfinite_count` and `steps`.
+      A dict from `"<transformation>/<metric>"` to scalar arrays. The metrics of a
+      second transformation of one kind begin with `<transformation>_1/`, and so on. A
+      clip has `norm` before the clip, `norm_after` and `scale` at the last step (of
+      several norms the largest, and the smallest factor), `clipped_fraction`, the
+      fraction of all steps that were clipped, `nonfinite_count`, the number of steps
+      whose norm was not finite, and `steps`.
 
     Raises:
       ValueError: `opt_state` contains no state of clipjax.
 
-    Without a template, fields of a state are in the order of their names: of what
-    `optax.contrib.sam`, which has two optimizers, contains twice, numbers are swapped.
+    The arrays are copies, so that the state may be donated to the next step. In a state
+    that is restored without a template, fields are in the order of their names: for
+    `optax.contrib.sam`, which has two optimizers, the numbers that tell them apart may
+    be swapped.
 
-    The arrays are copies, so that the state may be donated to the next step. A list of
-    what each step returned is a history, for :func:`series` and `plots`.
-
-    A logger that takes floats: `{key: float(x) for key, x in
-    jax.device_get(metrics(state)).items()}`.
+    See Also:
+      :func:`series` reads one metric of a run; :func:`named` tells transformations of
+      one kind apart; :func:`record_norms` adds norms.
 
     Example:
       >>> import clipjax, jax.numpy as jnp
@@ -78,7 +85,7 @@ def metrics(opt_state: Tree) -> dict[str, jax.Array]:
         label = next(x for x in numbered if x not in labels)
         labels.add(label)
         found |= {f"{label}/{key}": value for key, value in values.items()}
-    return dict(sorted(found.items()))  # as those that a jitted function returns
+    return dict(sorted(found.items()))  # sorted, as a jitted function returns them
 
 
 def states_in(tree: Tree) -> list[MetricsState]:
@@ -87,7 +94,7 @@ def states_in(tree: Tree) -> list[MetricsState]:
 
 
 def named_states_in(tree: Tree, prefix: str = "") -> Iterator[tuple[str, MetricsState]]:
-    """Yield the states in a tree with what :func:`named` puts before their names."""
+    """Yield the states in a tree, each with what :func:`named` puts before its name."""
     for node in nodes_where(lambda node: _is_state(node) or _is_named(node), tree):
         if _is_named(node):
             named = node["named"] if isinstance(node, Mapping) else node.named
@@ -100,7 +107,7 @@ def named_states_in(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Metrics
 
 
 def _is_named(node: Any) -> bool:
-    """Return whether a node is the state of `named`, or a mapping that was one."""
+    """Return whether a node is the state of `named`, or a mapping in its place."""
     if not isinstance(node, Mapping):
         return isinstance(node, NamedState)
     is_alone = node.keys() == {"named"} and isinstance(node["named"], Mapping)
@@ -108,9 +115,9 @@ def _is_named(node: Any) -> bool:
 
 
 def _is_state(node: Any) -> bool:
-    """Return whether a node is a state, or a mapping that was one.
+    """Return whether a node is a state with metrics, or a mapping in its place.
 
-    Checkpoints that are restored without a template, and NNX, make mappings of states,
+    NNX, and checkpoints that are restored without a template, make mappings of states,
     and may leave out what is empty.
     """
     if not isinstance(node, Mapping):
@@ -150,20 +157,23 @@ def skipped_in(opt_state: Tree) -> list[jax.Array]:
 
 
 def _in_a_row(memory: Memory) -> Any:
-    """Return what a skip remembers, also restored without a template."""
+    """Return the count of skipped steps that a skip remembers, None for other memories.
+
+    The memory may be a mapping that was restored without a template.
+    """
     if isinstance(memory, Mapping):
-        # What is empty may be missing.
+        # Fields that are empty may be missing.
         is_skip = {"in_a_row"} <= memory.keys() <= {*SkipMemory._fields}
         is_skip &= len(memory) > 1
         return as_array(memory["in_a_row"]) if is_skip else None
     return as_array(memory.in_a_row) if isinstance(memory, SkipMemory) else None
 
 
-# Jitted, so that outside of jit no constant goes to the device, which transfer guards
-# forbid.
+# Jitted, since outside of jit constants would be transferred to the device, which
+# transfer guards forbid.
 @jax.jit
 def _from_scalars(step: Scalar, kept: Metrics, in_a_row: Any) -> Metrics:
-    """Return metrics from what is kept of them, in buffers that are not the state's."""
+    """Return metrics from the scalars in a state, in buffers of their own."""
     found = {"steps": jnp.copy(step)}
     if in_a_row is not None:
         found["skipped_last"] = (in_a_row > 0).astype(np.float32)
@@ -182,7 +192,7 @@ def _from_scalars(step: Scalar, kept: Metrics, in_a_row: Any) -> Metrics:
 def _from_table(
     names: Names, step: Scalar, floats: jax.Array, counts: Any = None
 ) -> Metrics:
-    """Return the metrics of a table, likewise."""
+    """Return metrics from a table, in buffers of their own."""
     of_floats, of_ints, of_bools = (*names, (), ())[:3]
     found = {"steps": jnp.copy(step)}
     found |= {name: floats[..., i] for i, name in enumerate(of_floats)}
@@ -193,7 +203,7 @@ def _from_table(
 
 
 def _fraction(count: jax.Array, step: Scalar) -> jax.Array:
-    """Return at which fraction of the steps a bool was true."""
+    """Return the fraction of the steps at which a bool was true."""
     return count.astype(np.float32) / jnp.maximum(step, 1).astype(np.float32)
 
 

@@ -17,20 +17,25 @@ def named(
 ) -> optax.GradientTransformationExtraArgs:
     """Put a name in front of the metrics of a transformation.
 
-    :func:`metrics` then has `"<name>/<transformation>/<metric>"` for everything in
-    `tx`, as for the two optimizers of a GAN, the parts of `optax.partition`, or two
-    clips of one kind. :func:`series` and `plots` take `"<name>/<transformation>"`.
+    Use it when a run has several transformations of one kind, such as the two
+    optimizers of a GAN, the parts of `optax.partition`, or two clips. :func:`metrics`
+    then has `"<name>/<transformation>/<metric>"` for everything in `tx`, and
+    :func:`series` and `plots` take `"<name>/<transformation>"`.
 
     Args:
-      name: what their metrics begin with, without `/`. Names may be nested.
+      name: the first part of the names of the metrics, a string without `/`. Names may
+        be nested.
       tx: a gradient transformation, usually a whole chain.
 
     Returns:
-      A transformation that does what `tx` does.
+      A gradient transformation that does what `tx` does.
 
     Raises:
       TypeError: `name` is not a string without `/`, or `tx` is not a gradient
         transformation.
+
+    See Also:
+      :func:`metrics`, which numbers transformations of one kind that have no name.
 
     Example:
       >>> import clipjax, jax.numpy as jnp

@@ -14,7 +14,7 @@ import optax
 from jax import lax
 
 from clipjax._core.aliases import Bound, Memory, Ord, Step, Tree
-from clipjax._core.bounds import limit
+from clipjax._core.bounds import check_bound
 from clipjax._core.checks import check_count, check_ord
 from clipjax._core.door import logged
 from clipjax._core.leaves import (
@@ -42,7 +42,7 @@ Groups: TypeAlias = tuple[list[str], jax.Array]
 
 
 class Recorder(optax.GradientTransformationExtraArgs):
-    """What :func:`record_norms` returns.
+    """The transformation that :func:`record_norms` returns.
 
     It changes nothing, so it may come after a projection.
     """
@@ -62,46 +62,57 @@ def record_norms(
 ) -> Recorder:
     """Record norms for a logger, and change nothing.
 
+    Use it to log the norms of gradients, weights or updates, of the whole tree or layer
+    by layer, and with `keep` to find the layer in which a step broke.
+
     Args:
-      groups: which leaves share a norm. None: the whole tree. `"leaf"`: each leaf has
-        its own. An int n: leaves whose paths have the same first n components; 1 gives
-        a norm for each top-level module. Path patterns: leaves belong to the first
-        pattern that matches them, and others are left out.
-      of: what is measured, one or several: `"updates"`, `"params"`, and `"ratio"`, the
-        norm of the updates divided by that of the parameters, as it is at the end of a
-        chain: 0 where both are 0.
-      name: what the updates are called in the metrics: `"gradients"` in front of a
-        clip.
+      groups: the leaves that share a norm. None, the default: the whole tree. `"leaf"`:
+        each leaf has its own norm. An int n: leaves whose paths have the same first n
+        components; 1 gives a norm for each top-level module. Path patterns: leaves
+        belong to the first pattern that matches them, and other leaves are left out.
+      of: what is measured, one or several of `"updates"` (the default), `"params"`, and
+        `"ratio"`. The ratio is the norm of the updates divided by the norm of the
+        parameters, and 0 where the updates are 0; place it at the end of a chain.
+      name: the name of the updates in the metrics, "updates" by default; write
+        `"gradients"` in front of a clip.
       ord: the order of the norms: 1, 2 (the default), any p >= 1, or `jax.numpy.inf`.
       stacked: path patterns of leaves that stack layers along their first axis, as
-        `nn.scan` and `nnx.vmap` make them: each layer is a group of its own,
-        `<group>/<index>`, and `<group>` has the other leaves alone. All stacks of a
-        group have equally many layers.
-      keep: how many bad steps to keep in the state, the last ones, for
-        :func:`bad_steps`. A step is bad if its norm is not finite, or the loss that
-        `update(..., loss=loss)` gets, or if :func:`skip_spikes` would skip it. Place
-        `record_norms` outside of a skip: the inner state does not change at skipped
-        steps.
-      z_threshold: what an outlier step is for `keep`, as in :func:`skip_spikes`: how
-        many standard deviations a norm or a loss is above the trend; a number or a
-        schedule.
-      window: how many of the last norms and losses `keep` compares with.
-      probes: the names of the model's probes (:func:`probe`), in its order, and how
-        many layers each has, 0 for a single one: `{"embed": 0, "blocks": 12}`. Pass the
-        gradients with respect to their taps as `update(..., taps={"embed": …, "blocks":
-        …})`.
-        Their norms are recorded as `forward/<probe>/<layer>` and `backward/…`: infinity
-        if an element is not finite, 0 at a step without `taps`.
+        `nn.scan` and `nnx.vmap` make them; none by default. Each layer is a group of
+        its own, `<group>/<index>`, and `<group>` has the leaves that are not stacked.
+        All stacks of a group have equally many layers.
+      keep: the number of bad steps to keep in the state for :func:`bad_steps`, the last
+        ones; 0 by default. A step is bad if its norm is not finite, if the loss that
+        `update(..., loss=loss)` gets is not finite, or if :func:`skip_spikes` would
+        skip it. Place `record_norms` outside `skip_*`: the inner state does not change
+        at skipped steps.
+      z_threshold: the number of standard deviations above the trend from which on
+        `keep` takes a norm or a loss for an outlier, as in :func:`skip_spikes`; a
+        scalar `Bound`, 6.0 by default.
+      window: the number of last norms and losses with which `keep` compares, 64 by
+        default.
+      probes: the names of the :func:`probe` calls of the model, in its order, each with
+        its number of layers, 0 for a single one: `{"embed": 0, "blocks": 12}`. None,
+        the default, is no probe. Pass the gradients with respect to their taps as
+        `update(..., taps={"embed": …, "blocks": …})`. The norms that probes saw are
+        recorded as `forward/<probe>/<layer>` and `backward/<probe>/<layer>`. They are
+        infinite if an element is not finite, and 0 at a step without `taps`.
 
     Returns:
-      A transformation with the metrics `record_norms/<name>`, and
-      `record_norms/<name>/<group>` for groups. With `"params"` and `"ratio"`, `update`
-      needs the parameters.
+      A gradient transformation that returns the updates as they are, with the metrics
+      `record_norms/<name>`, or `record_norms/<name>/<group>` for groups. With
+      `"params"` or `"ratio"`, `update` needs the parameters.
 
     Raises:
-      ValueError: the parameters are missing; the stacks of a group differ in length, or
-        one is a scalar; two norms would have one name; `keep` is wrapped by a skip, or
-        the updates are not measured; `taps` are others than `probes` says.
+      TypeError: `name` is not a string, or `groups` has none of the four forms.
+      ValueError: two norms would have one name; `keep` is given and `of` leaves the
+        updates out, or `ord` is not 2. In `init` or `update`: a pattern matches no
+        leaf; the parameters are missing; the stacks of a group differ in length, or a
+        stack is a scalar; `record_norms` with `keep` is wrapped by a skip; `taps` do
+        not fit `probes`.
+
+    See Also:
+      :func:`bad_steps` reads what `keep` has kept; :func:`metrics` reads the norms;
+      :func:`functional.leaf_norms` measures them directly.
 
     Example:
       >>> import clipjax, optax, jax.numpy as jnp
@@ -118,36 +129,37 @@ def record_norms(
         raise TypeError(f"name must be a str, got {short_repr(name)}")
     if name != "updates" and "updates" not in measured:
         raise ValueError(
-            f"name is what the updates are called, got {name!r}, but "
-            f"of={short_repr(of)} leaves them out"
+            f"name is the name of the updates in the metrics, got {name!r}, but "
+            f"of={short_repr(of)} does not measure updates"
         )
     if name == "steps":
         raise ValueError("name must not be 'steps', which counts them in the metrics")
     if name in measured and name != "updates" and "updates" in measured:
         raise ValueError(
-            f"name must not be {name!r} if both are measured: that is what others are "
-            "called"
+            f"name must not be {name!r} if of= has {name!r}, too: the metrics would "
+            "have one name"
         )
     lengths = _check_probes(probes)
     if lengths and name in ("forward", "backward"):
         raise ValueError(
-            f"name must not be {name!r}, as the norms of probes are called"
+            f"name must not be {name!r}, which is the name of the norms of probes"
         )
     order = check_ord(ord)
     groups_in = _by_group(groups, stacked, order)
     size = check_count("keep", keep, 0)
-    z_limit = limit("z_threshold", z_threshold, scalar=True)
+    z_limit = check_bound("z_threshold", z_threshold, scalar=True)
     length = check_count("window", window, 1)
     is_known = not isinstance(size, jax.core.Tracer)
     if is_known and size and "updates" not in measured:
         raise ValueError(
-            f"keep: it is for bad updates, but of={short_repr(of)} leaves them out"
+            "keep: bad steps are told by the norm of the updates, but "
+            f"of={short_repr(of)} does not measure updates"
         )
 
     if is_known and size and order != 2:
         raise ValueError(
-            f"ord: bad steps have norms of order 2, got {ord} with keep={size}: use a "
-            "second record_norms"
+            f"ord: bad steps have norms of order 2, got {ord} with keep={size}; use a "
+            f"second record_norms for order {ord}"
         )
 
     def norms_of_groups(updates: Leaves, params: Tree, taps: Any = None) -> Table:
@@ -210,7 +222,7 @@ def _check_probes(probes: Any) -> dict[str, int]:
 
 
 def _of_probes(lengths: dict[str, int], taps: Any) -> dict[str, Groups]:
-    """Return the norms that probes saw, by pass: infinite where not all is finite."""
+    """Return the norms that probes saw, by pass: infinite if not all is finite."""
     if not lengths:
         return {}
     wanted = {name: (n, 6) if n else (6,) for name, n in lengths.items()}
@@ -220,8 +232,8 @@ def _of_probes(lengths: dict[str, int], taps: Any) -> dict[str, Groups]:
     given = {name: np.shape(x) for name, x in taps.items()} if is_mapping else taps
     if given != wanted:
         raise ValueError(
-            "taps must be the gradients of clipjax.tap(…, probe=True) of shapes "
-            f"{wanted}, as probes= says, got {short_repr(given)}"
+            "taps must be the gradients with respect to clipjax.tap(…, probe=True), of "
+            f"the shapes {wanted} that probes= says, got {short_repr(given)}"
         )
     names = []
     for name, n in lengths.items():
@@ -252,7 +264,7 @@ def _check_of(of: Any) -> tuple[str, ...]:
 
 def _by_group(groups: Any, stacked: Any, ord: float) -> Callable[[Leaves], Groups]:
     """Return the function that measures the norms of groups, and of layers."""
-    # Of a path, none for the whole tree, and all that there are for leaves.
+    # The number of components of a path: 0 for the whole tree, None for all of them.
     depth: int | None = 0 if groups is None else None
     patterns: tuple[str, ...] = ()
     if isinstance(groups, jax.Array):
@@ -273,7 +285,7 @@ def _by_group(groups: Any, stacked: Any, ord: float) -> Callable[[Leaves], Group
         stacked_by = first_matches("stacked", stacks, leaves)
         members: dict[Any, list[Leaf]] = {}
         if groups is None and not stacks:
-            members[(), False] = []  # the norm of no leaf is 0
+            members[(), False] = []  # the norm of a tree without leaves is 0
         for group, stack, leaf in zip(
             groups_of(leaves), stacked_by, leaves.each, strict=True
         ):
@@ -299,7 +311,7 @@ def _by_group(groups: Any, stacked: Any, ord: float) -> Callable[[Leaves], Group
 
 
 def _ratio(norm: jax.Array, of: jax.Array) -> jax.Array:
-    """Return one norm divided by another: 0 if both are 0."""
+    """Return one norm divided by another, or 0 if the first is 0."""
     some = norm != 0
     return jnp.where(some, norm, 0) / jnp.where(some, of, 1)
 
@@ -311,7 +323,7 @@ def _joined(measured: dict[str, Groups]) -> Table:
         for label, (names, _) in measured.items()
         for name in names
     ]
-    # Two paths may have one name: those of {"a/b": x, "a": {"b": y}}.
+    # Two paths may have one name, as in {"a/b": x, "a": {"b": y}}.
     if twice := sorted(name for name, n in Counter(names).items() if n > 1):
         raise ValueError(f"groups: two norms would be called {a_few(twice)}")
     arrays = [norms for _, norms in measured.values()]
@@ -338,7 +350,7 @@ def _with_step(
     z_threshold: Any,
     groups: jax.Array,
 ) -> BadSteps:
-    """Return the memory after a step, which it keeps if the step is bad."""
+    """Return the memory after a step, which takes in the step if it is bad."""
     spike, past, seen = spikes.compare(norm, loss, kept.past, z_threshold=z_threshold)
     is_bad = spike | ~jnp.isfinite(norm) | ~jnp.isfinite(seen["loss"])
     numbers = [norm, seen["threshold"], NO_LOSS if loss is None else loss]
@@ -355,7 +367,7 @@ def _with_step(
 
 
 def _powers_of_layers(stacks: list[Leaf], ord: float) -> jax.Array:
-    """Return the norm to the power `ord` of each layer, along the first axis."""
+    """Return the norm of each layer, along the first axis, to the power `ord`."""
     lengths = {leaf.value.shape[:1] for leaf in stacks}
     if len(lengths) > 1 or () in lengths:
         raise ValueError(

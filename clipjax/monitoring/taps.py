@@ -19,34 +19,46 @@ from clipjax._core.norms import mesh_axes, on_all, sum_dtype
 
 T = TypeVar("T")
 
-# What the tap of a clip holds: how many norms there were, how many were clipped, how
-# many were not finite, and the sum of the finite ones.
+# The tap of a clip has four numbers: the number of norms, the number of norms that were
+# clipped, the number that were not finite, and the sum of the finite norms.
 _OF_CLIP = (4,)
 
-# What the tap of a probe holds, of the forward pass and then of the backward pass: how
-# many elements there were, how many were not finite, and the squares of the others.
+# The tap of a probe has three numbers for the forward pass, and then three for the
+# backward pass: the number of elements, the number that were not finite, and the sum of
+# squares of the others.
 _OF_PROBE = (6,)
 
-# Norms, and whether they are above the bound.
+# Norms, and whether each is above its threshold.
 Seen: TypeAlias = tuple[jax.Array, jax.Array]
 
 
 def tap(*layers: SupportsIndex, probe: bool = False) -> jax.Array:
-    """Make a tap: zeros whose gradient carries statistics from inside a model.
+    """Make a statistics probe: zeros whose gradient carries statistics from a model.
 
-    Pass it to :func:`clip_gradient_by_norm` or its like, or to :func:`probe`, and take
-    the gradient of the loss with respect to it, too. The sums there add up over the
+    Use it to see what happens inside a model in its backward pass. Pass the array to
+    :func:`clip_gradient_by_norm` or its like, or to :func:`probe`, and also take the
+    gradient of the loss with respect to it. The sums in that gradient add up over the
     steps of a `scan`, over the examples of a `vmap`, over devices, and over all places
     that share the tap. :func:`tapped` reads them.
 
     Args:
-      *layers: how many taps, for a stack of layers: `tap(12)` has one for each of 12,
-        to be scanned along its first axis beside their weights.
-      probe: whether it is for :func:`probe`, which has more statistics than a clip.
+      *layers: the numbers of taps, for a stack of layers: `tap(12)` has one for each of
+        12 layers, to be scanned along its first axis beside their weights. Without
+        numbers it is one tap.
+      probe: whether the tap is for :func:`probe`, which has more statistics than a
+        clip; False by default.
 
     Returns:
       Zeros, float32 `(*layers, 4)`, or `(*layers, 6)` for a probe. No value of the
       model depends on them.
+
+    Raises:
+      TypeError: a number of layers is traced, or not an int.
+      ValueError: a number of layers is below 0.
+
+    See Also:
+      :func:`tapped` reads the gradient; :func:`probe` and :func:`clip_gradient_by_norm`
+      take a tap.
 
     Example:
       >>> import clipjax, jax, jax.numpy as jnp
@@ -63,22 +75,28 @@ def tap(*layers: SupportsIndex, probe: bool = False) -> jax.Array:
 def tapped(gradient: jax.Array) -> dict[str, jax.Array]:
     """Read the gradient with respect to a tap, for a logger.
 
+    Use it on what `jax.grad` returns for the argument that is a tap.
+
     Args:
-      gradient: float32 `(..., 4)` or `(..., 6)`, as JAX returns it for a :func:`tap`.
+      gradient: float32 `(..., 4)`, or `(..., 6)` for a probe, as JAX returns it for a
+        :func:`tap`.
 
     Returns:
-      A dict of float32 scalars, or of arrays of shape `(...)`.
-
-      Of a clip: `count`, of norms; and of these `clipped_fraction`, `nonfinite_count`
-      and `mean_norm`, that of the finite ones. A norm that is not finite is not
-      clipped. The fraction and the mean are 0 if there were none.
-
-      Of a probe: `forward_norm` and `backward_norm`, of the finite elements of what it
-      saw and of its gradient, and `forward_nonfinite_count`, `backward_nonfinite_count`
-      and `count`, of all elements.
+      A dict of float32 scalars, or of arrays of shape `(...)`. A clip has `count`, the
+      number of norms, `clipped_fraction`, the fraction of the norms that were above the
+      threshold, `nonfinite_count`, the number of norms that were not finite, and
+      `mean_norm`, the mean of the finite norms. A norm that is not finite does not
+      count as clipped. Fraction and mean are 0 if there were no norms. A probe has
+      `forward_norm` and `backward_norm`, the norms of the finite elements of what it
+      saw and of the gradient, `forward_nonfinite_count` and `backward_nonfinite_count`,
+      and `count`, the number of all elements.
 
     Raises:
       ValueError: `gradient` does not have the shape of a tap.
+
+    See Also:
+      :func:`tap` makes the array; :func:`record_norms` keeps what probes saw at bad
+      steps.
 
     Example:
       >>> import clipjax, jax.numpy as jnp
@@ -89,8 +107,9 @@ def tapped(gradient: jax.Array) -> dict[str, jax.Array]:
     shape = np.shape(gradient)[-1:]
     if shape not in (_OF_CLIP, _OF_PROBE) or not is_real(gradient):
         raise ValueError(
-            "gradient must be that with respect to clipjax.tap(), of shape (..., 4), "
-            f"or of one for a probe, (..., 6); got {short_repr(gradient)}"
+            "gradient must be the gradient with respect to clipjax.tap(), of shape "
+            "(..., 4), or to clipjax.tap(probe=True), of shape (..., 6); got "
+            f"{short_repr(gradient)}"
         )
     numbers = jnp.moveaxis(jnp.asarray(gradient), -1, 0)
     if shape == _OF_PROBE:
@@ -112,26 +131,28 @@ def tapped(gradient: jax.Array) -> dict[str, jax.Array]:
 
 
 def probe(x: T, tap: jax.Array) -> T:
-    """Return `x`, and show a tap what passes here, forward and backward.
+    """Return `x`, and add what passes here, forward and backward, to a tap.
 
-    The gradient with respect to the tap has the sum of squares, the number of elements,
-    and the number of elements that are not finite, of `x` and of its gradient. Use it
-    to find the layer in which a step breaks. At the start and at the end of a layer,
-    with the same tap, it tells the layer of both passes.
+    Use it to find the layer in which a step breaks. The gradient with respect to the
+    tap has the sum of squares, the number of elements, and the number of elements that
+    are not finite, of `x` and of its gradient. Two probes with the same tap, at the
+    start and at the end of a layer, tell the layer for both passes.
 
     Args:
       x: a pytree of arrays, such as the activations between two layers.
-      tap: `clipjax.tap(probe=True)`; in a `scan` over 12 layers one of
+      tap: `clipjax.tap(probe=True)`; in a `scan` over 12 layers, one of the 12 in
         `clipjax.tap(12, probe=True)`.
 
     Returns:
       `x`, bit for bit; its gradient does not change.
 
     Raises:
-      TypeError: `tap` is not the tap of a probe; in forward mode, as JAX says.
+      TypeError: `tap` is not the tap of a probe. JAX raises a TypeError in forward
+        mode.
 
-    See also :func:`tapped`, which reads the gradient of the tap, and the argument
-    `probes` of :func:`record_norms`, which keeps it for bad steps.
+    See Also:
+      :func:`tapped` reads the gradient of the tap; the argument `probes` of
+      :func:`record_norms` keeps it for bad steps.
 
     Example:
       >>> import clipjax, jax, jax.numpy as jnp
@@ -169,7 +190,7 @@ _probed.defvjp(_forward, _backward)
 
 
 def _statistics(tree: Tree) -> jax.Array:
-    """Count elements, count those that are not finite, and sum squares of the rest."""
+    """Count elements, count those not finite, and sum the squares of the others."""
     each = [jnp.zeros(3, np.float32)]
     for x in flatten(lax.stop_gradient(tree)).floats:
         finite = jnp.isfinite(x)
@@ -180,13 +201,13 @@ def _statistics(tree: Tree) -> jax.Array:
 
 
 def check_tap(tap: Any) -> None:
-    """Raise an error if a value is neither a tap nor None."""
+    """Raise if a value is neither the tap of a clip nor None."""
     if tap is not None and (not is_real(tap) or np.shape(tap) != _OF_CLIP):
         raise TypeError(f"tap must be clipjax.tap(), got {short_repr(tap)}")
 
 
 def sums_of(seen: Sequence[Seen], tap: jax.Array) -> jax.Array:
-    """Return the gradient of a tap."""
+    """Return the gradient of the tap of a clip."""
     sums = jnp.zeros(_OF_CLIP, np.float32)
     for norm, is_above in seen:
         finite = jnp.isfinite(norm)
@@ -199,7 +220,8 @@ def sums_of(seen: Sequence[Seen], tap: jax.Array) -> jax.Array:
 def _for_tap(sums: jax.Array, tap: jax.Array) -> jax.Array:
     """Return sums over all devices as the gradient of a tap.
 
-    If the tap is another on each device, one has the sums, so that they count once.
+    If each device has a tap of its own, one device gets the sums and the others get 0,
+    so that they count once.
     """
     sums = lax.stop_gradient(sums)
     for name in mesh_axes(tap):

@@ -1,4 +1,4 @@
-"""What a skipped step must not change beside the weights and the optimizer."""
+"""What else, besides weights and optimizer state, a skipped step must not change."""
 
 from __future__ import annotations
 
@@ -15,27 +15,29 @@ T = TypeVar("T")
 
 
 def unless_skipped(opt_state: Tree, new: T, old: T) -> T:
-    """Choose what a step made of something, or keep the old if the step was skipped.
+    """Return a new value, or the old one if the last step was skipped.
 
-    A skip keeps weights and optimizer state. What the model changes in its forward
-    pass, such as the running statistics of batch norm, would take in the NaN of a
-    skipped step: `batch_stats = clipjax.unless_skipped(opt_state, new_stats,
-    batch_stats)`. So for an average of weights, or a schedule of your own.
+    Use it for what a training step changes besides the weights and the optimizer state.
+    The running statistics of batch norm, which the model changes in its forward pass,
+    would take in the NaN of a skipped step: `batch_stats =
+    clipjax.unless_skipped(opt_state, new_stats, batch_stats)`. Averages of weights and
+    schedules of your own need the same.
 
     Args:
       opt_state: the optimizer state after the step, or a tree that contains it, as in
         :func:`metrics`.
-      new: a pytree, as it is after the step.
-      old: the same, as it was before.
+      new: a pytree of arrays, as it is after the step.
+      old: the same pytree, as it was before the step.
 
     Returns:
-      `old` if one of the skips in `opt_state` skipped the last step, else `new`, in the
+      `old` if one of the skips in `opt_state` skipped the last step, else `new`; in the
       dtypes of `new`.
 
     Raises:
       ValueError: `opt_state` has no skip; `new` and `old` differ in structure.
 
-    See also :func:`skip_nonfinite`, :func:`skip_spikes`.
+    See Also:
+      :func:`skip_nonfinite`, :func:`skip_spikes` and :func:`bounded`, which skip steps.
 
     Example:
       >>> import clipjax, optax, jax.numpy as jnp

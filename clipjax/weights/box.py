@@ -1,4 +1,4 @@
-"""Projections of single entries: onto boxes, and onto the non-negative numbers."""
+"""Projections of single elements: onto boxes, and onto the non-negative numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from clipjax._core.aliases import Bounds, Step
-from clipjax._core.bounds import check_order, limit_by_path
+from clipjax._core.bounds import check_bounds, check_order
 from clipjax._core.entries import clip_entries
 from clipjax._core.leaves import Leaves, check_patterns, first_matches, is_float
 from clipjax._core.messages import a_few, short_repr
@@ -21,26 +21,41 @@ Where: TypeAlias = str | Sequence[str] | Callable[[Any, Any], bool] | None
 
 
 def box(low: Bounds, high: Bounds, *, where: Where = None) -> Projection:
-    """Project each entry onto `[low, high]`: min(max(w, low), high).
+    """Project each element onto an interval.
+
+        min(max(w, low), high)
+
+    Use it when a parameter must stay in a range, as a temperature, a mixing weight or a
+    scale does, or to clip weights as Wasserstein GANs do.
 
     Args:
-      low: the lower limit: a number of any sign, an array that broadcasts to every
-        leaf, a schedule `step -> limit`, or a mapping from path patterns to these,
-        where the first match wins and other leaves have no lower limit.
-      high: the upper limit, likewise.
-      where: which leaves are projected: one or several path patterns, or a rule `(key
-        path, leaf) -> bool`. None is all float leaves.
+      low: the lower bound, a `Bound` of any sign, or a mapping from path patterns to
+        these, where the first match wins and other leaves have no lower bound. An array
+        broadcasts to every leaf.
+      high: the upper bound, in the same forms.
+      where: the leaves that are projected: one or several path patterns, or a rule
+        `(key path, leaf) -> bool`. None, the default, is all float leaves.
+
+    Returns:
+      A :class:`Projection`, to be applied directly, or the last transformation of a
+      chain.
 
     Raises:
-      TypeError, ValueError: `low` is above `high`; `where` chooses no leaf; a leaf is
+      TypeError: `low` or `high` is a list or a tuple; in `init` or `apply`, a leaf is
         complex.
+      ValueError: `low` is above `high`; in `init` or `apply`, `where` chooses no leaf.
 
-    Equals `optax.projections.projection_box` with numbers; its trees of limits are
-    mappings here. A limit that a leaf's dtype cannot represent is rounded inward.
+    Equals `optax.projections.projection_box` with numbers, except that a bound which
+    the dtype of a leaf cannot represent is rounded toward the inside of the interval.
+    Trees of bounds, as Optax takes them, are mappings here.
 
     References:
       Elsayed et al., 2024, Weight clipping for deep continual and reinforcement
       learning, arXiv:2407.01704.
+
+    See Also:
+      :func:`non_negative` has the lower bound 0 alone; :func:`clip_by_value` clips
+      elements of gradients.
 
     Example:
       >>> import clipjax, jax.numpy as jnp
@@ -54,13 +69,31 @@ def box(low: Bounds, high: Bounds, *, where: Where = None) -> Projection:
 
 
 def non_negative(*, where: Where = None) -> Projection:
-    """Project each entry onto the non-negative numbers: max(w, 0).
+    """Project each element onto the non-negative numbers.
+
+        max(w, 0)
+
+    Use it for parameters that are amounts or counts, and for networks that must be
+    monotone or convex in their inputs. Followed by :func:`max_norm` it projects onto
+    the non-negative part of the ball.
 
     Args:
-      where: which leaves are projected, as in :func:`box`.
+      where: the leaves that are projected, as in :func:`box`. None, the default, is all
+        float leaves.
 
-    Equals `keras.constraints.NonNeg` and `optax.projections.projection_non_negative`.
-    Followed by :func:`max_norm` it projects onto the non-negative part of the ball.
+    Returns:
+      A :class:`Projection`, to be applied directly, or the last transformation of a
+      chain.
+
+    Raises:
+      TypeError: in `init` or `apply`, a leaf is complex.
+      ValueError: in `init` or `apply`, `where` chooses no leaf.
+
+    Equals `keras.constraints.NonNeg`, and `optax.projections.projection_non_negative`
+    except that -0.0, which Optax makes 0.0, stays as it is.
+
+    See Also:
+      :func:`box` has both bounds.
 
     Example:
       >>> import clipjax, jax.numpy as jnp
@@ -77,8 +110,8 @@ def _box(name: str, low: Any, high: Any, where: Where) -> Projection:
                 f"{argument} must be a number, an array, a schedule or a mapping, got "
                 f"{short_repr(value)}"
             )
-    lows = limit_by_path("low", low, -np.inf, other=-np.inf)
-    highs = limit_by_path("high", high, -np.inf, other=np.inf)
+    lows = check_bounds("low", low, -np.inf, other=-np.inf)
+    highs = check_bounds("high", high, -np.inf, other=np.inf)
     check_order(low, high)
     choose = _choice(where)
 
@@ -97,7 +130,7 @@ def _box(name: str, low: Any, high: Any, where: Where) -> Projection:
 
 
 def _choice(where: Any) -> Callable[[Leaves], list[bool]]:
-    """Return the function from leaves to whether each is chosen."""
+    """Return the function that tells for each of the leaves whether it is chosen."""
     rule = (lambda path, leaf: True) if where is None else where
     patterns = None if callable(rule) else check_patterns("where", rule)
 

@@ -18,37 +18,46 @@ from clipjax.weights.projection import (
 
 
 def keep_norm(*, rate: Bound = 1.0, axes: AutoAxes = "auto") -> Projection:
-    """Rescale each unit to the norm it had before the update: w * |old| / |w|.
+    """Rescale each unit to the norm that it had before the update.
 
-    With :func:`relative_update` in front of the learning rate, in place of weight
-    decay: AdamH and MuonH.
+        w * (rate * |old| / |w| + 1 - rate)
+
+    Use it in place of weight decay for fixed-norm ("hyperball") training, with
+    :func:`relative_update` in front of the learning rate: the optimizers AdamH and
+    MuonH.
 
     Args:
-      rate: the share of the way back to the old norm, from 0 to 1: a number, an array
-        that broadcasts to the units, or a schedule.
-      axes: the axes that are reduced. "auto": a matrix is one unit; vectors and scalars
-        are not changed; rank 3 and more may be stacks of matrices, and are an error.
+      rate: the fraction of the way back to the old norm, a `Bound` from 0 to 1; 1 by
+        default. An array broadcasts to the units.
+      axes: the axes that are reduced, as `Axes`. "auto", the default, takes a matrix as
+        one unit and does not change vectors and scalars. Leaves of rank 3 and more may
+        be stacks of matrices, and raise an error.
 
     Returns:
-      A :class:`Projection`: the last transformation of a chain, or applied to the new
-      and the old weights, `keep_norm().apply(params, old)`.
+      A :class:`Projection`: the last transformation of a chain, or applied directly to
+      the new and the old weights, `keep_norm().apply(params, old)`.
 
     Raises:
-      ValueError: in `apply`, `old` is missing, or has no leaf of the same shape for one
-        of the new weights.
+      ValueError: `rate` is above 1; in `init` or `apply` with `axes="auto"`, a leaf has
+        rank 3 or more, or no leaf has rank 2; in `apply`, `old` is missing, or has no
+        leaf of the same shape for one of the new weights.
 
-    A unit whose old norm is 0 goes where the update takes it, and what it reaches is
-    kept from then on: leave out what starts at 0, by `axes={"out": clipjax.SKIP, "*":
-    "auto"}`.
+    A unit whose old norm is 0 goes where the update takes it, and the norm that it
+    reaches is kept from then on. To leave out weights that start at 0, write
+    `axes={"out": clipjax.SKIP, "*": "auto"}`.
 
-    The old norm is that of the weights, in no state. Over 100,000 steps in float32 it
-    moves by less than 1e-3; as a link in bfloat16 by up to 3% over 1,000, of small
-    matrices most: keep float32 weights. A call cannot follow such small steps in
-    bfloat16 at all.
+    The old norm is measured from the weights at each step, and is in no state. In
+    float32 it drifts by less than 1e-3 over 100,000 steps. In a chain with bfloat16
+    weights it drifts by up to 3% over 1,000 steps, most for small matrices, and `apply`
+    cannot follow such small steps at all: keep float32 weights.
 
     References:
       Wen et al., 2026, Fantastic pretraining optimizers and where to find them II:
       Hyperball optimization, arXiv:2606.16899.
+
+    See Also:
+      :func:`relative_update` gives updates the norm of the weights; :func:`unit_norm`
+      keeps the norm at 1.
 
     Example:
       >>> import clipjax, jax.numpy as jnp
@@ -87,6 +96,6 @@ def keep_norm(*, rate: Bound = 1.0, axes: AutoAxes = "auto") -> Projection:
         keep,
         scheduled=rates.scheduled,
         axes_of=lambda weights: axes_of(weights, axes),
-        # Factors so near to 1 would not change weights of 16 bits.
+        # Factors near to 1 would not change weights that are rounded to 16 bits.
         unrounded=True,
     )

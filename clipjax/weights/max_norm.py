@@ -1,4 +1,4 @@
-"""Projections of the norms of units of weights."""
+"""Projections of the norms of output units of weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from clipjax._core.aliases import SKIP, AutoAxes, Bound, Bounds, DType, Step
-from clipjax._core.bounds import Limit, check_order, limit_by_path
+from clipjax._core.bounds import CheckedBound, check_bounds, check_order
 from clipjax._core.clip import factor_to, least_inside, margin, quotient_or_1
 from clipjax._core.leaves import Leaves
 from clipjax._core.units import (
@@ -38,24 +38,42 @@ Factor: TypeAlias = Callable[..., jax.Array]  # of (norms, dtype, *limits)
 
 
 def max_norm(radius: Bounds, *, axes: AutoAxes = "auto") -> Projection:
-    """Project each unit's weights onto the ball of a radius: w * min(1, radius / |w|).
+    """Project the weights of each output unit onto a ball.
+
+        w * min(1, radius / |w|)
+
+    Use it to bound how large the weights of an output unit become, as with dropout or
+    with large learning rates. Weight decay pulls all weights toward 0; this projection
+    changes only the output units whose norm is above the bound.
 
     Args:
-      radius: a number, an array that broadcasts to the units, a schedule `step ->
-        radius`, or a mapping from path patterns to these, where the first match wins
-        and other leaves are not changed.
-      axes: the axes that are reduced. "auto": `clipjax.fan_in` for kernels (in, out) of
-        rank 2, and an error for higher ranks; biases are not changed.
+      radius: the bound on each norm, a `Bound`, or a mapping from path patterns to
+        these, where the first match wins and other leaves are not changed. An array
+        broadcasts to the output units.
+      axes: the axes that are reduced, as `Axes`. "auto", the default, is
+        `clipjax.fan_in` for kernels (in, out) of rank 2, and raises an error for higher
+        ranks; biases are not changed.
 
     Returns:
-      A :class:`Projection`: `.apply` projects the weights; as the last transformation
-      of a chain it changes the update.
+      A :class:`Projection`: `.apply(params)` returns the projected weights, and as the
+      last transformation of a chain it changes the update, so that the weights end
+      there.
 
-    Equals `keras.constraints.MaxNorm`, whose `axis` is `axes`.
+    Raises:
+      ValueError: in `init` or `apply` with `axes="auto"`, a leaf has rank 3 or more, or
+        no leaf has rank 2.
+
+    Equals `keras.constraints.MaxNorm`, whose `axis` is `axes`, except that Keras
+    divides by norm + 1e-7, which also moves weights within the bound by a rounding.
 
     References:
       Srebro et al., 2005, Maximum-margin matrix factorization; Srivastava et al., 2014,
-      Dropout.
+      Dropout: a simple way to prevent neural networks from overfitting.
+
+    See Also:
+      :func:`min_max_norm` has a smallest norm, too; :func:`tangent_cone` keeps what it
+      undoes out of the optimizer's moments; :func:`violations` lists the weights that
+      it would change.
 
     Example:
       >>> import clipjax, jax.numpy as jnp
@@ -64,7 +82,7 @@ def max_norm(radius: Bounds, *, axes: AutoAxes = "auto") -> Projection:
       [[0.6 0.3]
        [0.8 0.4]]
     """
-    radii = limit_by_path("radius", radius)
+    radii = check_bounds("radius", radius)
     name = written(max_norm, radius, axes=axes)
     return _rescaling(
         name,
@@ -81,19 +99,38 @@ def min_max_norm(
     rate: Bound = 1.0,
     axes: AutoAxes = "auto",
 ) -> Projection:
-    """Bring each unit's norm between two: w * clip(|w|, low, high) / |w|.
+    """Bring the norm of each output unit between two bounds.
+
+        w * (rate * clip(|w|, low, high) / |w| + 1 - rate)
+
+    Use it when the weights of an output unit must neither grow too large nor vanish: a
+    norm below `low` is scaled up to it.
 
     Args:
-      low: the smallest norm, in the forms of :func:`max_norm`; finite. Where no pattern
-        of a mapping matches, 0.
-      high: the largest norm, likewise; infinity where no pattern matches.
-      rate: the share of the way to the limit that a unit outside moves at each call,
-        from 0 to 1. 1 projects.
-      axes: the axes that are reduced, as in :func:`max_norm`.
+      low: the smallest norm, a finite `Bound`, or a mapping from path patterns to
+        these; 0 where no pattern matches.
+      high: the largest norm, in the same forms; infinity where no pattern matches.
+      rate: the fraction of the way to the bound that an output unit moves at each call,
+        a `Bound` from 0 to 1. 1, the default, projects.
+      axes: the axes that are reduced, as `Axes`. "auto", the default, means the same as
+        for :func:`max_norm`.
 
-    A unit of norm 0 stays 0, since it has no direction to grow in.
+    Returns:
+      A :class:`Projection`, to be applied directly, or the last transformation of a
+      chain.
 
-    Equals `keras.constraints.MinMaxNorm`, whose `axis` is `axes`.
+    Raises:
+      ValueError: `low` is above `high` or infinite; `rate` is above 1; in `init` or
+        `apply` with `axes="auto"`, a leaf has rank 3 or more, or no leaf has rank 2.
+
+    An output unit of norm 0 stays 0, since it has no direction to grow in.
+
+    Equals `keras.constraints.MinMaxNorm`, whose `axis` is `axes`, except that Keras
+    divides by norm + 1e-7, which also moves weights within the bounds by a rounding.
+
+    See Also:
+      :func:`max_norm` has no smallest norm; :func:`unit_norm` has one norm for all;
+      :func:`keep_norm` keeps the norm that weights had before the update.
 
     Example:
       >>> import clipjax, jax.numpy as jnp
@@ -103,8 +140,8 @@ def min_max_norm(
        [1.6 0.8]]
     """
     rates = check_rate(rate)
-    lows = limit_by_path("low", low, other=0.0)
-    highs = limit_by_path("high", high, other=np.inf)
+    lows = check_bounds("low", low, other=0.0)
+    highs = check_bounds("high", high, other=np.inf)
     by_name = {"low": lows.value}
     if lows.by_path:
         by_name = {f"low[{key!r}]": value for key, value in lows.value.items()}
@@ -117,14 +154,32 @@ def min_max_norm(
 
 
 def unit_norm(*, axes: AutoAxes = "auto") -> Projection:
-    """Bring each unit's norm to 1: w / |w|.
+    """Bring the norm of each output unit to 1.
+
+        w / |w|
+
+    Use it when only the direction of weights has a meaning, as for prototypes and
+    embeddings that are compared by their cosine.
 
     Args:
-      axes: the axes that are reduced, as in :func:`max_norm`.
+      axes: the axes that are reduced, as `Axes`. "auto", the default, means the same as
+        for :func:`max_norm`.
 
-    A unit of norm 0 stays 0.
+    Returns:
+      A :class:`Projection`, to be applied directly, or the last transformation of a
+      chain.
 
-    Equals `keras.constraints.UnitNorm`, whose `axis` is `axes`.
+    Raises:
+      ValueError: in `init` or `apply` with `axes="auto"`, a leaf has rank 3 or more, or
+        no leaf has rank 2.
+
+    An output unit of norm 0 stays 0.
+
+    Equals `keras.constraints.UnitNorm`, whose `axis` is `axes`, except that Keras
+    divides by norm + 1e-7.
+
+    See Also:
+      :func:`keep_norm` keeps norms other than 1; :func:`min_max_norm` has two bounds.
 
     Example:
       >>> import clipjax, jax.numpy as jnp
@@ -133,7 +188,7 @@ def unit_norm(*, axes: AutoAxes = "auto") -> Projection:
       [[0.6 0.6 0. ]
        [0.8 0.8 0. ]]
     """
-    both = [limit_by_path("low", 1), limit_by_path("high", 1)]
+    both = [check_bounds("low", 1), check_bounds("high", 1)]
     name = written(unit_norm, axes=axes)
     return _rescaling(name, axes, both, functools.partial(_factor_between, rate=1))
 
@@ -141,13 +196,14 @@ def unit_norm(*, axes: AutoAxes = "auto") -> Projection:
 def _rescaling(
     name: str,
     axes: Any,
-    limits: Sequence[Limit],
+    limits: Sequence[CheckedBound],
     factor: Factor,
-    rates: Sequence[Limit] = (),
+    rates: Sequence[CheckedBound] = (),
 ) -> Projection:
     """Make the projection that multiplies units by `factor(norms, dtype, *limits)`.
 
-    A rate is the last of them. It is for all leaves, so it chooses none.
+    The rates come last among the arguments of `factor`. A rate is the same for all
+    leaves, so it chooses none, as a mapping of limits does.
     """
     axes = check_axes(axes, auto=fan_in_of_matrices)
     arguments = [*limits, *rates]
@@ -180,10 +236,10 @@ def _rescaling(
 def _factor_between(
     norm: jax.Array, dtype: DType, low: Any, high: Any, rate: Any
 ) -> jax.Array:
-    """Return 1 inside two bounds, else what takes a norm `rate` of the way to them.
+    """Return 1 between two bounds, else what takes a norm `rate` of the way to them.
 
     A unit that was brought up to `low` ends a margin or two below it, and counts as
-    inside. 0 has no direction to grow.
+    within the bounds. A norm of 0 has no direction to grow in.
     """
     high = jnp.asarray(high, norm.dtype)
     low = jnp.minimum(jnp.asarray(low, norm.dtype), high)

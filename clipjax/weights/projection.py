@@ -24,29 +24,30 @@ from clipjax._core.states import check_state
 class ProjectionState(NamedTuple):
     """The state of a projection whose bound is a schedule.
 
-    Others have no state, and no metrics: for the largest norm, say, all new weights
-    would have to stay in memory.
+    Other projections have no state. None has metrics: to log the largest norm, for
+    example, all new weights would have to stay in memory.
     """
 
-    step: Scalar  # int32: how many updates there were
+    step: Scalar  # int32: the number of updates
 
 
 class Projection(optax.GradientTransformationExtraArgs):
-    """A projection of weights: `apply` is the function, and Optax chains the rest.
+    """A projection of weights: an Optax transformation with a function `apply`.
 
     `params = max_norm(3.0).apply(params)` projects the weights. As the last
     transformation of a chain, a projection changes the update so that the weights end
     where `apply` would bring them: `clipjax.chain(optax.adam(1e-3), max_norm(3.0))`. A
-    transformation after it would move them again, which :func:`clipjax.chain` refuses.
+    transformation after it would move the weights again; :func:`clipjax.chain` raises
+    an error for such a chain.
     """
 
     # apply(params, *, step=None): the projected weights. `step` is needed if a bound is
     # a schedule; `keep_norm` and `qk_clip` need more.
     apply: Callable[..., Tree]
-    # What `apply` takes beside the weights and the step.
+    # The names of what `apply` takes besides the weights and the step.
     needs: frozenset[str] = frozenset()
-    # For each of the leaves given, the axes along which it is rescaled, or SKIP; None
-    # if a projection rescales no units.
+    # A function that returns for each leaf the axes of its units, or SKIP; None if the
+    # projection rescales no units.
     axes_of: Callable[[Leaves], Sequence[Any]] | None = None
     text: str = "a projection"  # as a user wrote it
 
@@ -67,12 +68,17 @@ def projection(
 
     Args:
       text: the call that a user wrote.
-      function: `function(weights: Leaves, step, **needs) -> values`. What it needs
-        beside the step are arguments of `update`, or `old`, the weights before it.
-      scheduled: whether it depends on the step.
-      axes_of: the axes of the units that it rescales.
-      unrounded: whether `update` gives it sums that are not rounded to 16 bits yet.
-      check: raises the errors of `init`, where what the function needs is not known.
+      function: `function(weights: Leaves, step, **needs) -> values`. The parameters
+        after the step are arguments of `update`, or `old`, the weights before the
+        update.
+      scheduled: whether the function depends on the step.
+      axes_of: returns the axes of the units that the function rescales.
+      unrounded: whether `update` gives the function sums that are not rounded to 16
+        bits yet.
+      check: raises the errors of `init`, where the arguments of `update` are not known.
+
+    Returns:
+      The projection.
     """
     takes = list(inspect.signature(function).parameters)[2:]
 
@@ -106,8 +112,9 @@ def projection(
         added = _sum if unrounded else applied
         summed = list(map(added, before, changes.values))
         if axes_of is not None:
-            # Weights of 16 bits are compared with what they become. Without the
-            # barrier, a step on an H100 moves 19.0 instead of 16.0 (JAX 0.12).
+            # New weights of 16 bits are compared with the projected ones. Without the
+            # barrier, a step on an H100 moves 19.0 times the bytes of the parameters
+            # instead of 16.0 (JAX 0.12).
             summed = [
                 lax.optimization_barrier(x) if _is_narrow(x) else x for x in summed
             ]
@@ -126,12 +133,13 @@ def projection(
 
 
 def rescaled_weights(values: Sequence[Any], factors: Sequence[Any]) -> list[Any]:
-    """Return weights whose norms were measured times their factors.
+    """Return weights times their factors, with a barrier around weights with a norm.
 
-    XLA would compute new weights twice, from both moments of Adam, rather than keep
-    them while they are measured: with a clip, a step in a chain moves 11.0 on a TPU v5e
-    instead of 9.0. In front of the measurement the barrier would cost a pass over
-    leaves that are larger than the chip's own memory (JAX 0.12).
+    Without the barrier, XLA would compute new weights twice, from both moments of Adam,
+    rather than keep them in memory while it measures them: with a clip, a step in a
+    chain moves 11.0 times the bytes of the parameters on a TPU v5e instead of 9.0. A
+    barrier in front of the measurement would cost a pass over leaves that are larger
+    than the chip's own memory (JAX 0.12).
     """
     kept = [
         x if factor is None else lax.optimization_barrier(x)
@@ -141,7 +149,7 @@ def rescaled_weights(values: Sequence[Any], factors: Sequence[Any]) -> list[Any]
 
 
 def written(function: Callable[..., Any], *args: Any, **options: Any) -> str:
-    """Return the call that made a projection, without options that are the default."""
+    """Return the call that made a projection, without options that are defaults."""
     parameters = inspect.signature(function).parameters
     shown = [short_repr(value) for value in args]
     for key, value in options.items():
@@ -155,15 +163,15 @@ def applied(param: Any, update: Any) -> Any:
     """Return what `optax.apply_updates` makes of a parameter.
 
     Inside a program XLA may leave out the rounding to 16 bits, but not a
-    `reduce_precision`, which makes subnormal numbers 0: in float16 those are up to
-    6e-5.
+    `reduce_precision`. That operation makes subnormal numbers 0, which are numbers up
+    to 6e-5 in float16, so they are kept apart.
     """
     if not is_float(param):
         return param
     total = _sum(param, update)
     info = jnp.finfo(param.dtype)
-    # Those of 8 bits may have no infinity, for which reduce_precision would keep the
-    # largest exponent.
+    # A dtype of 8 bits may have no infinity, but reduce_precision keeps the largest
+    # exponent for infinity.
     if info.bits != 16:
         return total.astype(param.dtype)
     rounded = lax.reduce_precision(total, info.nexp, info.nmant)
@@ -174,12 +182,12 @@ def applied(param: Any, update: Any) -> Any:
 
 
 def _is_narrow(x: Any) -> bool:
-    """Return whether x is of floats with 16 bits or less."""
+    """Return whether x is an array of floats with fewer than 32 bits."""
     return is_float(x) and jnp.finfo(x.dtype).bits < 32
 
 
 def _sum(param: Any, update: Any) -> Any:
-    """Return a sum, of 16 bits in float32."""
+    """Return param + update, in float32 if the parameter has 16 bits."""
     if not is_float(param):
         return param
     if not _is_narrow(param):
@@ -191,9 +199,10 @@ def _sum(param: Any, update: Any) -> Any:
 def _step_to(wanted: Any, summed: Any, param: Any, update: Any) -> Any:
     """Return the update that takes a parameter to `wanted`, in float32 at least.
 
-    In 16 bits it would lose the direction of weights that start far outside the bound.
-    p + ((p + u) - p) is p + u, so that a weight within the bound ends where it would
-    have ended. An update of 16 bits stays itself there: (p + u) - p often differs.
+    An update of 16 bits would lose the direction of weights that start far outside the
+    bound. p + ((p + u) - p) is p + u, so that a weight within the bound ends where it
+    would have ended without the projection. There, an update of 16 bits is returned as
+    it is, since (p + u) - p often differs from it.
     """
     if wanted is summed or not is_float(param):
         return update
@@ -208,15 +217,23 @@ def _step_to(wanted: Any, summed: Any, param: Any, update: Any) -> Any:
 def project(function: Callable[[Any], Any]) -> Projection:
     """Make a projection from any function of the whole tree of weights.
 
-    A projection is returned as it is.
+    Use it for the functions in `optax.projections`, and for constraints of your own
+    that no projection of clipjax covers. A projection is returned as it is.
 
     Args:
-      function: `params -> params`, which keeps structure, shapes and dtypes, such as
-        those in `optax.projections`.
+      function: `params -> params`, which keeps structure, shapes and dtypes.
+
+    Returns:
+      A :class:`Projection`, to be applied directly, or the last transformation of a
+      chain.
 
     Raises:
-      TypeError: `function` is not a function of weights. When called, or in `init`: it
-        does not keep structure, shapes and dtypes.
+      TypeError: `function` is not a function of weights; in `init` or `apply`, it does
+        not keep structure, shapes and dtypes.
+
+    See Also:
+      :func:`bounded` takes such a function as `project=`; :func:`with_metrics` makes a
+      clip of your own.
 
     Example:
       >>> import clipjax, optax, jax.numpy as jnp
@@ -234,8 +251,9 @@ def as_projection(name: str, function: Any) -> Projection:
     if isinstance(function, optax.GradientTransformation):
         raise TypeError(
             f"{name} must be a projection or a function of the weights, got "
-            f"{short_repr(function)}, a gradient transformation: pass the last one of "
-            "a chain, and a clip as clip=; masks are written as axes= or where="
+            f"{short_repr(function)}, a gradient transformation. Pass the projection "
+            "alone, which is the last one of a chain; pass a clip as clip=; in place "
+            "of a mask, write axes= or where="
         )
     if not callable(function):
         raise TypeError(

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from clipjax._core.aliases import Bound, Step
-from clipjax._core.bounds import is_real, limit
+from clipjax._core.bounds import check_bound, is_real
 from clipjax._core.checks import check_count
 from clipjax._core.clip import factor_to, rescaled
 from clipjax._core.leaves import Leaf, Leaves, is_float, path_name
@@ -27,62 +27,75 @@ def qk_clip(
     key: str = "key",
     rope: SupportsIndex = 0,
 ) -> Projection:
-    """Scale each head's queries and keys by sqrt(min(1, threshold / S)).
+    """Scale the queries and keys of each attention head to bound its logits.
 
-    S, the largest logit of the head, then becomes `threshold`, as a logit is linear in
-    each of the two. Kernels are (in, heads, head_dim) and biases (heads, head_dim), as
-    in Flax. A key may have fewer heads than the query, or no axis for them: each of its
-    heads serves equally many consecutive query heads, is scaled for the largest of
-    their logits, and each query head is scaled by the rest, but never up: a head inside
-    the threshold may lose by its neighbors. Megatron scales all queries of a group by
-    its largest logit instead, and so more.
+        w * sqrt(min(1, threshold / S)),  S the largest logit of the head
+
+    A logit is linear in queries and in keys, so that the largest logit of the head
+    becomes `threshold`. Use it when the attention logits of a transformer grow during
+    training until the softmax saturates, above all with Muon.
+
+    Kernels are (in, heads, head_dim) and biases (heads, head_dim), as in Flax. Keys may
+    have fewer heads than queries, or no axis for heads. Each key head then serves
+    equally many consecutive query heads, and is scaled for the largest of their logits;
+    each query head is scaled by the rest of its own factor, but never up. The logits of
+    a head within the bound may therefore shrink because of the heads that share its
+    key. Megatron scales all queries of a group by the largest logit of the group
+    instead, and so by more.
 
     Args:
-      threshold: the largest logit: a number, an array that broadcasts to the logits, or
-        a schedule.
-      query: the component of a path that names queries, as in
-        `"encoder/attention/query/kernel"`.
-      key: the component of a path that names keys. The components before it name the
-        layer.
+      threshold: the bound on logits, a `Bound`, 100 by default. An array broadcasts to
+        the logits, (heads,) or (layers, heads).
+      query: the component of a path that names queries, "query" by default, as in
+        `"encoder/attention/query/kernel"`. The components before it name the layer.
+      key: the component of a path that names keys, "key" by default.
       rope: for multi-head latent attention, as in `qk_clip(query="wq_b", key="wkv_b",
-        rope=64)`: how many of the last components of a query head meet a rotary key
-        that all heads share. They are scaled by the whole factor, since that key must
-        not change; nor do the components of `key` that meet none of the query, which
-        are values.
+        rope=64)`: the number of last components of a query head that meet a rotary key
+        which all heads share; 0 by default. These components are scaled by the whole
+        factor, since that key must not change. The components of `key` that meet none
+        of the query are values, and are not changed.
 
     Returns:
       A :class:`Projection`. Its `apply`, and `update` in a chain, need the argument
-      `max_logits`: the largest logits of the forward pass, after the scale 1 /
-      sqrt(head_dim) and the mask, and before the softmax, over all tokens and examples.
-      It is an array (heads,) of query heads, (layers, heads) for a stack, or a mapping,
-      possibly nested, from the paths of layers, or their last components, to such
-      arrays. Layers that it does not name are not changed, and logits that are not
-      finite clip nothing. In a checked `shard_map` the largest of all devices count,
-      except along mesh axes that split the weights, which are taken to split heads:
-      where they split `in`, as FSDP does, pass `lax.pmax(max_logits, axis_name)`. With
-      `accumulate=k` those of the last micro-batch count: pass the largest of all k.
+      `max_logits`: the largest logits of the forward pass over all tokens and examples,
+      after the scale 1 / sqrt(head_dim) and the mask, and before the softmax. It is an
+      array (heads,) of query heads, (layers, heads) for a stack, or a mapping, possibly
+      nested, from the paths of layers, or their last components, to such arrays. Layers
+      that it does not name are not changed, and logits that are not finite clip
+      nothing.
 
     Raises:
-      TypeError, ValueError: in `init`, or when applied: no layer has both; heads of the
-        two differ in size, or in rank, as those of a fused kernel, so that it is not
-        known what meets what. When applied: `max_logits` is missing, does not fit the
-        heads, or names no layer.
+      TypeError: `rope` is not an int; when applied, `max_logits` is not of real arrays.
+      ValueError: in `init`, or when applied, no layer has both queries and keys, or
+        their heads differ in size or rank, as in a fused kernel, so that it is not
+        known which components meet; when applied, `max_logits` is missing, does not fit
+        the heads, or names no layer.
+
+    In a checked `shard_map` the largest logits of all devices count, except along mesh
+    axes that split the weights, which are taken to split heads. Where such an axis
+    splits `in`, as FSDP does, pass `lax.pmax(max_logits, axis_name)`. With
+    `accumulate=k` the logits of the last micro-batch count: pass the largest of all k
+    micro-batches.
 
     References:
       Kimi Team, 2025, Kimi K2: open agentic intelligence, arXiv:2507.20534, algorithm
       1.
 
+    See Also:
+      :func:`spectral_cap` bounds the singular values of any matrix; :func:`max_norm`
+      bounds norms.
+
     Example:
       >>> import clipjax, jax.numpy as jnp
       >>> kernel = jnp.ones((4, 2, 3))  # (in, heads, head_dim)
       >>> params = {"query": {"kernel": kernel}, "key": {"kernel": kernel}}
-      >>> logits = jnp.array([50.0, 400.0])  # the first head is inside
+      >>> logits = jnp.array([50.0, 400.0])  # the first head is within the bound
       >>> clipped = clipjax.qk_clip(100.0).apply(params, max_logits=logits)
       >>> print(clipped["query"]["kernel"][0].round(3))
       [[1.  1.  1. ]
        [0.5 0.5 0.5]]
     """
-    bound = limit("threshold", threshold)
+    bound = check_bound("threshold", threshold)
     rotary = check_count("rope", rope, 0, static=True)
     parts = query, key
     if query == key or not all(map(_is_part, parts)):
@@ -106,7 +119,7 @@ def qk_clip(
         factors: list[Any] = [None] * len(weights.values)
         for path, logits, sides in _by_layer(max_logits, layers_of(weights)):
             finite = jnp.where(jnp.isfinite(logits), logits, 0)
-            # Mesh axes that do not split the heads split batches.
+            # Mesh axes that do not split the weights split batches.
             split = {x for side in sides for x in mesh_axes(side.leaf.value)}
             finite = over_devices(lax.pmax, finite, but=split)
             fitted = bound.fit(most, finite, f"the logits of {path!r}")
@@ -149,15 +162,15 @@ def _layers_of(weights: Leaves, query: str, key: str) -> dict[str, list[_Side]]:
             layers[path] = sides
     if leaves and not layers:
         raise ValueError(
-            f"query, key: no layer has both {query!r} and {key!r}, with kernels (in, "
-            "heads, head_dim): reshape others first. The leaves are: "
+            f"query, key: no layer has both {query!r} and {key!r} with kernels (in, "
+            "heads, head_dim); reshape other kernels first. The leaves are: "
             f"{a_few(leaves)}"
         )
     return layers
 
 
 def _check_heads(path: str, sides: list[_Side], rope: int) -> None:
-    """Raise an error if shapes do not say which components of queries and keys meet."""
+    """Raise if shapes do not tell which components of queries and keys meet."""
     queries = [side for side in sides if side.is_query]
     keys = [side for side in sides if not side.is_query]
     ranks = {side.rest: side.leaf.value.ndim for side in queries}
@@ -173,15 +186,15 @@ def _check_heads(path: str, sides: list[_Side], rope: int) -> None:
             return
     raise ValueError(
         f"query, key: in the layer {path!r}, the heads of queries and keys do not "
-        f"meet: {', '.join(str(side.leaf) for side in sides)}. Both are (in, heads, "
-        "head_dim). Heads of two sizes are those of multi-head latent attention, where "
-        "rope= says how many of the last components of a query are rotary, got "
-        f"{rope}. Split or reshape fused and flat kernels first"
+        f"fit together: {', '.join(str(side.leaf) for side in sides)}. Kernels must be "
+        "(in, heads, head_dim): split fused kernels and reshape flat ones. Only in "
+        "multi-head latent attention the sizes of heads differ; there, rope= is the "
+        f"number of last components of a query that are rotary, got {rope}"
     )
 
 
 def _kernels(sides: list[_Side], stacked: int = 0) -> list[_Side]:
-    """Return the kernels (in, heads, head_dim) of queries, behind those of a stack."""
+    """Return the kernels (in, heads, head_dim) of queries, or stacks of these."""
     return [
         side for side in sides if side.is_query and side.leaf.value.ndim >= stacked + 3
     ]
@@ -190,7 +203,7 @@ def _kernels(sides: list[_Side], stacked: int = 0) -> list[_Side]:
 def _by_layer(
     max_logits: Any, layers: dict[str, list[_Side]]
 ) -> list[tuple[str, jax.Array, list[_Side]]]:
-    """Return the layers that are named, with the largest of their logits."""
+    """Return the layers that `max_logits` names, each with its largest logits."""
     found: dict[str, jax.Array] = {}
     for path, value in jax.tree_util.tree_leaves_with_path(max_logits):
         if not is_real(value):
@@ -211,14 +224,17 @@ def _by_layer(
 
 
 def _layer_at(name: str, layers: list[str]) -> str:
-    """Return the layer whose path, or its end, is `name` or the start of `name`."""
+    """Return the layer that a path in `max_logits` names.
+
+    The path, or its start, is that of the layer, or the last components of it.
+    """
     for i in range(name.count("/") + 1):
         start = name.rsplit("/", i)[0]
         exact = [layer for layer in layers if layer == start]
         ends = [layer for layer in layers if start and layer.endswith(f"/{start}")]
         if len(exact or ends) == 1:
             return (exact or ends)[0]
-    # A model that is one layer may call its logits anything.
+    # If the model is one layer, its logits may have any name.
     if len(layers) == 1 and "" in (name, layers[0]):
         return layers[0]
     what = f"the path {name!r}" if name else "an array without a path"
@@ -233,20 +249,20 @@ def _shown(layers: Iterable[str]) -> str:
 
 
 def _scales(sides: list[_Side], factor: jax.Array, rope: int) -> list[jax.Array]:
-    """Return what multiplies each parameter of a layer.
+    """Return the factor of each parameter of a layer, in a shape that broadcasts to it.
 
     Args:
       sides: the parameters.
-      factor: that of each query head's logits, `(*stack, heads)`.
-      rope: how many of the last components of a query are rotary.
+      factor: the factor of the logits of each query head, `(*stack, heads)`.
+      rope: the number of last components of a query that are rotary.
     """
     shapes, shared_by = _fitted(sides, factor.shape)
     *stack, heads = factor.shape
-    # No -1, which is not known where a stack is empty.
+    # Not -1, which could not be inferred for an empty stack.
     of_group = factor.reshape(*stack, heads // shared_by, shared_by)
     of_key = jnp.sqrt(jnp.min(of_group, axis=-1))
     given = jnp.repeat(of_key, shared_by, axis=-1)
-    # At most 1: a query does not grow to make up for the key that it shares.
+    # The factor is at most 1: a query does not grow to make up for its shared key.
     less = factor < given
     of_query = jnp.where(less, factor, 1) / jnp.where(less, given, 1)
     of_rotary = factor
@@ -266,7 +282,7 @@ def _scales(sides: list[_Side], factor: jax.Array, rope: int) -> list[jax.Array]
 def _fitted(
     sides: list[_Side], given: tuple[int, ...]
 ) -> tuple[list[tuple[int, ...]], int]:
-    """Return the shapes that heads have in each parameter, and how many share a key."""
+    """Return the shapes of heads in each parameter, and how many heads share a key."""
     *stack, heads = given or (0,)
     ranks = {side.rest: side.leaf.value.ndim for side in sides if side.is_query}
     depth = len(stack)

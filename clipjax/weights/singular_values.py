@@ -1,6 +1,6 @@
 """Matrices whose singular values are capped, by matrix products.
 
-TPUs compile these, and meshes keep them split.
+A TPU compiles products in a minute, and a mesh keeps them split.
 """
 
 import functools
@@ -19,19 +19,19 @@ _RATIO = 2.5  # by which one pass divides the largest singular value at most
 
 @functools.partial(jax.jit, static_argnames="rounding")
 def cap(w: jax.Array, bound: jax.Array, rounding: float) -> jax.Array:
-    """Cap the singular values of matrices at a bound.
+    """Return matrices whose singular values are capped at a bound.
 
-    Where some are above, they end the share `rounding` below it.
+    A matrix with singular values above the bound ends the fraction `rounding` below it.
     """
     return _cap(w, bound, rounding)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _cap(w: jax.Array, bound: jax.Array, rounding: float) -> jax.Array:
-    """Cap them by passes.
+    """Cap singular values in several passes.
 
-    WᴴW in floating point knows only of singular values near the largest, so one pass
-    divides that by at most 2.5.
+    In floating point WᴴW has only information about singular values near the largest
+    one, so a pass divides the largest by at most 2.5.
     """
     positive = bound >= jnp.finfo(bound.dtype).tiny
     finite = jnp.all(jnp.isfinite(w), axis=(-2, -1))
@@ -69,7 +69,7 @@ def _cap(w: jax.Array, bound: jax.Array, rounding: float) -> jax.Array:
 def _at_least_norm(w: jax.Array) -> jax.Array:
     """Return a number from the largest singular value to n^(1/16) times it.
 
-    It comes from the Frobenius norm of (WᴴW)⁴.
+    It is computed from the Frobenius norm of (WᴴW)⁴.
     """
     entry = jnp.max(jnp.abs(w), axis=(0, -2, -1))
     gram = _gram(w / _of_each(jnp.where(entry > 0, entry, 1), w))
@@ -83,9 +83,9 @@ def _at_least_norm(w: jax.Array) -> jax.Array:
 def _inverse_root(gram: jax.Array, most: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return max(G / limit², I)^(-1/2), and whether a singular value is above 1.
 
-    The limit is just below 1. What is above is told by the sign of G - I. Eigenvalues
-    that are too near to 1 for that end between both sides. `most`, up to 2.5, is that
-    of singular values.
+    The limit is just below 1. The sign of G - I tells which eigenvalues are above.
+    Eigenvalues that are too near to 1 for a sign end between both sides. `most`, up to
+    2.5, is the largest singular value.
     """
     room = _room(gram.dtype)
     one = lax.broadcast_to_rank(jnp.eye(gram.shape[-1], dtype=gram.dtype), gram.ndim)
@@ -113,9 +113,9 @@ def _inverse_root(gram: jax.Array, most: jax.Array) -> tuple[jax.Array, jax.Arra
 def _steps_to_1(low: float, dtype: DType) -> jax.Array:
     """Return rows (a, b) of cubics a x + b x³ that together take [low, 1] to 1.
 
-    Each is nearest to 1 on the interval that the one before left: as far below at its
-    ends as above at the maximum. The interval is up to 2% larger, so that roundings do
-    not diverge.
+    Each cubic is the nearest to 1 on the interval that the cubic before it left: as far
+    below 1 at the ends of the interval as above 1 at its maximum. The interval is made
+    up to 2% larger, so that roundings do not diverge.
     """
     high = 1.0
     steps = []
@@ -131,15 +131,15 @@ def _steps_to_1(low: float, dtype: DType) -> jax.Array:
 
 
 def _room(dtype: DType) -> float:
-    """Return the share of the bound by which values end below it."""
+    """Return the fraction of the bound by which values end below it."""
     return 2.0**-44 if norms.sum_dtype(dtype) == np.float64 else 2.0**-16
 
 
 def _blocks(w: jax.Array) -> jax.Array:
     """Return matrices as (blocks, *stack, rows, n), with at most n rows, or 16 blocks.
 
-    Where a mesh splits the short side, XLA gathers what it multiplies: so only one
-    block at a time.
+    Where a mesh splits the short side, XLA gathers the blocks that it multiplies, so
+    that only one block is gathered at a time.
     """
     *stack, rows, n = w.shape
     count = min(-(-rows // n), 16)
@@ -158,7 +158,7 @@ def _gram(w: jax.Array) -> jax.Array:
 
 
 def _of_each(x: jax.Array, w: jax.Array) -> jax.Array:
-    """Return one number a matrix so that it broadcasts to its entries."""
+    """Return one number for each matrix, in a shape that broadcasts to its elements."""
     shape = (*(1,) * (w.ndim - x.ndim - 2), *x.shape, 1, 1)
     return x.reshape(shape).astype(x.dtype if x.dtype == bool else w.dtype)
 
@@ -170,9 +170,9 @@ def _cap_jvp(
     """Differentiate U f(S) Vᴴ by divided differences of f.
 
     In the bases U and V the Hermitian part of dw is multiplied by (f(s) - f(t)) / (s -
-    t), the other part by (f(s) + f(t)) / (s + t), and what is outside the span of U by
-    f(s) / s: Bhatia, 1997, Matrix analysis. They are finite where singular values are
-    equal.
+    t), the other part by (f(s) + f(t)) / (s + t), and the part outside the span of U by
+    f(s) / s: Bhatia, 1997, Matrix analysis. These quotients are finite where singular
+    values are equal.
     """
     w, bound = primals
     dw, dbound = tangents
@@ -211,12 +211,12 @@ def _cap_jvp(
 
 
 def _quotient(x: jax.Array, size: jax.Array) -> jax.Array:
-    """Return x / size, 1 where the size is 0."""
+    """Return x / size, or 1 where the size is 0."""
     return jnp.where(size > 0, x, 1) / jnp.where(size > 0, size, 1)
 
 
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Return the matrix product in full float32, which accelerators avoid."""
+    """Return the matrix product in full float32, which TPUs do not use by default."""
     return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
 
 

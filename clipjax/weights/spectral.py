@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from clipjax._core.aliases import Bounds, Skip, Step
-from clipjax._core.bounds import check_fits, limit_by_path
+from clipjax._core.bounds import check_bounds, check_fits
 from clipjax._core.clip import weak_like
 from clipjax._core.leaves import Leaf, Leaves, by_path, is_float
 from clipjax._core.messages import a_few, short_repr
@@ -33,37 +33,51 @@ Flatten: TypeAlias = (
 
 
 def spectral_cap(bound: Bounds, *, flatten: Flatten = None) -> Projection:
-    """Reduce the singular values above a bound to it: U min(S, bound) Vᴴ.
+    """Reduce the singular values of matrices that are above a bound to it.
+
+        U min(S, bound) Vᴴ,  where the matrix is U S Vᴴ
+
+    Use it to bound the Lipschitz constant of layers, or to keep the singular values of
+    weights from growing during long training. It takes some 45 matrix products, and as
+    many again for each factor of 2.5 by which the largest singular value may be above
+    the bound: apply it every 10 or 100 steps.
 
     Args:
-      bound: a number, an array that broadcasts to the stack of matrices of each leaf, a
-        schedule, or a mapping from path patterns to these, where the first match wins
-        and other leaves are not changed.
+      bound: the bound on singular values, a `Bound`, or a mapping from path patterns to
+        these, where the first match wins and other leaves are not changed. An array
+        broadcasts to the stack of matrices of each leaf.
       flatten: how leaves of rank 3 and more are matrices: a pair (axes of rows, axes of
-        columns), each an int or a tuple, such as `((0, 1, 2), 3)` for a convolution (h,
-        w, in, out), or `(1, 2)`, rows 1 and columns 2, for stacked Dense layers (layer,
-        in, out): the other axes stack matrices. Or a rule `(path, leaf) -> pair`, or a
-        mapping from path patterns to these. `clipjax.SKIP` in place of a pair: the leaf
-        is not changed. By default, and where no pattern matches, leaves of rank 2 are
-        matrices, lower ranks are not changed, and higher ranks are an error.
+        columns), each an int or a tuple; other axes stack matrices. `((0, 1, 2), 3)` is
+        for a convolution (h, w, in, out), and `(1, 2)`, rows 1 and columns 2, for
+        stacked Dense layers (layer, in, out). It may also be a rule `(path, leaf) ->
+        pair`, or a mapping from path patterns to these. `clipjax.SKIP` in place of a
+        pair leaves a leaf as it is. By default, and where no pattern matches, leaves of
+        rank 2 are matrices, leaves of lower ranks are not changed, and leaves of higher
+        ranks raise an error.
 
     Returns:
-      A :class:`Projection`. It takes some 45 matrix products, and as many again for
-      each factor of 2.5 by which the largest singular value may be above the bound:
-      apply it every 10 or 100 steps.
+      A :class:`Projection`, to be applied directly, or the last transformation of a
+      chain.
 
     Raises:
-      TypeError, ValueError: `flatten` is not a pair of axes, or applies to no leaf.
+      TypeError: `flatten` is not a pair of axes.
+      ValueError: in `init` or `apply`, axes do not fit a leaf, no leaf is a matrix, or
+        `flatten` is missing for a leaf of rank 3 or more.
 
-    In float32 the largest singular value ends at most 2e-5 below the bound and never
-    above; in 16 bits, where all entries are rounded once more, at most one rounding
-    above. A matrix 2e-5 inside comes back bit for bit. Small singular values are known
-    to a rounding of the largest. An entry that is not finite makes its matrix NaN.
+    In float32 the largest singular value ends at most 2e-5 of the bound below it, and
+    never above. In 16 bits, where all elements are rounded once more, it ends at most
+    one rounding above. A matrix whose singular values are all at least 2e-5 of the
+    bound below it comes back bit for bit. Small singular values are accurate to a
+    rounding of the largest one. An element that is not finite makes its matrix NaN.
 
     References:
       Yoshida and Miyato, 2017, Spectral norm regularization, arXiv:1705.10941; Newhouse
       et al., 2025, Training transformers with enforced Lipschitz constants,
       arXiv:2507.13338.
+
+    See Also:
+      :func:`max_norm` bounds the norms of output units and costs far less;
+      :func:`qk_clip` bounds attention logits.
 
     Example:
       >>> import clipjax, jax.numpy as jnp
@@ -72,7 +86,7 @@ def spectral_cap(bound: Bounds, *, flatten: Flatten = None) -> Projection:
       [[1.  0. ]
        [0.  0.5]]
     """
-    bounds = limit_by_path("bound", bound)
+    bounds = check_bounds("bound", bound)
     flatten = _check_flatten(flatten)
 
     def cap(weights: Leaves, step: Step) -> list[Any]:
@@ -110,7 +124,7 @@ def _capped(leaf: Leaf, sides: Sides, bound: Any) -> jax.Array:
         return jnp.transpose(back, tuple(np.argsort(order)))
 
     sharding = jax.typeof(x).sharding
-    # On explicit mesh axes products would need names; XLA finds them by itself.
+    # On explicit mesh axes products would need shardings; XLA infers them by itself.
     if any(sharding.spec):
         cap = jax.sharding.auto_axes(cap, out_sharding=sharding)
     return weak_like(x, cap(x, jnp.asarray(bound, real)))
@@ -129,8 +143,8 @@ def _sides_of_leaves(
     matrices = []
     for leaf, rule, is_chosen in zip(leaves.each, rules, chosen, strict=True):
         counts = is_chosen and is_float(leaf.value)
-        # One pair for all is for kernels of higher rank: those of Dense layers beside
-        # them are matrices already.
+        # One pair for all leaves is for kernels of higher rank. Kernels of Dense layers
+        # beside them are matrices already.
         for_all = isinstance(flatten, tuple) and np.ndim(leaf.value) <= 2
         own_rule = None if for_all else rule
         sides.append(_sides_of(own_rule, leaf) if counts else None)
@@ -166,7 +180,7 @@ def _sides_of(rule: Any, leaf: Leaf) -> Sides | None:
 
 
 def _check_flatten(flatten: Any) -> Any:
-    """Return `flatten`, with pairs as pairs of tuples."""
+    """Return `flatten`, with each pair as a pair of tuples."""
     is_mapping = isinstance(flatten, Mapping) and len(flatten) > 0
     if is_mapping and all(isinstance(pattern, str) for pattern in flatten):
         return {
@@ -181,7 +195,7 @@ def _check_rule(rule: Any, name: str) -> Any:
 
 
 def _check_pair(pair: Any, name: str) -> Any:
-    """Return a pair as a pair of tuples, or what stands in place of one."""
+    """Return a pair as a pair of tuples; return None and SKIP as they are."""
     if pair is None or isinstance(pair, Skip):
         return pair
     if isinstance(pair, tuple | list) and len(pair) == 2:

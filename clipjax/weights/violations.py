@@ -1,4 +1,4 @@
-"""List the weights that a projection would still change.
+"""A list of the weights that a projection would still change.
 
 It is for tests, and for averages and casts of weights.
 """
@@ -22,14 +22,15 @@ class Violation(NamedTuple):
 
     path: str  # of the leaf, such as "encoder/Dense_0/kernel"
     unit: str  # its index as NumPy writes it, such as "[:, 0]"; "" for the whole leaf
-    # The norm of a unit that would be rescaled; else the entry that would change most.
+    # The norm of a unit that would be rescaled; otherwise the element that would change
+    # most.
     before: float
-    after: float  # the same, projected
-    entries: int  # how many entries would change
+    after: float  # the same after the projection
+    entries: int  # the number of elements that would change
 
     @property
     def change(self) -> float:
-        """How far it would move, as a share of the larger number; inf for NaN."""
+        """The change, as a fraction of the larger number; inf for NaN."""
         distance = abs(self.after - self.before)
         size = max(abs(self.before), abs(self.after)) or 1.0
         return distance / size if np.isfinite(distance) else np.inf
@@ -47,23 +48,33 @@ def violations(
 ) -> list[Violation]:
     """List the weights that a projection would still change, the farthest first.
 
+    Use it in tests, after loading a checkpoint, and for weights that no projection has
+    seen, such as averages of weights and casts to 16 bits.
+
     Args:
-      params: the weights, which must be concrete and on devices of this process.
+      params: the weights, which must be known numbers on devices of this process.
       projection: a projection such as `clipjax.max_norm(3.0)`, a function of the
         weights, or a sequence of these; each is compared with the same weights.
-      old: the weights before the update, for :func:`keep_norm`.
-      step: the step at which bounds that are schedules are evaluated.
+      old: the weights before the update, for :func:`keep_norm`; None by default.
+      step: the step at which bounds that are schedules are evaluated; None by default.
 
     Returns:
       A list of `Violation(path, unit, before, after, entries)`, empty if nothing would
-      change. There is one for each unit that `max_norm`, `min_max_norm`, `unit_norm`
-      or `keep_norm` would rescale, with its norm; otherwise one for each leaf, with the
-      entry that would change most. NaN is always a violation.
+      change. There is one for each unit that `max_norm`, `min_max_norm`, `unit_norm` or
+      `keep_norm` would rescale, where `before` and `after` are its norms. For other
+      projections there is one for each leaf, where they are the element that would
+      change most. `entries` is the number of elements that would change. NaN is always
+      a violation.
 
     Raises:
       TypeError: `params` or a bound is traced; `projection` is not a projection.
       ValueError: `projection` has a schedule, and `step` is missing; it is a
-        `keep_norm`, and `old` is missing; it is a `qk_clip`, which needs logits.
+        `keep_norm`, and `old` is missing; it is a `qk_clip`, which needs logits; a leaf
+        is on devices of several processes.
+
+    See Also:
+      :func:`max_norm` and the other projections, whose `apply` changes these weights;
+      :func:`record_norms` logs norms at each step.
 
     Example:
       >>> import clipjax, jax.numpy as jnp
@@ -100,7 +111,7 @@ def violations(
 
 @np.errstate(all="ignore")
 def _violations_of(old: Leaf, new: jax.Array, axes: Reduced | Skip) -> list[Violation]:
-    """Return the units that differ, or where there are none the farthest entry."""
+    """Return the units that differ, or, without units, the element farthest away."""
     was = np.asarray(old.value)
     is_now = np.asarray(new)
     changed = was != is_now  # NaN differs from itself

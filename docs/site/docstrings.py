@@ -9,9 +9,11 @@ ROLE = re.compile(r":(?:func|class|meth|data):`(?:clipjax\.)?(?P<name>[\w.]+)`")
 PAPER = re.compile(r"arXiv:(\d{4}\.\d{4,5})")
 SOURCE = "https://github.com/clipjax/clipjax/blob/main"
 PROSE = re.compile(
-    r"^(?P<title>Returns|References):\n(?P<text>(?: {2}.*\n?|\n(?= {2}))+)",
+    r"^(?P<title>Returns|References|See Also):\n(?P<text>(?: {2}.*\n?|\n(?= {2}))+)",
     re.MULTILINE,
 )
+# Words of signatures, and the headings on the reference's first page that explain them.
+SHARED = {"Bound": "what-a-bound-may-be", "Axes": "what-axes-may-be"}
 ERRORS = re.compile(r"^( +)TypeError, ValueError: ", re.MULTILINE)
 
 
@@ -21,6 +23,8 @@ class Docstrings(griffe.Extension):
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
         """Visit every object of the package."""
         names = {str(name) for name in pkg.exports or ()}
+        for room in ("functional", "flax", "equinox"):
+            names |= {f"{room}.{name}" for name in pkg[room].exports or ()}
 
         def link(match: re.Match[str]) -> str:
             name = match["name"]
@@ -32,6 +36,8 @@ class Docstrings(griffe.Extension):
             if item.docstring:
                 text = ROLE.sub(link, item.docstring.value)
                 text = PAPER.sub(r"[arXiv:\1](https://arxiv.org/abs/\1)", text)
+                for word, anchor in SHARED.items():
+                    text = text.replace(f"`{word}`", f"[`{word}`](index.md#{anchor})")
                 text = ERRORS.sub(r"\1TypeError or ValueError: ", text)
                 text = PROSE.sub(
                     lambda m: f"**{m['title']}:** {' '.join(m['text'].split())}\n\n",

@@ -838,7 +838,7 @@ THEMES = {
                 f"qk_clip(rope={rope}).init({{'a': {{'query': jnp.ones((4, 3, 6)), "
                 f"'key': jnp.ones({key})}}}})",
                 "in the layer 'a'",
-                "do not meet",
+                "do not fit together",
                 "shape (4, 3, 6)",
                 f"got {rope}",
             )

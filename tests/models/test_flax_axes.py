@@ -327,7 +327,7 @@ def test_unknown_parameters_are_all_listed() -> None:
             )
 
     with pytest.raises(
-        ValueError, match="which weights of these parameters form a unit"
+        ValueError, match="which weights of these parameters form an output unit"
     ) as caught:
         unit_axes(Odd(), KEY, random(3, 4))
     listed = [
