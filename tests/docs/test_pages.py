@@ -43,6 +43,16 @@ def test_links_resolve(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_pictures_exist_and_have_a_dark_version_where_there_is_one(page):
+    """A picture of an example is in `<picture>`, which the site's hook knows."""
+    text = BLOCK.sub("", page.read_text())
+    for target in re.findall(r'(?:src|srcset)="([^"#]+)', text):
+        assert (page.parent / target).exists(), target
+    for path in re.findall(r"!\[[^\]]*\]\(([^)\s]+)\.png\)", text):
+        assert not (page.parent / f"{path}-dark.png").exists(), path
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_code_fits_the_page(page):
     """The site shows 80 columns; the README is read elsewhere, too."""
     wide = [
