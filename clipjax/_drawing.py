@@ -347,12 +347,14 @@ def cells(ax: Any, values: np.ndarray, label: str) -> None:
     bad = ~np.isfinite(values)
     shown = np.ma.masked_where(shown == 0, np.where(bad, 10 * top, shown))
     ends = np.arange(len(values) + 1) - 0.5
-    style = {"norm": LogNorm(least, top), "cmap": colors, "rasterized": True}
-    mesh = ax.pcolormesh(starts - 0.5, ends, shown, **style)
+    mesh = ax.pcolormesh(
+        starts - 0.5, ends, shown, norm=LogNorm(least, top), cmap=colors
+    )
     ax.set(xlim=(-0.5, count - 0.5), ylim=(len(values) - 0.5, -0.5))
     ax.xaxis.set_major_locator(_of_steps())
-    ends = {"extend": "max", "extendfrac": 0.08} if bad.any() else {}
-    bar = ax.figure.colorbar(mesh, ax=ax, label=label, pad=0.015, aspect=15, **ends)
+    extend = "max" if bad.any() else "neither"
+    place = {"ax": ax, "pad": 0.015, "aspect": 15}
+    bar = ax.figure.colorbar(mesh, label=label, extend=extend, extendfrac=0.08, **place)
     if bad.any():
         style = {"color": colors.get_over(), "fontsize": "small", "loc": "left"}
         bar.ax.set_title("not finite", **style)

@@ -43,13 +43,11 @@ def test_links_resolve(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_pictures_exist_and_have_a_dark_version_where_there_is_one(page):
+def test_pictures_exist(page):
     """A picture of an example is in `<picture>`, which the site's hook knows."""
     text = BLOCK.sub("", page.read_text())
     for target in re.findall(r'(?:src|srcset)="([^"#]+)', text):
         assert (page.parent / target).exists(), target
-    for path in re.findall(r"!\[[^\]]*\]\(([^)\s]+)\.png\)", text):
-        assert not (page.parent / f"{path}-dark.png").exists(), path
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -117,3 +115,19 @@ def test_the_commands_of_the_readme_name_extras_that_exist():
         for each in group.split(",")
     }
     assert named <= set(extras)
+
+
+def test_the_readme_quotes_what_its_example_printed():
+    """`examples/digits.py --all` writes the file beside its pictures."""
+    printed = (ROOT / "docs" / "images" / "digits.txt").read_text()
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    (caption,) = re.findall(r"\[start:caption\] -->(.*?)<!--", readme)
+    caption = caption.replace("`", "")
+    rows = re.findall(r"^  (\S.*?) +(\S+%) \((\S+%)\)$", printed, re.MULTILINE)
+    assert len(rows) == 3
+    for name, mean, worst in rows:
+        of_worst = f" (worst seed {worst})" if worst != mean else ""
+        assert f"{name} {mean}{of_worst}" in caption
+    assert {*re.findall(r"\d+\.\d%", caption)} <= {x for row in rows for x in row}
+    (text,) = re.findall("```text (.*?) ```", readme)
+    assert f"  {text}\n" in printed
