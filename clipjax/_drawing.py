@@ -326,8 +326,8 @@ def blues(ax: Any) -> Any:
     return listed.with_extremes(over=NOT_FINITE[is_dark(ax)], bad="none")
 
 
-# More columns than a figure has pixels would hide each other.
-MOST_COLUMNS = 1000
+# Thinner columns would not be seen beside others.
+COLUMNS_PER_INCH = 30
 
 
 def cells(ax: Any, values: np.ndarray, label: str) -> None:
@@ -336,9 +336,10 @@ def cells(ax: Any, values: np.ndarray, label: str) -> None:
     Blue is dark for large norms on a light ground, and light on a dark one.
     """
     count = values.shape[1]
-    starts = np.unique(np.linspace(0, count, min(count, MOST_COLUMNS) + 1).astype(int))
+    most = max(1, int(COLUMNS_PER_INCH * ax.bbox.width / ax.figure.dpi))
+    starts = np.arange(0, count, -(-count // most))
     # NaN is the largest.
-    values = np.maximum.reduceat(values, starts[:-1], axis=1)
+    values = np.maximum.reduceat(values, starts, axis=1)
     shown = _drawable(values)
     some = shown[shown > 0]
     top = some.max(initial=1e-100) if some.size else 1.0
@@ -348,7 +349,11 @@ def cells(ax: Any, values: np.ndarray, label: str) -> None:
     shown = np.ma.masked_where(shown == 0, np.where(bad, 10 * top, shown))
     ends = np.arange(len(values) + 1) - 0.5
     mesh = ax.pcolormesh(
-        starts - 0.5, ends, shown, norm=LogNorm(least, top), cmap=colors
+        np.append(starts, count) - 0.5,
+        ends,
+        shown,
+        norm=LogNorm(least, top),
+        cmap=colors,
     )
     ax.set(xlim=(-0.5, count - 0.5), ylim=(len(values) - 0.5, -0.5))
     ax.xaxis.set_major_locator(_of_steps())

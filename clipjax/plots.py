@@ -1,4 +1,4 @@
-"""Pictures of norms over the steps, of groups, of bad steps, and of units of weights.
+"""Pictures of norms by step, by group, of bad steps, and of output units of weights.
 
 They need Matplotlib, which `import clipjax` does not load. Each function takes `ax`,
 the axes to draw on, and returns them; None makes a new figure:
@@ -206,9 +206,10 @@ def heat_map(
       The axes, with one row for each group, and a color bar beside them, whose scale is
       logarithmic. Norms that are not finite have a color of their own, and norms of 0
       have none. A bad step has a triangle above it, and a ring on the row of the layer
-      that `print` of the step names, if there is such a row. Of more than 1,000 steps a
-      column is the largest norm of several. A skipped or accumulated step repeats the
-      last norm, if the recorder did not see it.
+      that `print` of the step names, if there is such a row. If there are more than 30
+      steps for each inch of the axes, a column is the largest norm of several. A step
+      that the recorder did not see, such as an accumulated one, repeats the norms of
+      the step before.
 
     Raises:
       TypeError: `history` has no groups.

@@ -182,16 +182,23 @@ def draw(path, results, ends):
     axes["gradient"].set(title="Gradient norm, before the clip", ylim=(0.01, 1e8))
     axes["weights"].set(title="Largest norm of an output unit's weights")
     norms = [
-        ("gradient", CLIP, "threshold", "clip_by_global_norm alone", 0.9),
-        ("weights", BOUND, "bound", "max_norm alone", 2),
+        (
+            "gradient",
+            CLIP,
+            "threshold",
+            "clip_by_global_norm alone",
+            0.9,
+            "upper right",
+        ),
+        ("weights", BOUND, "bound", "max_norm alone", 2, "center right"),
     ]
-    for key, most, word, method, width in norms:
+    for key, most, word, method, width, place in norms:
         for name in (method, "nothing"):
             color, _ = STYLES[name]
             axes[key].plot(results[name][key][0], color=color, lw=width, label=name)
         axes[key].axhline(most, label=f"{word} {most:g}", **dotted)
         axes[key].set(yscale="log", xlabel="step")
-        axes[key].legend(fontsize=11, loc="center right")
+        axes[key].legend(fontsize=11, loc=place)
     right = axes["test"]
     for name, (color, line) in STYLES.items():
         mean_of_10 = np.ones(10) / 10

@@ -291,12 +291,18 @@ def test_a_heat_map_of_any_norms_is_drawn(values: list[float]) -> None:
 def test_a_column_of_a_long_run_is_the_largest_of_several_steps() -> None:
     norms = np.ones(5000)
     norms[[1234, 4321]] = 100.0, NAN
-    ax = plots.heat_map({"w": norms})
+    ax = plots.heat_map({"w": norms}, ax=plt.subplots(figsize=(4, 4))[1])
     colors, _ = cells_of(ax)
-    assert colors.shape[1] == 1000
-    mesh = ax.collections[0]
-    np.testing.assert_array_equal(colors[0, 864], mesh.cmap.get_over())
-    assert np.argmin(colors[0, :864, :3].sum(1)) == 246
+    edges = ax.collections[0].get_coordinates()[0, :, 0] + 0.5
+    assert (edges[0], edges[-1]) == (0, 5000)
+    # Of the same width, but for the last.
+    assert len({*np.diff(edges)[:-1]}) == 1
+    assert 60 < len(edges) < 120
+    of_nan, of_outlier = (np.searchsorted(edges, x, "right") - 1 for x in (4321, 1234))
+    not_finite = ax.collections[0].cmap.get_over()
+    assert np.flatnonzero((colors[0] == not_finite).all(-1)) == [of_nan]
+    colors[0, of_nan] = 1
+    assert np.argmin(colors[0, :, :3].sum(1)) == of_outlier
     assert ax.get_xlim() == (-0.5, 4999.5)
     plt.close(ax.figure)
 
