@@ -13,7 +13,7 @@ from jax.tree_util import keystr, tree_leaves_with_path
 from clipjax._core.aliases import Tree
 from clipjax._core.leaves import unboxed, without_boxes
 from clipjax._core.messages import a_few, short_repr
-from clipjax._core.states import MetricsState, Table
+from clipjax._core.states import UNKNOWN, MetricsState, Table
 from clipjax._earlier import of_today
 from clipjax.gradients.skipping import SkipMemory
 from clipjax.monitoring.metrics import as_array
@@ -339,7 +339,8 @@ def _moved(x: Any, like: Any, was: _Names, now: _Names) -> Any:
     if np.shape(x) != np.shape(like) or not can_cast:
         raise ValueError(
             f"old: {'/'.join(was)!r} is {here}{list(np.shape(x))}, and in new "
-            f"{'/'.join(now)!r} is {there}{list(np.shape(like))}"
+            f"{'/'.join(now)!r} is {there}{list(np.shape(like))}; to start it afresh, "
+            "adopt twice, first into a chain without it, with drop=True"
         )
     is_known = isinstance(like, jax.Array) and not isinstance(like, jax.core.Tracer)
     if not (is_known and len(like.sharding.device_set) > 1):
@@ -354,7 +355,7 @@ def _with_columns(
 ) -> dict[_Names, Any]:
     """Return the leaves of `record_norms` with the columns of bad steps in a new order.
 
-    Columns of new names are 0, as their metrics are.
+    At old steps, the norms with new names are not known.
     """
     was, now = (
         [key[1] for key in leaves if key[0] == "metrics"] for leaves in (theirs, ours)
@@ -363,7 +364,8 @@ def _with_columns(
     columns = [0, 1, 2, *(place.get(name, -1) for name in now)]
 
     def ordered(rows: Any) -> jax.Array:
-        padded = jnp.concatenate([rows, jnp.zeros_like(rows[..., :1])], axis=-1)
+        unknown = jnp.full_like(rows[..., :1], UNKNOWN)
+        padded = jnp.concatenate([rows, unknown], axis=-1)
         return padded[..., np.array(columns)]
 
     return {

@@ -47,9 +47,10 @@ class BadSteps(NamedTuple):
     rows: jax.Array
 
 
-# What the rows of bad steps have if no loss was given. NaN would raise under
-# `jax_debug_nans` where nothing is wrong, and infinity may be a loss.
-NO_LOSS = -(2.0**127)
+# What the rows of bad steps have in place of a loss that was not given, and of the norm
+# of a group that was not measured then. NaN would raise under `jax_debug_nans` where
+# nothing is wrong, and infinity may be a loss.
+UNKNOWN = -(2.0**127)
 
 
 Names: TypeAlias = tuple[tuple[str, ...], ...]  # of floats, of ints, and of bools
@@ -147,17 +148,20 @@ def _stacked(scalars: Sequence[jax.Array], dtype: DType) -> jax.Array:
     return jnp.stack([x.astype(wide) for x in scalars] or [jnp.zeros((), wide)])
 
 
+_ADOPT = "; to go on from another chain, call clipjax.adopt(old, tx.init(params))"
+
+
 def check_state(name: str, state: State, kind: type[Any] = MetricsState) -> None:
     """Raise unless the `init` of the transformation with this name made the state."""
     if state is None or isinstance(state, optax.EmptyState):
         raise ValueError(
-            f"state: {name} needs the state that init returned, got {state!r}"
+            f"state: {name} needs the state that init returned, got {state!r}{_ADOPT}"
         )
     found = name_of(state) if isinstance(state, MetricsState) else name
     if not isinstance(state, kind) or found != name:
         given = f"that of {found}" if found != name else type(state).__name__
         raise TypeError(
-            f"state: {name} needs the state that its init returned, got {given}"
+            f"state: {name} needs the state that its init returned, got {given}{_ADOPT}"
         )
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from clipjax._core.aliases import Tree
 from clipjax._core.messages import a_few, short_repr
-from clipjax._core.states import NO_LOSS, BadSteps, Table
+from clipjax._core.states import UNKNOWN, BadSteps, Table
 from clipjax.monitoring.metrics import as_array, states_in
 
 
@@ -230,8 +230,9 @@ def _steps_in(name: str, kept: BadSteps, table: Table) -> list[BadStep]:
     found = []
     for place in range(len(steps) - count, len(steps)):
         norm, threshold, loss, *norms = map(float, rows[place])
-        loss = math.nan if loss == NO_LOSS else loss
-        named = dict(zip(names, norms, strict=True))
+        loss = math.nan if loss == UNKNOWN else loss
+        pairs = zip(names, norms, strict=True)
+        named = {name: norm for name, norm in pairs if norm != UNKNOWN}
         of_probes = [_groups_of(of, named) for of in ("forward", "backward")]
         given = any(any(seen.values()) for seen in of_probes)
         numbers = norm, threshold, loss, _groups_of(name, named)

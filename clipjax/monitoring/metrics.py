@@ -73,8 +73,9 @@ def metrics(opt_state: Tree) -> dict[str, jax.Array]:
         raise ValueError(
             "opt_state: there is no state with metrics in "
             f"{short_repr(opt_state)}; pass the state that tx.init and "
-            "tx.update return. A projection has none: add a clip, nonfinite='skip' "
-            "or record_norms()"
+            "tx.update return. Projections and Optax's own transformations have none: "
+            "add a clip of clipjax, nonfinite='skip' or record_norms(), and go on from "
+            "the state of another chain by clipjax.adopt(old, tx.init(params))"
         )
     for prefix, state in known:
         values = _read(state)

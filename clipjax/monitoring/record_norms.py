@@ -29,7 +29,7 @@ from clipjax._core.leaves import (
 )
 from clipjax._core.messages import a_few, short_repr, traced_error
 from clipjax._core.norms import replicated, root, total, tree_norm, tree_total
-from clipjax._core.states import NO_LOSS, BadSteps, Table, check_same, table
+from clipjax._core.states import UNKNOWN, BadSteps, Table, check_same, table
 from clipjax._core.units import check_whole
 from clipjax.gradients import spikes
 from clipjax.gradients.history import norm_dtype
@@ -230,7 +230,7 @@ def _of_probes(lengths: dict[str, int], taps: Any) -> dict[str, Groups]:
         taps = {name: jnp.zeros(shape, np.float32) for name, shape in wanted.items()}
     is_mapping = isinstance(taps, Mapping)
     given = {name: np.shape(x) for name, x in taps.items()} if is_mapping else taps
-    if given != wanted:
+    if not is_mapping or given != wanted:
         raise ValueError(
             "taps must be the gradients with respect to clipjax.tap(…, probe=True), of "
             f"the shapes {wanted} that probes= says, got {short_repr(given)}"
@@ -353,7 +353,7 @@ def _with_step(
     """Return the memory after a step, which takes in the step if it is bad."""
     spike, past, seen = spikes.compare(norm, loss, kept.past, z_threshold=z_threshold)
     is_bad = spike | ~jnp.isfinite(norm) | ~jnp.isfinite(seen["loss"])
-    numbers = [norm, seen["threshold"], NO_LOSS if loss is None else loss]
+    numbers = [norm, seen["threshold"], UNKNOWN if loss is None else loss]
     row = jnp.stack([jnp.asarray(x, kept.rows.dtype) for x in numbers])
     row = jnp.concatenate([row, groups.astype(row.dtype)])
 

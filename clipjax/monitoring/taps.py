@@ -166,7 +166,10 @@ def probe(x: T, tap: jax.Array) -> T:
       [2. 4. 8.]
     """
     if not is_real(tap) or np.shape(tap) != _OF_PROBE:
-        raise TypeError(f"tap must be clipjax.tap(probe=True), got {short_repr(tap)}")
+        raise TypeError(
+            "tap must be clipjax.tap(probe=True), or one of a stack of taps, as a scan "
+            f"over the layers has it, got {short_repr(tap)}"
+        )
     leaves = flatten(x)
     return _probed(leaves.rebuild(leaves.values), tap)
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from clipjax._core.aliases import Tree
+from clipjax._core.messages import short_repr
 from clipjax.monitoring.metrics import skipped_in
 
 T = TypeVar("T")
@@ -52,6 +53,13 @@ def unless_skipped(opt_state: Tree, new: T, old: T) -> T:
         raise ValueError(
             "opt_state: there is no skip in it; use nonfinite='skip', skip_nonfinite "
             "or skip_spikes"
+        )
+    structures: Any = jax.tree.structure(new), jax.tree.structure(old)
+    if structures[0] != structures[1]:
+        both = " and ".join(map(short_repr, structures))
+        raise ValueError(
+            "new and old must have the same structure, such as that of nnx.state(model, "
+            f"nnx.BatchStat), got {both}"
         )
     was_skipped = functools.reduce(jnp.logical_or, skipped)
 

@@ -12,8 +12,18 @@ PROSE = re.compile(
     r"^(?P<title>Returns|References|See Also):\n(?P<text>(?: {2}.*\n?|\n(?= {2}))+)",
     re.MULTILINE,
 )
-# Words of signatures, and the headings on the reference's first page that explain them.
-SHARED = {"Bound": "what-a-bound-may-be", "Axes": "what-axes-may-be"}
+# Words of signatures, which hooks.py links to the sections that explain them.
+WORD = re.compile(r"(?<![\[`])`(?P<name>Bounds?|Axes|Where|Ord)`(?!`)")
+WORDS = {
+    "Bound": "_core.aliases.Bound",
+    "Bounds": "_core.aliases.Bounds",
+    "Axes": "_core.aliases.Axes",
+    "Ord": "_core.aliases.Ord",
+    "Where": "weights.box.Where",
+    "Projection": "weights.projection.Projection",
+}
+# Modules whose functions have an entry of their own.
+MODULES = ("functional", "flax", "equinox", "plots")
 ERRORS = re.compile(r"^( +)TypeError, ValueError: ", re.MULTILINE)
 
 
@@ -23,21 +33,22 @@ class Docstrings(griffe.Extension):
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
         """Visit every object of the package."""
         names = {str(name) for name in pkg.exports or ()}
-        for room in ("functional", "flax", "equinox"):
-            names |= {f"{room}.{name}" for name in pkg[room].exports or ()}
+        for module in MODULES:
+            functions = pkg[module].functions
+            names |= {f"{module}.{name}" for name in functions if name[0] != "_"}
 
         def link(match: re.Match[str]) -> str:
             name = match["name"]
-            return f"[`{name}`][clipjax.{name}]" if name in names else f"`{name}`"
+            if name in names or name in WORDS:
+                return f"[`{name}`][clipjax.{WORDS.get(name, name)}]"
+            return f"`{name}`"
 
         def visit(item: Any) -> None:
             if item.is_alias:
                 return
             if item.docstring:
-                text = ROLE.sub(link, item.docstring.value)
+                text = ROLE.sub(link, WORD.sub(link, item.docstring.value))
                 text = PAPER.sub(r"[arXiv:\1](https://arxiv.org/abs/\1)", text)
-                for word, anchor in SHARED.items():
-                    text = text.replace(f"`{word}`", f"[`{word}`](index.md#{anchor})")
                 text = ERRORS.sub(r"\1TypeError or ValueError: ", text)
                 text = PROSE.sub(
                     lambda m: f"**{m['title']}:** {' '.join(m['text'].split())}\n\n",

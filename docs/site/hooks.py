@@ -12,7 +12,7 @@ from mkdocs.structure.files import File
 VERSION = re.compile(r'^__version__ = "(.+)"$', re.MULTILINE)
 OUTSIDE = re.compile(
     r"\]\((?:\.\./)+"
-    r"(?P<path>examples/\w+\.py|CONTRIBUTING\.md|(?:benchmarks|tests/clients)/\w+\.md)\)"
+    r"(?P<path>examples/\w+\.py|CONTRIBUTING\.md|(?:benchmarks|tests(?:/\w+)?)/\w+\.md)\)"
 )
 
 PICTURE = re.compile(
@@ -26,7 +26,18 @@ FORMULA = re.compile(
     r"^ *```.*?^ *```|`[^`\n]*`|\$([^$\n]+)\$", re.MULTILINE | re.DOTALL
 )  # not in code
 
-WORD = re.compile(r"<code>(?=[^<\s]{1,42}</code>)")
+# The words of signatures, and the page and the section that says what they are.
+MEANINGS = {
+    "_core.aliases.Bound": ("reference/index.md", "bound"),
+    "_core.aliases.Bounds": ("reference/index.md", "bound"),
+    "_core.aliases.Axes": ("reference/index.md", "axes"),
+    "_core.aliases.AutoAxes": ("reference/index.md", "axes"),
+    "_core.aliases.Ord": ("reference/index.md", "ord"),
+    "weights.box.Where": ("reference/index.md", "where"),
+    "weights.projection.Projection": ("reference/weights.md", "projections"),
+}
+
+WORD = re.compile(r"<code>(?=[^<\s]{1,38}</code>)")
 
 
 def on_config(config: Any) -> Any:
@@ -87,6 +98,14 @@ def _indented(text: str) -> str:
     return textwrap.indent(text.strip(), "    ")
 
 
-def on_page_content(html: str, **_: Any) -> str:
-    """Keep code of one word on one line, where it fits on a phone."""
+def on_page_content(html: str, page: Any, config: Any, **_: Any) -> str:
+    """Keep short code on one line, and link the words of signatures to their meaning.
+
+    `Bound`, `Axes` and their like stand in the signatures of most functions, and are
+    explained once, in sections of the reference.
+    """
+    for word, (uri, section) in MEANINGS.items():
+        if page.file.src_uri == uri:
+            register = config.plugins["autorefs"].register_anchor
+            register(page, f"clipjax.{word}", section)
     return WORD.sub('<code class="whole">', html)

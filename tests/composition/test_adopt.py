@@ -190,6 +190,12 @@ def test_bad_steps_follow_their_names() -> None:
     adopted = clipjax.adopt(state, new.init(PARAMS))
     (before,), (after,) = map(clipjax.bad_steps, (state, adopted))
     np.testing.assert_equal(after.groups, before.groups)
+    groups = clipjax.record_norms(1, stacked="z", keep=2)
+    joined = clipjax.adopt(state, groups.init(PARAMS), drop=True)
+    (known,) = clipjax.bad_steps(joined)  # what was not measured is in no group
+    assert known.groups == {
+        name: norm for name, norm in before.groups.items() if name in known.groups
+    }
     metrics = clipjax.metrics(adopted)
     assert np.isnan(metrics["record_norms/updates/z"])
     assert metrics["record_norms/params/z"] == 0

@@ -974,6 +974,11 @@ THEMES = {
             "named('a', sgd).update(grads, state_of(named('b', sgd)))", "name", "b"
         ),
         of_value("unless_skipped(state_of(clip), x, x)", "opt_state", "no skip"),
+        of_value(
+            "unless_skipped(state_of(skip_nonfinite(sgd)), x, {})",
+            "new and old",
+            "structure",
+        ),
         of_type("clip_gradient_by_value(x)", "one bound", "nothing"),
         of_type("replace_gradient(jnp.round, None)", "backward", "None"),
         of_type("replace_gradient(1.0, jnp.round)", "forward", "1.0"),

@@ -176,7 +176,8 @@ def test_other_taps_than_the_probes_are_an_error() -> None:
     grads = jax.tree.map(np.float32, PARAMS)
     state = RECORD.init(grads)
     blocks = clipjax.tap(LAYERS, probe=True)
-    for taps in ({"blocks": blocks}, {"blocks": blocks[:3], "embed": blocks[0]}):
+    few = {"blocks": blocks[:3], "embed": blocks[0]}
+    for taps in ({"blocks": blocks}, few, blocks):
         with pytest.raises(ValueError, match=r"taps must be .*'embed': \(6,\)"):
             RECORD.update(grads, state, taps=taps)
     with pytest.raises(TypeError, match=r"tap must be clipjax\.tap\(probe=True\)"):
