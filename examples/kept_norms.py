@@ -161,13 +161,13 @@ def draw(results, seeds):
     bottom.set(
         title="Loss of sentences held out", xlabel="peak learning rate, log scale"
     )
-    bottom.set(ylabel=f"nats per word, {seen},\nbars: ± 1 standard deviation")
+    bottom.set(ylabel=f"nats per word: mean and\nstandard deviation, {seeds} seeds")
     bottom.set_xscale("log")
     each = sorted({rate for rates, *_ in results.values() for rate in rates})
     bottom.set_xticks(each, [f"{rate:g}" for rate in each], rotation=45)
     bottom.minorticks_off()
     handles = top.get_legend_handles_labels()
-    figure.legend(*handles, loc="outside lower center", ncols=2)
+    figure.legend(*handles, loc="outside lower center", ncols=2, frameon=False)
     return figure
 
 

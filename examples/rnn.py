@@ -143,7 +143,9 @@ def draw(results, seeds):
     top.set_ylabel(f"%, median of {seeds} networks")
     bottom.set(title="Gradient norm before clipping", xlabel="step", yscale="log")
     bottom.set_ylabel(f"largest of {seeds} networks\nin 50 steps, log scale")
-    figure.legend(*top.get_legend_handles_labels(), loc="outside lower center")
+    figure.legend(
+        *top.get_legend_handles_labels(), loc="outside lower center", frameon=False
+    )
     return figure
 
 
