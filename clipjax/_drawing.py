@@ -14,13 +14,16 @@ try:
     from matplotlib.colors import ListedColormap, LogNorm, to_rgb
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
+    from matplotlib.patheffects import withStroke
     from matplotlib.ticker import MaxNLocator
+    from matplotlib.transforms import ScaledTranslation
 except ImportError as error:
     raise ImportError(
         "clipjax.plots needs Matplotlib: pip install matplotlib"
     ) from error
 
-# Okabe and Ito's colors that are visible on white and on black, and two of Tol's.
+# Okabe and Ito's colors that are visible on white and on black, and a violet and a
+# brown that people who are color-blind can tell from these.
 COLORS = (
     "#0072b2",
     "#d55e00",
@@ -28,14 +31,15 @@ COLORS = (
     "#cc79a7",
     "#e69f00",
     "#56b4e9",
-    "#aa4499",
-    "#999933",
+    "#9933ee",
+    "#995533",
 )
 GREY = "#8a8a8a"
+LOG = ", log scale"
 BOUND: dict[str, Any] = {"linestyle": (0, (6, 2)), "linewidth": 1.6}
 
 
-def new_axes(ax: Any, height: float = 4) -> Any:
+def new_axes(ax: Any, height: float = 4, width: float = 8) -> Any:
     """Return the axes, or those of a new figure."""
     if isinstance(ax, Axes):
         return ax
@@ -44,7 +48,30 @@ def new_axes(ax: Any, height: float = 4) -> Any:
             "ax must be one of Matplotlib's axes, such as plt.subplots()[1], got "
             f"{short_repr(ax)}"
         )
-    return plt.subplots(figsize=(8, height), layout="constrained")[1]
+    return plt.subplots(figsize=(width, height), layout="constrained")[1]
+
+
+def split(ax: Any) -> Any:
+    """Make room in the right half of the axes for new ones with the same y axis."""
+    spec = ax.get_subplotspec()
+    if spec is None:  # they were placed by hand
+        left, bottom, width, height = ax.get_position().bounds
+        ax.set_position((left, bottom, 0.48 * width, height))
+        half = (left + 0.52 * width, bottom, 0.48 * width, height)
+        return ax.figure.add_axes(half, sharey=ax)
+    halves = spec.subgridspec(1, 2)
+    ax.set_subplotspec(halves[0])
+    return ax.figure.add_subplot(halves[1], sharey=ax)
+
+
+def ink(ax: Any) -> Any:
+    """Return the color of text on these axes, which is light in a dark figure."""
+    return ax.xaxis.label.get_color()
+
+
+def is_dark(ax: Any) -> bool:
+    """Return whether the ground of these axes is dark."""
+    return bool(np.mean(to_rgb(ax.get_facecolor())) < 0.5)
 
 
 def line(ax: Any, x: np.ndarray, y: np.ndarray, **style: Any) -> None:
@@ -71,6 +98,37 @@ def at_top(ax: Any, x: np.ndarray, **style: Any) -> None:
         ax.plot(x, np.full(x.shape, 0.98), linestyle="", transform=top, **style)
 
 
+def say_at_top(ax: Any, texts: Mapping[float, str]) -> None:
+    """Write texts below the marks at the top, each at the first x that has it.
+
+    They are in rows of their own, above the lines: the first three, for which there is
+    room.
+    """
+    first: dict[str, float] = {}
+    for x in sorted(texts):
+        first.setdefault(texts[x], x)
+    some = [*first.items()][:3]
+    scale = ax.yaxis.get_transform()
+    low, high = scale.transform(ax.get_ylim())
+    room = 0.08 * len(some) * (high - low)
+    ax.set_ylim(top=scale.inverted().transform(high + room))
+    middle = np.mean(ax.get_xlim())
+    for row, (text, x) in enumerate(some):
+        is_right = x > middle
+        ax.annotate(
+            f"{x:g}: {text}",
+            (x, 0.91 - 0.07 * row),
+            xycoords=ax.get_xaxis_transform(),
+            xytext=(4 if is_right else -4, 0),
+            textcoords="offset points",
+            ha="right" if is_right else "left",
+            va="center",
+            size="small",
+            color=ink(ax),
+            path_effects=[withStroke(linewidth=3, foreground=ax.get_facecolor())],
+        )
+
+
 def _drawable(y: np.ndarray) -> np.ndarray:
     """Return NaN for what is not finite, and no size with which margins overflow."""
     y = np.where(np.isfinite(y), y, np.nan)
@@ -83,6 +141,7 @@ def lines(
     what: str,
     bound: float = np.inf,
     dashed: Collection[str] = (),
+    causes: Mapping[float, str] | None = None,
 ) -> Any:
     """Draw lines, x and y by name, and a bound below them."""
     largest = {
@@ -103,17 +162,11 @@ def lines(
         if name in colors:
             style = {"color": colors[name], "linewidth": 1.2, "label": label}
         line(ax, *points[name], linestyle="--" if name in dashed else "-", **style)
-    title = _title(colors, points, what)
     if bound < np.inf:
-        ax.axhline(
-            bound,
-            c=plt.rcParams["text.color"],
-            zorder=1.5,
-            label=f"radius {bound:.4g}",
-            **BOUND,
-        )
-        title = f"{title}\n(share of units at the radius)".strip()
-    return finished(ax, list(points.values()), title)
+        style = {"c": ink(ax), "zorder": 1.5, "label": f"radius {bound:.4g}", **BOUND}
+        ax.axhline(bound, **style)
+    title = _title(colors, points, what)
+    return finished(ax, list(points.values()), title, causes)
 
 
 def in_order(names: Iterable[str]) -> list[str]:
@@ -123,6 +176,27 @@ def in_order(names: Iterable[str]) -> list[str]:
         return [int(x) if x.isdecimal() else x for x in re.split(r"(\d+)", name)]
 
     return sorted(names, key=parts)
+
+
+def words(names: Sequence[str]) -> str:
+    """Return names as short text: layers in a row as a range, of others the first."""
+    runs: list[list[Any]] = []  # the text before a number, the first and the last one
+    for name in in_order(names):
+        before = name.rstrip("0123456789")
+        number = name[len(before) :]
+        last = runs[-1] if runs else None
+        if last and number and last[0] == before and last[2] == int(number) - 1:
+            last[2] = int(number)
+        else:
+            first = int(number) if number else None
+            runs.append([before, first, first])
+    texts = []
+    for before, first, last in runs:
+        numbers = f"{first} to {last}" if first != last else first
+        texts.append(before if first is None else f"{before}{numbers}")
+    if len(texts) > 2:
+        return f"{texts[0]} and {len(texts) - 1} more"
+    return ", ".join(texts)
 
 
 def colors_of(values: Mapping[str, float]) -> dict[str, str]:
@@ -138,42 +212,102 @@ def _title(colors: Collection[str], names: Collection[str], what: str) -> str:
     return f"the {len(colors)} largest of {len(names)} {what}"
 
 
-def _place(ax: Any) -> dict[str, Any]:
-    """Return where the legend is: beside the axes, if the figure makes room for it."""
-    style = {"alignment": "left", "fontsize": "small", "title_fontsize": "small"}
+def _add_legend(ax: Any, handles: Sequence[Any], title: str) -> Any:
+    """Add a legend off the data, if the figure has a layout, which makes room for it.
+
+    It is beside the axes, or below if they are narrow. Without a layout, it is in them.
+    """
+    width = ax.bbox.width / ax.figure.dpi  # in inches
+    style: dict[str, Any] = {"alignment": "left", "labelcolor": ink(ax)}
+    style |= {"fontsize": "small", "title_fontsize": "small", "title": title or None}
     if not ax.figure.get_layout_engine():
-        return style | {"loc": "upper right"}
-    beside = {"loc": "upper left", "bbox_to_anchor": (1.01, 1), "frameon": False}
-    return style | beside
+        style |= {"loc": "upper right", "facecolor": ax.get_facecolor()}
+    elif width < 5:
+        size = ax.xaxis.label.get_size()  # in points; the x axis is in between
+        inches = ScaledTranslation(
+            0, -(2.6 * size + 12) / 72, ax.figure.dpi_scale_trans
+        )
+        at = {"bbox_to_anchor": (0, 0), "bbox_transform": ax.transAxes + inches}
+        # A letter is about half as wide as it is high, and a line 3 letters long.
+        letters = 5 + max((len(each.get_label()) for each in handles), default=0)
+        columns = 72 * width // (0.45 * size * letters)
+        at |= {"ncols": max(1, min(4, int(columns)))}
+        style |= {"loc": "upper left", "frameon": False, "borderaxespad": 0} | at
+    else:
+        style |= {"loc": "upper left", "bbox_to_anchor": (1.01, 1), "frameon": False}
+    legend = ax.legend(handles=handles, **style)
+    legend.get_title().set_color(ink(ax))
+    return legend
 
 
-def legend_of_colors(ax: Any, colors: Mapping[str, str], title: str) -> Any:
-    """Add a legend of colored fields."""
-    fields = [Patch(color=color, label=name) for name, color in colors.items()]
-    ax.legend(handles=fields, title=title, **_place(ax))
+def field(ax: Any, label: str, **style: Any) -> Any:
+    """Return a field of a legend."""
+    return Patch(label=label, edgecolor=ax.get_facecolor(), **style)
+
+
+def legend_of_colors(
+    ax: Any,
+    colors: Mapping[str, str],
+    title: str,
+    *,
+    more: Sequence[Any] = (),
+) -> Any:
+    """Add a legend of colored fields, and of more."""
+    fields = [field(ax, name, facecolor=color) for name, color in colors.items()]
+    if fields or more:
+        _add_legend(ax, [*fields, *more], title)
     return ax
 
 
-def finished(ax: Any, points: Sequence[Any], title: str = "") -> Any:
-    """Mark what is not finite, choose the scale for what is, and add the legend."""
+def star(ax: Any, x: Any, y: Any, label: str) -> Any:
+    """Mark a point on a field of any color with a star."""
+    look = {"marker": "*", "ms": 11, "mfc": ink(ax), "mec": ax.get_facecolor()}
+    return ax.plot(x, y, linestyle="", clip_on=False, label=label, **look)[0]
+
+
+def shades(ax: Any, values: np.ndarray) -> Any:
+    """Return the colors of cells for norms, which may be zero or not finite."""
+    colors = blues(ax)
+    some = values[np.isfinite(values) & (values > 0)]
+    least, top = (some.min(), some.max()) if some.size else (1.0, 1.0)
+    scale = LogNorm(least, max(top, 10 * least), clip=True)
+    shown = colors(scale(np.where(np.isin(values, some), values, least)))
+    bad = ~np.isfinite(values)
+    return np.where(bad[..., None], colors.get_over(), shown)
+
+
+def finished(
+    ax: Any,
+    points: Sequence[Any],
+    title: str = "",
+    causes: Mapping[float, str] | None = None,
+) -> Any:
+    """Mark what is not finite, choose the scale for what is, and add the legend.
+
+    What is not finite gets a cross at the top of the axes, and what `causes` says of
+    its x.
+    """
     ax.margins(y=0.08)
     bad = np.concatenate([[], *(x[~np.isfinite(y)] for x, y in points)])
-    ink = plt.rcParams["text.color"]
-    at_top(ax, bad, marker="x", color=ink, ms=4, label="not finite")
+    at_top(ax, bad, marker="x", color=ink(ax), ms=4, label="not finite")
     ax.autoscale(axis="y")
     # Of everything that is drawn.
     least = ax.dataLim.minposy
     top = ax.dataLim.y1
     zeros = ax.dataLim.y0 <= 0
+    label = ax.get_ylabel().removesuffix(LOG)
     if top > 20 * least:
+        label += LOG
         with_zero = {"linthresh": 10 ** np.floor(np.log10(least)), "linscale": 0.5}
         ax.set_yscale("symlog", **with_zero) if zeros else ax.set_yscale("log")
         ax.set_ylim(bottom=0 if zeros else None)
     elif top > 0:
         ax.set_ylim(0, 1.08 * top)
     ax.xaxis.set_major_locator(_of_steps())
-    ax.grid(alpha=0.25)
-    legend = ax.legend(title=title or None, **_place(ax))
+    ax.set_ylabel(label)
+    say_at_top(ax, causes or {})
+    ax.grid(color=ink(ax), alpha=0.12)
+    legend = _add_legend(ax, ax.get_legend_handles_labels()[0], title)
     for handle in legend.legend_handles:
         if isinstance(handle, Line2D):  # the axes may have other artists
             handle.set_markersize(5)
@@ -182,6 +316,16 @@ def finished(ax: Any, points: Sequence[Any], title: str = "") -> Any:
 
 # Of norms that are not finite, on a light and on a dark ground: unlike every blue.
 NOT_FINITE = ("#e66100", "#ff8f33")
+
+
+def blues(ax: Any) -> Any:
+    """Return colors of norms: dark for large ones on a light ground, else light."""
+    colors = plt.get_cmap("Blues_r" if is_dark(ax) else "Blues")
+    span = (0.0, 0.95) if is_dark(ax) else (0.05, 1.0)
+    listed = ListedColormap(colors(np.linspace(*span, 256)))
+    return listed.with_extremes(over=NOT_FINITE[is_dark(ax)], bad="none")
+
+
 # Thinner columns would not be seen beside others.
 COLUMNS_PER_INCH = 30
 
@@ -200,11 +344,7 @@ def cells(ax: Any, values: np.ndarray, label: str) -> None:
     some = shown[shown > 0]
     top = some.max(initial=1e-100) if some.size else 1.0
     least = min(np.quantile(some, 0.01), top / 10) if some.size else 0.1
-    is_dark = bool(np.mean(to_rgb(ax.get_facecolor())) < 0.5)
-    blues = plt.get_cmap("Blues_r" if is_dark else "Blues")
-    span = (0.0, 0.95) if is_dark else (0.05, 1.0)
-    shades = ListedColormap(blues(np.linspace(*span, 256)))
-    colors = shades.with_extremes(over=NOT_FINITE[is_dark], bad="none")
+    colors = blues(ax)
     bad = ~np.isfinite(values)
     shown = np.ma.masked_where(shown == 0, np.where(bad, 10 * top, shown))
     ends = np.arange(len(values) + 1) - 0.5
@@ -221,7 +361,7 @@ def cells(ax: Any, values: np.ndarray, label: str) -> None:
     place = {"ax": ax, "pad": 0.015, "aspect": 15}
     bar = ax.figure.colorbar(mesh, label=label, extend=extend, extendfrac=0.08, **place)
     if bad.any():
-        style = {"color": NOT_FINITE[is_dark], "fontsize": "small", "loc": "left"}
+        style = {"color": colors.get_over(), "fontsize": "small", "loc": "left"}
         bar.ax.set_title("not finite", **style)
 
 
@@ -232,7 +372,7 @@ def bad_steps_above(
     first, last = ax.get_xlim()
     inside = [step for step in steps if first < step < last]
     above = {"transform": ax.get_xaxis_transform(), "clip_on": False, "ls": ""}
-    color = plt.rcParams["text.color"]
+    color = ink(ax)
     ax.plot(inside, [1.04] * len(inside), marker="v", ms=6, c=color, mew=0, **above)
     rings = np.reshape([x for x in marked if x[0] in inside], (-1, 2)).T
     ring = {"marker": "o", "ls": "", "mfc": "none", "clip_on": False}

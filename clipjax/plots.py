@@ -2,11 +2,13 @@
 
 They need Matplotlib, which `import clipjax` does not load. Each function takes `ax`,
 the axes to draw on, and returns them; None makes a new figure:
-`plots.norms(history).figure.savefig("norms.png")`. The legend is beside the axes if the
-figure has a layout, such as "constrained". Lines differ in colors that can be told
-apart by people who cannot tell red from green. A scale is logarithmic if values differ
-by more than a factor of 20. Crosses at the top are values that are not finite. Shapes
-that do not match, and no steps, raise a ValueError.
+`plots.norms(history).figure.savefig("norms.png")`. If the figure has a layout, such as
+"constrained", the legend is beside the axes, or below them if they are narrow. People
+who are color-blind can tell the colors, `plots.COLORS`, apart. Text and marks have the
+color of the labels of the axes, so that a figure in Matplotlib's `dark_background` is
+as readable as a light one. A scale is logarithmic, and its label says so, if values
+differ by more than a factor of 20. Crosses at the top are values that are not finite.
+Shapes that do not match, and no steps, raise a ValueError.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ from clipjax.monitoring import history as runs
 from clipjax.monitoring.bad_steps import BadStep
 from clipjax.monitoring.bad_steps import bad_steps as find_bad_steps
 
+COLORS = draw.COLORS
+
 
 def norms(history: runs.History, name: str | None = None, *, ax: Any = None) -> Any:
     """Draw a norm over the steps, its threshold, and what was clipped and skipped.
@@ -48,8 +52,11 @@ def norms(history: runs.History, name: str | None = None, *, ax: Any = None) -> 
 
     Returns:
       The axes. The threshold is the metric `threshold`, or else the norm after the clip
-      where it clipped. The legend has the share that was clipped, of the finite norms,
-      and skipped, of all steps. A skipped step is at the norm that the skip has seen.
+      where it clipped. The legend has the percentage of the finite norms that were
+      clipped, and of all steps that were skipped, unless none was. A skipped step is at
+      the norm that the skip has seen. If the history has norms of groups, as
+      :func:`clipjax.record_norms` measures, the first cross of each set of groups that
+      are not finite says which they are.
 
     Raises:
       ValueError: several clips have a norm, and none is named.
@@ -60,7 +67,7 @@ def norms(history: runs.History, name: str | None = None, *, ax: Any = None) -> 
       >>> history = {"zclip/norm": norms, "zclip/threshold": thresholds}
       >>> ax = plots.norms(history)
       >>> [line.get_label() for line in ax.lines]
-      ['norm', 'clipped (50.0%)', 'threshold']
+      ['norm', 'clipped (50%)', 'threshold']
     """
     columns = runs.columns_of(history)
     key = _norm_in(columns) if name is None else runs.key_of(columns, name)
@@ -85,13 +92,13 @@ def norms(history: runs.History, name: str | None = None, *, ax: Any = None) -> 
     if has_clips:
         finite = taken & ~skipped & np.isfinite(norm)
         clipped = finite & is_clipped
-        share = clipped.sum() / max(1, finite.sum())
+        label = f"clipped ({_percent(clipped.sum(), finite.sum())})"
         style = {"marker": "^", "color": draw.COLORS[1], "mew": 0}
-        draw.marks(ax, steps, norm, clipped, label=f"clipped ({share:.1%})", **style)
-    if skips:
+        draw.marks(ax, steps, norm, clipped, label=label, **style)
+    if skipped.any():
         style = {"marker": "o", "color": draw.COLORS[3], "mfc": "none"}
         seen = skipped & np.isfinite(norm)
-        label = f"skipped ({skipped.mean():.1%})"
+        label = f"skipped ({_percent(skipped.sum(), skipped.size)})"
         draw.marks(ax, steps, norm, seen, label=label, **style)
         draw.at_top(ax, steps[skipped & ~seen], ms=5, **style)
     known = taken & ~np.isnan(limits)
@@ -105,8 +112,15 @@ def norms(history: runs.History, name: str | None = None, *, ax: Any = None) -> 
             known = taken
         style = {"color": draw.COLORS[0], "zorder": 2.5, "label": label}
         draw.line(ax, steps[known], limits[known], **style, **draw.BOUND)
-    ax.set(xlabel="step", ylabel="norm of the gradient")
-    return draw.finished(ax, [(steps[shown], norm[shown])])
+    kind = _kind_of(key) if key in _recorded_in(columns) else ""
+    ax.set(xlabel="step", ylabel=_LABELS.get(kind, "norm of the gradient"))
+    bad = {*steps[shown & ~np.isfinite(norm)].tolist()}
+    causes = {x: text for x, text in _causes_in(columns, key).items() if x in bad}
+    return draw.finished(ax, [(steps[shown], norm[shown])], causes=causes)
+
+
+def _percent(count: int, of: int) -> str:
+    return f"{100 * count / max(1, of):.3g}%"
 
 
 def group_norms(
@@ -129,6 +143,10 @@ def group_norms(
     Returns:
       The axes. Groups are sorted by name, `layer_2` before `layer_10`. Of more than 8,
       those with the 8 largest norms are colored and in the legend, and others are grey.
+      The first cross of each set of groups that are not finite, up to three, says which
+      they are: the probes of the forward pass, which comes first, or else those of the
+      backward pass, or else the gradients.
+
       Norms of weights that were recorded are dashed. Norms that probes saw, as in
       `"forward/blocks/3"`, are dotted in the forward pass and dash-dotted in the
       backward pass, and ratios have long dashes; alone, each kind is solid. Where there
@@ -153,14 +171,14 @@ def group_norms(
     points = _where_probes_saw(points, kinds)
     weights = [name for name, kind in kinds.items() if kind == "params"]
     ax = draw.new_axes(ax)
-    has_ratios = "ratio" in kinds.values()
-    label = "norm, or ratio of two norms" if has_ratios else "norm"
-    if {*kinds.values()} == {"ratio"}:
-        label = "norm of the update / norm of the weights"
+    label = "norm, or ratio of two norms" if "ratio" in kinds.values() else "norm"
+    if len({*kinds.values()}) == 1:
+        label = _LABELS.get(kinds[next(iter(kinds))], label)
     ax.set(xlabel="step", ylabel=label)
+    causes = _causes(points, kinds)
     if {*kinds.values()} <= {"", "params"}:
-        return draw.lines(ax, points, "groups", dashed=weights)
-    return _lines_by_kind(ax, points, kinds)
+        return draw.lines(ax, points, "groups", dashed=weights, causes=causes)
+    return _lines_by_kind(ax, points, kinds, causes)
 
 
 def heat_map(
@@ -295,7 +313,59 @@ _STYLES: dict[str, Any] = {
 }
 
 
-def _lines_by_kind(ax: Any, points: dict[str, Any], kinds: Mapping[str, str]) -> Any:
+_LABELS = {
+    "params": "norm of the weights",
+    "ratio": "norm of the update / norm of the weights",
+    "forward": "norm of the activations",
+    "backward": "norm of the activations' gradient",
+}
+
+
+# In the order of time.
+_ALL = {
+    "forward": "all of the forward pass",
+    "backward": "all of the backward pass",
+    "": "all groups",
+}
+
+
+def _causes_in(columns: Mapping[str, Any], like: str) -> dict[float, str]:
+    """Return which groups are not finite, by step, if a recorder measured them."""
+    groups = _groups_in(columns)
+    points = {}
+    for key, name in groups.items():
+        taken = runs.steps_taken(columns, key)
+        norms = runs.per_step(columns, key, like)
+        points[name] = np.flatnonzero(taken), norms[taken]
+    return _causes(points, {name: _kind_of(name) for name in points})
+
+
+def _causes(points: Mapping[str, Any], kinds: Mapping[str, str]) -> dict[float, str]:
+    """Return which groups are not finite, by step.
+
+    If a step broke in the forward pass, everything behind is not finite, too: only what
+    comes first in time is told.
+    """
+    causes: dict[float, str] = {}
+    for kind in _ALL:
+        names = [name for name in points if kinds[name] == kind]
+        bad: dict[float, list[str]] = {}
+        for name in names:
+            x, y = points[name]
+            for step in x[~np.isfinite(y)].tolist():
+                bad.setdefault(step, []).append(name)
+        for step, found in bad.items():
+            some = draw.words(found)
+            causes.setdefault(step, _ALL[kind] if found == names else some)
+    return causes if len(points) > 1 else {}
+
+
+def _lines_by_kind(
+    ax: Any,
+    points: dict[str, Any],
+    kinds: Mapping[str, str],
+    causes: Mapping[float, str],
+) -> Any:
     """Draw lines of several kinds, the largest of each kind in color."""
     largest = {
         name: np.max(y, initial=0, where=np.isfinite(y))
@@ -315,7 +385,8 @@ def _lines_by_kind(ax: Any, points: dict[str, Any], kinds: Mapping[str, str]) ->
         draw.line(ax, *points[name], linestyle=styles.get(kinds[name], "-"), **style)
     title = f"{len(colors)} of {len(points)} groups, the largest of their kind"
     is_all = len(colors) == len(points)
-    return draw.finished(ax, list(points.values()), "" if is_all else title)
+    title = "" if is_all else title
+    return draw.finished(ax, list(points.values()), title, causes)
 
 
 def _where_probes_saw(
@@ -343,10 +414,15 @@ def bad_steps(opt_state: Tree, *, ax: Any = None) -> Any:
 
     Returns:
       The axes, with one bar for each step, the oldest at the top. Its parts are the
-      shares of the groups in the squared norm, sorted and colored as in
+      fractions of the groups in the squared norm, sorted and colored as in
       :func:`group_norms`. In a hatched bar they are the groups that were not finite, of
-      equal shares. In front of it is the norm, or the loss if that was bad. If probes
-      tell in which pass and at which layer a step broke, its bar says so in words.
+      equal parts. In front of it is the norm, or the loss if that was bad.
+
+      If there are probes, a second bar has the norms that they saw, in the order of
+      time: in the forward pass, from the first layer to the last, and in the backward
+      pass, from the last to the first. Norms that are not
+      finite are hatched. A star, and words below, say where the step broke, if the
+      probes tell; the loss is between the passes.
 
     Raises:
       ValueError: no recorder keeps bad steps, or it has no groups.
@@ -359,7 +435,7 @@ def bad_steps(opt_state: Tree, *, ax: Any = None) -> Any:
       >>> _, state = tx.update(grads, tx.init(grads))
       >>> ax = plots.bad_steps(state)
       >>> [text.get_text() for text in ax.legend_.get_texts()]
-      ['head']
+      ['head', 'not finite']
     """
     steps = find_bad_steps(opt_state)
     if any(not step.groups for step in steps):
@@ -374,10 +450,16 @@ def bad_steps(opt_state: Tree, *, ax: Any = None) -> Any:
     colors = draw.colors_of(
         {name: share for name, share in largest.items() if share > 0}
     )
-    ax = draw.new_axes(ax, height=1.2 + 0.3 * max(3, len(steps)))
+    of_probes = any(step.forward or step.backward for step in steps)
+    height = (0.55 if of_probes else 0.3) * max(3, len(steps))
+    ax = draw.new_axes(ax, 1.2 + height + of_probes, 10 if of_probes else 8)
+    field: dict[str, Any] = {"height": 0.5 if of_probes else 0.7}
+    field |= {"edgecolor": ax.get_facecolor()}
+    has_bad = False
     for row, (step, shares) in enumerate(zip(steps, each, strict=True)):
         is_bad = not np.isfinite([*step.groups.values()]).all()
-        style = {"height": 0.7, "ec": "white", "hatch": "////" if is_bad else None}
+        has_bad |= is_bad
+        style = {**field, "hatch": _HATCH if is_bad else None}
         start = 0.0
         for name, color in colors.items():
             share = shares.get(name, 0)
@@ -385,10 +467,12 @@ def bad_steps(opt_state: Tree, *, ax: Any = None) -> Any:
             start += share
         # The others, as one.
         ax.barh(row, sum(shares.values()) - start, left=start, color=draw.GREY, **style)
-        if origin := step._origin():
-            box = {"boxstyle": "round,pad=0.25", "fc": "white", "ec": "none"}
-            at = {"va": "center", "ha": "left", "fontsize": "small", "color": "black"}
-            ax.text(1, row, origin, bbox=box, **at)
+    more = []
+    if has_bad:
+        label = "not finite"
+        more.append(draw.field(ax, label, facecolor=draw.GREY, hatch=_HATCH))
+    if of_probes:
+        more += _draw_probes(ax, steps, field)
     labels = [
         f"{x.step}: loss {x.loss:.2g}"
         if x.is_of_loss
@@ -396,9 +480,64 @@ def bad_steps(opt_state: Tree, *, ax: Any = None) -> Any:
         for x in steps
     ]
     ax.set_yticks(range(len(steps)), labels)
-    ax.set(xlabel="share of the squared norm (%)", ylabel="step", xlim=(0, 100))
-    ax.invert_yaxis()
-    return draw.legend_of_colors(ax, colors, f"of {len(names)} groups")
+    ax.set(xlabel="fraction of the squared norm (%)", ylabel="step", xlim=(0, 100))
+    ax.set_ylim(max(1, len(steps)) - 0.4, -0.5)
+    title = f"{len(colors)} of {len(names)} groups"
+    title = "" if len(colors) == len(names) else title
+    return draw.legend_of_colors(ax, colors, title, more=more)
+
+
+# Of norms that are not finite.
+_HATCH = "////"
+
+
+def _draw_probes(ax: Any, steps: Sequence[BadStep], field: Any) -> list[Any]:
+    """Draw the norms that probes saw, beside the bars, and where each step broke.
+
+    Returns:
+      What the legend needs.
+    """
+    beside = draw.split(ax)
+    beside.tick_params(left=False, labelleft=False)
+    stars = []
+    ticks: dict[float, str] = {}
+    start = 0
+    for of, arrow in (("forward", "forward pass →"), ("backward", "backward pass →")):
+        seen = [getattr(step, of) for step in steps]
+        names = list(dict.fromkeys(name for norms in seen for name in norms))
+        names = names[::-1] if of == "backward" else names  # in the order of time
+        values = [[norms.get(name, 0.0) for name in names] for norms in seen]
+        colors = draw.shades(beside, np.array(values))
+        for row, (step, norms) in enumerate(zip(steps, seen, strict=True)):
+            _, layer, began_in = step._place()
+            if of == "backward" and began_in == "loss":
+                stars.append((start - 0.5, row))
+            for x, name in enumerate(names, start):
+                if name not in norms:
+                    continue
+                hatch = None if np.isfinite(norms[name]) else _HATCH
+                cell = {"color": colors[row, x - start], "hatch": hatch, **field}
+                beside.barh(row, 1, left=x, **cell)
+                if (of, name) == (began_in, layer):
+                    stars.append((x + 0.5, row))
+        shown = range(len(names)) if len(names) <= 12 else (0, len(names) - 1)
+        ticks |= {start + i + 0.5: names[i] for i in shown}
+        style = {"transform": beside.get_xaxis_transform(), "color": draw.ink(ax)}
+        beside.text(start, 1.03, arrow, size="small", **style)
+        start += len(names) + 1
+    beside.set_xticks([*ticks], [*ticks.values()], rotation=90, size="small")
+    beside.set_xlim(0, start - 1)
+    shade = "lighter" if draw.is_dark(beside) else "darker"
+    title = {"loc": "left", "pad": 24, "size": "medium", "color": draw.ink(ax)}
+    beside.set_title(f"norms that probes saw, larger ones {shade}", **title)
+    for row, step in enumerate(steps):
+        words = {"size": "small", "va": "top", "color": draw.ink(ax)}
+        beside.text(0.1, row + 0.26, step._origin(), **words)
+    return (
+        [draw.star(beside, *zip(*stars, strict=True), "where it broke")]
+        if stars
+        else []
+    )
 
 
 def _shares(groups: Mapping[str, float]) -> dict[str, float]:
@@ -432,7 +571,7 @@ def unit_norms(
     Returns:
       The axes, with one line for each leaf, sorted and colored as in
       :func:`group_norms`. Units at the radius are the flat end of a line; the legend
-      has the share of the units there or above.
+      has the percentage of the units there or above.
 
     Raises:
       TypeError, ValueError: `radius` is negative or not a number; `axes` is invalid, or
@@ -444,7 +583,7 @@ def unit_norms(
       >>> params = {"kernel": jnp.array([[3.0, 0.6], [4.0, 0.8]])}
       >>> ax = plots.unit_norms(params, radius=2.0)
       >>> [line.get_label() for line in ax.lines]
-      ['kernel (50%)', 'radius 2']
+      ['kernel: 50% at the radius', 'radius 2']
     """
     given = np.inf if radius is None else radius
     bound = float(constant("radius", given, scalar=True))
@@ -458,15 +597,17 @@ def unit_norms(
         ascending = np.sort(np.asarray(norm, np.float64), axis=None)
         count = max(1, ascending.size)
         at_bound = ascending >= least_inside(bound, leaf.value.dtype)
-        share = f" ({at_bound.sum() / count:.0%})" if bound < np.inf else ""
+        share = (
+            f": {at_bound.sum() / count:.0%} at the radius" if bound < np.inf else ""
+        )
         percents = 100 * (np.arange(ascending.size) + 0.5) / count
         label = leaf.name + share
         while label in lines:  # those of {"a/b": x, "a": {"b": y}} have one name
             label += " "
         lines[label] = percents, ascending
     ax = draw.new_axes(ax)
-    ax.set(xlabel="units of a leaf, sorted by norm (%)", xlim=(-2, 102))
-    ax.set_ylabel("norm of a unit's weights")
+    ax.set(xlabel="output units of an array, sorted by norm (%)", xlim=(-2, 102))
+    ax.set_ylabel("norm of an output unit")
     return draw.lines(ax, lines, "leaves", bound)
 
 

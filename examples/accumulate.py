@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import optax
+from _pictures import save
 from flax.training.train_state import TrainState
 from sklearn.datasets import load_digits
 
@@ -47,6 +48,25 @@ def step(state, x, y):
     loss, grads = jax.value_and_grad(loss_of)(state.params)
     state = state.apply_gradients(grads=grads)
     return state, loss, clipjax.metrics(state.opt_state)
+
+
+def draw(losses, history):
+    """Draw the losses, and the norms of the layers."""
+    figure, (top, bottom) = plt.subplots(2, 1, figsize=(6, 8), layout="constrained")
+    top.plot(losses, color=plots.COLORS[0], lw=1, label="loss")
+    # A loss of NaN has no height.
+    left_out = np.flatnonzero(np.isnan(losses))
+    style = {"ymin": 0.95, "color": plots.COLORS[1], "lw": 1.5}
+    for number in left_out:
+        top.axvline(number, **style)
+    top.plot([], [], "|", ms=9, mew=1.5, color=plots.COLORS[1], label="NaN, left out")
+    top.set(title="Loss of each micro-batch of 16 images", xlabel="micro-batch")
+    top.set(ylabel="loss (nats)", ylim=(0, 1.15 * np.nanmax(losses)))
+    top.legend(loc="center right", frameon=False)
+    plots.group_norms(history, ax=bottom)
+    bottom.set_title("Norm of each layer's mean gradient")
+    bottom.set_xlabel("step of the optimizer, of 4 micro-batches")
+    return figure
 
 
 def main():
@@ -88,22 +108,7 @@ def main():
         f"loss: {np.nanmean(losses[:50]):.2f} at first, "
         f"{np.nanmean(losses[-50:]):.2f} at the end"
     )
-
-    plt.rcParams["font.size"] = 13
-    figure, (top, bottom) = plt.subplots(2, 1, figsize=(6, 8), layout="constrained")
-    top.plot(losses, color="#0072b2", lw=1)
-    top.plot(
-        np.flatnonzero(np.isnan(losses)),
-        np.zeros(np.isnan(losses).sum()),
-        "x",
-        color="#d55e00",
-        label="left out",
-    )
-    top.set(title="Loss of each micro-batch", xlabel="micro-batch", ylabel="loss")
-    top.legend()
-    plots.group_norms(history, ax=bottom).set_title("Gradient norm of each layer")
-    figure.savefig(args.plot, dpi=90)
-    print(f"picture: {args.plot}")
+    save(args.plot, draw, losses, history)
 
 
 if __name__ == "__main__":

@@ -15,18 +15,20 @@ import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import optax
+from _pictures import save
 from jax import lax
 
 import clipjax
+from clipjax import plots
 
 WORDS, LENGTH, BATCH = 64, 32, 32
 WIDTH, HEADS, LAYERS = 32, 4, 2
 EACH = (1, 2)  # the axes of one matrix in a stack of layers
 STYLES = {  # two of the lines lie on each other
     "AdamW": ("#8a8a8a", "-", 2),
-    "Muon": ("#d55e00", "-", 2),
-    "AdamH": ("#7cc8f2", "-", 6),
-    "MuonH": ("#0072b2", "--", 2),
+    "Muon": (plots.COLORS[1], "-", 2),
+    "AdamH": (plots.COLORS[5], "-", 6),
+    "MuonH": (plots.COLORS[0], "--", 2),
 }
 
 
@@ -142,6 +144,33 @@ def trained(name, rate, params, text, held_out):
     return loss_of(params, held_out), history["record_norms/params/blocks/*/0"]
 
 
+def draw(results, seeds):
+    """Draw the norms of the first layer, and the losses at each learning rate."""
+    figure, (top, bottom) = plt.subplots(2, 1, figsize=(6, 8), layout="constrained")
+    for name, (rates, losses, norms) in results.items():
+        color, line, width = STYLES[name]
+        style = {"color": color, "ls": line, "lw": width}
+        label = f"{name}, learning rate {rates[1]}"
+        top.plot(norms[1].mean(axis=0), **style, label=label)
+        spread = {"yerr": losses.std(axis=1), "fmt": "o", "capsize": 4}
+        # A wide line has narrow error bars.
+        bottom.errorbar(rates, losses.mean(axis=1), elinewidth=2, **spread | style)
+    seen = f"mean of {seeds} seeds"
+    top.set(title="Norm of the first layer's matrices", xlabel="step")
+    top.set(ylabel=f"norm, {seen}", ylim=(0, None))
+    bottom.set(
+        title="Loss of sentences held out", xlabel="peak learning rate, log scale"
+    )
+    bottom.set(ylabel=f"nats per word: mean and\nstandard deviation, {seeds} seeds")
+    bottom.set_xscale("log")
+    each = sorted({rate for rates, *_ in results.values() for rate in rates})
+    bottom.set_xticks(each, [f"{rate:g}" for rate in each], rotation=45)
+    bottom.minorticks_off()
+    handles = top.get_legend_handles_labels()
+    figure.legend(*handles, loc="outside lower center", ncols=2, frameon=False)
+    return figure
+
+
 def main():
     """Print the table, and draw the norms of the first layer and the losses."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -155,8 +184,7 @@ def main():
     text = sentences(jax.random.key(0), steps * BATCH).reshape(steps, BATCH, LENGTH)
     held_out = sentences(jax.random.key(1), 512)
     params = jax.vmap(first_weights)(jax.random.split(jax.random.key(2), seeds))
-    plt.rcParams["font.size"] = 13
-    figure, (top, bottom) = plt.subplots(2, 1, figsize=(6, 8), layout="constrained")
+    results = {}
     print("optimizer, rate, loss, growth of the norm")
     for name, each in sorted(rates.items()):
         of_rate = jax.vmap(functools.partial(trained, name), (None, 0, None, None))
@@ -167,17 +195,8 @@ def main():
                 f"{name:5} {rate:<5} {losses.mean():.3f}±{losses.std():.3f} "
                 f"{size[-1] / size[0]:.2f}"
             )
-        color, line, width = STYLES[name]
-        style = {"color": color, "ls": line, "lw": width}
-        top.plot(norms[1].mean(axis=0), **style, label=f"{name}, rate {each[1]}")
-        spread = {"yerr": found.std(axis=1), "fmt": "o", "capsize": 4}
-        bottom.errorbar(each, found.mean(axis=1), **spread | style)
-    top.set(title="Norm of the first layer's matrices", xlabel="step", ylim=(0, None))
-    top.legend(frameon=False)
-    bottom.set(title=f"Loss of other sentences, {seeds} seeds", xlabel="rate")
-    bottom.set_xscale("log")
-    figure.savefig(args.plot, dpi=110)
-    print(f"picture: {args.plot}")
+        results[name] = each, found, norms
+    save(args.plot, draw, results, seeds)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,10 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import optax
+from _pictures import save
 
 import clipjax
+from clipjax import plots
 
 RULES = {
     "autoclip": clipjax.autoclip(),
@@ -42,6 +44,36 @@ def thresholds_of(name, norms):
     return np.where(norms > 0, found, np.nan), np.mean(norms[-500:] > found[-500:])
 
 
+def draw(norms, thresholds):
+    """Draw the norms and the threshold of each rule."""
+    figure, axes = plt.subplots(
+        3, 2, figsize=(6, 7), layout="constrained", sharex=True, sharey=True
+    )
+    for (name, limits), ax in zip(thresholds.items(), axes.flat, strict=True):
+        zeros = {"where": norms == 0, "transform": ax.get_xaxis_transform()}
+        style = {"color": "#8a8a8a", "alpha": 0.3, "lw": 0, "label": "norms are 0"}
+        ax.fill_between(np.arange(len(norms)), 0, 1, **zeros, **style)
+        style = {"color": plt.rcParams["text.color"], "lw": 1, "ls": ":"}
+        ax.axvline(500, label="norms rise threefold", **style)
+        seen = np.where(norms > 0, norms, np.nan)
+        ax.plot(seen, color="#8a8a8a", lw=0.6, label="norm")
+        limits = np.where(np.isfinite(limits), limits, np.nan)
+        ax.plot(limits, color=plots.COLORS[1], lw=1.5, label="threshold")
+        ax.set(title=name, yscale="log", ylim=(0.5, 8), yticks=[0.5, 1, 2, 4, 8])
+        ax.yaxis.set_major_formatter("{x:g}")
+        ax.minorticks_off()
+    for ax in axes[-1]:
+        ax.set_xlabel("step")
+    figure.supylabel("norm of the gradient, log scale")
+    figure.legend(
+        *ax.get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=2,
+        frameon=False,
+    )
+    return figure
+
+
 def main():
     """Follow the norms by each rule, print how often it acts at the end, and draw."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -56,30 +88,11 @@ def main():
         level * np.exp(0.1 * np.random.default_rng(0).normal(size=at.size))
     )
 
-    plt.rcParams.update({"font.size": 12})
-    figure, axes = plt.subplots(
-        3, 2, figsize=(6, 7), layout="constrained", sharex=True, sharey=True
-    )
-    for name, ax in zip(RULES, axes.flat, strict=True):
-        thresholds, share = thresholds_of(name, norms)
+    thresholds = {}
+    for name in RULES:
+        thresholds[name], share = thresholds_of(name, norms)
         print(f"{name} acts on {share:.0%} of the last 500 steps")
-        ax.plot(
-            np.where(norms > 0, norms, np.nan), color="#b0b0b0", lw=0.8, label="norm"
-        )
-        ax.plot(
-            np.where(np.isfinite(thresholds), thresholds, np.nan),
-            color="#0072b2",
-            lw=1.5,
-            label="threshold",
-        )
-        ax.set(title=name, yscale="log", ylim=(0.5, 8), yticks=[0.5, 1, 2, 4, 8])
-        ax.yaxis.set_major_formatter("{x:g}")
-        ax.minorticks_off()
-    for ax in axes[-1]:
-        ax.set_xlabel("step")
-    figure.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=2)
-    figure.savefig(args.plot, dpi=110)
-    print(f"picture: {args.plot}")
+    save(args.plot, draw, norms, thresholds)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import optax
+from _pictures import save
 from flax import nnx
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
@@ -56,6 +57,16 @@ def step(model, optimizer, x, y):
 def accuracy(model, x, y):
     """Return the share of right answers."""
     return jnp.mean(model(x).argmax(-1) == y)
+
+
+def draw(history, params, axes):
+    """Draw the norms of gradients, and those of the units of the weights."""
+    figure, (top, bottom) = plt.subplots(2, 1, figsize=(6, 8), layout="constrained")
+    plots.group_norms(history, ax=top)
+    top.set(title="Norm of each layer's gradient", ylabel="norm, log scale")
+    plots.unit_norms(params, axes=axes, radius=RADIUS, ax=bottom)
+    bottom.set_title("Norms of filters and of dense units")
+    return figure
 
 
 def main():
@@ -103,15 +114,7 @@ def main():
             f"epoch {epoch}: accuracy {right:.1%}, {clipped:.1%} of the gradients "
             "clipped"
         )
-
-    plt.rcParams["font.size"] = 13
-    figure, (top, bottom) = plt.subplots(2, 1, figsize=(6, 8), layout="constrained")
-    plots.group_norms(history, ax=top).set_title("Gradient norm of each layer")
-    plots.unit_norms(
-        nnx.state(model, nnx.Param), axes=axes, radius=RADIUS, ax=bottom
-    ).set_title("Weights")
-    figure.savefig(args.plot, dpi=90)
-    print(f"picture: {args.plot}")
+    save(args.plot, draw, history, nnx.state(model, nnx.Param), axes)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import optax
+from _pictures import save
 from jax.sharding import NamedSharding, PartitionSpec
 from sklearn.datasets import load_digits
 
@@ -82,6 +83,22 @@ def train(mesh, steps, images, labels):
     return clipjax.series(history, "loss"), history, params
 
 
+def draw(results):
+    """Draw the norms on many devices, and the losses on many and on one."""
+    figure, (top, bottom) = plt.subplots(2, 1, figsize=(6, 8), layout="constrained")
+    (name, (_, history, _)), *_ = results.items()
+    plots.norms(history, "clip_by_global_norm", ax=top)
+    top.set_title(f"Norm of the whole gradient, on {name}")
+    looks = ({"lw": 1.5}, {"lw": 2.5, "ls": ":"})
+    for color, look, (name, (losses, _, _)) in zip(
+        plots.COLORS, looks, results.items(), strict=False
+    ):
+        bottom.plot(losses, color=color, label=name, **look)
+    bottom.set(title="Loss", xlabel="step", ylabel="loss (nats)", ylim=(0, None))
+    bottom.legend(frameon=False)
+    return figure
+
+
 def main():
     """Train on eight devices and on one, compare, and draw."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -115,18 +132,7 @@ def main():
         "units beyond the radius: "
         f"{len(clipjax.violations(params, clipjax.max_norm(RADIUS)))}"
     )
-
-    plt.rcParams["font.size"] = 13
-    figure, (top, bottom) = plt.subplots(2, 1, figsize=(6, 8), layout="constrained")
-    plots.norms(history, "clip_by_global_norm", ax=top).set_title(
-        f"Gradient norm on {len(devices)} devices"
-    )
-    for (name, (losses, _, _)), style in zip(results.items(), ("-", ":"), strict=True):
-        bottom.plot(losses, style, lw=3 if style == ":" else 1.5, label=name)
-    bottom.set(title="Loss", xlabel="step", ylabel="loss")
-    bottom.legend()
-    figure.savefig(args.plot, dpi=90)
-    print(f"picture: {args.plot}")
+    save(args.plot, draw, results)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import optax
+from _pictures import save
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -167,30 +168,37 @@ def train(steps, mesh, *project):
     return losses, largest, history
 
 
+def draw(largest, history):
+    """Draw the largest logits without and with a bound, and the norms of the layers."""
+    figure, (top, bottom) = plt.subplots(2, 1, figsize=(6, 8), layout="constrained")
+    for color, (name, each) in zip(
+        ("#8a8a8a", plots.COLORS[0]), largest.items(), strict=True
+    ):
+        top.plot(each, color=color, label=name)
+    ink = plt.rcParams["text.color"]
+    top.axhline(THRESHOLD, color=ink, ls="--", label=f"threshold {THRESHOLD:.0f}")
+    top.set(title="Largest attention logit of all heads", xlabel="step")
+    top.set(ylabel="logit", ylim=(0, None))
+    top.legend(frameon=False, loc="upper left")
+    plots.group_norms(history, ax=bottom)
+    bottom.set_title("Norm of each layer's gradient, with qk_clip")
+    return figure
+
+
 def main():
     """Train without and with a bound on the logits, and draw both."""
     mesh = jax.make_mesh((args.devices,), ("data",), axis_types=(AxisType.Auto,))
-    plt.rcParams["font.size"] = 13
-    figure, (top, bottom) = plt.subplots(2, 1, figsize=(6, 8), layout="constrained")
+    each_largest = {}
     runs = {"without": (), "with qk_clip": (clipjax.qk_clip(THRESHOLD),)}
-    for (name, project), color in zip(
-        runs.items(), ("#8a8a8a", "#0072b2"), strict=True
-    ):
+    for name, project in runs.items():
         losses, largest, history = train(120 if args.quick else 300, mesh, *project)
-        top.plot(largest, color=color, label=name)
+        each_largest[name] = largest
         skipped = int(history[-1]["skip_spikes/skipped"])
         print(
             f"{name}: loss {losses[-1]:.2f}, largest attention logit "
             f"{largest[-1]:.0f}, {skipped} steps skipped"
         )
-    top.axhline(
-        THRESHOLD, color="black", linestyle="--", label=f"threshold {THRESHOLD:.0f}"
-    )
-    top.set(title="Largest attention logit", xlabel="step", ylim=(0, None))
-    top.legend(frameon=False)
-    plots.group_norms(history, ax=bottom).set_title("Gradient norm of each layer")
-    figure.savefig(args.plot, dpi=90)
-    print(f"picture: {args.plot}")
+    save(args.plot, draw, each_largest, history)
 
 
 if __name__ == "__main__":

@@ -60,11 +60,11 @@ class BadStep(NamedTuple):
         )
 
     def _origin(self) -> str:
-        """Say what probes tell of the place where it began, "" for nothing."""
+        """Say what probes tell of the place where the step broke, "" for nothing."""
         return self._place()[0]
 
-    def _place(self) -> tuple[str, str]:
-        """Return what probes tell in words, and the layer, "" for nothing.
+    def _place(self) -> tuple[str, str, str]:
+        """Return what probes tell: words, the layer, and the pass, "" for nothing.
 
         The forward pass goes from the first layer to the last, and the backward pass
         from the last to the first: the first layer in time that is not finite is the
@@ -75,12 +75,14 @@ class BadStep(NamedTuple):
             for norms in (self.forward, self.backward)
         )
         if bad_forward:
-            return f"first in the forward pass, at {bad_forward[0]}", bad_forward[0]
+            name = bad_forward[0]
+            return f"first in the forward pass, at {name}", name, "forward"
         if not bad_backward:
             return _largest_step(self.forward)
         if self._no_group_is_finite:
-            return f"in the loss, or behind {list(self.backward)[-1]}", ""
-        return f"in the backward pass, at {bad_backward[-1]}", bad_backward[-1]
+            return f"in the loss, or behind {list(self.backward)[-1]}", "", "loss"
+        name = bad_backward[-1]
+        return f"in the backward pass, at {name}", name, "backward"
 
     def _where(self) -> str:
         bad = [name for name, norm in self.groups.items() if not math.isfinite(norm)]
@@ -99,14 +101,14 @@ class BadStep(NamedTuple):
 _TOLD = 10
 
 
-def _largest_step(norms: dict[str, float]) -> tuple[str, str]:
+def _largest_step(norms: dict[str, float]) -> tuple[str, str, str]:
     """Say at which layer the norms that probes saw grew most, and return it."""
     pairs = itertools.pairwise(norms.items())
     growths = [(now / was, name) for (_, was), (name, now) in pairs if was > 0]
     most, name = max(growths, default=(0.0, ""))
     if most <= _TOLD:
-        return "", ""
-    return f"{most:.0f} times larger at {name}, in the forward pass", name
+        return "", "", ""
+    return f"{most:.0f} times larger at {name}, in the forward pass", name, "forward"
 
 
 _LAST_NUMBER = re.compile(r"(.*?)(\d+)(\D*)")

@@ -15,6 +15,10 @@ OUTSIDE = re.compile(
     r"(?P<path>examples/\w+\.py|CONTRIBUTING\.md|(?:benchmarks|tests(?:/\w+)?)/\w+\.md)\)"
 )
 
+PICTURE = re.compile(
+    r'<picture><source media="\(prefers-color-scheme: dark\)" srcset="([^"]+)">'
+    r'<img src="([^"]+)" alt="([^"]*)"></picture>'
+)
 ALERT = re.compile(r"^> \[!(WARNING|NOTE|TIP)\]\n((?:> .*\n)+)", re.MULTILINE)
 TABS = re.compile(r"<!-- tabs -->\n(.*?)<!-- end of tabs -->\n", re.DOTALL)
 SECTION = re.compile(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
@@ -62,9 +66,10 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, config: Any, **_: Any) -> str:
     """Turn what reads well in the repository into what reads well on the site.
 
-    Links to files of the repository lead there, alerts become admonitions, sections
-    between `<!-- tabs -->` and `<!-- end of tabs -->` become tabs, and formulas become
-    MathML, which browsers draw without a script.
+    Links to files of the repository lead there, pictures with a dark version become two
+    images, of which the site's button for dark mode shows one, alerts become
+    admonitions, sections between `<!-- tabs -->` and `<!-- end of tabs -->` become
+    tabs, and formulas become MathML, which browsers draw without a script.
     """
     markdown = OUTSIDE.sub(
         lambda match: f"]({config.repo_url}/blob/main/{match['path']})", markdown
@@ -72,6 +77,7 @@ def on_page_markdown(markdown: str, config: Any, **_: Any) -> str:
     markdown = markdown.replace(
         "](../examples/quickstart.ipynb)", "](examples/quickstart.ipynb)"
     )
+    markdown = PICTURE.sub(r"![\3](\2#only-light)![\3](\1#only-dark)", markdown)
     markdown = ALERT.sub(
         lambda match: (
             f"!!! {match[1].lower()}\n\n{_indented(match[2].replace('> ', ''))}\n"

@@ -43,6 +43,14 @@ def test_links_resolve(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_pictures_exist(page):
+    """A picture of an example is in `<picture>`, which the site's hook knows."""
+    text = BLOCK.sub("", page.read_text())
+    for target in re.findall(r'(?:src|srcset)="([^"#]+)', text):
+        assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_code_fits_the_page(page):
     """The site shows 80 columns; the README is read elsewhere, too."""
     wide = [

@@ -13,7 +13,9 @@ import pytest
 import clipjax
 
 plt = pytest.importorskip("matplotlib.pyplot")
+rgba = pytest.importorskip("matplotlib.colors").to_rgba
 plots = pytest.importorskip("clipjax.plots")
+_drawing = pytest.importorskip("clipjax._drawing")
 NAN, INF = np.nan, np.inf
 
 
@@ -36,7 +38,7 @@ def test_norms_show_what_was_clipped_and_what_is_not() -> None:
     ax = plots.norms(history)
     found = drawn(ax)
     assert found["norm"] == ([0, 1, 3, 4], [0.5, 4.0, 2.0, 0.25])
-    assert found["clipped (50.0%)"] == ([1, 3], [4.0, 2.0])
+    assert found["clipped (50%)"] == ([1, 3], [4.0, 2.0])
     assert found["threshold 1"] == ([0, 1, 2, 3, 4, 5], [1.0] * 6)
     assert found["not finite"][0] == [2, 5]
     labels = (ax.get_xlabel(), ax.get_ylabel(), ax.get_yscale())
@@ -45,7 +47,7 @@ def test_norms_show_what_was_clipped_and_what_is_not() -> None:
     history |= {"clip/threshold": [INF, INF, 3, 3, 3, 4]}
     history |= {"clip/scale": [0.5, 1, NAN, 1, 1, 0]}
     found = drawn(plots.norms(history))
-    assert found["clipped (25.0%)"] == ([0], [0.5])
+    assert found["clipped (25%)"] == ([0], [0.5])
     assert found["threshold"][0] == [2, 3, 4, 5]
 
 
@@ -213,7 +215,7 @@ def test_probes_and_ratios_have_styles_and_each_kind_has_colors() -> None:
     }
     assert styles == {"updates": "-", "params": "--", "forward": ":", "ratio": "--"}
     assert colored["backward/blocks/0"].get_linestyle() == "-."
-    assert ax.get_ylabel() == "norm, or ratio of two norms"
+    assert ax.get_ylabel() == "norm, or ratio of two norms, log scale"
     title = ax.legend_.get_title().get_text()
     assert title == "8 of 17 groups, the largest of their kind"
     found = drawn(ax)
@@ -222,7 +224,7 @@ def test_probes_and_ratios_have_styles_and_each_kind_has_colors() -> None:
     assert found["updates/blocks/3"] == ([0, 1, 2], [4, 1, 1])
     assert found["not finite"][0] == [2]
     for kind, label in {
-        "forward": "norm",
+        "forward": "norm of the activations",
         "ratio": "norm of the update / norm of the weights",
     }.items():
         alone = plots.group_norms(history, only=f"{kind}/*")
@@ -359,7 +361,7 @@ def test_units_are_sorted_and_those_at_the_bound_are_counted() -> None:
     found = drawn(ax)
     for name, x in params.items():
         exact = np.sort(np.linalg.norm(np.asarray(x, np.float64), axis=0))
-        share, norms = found[f"{name} ({np.mean(exact > 1.5):.0%})"]
+        share, norms = found[f"{name}: {np.mean(exact > 1.5):.0%} at the radius"]
         np.testing.assert_allclose(share, np.arange(1, 100, 2))
         # In 16 bits each entry is rounded once more, and the margin of a bound is as
         # large.
@@ -368,7 +370,7 @@ def test_units_are_sorted_and_those_at_the_bound_are_counted() -> None:
         )
     assert found["radius 1.5"][1] == [1.5, 1.5]
     assert list(drawn(plots.unit_norms({"w": jnp.zeros((2, 3))}, radius=0))) == [
-        "w (100%)",
+        "w: 100% at the radius",
         "radius 0",
     ]
     assert list(drawn(plots.unit_norms(params, axes={"a": 1}))) == ["a"]
@@ -392,8 +394,9 @@ def test_bad_steps_are_bars_of_their_groups() -> None:
     labels = [text.get_text() for text in ax.get_yticklabels()]
     assert labels == ["0: norm nan", "1: norm nan", "2: loss inf"]
     legend = [text.get_text() for text in ax.legend_.get_texts()]
-    assert legend == [f"layer_{i}" for i in (2, 3, 6, 7, 8, 9, 10, 11)]
-    assert ax.legend_.get_title().get_text() == "of 12 groups"
+    groups = [f"layer_{i}" for i in (2, 3, 6, 7, 8, 9, 10, 11)]
+    assert legend == [*groups, "not finite"]
+    assert ax.legend_.get_title().get_text() == "8 of 12 groups"
     widths = np.reshape([bar.get_width() for bar in ax.patches], (3, 9))
     np.testing.assert_allclose(widths[0], [50, 0, 0, 0, 0, 0, 50, 0, 0], atol=1e-9)
     np.testing.assert_allclose(widths[1], [0, 100, 0, 0, 0, 0, 0, 0, 0], atol=1e-9)
@@ -416,18 +419,204 @@ def test_bad_steps_are_bars_of_their_groups() -> None:
         plots.bad_steps(state)
 
 
-def test_bars_say_where_a_step_broke_if_probes_tell() -> None:
+def with_probes() -> Any:
+    """Return a state with three bad steps: without taps, and broken in each pass."""
     tx = clipjax.record_norms("leaf", keep=4, probes={"blocks": 2})
     grads = {"body": np.float32([NAN]), "head": np.float32([NAN])}
-    fine, broken = np.float32([[3, 0, 1, 3, 0, 1], [2, 1, 1, 3, 3, 0]])
+    fine, forward = np.float32([[3, 0, 1, 3, 0, 1], [2, 1, 1, 3, 3, 0]])
+    backward = np.float32([3, 0, 1, 3, 1, 1])
     state = tx.init(grads)
-    for taps in ({}, {"taps": {"blocks": np.stack([fine, broken])}}):
-        _, state = jax.jit(tx.update)(grads, state, **taps)
-    ax = plots.bad_steps(state)
-    texts = {text.get_position()[1]: text.get_text() for text in ax.texts}
-    assert texts == {1: "first in the forward pass, at blocks/1"}
-    assert [text.get_text() for text in ax.legend_.get_texts()] == ["body", "head"]
+    for taps in (None, [fine, forward], [backward, fine]):
+        given = {} if taps is None else {"taps": {"blocks": np.stack(taps)}}
+        _, state = jax.jit(tx.update)(grads, state, **given)
+        grads = {"body": np.float32([NAN]), "head": np.float32([1.0])}
+    return state
+
+
+@pytest.mark.parametrize("is_by_hand", [False, True])
+def test_norms_of_probes_are_beside_the_bars_and_a_star_is_where_a_step_broke(
+    is_by_hand: bool,
+) -> None:
+    own = plt.figure().add_axes((0.1, 0.1, 0.8, 0.8)) if is_by_hand else None
+    ax = plots.bad_steps(with_probes(), ax=own)
+    assert own in (None, ax)
+    beside = next(other for other in ax.figure.axes if other is not ax)
+    ax.figure.canvas.draw()
+    ours, theirs = ax.get_window_extent(), beside.get_window_extent()
+    assert ours.x1 < theirs.x0
+    assert abs(ours.width - theirs.width) < 2
+    names = [text.get_text() for text in beside.get_xticklabels()]
+    assert names == ["blocks/0", "blocks/1", "blocks/1", "blocks/0"]  # in time
+    of_time = dict(zip(beside.get_xticks(), ("f0", "f1", "b1", "b0"), strict=True))
+    cells = {
+        (row, of_time[cell.get_x() + 0.5]): bool(cell.get_hatch())
+        for cell in beside.patches
+        for row in [round(cell.get_y() + cell.get_height() / 2)]
+    }
+    bad = {key for key, is_bad in cells.items() if is_bad}
+    assert len(cells) == 8  # the first step got no taps
+    assert bad == {(1, "f1"), (1, "b1"), (2, "b0")}
+    (star,) = beside.lines
+    stars = star.get_xydata().tolist()
+    assert [(row, of_time[x]) for x, row in stars] == [(1, "f1"), (2, "b0")]
+    words = [text.get_text() for text in beside.texts]
+    assert "first in the forward pass, at blocks/1" in words
+    assert "in the backward pass, at blocks/0" in words
+    legend = [text.get_text() for text in ax.legend_.get_texts()]
+    assert legend == ["body", "head", "not finite", "where it broke"]
+    plt.close(ax.figure)
+
+
+@pytest.mark.parametrize("style", ["default", "dark_background"])
+def test_larger_norms_of_probes_differ_more_from_the_ground(style: str) -> None:
+    with plt.style.context(style):
+        ax = plt.subplots()[1]
+    values = np.array([[1e-3, 1.0], [1e3, 1.0], [0.0, INF]])
+    light = _drawing.shades(ax, values)[..., :3].mean(-1)
+    light = light if style == "dark_background" else -light
+    assert light[0, 0] < light[0, 1] == light[1, 1] < light[1, 0]
+    assert light[2, 0] == light[0, 0]
+    assert np.isfinite(_drawing.shades(ax, np.array([0.0, NAN]))).all()
+    plt.close(ax.figure)
+
+
+def texts_at_top(ax: Any) -> dict[float, str]:
+    """Return what is written at crosses, by x."""
+    texts = {text.xy[0]: text.get_text().partition(": ") for text in ax.texts}
+    assert {x: float(step) for x, (step, *_) in texts.items()} == {x: x for x in texts}
+    return {x: text for x, (*_, text) in texts.items()}
+
+
+def test_crosses_say_which_groups_are_not_finite() -> None:
+    names = [f"blocks/{i}" for i in range(12)] + ["head"]
+    sizes = {name: np.ones(8) for name in names}
+    bad = {1: ["head"], 2: names, 3: names[8:11], 4: ["head"], 5: [names[1], "head"]}
+    bad[6] = names[::2]
+    for step, broken in bad.items():
+        for name in broken:
+            sizes[name][step] = NAN
+    history = {f"record_norms/gradients/{name}": x for name, x in sizes.items()}
+    ax = plots.group_norms(history)
+    assert texts_at_top(ax) == {
+        1: "gradients/head",
+        2: "all groups",
+        3: "gradients/blocks/8 to 10",
+    }
+    rows = [text.xy[1] for text in ax.texts]
+    norms = ax.transLimits.transform(ax.transScale.transform((0, 1.0)))[1]
+    assert norms < min(rows) < max(rows) < 1
     drawn(ax)
+    history["clip/norm"] = np.where(
+        [*range(8)] == np.r_[0, 9, 2, 3, 9, 9, 9, 9], 1, NAN
+    )
+    history["clip/threshold"] = np.ones(8)
+    ax = plots.norms(history, "clip")
+    assert texts_at_top(ax) == {  # where this norm is not finite
+        1: "gradients/head",
+        5: "gradients/blocks/1, gradients/head",
+        6: "gradients/blocks/0 and 6 more",
+    }
+    drawn(ax)
+    alone = plots.group_norms({"a": [1.0, NAN]})
+    assert not alone.texts
+    drawn(alone)
+
+
+def test_crosses_say_what_broke_first() -> None:
+    history = {
+        "record_norms/gradients/head": [1.0, NAN, NAN, NAN],
+        "record_norms/gradients/body": [1.0, NAN, NAN, NAN],
+        "record_norms/forward/0": [1.0, 1.0, 1.0, 1.0],
+        "record_norms/forward/1": [1.0, INF, 1.0, 1.0],
+        "record_norms/backward/0": [1.0, INF, INF, INF],
+        "record_norms/backward/1": [1.0, INF, 1.0, INF],
+    }
+    ax = plots.group_norms(history)
+    assert texts_at_top(ax) == {
+        1: "forward/1",
+        2: "backward/0",
+        3: "all of the backward pass",
+    }
+    drawn(ax)
+
+
+def test_what_did_not_happen_is_not_in_the_legend() -> None:
+    skip = {"skip/norm": [1.0] * 3000, "skip/skipped": np.zeros(3000)}
+    assert list(drawn(plots.norms(skip))) == ["norm"]
+    skip["skip/skipped"][7:] = 1  # few are not none
+    assert list(drawn(plots.norms(skip))) == ["norm", "skipped (0.0333%)"]
+
+
+def test_axes_say_what_they_show() -> None:
+    norms = [1.0, 100.0]
+    for name, label in {
+        "clip/norm": "norm of the gradient",
+        "record_norms/params": "norm of the weights",
+        "record_norms/forward/0": "norm of the activations",
+        "record_norms/ratio": "norm of the update / norm of the weights",
+    }.items():
+        ax = plots.norms({name: norms})
+        assert (ax.get_xlabel(), ax.get_ylabel()) == ("step", f"{label}, log scale")
+        plots.norms({name: norms}, ax=ax)
+        assert ax.get_ylabel() == f"{label}, log scale"  # once
+        plt.close(ax.figure)
+
+
+@pytest.mark.parametrize("width", [4, 8])
+def test_the_legend_is_off_the_data(width: int) -> None:
+    ax = plt.subplots(figsize=(width, 4), layout="constrained")[1]
+    plots.group_norms({f"layer_{i}/kernel": [1.0, 2.0] for i in range(8)}, ax=ax)
+    ax.figure.canvas.draw()
+    legend, label = ax.legend_.get_window_extent(), ax.xaxis.label.get_window_extent()
+    if width == 8:
+        assert legend.x0 >= ax.get_window_extent().x1
+    else:
+        assert legend.y1 <= label.y0
+    assert legend.x1 <= ax.figure.bbox.x1
+    assert legend.y0 >= 0
+    assert ax.get_window_extent().height > 100
+    plt.close(ax.figure)
+
+
+def test_text_and_marks_are_light_in_a_dark_figure() -> None:
+    """As the axes are, which may be older than the style that is used now."""
+    with plt.style.context("dark_background"):
+        axes = [plt.subplots(layout="constrained")[1] for _ in range(4)]
+    params = {"w": jnp.ones((2, 3))}
+    groups = {"a": [1.0, 2.0], "b": [1.0, NAN]}
+    plots.norms({"norm": [1.0, NAN]}, ax=axes[0])
+    plots.group_norms(groups, ax=axes[1])
+    plots.unit_norms(params, radius=1.0, ax=axes[2])
+    plots.bad_steps(with_probes(), ax=axes[3])
+    for ax in axes:
+        legend = [ax.legend_.get_title(), *ax.legend_.get_texts()]
+        for text in [*legend, *ax.texts]:
+            assert rgba(text.get_color()) == (1, 1, 1, 1), text
+        assert (0, 0, 0, 1) not in {rgba(line.get_color()) for line in ax.lines}
+        assert {bar.get_edgecolor() for bar in ax.patches} <= {(0, 0, 0, 1)}
+        plt.close(ax.figure)
+
+
+def test_people_who_are_color_blind_can_tell_the_colors_apart() -> None:
+    """In CIELAB, as Machado et al. (2009) simulate each kind of color vision."""
+    protan = [[0.152, 1.053, -0.205], [0.115, 0.786, 0.099], [-0.004, -0.048, 1.052]]
+    deutan = [[0.367, 0.861, -0.228], [0.280, 0.673, 0.047], [-0.012, 0.043, 0.969]]
+    tritan = [[1.256, -0.077, -0.179], [-0.078, 0.931, 0.148], [0.005, 0.691, 0.304]]
+    to_xyz = [
+        [0.4339, 0.3762, 0.1899],
+        [0.2127, 0.7152, 0.0722],
+        [0.0178, 0.1095, 0.8727],
+    ]
+    codes = np.array([rgba(color)[:3] for color in plots.COLORS])
+    linear = np.where(codes <= 0.04045, codes / 12.92, ((codes + 0.055) / 1.055) ** 2.4)
+    for kind in (np.eye(3), protan, deutan, tritan):
+        x, y, z = np.cbrt(to_xyz @ np.clip(np.array(kind) @ linear.T, 1e-3, 1))
+        lab = np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+        distances = np.linalg.norm(lab[:, :, None] - lab[:, None], axis=0)
+        assert distances[~np.eye(8, dtype=bool)].min() > 15
+    light = linear @ [0.2126, 0.7152, 0.0722] + 0.05
+    assert (1.05 / light > 2.2).all()  # on white
+    assert (light / 0.055 > 2.2).all()  # on nearly black
 
 
 def test_what_cannot_be_drawn_is_an_error() -> None:
