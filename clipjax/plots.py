@@ -37,6 +37,8 @@ from clipjax.monitoring import history as runs
 from clipjax.monitoring.bad_steps import BadStep
 from clipjax.monitoring.bad_steps import bad_steps as find_bad_steps
 
+__all__ = ["COLORS", "bad_steps", "group_norms", "heat_map", "norms", "unit_norms"]
+
 COLORS = draw.COLORS
 
 
