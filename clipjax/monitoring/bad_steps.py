@@ -72,9 +72,15 @@ class BadStep(NamedTuple):
             return f"first in the forward pass, at {bad_forward[0]}"
         if not bad_backward:
             return _largest_step(self.forward)
+        place = bad_backward[-1]
+        if place != list(self.backward)[-1] or any(
+            map(math.isfinite, self.groups.values())
+        ):
+            return f"in the backward pass, at {place}"
         if self._no_group_is_finite:
-            return f"in the loss, or behind {list(self.backward)[-1]}"
-        return f"in the backward pass, at {bad_backward[-1]}"
+            return f"in the loss, or behind {place}"
+        # Of fewer than two groups none may show that the loss is fine.
+        return f"in the loss, or at {place} or behind it in the backward pass"
 
     def _where(self) -> str:
         bad = [name for name, norm in self.groups.items() if not math.isfinite(norm)]
