@@ -13,7 +13,7 @@ from jax.tree_util import keystr, tree_leaves_with_path
 from clipjax._core.aliases import Tree
 from clipjax._core.leaves import unboxed, without_boxes
 from clipjax._core.messages import a_few, short_repr
-from clipjax._core.states import UNKNOWN, MetricsState, Table
+from clipjax._core.states import UNKNOWN, MetricsState, NamedState, Table
 from clipjax._earlier import of_today
 from clipjax.gradients.skipping import SkipMemory
 from clipjax.monitoring.metrics import as_array
@@ -146,7 +146,12 @@ def _check_state(argument: str, tree: Tree) -> None:
     """Raise unless all leaves are arrays or numbers."""
     numbers = bool | int | float | complex
     leaves = [tree] if tree is None else jax.tree.leaves(tree)
-    wrong = [x for x in leaves if not (hasattr(x, "dtype") or isinstance(x, numbers))]
+    wrong = [
+        x
+        for x in leaves
+        if isinstance(x, jax.ShapeDtypeStruct)
+        or not (hasattr(x, "dtype") or isinstance(x, numbers))
+    ]
     if wrong:
         raise TypeError(
             f"{argument} must be an optimizer state, as tx.init and tx.update return "
@@ -200,7 +205,7 @@ def _named(path: Any) -> _Names:
 
 def _contains_states(field: str) -> bool:
     """Return whether a field of a wrapper's state contains other states."""
-    return "inner" in field or "state" in field
+    return "inner" in field or "state" in field or field in NamedState._fields
 
 
 def _states_in(

@@ -62,6 +62,11 @@ def unless_skipped(opt_state: Tree, new: T, old: T) -> T:
             f"nnx.state(model, nnx.BatchStat), got {both}"
         )
     was_skipped = functools.reduce(jnp.logical_or, skipped)
+    if was_skipped.ndim:
+        raise ValueError(
+            f"opt_state: it is stacked, of shape {was_skipped.shape}: use "
+            "jax.vmap(clipjax.unless_skipped)"
+        )
 
     def choose(new: Any, old: Any) -> jax.Array:
         new, old = jnp.asarray(new), jnp.asarray(old)
