@@ -121,7 +121,7 @@ def norms(history: runs.History, name: str | None = None, *, ax: Any = None) -> 
     return draw.finished(ax, [(steps[shown], norm[shown])], causes=causes)
 
 
-def _percent(count: int, of: int) -> str:
+def _percent(count: int | np.integer[Any], of: int | np.integer[Any]) -> str:
     return f"{100 * count / max(1, of):.3g}%"
 
 
@@ -535,11 +535,10 @@ def _draw_probes(ax: Any, steps: Sequence[BadStep], field: Any) -> list[Any]:
     for row, step in enumerate(steps):
         words = {"size": "small", "va": "top", "color": draw.ink(ax)}
         beside.text(0.1, row + 0.26, step._origin(), **words)
-    return (
-        [draw.star(beside, *zip(*stars, strict=True), "where it broke")]
-        if stars
-        else []
-    )
+    if not stars:
+        return []
+    across, down = zip(*stars, strict=True)
+    return [draw.star(beside, across, down, "where it broke")]
 
 
 def _shares(groups: Mapping[str, float]) -> dict[str, float]:
