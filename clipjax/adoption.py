@@ -59,7 +59,7 @@ def adopt(old: Tree, new: Tree, *, drop: bool = False) -> Tree:
        the chain, or by their paths and shapes if the two chains do not have equally
        many of them.
     2. Wrappers are looked through: the state of Adam is the same within a skip,
-       `optax.MultiSteps`, `inject_hyperparams` or a chain, and outside of it.
+       `optax.MultiSteps`, `inject_hyperparams`, `named` or a chain, and outside of it.
     3. Arrays of matched states have equal paths and shapes. Only floats change their
        dtype, to the dtype in `new`. Counters, such as the steps and Adam's `count`,
        continue.
@@ -81,7 +81,8 @@ def adopt(old: Tree, new: Tree, *, drop: bool = False) -> Tree:
       with `old`, and is on the devices of `new` if these are several.
 
     Raises:
-      TypeError: `old` or `new` is not an optimizer state, or `drop` is not a bool.
+      TypeError: `old` or `new` is not an optimizer state of arrays, or `drop` is not a
+        bool.
       ValueError: with `drop=False`, `old` has something that `new` has not. With any
         `drop`: both have states of one kind and shape, but not equally many of them, so
         that their order does not tell which is which; the shapes or the kinds of
