@@ -77,8 +77,9 @@ def adopt(old: Tree, new: Tree, *, drop: bool = False) -> Tree:
         by default.
 
     Returns:
-      A state with the structure, the shapes and the dtypes of `new`. It shares arrays
-      with `old`, and is on the devices of `new` if these are several.
+      A state with the structure, the shapes and the dtypes of `new`. If `new` is on
+      several devices, the state is moved to these devices. The state and `old` may
+      share arrays.
 
     Raises:
       TypeError: `old` or `new` is not an optimizer state of arrays, or `drop` is not a
@@ -86,8 +87,8 @@ def adopt(old: Tree, new: Tree, *, drop: bool = False) -> Tree:
       ValueError: with `drop=False`, `old` has something that `new` has not. With any
         `drop`: both have states of one kind and shape, but not equally many of them, so
         that their order does not tell which is which; the shapes or the kinds of
-        numbers of two arrays differ; or each of two matched states has arrays that the
-        other does not have, as if a layer had another name.
+        numbers of two arrays differ; or two matched states both have arrays that the
+        other one lacks, as happens if a layer has another name.
 
     Call it without `drop` first, and read what the error lists: `drop=True` also leaves
     out the moments of an optimizer that `new` does not have. To start a transformation
