@@ -34,8 +34,9 @@ def layer(x: Any, inputs: Any) -> Any:
     return clipjax.probe(x, tap), None
 
 
-def train(count: int, params: Any, state: Any, steps: range) -> Any:
+def train(count: int, first: Any, steps: range) -> Any:
     """Train on a mesh of so many devices; return weights, the state and losses."""
+    params, state = first
     devices = np.array(jax.devices()[:count]).reshape(-1, 2 if count > 1 else 1)
     auto = (AxisType.Auto,) * 2
     place = partial(NamedSharding, Mesh(devices, ("data", "model"), axis_types=auto))
@@ -74,7 +75,8 @@ def train(count: int, params: Any, state: Any, steps: range) -> Any:
         breaks = jax.device_put(jnp.arange(LAYERS) == (BROKEN if i == 5 else -1), whole)
         params, state, loss = step(params, state, x, breaks)
         losses.append(float(loss))
-    assert step._cache_size() == 1
+    compiled: Any = step
+    assert compiled._cache_size() == 1
     return params, state, losses
 
 
@@ -86,11 +88,11 @@ def first() -> Any:
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
 def test_eight_devices_and_then_four_find_the_layer_that_one_finds() -> None:
-    _, state, losses = train(1, *first(), range(STEPS))
-    params, moved, found = train(8, *first(), range(STEPS // 2))
+    _, state, losses = train(1, first(), range(STEPS))
+    params, moved, found = train(8, first(), range(STEPS // 2))
     # As Orbax restores: copies of the host, on the devices of another mesh.
     params, moved = jax.tree.map(np.asarray, (params, moved))
-    _, moved, more = train(4, params, moved, range(STEPS // 2, STEPS))
+    _, moved, more = train(4, (params, moved), range(STEPS // 2, STEPS))
     np.testing.assert_allclose(found + more, losses, rtol=1e-5)
     (expected,), (bad,) = clipjax.bad_steps(state), clipjax.bad_steps(moved)
     assert f"first in the forward pass, at blocks/{BROKEN}" in str(bad)
