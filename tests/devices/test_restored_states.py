@@ -27,12 +27,13 @@ def test_a_restored_state_takes_the_same_steps() -> None:
         nonfinite="skip",
         accumulate=2,
     )
-    jitted, restoring = re.findall(
+    jitted, keeping, restoring = re.findall(
         r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL
-    )[:2]
+    )[:3]
     page: dict[str, Any] = {}
     exec(jitted, page)
     page["tx"] = every
+    exec(keeping, page)
     exec(restoring, page)
     params, state = page["params"], every.init(page["params"])
     for _ in range(3):
@@ -42,7 +43,7 @@ def test_a_restored_state_takes_the_same_steps() -> None:
     restored = jax.tree.map(
         lambda x, like: jax.device_put(np.asarray(x), like.sharding),
         state,
-        page["target"],
+        page["target"]["state"],
     )
     assert all(x.committed and len(x.devices()) == 8 for x in jax.tree.leaves(restored))
     expected, found = (

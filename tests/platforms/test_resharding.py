@@ -8,9 +8,11 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 
+import clipjax
 from benchmarks.platforms import devices_of
 from tests.contract.members import FIRST
 from tests.devices.test_layouts import BOTH, KINDS, LAYOUTS, UNITS
@@ -103,3 +105,28 @@ def test_gradients_sharded_unlike_the_weights_move_once(name: str) -> None:
         trees = shapes(AxisType.Auto, of_grads), shapes(AxisType.Auto, of_weights)
         found = sent(functools.partial(updates, UNITS[name]), *trees)
         assert found.total() < times * sent_anyway(of_weights, of_grads) + FEW, found
+
+
+def test_a_skip_and_norms_of_layers_share_the_reductions_of_a_clip() -> None:
+    """A step of Adam with Optax's clip has as many all-reduces."""
+    adam = optax.adam(1e-3)
+    theirs = optax.chain(optax.clip_by_global_norm(1.0), adam)
+    clip = clipjax.clip_by_global_norm(1.0)
+    ours = optax.chain(
+        clipjax.record_norms("leaf", stacked="stack", keep=16),
+        clipjax.skip_spikes(clipjax.bounded(adam, clip=clip)),
+    )
+
+    def reductions(tx: optax.GradientTransformation) -> int:
+        def step(grads: Any, params: Any) -> Any:
+            updates, state = tx.update(grads, tx.init(params), params)
+            shardings = jax.tree.map(lambda x: x.sharding, both)
+            measured = clipjax.metrics(state) if tx is ours else {}
+            return jax.lax.with_sharding_constraint(updates, shardings), measured
+
+        found = COLLECTIVE.findall(compiled_for_tpu(step, both, both))
+        assert {kind for _, kind in found} == {"all-reduce"}
+        return len(found)
+
+    both = shapes(AxisType.Auto, 0)
+    assert reductions(ours) == reductions(theirs)

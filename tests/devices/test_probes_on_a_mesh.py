@@ -1,0 +1,102 @@
+"""Probes of a scanned, rematerialized stack whose weights and batch are split."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import clipjax
+
+LAYERS, WIDTH, BROKEN, STEPS = 4, 16, 2, 20
+SPECS = {
+    "w": PartitionSpec(None, "data", "model"),
+    "scale": PartitionSpec(),
+}
+tx = optax.chain(
+    clipjax.record_norms("leaf", stacked="*", keep=4, probes={"blocks": LAYERS}),
+    clipjax.skip_spikes(
+        clipjax.bounded(optax.adam(1e-2), clip=clipjax.clip_by_global_norm(1.0))
+    ),
+)
+
+
+@partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable)
+def layer(x: Any, inputs: Any) -> Any:
+    weights, tap, breaks = inputs
+    x = clipjax.probe(x, tap)
+    x += jnp.tanh((x * weights["scale"]) @ weights["w"])
+    x = x.at[0, 0].set(jnp.where(breaks, jnp.nan, x[0, 0]))
+    return clipjax.probe(x, tap), None
+
+
+def train(count: int, first: Any, steps: range) -> Any:
+    """Train on a mesh of so many devices; return weights, the state and losses."""
+    params, state = first
+    devices = np.array(jax.devices()[:count]).reshape(-1, 2 if count > 1 else 1)
+    auto = (AxisType.Auto,) * 2
+    place = partial(NamedSharding, Mesh(devices, ("data", "model"), axis_types=auto))
+    whole = place(PartitionSpec())
+
+    def like_params(tree: Any) -> Any:
+        return {k: jax.device_put(x, place(SPECS[k])) for k, x in tree.items()}
+
+    # The moments are split as the parameters, everything else is whole.
+    params = like_params(params)
+    state = jax.tree.map(
+        lambda x, like: jax.device_put(
+            x,
+            like.sharding if isinstance(like.sharding, NamedSharding) else whole,
+        ),
+        state,
+        tx.init(params),
+    )
+    kept = jax.tree.map(lambda x: x.sharding, (params, state))
+
+    @partial(jax.jit, donate_argnums=(0, 1), out_shardings=(*kept, whole))
+    def step(params: Any, state: Any, x: Any, breaks: Any) -> Any:
+        def loss_fn(params: Any, taps: Any) -> Any:
+            out, _ = jax.lax.scan(layer, x, (params, taps["blocks"], breaks))
+            return jnp.mean((out - 1) ** 2)
+
+        taps = {"blocks": clipjax.tap(LAYERS, probe=True)}
+        loss, (grads, taps) = jax.value_and_grad(loss_fn, (0, 1))(params, taps)
+        updates, state = tx.update(grads, state, params, loss=loss, taps=taps)
+        return optax.apply_updates(params, updates), state, loss
+
+    losses = []
+    for i in steps:
+        x = np.random.default_rng(i).normal(size=(8, WIDTH)).astype(np.float32)
+        x = jax.device_put(x, place(PartitionSpec("data")))
+        breaks = jax.device_put(jnp.arange(LAYERS) == (BROKEN if i == 5 else -1), whole)
+        params, state, loss = step(params, state, x, breaks)
+        losses.append(float(loss))
+    compiled: Any = step
+    assert compiled._cache_size() == 1
+    return params, state, losses
+
+
+def first() -> Any:
+    w = jax.random.normal(jax.random.key(0), (LAYERS, WIDTH, WIDTH)) / WIDTH**0.5
+    params = {"w": w, "scale": jnp.ones((LAYERS, WIDTH))}
+    return params, tx.init(params)
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
+def test_eight_devices_and_then_four_find_the_layer_that_one_finds() -> None:
+    _, state, losses = train(1, first(), range(STEPS))
+    params, moved, found = train(8, first(), range(STEPS // 2))
+    # As Orbax restores: copies of the host, on the devices of another mesh.
+    params, moved = jax.tree.map(np.asarray, (params, moved))
+    _, moved, more = train(4, (params, moved), range(STEPS // 2, STEPS))
+    np.testing.assert_allclose(found + more, losses, rtol=1e-5)
+    (expected,), (bad,) = clipjax.bad_steps(state), clipjax.bad_steps(moved)
+    assert f"first in the forward pass, at blocks/{BROKEN}" in str(bad)
+    assert str(bad) == str(expected)
+    np.testing.assert_allclose(
+        list(bad.forward.values()), list(expected.forward.values()), rtol=1e-5
+    )
