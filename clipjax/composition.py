@@ -178,7 +178,7 @@ def _accumulating(
                 raise TypeError(
                     f"accumulate: {leaf} is complex; only real gradients are averaged"
                 )
-        # The mean is The mean is float64 where that is enabled.
+        # The mean is float64 where that is enabled.
         mean = [
             jnp.zeros_like(x, dtype=float) if is_float(x) else jnp.zeros(np.shape(x))
             for x in leaves.values

@@ -95,7 +95,7 @@ def _inward(limit: Any, dtype: DType, toward: float) -> Any:
     known = not isinstance(limit, jax.Array)
     xp: Any = np if known else jnp
     exact = np.asarray(limit, np.float64) if known else limit
-    # A dtype of A dtype of 8 bits may have no infinity, which would become NaN.
+    # A dtype of 8 bits may have no infinity, which would become NaN.
     if np.isnan(np.asarray(np.inf).astype(dtype)):
         most = float(jnp.finfo(dtype).max)
         toward = np.copysign(most, toward)
