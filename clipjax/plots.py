@@ -119,7 +119,7 @@ def norms(history: runs.History, name: str | None = None, *, ax: Any = None) -> 
     return draw.finished(ax, [(steps[shown], norm[shown])], causes=causes)
 
 
-def _percent(count: int, of: int) -> str:
+def _percent(count: np.integer[Any], of: np.integer[Any] | int) -> str:
     return f"{100 * count / max(1, of):.3g}%"
 
 
@@ -533,11 +533,10 @@ def _draw_probes(ax: Any, steps: Sequence[BadStep], field: Any) -> list[Any]:
     for row, step in enumerate(steps):
         words = {"size": "small", "va": "top", "color": draw.ink(ax)}
         beside.text(0.1, row + 0.26, step._origin(), **words)
-    return (
-        [draw.star(beside, *zip(*stars, strict=True), "where it broke")]
-        if stars
-        else []
-    )
+    if not stars:
+        return []
+    columns, rows = zip(*stars, strict=True)
+    return [draw.star(beside, columns, rows, "where it broke")]
 
 
 def _shares(groups: Mapping[str, float]) -> dict[str, float]:
