@@ -56,16 +56,21 @@ class CheckedBound(NamedTuple):
 
 
 def check_bound(
-    name: str, bound: Any, least: float = 0, *, scalar: bool = False
+    name: str,
+    bound: Any,
+    least: float = 0,
+    *,
+    scalar: bool = False,
+    forms: str = "a number, an array or a schedule",
 ) -> CheckedBound:
     """Check a bound that is a number, an array or a schedule.
 
     A value below `least` is raised to it, so that a schedule that falls below 0 clips
-    to 0 and flips no sign. NaN stays NaN. A bound that is `scalar` has no shape.
+    to 0 and flips no sign. NaN stays NaN. A bound that is `scalar` has no shape. Errors
+    say that it may have the `forms`.
     """
     if callable(bound):
         return CheckedBound(name, least, _checked_schedule(name, bound, scalar))
-    forms = "a number, an array or a schedule"
     return CheckedBound(name, least, _checked(name, bound, least, scalar, forms))
 
 
@@ -74,7 +79,8 @@ def check_bounds(
 ) -> CheckedBound:
     """Check a bound that may also be a mapping from path patterns to bounds."""
     if not isinstance(bound, Mapping):
-        return check_bound(name, bound, least)._replace(other=other)
+        forms = "a number, an array, a schedule or a mapping"
+        return check_bound(name, bound, least, forms=forms)._replace(other=other)
     values = {
         pattern: check_bound(f"{name}[{pattern!r}]", bound[pattern], least).value
         for pattern in check_patterns(name, (*bound,))
