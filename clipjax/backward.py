@@ -77,10 +77,9 @@ def clip_gradient_by_value(
       >>> float(jax.grad(loss)(2.0))
       1.0
     """
-    lowest, highest = constant_limits(bound, high, low)
+    limits = constant_limits(bound, high, low)
 
-    def clip_values(gradient: Leaves, *limits: Any) -> Any:
-        low, high = limits if len(limits) == 2 else (None, *limits)
+    def clip_values(gradient: Leaves, low: Any, high: Any) -> Any:
         values, seen = list(gradient.values), []
         for i, leaf in enumerate(gradient.each):
             if is_float(leaf.value):
@@ -88,7 +87,6 @@ def clip_gradient_by_value(
                 seen += [_seen(leaf, low, high)] if leaf.value.size else []
         return values, seen
 
-    limits = [highest] if lowest is None else [lowest, highest]
     return _with_gradient(clip_values, tap, x, *limits)
 
 
