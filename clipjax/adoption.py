@@ -11,12 +11,11 @@ import numpy as np
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from clipjax._core.aliases import Tree
-from clipjax._core.leaves import unboxed, without_boxes
+from clipjax._core.leaves import as_array, unboxed, without_boxes
 from clipjax._core.messages import a_few, short_repr
 from clipjax._core.states import UNKNOWN, MetricsState, Table
 from clipjax._earlier import of_today
 from clipjax.gradients.skipping import SkipMemory
-from clipjax.monitoring.metrics import as_array
 
 _Names: TypeAlias = tuple[str, ...]  # a path, or the fields of a state
 # The fields of each kind of state, and those of them that contain arrays.

@@ -14,6 +14,7 @@ from jax import lax
 from jax.tree_util import GetAttrKey
 
 from clipjax._core.aliases import DType, Memory, Scalar, State
+from clipjax._core.leaves import as_array
 from clipjax._core.messages import a_few
 from clipjax._core.norms import sum_dtype
 
@@ -78,7 +79,7 @@ class Table(_Arrays):
         """The names of this table, also if it was restored from a checkpoint."""
         if any(self.names):
             return self.names
-        text = jax.tree.leaves(self.text)[0]  # it may be in a box of Flax NNX
+        text = as_array(self.text)
         if isinstance(text, jax.core.Tracer):
             raise ValueError(
                 "opt_state: inside jit, nnx.state has no names of norms, and neither "

@@ -12,9 +12,10 @@ import jax
 import numpy as np
 
 from clipjax._core.aliases import Tree
+from clipjax._core.leaves import as_array
 from clipjax._core.messages import a_few, short_repr
 from clipjax._core.states import UNKNOWN, BadSteps, Table
-from clipjax.monitoring.metrics import as_array, states_in
+from clipjax.monitoring.metrics import states_in
 
 
 class BadStep(NamedTuple):

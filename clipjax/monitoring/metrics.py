@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from clipjax._core.aliases import Memory, Metrics, Scalar, Tree
-from clipjax._core.leaves import nodes_where
+from clipjax._core.leaves import as_array, nodes_where
 from clipjax._core.messages import short_repr
 from clipjax._core.states import (
     MetricsState,
@@ -206,8 +206,3 @@ def _from_table(
 def _fraction(count: jax.Array, step: Scalar) -> jax.Array:
     """Return the fraction of the steps at which a bool was true."""
     return count.astype(np.float32) / jnp.maximum(step, 1).astype(np.float32)
-
-
-def as_array(x: Any) -> jax.Array:
-    """Return the array in a box of Flax NNX, or the array itself."""
-    return jax.tree.leaves(x)[0]
