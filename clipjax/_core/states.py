@@ -76,9 +76,14 @@ class Table(_Arrays):
 
     @property
     def known_names(self) -> Names:
-        """The names of this table, also if it was restored from a checkpoint."""
-        if any(self.names):
-            return self.names
+        """The names of this table, also if it was restored from a checkpoint.
+
+        `record_norms` has names of floats alone.
+        """
+        names = self.names if any(self.names) else self._in_text()
+        return (*names, (), ())[:3]
+
+    def _in_text(self) -> Names:
         text = as_array(self.text)
         if isinstance(text, jax.core.Tracer):
             raise ValueError(
