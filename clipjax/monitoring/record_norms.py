@@ -240,9 +240,11 @@ def _of_probes(lengths: dict[str, int], taps: Any) -> dict[str, Groups]:
         names += [f"{name}/{i}" for i in range(n)] if n else [name]
     seen = tapped(jnp.concatenate([jnp.atleast_2d(taps[name]) for name in lengths]))
     return {
-        of: (names, jnp.where(seen[f"{of}_nonfinite_count"] > 0, jnp.inf, norm))
+        of: (
+            names,
+            jnp.where(seen[f"{of}_nonfinite_count"] > 0, jnp.inf, seen[f"{of}_norm"]),
+        )
         for of in ("forward", "backward")
-        for norm in [seen[f"{of}_norm"]]
     }
 
 
