@@ -149,8 +149,8 @@ def _checked_schedule(name: str, schedule: Any, scalar: bool) -> Any:
     """Return a schedule that checks each value that it returns."""
     # A tree of gradients may be callable, as that of a callable module is. A schedule
     # may hold numbers, but no arrays.
-    arrays = [x for x in jax.tree.leaves(schedule) if np.ndim(x)]
-    if _is_tree(schedule) and arrays:
+    leaves = jax.tree.leaves(schedule)
+    if any(isinstance(x, jax.Array | np.ndarray) and x.ndim for x in leaves):
         raise _tree_error(name, schedule, "a number, an array or a schedule")
 
     def at(step: Step) -> Any:
