@@ -197,12 +197,7 @@ def clip_by_value(
     """
     limits = constant_limits(bound, high, low)
     leaves = flatten(tree)
-    return leaves.rebuild(
-        [
-            clip_entries(leaf, *limits) if is_float(leaf.value) else leaf.value
-            for leaf in leaves.each
-        ]
-    )
+    return leaves.rebuild([clip_entries(leaf, *limits) for leaf in leaves.each])
 
 
 def clip_by_norm(

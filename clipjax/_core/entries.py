@@ -11,7 +11,7 @@ from jax import lax
 from clipjax._core.aliases import DType, Metrics
 from clipjax._core.bounds import check_order, constant, fit_bound
 from clipjax._core.clip import factor_to, metrics_of, rescale, weak_like
-from clipjax._core.leaves import Leaf
+from clipjax._core.leaves import Leaf, is_float
 from clipjax._core.messages import short_repr
 from clipjax._core.norms import largest, maximum, nan_unless, sum_dtype, tree_norm
 from clipjax._core.norms import norm as norm_of
@@ -46,11 +46,13 @@ def constant_limits(bound: Any, high: Any, low: Any) -> tuple[Any, Any]:
 
 
 def clip_entries(leaf: Leaf, low: Any, high: Any) -> jax.Array:
-    """Clip each element of a leaf of floats to `[low, high]`; NaN stays NaN.
+    """Clip each element of a leaf to `[low, high]`; NaN, and what has no norm, stays.
 
     `low=None` means -high.
     """
     x = leaf.value
+    if not is_float(x):
+        return x
     name = "bound" if low is None else "high"
     above = fit_bound(name, high, x, leaf)
     if jnp.iscomplexobj(x):
@@ -127,13 +129,13 @@ def metrics_of_entries(
     # A maximum over devices has no derivative.
     before, after = lax.stop_gradient((before, after))
     if np.ndim(high) or (low is not None and np.ndim(low)):
-        norm = _largest_absolute(before)
-        norm_after = _largest_absolute(after)
+        norm = tree_norm(before, jnp.inf)
+        norm_after = tree_norm(after, jnp.inf)
         pairs = zip(before, after, strict=True)
         changes = (jnp.any((x != y) & (x == x)) for x, y in pairs)
         clipped = largest(each.astype(np.float32) for each in changes) > 0
     elif low is None:
-        norm = _largest_absolute(before)
+        norm = tree_norm(before, jnp.inf)
         norm_after = jnp.minimum(norm, jnp.asarray(high, norm.dtype))
         clipped = norm > norm_after
     else:
@@ -151,10 +153,6 @@ def metrics_of_entries(
     finite = norm < jnp.inf
     metrics = metrics_of(norm, nan_unless(finite, scale), norm_after)
     return metrics | {"clipped": clipped & finite}
-
-
-def _largest_absolute(leaves: Sequence[jax.Array]) -> jax.Array:
-    return tree_norm(leaves, jnp.inf)
 
 
 def _largest_entry(pairs: Iterable[tuple[jax.Array, jax.Array]]) -> jax.Array:
