@@ -383,9 +383,8 @@ def _lines_by_kind(
         own = {"color": colors.get(name), "linewidth": 1.4, "label": name}
         style = own if name in colors else {**grey, "label": f"_{name}"}
         draw.line(ax, *points[name], linestyle=styles.get(kinds[name], "-"), **style)
-    title = f"{len(colors)} of {len(points)} groups, the largest of their kind"
-    is_all = len(colors) == len(points)
-    title = "" if is_all else title
+    some = f"{len(colors)} of {len(points)} groups, the largest of their kind"
+    title = "" if len(colors) == len(points) else some
     return draw.finished(ax, list(points.values()), title, causes)
 
 
@@ -482,8 +481,8 @@ def bad_steps(opt_state: Tree, *, ax: Any = None) -> Any:
     ax.set_yticks(range(len(steps)), labels)
     ax.set(xlabel="fraction of the squared norm (%)", ylabel="step", xlim=(0, 100))
     ax.set_ylim(max(1, len(steps)) - 0.4, -0.5)
-    title = f"{len(colors)} of {len(names)} groups"
-    title = "" if len(colors) == len(names) else title
+    some = f"{len(colors)} of {len(names)} groups"
+    title = "" if len(colors) == len(names) else some
     return draw.legend_of_colors(ax, colors, title, more=more)
 
 
