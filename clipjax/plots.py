@@ -377,11 +377,10 @@ def _lines_by_kind(
     }
     scaled = {name: x / (of_kind[kinds[name]] or 1) for name, x in largest.items()}
     colors = draw.colors_of(scaled)
-    grey = {"color": draw.GREY, "linewidth": 0.6, "alpha": 0.6, "zorder": 1.6}
     styles = _STYLES if len(of_kind) > 1 else {}
     for name in [*(x for x in points if x not in colors), *colors]:
         own = {"color": colors.get(name), "linewidth": 1.4, "label": name}
-        style = own if name in colors else {**grey, "label": f"_{name}"}
+        style = own if name in colors else {**draw.REST, "label": f"_{name}"}
         draw.line(ax, *points[name], linestyle=styles.get(kinds[name], "-"), **style)
     some = f"{len(colors)} of {len(points)} groups, the largest of their kind"
     title = "" if len(colors) == len(points) else some
