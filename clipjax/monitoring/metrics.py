@@ -151,7 +151,8 @@ def _read(state: MetricsState) -> Metrics:
     (kept,) = state.metrics.values()
     step = as_array(state.step)
     if isinstance(kept, Table):
-        arrays = [as_array(x) for x in kept[1:3] if jax.tree.leaves(x)]
+        given = kept.floats, kept.counts
+        arrays = [as_array(x) for x in given if jax.tree.leaves(x)]
         return _from_table(kept.known_names, step, *arrays)
     scalars = {key: as_array(x) for key, x in kept.items()}
     return _from_scalars(step, scalars, _in_a_row(state.memory)) if scalars else {}
