@@ -151,7 +151,7 @@ def _checked_schedule(name: str, schedule: Any, scalar: bool) -> Any:
     # may hold numbers, but no arrays.
     leaves = jax.tree.leaves(schedule)
     if any(isinstance(x, jax.Array | np.ndarray) and x.ndim for x in leaves):
-        raise _tree_error(name, schedule, "a number, an array or a schedule")
+        raise _form_error(name, schedule, "a number, an array or a schedule")
 
     def at(step: Step) -> Any:
         value = schedule(step)
@@ -179,11 +179,14 @@ def _at(name: str, value: Any, step: Step, least: float) -> Any:
     return _at_least(as_float(value(step)), least)
 
 
-def _tree_error(name: str, bound: Any, forms: str) -> TypeError:
+def _form_error(name: str, bound: Any, forms: str) -> TypeError:
+    hint = (
+        "; to clip a tree, call clipjax.functional.clip_by_global_norm(tree, max_norm) "
+        "and the like, or .apply of a projection, as in max_norm(3.0).apply(params)"
+    )
     return TypeError(
-        f"{name} must be {forms} of real numbers, got {short_repr(bound)}; to clip a "
-        "tree, call clipjax.functional.clip_by_global_norm(tree, max_norm) and the "
-        "like, or .apply of a projection, as in max_norm(3.0).apply(params)"
+        f"{name} must be {forms} of real numbers, got {short_repr(bound)}"
+        f"{hint if _is_tree(bound) else ''}"
     )
 
 
@@ -195,11 +198,7 @@ def _checked(name: str, bound: Any, least: float, scalar: bool, forms: str) -> A
     """
     check_is_wide(name, bound)
     if not is_real(bound):
-        if _is_tree(bound):
-            raise _tree_error(name, bound, forms)
-        raise TypeError(
-            f"{name} must be {forms} of real numbers, got {short_repr(bound)}"
-        )
+        raise _form_error(name, bound, forms)
     if scalar:
         check_fits(name, bound, (), "the norm of all leaves")
     if isinstance(bound, jax.core.Tracer):
