@@ -1,6 +1,6 @@
 """Thresholds and bounds of single elements."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 
 from clipjax._core.aliases import DType, Metrics
-from clipjax._core.bounds import check_order, constant, fit_bound
+from clipjax._core.bounds import check_order, fit_bound
 from clipjax._core.clip import factor_to, metrics_of, rescale, weak_like
 from clipjax._core.leaves import Leaf, is_float
 from clipjax._core.messages import short_repr
@@ -17,10 +17,13 @@ from clipjax._core.norms import largest, maximum, nan_unless, sum_dtype, tree_no
 from clipjax._core.norms import norm as norm_of
 
 
-def check_limits(bound: Any, high: Any, low: Any) -> tuple[Any, Any]:
-    """Return `low` and `high`; `low` is None if one bound is for absolute values.
+def check_limits(
+    bound: Any, high: Any, low: Any, check: Callable[..., Any]
+) -> tuple[Any, Any]:
+    """Return `low` and `high`, as `check` returns each.
 
-    Two positional arguments, `bound` and `high`, are the two limits.
+    `low` is None if one bound is for absolute values. Two positional arguments, `bound`
+    and `high`, are the two limits.
     """
     given = {"bound": bound, "high": high, "low": low}
     if low is None and high is not None:
@@ -32,16 +35,10 @@ def check_limits(bound: Any, high: Any, low: Any) -> tuple[Any, Any]:
             "clip_by_value takes one bound, as in clip_by_value(1.0), or low and high, "
             f"where infinity means none; got {', '.join(listed) or 'nothing'}"
         )
-    return (None, bound) if low is None else (low, high)
-
-
-def constant_limits(bound: Any, high: Any, low: Any) -> tuple[Any, Any]:
-    """Return checked bounds for functions that have no step."""
-    lowest, highest = check_limits(bound, high, low)
-    if lowest is None:
-        return None, constant("bound", highest)
-    both = constant("low", lowest, -np.inf), constant("high", highest, -np.inf)
-    check_order(*both)
+    if low is None:
+        return None, check("bound", bound)
+    both = check("low", low, -np.inf), check("high", high, -np.inf)
+    check_order(low, high)
     return both
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from clipjax._core.aliases import Axes, Bound, Memory, Ord, Step, Tree
-from clipjax._core.bounds import check_bound, check_order
+from clipjax._core.bounds import check_bound
 from clipjax._core.checks import check_ord
 from clipjax._core.clip import clip_by_tree_norm, clip_by_unit_norms
 from clipjax._core.door import transformation
@@ -228,15 +227,7 @@ def clip_by_value(
       >>> print(tx.update(grads, tx.init(grads))[0])
       [-1.   0.5  1. ]
     """
-    low, high = check_limits(bound, high, low)
-    if low is None:
-        lowest, highest = None, check_bound("bound", high)
-    else:
-        lowest, highest = (
-            check_bound("low", low, -np.inf),
-            check_bound("high", high, -np.inf),
-        )
-        check_order(low, high)
+    lowest, highest = check_limits(bound, high, low, check_bound)
 
     def act(updates: Leaves, params: Tree, step: Step, memory: Memory, **_: Any) -> Any:
         bottom = None if lowest is None else lowest.at(step)
