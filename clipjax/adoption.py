@@ -13,7 +13,7 @@ from jax.tree_util import keystr, tree_leaves_with_path
 from clipjax._core.aliases import Tree
 from clipjax._core.leaves import as_array, unboxed, without_boxes
 from clipjax._core.messages import a_few, short_repr
-from clipjax._core.states import UNKNOWN, MetricsState, Table
+from clipjax._core.states import UNKNOWN, MetricsState, NamedState, Table
 from clipjax._earlier import of_today
 from clipjax.gradients.skipping import SkipMemory
 from clipjax.monitoring.metrics import restored_table
@@ -59,7 +59,7 @@ def adopt(old: Tree, new: Tree, *, drop: bool = False) -> Tree:
        the chain, or by their paths and shapes if the two chains do not have equally
        many of them.
     2. Wrappers are looked through: the state of Adam is the same within a skip,
-       `optax.MultiSteps`, `inject_hyperparams` or a chain, and outside of it.
+       `optax.MultiSteps`, `inject_hyperparams`, `named` or a chain, and outside of it.
     3. Arrays of matched states have equal paths and shapes. Only floats change their
        dtype, to the dtype in `new`. Counters, such as the steps and Adam's `count`,
        continue.
@@ -77,16 +77,18 @@ def adopt(old: Tree, new: Tree, *, drop: bool = False) -> Tree:
         by default.
 
     Returns:
-      A state with the structure, the shapes and the dtypes of `new`. It shares arrays
-      with `old`, and is on the devices of `new` if these are several.
+      A state with the structure, the shapes and the dtypes of `new`. If `new` is on
+      several devices, the state is moved to these devices. The state and `old` may
+      share arrays.
 
     Raises:
-      TypeError: `old` or `new` is not an optimizer state, or `drop` is not a bool.
+      TypeError: `old` or `new` is not an optimizer state of arrays, or `drop` is not a
+        bool.
       ValueError: with `drop=False`, `old` has something that `new` has not. With any
         `drop`: both have states of one kind and shape, but not equally many of them, so
         that their order does not tell which is which; the shapes or the kinds of
-        numbers of two arrays differ; or each of two matched states has arrays that the
-        other does not have, as if a layer had another name.
+        numbers of two arrays differ; or two matched states both have arrays that the
+        other one lacks, as happens if a layer has another name.
 
     Call it without `drop` first, and read what the error lists: `drop=True` also leaves
     out the moments of an optimizer that `new` does not have. To start a transformation
@@ -146,7 +148,12 @@ def _check_state(argument: str, tree: Tree) -> None:
     """Raise unless all leaves are arrays or numbers."""
     numbers = bool | int | float | complex
     leaves = [tree] if tree is None else jax.tree.leaves(tree)
-    wrong = [x for x in leaves if not (hasattr(x, "dtype") or isinstance(x, numbers))]
+    wrong = [
+        x
+        for x in leaves
+        if isinstance(x, jax.ShapeDtypeStruct)
+        or not (hasattr(x, "dtype") or isinstance(x, numbers))
+    ]
     if wrong:
         raise TypeError(
             f"{argument} must be an optimizer state, as tx.init and tx.update return "
@@ -200,7 +207,7 @@ def _named(path: Any) -> _Names:
 
 def _contains_states(field: str) -> bool:
     """Return whether a field of a wrapper's state contains other states."""
-    return "inner" in field or "state" in field
+    return "inner" in field or "state" in field or field in NamedState._fields
 
 
 def _states_in(

@@ -1,14 +1,15 @@
-"""Pictures of norms by step, by group, of bad steps, and of output units of weights.
+"""Draw norms over the steps, layer by layer, bad steps, and norms of output units.
 
-They need Matplotlib, which `import clipjax` does not load. Each function takes `ax`,
-the axes to draw on, and returns them; None makes a new figure:
-`plots.norms(history).figure.savefig("norms.png")`. If the figure has a layout, such as
-"constrained", the legend is beside the axes, or below them if they are narrow. People
-who are color-blind can tell the colors, `plots.COLORS`, apart. Text and marks have the
-color of the labels of the axes, so that a figure in Matplotlib's `dark_background` is
-as readable as a light one. A scale is logarithmic, and its label says so, if values
-differ by more than a factor of 20. Crosses at the top are values that are not finite.
-Shapes that do not match, and no steps, raise a ValueError.
+The functions need Matplotlib, which `import clipjax` does not load. Each one draws on
+the axes `ax`, or on a new figure if `ax` is None, and returns the axes, so that
+`plots.norms(history).figure.savefig("norms.png")` saves a picture.
+
+If the figure has a layout, such as "constrained", the legend is beside the axes, or
+below them if the axes are narrow. Color-blind readers can tell the colors of lines,
+`plots.COLORS`, apart. Text and marks have the color of the labels of the axes, so that
+a figure in Matplotlib's `dark_background` is as readable as a light one. A scale is
+logarithmic, and its label says so, if the largest value is more than 20 times the
+smallest. A cross at the top of the axes is a value that is not finite.
 """
 
 from __future__ import annotations
@@ -37,29 +38,44 @@ from clipjax.monitoring import history as runs
 from clipjax.monitoring.bad_steps import BadStep
 from clipjax.monitoring.bad_steps import bad_steps as find_bad_steps
 
+__all__ = ["COLORS", "bad_steps", "group_norms", "heat_map", "norms", "unit_norms"]
+
 COLORS = draw.COLORS
 
 
 def norms(history: runs.History, name: str | None = None, *, ax: Any = None) -> Any:
     """Draw a norm over the steps, its threshold, and what was clipped and skipped.
 
+    Use it to see whether a threshold suits a run: how many steps it clips, and which.
+
     Args:
-      history: what `clipjax.metrics` returned at each step, in a list or stacked by a
-        `scan`.
-      name: which norm: a transformation, such as `"zclip"`, or a whole key. Not needed
-        if one clip has a norm, or none but a skip.
-      ax: the axes to draw on; None makes a new figure.
+      history: what :func:`clipjax.metrics` returned at each step: a list of dicts, or
+        one dict that a `scan` stacked.
+      name: the norm to draw: a transformation, such as `"zclip"`, or a whole key, such
+        as `"record_norms/gradients/head"`. None, the default, draws the norm of the
+        only clip; without a clip, the only norm.
+      ax: the axes to draw on. None, the default, makes a new figure.
 
     Returns:
-      The axes. The threshold is the metric `threshold`, or else the norm after the clip
-      where it clipped. The legend has the percentage of the finite norms that were
-      clipped, and of all steps that were skipped, unless none was. A skipped step is at
-      the norm that the skip has seen. If the history has norms of groups, as
-      :func:`clipjax.record_norms` measures, the first cross of each set of groups that
-      are not finite says which they are.
+      The axes. The threshold is the metric `threshold` of the transformation. If it has
+      no such metric, the threshold is drawn at the norm after the clip, for the steps
+      that were clipped. The legend has the percentage of finite norms that were
+      clipped, and, if a step was skipped, the percentage of all steps that were
+      skipped. A skipped step is drawn at the norm that the skip measured.
+
+      A norm that is not finite is a cross at the top. If the history has norms of
+      groups, as :func:`clipjax.record_norms` measures, text at a cross names the groups
+      that are not finite. The text stands at the first cross of each set of groups.
 
     Raises:
-      ValueError: several clips have a norm, and none is named.
+      TypeError: `history` is not a history, its values are not real numbers, or `ax` is
+        not one of Matplotlib's axes.
+      ValueError: `name` is needed to choose among several norms; nothing in `history`
+        has this name; there are no steps, or metrics differ in their number of steps.
+
+    See Also:
+      :func:`group_norms` draws a line for each layer; :func:`clipjax.series` returns
+      the numbers; :func:`clipjax.suggest` compares thresholds.
 
     Example:
       >>> from clipjax import plots
@@ -119,7 +135,7 @@ def norms(history: runs.History, name: str | None = None, *, ax: Any = None) -> 
     return draw.finished(ax, [(steps[shown], norm[shown])], causes=causes)
 
 
-def _percent(count: np.integer[Any], of: np.integer[Any] | int) -> str:
+def _percent(count: int | np.integer[Any], of: int | np.integer[Any]) -> str:
     return f"{100 * count / max(1, of):.3g}%"
 
 
@@ -131,28 +147,46 @@ def group_norms(
 ) -> Any:
     """Draw the norm of each group, such as a layer, over the steps, as one line.
 
+    Use it to see which layers have large gradients, and how the norms of the layers
+    develop.
+
     Args:
-      history: the norms of each group, `(steps,)`, by name; or, of a chain with
-        :func:`clipjax.record_norms` or :func:`clipjax.clip_by_group_norm`, what
-        `clipjax.metrics` returned at each step, in a list or stacked by a `scan`; a
-        step that was skipped, or is accumulated, adds no norm.
-      only: path patterns of the groups to draw, as in `"gradients/blocks/*"`; None
-        draws all.
-      ax: the axes to draw on; None makes a new figure.
+      history: what :func:`clipjax.metrics` returned at each step, in a list or stacked
+        by a `scan`, if the chain has :func:`clipjax.record_norms` with groups or
+        :func:`clipjax.clip_by_group_norm`. It may also be a mapping from the names of
+        groups to their norms, `(steps,)`.
+      only: path patterns of the groups to draw, as in `"gradients/blocks/*"`. None, the
+        default, draws all groups.
+      ax: the axes to draw on. None, the default, makes a new figure.
 
     Returns:
-      The axes. Groups are sorted by name, `layer_2` before `layer_10`. Of more than 8,
-      those with the 8 largest norms are colored and in the legend, and others are grey.
-      The first cross of each set of groups that are not finite, up to three, says which
-      they are: the probes of the forward pass, which comes first, or else those of the
-      backward pass, or else the gradients.
+      The axes, with one line for each group. Groups are sorted by name, `layer_2`
+      before `layer_10`. If there are more than 8 groups, the 8 with the largest norms
+      are colored and in the legend, and the other lines are grey. A step that was
+      skipped or is accumulated adds no point to a line. A step whose `update` got no
+      `taps` adds no point to the line of a probe.
 
-      Norms of weights that were recorded are dashed. Norms that probes saw, as in
-      `"forward/blocks/3"`, are dotted in the forward pass and dash-dotted in the
-      backward pass, and ratios have long dashes; alone, each kind is solid. Where there
-      are some, the 8 that are colored are largest in proportion to the largest of their
-      kind, since activations are often larger than gradients, and ratios are smaller. A
-      step whose `update` got no `taps` adds no norm of a probe.
+      A norm that is not finite is a cross at the top. Text at the first cross of each
+      set of groups, at most three times, names the groups that are not finite. If
+      probes were not finite in the forward pass, the text names only these probes,
+      because the forward pass comes first. Otherwise it names the probes of the
+      backward pass, and if those were finite, the groups of gradients.
+
+      If the history has several kinds of norms, each kind has its own line style:
+      gradients or updates are solid, weights dashed, ratios long-dashed, probes of the
+      forward pass, such as `"forward/blocks/3"`, dotted, and probes of the backward
+      pass dash-dotted. If ratios or probes are among them, the 8 colored lines are
+      those with the largest norms in proportion to the largest of their kind, since
+      activations are often larger than gradients, and ratios are smaller.
+
+    Raises:
+      TypeError: `history` is not a history, has no groups, or has values that are not
+        real numbers; `ax` is not one of Matplotlib's axes.
+      ValueError: no group matches `only`, or groups differ in their number of steps.
+
+    See Also:
+      :func:`heat_map` draws the same norms as colors, for many layers; :func:`norms`
+      draws one norm and its threshold.
 
     Example:
       >>> from clipjax import plots
@@ -194,26 +228,31 @@ def heat_map(
 
     Args:
       history: the norms, as in :func:`group_norms`.
-      only: path patterns of the groups to draw, as in `"gradients/*"`. Rows are in the
-        order of the patterns, and sorted by name within each: `["*/embed",
-        "*/blocks/*", "*/head"]`. None draws all groups, sorted by name.
-      bad: what :func:`clipjax.bad_steps` returned for this run, whose steps are
-        counted from the first of the history. They are marked above the map; default
-        none.
-      ax: the axes to draw on; None makes a new figure.
+      only: path patterns of the groups to draw, as in `["*/embed", "*/blocks/*",
+        "*/head"]`. The rows follow the order of the patterns, and are sorted by name
+        within each pattern. None, the default, draws all groups, sorted by name.
+      bad: the bad steps to mark, as :func:`clipjax.bad_steps` returns them; none by
+        default. Their steps are counted from the first step of `history`.
+      ax: the axes to draw on. None, the default, makes a new figure.
 
     Returns:
-      The axes, with one row for each group, and a color bar beside them, whose scale is
-      logarithmic. Norms that are not finite have a color of their own, and norms of 0
-      have none. A bad step has a triangle above it, and a ring on the row of the layer
-      that `print` of the step names, if there is such a row. If there are more than 30
-      steps for each inch of the axes, a column is the largest norm of several. A step
-      that the recorder did not see, such as an accumulated one, repeats the norms of
-      the step before.
+      The axes, with one row for each group, and a color bar with a logarithmic scale
+      beside them. A norm that is not finite has a color of its own, and a norm of 0 has
+      no color. Each bad step has a triangle above the map, and a ring on the row of the
+      group that `print` of the bad step names, if there is such a row. If there are
+      more than 30 steps for each inch of the axes, a column shows the largest norm of
+      several steps. A step that `record_norms` did not see, such as an accumulated one,
+      repeats the norms of the step before.
 
     Raises:
-      TypeError: `history` has no groups.
-      ValueError: no group matches `only`, or there are no steps.
+      TypeError: `history` is not a history, has no groups, or has values that are not
+        real numbers; `ax` is not one of Matplotlib's axes.
+      ValueError: no group matches `only`, there are no steps, or groups differ in their
+        number of steps.
+
+    See Also:
+      :func:`group_norms` draws lines; :func:`bad_steps` draws the norms of the bad
+      steps only.
 
     Example:
       >>> from clipjax import plots
@@ -299,12 +338,12 @@ _KINDS = re.compile("(?:record_norms[^/]*/)?(params|ratio|forward|backward)(?:/.
 
 
 def _kind_of(name: str) -> str:
-    """Return what a recorded norm is of, "" for updates."""
+    """Return the kind of a recorded norm, "" for gradients and updates."""
     found = _KINDS.fullmatch(name)
     return found[1] if found else ""
 
 
-# Of lines, by what `record_norms` measures.
+# Line styles, by the kind of a norm.
 _STYLES: dict[str, Any] = {
     "params": "--",
     "ratio": (0, (8, 3)),
@@ -330,7 +369,7 @@ _ALL = {
 
 
 def _causes_in(columns: Mapping[str, Any], like: str) -> dict[float, str]:
-    """Return which groups are not finite, by step, if a recorder measured them."""
+    """Return which groups are not finite, by step, if `record_norms` measured them."""
     groups = _groups_in(columns)
     points = {}
     for key, name in groups.items():
@@ -343,8 +382,8 @@ def _causes_in(columns: Mapping[str, Any], like: str) -> dict[float, str]:
 def _causes(points: Mapping[str, Any], kinds: Mapping[str, str]) -> dict[float, str]:
     """Return which groups are not finite, by step.
 
-    If a step broke in the forward pass, everything behind is not finite, too: only what
-    comes first in time is told.
+    If a step broke in the forward pass, everything after it is not finite, too, so that
+    only the kind that comes first in time is named.
     """
     causes: dict[float, str] = {}
     for kind in _ALL:
@@ -405,25 +444,36 @@ def _where_probes_saw(
 def bad_steps(opt_state: Tree, *, ax: Any = None) -> Any:
     """Draw which groups the norm of each bad step came from, as bars.
 
+    Use it after a run broke, or on its checkpoint, to see which layers had the largest
+    gradients at the bad steps, and in which layer each step broke.
+
     Args:
-      opt_state: an optimizer state with a recorder that keeps bad steps, as for
-        :func:`clipjax.bad_steps`.
-      ax: the axes to draw on; None makes a new figure.
+      opt_state: an optimizer state, or a tree that contains one, as for
+        :func:`clipjax.bad_steps`. A `record_norms` of the chain has to have groups, and
+        `keep` above 0.
+      ax: the axes to draw on. None, the default, makes a new figure.
 
     Returns:
-      The axes, with one bar for each step, the oldest at the top. Its parts are the
-      fractions of the groups in the squared norm, sorted and colored as in
-      :func:`group_norms`. In a hatched bar they are the groups that were not finite, of
-      equal parts. In front of it is the norm, or the loss if that was bad.
+      The axes, with one bar for each bad step, the oldest at the top. The parts of a
+      bar are the groups, each as wide as its fraction of the squared norm. They are
+      sorted and colored as in :func:`group_norms`. If groups are not finite, the bar is
+      hatched, and is divided equally among these groups. The label in front of a bar is
+      the norm of the step, or its loss if the loss was bad.
 
-      If there are probes, a second bar has the norms that they saw, in the order of
-      time: in the forward pass, from the first layer to the last, and in the backward
-      pass, from the last to the first. Norms that are not
-      finite are hatched. A star, and words below, say where the step broke, if the
-      probes tell; the loss is between the passes.
+      If the model has probes, a second bar for each step has the norms that the probes
+      measured. They are in the order of time: the forward pass from the first layer to
+      the last, and then the backward pass from the last layer to the first. Cells whose
+      norms are not finite are hatched. If the probes tell where the step broke, a star
+      marks the place and text below the bar names it. A star between the two passes
+      means that the step broke in the loss, or after the last probe of the model.
 
     Raises:
-      ValueError: no recorder keeps bad steps, or it has no groups.
+      TypeError: `opt_state` is traced, or `ax` is not one of Matplotlib's axes.
+      ValueError: no `record_norms` in `opt_state` keeps bad steps, or it has no groups.
+
+    See Also:
+      :func:`clipjax.bad_steps` returns the same steps as a list; :func:`heat_map` marks
+      them in the norms of a whole run; :func:`clipjax.probe` measures inside the model.
 
     Example:
       >>> import clipjax, jax.numpy as jnp
@@ -533,14 +583,14 @@ def _draw_probes(ax: Any, steps: Sequence[BadStep], field: Any) -> list[Any]:
         beside.text(0.1, row + 0.26, step._origin(), **words)
     if not stars:
         return []
-    columns, rows = zip(*stars, strict=True)
-    return [draw.star(beside, columns, rows, "where it broke")]
+    across, down = zip(*stars, strict=True)
+    return [draw.star(beside, across, down, "where it broke")]
 
 
 def _shares(groups: Mapping[str, float]) -> dict[str, float]:
-    """Return the shares of groups in the squared norm, in percent.
+    """Return the fraction of each group in the squared norm, in percent.
 
-    Of groups that are not finite, each has the same.
+    If groups are not finite, these groups have equal fractions and others have 0.
     """
     values = np.array([*groups.values()])
     bad = ~np.isfinite(values)
@@ -557,22 +607,32 @@ def unit_norms(
     radius: Any = None,
     ax: Any = None,
 ) -> Any:
-    """Draw the norms of the units of weights, sorted in each leaf, and their radius.
+    """Draw the norms of all output units of weights, sorted within each leaf.
+
+    Use it to choose the bound of :func:`clipjax.max_norm`, and to see how many output
+    units are at the bound.
 
     Args:
       params: the weights.
-      axes: the axes that are reduced, as in :func:`clipjax.max_norm`.
-      radius: a number; None draws none.
-      ax: the axes to draw on; None makes a new figure.
+      axes: the axes that are reduced, as in :func:`clipjax.max_norm`; "auto" by
+        default.
+      radius: the bound to draw, a number of at least 0. None, the default, draws none.
+      ax: the axes to draw on. None, the default, makes a new figure.
 
     Returns:
-      The axes, with one line for each leaf, sorted and colored as in
-      :func:`group_norms`. Units at the radius are the flat end of a line; the legend
-      has the percentage of the units there or above.
+      The axes, with one line for each leaf, colored as in :func:`group_norms`. Along a
+      line, the output units are sorted by norm. If `radius` is given, the output units
+      at the bound form the flat end of a line, and the legend has the percentage of
+      output units at the bound or above it.
 
     Raises:
-      TypeError, ValueError: `radius` is negative or not a number; `axes` is invalid, or
-        applies to no leaf.
+      TypeError: `radius` is not a number; `axes` has none of its forms; `ax` is not one
+        of Matplotlib's axes.
+      ValueError: `radius` is negative; `axes` do not fit a leaf, or apply to no leaf.
+
+    See Also:
+      :func:`clipjax.violations` lists the output units above a bound;
+      :func:`clipjax.functional.unitwise_norms` returns the norms.
 
     Example:
       >>> import jax.numpy as jnp

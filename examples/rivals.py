@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import optax
+from _pictures import save
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
@@ -172,13 +173,11 @@ def sgd(rate):
     return optax.sgd(rate, momentum=0.9)
 
 
-def draw(path, results, ends):
+def draw(results, ends):
     """Draw the norms of gradients and weights of one seed, and all accuracies."""
-    plt.rcdefaults()
-    plt.rcParams.update({"font.size": 13, "axes.titlesize": 14})
     rows = [["gradient", "test"], ["weights", "test"]]
     figure, axes = plt.subplot_mosaic(rows, figsize=(10, 6.4), layout="constrained")
-    dotted = {"color": "black", "lw": 1.2, "ls": ":"}
+    dotted = {"color": plt.rcParams["text.color"], "lw": 1.2, "ls": ":"}
     axes["gradient"].set(title="Gradient norm, before the clip", ylim=(0.01, 1e8))
     axes["weights"].set(title="Largest norm of an output unit's weights")
     norms = [
@@ -213,8 +212,7 @@ def draw(path, results, ends):
     right.set(title="Accuracy on the test set (%), five seeds", xlabel="step")
     handles = right.get_legend_handles_labels()
     figure.legend(*handles, loc="outside lower center", ncols=3, fontsize=11)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    return figure
 
 
 def main():
@@ -231,8 +229,7 @@ def main():
         print(f"  {name:36} {each.mean():6.1%} ({each.min():.1%})")
     if args.quick:
         print("This run is too short to compare anything.")
-    draw(args.plot, results, ends)
-    print(f"picture: {args.plot}")
+    save(args.plot, draw, results, ends)
 
 
 if __name__ == "__main__":

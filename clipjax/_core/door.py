@@ -76,7 +76,7 @@ def logged(
             step = jnp.zeros((), np.int32)
             return as_logged(measured(weights, tree, step, memory))
 
-        metrics = first_metrics(shapes_of(first, leaves))
+        metrics = first_metrics(shapes_of(first, leaves), bool(leaves.values))
         return MetricsState(jnp.zeros((), np.int32), {name: metrics}, memory)
 
     def update(

@@ -203,10 +203,15 @@ def _logged(x: jax.Array) -> jax.Array:
     return x.astype(np.int32)
 
 
-def first_metrics(shapes: Any) -> Any:
+def first_metrics(shapes: Any, has_leaves: bool) -> Any:
     """Return metrics of these shapes before the first step, in buffers of their own."""
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    return table(zeros.names, *zeros[1:3]) if isinstance(zeros, Table) else zeros
+    if not isinstance(zeros, Table):
+        return zeros
+    first = table(zeros.names, *zeros[1:3])
+    # The placeholder of `optax.tree.map_params` has no leaves, so that not all of the
+    # names are known: then none is carried.
+    return first if has_leaves else Table(*first)
 
 
 def next_metrics(name: str, old: Any, logged: Any) -> Any:

@@ -41,8 +41,8 @@ def clip_by_global_norm(
     where one element is infinite: Optax makes that element NaN and all others 0, and
     here all elements become NaN. It also differs for leaves of 16 bits, whose squares
     Optax adds in 16 bits, so that its clipped norm may be above the threshold. torch's
-    `clip_grad_norm_` divides by norm + 1e-6: for a norm of 0.01, its result is smaller
-    by 1e-4 of itself.
+    `clip_grad_norm_` divides by norm + 1e-6 in place of the norm, which makes its
+    result smaller by a factor of 1 - 1e-4 if the norm is 0.01.
 
     References:
       Pascanu et al., 2013, On the difficulty of training recurrent neural networks,

@@ -99,11 +99,12 @@ def skip_spikes(
         not a real scalar.
       ValueError: `warmup_steps` is above `window`.
 
-    A step whose norm or loss is not finite enters neither window, and a value of 0 does
-    not enter its own. Outliers enter, since a few of them cannot move a median. If
-    norms stay at a new level, steps are applied again after 8 or 9 skipped ones,
-    whatever the level is. A burst of outliers that is longer is taken for a new level,
-    too.
+    There is a window of norms and a window of losses. If the norm or the loss of a step
+    is not finite, neither enters its window. A norm of 0 does not enter the window of
+    norms, and a loss of 0 not that of losses. Outliers enter, since a few of them
+    cannot move a median. If norms stay at a new level, steps are applied again after 8
+    or 9 skipped steps, whatever the level is. A burst of more outliers in a row is
+    taken for a new level, too.
 
     References:
       Leys et al., 2013, Detecting outliers: do not use standard deviation around the

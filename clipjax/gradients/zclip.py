@@ -64,8 +64,8 @@ def zclip(
       decay: the decay of the moving averages, in [0, 1), 0.97 by default.
       warmup_steps: the number of norms that give the first m and s, 25 by default, at
         least one. In the warm-up only `max_norm` clips.
-      max_norm: a fixed threshold for all steps, too, a scalar `Bound`; infinity, the
-        default, is none.
+      max_norm: a fixed threshold that applies to all steps in addition, a scalar
+        `Bound`. Infinity, the default, is no fixed threshold.
       mode: what an outlier is clipped to. "adaptive", the default: (m + z_threshold² *
         s / z) * clip_factor, which is lower for larger outliers; "mean": m;
         "percentile": m + z_threshold * s, where norms above this number are the
@@ -74,28 +74,28 @@ def zclip(
         default.
       eps: a number added to s, at least 0, 1e-6 by default; not used in mode
         "percentile".
-      update_on_spike: whether m and s take in outliers, True by default. They take in
-        what an outlier was clipped to before `max_norm` applies.
+      update_on_spike: whether outliers enter m and s, True by default. The norm that
+        enters is the norm to which the outlier was clipped, without `max_norm`.
 
     Returns:
       A gradient transformation with the metrics of a clip and `threshold`: what an
       outlier was clipped to, or the norm above which this step would have been an
-      outlier. The threshold is at most `max_norm`, and infinite in a warm-up without
-      it.
+      outlier. The threshold is at most `max_norm`. In the warm-up it is `max_norm`.
 
     Raises:
       TypeError: `update_on_spike` is not a bool.
       ValueError: `mode` is not one of the three words.
 
-    Statistics take in no norm that is 0 or not finite. An outlier adds 1 to a counter,
-    any other step subtracts 4; at 100 the norms are at a higher level, and the
-    statistics start again, with a warm-up. Where fewer than four in five steps are
-    outliers, m and s follow the level as fast as `decay` allows.
+    A norm that is 0 or not finite does not enter the statistics. An outlier adds 1 to a
+    counter, any other step subtracts 4; at 100 the statistics start again, with a
+    warm-up, since so many outliers mean that norms have reached a higher level. If
+    fewer than four in five steps are outliers, the counter does not reach 100, and m
+    and s follow a new level as fast as `decay` allows.
 
-    Until the statistics start again, `zclip` equals the authors' `ZClip`, whose
-    `max_grad_norm` is 1 by default, and whose `clip_option` of mode "zscore" has
-    "adaptive" and "mean". As in `ZClip`, equal norms in the warm-up give s = 0, and
-    then any larger norm is an outlier.
+    Until the statistics start again, `zclip` equals the authors' `ZClip`. There,
+    `max_grad_norm` is 1 by default, and the modes "adaptive" and "mean" are the values
+    of `clip_option` in mode "zscore". As in `ZClip`, equal norms in the warm-up give
+    s = 0, and then any larger norm is an outlier.
 
     References:
       Kumar et al., 2025, ZClip: adaptive spike mitigation for LLM pre-training,
@@ -210,8 +210,8 @@ def clip_by_lognormal(
         outlier, a scalar `Bound`, 2.0 by default.
       decay: the decay of the moving averages, in [0, 1), 0.95 by default. After t norms
         the decay is at most t / (t + 1), so that the first averages are plain means.
-      max_norm: a fixed threshold for all steps, too, a scalar `Bound`; infinity, the
-        default, is none.
+      max_norm: a fixed threshold that applies to all steps in addition, a scalar
+        `Bound`. Infinity, the default, is no fixed threshold.
       eps: a number above 0, 1e-8 by default, that keeps the logarithm finite, and is
         the smallest variance.
 

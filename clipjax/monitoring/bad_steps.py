@@ -80,10 +80,14 @@ class BadStep(NamedTuple):
             return f"first in the forward pass, at {name}", name, "forward"
         if not bad_backward:
             return _largest_step(self.forward)
+        name, last = bad_backward[-1], list(self.backward)[-1]
+        if name != last or any(map(math.isfinite, self.groups.values())):
+            return f"in the backward pass, at {name}", name, "backward"
         if self._no_group_is_finite:
-            return f"in the loss, or behind {list(self.backward)[-1]}", "", "loss"
-        name = bad_backward[-1]
-        return f"in the backward pass, at {name}", name, "backward"
+            return f"in the loss, or behind {name}", "", "loss"
+        # Of fewer than two groups, none may show that the loss is fine.
+        words = f"in the loss, or at {name} or behind it in the backward pass"
+        return words, "", "loss"
 
     def _where(self) -> str:
         bad = [name for name, norm in self.groups.items() if not math.isfinite(norm)]

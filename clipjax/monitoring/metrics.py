@@ -50,9 +50,9 @@ def metrics(opt_state: Tree) -> dict[str, jax.Array]:
       ValueError: `opt_state` contains no state of clipjax.
 
     The arrays are copies, so that the state may be donated to the next step. In a state
-    that is restored without a template, fields are in the order of their names: for
-    `optax.contrib.sam`, which has two optimizers, the numbers that tell them apart may
-    be swapped.
+    that is restored without a template, fields are in the order of their names. This
+    may be another order than that of the chain, so that for `optax.contrib.sam`, which
+    has two optimizers, `<transformation>/` and `<transformation>_1/` may be swapped.
 
     See Also:
       :func:`series` reads one metric of a run; :func:`named` tells transformations of

@@ -82,8 +82,8 @@ def record_norms(
         `nn.scan` and `nnx.vmap` make them; none by default. Each layer is a group of
         its own, `<group>/<index>`, and `<group>` has the leaves that are not stacked.
         All stacks of a group have equally many layers.
-      keep: the number of bad steps to keep in the state for :func:`bad_steps`, the last
-        ones; 0 by default. A step is bad if its norm is not finite, if the loss that
+      keep: how many of the last bad steps to keep in the state for :func:`bad_steps`; 0
+        by default. A step is bad if its norm is not finite, if the loss that
         `update(..., loss=loss)` gets is not finite, or if :func:`skip_spikes` would
         skip it. Place `record_norms` outside `skip_*`: the inner state does not change
         at skipped steps.
@@ -92,12 +92,13 @@ def record_norms(
         scalar `Bound`, 6.0 by default.
       window: the number of last norms and losses with which `keep` compares, 64 by
         default.
-      probes: the names of the :func:`probe` calls of the model, in its order, each with
-        its number of layers, 0 for a single one: `{"embed": 0, "blocks": 12}`. None,
-        the default, is no probe. Pass the gradients with respect to their taps as
-        `update(..., taps={"embed": …, "blocks": …})`. The norms that probes saw are
-        recorded as `forward/<probe>/<layer>` and `backward/<probe>/<layer>`. They are
-        infinite if an element is not finite, and 0 at a step without `taps`.
+      probes: a mapping from a name for each :func:`probe` of the model, in the order of
+        the forward pass, to the number of layers of its tap: `{"embed": 0, "blocks":
+        12}`, where 0 is for a tap without layers. None, the default, is for no probes.
+        Pass the gradients with respect to the taps as `update(..., taps={"embed": …,
+        "blocks": …})`. The norms that probes measured are recorded as
+        `forward/<probe>/<layer>` and `backward/<probe>/<layer>`. A norm is infinite if
+        an element is not finite, and 0 at a step without `taps`.
 
     Returns:
       A gradient transformation that returns the updates as they are, with the metrics

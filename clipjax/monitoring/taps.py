@@ -135,8 +135,9 @@ def probe(x: T, tap: jax.Array) -> T:
 
     Use it to find the layer in which a step breaks. The gradient with respect to the
     tap has the sum of squares, the number of elements, and the number of elements that
-    are not finite, of `x` and of its gradient. Two probes with the same tap, at the
-    start and at the end of a layer, tell the layer for both passes.
+    are not finite, of `x` and of its gradient. To cover a layer in both passes, call
+    two probes with the same tap, one at the start and one at the end of the layer. The
+    forward pass leaves the layer at its end, and the backward pass at its start.
 
     Args:
       x: a pytree of arrays, such as the activations between two layers.

@@ -35,7 +35,8 @@ def unless_skipped(opt_state: Tree, new: T, old: T) -> T:
       dtypes of `new`.
 
     Raises:
-      ValueError: `opt_state` has no skip; `new` and `old` differ in structure.
+      ValueError: `opt_state` has no skip, or is stacked, where `jax.vmap` of this
+        function is needed; `new` and `old` differ in structure.
 
     See Also:
       :func:`skip_nonfinite`, :func:`skip_spikes` and :func:`bounded`, which skip steps.
@@ -62,6 +63,11 @@ def unless_skipped(opt_state: Tree, new: T, old: T) -> T:
             f"nnx.state(model, nnx.BatchStat), got {both}"
         )
     was_skipped = functools.reduce(jnp.logical_or, skipped)
+    if was_skipped.ndim:
+        raise ValueError(
+            f"opt_state: it is stacked, of shape {was_skipped.shape}: use "
+            "jax.vmap(clipjax.unless_skipped)"
+        )
 
     def choose(new: Any, old: Any) -> jax.Array:
         new, old = jnp.asarray(new), jnp.asarray(old)

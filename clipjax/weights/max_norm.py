@@ -55,9 +55,9 @@ def max_norm(radius: Bounds, *, axes: AutoAxes = "auto") -> Projection:
         ranks; biases are not changed.
 
     Returns:
-      A :class:`Projection`: `.apply(params)` returns the projected weights, and as the
-      last transformation of a chain it changes the update, so that the weights end
-      there.
+      A :class:`Projection`. `.apply(params)` returns the projected weights. As the last
+      transformation of a chain, the projection changes the updates, so that the weights
+      are the projected ones after the update.
 
     Raises:
       ValueError: in `init` or `apply` with `axes="auto"`, a leaf has rank 3 or more, or
@@ -71,9 +71,9 @@ def max_norm(radius: Bounds, *, axes: AutoAxes = "auto") -> Projection:
       Dropout: a simple way to prevent neural networks from overfitting.
 
     See Also:
-      :func:`min_max_norm` has a smallest norm, too; :func:`tangent_cone` keeps what it
-      undoes out of the optimizer's moments; :func:`violations` lists the weights that
-      it would change.
+      :func:`min_max_norm` has a smallest norm, too; :func:`tangent_cone` removes the
+      part of a gradient that this projection would undo; :func:`violations` lists the
+      weights that a projection would change.
 
     Example:
       >>> import clipjax, jax.numpy as jnp

@@ -160,25 +160,29 @@ def written(function: Callable[..., Any], *args: Any, **options: Any) -> str:
 
 
 def applied(param: Any, update: Any) -> Any:
-    """Return what `optax.apply_updates` makes of a parameter.
+    """Return what `optax.apply_updates` makes of a parameter."""
+    if not is_float(param):
+        return param
+    return _rounded(_sum(param, update), param.dtype).astype(param.dtype)
 
-    Inside a program XLA may leave out the rounding to 16 bits, but not a
+
+def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
+    """Return float32 numbers rounded to a dtype of 16 bits, as float32.
+
+    Inside a program XLA may leave out the rounding of a cast, but not a
     `reduce_precision`. That operation makes subnormal numbers 0, which are numbers up
     to 6e-5 in float16, so they are kept apart.
     """
-    if not is_float(param):
-        return param
-    total = _sum(param, update)
-    info = jnp.finfo(param.dtype)
+    info = jnp.finfo(dtype)
     # A dtype of 8 bits may have no infinity, but reduce_precision keeps the largest
     # exponent for infinity.
     if info.bits != 16:
-        return total.astype(param.dtype)
-    rounded = lax.reduce_precision(total, info.nexp, info.nmant)
+        return x
+    rounded = lax.reduce_precision(x, info.nexp, info.nmant)
     if info.nexp < 8:
-        is_subnormal = jnp.abs(total) < float(info.smallest_normal)
-        rounded = jnp.where(is_subnormal, total, rounded)
-    return rounded.astype(param.dtype)
+        is_subnormal = jnp.abs(x) < float(info.smallest_normal)
+        rounded = jnp.where(is_subnormal, x, rounded)
+    return rounded
 
 
 def _is_narrow(x: Any) -> bool:
@@ -193,7 +197,10 @@ def _sum(param: Any, update: Any) -> Any:
     if not _is_narrow(param):
         return (param + update).astype(param.dtype)
     wide = sum_dtype(param.dtype)
-    return param.astype(wide) + update.astype(wide)
+    added = update.astype(wide)
+    if _is_narrow(update):
+        added = _rounded(added, update.dtype)
+    return param.astype(wide) + added
 
 
 def _step_to(wanted: Any, summed: Any, param: Any, update: Any) -> Any:
@@ -211,7 +218,8 @@ def _step_to(wanted: Any, summed: Any, param: Any, update: Any) -> Any:
     step = wanted.astype(dtype) - param.astype(dtype)
     if not _is_narrow(update):
         return step
-    return jnp.where(wanted == summed, update.astype(dtype), step)
+    itself = _rounded(update.astype(dtype), update.dtype)
+    return jnp.where(wanted == summed, itself, step)
 
 
 def project(function: Callable[[Any], Any]) -> Projection:

@@ -37,11 +37,11 @@ def qk_clip(
 
     Kernels are (in, heads, head_dim) and biases (heads, head_dim), as in Flax. Keys may
     have fewer heads than queries, or no axis for heads. Each key head then serves
-    equally many consecutive query heads, and is scaled for the largest of their logits;
-    each query head is scaled by the rest of its own factor, but never up. The logits of
-    a head within the bound may therefore shrink because of the heads that share its
-    key. Megatron scales all queries of a group by the largest logit of the group
-    instead, and so by more.
+    equally many consecutive query heads, and is scaled for the largest logit of these
+    query heads. Each query head is scaled by what its own factor needs beyond the scale
+    of the key head, and is never scaled up. The logits of a head within the bound may
+    therefore shrink because of the heads that share its key. Megatron scales all
+    queries of a group by the largest logit of the group instead, and so by more.
 
     Args:
       threshold: the bound on logits, a `Bound`, 100 by default. An array broadcasts to
@@ -50,10 +50,10 @@ def qk_clip(
         `"encoder/attention/query/kernel"`. The components before it name the layer.
       key: the component of a path that names keys, "key" by default.
       rope: for multi-head latent attention, as in `qk_clip(query="wq_b", key="wkv_b",
-        rope=64)`: the number of last components of a query head that meet a rotary key
-        which all heads share; 0 by default. These components are scaled by the whole
-        factor, since that key must not change. The components of `key` that meet none
-        of the query are values, and are not changed.
+        rope=64)`: the number of last components of a query head that are multiplied
+        with a rotary key which all heads share; 0 by default. These components are
+        scaled by the whole factor, since the shared key must not change. Components of
+        `key` without a counterpart in `query` are values, and are not changed.
 
     Returns:
       A :class:`Projection`. Its `apply`, and `update` in a chain, need the argument

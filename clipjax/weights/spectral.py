@@ -38,9 +38,9 @@ def spectral_cap(bound: Bounds, *, flatten: Flatten = None) -> Projection:
         U min(S, bound) Vᴴ,  where the matrix is U S Vᴴ
 
     Use it to bound the Lipschitz constant of layers, or to keep the singular values of
-    weights from growing during long training. It takes some 45 matrix products, and as
-    many again for each factor of 2.5 by which the largest singular value may be above
-    the bound: apply it every 10 or 100 steps.
+    weights from growing during long training. Apply it every 10 or 100 steps, since it
+    takes about 45 matrix products if the largest singular value is at most 2.5 times
+    the bound, and 42 more for each further factor of 2.5.
 
     Args:
       bound: the bound on singular values, a `Bound`, or a mapping from path patterns to

@@ -147,6 +147,24 @@ def test_wrappers_are_looked_through(wrap: Any, form: Any, tmp_path: Path) -> No
     jax.tree.map(np.testing.assert_array_equal, outside, state)
 
 
+@pytest.mark.parametrize("form", FORMS, ids=["live", "pickle", "msgpack", "orbax"])
+def test_names_are_looked_through(form: Any, tmp_path: Path) -> None:
+    """A transformation may get a name, lose it, or have another one."""
+    tx = clipjax.bounded(adamw(), clip=clipjax.autoclip(), nonfinite="skip")
+    wraps: list[Callable[[Any], Any]] = [
+        lambda tx: tx,
+        lambda tx: clipjax.named("critic", tx),
+        lambda tx: clipjax.named("gan", clipjax.named("actor", tx)),
+    ]
+    states = [run(w(tx), w(tx).init(PARAMS), PARAMS, range(3))[0] for w in wraps]
+    for i, old in enumerate(states):
+        restored = form(old, tmp_path / str(i))
+        for wrap, expected in zip(wraps, states, strict=True):
+            adopted = clipjax.adopt(restored, wrap(tx).init(PARAMS))
+            assert jax.tree.structure(adopted) == jax.tree.structure(expected)
+            jax.tree.map(np.testing.assert_array_equal, adopted, expected)
+
+
 def test_what_is_new_stays_as_init_made_it() -> None:
     state, _, _ = run(plain(), plain().init(PARAMS), PARAMS, range(3))
     tx = clipjax.chain(plain(), clipjax.max_norm(RATE), clipjax.record_norms(keep=2))

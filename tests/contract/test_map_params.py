@@ -23,7 +23,8 @@ WEIGHTS = draw("normal", 0, {"a": (3, 5), "c": (4, 2), "d": (7,)}, ["float32"])
 def norm_of_each_leaf(updates: Any, params: Any, step: Any, memory: Any) -> Any:
     norms = jax.tree.map(jnp.linalg.norm, updates)
     paths, _ = jax.tree.flatten_with_path(norms)
-    return updates, {jax.tree_util.keystr(path): x for path, x in paths}, memory
+    named = {jax.tree_util.keystr(path): x for path, x in paths}
+    return updates, named | {"leaves": float(len(paths))}, memory
 
 
 MEMBERS = {
@@ -38,6 +39,7 @@ MEMBERS = {
     "record_norms, stacked": clipjax.record_norms("leaf", stacked="c_*"),
     "record_norms, keep": clipjax.record_norms("leaf", keep=8),
     "record_norms, of": clipjax.record_norms("leaf", of=("updates", "params")),
+    "record_norms, probes": clipjax.record_norms("leaf", keep=2, probes={"layers": 3}),
     "with_metrics": clipjax.with_metrics("mine", norm_of_each_leaf),
     "named": clipjax.named("a", clipjax.record_norms("leaf")),
     "bounded, everything": clipjax.bounded(

@@ -66,10 +66,8 @@ def test_one_parameter_is_one_thing() -> None:
     section = GUIDE.read_text().partition("## Parameters")[2].partition("##")[0]
     listed = {*re.findall(r"`(\w+)`", section), "args", "kwargs"}
     for module in MODULES:
-        public = getattr(module, "__all__", None) or [
-            n for n in vars(module) if re.match("((group_|unit_)?norms|bad_steps)$", n)
-        ]
-        for function in filter(callable, (getattr(module, name) for name in public)):
+        members = (getattr(module, name) for name in module.__all__)
+        for function in filter(callable, members):
             for name, each in inspect.signature(function).parameters.items():
                 assert name in listed, (function, name)
                 if each.default is not each.empty:

@@ -880,6 +880,7 @@ THEMES = {
         of_type("adopt(adam, state_of(adam))", "old", "optimizer state", "function"),
         of_type("adopt(state_of(adam), adam)", "new", "tx.init", "function"),
         of_type("adopt(state_of(adam), None)", "new", "tx.init", "None"),
+        of_type("adopt(x, jax.eval_shape(adam.init, x))", "new", "ShapeDtypeStruct"),
         of_type("adopt(params, {'kernel': 'ones'})", "new", "'ones'"),
         of_type("adopt(x, x, drop=1)", "drop must be a bool", "1"),
         of_type("adopt(x, x, drop='yes')", "drop", "'yes'"),

@@ -85,6 +85,36 @@ def test_the_layer_and_the_pass_are_told(dtype: str) -> None:
     assert not clipjax.bad_steps(step((-1, -1, False, 1.0), dtype)[0])
 
 
+@pytest.mark.parametrize(
+    ("backward", "groups", "text"),
+    [
+        # A gradient that still is finite behind it tells that the loss was fine.
+        ((INF, INF, 1.0), (NAN, NAN), "in the backward pass, at blocks/0"),
+        ((INF, INF, 1.0), (), "in the backward pass, at blocks/0"),
+        ((INF, INF, INF), (NAN, 1.0), "in the backward pass, at blocks/1"),
+        ((INF, INF, INF), (NAN, NAN), "in the loss, or behind blocks/1"),
+        # One group, or none, does not tell the loss from the last layer.
+        ((INF, INF, INF), (NAN,), "in the loss, or at blocks/1 or behind it"),
+        ((INF, INF, INF), (), "in the loss, or at blocks/1 or behind it"),
+    ],
+)
+def test_the_place_is_told_with_few_groups(
+    backward: Any, groups: Any, text: str
+) -> None:
+    """As of `record_norms(1)`, where a stack of layers is one group."""
+    record = clipjax.record_norms(
+        list(map(str, range(len(groups)))) or None,
+        keep=1,
+        probes={"embed": 0, "blocks": 2},
+    )
+    updates = {str(i): jnp.asarray(x) for i, x in enumerate(groups or (NAN,))}
+    rows = jnp.array([(1.0, 0.0, 1.0, 1.0, x == INF, 1.0) for x in backward])
+    taps = {"embed": rows[0], "blocks": rows[1:]}
+    _, state = record.update(updates, record.init(updates), taps=taps)
+    (found,) = clipjax.bad_steps(state)
+    assert f"; {text}" in str(found)
+
+
 def test_a_spike_of_an_activation_is_told() -> None:
     """Behind 20 usual steps, whose norms it is compared with."""
 

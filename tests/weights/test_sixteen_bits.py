@@ -4,6 +4,7 @@ The weights end where `apply` would bring them, which an update of 16 bits could
 1 - 1024 is -1024 in bfloat16.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -157,3 +158,23 @@ def test_weights_end_where_apply_brings_them(
         if name not in ("unit_norm", "keep_norm") and "spectral" not in name:
             assert 0 < stays.sum() < stays.size
         np.testing.assert_array_equal(update[stays], np.float32(grad)[stays])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_within_the_bound_a_whole_step_is_that_of_the_optimizer(dtype: str) -> None:
+    """Inside a program XLA leaves out the rounding of an update that is cast."""
+    draws = np.random.default_rng(3)
+    sizes = (("w", 0.05), ("g", 1.0))
+    given = {key: size * draws.normal(size=(64, 48)) for key, size in sizes}
+    given = jax.tree.map(lambda x: jnp.asarray(x, dtype), given)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def step(tx: Any, weights: Any, grads: Any) -> Any:
+        updates, _ = tx.update(grads, tx.init(weights), weights)
+        return optax.apply_updates(weights, updates)
+
+    sgd = optax.sgd(1e-2)
+    alone = step(sgd, given["w"], given["g"])
+    for project in (clipjax.max_norm(100.0), clipjax.box(-100.0, 100.0)):
+        after = step(optax.chain(sgd, project), given["w"], given["g"])
+        np.testing.assert_array_equal(after, alone)
