@@ -208,7 +208,7 @@ def first_metrics(shapes: Any, has_leaves: bool) -> Any:
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     if not isinstance(zeros, Table):
         return zeros
-    first = table(zeros.names, *zeros[1:3])
+    first = table(zeros.names, zeros.floats, zeros.counts)
     # The placeholder of `optax.tree.map_params` has no leaves, so that not all of the
     # names are known: then none is carried.
     return first if has_leaves else Table(*first)

@@ -167,7 +167,7 @@ def skipped_in(opt_state: Tree) -> list[jax.Array]:
 def _in_a_row(memory: Memory) -> Any:
     """Return the count of skipped steps that a skip remembers, None for other memories.
 
-    A mapping with this count alone is the memory of something else.
+    A mapping with this count alone may be the memory of a user's own transformation.
     """
     skip = restored(SkipMemory, ["in_a_row"], memory)
     return as_array(skip.in_a_row) if skip and len(memory) > 1 else None
