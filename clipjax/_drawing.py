@@ -37,6 +37,8 @@ COLORS = (
 GREY = "#8a8a8a"
 LOG = ", log scale"
 BOUND: dict[str, Any] = {"linestyle": (0, (6, 2)), "linewidth": 1.6}
+# Of the lines that get no color of their own.
+REST: dict[str, Any] = {"color": GREY, "linewidth": 0.6, "alpha": 0.6, "zorder": 1.6}
 
 
 def new_axes(ax: Any, height: float = 4, width: float = 8) -> Any:
@@ -152,15 +154,8 @@ def lines(
     for name in in_order(points):
         # Labels that begin with "_" are not in the legend.
         label = f" {name}" if name.startswith("_") else name
-        style: dict[str, Any] = {
-            "color": GREY,
-            "linewidth": 0.6,
-            "alpha": 0.6,
-            "zorder": 1.6,
-            "label": f"_{name}",
-        }
-        if name in colors:
-            style = {"color": colors[name], "linewidth": 1.2, "label": label}
+        own = {"color": colors.get(name), "linewidth": 1.2, "label": label}
+        style = own if name in colors else {**REST, "label": f"_{name}"}
         line(ax, *points[name], linestyle="--" if name in dashed else "-", **style)
     if bound < np.inf:
         style = {"c": ink(ax), "zorder": 1.5, "label": f"radius {bound:.4g}", **BOUND}

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from clipjax._core.aliases import Memory
+from clipjax._core.leaves import as_array
 from clipjax._core.states import table
-from clipjax.monitoring.metrics import as_array
 
 
 def of_today(node: Any) -> Any:

@@ -29,12 +29,12 @@ class Param(NamedTuple):
         text = f"{self.path} of shape {self.shape}: {self.name!r} of {layer}"
         if self.axes is None and self.shape:
             return f"{text}, which is not known"
-        if len(self.found) != 1:
+        if len(self.possible_axes) != 1:
             return f"{text}, itself of shape {self.own_shape}: which axes are a stack?"
         return None
 
     @property
-    def found(self) -> set[Any]:
+    def possible_axes(self) -> set[Any]:
         """The axes to reduce, for each choice of the axes that stack layers.
 
         The other axes have the shape of one layer.
@@ -82,7 +82,7 @@ def axes_by_path(
         elif param.mistake:
             unknown.append(param)
         else:
-            (axes[path],) = param.found
+            (axes[path],) = param.possible_axes
     if unknown:
         vectors = [f"{x.path!r}: clipjax.SKIP" for x in unknown if len(x.shape) == 1]
         skipped = ", ".join(vectors)

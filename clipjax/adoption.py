@@ -11,12 +11,12 @@ import numpy as np
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from clipjax._core.aliases import Tree
-from clipjax._core.leaves import unboxed, without_boxes
+from clipjax._core.leaves import as_array, unboxed, without_boxes
 from clipjax._core.messages import a_few, short_repr
 from clipjax._core.states import UNKNOWN, MetricsState, NamedState, Table
 from clipjax._earlier import of_today
 from clipjax.gradients.skipping import SkipMemory
-from clipjax.monitoring.metrics import as_array
+from clipjax.monitoring.metrics import restored_table
 
 _Names: TypeAlias = tuple[str, ...]  # a path, or the fields of a state
 # The fields of each kind of state, and those of them that contain arrays.
@@ -272,11 +272,10 @@ def _kind_of(node: Any, kinds: _Kinds) -> tuple[str, _Names]:
 
 def _scalars_in(kept: Any) -> dict[str, Any]:
     """Return metrics by their names."""
-    if isinstance(kept, Mapping) and "text" in kept:
-        kept = Table(kept["text"], kept["floats"], kept.get("counts"))
+    kept = restored_table(kept)
     if not isinstance(kept, Table):
         return {key: as_array(x) for key, x in kept.items()}
-    floats, ints, bools = (*kept.known_names, (), ())[:3]
+    floats, ints, bools = kept.known_names
     row = jnp.asarray(as_array(kept.floats))
     scalars = {name: row[..., i] for i, name in enumerate(floats)}
     if ints or bools:

@@ -17,7 +17,7 @@ from jax.typing import ArrayLike
 from clipjax._core.aliases import Axes
 from clipjax._core.bounds import constant, fit_bound
 from clipjax._core.clip import clip, clip_by_tree_norm, rescale
-from clipjax._core.entries import clip_entries, constant_limits
+from clipjax._core.entries import check_limits, clip_entries
 from clipjax._core.leaves import Leaf, Leaves, flatten, is_float
 from clipjax._core.messages import short_repr
 from clipjax._core.norms import norm as norm_of
@@ -77,10 +77,9 @@ def clip_gradient_by_value(
       >>> float(jax.grad(loss)(2.0))
       1.0
     """
-    lowest, highest = constant_limits(bound, high, low)
+    limits = check_limits(bound, high, low, constant)
 
-    def clip_values(gradient: Leaves, *limits: Any) -> Any:
-        low, high = limits if len(limits) == 2 else (None, *limits)
+    def clip_values(gradient: Leaves, low: Any, high: Any) -> Any:
         values, seen = list(gradient.values), []
         for i, leaf in enumerate(gradient.each):
             if is_float(leaf.value):
@@ -88,7 +87,6 @@ def clip_gradient_by_value(
                 seen += [_seen(leaf, low, high)] if leaf.value.size else []
         return values, seen
 
-    limits = [highest] if lowest is None else [lowest, highest]
     return _with_gradient(clip_values, tap, x, *limits)
 
 

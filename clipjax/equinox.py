@@ -81,7 +81,7 @@ def _params(layer: Any, at: tuple[Any, ...]) -> Iterator[Param]:
         elif hasattr(leaf, "shape") and hasattr(leaf, "dtype") and is_float(leaf):
             name = path_name(path)
             own = _own_shape(layer, name)
-            axes = SKIP if own == () else own and tuple(range(1, len(own)))
+            axes = None if own is None else tuple(range(1, len(own))) or SKIP
             yield Param(
                 path_name((*at, *path)), leaf.shape, layer, name, axes, own or ()
             )

@@ -23,7 +23,7 @@ from clipjax._core.bounds import (
 )
 from clipjax._core.checks import check_ord
 from clipjax._core.clip import clip_by_tree_norm, clip_by_unit_norms
-from clipjax._core.entries import clip_entries, constant_limits
+from clipjax._core.entries import check_limits, clip_entries
 from clipjax._core.leaves import flatten, is_float
 from clipjax._core.norms import norm as norm_of
 from clipjax._core.norms import sum_dtype, tree_norm, warn_if_local
@@ -195,14 +195,9 @@ def clip_by_value(
       >>> functional.clip_by_value(jnp.array([-3.0, 0.5, 3.0]), 1.0)
       Array([-1. ,  0.5,  1. ], dtype=float32)
     """
-    limits = constant_limits(bound, high, low)
+    limits = check_limits(bound, high, low, constant)
     leaves = flatten(tree)
-    return leaves.rebuild(
-        [
-            clip_entries(leaf, *limits) if is_float(leaf.value) else leaf.value
-            for leaf in leaves.each
-        ]
-    )
+    return leaves.rebuild([clip_entries(leaf, *limits) for leaf in leaves.each])
 
 
 def clip_by_norm(

@@ -416,15 +416,13 @@ def _lines_by_kind(
     }
     scaled = {name: x / (of_kind[kinds[name]] or 1) for name, x in largest.items()}
     colors = draw.colors_of(scaled)
-    grey = {"color": draw.GREY, "linewidth": 0.6, "alpha": 0.6, "zorder": 1.6}
     styles = _STYLES if len(of_kind) > 1 else {}
     for name in [*(x for x in points if x not in colors), *colors]:
         own = {"color": colors.get(name), "linewidth": 1.4, "label": name}
-        style = own if name in colors else {**grey, "label": f"_{name}"}
+        style = own if name in colors else {**draw.REST, "label": f"_{name}"}
         draw.line(ax, *points[name], linestyle=styles.get(kinds[name], "-"), **style)
-    title = f"{len(colors)} of {len(points)} groups, the largest of their kind"
-    is_all = len(colors) == len(points)
-    title = "" if is_all else title
+    some = f"{len(colors)} of {len(points)} groups, the largest of their kind"
+    title = "" if len(colors) == len(points) else some
     return draw.finished(ax, list(points.values()), title, causes)
 
 
@@ -532,8 +530,8 @@ def bad_steps(opt_state: Tree, *, ax: Any = None) -> Any:
     ax.set_yticks(range(len(steps)), labels)
     ax.set(xlabel="fraction of the squared norm (%)", ylabel="step", xlim=(0, 100))
     ax.set_ylim(max(1, len(steps)) - 0.4, -0.5)
-    title = f"{len(colors)} of {len(names)} groups"
-    title = "" if len(colors) == len(names) else title
+    some = f"{len(colors)} of {len(names)} groups"
+    title = "" if len(colors) == len(names) else some
     return draw.legend_of_colors(ax, colors, title, more=more)
 
 

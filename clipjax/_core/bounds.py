@@ -56,16 +56,21 @@ class CheckedBound(NamedTuple):
 
 
 def check_bound(
-    name: str, bound: Any, least: float = 0, *, scalar: bool = False
+    name: str,
+    bound: Any,
+    least: float = 0,
+    *,
+    scalar: bool = False,
+    forms: str = "a number, an array or a schedule",
 ) -> CheckedBound:
     """Check a bound that is a number, an array or a schedule.
 
     A value below `least` is raised to it, so that a schedule that falls below 0 clips
-    to 0 and flips no sign. NaN stays NaN. A bound that is `scalar` has no shape.
+    to 0 and flips no sign. NaN stays NaN. A bound that is `scalar` has no shape. Errors
+    say that it may have the `forms`.
     """
     if callable(bound):
         return CheckedBound(name, least, _checked_schedule(name, bound, scalar))
-    forms = "a number, an array or a schedule"
     return CheckedBound(name, least, _checked(name, bound, least, scalar, forms))
 
 
@@ -74,7 +79,8 @@ def check_bounds(
 ) -> CheckedBound:
     """Check a bound that may also be a mapping from path patterns to bounds."""
     if not isinstance(bound, Mapping):
-        return check_bound(name, bound, least)._replace(other=other)
+        forms = "a number, an array, a schedule or a mapping"
+        return check_bound(name, bound, least, forms=forms)._replace(other=other)
     values = {
         pattern: check_bound(f"{name}[{pattern!r}]", bound[pattern], least).value
         for pattern in check_patterns(name, (*bound,))
@@ -143,9 +149,9 @@ def _checked_schedule(name: str, schedule: Any, scalar: bool) -> Any:
     """Return a schedule that checks each value that it returns."""
     # A tree of gradients may be callable, as that of a callable module is. A schedule
     # may hold numbers, but no arrays.
-    arrays = [x for x in jax.tree.leaves(schedule) if np.ndim(x)]
-    if _is_tree(schedule) and arrays:
-        raise _tree_error(name, schedule, "a number, an array or a schedule")
+    leaves = jax.tree.leaves(schedule)
+    if any(isinstance(x, jax.Array | np.ndarray) and x.ndim for x in leaves):
+        raise _form_error(name, schedule, "a number, an array or a schedule")
 
     def at(step: Step) -> Any:
         value = schedule(step)
@@ -173,11 +179,14 @@ def _at(name: str, value: Any, step: Step, least: float) -> Any:
     return _at_least(as_float(value(step)), least)
 
 
-def _tree_error(name: str, bound: Any, forms: str) -> TypeError:
+def _form_error(name: str, bound: Any, forms: str) -> TypeError:
+    hint = (
+        "; to clip a tree, call clipjax.functional.clip_by_global_norm(tree, max_norm) "
+        "and the like, or .apply of a projection, as in max_norm(3.0).apply(params)"
+    )
     return TypeError(
-        f"{name} must be {forms} of real numbers, got {short_repr(bound)}; to clip a "
-        "tree, call clipjax.functional.clip_by_global_norm(tree, max_norm) and the "
-        "like, or .apply of a projection, as in max_norm(3.0).apply(params)"
+        f"{name} must be {forms} of real numbers, got {short_repr(bound)}"
+        f"{hint if _is_tree(bound) else ''}"
     )
 
 
@@ -189,11 +198,7 @@ def _checked(name: str, bound: Any, least: float, scalar: bool, forms: str) -> A
     """
     check_is_wide(name, bound)
     if not is_real(bound):
-        if _is_tree(bound):
-            raise _tree_error(name, bound, forms)
-        raise TypeError(
-            f"{name} must be {forms} of real numbers, got {short_repr(bound)}"
-        )
+        raise _form_error(name, bound, forms)
     if scalar:
         check_fits(name, bound, (), "the norm of all leaves")
     if isinstance(bound, jax.core.Tracer):

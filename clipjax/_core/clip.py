@@ -79,7 +79,7 @@ def margin(dtype: DType) -> float:
 
 
 def least_inside(bound: Any, dtype: DType) -> Any:
-    """Return the smallest norm that a unit has which was brought to a bound before.
+    """Return the smallest norm of a unit that was brought to a bound before.
 
     Such a unit ends a margin or two below the bound.
     """

@@ -1,6 +1,6 @@
 """Thresholds and bounds of single elements."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -9,18 +9,21 @@ import numpy as np
 from jax import lax
 
 from clipjax._core.aliases import DType, Metrics
-from clipjax._core.bounds import check_order, constant, fit_bound
+from clipjax._core.bounds import check_order, fit_bound
 from clipjax._core.clip import factor_to, metrics_of, rescale, weak_like
-from clipjax._core.leaves import Leaf
+from clipjax._core.leaves import Leaf, is_float
 from clipjax._core.messages import short_repr
 from clipjax._core.norms import largest, maximum, nan_unless, sum_dtype, tree_norm
 from clipjax._core.norms import norm as norm_of
 
 
-def check_limits(bound: Any, high: Any, low: Any) -> tuple[Any, Any]:
-    """Return `low` and `high`; `low` is None if one bound is for absolute values.
+def check_limits(
+    bound: Any, high: Any, low: Any, check: Callable[..., Any]
+) -> tuple[Any, Any]:
+    """Return `low` and `high`, as `check` returns each.
 
-    Two positional arguments, `bound` and `high`, are the two limits.
+    `low` is None if one bound is for absolute values. Two positional arguments, `bound`
+    and `high`, are the two limits.
     """
     given = {"bound": bound, "high": high, "low": low}
     if low is None and high is not None:
@@ -32,25 +35,21 @@ def check_limits(bound: Any, high: Any, low: Any) -> tuple[Any, Any]:
             "clip_by_value takes one bound, as in clip_by_value(1.0), or low and high, "
             f"where infinity means none; got {', '.join(listed) or 'nothing'}"
         )
-    return (None, bound) if low is None else (low, high)
-
-
-def constant_limits(bound: Any, high: Any, low: Any) -> tuple[Any, Any]:
-    """Return checked bounds for functions that have no step."""
-    lowest, highest = check_limits(bound, high, low)
-    if lowest is None:
-        return None, constant("bound", highest)
-    both = constant("low", lowest, -np.inf), constant("high", highest, -np.inf)
-    check_order(*both)
+    if low is None:
+        return None, check("bound", bound)
+    both = check("low", low, -np.inf), check("high", high, -np.inf)
+    check_order(low, high)
     return both
 
 
 def clip_entries(leaf: Leaf, low: Any, high: Any) -> jax.Array:
-    """Clip each element of a leaf of floats to `[low, high]`; NaN stays NaN.
+    """Clip each element of a leaf to `[low, high]`; NaN, and what has no norm, stays.
 
     `low=None` means -high.
     """
     x = leaf.value
+    if not is_float(x):
+        return x
     name = "bound" if low is None else "high"
     above = fit_bound(name, high, x, leaf)
     if jnp.iscomplexobj(x):
@@ -127,13 +126,13 @@ def metrics_of_entries(
     # A maximum over devices has no derivative.
     before, after = lax.stop_gradient((before, after))
     if np.ndim(high) or (low is not None and np.ndim(low)):
-        norm = _largest_absolute(before)
-        norm_after = _largest_absolute(after)
+        norm = tree_norm(before, jnp.inf)
+        norm_after = tree_norm(after, jnp.inf)
         pairs = zip(before, after, strict=True)
         changes = (jnp.any((x != y) & (x == x)) for x, y in pairs)
         clipped = largest(each.astype(np.float32) for each in changes) > 0
     elif low is None:
-        norm = _largest_absolute(before)
+        norm = tree_norm(before, jnp.inf)
         norm_after = jnp.minimum(norm, jnp.asarray(high, norm.dtype))
         clipped = norm > norm_after
     else:
@@ -151,10 +150,6 @@ def metrics_of_entries(
     finite = norm < jnp.inf
     metrics = metrics_of(norm, nan_unless(finite, scale), norm_after)
     return metrics | {"clipped": clipped & finite}
-
-
-def _largest_absolute(leaves: Sequence[jax.Array]) -> jax.Array:
-    return tree_norm(leaves, jnp.inf)
 
 
 def _largest_entry(pairs: Iterable[tuple[jax.Array, jax.Array]]) -> jax.Array:

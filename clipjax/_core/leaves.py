@@ -68,7 +68,7 @@ def flatten(tree: Tree) -> Leaves:
     kept = [node for node, gone in zip(nodes, is_absent, strict=True) if not gone]
     treedef: Any = jax.tree.structure(tree)
     return Leaves(
-        list(map(_as_array, present, kept)),
+        list(map(_array_at, present, kept)),
         present,
         treedef.unflatten,
         list(itertools.compress(paths, is_absent)),
@@ -123,6 +123,11 @@ def unboxed(tree: Tree) -> Tree:
     )
 
 
+def as_array(x: Any) -> jax.Array:
+    """Return the array in a box of Flax NNX, or the array itself."""
+    return jax.tree.leaves(x)[0]
+
+
 def _is_absent(node: Any) -> bool:
     return node is None or isinstance(node, optax.MaskedNode)
 
@@ -137,7 +142,7 @@ def _is_no_branch(node: Any) -> bool:
     return _is_absent(node) or _has_duplicates(node)
 
 
-def _as_array(path: Path, leaf: Any) -> Any:
+def _array_at(path: Path, leaf: Any) -> Any:
     # `init` takes shapes, as Optax's does; elsewhere JAX raises an error for them.
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         return leaf

@@ -194,11 +194,11 @@ def on_all(scalars: Sequence[Scalar], ord: float, empty: float = 0) -> Scalar:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def root(total: jax.Array, ord: float) -> jax.Array:
+def root(power: jax.Array, ord: float) -> jax.Array:
     """Return the root of order `ord`, whose derivative at 0 is 0."""
     if ord in (1, jnp.inf):
-        return total
-    return jnp.sqrt(total) if ord == 2 else total ** (1 / ord)
+        return power
+    return jnp.sqrt(power) if ord == 2 else power ** (1 / ord)
 
 
 @root.defjvp

@@ -14,6 +14,7 @@ from jax import lax
 from jax.tree_util import GetAttrKey
 
 from clipjax._core.aliases import DType, Memory, Scalar, State
+from clipjax._core.leaves import as_array
 from clipjax._core.messages import a_few
 from clipjax._core.norms import sum_dtype
 
@@ -75,10 +76,15 @@ class Table(_Arrays):
 
     @property
     def known_names(self) -> Names:
-        """The names of this table, also if it was restored from a checkpoint."""
-        if any(self.names):
-            return self.names
-        text = jax.tree.leaves(self.text)[0]  # it may be in a box of Flax NNX
+        """The names of this table, also if it was restored from a checkpoint.
+
+        `record_norms` has names of floats alone.
+        """
+        names = self.names if any(self.names) else self._in_text()
+        return (*names, (), ())[:3]
+
+    def _in_text(self) -> Names:
+        text = as_array(self.text)
         if isinstance(text, jax.core.Tracer):
             raise ValueError(
                 "opt_state: inside jit, nnx.state has no names of norms, and neither "
@@ -202,7 +208,7 @@ def first_metrics(shapes: Any, has_leaves: bool) -> Any:
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     if not isinstance(zeros, Table):
         return zeros
-    first = table(zeros.names, *zeros[1:3])
+    first = table(zeros.names, zeros.floats, zeros.counts)
     # The placeholder of `optax.tree.map_params` has no leaves, so that not all of the
     # names are known: then none is carried.
     return first if has_leaves else Table(*first)

@@ -5,16 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from clipjax._core.aliases import Axes, Bound, Memory, Ord, Step, Tree
-from clipjax._core.bounds import check_bound, check_order
+from clipjax._core.bounds import check_bound
 from clipjax._core.checks import check_ord
 from clipjax._core.clip import clip_by_tree_norm, clip_by_unit_norms
 from clipjax._core.door import transformation
 from clipjax._core.entries import check_limits, clip_entries, metrics_of_entries
-from clipjax._core.leaves import Leaf, Leaves, is_float
+from clipjax._core.leaves import Leaves
 from clipjax._core.units import axes_of, check_axes, map_units, norms_of, size_of_units
 
 
@@ -228,26 +227,14 @@ def clip_by_value(
       >>> print(tx.update(grads, tx.init(grads))[0])
       [-1.   0.5  1. ]
     """
-    low, high = check_limits(bound, high, low)
-    if low is None:
-        lowest, highest = None, check_bound("bound", high)
-    else:
-        lowest, highest = (
-            check_bound("low", low, -np.inf),
-            check_bound("high", high, -np.inf),
-        )
-        check_order(low, high)
+    lowest, highest = check_limits(bound, high, low, check_bound)
 
     def act(updates: Leaves, params: Tree, step: Step, memory: Memory, **_: Any) -> Any:
         bottom = None if lowest is None else lowest.at(step)
         top = highest.at(step)
-
-        def clip(leaf: Leaf) -> Any:
-            is_changed = is_float(leaf.value)
-            return clip_entries(leaf, bottom, top) if is_changed else leaf.value
-
-        clipped = updates._replace(values=list(map(clip, updates.each)))
+        values = [clip_entries(leaf, bottom, top) for leaf in updates.each]
+        clipped = updates._replace(values=values)
         metrics = metrics_of_entries(updates.floats, clipped.floats, bottom, top)
-        return clipped.values, metrics, memory
+        return values, metrics, memory
 
     return transformation("clip_by_value", act)

@@ -12,9 +12,10 @@ import jax
 import numpy as np
 
 from clipjax._core.aliases import Tree
+from clipjax._core.leaves import as_array
 from clipjax._core.messages import a_few, short_repr
 from clipjax._core.states import UNKNOWN, BadSteps, Table
-from clipjax.monitoring.metrics import as_array, states_in
+from clipjax.monitoring.metrics import restored, states_in
 
 
 class BadStep(NamedTuple):
@@ -196,13 +197,12 @@ def bad_steps(opt_state: Tree) -> list[BadStep]:
       step 2: norm nan; not finite in head
     """
     kept = [
-        (name, BadSteps(**bad) if isinstance(bad, Mapping) else bad, table)
+        (name, bad, table)
         for state in states_in(opt_state)
         for table in state.metrics.values()
         if isinstance(table, Table) and isinstance(state.memory, Mapping)
-        for name, bad in state.memory.items()
-        if isinstance(bad, BadSteps)
-        or (isinstance(bad, Mapping) and set(BadSteps._fields) == set(bad))
+        for name, node in state.memory.items()
+        if (bad := restored(BadSteps, BadSteps._fields, node))
     ]
     if not kept:
         raise ValueError(
@@ -210,8 +210,8 @@ def bad_steps(opt_state: Tree) -> list[BadStep]:
             "optimizer, outside of a skip: optax.chain(clipjax.record_norms('leaf', "
             "keep=16), clipjax.bounded(...))"
         )
-    found = itertools.chain.from_iterable(itertools.starmap(_steps_in, kept))
-    return sorted(found, key=lambda each: each.step)
+    found = [step for each in kept for step in _steps_in(*each)]
+    return sorted(found, key=lambda step: step.step)
 
 
 def _steps_in(name: str, kept: BadSteps, table: Table) -> list[BadStep]:

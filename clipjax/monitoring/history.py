@@ -19,7 +19,7 @@ from clipjax._core.checks import check_transformation
 from clipjax._core.messages import a_few, short_repr
 from clipjax.gradients.quantiles import autoclip, clip_by_quantile
 from clipjax.gradients.zclip import clip_by_lognormal, zclip
-from clipjax.monitoring.metrics import metrics
+from clipjax.monitoring.metrics import metrics, states_in
 
 History: TypeAlias = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
@@ -221,10 +221,8 @@ def _replayed(
 ) -> dict[str, float]:
     zero = jnp.zeros((), np.float32)
     state = check_transformation(f"rules[{name!r}]", tx).init(zero)
-    try:
-        keys = [key for key in metrics(state) if key.endswith("/threshold")]
-    except ValueError:  # it is no transformation of clipjax
-        keys = []
+    logged = metrics(state) if states_in(state) else {}
+    keys = [key for key in logged if key.endswith("/threshold")]
     if len(keys) != 1:
         raise ValueError(
             f"rules[{name!r}] must have one metric threshold, got {keys}. A fixed "

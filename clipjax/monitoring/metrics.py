@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from clipjax._core.aliases import Memory, Metrics, Scalar, Tree
-from clipjax._core.leaves import nodes_where
+from clipjax._core.leaves import as_array, nodes_where
 from clipjax._core.messages import short_repr
 from clipjax._core.states import (
     MetricsState,
@@ -96,48 +96,54 @@ def states_in(tree: Tree) -> list[MetricsState]:
 
 def named_states_in(tree: Tree, prefix: str = "") -> Iterator[tuple[str, MetricsState]]:
     """Yield the states in a tree, each with what :func:`named` puts before its name."""
-    for node in nodes_where(lambda node: _is_state(node) or _is_named(node), tree):
-        if _is_named(node):
-            named = node["named"] if isinstance(node, Mapping) else node.named
-            ((name, inner),) = named.items()
+
+    def is_state(node: Any) -> bool:
+        return bool(_named_state(node) or _metrics_state(node))
+
+    for node in nodes_where(is_state, tree):
+        if named := _named_state(node):
+            ((name, inner),) = named.named.items()
             yield from named_states_in(inner, f"{prefix}{name}/")
-        else:
-            state = _restored(node) if isinstance(node, Mapping) else node
+        elif state := _metrics_state(node):
             yield prefix, state
             yield from named_states_in(state.memory, prefix)
 
 
-def _is_named(node: Any) -> bool:
-    """Return whether a node is the state of `named`, or a mapping in its place."""
-    if not isinstance(node, Mapping):
-        return isinstance(node, NamedState)
-    is_alone = node.keys() == {"named"} and isinstance(node["named"], Mapping)
-    return is_alone and len(node["named"]) == 1
-
-
-def _is_state(node: Any) -> bool:
-    """Return whether a node is a state with metrics, or a mapping in its place.
+def restored(kind: Any, needed: Iterable[str], node: Any) -> Any:
+    """Return a state of one kind, or made from a mapping in its place; else None.
 
     NNX, and checkpoints that are restored without a template, make mappings of states,
-    and may leave out what is empty.
+    and may leave out what is empty: all but the fields that are `needed`.
     """
     if not isinstance(node, Mapping):
-        return isinstance(node, MetricsState)
-    named: Any = node.get("metrics")
-    has_fields = {"step", "metrics"} <= node.keys() <= {*MetricsState._fields}
-    is_named = isinstance(named, Mapping) and len(named) == 1
-    return has_fields and is_named and not _is_array(*named.values())
+        return node if isinstance(node, kind) else None
+    if not {*needed} <= node.keys() <= {*kind._fields}:
+        return None
+    return kind(**{field: node.get(field, ()) for field in kind._fields})
 
 
-def _is_array(x: Any) -> bool:
-    return jax.tree_util.all_leaves([x])
+def _named_state(node: Any) -> NamedState | None:
+    found = restored(NamedState, ["named"], node)
+    return found if found and _has_one(found.named) else None
 
 
-def _restored(node: Mapping[str, Any]) -> MetricsState:
-    ((name, kept),) = node["metrics"].items()
-    if isinstance(kept, Mapping) and "text" in kept:
-        kept = Table(kept["text"], kept["floats"], kept.get("counts"))
-    return MetricsState(node["step"], {name: kept}, node.get("memory", ()))
+def _metrics_state(node: Any) -> MetricsState | None:
+    found = restored(MetricsState, ["step", "metrics"], node)
+    if found is None or not _has_one(found.metrics):
+        return None
+    ((name, kept),) = found.metrics.items()
+    if jax.tree_util.all_leaves([kept]):  # a mapping of other things
+        return None
+    return found._replace(metrics={name: restored_table(kept)})
+
+
+def _has_one(named: Any) -> bool:
+    return isinstance(named, Mapping) and len(named) == 1
+
+
+def restored_table(kept: Any) -> Any:
+    """Return the metrics in a state, with a mapping in place of a table as a table."""
+    return restored(Table, ["text", "floats"], kept) or kept
 
 
 def _read(state: MetricsState) -> Metrics:
@@ -145,7 +151,8 @@ def _read(state: MetricsState) -> Metrics:
     (kept,) = state.metrics.values()
     step = as_array(state.step)
     if isinstance(kept, Table):
-        arrays = [as_array(x) for x in kept[1:3] if jax.tree.leaves(x)]
+        given = kept.floats, kept.counts
+        arrays = [as_array(x) for x in given if jax.tree.leaves(x)]
         return _from_table(kept.known_names, step, *arrays)
     scalars = {key: as_array(x) for key, x in kept.items()}
     return _from_scalars(step, scalars, _in_a_row(state.memory)) if scalars else {}
@@ -160,14 +167,10 @@ def skipped_in(opt_state: Tree) -> list[jax.Array]:
 def _in_a_row(memory: Memory) -> Any:
     """Return the count of skipped steps that a skip remembers, None for other memories.
 
-    The memory may be a mapping that was restored without a template.
+    A mapping with this count alone may be the memory of a user's own transformation.
     """
-    if isinstance(memory, Mapping):
-        # Fields that are empty may be missing.
-        is_skip = {"in_a_row"} <= memory.keys() <= {*SkipMemory._fields}
-        is_skip &= len(memory) > 1
-        return as_array(memory["in_a_row"]) if is_skip else None
-    return as_array(memory.in_a_row) if isinstance(memory, SkipMemory) else None
+    skip = restored(SkipMemory, ["in_a_row"], memory)
+    return as_array(skip.in_a_row) if skip and len(memory) > 1 else None
 
 
 # Jitted, since outside of jit constants would be transferred to the device, which
@@ -194,7 +197,7 @@ def _from_table(
     names: Names, step: Scalar, floats: jax.Array, counts: Any = None
 ) -> Metrics:
     """Return metrics from a table, in buffers of their own."""
-    of_floats, of_ints, of_bools = (*names, (), ())[:3]
+    of_floats, of_ints, of_bools = names
     found = {"steps": jnp.copy(step)}
     found |= {name: floats[..., i] for i, name in enumerate(of_floats)}
     found |= {name: counts[..., i] for i, name in enumerate(of_ints)}
@@ -206,8 +209,3 @@ def _from_table(
 def _fraction(count: jax.Array, step: Scalar) -> jax.Array:
     """Return the fraction of the steps at which a bool was true."""
     return count.astype(np.float32) / jnp.maximum(step, 1).astype(np.float32)
-
-
-def as_array(x: Any) -> jax.Array:
-    """Return the array in a box of Flax NNX, or the array itself."""
-    return jax.tree.leaves(x)[0]

@@ -9,7 +9,6 @@ import optax
 from clipjax._core.aliases import State, Tree
 from clipjax._core.checks import check_transformation
 from clipjax._core.states import NamedState, check_same, check_state
-from clipjax.monitoring.record_norms import Recorder
 
 
 def named(
@@ -60,6 +59,5 @@ def named(
         updates, after = inner.update(updates, state.named[name], params, **extra)
         return updates, NamedState({name: after})
 
-    # A named recorder may come after a projection, too.
-    kind = Recorder if isinstance(tx, Recorder) else type(inner)
-    return kind(init, update)
+    # A recorder may come after a projection, with a name too; a projection may not.
+    return type(inner)(init, update)

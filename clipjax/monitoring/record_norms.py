@@ -40,6 +40,8 @@ from clipjax.monitoring.taps import tapped
 # The names of groups of leaves, and their norms in one array.
 Groups: TypeAlias = tuple[list[str], jax.Array]
 
+_PASSES = ("forward", "backward")  # what probes see
+
 
 class Recorder(optax.GradientTransformationExtraArgs):
     """The transformation that :func:`record_norms` returns.
@@ -133,17 +135,11 @@ def record_norms(
             f"name is the name of the updates in the metrics, got {name!r}, but "
             f"of={short_repr(of)} does not measure updates"
         )
-    if name == "steps":
-        raise ValueError("name must not be 'steps', which counts them in the metrics")
-    if name in measured and name != "updates" and "updates" in measured:
-        raise ValueError(
-            f"name must not be {name!r} if of= has {name!r}, too: the metrics would "
-            "have one name"
-        )
     lengths = _check_probes(probes)
-    if lengths and name in ("forward", "backward"):
+    others = {"steps", *measured, *(_PASSES if lengths else ())} - {"updates"}
+    if name in others:
         raise ValueError(
-            f"name must not be {name!r}, which is the name of the norms of probes"
+            f"name must not be {name!r}, which is the name of other metrics here"
         )
     order = check_ord(ord)
     groups_in = _by_group(groups, stacked, order)
@@ -241,9 +237,11 @@ def _of_probes(lengths: dict[str, int], taps: Any) -> dict[str, Groups]:
         names += [f"{name}/{i}" for i in range(n)] if n else [name]
     seen = tapped(jnp.concatenate([jnp.atleast_2d(taps[name]) for name in lengths]))
     return {
-        of: (names, jnp.where(seen[f"{of}_nonfinite_count"] > 0, jnp.inf, norm))
-        for of in ("forward", "backward")
-        for norm in [seen[f"{of}_norm"]]
+        of: (
+            names,
+            jnp.where(seen[f"{of}_nonfinite_count"] > 0, jnp.inf, seen[f"{of}_norm"]),
+        )
+        for of in _PASSES
     }
 
 

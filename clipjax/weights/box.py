@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -104,20 +102,14 @@ def non_negative(*, where: Where = None) -> Projection:
 
 
 def _box(name: str, low: Any, high: Any, where: Where) -> Projection:
-    for argument, value in (("low", low), ("high", high)):
-        if isinstance(value, list | tuple):
-            raise TypeError(
-                f"{argument} must be a number, an array, a schedule or a mapping, got "
-                f"{short_repr(value)}"
-            )
     lows = check_bounds("low", low, -np.inf, other=-np.inf)
     highs = check_bounds("high", high, -np.inf, other=np.inf)
     check_order(low, high)
     choose = _choice(where)
 
     def clip(weights: Leaves, step: Step) -> list[Any]:
-        pairs = zip(choose(weights), are_given([lows, highs], weights), strict=True)
-        chosen = list(itertools.starmap(operator.and_, pairs))
+        given = are_given([lows, highs], weights)
+        chosen = [a and b for a, b in zip(choose(weights), given, strict=True)]
         check_order_by_path(lows, highs, weights, chosen)
         limits = zip(lows.of(weights, step), highs.of(weights, step), strict=True)
         rows = zip(weights.each, limits, chosen, strict=True)
@@ -136,13 +128,13 @@ def _choice(where: Any) -> Callable[[Leaves], list[bool]]:
 
     def choose(leaves: Leaves) -> list[bool]:
         if patterns is None:
-            found = [bool(rule(leaf.path, leaf.value)) for leaf in leaves.each]
+            found = [rule(leaf.path, leaf.value) for leaf in leaves.each]
         else:
             matched = first_matches("where", patterns, leaves, in_order=False)
             found = [pattern is not None for pattern in matched]
-        floats = list(map(is_float, leaves.values))
-        chosen = list(map(operator.and_, found, floats))
-        if where is not None and any(floats) and not any(chosen):
+        pairs = zip(found, leaves.values, strict=True)
+        chosen = [bool(wanted) and is_float(x) for wanted, x in pairs]
+        if where is not None and leaves.floats and not any(chosen):
             raise ValueError(
                 f"where: {short_repr(where)} chooses no float leaf of: "
                 f"{a_few(leaves.each, 5)}"

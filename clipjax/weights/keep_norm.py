@@ -96,6 +96,7 @@ def keep_norm(*, rate: Bound = 1.0, axes: AutoAxes = "auto") -> Projection:
         keep,
         scheduled=rates.scheduled,
         axes_of=lambda weights: axes_of(weights, axes),
+        needs=("old",),
         # Factors near to 1 would not change weights that are rounded to 16 bits.
         unrounded=True,
     )

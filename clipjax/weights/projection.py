@@ -61,6 +61,7 @@ def projection(
     *,
     scheduled: bool = False,
     axes_of: Callable[[Leaves], Sequence[Any]] | None = None,
+    needs: Sequence[str] = (),
     unrounded: bool = False,
     check: Callable[[Leaves], Any] | None = None,
 ) -> Projection:
@@ -68,11 +69,11 @@ def projection(
 
     Args:
       text: the call that a user wrote.
-      function: `function(weights: Leaves, step, **needs) -> values`. The parameters
-        after the step are arguments of `update`, or `old`, the weights before the
-        update.
+      function: `function(weights: Leaves, step, **needs) -> values`.
       scheduled: whether the function depends on the step.
       axes_of: returns the axes of the units that the function rescales.
+      needs: the names of what the function takes besides: arguments of `update`, or
+        `old`, the weights before the update.
       unrounded: whether `update` gives the function sums that are not rounded to 16
         bits yet.
       check: raises the errors of `init`, where the arguments of `update` are not known.
@@ -80,7 +81,6 @@ def projection(
     Returns:
       The projection.
     """
-    takes = list(inspect.signature(function).parameters)[2:]
 
     def apply(params: Tree, *args: Any, step: Step = None, **kwargs: Any) -> Tree:
         warn_if_local()
@@ -93,7 +93,7 @@ def projection(
         first = jnp.zeros((), np.int32)
 
         def trace(weights: Leaves) -> Any:
-            old = {"old": weights} if "old" in takes else {}
+            old = {"old": weights} if "old" in needs else {}
             return function(weights, first, **old)
 
         weights = flatten(params)
@@ -119,7 +119,7 @@ def projection(
                 lax.optimization_barrier(x) if _is_narrow(x) else x for x in summed
             ]
         known = {**extra, "old": changes._replace(values=before)}
-        given = {key: known[key] for key in takes if key in known}
+        given = {key: known[key] for key in needs if key in known}
         wanted = function(changes._replace(values=summed), step, **given)
         steps = list(map(_step_to, wanted, summed, before, changes.values))
         if scheduled:
@@ -127,7 +127,7 @@ def projection(
         return changes.rebuild(steps), state
 
     made = Projection(init, update)
-    made.apply, made.needs = apply, frozenset(takes)
+    made.apply, made.needs = apply, frozenset(needs)
     made.axes_of, made.text = axes_of, text
     return made
 

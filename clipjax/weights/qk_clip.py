@@ -129,7 +129,13 @@ def qk_clip(
         return rescaled(weights.values, factors)
 
     name = written(qk_clip, threshold, query=query, key=key, rope=rotary)
-    return projection(name, clip, scheduled=bound.scheduled, check=layers_of)
+    return projection(
+        name,
+        clip,
+        scheduled=bound.scheduled,
+        needs=("max_logits",),
+        check=layers_of,
+    )
 
 
 def _is_part(name: Any) -> bool:
