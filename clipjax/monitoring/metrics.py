@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clipjax._core.aliases import Memory, Metrics, Scalar, Tree
+from clipjax._core.aliases import Metrics, Scalar, Tree
 from clipjax._core.leaves import as_array, nodes_where
 from clipjax._core.messages import short_repr
 from clipjax._core.states import (
@@ -155,22 +155,24 @@ def _read(state: MetricsState) -> Metrics:
         arrays = [as_array(x) for x in given if jax.tree.leaves(x)]
         return _from_table(kept.known_names, step, *arrays)
     scalars = {key: as_array(x) for key, x in kept.items()}
-    return _from_scalars(step, scalars, _in_a_row(state.memory)) if scalars else {}
+    return _from_scalars(step, scalars, _in_a_row(state)) if scalars else {}
 
 
 def skipped_in(opt_state: Tree) -> list[jax.Array]:
     """Return for each skip in a state whether its last step was skipped."""
-    counts = [_in_a_row(state.memory) for state in states_in(opt_state)]
+    counts = [_in_a_row(state) for state in states_in(opt_state)]
     return [count > 0 for count in counts if count is not None]
 
 
-def _in_a_row(memory: Memory) -> Any:
-    """Return the count of skipped steps that a skip remembers, None for other memories.
+def _in_a_row(state: MetricsState) -> Any:
+    """Return the count of skipped steps that a skip remembers, None for other states.
 
-    A mapping with this count alone may be the memory of a user's own transformation.
+    The memory of a user's own transformation may have a field with the same name.
     """
-    skip = restored(SkipMemory, ["in_a_row"], memory)
-    return as_array(skip.in_a_row) if skip and len(memory) > 1 else None
+    skip = restored(SkipMemory, ["in_a_row"], state.memory)
+    if skip and "skipped" in state.metrics[name_of(state)]:
+        return as_array(skip.in_a_row)
+    return None
 
 
 # Jitted, since outside of jit constants would be transferred to the device, which

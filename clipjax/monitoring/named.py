@@ -9,6 +9,7 @@ import optax
 from clipjax._core.aliases import State, Tree
 from clipjax._core.checks import check_transformation
 from clipjax._core.states import NamedState, check_same, check_state
+from clipjax.monitoring.record_norms import Recorder
 
 
 def named(
@@ -59,5 +60,6 @@ def named(
         updates, after = inner.update(updates, state.named[name], params, **extra)
         return updates, NamedState({name: after})
 
-    # A recorder may come after a projection, with a name too; a projection may not.
-    return type(inner)(init, update)
+    # A named recorder may come after a projection, too.
+    made = optax.GradientTransformationExtraArgs(init, update)
+    return Recorder(*made) if isinstance(tx, Recorder) else made

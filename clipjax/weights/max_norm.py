@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clipjax._core.aliases import SKIP, AutoAxes, Bound, Bounds, DType, Step
+from clipjax._core.aliases import AutoAxes, Bound, Bounds, DType, Skip, Step
 from clipjax._core.bounds import CheckedBound, check_bounds, check_order
 from clipjax._core.clip import factor_to, least_inside, margin, quotient_or_1
 from clipjax._core.leaves import Leaves
@@ -215,7 +215,7 @@ def _rescaling(
         where = where_in(weights)
         if len(limits) == 2:
             low, high = limits
-            changed = [reduced is not SKIP for reduced in where]
+            changed = [not isinstance(reduced, Skip) for reduced in where]
             check_order_by_path(low, high, weights, changed)
 
         def factor_of(norm: jax.Array, leaf: Any, *now: Any) -> jax.Array:

@@ -129,3 +129,14 @@ def test_a_stacked_state_is_an_error_that_says_what_to_write() -> None:
         clipjax.unless_skipped(state, 2 * weights, weights)
     chosen = jax.vmap(clipjax.unless_skipped)(state, 2 * weights, weights)
     np.testing.assert_array_equal(chosen[:, 0], [2, 1, 2])
+
+
+def test_a_restored_skip_of_an_optimizer_without_a_state_is_known() -> None:
+    """A checkpoint has no place for a state that is empty."""
+    tx = clipjax.skip_nonfinite(optax.sgd(0.1))
+    _, state = tx.update(jnp.float32(NAN), tx.init(jnp.zeros(())))
+    step, metrics, memory = state
+    memory = {"in_a_row": memory.in_a_row}
+    restored = {"step": step, "metrics": metrics, "memory": memory}
+    assert clipjax.metrics(restored)["skip_nonfinite/skipped_last"] == 1
+    assert clipjax.unless_skipped(restored, new=1.0, old=0.0) == 0

@@ -81,5 +81,7 @@ def test_a_named_recorder_may_come_after_a_projection() -> None:
     params = {"w": jnp.ones((2, 2))}
     _, state = tx.update(params, tx.init(params), params)
     assert clipjax.metrics(state)["weights/record_norms/params"] == 2
+    with pytest.raises(TypeError, match="projection"):
+        clipjax.violations(params, clipjax.named("weights", clipjax.max_norm(1.0)))
     with pytest.raises(ValueError, match="must come after"):
         clipjax.chain(clipjax.max_norm(1.0), clipjax.named("a", optax.sgd(0.1)))

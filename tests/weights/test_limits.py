@@ -74,6 +74,15 @@ def test_limits_of_leaves_that_stay_need_not_go_together() -> None:
         clipjax.box(lows, highs).apply(params)
 
 
+def test_limits_of_leaves_that_the_axes_leave_out_need_not_go_together() -> None:
+    """`axes` names one leaf only, and the limits of the other one cross."""
+    params = {"a": jnp.ones((2, 2)), "b": jnp.ones((2, 2))}
+    low, high = {"a": 0.1, "b": 3.0}, {"a": 1.0, "b": 1.0}
+    after = clipjax.min_max_norm(low, high, axes={"a": 0}).apply(params)
+    np.testing.assert_allclose(after["a"], 0.5**0.5, rtol=1e-5)
+    np.testing.assert_array_equal(after["b"], params["b"])
+
+
 def test_norms_stay_at_their_first_values() -> None:
     """The recipe of docs/recipes.md: layers keep the norms that they had first."""
     params = {"in": PARAMS["encoder"]["kernel"], "out": PARAMS["head"]["kernel"] / 7}
