@@ -80,7 +80,7 @@ def adagc(
     If an element is not finite, all leaves become NaN in the warm-up, and only its own
     leaf after it. Such a step changes no gamma, nor does a norm of 0. Where norms stay
     at a higher level, gamma rises by (1 - decay) * (relative_bound - 1) of itself at
-    each step: with the defaults by 0.04%, or tenfold in 5,800 steps.
+    each step: with the defaults by 0.04%, or tenfold in about 5,700 steps.
 
     `adagc` with "before" equals the authors' code for PaddlePaddle, except that their
     warm-up has one more step. With "after", it equals the algorithm in the paper and
