@@ -177,10 +177,13 @@ def test_a_skipped_step_keeps_weights() -> None:
     assert not any(map(np.any, updates.values()))
 
 
-def test_the_example_goes_on_from_what_was_saved(tmp_path: Path) -> None:
+def test_the_example_goes_on_from_what_was_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """MuonH on stacked layers: with radii in a state or nowhere, norms would change."""
     pytest.importorskip("matplotlib")
     path = Path(__file__).parents[2] / "examples" / "kept_norms.py"
+    monkeypatch.syspath_prepend(path.parent)
     spec = importlib.util.spec_from_file_location("kept_norms", path)
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
