@@ -47,7 +47,7 @@ from clipjax.weights.qk_clip import qk_clip
 from clipjax.weights.spectral import spectral_cap
 from clipjax.weights.violations import violations
 
-__version__ = "0.4.0"
+__version__ = "1.0.0"
 
 __all__ = [
     "SKIP",

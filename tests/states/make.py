@@ -83,6 +83,9 @@ def members() -> dict[str, Any]:
         "clip_by_value": clipjax.clip_by_value(1.0),
         "record_norms": clipjax.record_norms(),
         "record_norms of leaves": clipjax.record_norms("leaf", keep=2),
+        "record_norms of probes": clipjax.record_norms(
+            of=("updates", "ratio"), keep=2, probes={"blocks": 2, "embed": 0}
+        ),
         "relative_update": clipjax.relative_update(),
         "skip_nonfinite": clipjax.skip_nonfinite(adam),
         "skip_spikes": clipjax.skip_spikes(adam, window=4, warmup_steps=3),
@@ -110,6 +113,7 @@ def members() -> dict[str, Any]:
             inject(max_norm=falling), optax.inject_hyperparams(optax.adam)(0.1)
         ),
         "MultiSteps": optax.MultiSteps(optax.chain(clip, adam), 2),
+        "named": clipjax.named("part", optax.chain(clip, clipjax.named("in", clip))),
         "partition": optax.partition(
             {"a": optax.chain(clip, adam), "b": optax.chain(clip, adam)}, labels
         ),
