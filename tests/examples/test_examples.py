@@ -58,9 +58,11 @@ def test_the_first_picture_shows_what_the_script_prints_today(tmp_path):
     found, expected = accuracies_in(today), accuracies_in(shown)
     assert found.keys() == expected.keys()
     assert found["Optax's clip alone"] == (10, 10)
-    # Seeds differ by less.
-    for name, each in expected.items():
-        assert found[name] == pytest.approx(each, abs=2), name
+    # Another version of JAX rounds differently, so each seed ends elsewhere, and the
+    # worst one of five differs by more than their mean (by 2.2 points with JAX 0.10).
+    for name, (mean, worst) in expected.items():
+        assert found[name][0] == pytest.approx(mean, abs=2), name
+        assert found[name][1] == pytest.approx(worst, abs=5), name
     # Norms depend on the run, and what is told of a bad step does not.
     told = [
         re.sub(r"norm \d\S+|usual up to \S+|\d+%", "", text[text.index("Bad steps") :])
