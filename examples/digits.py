@@ -117,6 +117,11 @@ def logits_of(params, taps, x):
     return jnp.float32(x) @ params["head"]["w"]
 
 
+def show_progress():
+    """Make the bar longer, by one mark for EVERY steps."""
+    print("#", end="", flush=True)
+
+
 def train(tx, sets, kinds, seed):
     """Train from a seed.
 
@@ -155,6 +160,7 @@ def train(tx, sets, kinds, seed):
         return (optax.apply_updates(params, updates), state), history
 
     def some_steps(carry, inputs):
+        jax.debug.callback(show_progress)
         carry, history = jax.lax.scan(step, carry, inputs)
         return carry, (history, jnp.stack([accuracy(carry[0], *x) for x in others]))
 
@@ -290,10 +296,12 @@ def main():
         settings = [(2e-3, 3.0)]
     accuracies, records, best = {}, {}, 0
     for name, make in METHODS.items():
-        print(f"training: {name}", flush=True)
+        print(f"training: {name:34}|", end="", flush=True)
         best, accuracies[name], *records[name] = best_of(
             make, settings, sets, kinds, best
         )
+        jax.effects_barrier()
+        print("|")
     history, state = records["clipjax"]
     bad = clipjax.bad_steps(state)
     text = summary(accuracies, bad)
