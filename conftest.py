@@ -14,6 +14,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Most of the tests' time is XLA's, and half of that LLVM's optimizing, of which no
 # assertion depends.
 FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+# On a busy machine, eight virtual devices may wait for each other for over 40 seconds.
+FLAGS += " --xla_cpu_collective_call_terminate_timeout_seconds=600"
 os.environ["XLA_FLAGS"] = f"{FLAGS} {os.environ.get('XLA_FLAGS', '')}".strip()
 os.environ.setdefault("MPLBACKEND", "Agg")
 
