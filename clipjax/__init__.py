@@ -8,14 +8,13 @@ from clipjax._core.aliases import SKIP
 from clipjax._core.door import with_metrics
 from clipjax._core.units import fan_in
 from clipjax._matching import matching
-from clipjax.adoption import adopt
-from clipjax.backward import (
+from clipjax.adoption.adopt import adopt
+from clipjax.backward.clips import (
     clip_gradient_by_global_norm,
     clip_gradient_by_norm,
     clip_gradient_by_value,
-    replace_gradient,
-    scale_gradient,
 )
+from clipjax.backward.rules import replace_gradient, scale_gradient
 from clipjax.composition import bounded, chain
 from clipjax.gradients.adagc import adagc
 from clipjax.gradients.clips import (

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, SupportsIndex, TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -18,27 +16,19 @@ from clipjax._core.bounds import check_bound
 from clipjax._core.checks import check_count, check_ord
 from clipjax._core.door import logged
 from clipjax._core.leaves import (
-    Leaf,
     Leaves,
     beside,
-    check_patterns,
-    first_matches,
-    is_float,
-    path_name,
     shapes_of,
 )
-from clipjax._core.messages import a_few, short_repr, traced_error
-from clipjax._core.norms import replicated, root, total, tree_norm, tree_total
-from clipjax._core.states import UNKNOWN, BadSteps, Table, check_same, table
-from clipjax._core.units import check_whole
+from clipjax._core.messages import short_repr, traced_error
+from clipjax._core.norms import tree_norm
+from clipjax._core.states import UNKNOWN, BadSteps, Table, check_same
 from clipjax.gradients import spikes
 from clipjax.gradients.history import norm_dtype
 from clipjax.gradients.skipping import loss_of
 from clipjax.gradients.window import Window, check_size
+from clipjax.monitoring.groups import Groups, by_group, table_of_norms
 from clipjax.monitoring.taps import tapped
-
-# The names of groups of leaves, and their norms in one array.
-Groups: TypeAlias = tuple[list[str], jax.Array]
 
 _PASSES = ("forward", "backward")  # what probes see
 
@@ -142,7 +132,7 @@ def record_norms(
             f"name must not be {name!r}, which is the name of other metrics here"
         )
     order = check_ord(ord)
-    groups_in = _by_group(groups, stacked, order)
+    groups_in = by_group(groups, stacked, order)
     size = check_count("keep", keep, 0)
     z_limit = check_bound("z_threshold", z_threshold, scalar=True)
     length = check_count("window", window, 1)
@@ -170,7 +160,7 @@ def record_norms(
             (names, of_updates), (_, of_params) = found["updates"], found["params"]
             found["ratio"] = names, _ratio(of_updates, of_params)
         called = {name if of == "updates" else of: found[of] for of in measured}
-        return _joined(called | _of_probes(lengths, taps))
+        return table_of_norms(called | _of_probes(lengths, taps))
 
     def measure(updates: Leaves, params: Tree, step: Step, memory: Memory) -> Table:
         return norms_of_groups(updates, params)
@@ -261,74 +251,10 @@ def _check_of(of: Any) -> tuple[str, ...]:
     return measured
 
 
-def _by_group(groups: Any, stacked: Any, ord: float) -> Callable[[Leaves], Groups]:
-    """Return the function that measures the norms of groups, and of layers."""
-    # The number of components of a path: 0 for the whole tree, None for all of them.
-    depth: int | None = 0 if groups is None else None
-    patterns: tuple[str, ...] = ()
-    if isinstance(groups, jax.Array):
-        raise traced_error("groups", groups)
-    if isinstance(groups, int | np.integer):
-        depth = check_count("groups", groups, 1)
-    elif not (groups is None or (isinstance(groups, str) and groups == "leaf")):
-        patterns = check_patterns("groups", groups)
-    stacks = check_patterns("stacked", stacked) if stacked else ()
-
-    def groups_of(leaves: Leaves) -> list[Any]:
-        """Return the pattern of each leaf, or the start of its path."""
-        if patterns:
-            return first_matches("groups", patterns, leaves)
-        return [path[:depth] for path in leaves.paths]
-
-    def groups_in(leaves: Leaves) -> Groups:
-        stacked_by = first_matches("stacked", stacks, leaves)
-        members: dict[Any, list[Leaf]] = {}
-        if groups is None and not stacks:
-            members[(), False] = []  # the norm of a tree without leaves is 0
-        for group, stack, leaf in zip(
-            groups_of(leaves), stacked_by, leaves.each, strict=True
-        ):
-            if group is not None and is_float(leaf.value):
-                members.setdefault((group, stack is not None), []).append(leaf)
-        names: list[str] = []
-        powers = [jnp.zeros(0)]
-        for (group, is_stacked), of_group in members.items():
-            name = group if patterns else path_name(group)
-            if is_stacked:
-                power = _powers_of_layers(of_group, ord)
-                start = f"{name}/" if name else ""
-                names += [f"{start}{i}" for i in range(power.size)]
-            else:
-                power = tree_total([leaf.value for leaf in of_group], ord)
-                names.append(name)
-            powers.append(jnp.atleast_1d(power))
-        dtype = np.result_type(*(x.dtype for x in powers))
-        joined = jnp.concatenate([x.astype(dtype) for x in powers])
-        return names, root(joined, ord)
-
-    return groups_in
-
-
 def _ratio(norm: jax.Array, of: jax.Array) -> jax.Array:
     """Return one norm divided by another, or 0 if the first is 0."""
     some = norm != 0
     return jnp.where(some, norm, 0) / jnp.where(some, of, 1)
-
-
-def _joined(measured: dict[str, Groups]) -> Table:
-    """Return all norms in one array."""
-    names = [
-        f"{label}/{name}" if name else label
-        for label, (names, _) in measured.items()
-        for name in names
-    ]
-    # Two paths may have one name, as in {"a/b": x, "a": {"b": y}}.
-    if twice := sorted(name for name, n in Counter(names).items() if n > 1):
-        raise ValueError(f"groups: two norms would be called {a_few(twice)}")
-    arrays = [norms for _, norms in measured.values()]
-    dtype = np.result_type(*(x.dtype for x in arrays))
-    joined = jnp.concatenate([x.astype(dtype) for x in arrays])
-    return table((tuple(names),), lax.stop_gradient(joined))
 
 
 def _no_steps(size: int, names: int, past: Window) -> BadSteps:
@@ -363,21 +289,3 @@ def _with_step(
     more = jnp.minimum(kept.held + 1, kept.steps.size)
     count = jnp.where(is_bad, more, kept.held)
     return BadSteps(past, count, after(kept.steps, step), after(kept.rows, row))
-
-
-def _powers_of_layers(stacks: list[Leaf], ord: float) -> jax.Array:
-    """Return the norm of each layer, along the first axis, to the power `ord`."""
-    lengths = {leaf.value.shape[:1] for leaf in stacks}
-    if len(lengths) > 1 or () in lengths:
-        raise ValueError(
-            "stacked: these must have equally many layers along their first axis: "
-            f"{a_few(stacks)}"
-        )
-    for leaf in stacks:
-        check_whole("stacked", leaf)
-    powers = [
-        total(leaf.value, tuple(range(1, leaf.value.ndim)), ord).ravel()
-        for leaf in stacks
-    ]
-    together = jnp.maximum if ord == jnp.inf else jnp.add
-    return functools.reduce(together, map(replicated, powers))

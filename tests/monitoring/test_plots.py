@@ -15,7 +15,7 @@ import clipjax
 plt = pytest.importorskip("matplotlib.pyplot")
 rgba = pytest.importorskip("matplotlib.colors").to_rgba
 plots = pytest.importorskip("clipjax.plots")
-_drawing = pytest.importorskip("clipjax._drawing")
+_cells = pytest.importorskip("clipjax.plots._cells")
 NAN, INF = np.nan, np.inf
 
 
@@ -217,7 +217,7 @@ def test_probes_and_ratios_have_styles_and_each_kind_has_colors() -> None:
     assert colored["backward/blocks/0"].get_linestyle() == "-."
     assert ax.get_ylabel() == "norm, or ratio of two norms, log scale"
     title = ax.legend_.get_title().get_text()
-    assert title == "8 of 17 groups, the largest of their kind"
+    assert title == "the 8 largest of 17 groups, by kind"
     found = drawn(ax)
     assert found["forward/blocks/3"] == ([0, 2], [400, 100])
     assert found["backward/blocks/0"] == ([0], [2])
@@ -472,11 +472,11 @@ def test_larger_norms_of_probes_differ_more_from_the_ground(style: str) -> None:
     with plt.style.context(style):
         ax = plt.subplots()[1]
     values = np.array([[1e-3, 1.0], [1e3, 1.0], [0.0, INF]])
-    light = _drawing.shades(ax, values)[..., :3].mean(-1)
+    light = _cells.shades(ax, values)[..., :3].mean(-1)
     light = light if style == "dark_background" else -light
     assert light[0, 0] < light[0, 1] == light[1, 1] < light[1, 0]
     assert light[2, 0] == light[0, 0]
-    assert np.isfinite(_drawing.shades(ax, np.array([0.0, NAN]))).all()
+    assert np.isfinite(_cells.shades(ax, np.array([0.0, NAN]))).all()
     plt.close(ax.figure)
 
 

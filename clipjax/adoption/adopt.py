@@ -2,48 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import keystr, tree_leaves_with_path
+from jax.tree_util import tree_leaves_with_path
 
 from clipjax._core.aliases import Tree
-from clipjax._core.leaves import as_array, unboxed, without_boxes
+from clipjax._core.leaves import unboxed, without_boxes
 from clipjax._core.messages import a_few, short_repr
-from clipjax._core.states import UNKNOWN, MetricsState, NamedState, Table
-from clipjax._earlier import of_today
-from clipjax.gradients.skipping import SkipMemory
-from clipjax.monitoring.metrics import restored_table
-
-_Names: TypeAlias = tuple[str, ...]  # a path, or the fields of a state
-# The fields of each kind of state, and those of them that contain arrays.
-_Kinds: TypeAlias = Mapping[_Names, set[str]]
-
-_OURS: _Kinds = {
-    MetricsState._fields: {"step", "metrics"},
-    SkipMemory._fields: {"in_a_row"},
-}
+from clipjax._core.states import UNKNOWN, MetricsState, Table
+from clipjax.adoption.states import OURS, FoundState, Names, names_of, states_in
 
 # Metrics that `clipjax.metrics` derives, and that 0.4.0 stored.
 _DERIVED = ("norm_after", "skipped_last", "skipped_in_a_row")
-
-
-class _State(NamedTuple):
-    """A state that was found in a tree, or a single leaf that belongs to no state."""
-
-    node: Any
-    kind: str  # the name of its type; "" for a mapping and for a leaf
-    fields: _Names  # for a leaf, the names on the way to it
-    label: str  # the transformation, for a state with metrics
-    path: _Names
-    leaves: dict[_Names, Any]  # without the leaves of states in it
-
-    def __str__(self) -> str:
-        what = self.label or self.kind or "/".join(self.fields)
-        return f"{what} at {'/'.join(self.path)!r}"
 
 
 def adopt(old: Tree, new: Tree, *, drop: bool = False) -> Tree:
@@ -116,17 +90,17 @@ def adopt(old: Tree, new: Tree, *, drop: bool = False) -> Tree:
         raise TypeError(f"drop must be a bool, got {short_repr(drop)}")
     _check_state("old", old)
     _check_state("new", new)
-    found = list(_states_in(unboxed(new), {}))
-    kinds = dict(_OURS)
+    found = list(states_in(unboxed(new), {}))
+    kinds = dict(OURS)
     for each in found:
         if each.kind:
             full = {key for key, x in each.node._asdict().items() if jax.tree.leaves(x)}
             kinds[each.fields] = kinds.get(each.fields, full) & full
-    given = [each for each in _states_in(unboxed(old), kinds) if each.leaves]
+    given = [each for each in states_in(unboxed(old), kinds) if each.leaves]
     wanted = [each for each in found if each.leaves]
     has_types = all(each.kind or () in each.leaves for each in given)
     olds, news = (_by_kind(states, has_types) for states in (given, wanted))
-    values: dict[_Names, Any] = {}
+    values: dict[Names, Any] = {}
     lost: list[Any] = []
     for kind, was in olds.items():
         now = news.get(kind, [])
@@ -141,7 +115,7 @@ def adopt(old: Tree, new: Tree, *, drop: bool = False) -> Tree:
     treedef: Any = jax.tree.structure(new)
     paths = without_boxes([path for path, _ in tree_leaves_with_path(new)])
     pairs = zip(paths, leaves, strict=True)
-    return treedef.unflatten([values.get(_named(path), x) for path, x in pairs])
+    return treedef.unflatten([values.get(names_of(path), x) for path, x in pairs])
 
 
 def _check_state(argument: str, tree: Tree) -> None:
@@ -162,10 +136,10 @@ def _check_state(argument: str, tree: Tree) -> None:
 
 
 def _by_kind(
-    states: Sequence[_State], has_types: bool
-) -> dict[tuple[Any, ...], list[_State]]:
+    states: Sequence[FoundState], has_types: bool
+) -> dict[tuple[Any, ...], list[FoundState]]:
     """Return the states of each kind, in the order of the chain."""
-    groups: dict[tuple[Any, ...], list[_State]] = {}
+    groups: dict[tuple[Any, ...], list[FoundState]] = {}
     for each in states:
         is_leaf, kind = () in each.leaves, each.kind if has_types else ""
         groups.setdefault((each.label, kind, each.fields, is_leaf), []).append(each)
@@ -173,8 +147,8 @@ def _by_kind(
 
 
 def _pairs(
-    olds: Sequence[_State], news: Sequence[_State]
-) -> list[tuple[_State, _State]]:
+    olds: Sequence[FoundState], news: Sequence[FoundState]
+) -> list[tuple[FoundState, FoundState]]:
     """Match states of one kind, in the order of the chain.
 
     If there are not equally many, match states with the same paths and shapes.
@@ -197,95 +171,11 @@ def _pairs(
     return pairs
 
 
-def _shapes(state: _State) -> dict[_Names, tuple[int, ...]]:
+def _shapes(state: FoundState) -> dict[Names, tuple[int, ...]]:
     return {key: np.shape(x) for key, x in state.leaves.items()}
 
 
-def _named(path: Any) -> _Names:
-    return tuple(keystr((key,), simple=True) for key in path)
-
-
-def _contains_states(field: str) -> bool:
-    """Return whether a field of a wrapper's state contains other states."""
-    return "inner" in field or "state" in field or field in NamedState._fields
-
-
-def _states_in(
-    node: Any, kinds: _Kinds, path: _Names = (), names: _Names = (), label: str = ""
-) -> Iterator[_State]:
-    """Yield the states in a tree in the order of the chain, the outer ones first.
-
-    Args:
-      node: a state, or a node that contains states: a chain, or the labels of a
-        partition.
-      kinds: the states that mappings may stand for.
-      path: the path of the node.
-      names: the last part of the path, without the places in chains.
-      label: the transformation whose memory the node is.
-
-    Yields:
-      The states.
-    """
-    now = of_today(node)
-    # In JAX 0.10, `flatten_one_level_with_keys` gives all children of a NamedTuple the
-    # name of its first field.
-    level = tree_leaves_with_path(now, is_leaf=lambda x: x is not now)
-    if [path for path, _ in level] == [()]:
-        yield _State(now, "", names, "", path, {(): now})
-        return
-    kind, fields = _kind_of(now, kinds)
-    children = {keystr(key, simple=True): child for key, child in level}
-    if isinstance(now, Mapping):
-        place = {key: int(key) if key.isdigit() else -1 for key in children}
-        order = fields or sorted(children, key=lambda key: (place[key], key))
-        children = {key: children[key] for key in order if key in children}
-    own: dict[_Names, Any] = {}
-    inside = {}
-    for key, child in children.items():
-        is_memory = key == "memory" and fields == MetricsState._fields
-        is_skip = is_memory and _kind_of(child, _OURS)[1] == SkipMemory._fields
-        if not fields or _contains_states(key) or is_skip:
-            inside[key] = child
-        elif key == "metrics" and fields == MetricsState._fields:
-            ((label, kept),) = child.items()
-            own |= {(key, name): x for name, x in _scalars_in(kept).items()}
-        else:
-            found = tree_leaves_with_path(child)
-            own |= {(key, *_named(below)): x for below, x in found}
-    if fields:
-        yield _State(now, kind, fields, label, path, own)
-    for key, child in inside.items():
-        after = () if fields or _contains_states(key) else names
-        after = after if fields or key.isdigit() else (*after, key)
-        of = label if key == "memory" else ""
-        yield from _states_in(child, kinds, (*path, key), after, of)
-
-
-def _kind_of(node: Any, kinds: _Kinds) -> tuple[str, _Names]:
-    """Return the name of the type of a state, "" for a mapping, and its fields."""
-    if isinstance(node, tuple) and hasattr(node, "_fields"):
-        return type(node).__name__, node._fields
-    keys = set(map(str, node)) if isinstance(node, Mapping) else set()
-    fitting = [x for x, full in kinds.items() if keys and full <= keys <= {*x}]
-    return "", min(fitting, key=len, default=())
-
-
-def _scalars_in(kept: Any) -> dict[str, Any]:
-    """Return metrics by their names."""
-    kept = restored_table(kept)
-    if not isinstance(kept, Table):
-        return {key: as_array(x) for key, x in kept.items()}
-    floats, ints, bools = kept.known_names
-    row = jnp.asarray(as_array(kept.floats))
-    scalars = {name: row[..., i] for i, name in enumerate(floats)}
-    if ints or bools:
-        row = jnp.asarray(as_array(kept.counts))
-        counts = {name: row[..., i] for i, name in enumerate((*ints, *bools))}
-        scalars |= counts | {name: counts[name].astype(np.uint32) for name in bools}
-    return scalars
-
-
-def _follow(was: _State, now: _State, values: dict[_Names, Any]) -> list[str]:
+def _follow(was: FoundState, now: FoundState, values: dict[Names, Any]) -> list[str]:
     """Add the values of the leaves of `now`; return what has no place in it."""
     # Restored without a template, a checkpoint of Flax NNX has boxes around arrays.
     boxed = {key for key in was.leaves if len(key) > 1 and key[-1] == "value"}
@@ -331,13 +221,13 @@ def _in_arrays(kept: Table, metrics: Mapping[str, Any]) -> dict[str, jax.Array]:
     }
 
 
-def _listed(path: _Names, keys: Sequence[_Names], leaves: Mapping[_Names, Any]) -> str:
+def _listed(path: Names, keys: Sequence[Names], leaves: Mapping[Names, Any]) -> str:
     """List leaves, as errors describe them."""
     texts = [f"{'/'.join((*path, *key))!r} {np.shape(leaves[key])}" for key in keys]
     return a_few(texts, 5)
 
 
-def _moved(x: Any, like: Any, was: _Names, now: _Names) -> Any:
+def _moved(x: Any, like: Any, was: Names, now: Names) -> Any:
     """Return an array of `old` in the dtype and on the devices of one of `new`."""
     here, there = (getattr(y, "dtype", None) or jnp.result_type(y) for y in (x, like))
     can_cast = here == there or any(
@@ -359,8 +249,8 @@ def _moved(x: Any, like: Any, was: _Names, now: _Names) -> Any:
 
 
 def _with_columns(
-    theirs: Mapping[_Names, Any], ours: Mapping[_Names, Any]
-) -> dict[_Names, Any]:
+    theirs: Mapping[Names, Any], ours: Mapping[Names, Any]
+) -> dict[Names, Any]:
     """Return the leaves of `record_norms` with the columns of bad steps in a new order.
 
     At old steps, the norms with new names are not known.

@@ -11,7 +11,7 @@ from clipjax._core.messages import short_repr
 try:
     from matplotlib import pyplot as plt
     from matplotlib.axes import Axes
-    from matplotlib.colors import ListedColormap, LogNorm, to_rgb
+    from matplotlib.colors import to_rgb
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
     from matplotlib.patheffects import withStroke
@@ -81,7 +81,7 @@ def line(ax: Any, x: np.ndarray, y: np.ndarray, **style: Any) -> None:
     good = np.isfinite(np.concatenate([[np.nan], y, [np.nan]]))
     alone = np.flatnonzero(good[1:-1] & ~good[:-2] & ~good[2:]).tolist()
     dots = {"marker": "o", "markersize": 4, "markevery": alone} if alone else {}
-    ax.plot(x, _drawable(y), **style, **dots)
+    ax.plot(x, drawable(y), **style, **dots)
 
 
 def marks(
@@ -90,7 +90,7 @@ def marks(
     """Draw marks, smaller ones if there are many."""
     count = where.sum()
     size = 5 if count < 200 else 3 if count < 2000 else 1.5
-    ax.plot(x[where], _drawable(y[where]), linestyle="", ms=size, **style)
+    ax.plot(x[where], drawable(y[where]), linestyle="", ms=size, **style)
 
 
 def at_top(ax: Any, x: np.ndarray, **style: Any) -> None:
@@ -131,32 +131,38 @@ def say_at_top(ax: Any, texts: Mapping[float, str]) -> None:
         )
 
 
-def _drawable(y: np.ndarray) -> np.ndarray:
+def drawable(y: np.ndarray) -> np.ndarray:
     """Return NaN for what is not finite, and no size with which margins overflow."""
     y = np.where(np.isfinite(y), y, np.nan)
     return np.where(y > 0, np.clip(y, 1e-100, 1e100), y)
 
 
-def lines(
-    ax: Any,
-    points: dict[str, Any],
-    what: str,
-    bound: float = np.inf,
-    dashed: Collection[str] = (),
-    causes: Mapping[float, str] | None = None,
-) -> Any:
-    """Draw lines, x and y by name, and a bound below them."""
-    largest = {
+def largest(points: Mapping[str, Any]) -> dict[str, float]:
+    """Return the largest finite value of each line."""
+    return {
         name: np.max(y, initial=0, where=np.isfinite(y))
         for name, (_, y) in points.items()
     }
-    colors = colors_of(largest)
+
+
+def lines(
+    ax: Any,
+    points: Mapping[str, Any],
+    what: str,
+    *,
+    sizes: Mapping[str, float],
+    bound: float = np.inf,
+    styles: Mapping[str, Any] | None = None,
+    causes: Mapping[float, str] | None = None,
+) -> Any:
+    """Draw lines, x and y by name, those of the largest sizes in color, and a bound."""
+    colors = colors_of(sizes)
     for name in in_order(points):
         # Labels that begin with "_" are not in the legend.
         label = f" {name}" if name.startswith("_") else name
         own = {"color": colors.get(name), "linewidth": 1.2, "label": label}
         style = own if name in colors else {**REST, "label": f"_{name}"}
-        line(ax, *points[name], linestyle="--" if name in dashed else "-", **style)
+        line(ax, *points[name], linestyle=(styles or {}).get(name, "-"), **style)
     if bound < np.inf:
         style = {"c": ink(ax), "zorder": 1.5, "label": f"radius {bound:.4g}", **BOUND}
         ax.axhline(bound, **style)
@@ -260,17 +266,6 @@ def star(ax: Any, x: Any, y: Any, label: str) -> Any:
     return ax.plot(x, y, linestyle="", clip_on=False, label=label, **look)[0]
 
 
-def shades(ax: Any, values: np.ndarray) -> Any:
-    """Return the colors of cells for norms, which may be zero or not finite."""
-    colors = blues(ax)
-    some = values[np.isfinite(values) & (values > 0)]
-    least, top = (some.min(), some.max()) if some.size else (1.0, 1.0)
-    scale = LogNorm(least, max(top, 10 * least), clip=True)
-    shown = colors(scale(np.where(np.isin(values, some), values, least)))
-    bad = ~np.isfinite(values)
-    return np.where(bad[..., None], colors.get_over(), shown)
-
-
 def finished(
     ax: Any,
     points: Sequence[Any],
@@ -298,7 +293,7 @@ def finished(
         ax.set_ylim(bottom=0 if zeros else None)
     elif top > 0:
         ax.set_ylim(0, 1.08 * top)
-    ax.xaxis.set_major_locator(_of_steps())
+    ax.xaxis.set_major_locator(ticks_at_steps())
     ax.set_ylabel(label)
     say_at_top(ax, causes or {})
     ax.grid(color=ink(ax), alpha=0.12)
@@ -309,74 +304,6 @@ def finished(
     return ax
 
 
-# Of norms that are not finite, on a light and on a dark ground: unlike every blue.
-NOT_FINITE = ("#e66100", "#ff8f33")
-
-
-def blues(ax: Any) -> Any:
-    """Return colors of norms: dark for large ones on a light ground, else light."""
-    colors = plt.get_cmap("Blues_r" if is_dark(ax) else "Blues")
-    span = (0.0, 0.95) if is_dark(ax) else (0.05, 1.0)
-    listed = ListedColormap(colors(np.linspace(*span, 256)))
-    return listed.with_extremes(over=NOT_FINITE[is_dark(ax)], bad="none")
-
-
-# Thinner columns would not be seen beside others.
-COLUMNS_PER_INCH = 30
-
-
-def cells(ax: Any, values: np.ndarray, label: str) -> None:
-    """Draw a row of cells for each row of norms, and a color bar.
-
-    Blue is dark for large norms on a light ground, and light on a dark one.
-    """
-    count = values.shape[1]
-    most = max(1, int(COLUMNS_PER_INCH * ax.bbox.width / ax.figure.dpi))
-    starts = np.arange(0, count, -(-count // most))
-    # NaN is the largest.
-    values = np.maximum.reduceat(values, starts, axis=1)
-    shown = _drawable(values)
-    some = shown[shown > 0]
-    top = some.max(initial=1e-100) if some.size else 1.0
-    least = min(np.quantile(some, 0.01), top / 10) if some.size else 0.1
-    colors = blues(ax)
-    bad = ~np.isfinite(values)
-    shown = np.ma.masked_where(shown == 0, np.where(bad, 10 * top, shown))
-    ends = np.arange(len(values) + 1) - 0.5
-    mesh = ax.pcolormesh(
-        np.append(starts, count) - 0.5,
-        ends,
-        shown,
-        norm=LogNorm(least, top),
-        cmap=colors,
-    )
-    ax.set(xlim=(-0.5, count - 0.5), ylim=(len(values) - 0.5, -0.5))
-    ax.xaxis.set_major_locator(_of_steps())
-    extend = "max" if bad.any() else "neither"
-    place = {"ax": ax, "pad": 0.015, "aspect": 15}
-    bar = ax.figure.colorbar(mesh, label=label, extend=extend, extendfrac=0.08, **place)
-    if bad.any():
-        style = {"color": colors.get_over(), "fontsize": "small", "loc": "left"}
-        bar.ax.set_title("not finite", **style)
-
-
-def bad_steps_above(
-    ax: Any, steps: Sequence[int], marked: Sequence[tuple[int, int]]
-) -> Any:
-    """Draw triangles above steps, and rings on rows of them."""
-    first, last = ax.get_xlim()
-    inside = [step for step in steps if first < step < last]
-    above = {"transform": ax.get_xaxis_transform(), "clip_on": False, "ls": ""}
-    color = ink(ax)
-    ax.plot(inside, [1.04] * len(inside), marker="v", ms=6, c=color, mew=0, **above)
-    rings = np.reshape([x for x in marked if x[0] in inside], (-1, 2)).T
-    ring = {"marker": "o", "ls": "", "mfc": "none", "clip_on": False}
-    # White within black is seen on every color.
-    ax.plot(*rings, ms=9, mec="black", mew=3, **ring)
-    ax.plot(*rings, ms=9, mec="white", mew=1.3, **ring)
-    return ax
-
-
-def _of_steps() -> Any:
+def ticks_at_steps() -> Any:
     """Return what places ticks at whole steps."""
     return MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True, min_n_ticks=1)

@@ -1,0 +1,1 @@
+"""Old optimizer states in new chains."""

@@ -1,0 +1,128 @@
+"""The states in a tree, live or restored without a template."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import keystr, tree_leaves_with_path
+
+from clipjax._core.leaves import as_array
+from clipjax._core.states import MetricsState, NamedState, Table
+from clipjax.adoption.earlier import of_today
+from clipjax.gradients.skipping import SkipMemory
+from clipjax.monitoring.metrics import restored_table
+
+Names: TypeAlias = tuple[str, ...]  # a path, or the fields of a state
+
+
+# The fields of each kind of state, and those of them that contain arrays.
+Kinds: TypeAlias = Mapping[Names, set[str]]
+
+
+OURS: Kinds = {
+    MetricsState._fields: {"step", "metrics"},
+    SkipMemory._fields: {"in_a_row"},
+}
+
+
+class FoundState(NamedTuple):
+    """A state that was found in a tree, or a single leaf that belongs to no state."""
+
+    node: Any
+    kind: str  # the name of its type; "" for a mapping and for a leaf
+    fields: Names  # for a leaf, the names on the way to it
+    label: str  # the transformation, for a state with metrics
+    path: Names
+    leaves: dict[Names, Any]  # without the leaves of states in it
+
+    def __str__(self) -> str:
+        what = self.label or self.kind or "/".join(self.fields)
+        return f"{what} at {'/'.join(self.path)!r}"
+
+
+def names_of(path: Any) -> Names:
+    """Return the names on a path of JAX."""
+    return tuple(keystr((key,), simple=True) for key in path)
+
+
+def _contains_states(field: str) -> bool:
+    """Return whether a field of a wrapper's state contains other states."""
+    return "inner" in field or "state" in field or field in NamedState._fields
+
+
+def states_in(
+    node: Any, kinds: Kinds, path: Names = (), names: Names = (), label: str = ""
+) -> Iterator[FoundState]:
+    """Yield the states in a tree in the order of the chain, the outer ones first.
+
+    Args:
+      node: a state, or a node that contains states: a chain, or the labels of a
+        partition.
+      kinds: the states that mappings may stand for.
+      path: the path of the node.
+      names: the last part of the path, without the places in chains.
+      label: the transformation whose memory the node is.
+
+    Yields:
+      The states.
+    """
+    now = of_today(node)
+    # In JAX 0.10, `flatten_one_level_with_keys` gives all children of a NamedTuple the
+    # name of its first field.
+    level = tree_leaves_with_path(now, is_leaf=lambda x: x is not now)
+    if [path for path, _ in level] == [()]:
+        yield FoundState(now, "", names, "", path, {(): now})
+        return
+    kind, fields = _kind_of(now, kinds)
+    children = {keystr(key, simple=True): child for key, child in level}
+    if isinstance(now, Mapping):
+        place = {key: int(key) if key.isdigit() else -1 for key in children}
+        order = fields or sorted(children, key=lambda key: (place[key], key))
+        children = {key: children[key] for key in order if key in children}
+    own: dict[Names, Any] = {}
+    inside = {}
+    for key, child in children.items():
+        is_memory = key == "memory" and fields == MetricsState._fields
+        is_skip = is_memory and _kind_of(child, OURS)[1] == SkipMemory._fields
+        if not fields or _contains_states(key) or is_skip:
+            inside[key] = child
+        elif key == "metrics" and fields == MetricsState._fields:
+            ((label, kept),) = child.items()
+            own |= {(key, name): x for name, x in _scalars_in(kept).items()}
+        else:
+            found = tree_leaves_with_path(child)
+            own |= {(key, *names_of(below)): x for below, x in found}
+    if fields:
+        yield FoundState(now, kind, fields, label, path, own)
+    for key, child in inside.items():
+        after = () if fields or _contains_states(key) else names
+        after = after if fields or key.isdigit() else (*after, key)
+        of = label if key == "memory" else ""
+        yield from states_in(child, kinds, (*path, key), after, of)
+
+
+def _kind_of(node: Any, kinds: Kinds) -> tuple[str, Names]:
+    """Return the name of the type of a state, "" for a mapping, and its fields."""
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        return type(node).__name__, node._fields
+    keys = set(map(str, node)) if isinstance(node, Mapping) else set()
+    fitting = [x for x, full in kinds.items() if keys and full <= keys <= {*x}]
+    return "", min(fitting, key=len, default=())
+
+
+def _scalars_in(kept: Any) -> dict[str, Any]:
+    """Return metrics by their names."""
+    kept = restored_table(kept)
+    if not isinstance(kept, Table):
+        return {key: as_array(x) for key, x in kept.items()}
+    floats, ints, bools = kept.known_names
+    row = jnp.asarray(as_array(kept.floats))
+    scalars = {name: row[..., i] for i, name in enumerate(floats)}
+    if ints or bools:
+        row = jnp.asarray(as_array(kept.counts))
+        counts = {name: row[..., i] for i, name in enumerate((*ints, *bools))}
+        scalars |= counts | {name: counts[name].astype(np.uint32) for name in bools}
+    return scalars

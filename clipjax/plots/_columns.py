@@ -1,0 +1,162 @@
+"""What the metrics of a history are of: clips, skips, groups and probes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from clipjax._core.leaves import check_patterns, matches
+from clipjax._core.messages import a_few, short_repr
+from clipjax.monitoring import history as runs
+from clipjax.plots import _drawing as draw
+
+
+def norm_in(columns: Mapping[str, Any]) -> str:
+    """Return the key of the only clip's norm, else of the only norm."""
+    found = [key for key in columns if key == "norm" or key.endswith("/norm")]
+    of_skips = [f"{skip}/norm" for skip in skips_in(columns)]
+    of_clips = [key for key in found if key not in of_skips]
+    chosen = of_clips or found or recorded_in(columns)
+    if len(chosen) != 1:
+        listed = a_few(chosen or list(columns)) or "none"
+        raise ValueError(f"name must say which norm to draw, of {listed}")
+    return chosen[0]
+
+
+def skips_in(columns: Mapping[str, Any]) -> list[str]:
+    """Return the names of the transformations that skip steps."""
+    ends = "/skipped"
+    found = [key.removesuffix(ends) for key in columns if key.endswith(ends)]
+    # A user's own "data/skipped" has no norm.
+    return [skip for skip in found if f"{skip}/norm" in columns]
+
+
+def limits_in(columns: Mapping[str, Any], own: str, key: str) -> np.ndarray:
+    """Return the threshold at each step, NaN where it is not known."""
+    if f"{own}/threshold" in columns:
+        return runs.per_step(columns, f"{own}/threshold", key)
+    if {f"{own}/norm_after", f"{own}/scale"} <= {*columns}:
+        after = runs.per_step(columns, f"{own}/norm_after", key)
+        return np.where(runs.per_step(columns, f"{own}/scale", key) < 1, after, np.nan)
+    return np.array(np.nan)
+
+
+def clipped_steps(
+    columns: Mapping[str, Any], own: str, key: str, norm: np.ndarray
+) -> np.ndarray:
+    if f"{own}/scale" in columns:
+        return runs.per_step(columns, f"{own}/scale", key) < 1
+    return norm > runs.per_step(columns, f"{own}/threshold", key)
+
+
+def recorded_in(columns: Mapping[str, Any]) -> list[str]:
+    """Return the keys of norms that `record_norms` has measured."""
+    # A group, too, may be called "steps".
+    recorded = "record_norms[^/]*/(?!steps$).+"
+    return [key for key in columns if re.fullmatch(recorded, key)]
+
+
+def groups_in(columns: Mapping[str, Any]) -> dict[str, str]:
+    """Return the names of the groups whose norms are among metrics, by key."""
+    recorded = recorded_in(columns)
+    if recorded:
+        return {key: key.removeprefix("record_norms/") for key in recorded}
+    return {
+        key: key.removesuffix("/norm").removeprefix("clip_by_group_norm/")
+        for key in columns
+        if re.fullmatch("clip_by_group_norm[^/]*/.+/norm", key)
+    }
+
+
+def norms_by_group(
+    history: runs.History, only: str | Sequence[str] | None
+) -> tuple[Mapping[str, Any], dict[str, str], dict[str, np.ndarray]]:
+    """Return a history by name, names of groups by key, and their norms by key."""
+    columns = runs.columns_of(history)
+    recorded = groups_in(columns)
+    has_counters = any(key.endswith("/steps") for key in columns)
+    if not recorded and columns and (has_counters or columns is not history):
+        raise TypeError(
+            "history must be norms by name, or metrics with record_norms or groups, "
+            f"got {short_repr(history)}"
+        )
+    names = recorded or {key: key for key in columns}
+    if only is not None:
+        patterns = check_patterns("only", only)
+        chosen = {
+            key: name
+            for key, name in names.items()
+            if any(matches(each, name) for each in patterns)
+        }
+        if not chosen:
+            raise ValueError(
+                f"only: {only!r} matches none of {a_few(list(names.values()))}"
+            )
+        names = chosen
+    values = {key: runs.per_step(columns, key) for key in names}
+    if len({x.shape for x in values.values()}) != 1:
+        raise ValueError(
+            "history must have one or more groups with equally many steps, got "
+            f"{list(names.values())[:20]}"
+        )
+    return columns, names, values
+
+
+# What `record_norms` measures beside updates.
+_KINDS = re.compile("(?:record_norms[^/]*/)?(params|ratio|forward|backward)(?:/.*)?")
+
+
+def kind_of(name: str) -> str:
+    """Return the kind of a recorded norm, "" for gradients and updates."""
+    found = _KINDS.fullmatch(name)
+    return found[1] if found else ""
+
+
+LABELS = {
+    "params": "norm of the weights",
+    "ratio": "norm of the update / norm of the weights",
+    "forward": "norm of the activations",
+    "backward": "norm of the activations' gradient",
+}
+
+
+# In the order of time.
+_ALL = {
+    "forward": "all of the forward pass",
+    "backward": "all of the backward pass",
+    "": "all groups",
+}
+
+
+def bad_groups_in(columns: Mapping[str, Any], like: str) -> dict[float, str]:
+    """Return which groups are not finite, by step, if `record_norms` measured them."""
+    groups = groups_in(columns)
+    points = {}
+    for key, name in groups.items():
+        taken = runs.steps_taken(columns, key)
+        norms = runs.per_step(columns, key, like)
+        points[name] = np.flatnonzero(taken), norms[taken]
+    return bad_groups(points, {name: kind_of(name) for name in points})
+
+
+def bad_groups(points: Mapping[str, Any], kinds: Mapping[str, str]) -> dict[float, str]:
+    """Return which groups are not finite, by step.
+
+    If a step broke in the forward pass, everything after it is not finite, too, so that
+    only the kind that comes first in time is named.
+    """
+    causes: dict[float, str] = {}
+    for kind in _ALL:
+        names = [name for name in points if kinds[name] == kind]
+        bad: dict[float, list[str]] = {}
+        for name in names:
+            x, y = points[name]
+            for step in x[~np.isfinite(y)].tolist():
+                bad.setdefault(step, []).append(name)
+        for step, found in bad.items():
+            some = draw.words(found)
+            causes.setdefault(step, _ALL[kind] if found == names else some)
+    return causes if len(points) > 1 else {}

@@ -1,0 +1,99 @@
+"""Norms of groups over the steps, as the colors of a map."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from clipjax._core.leaves import check_patterns, matches
+from clipjax.monitoring import history as runs
+from clipjax.monitoring.bad_steps import BadStep
+from clipjax.plots import _drawing as draw
+from clipjax.plots._cells import bad_steps_above, cells
+from clipjax.plots._columns import norms_by_group
+
+
+def heat_map(
+    history: runs.History,
+    *,
+    only: str | Sequence[str] | None = None,
+    bad: Sequence[BadStep] = (),
+    ax: Any = None,
+) -> Any:
+    """Draw the norm of each group over the steps as the color of a cell.
+
+    Use it to see in one picture which layer a bad step came from, and when.
+
+    Args:
+      history: the norms, as in :func:`group_norms`.
+      only: path patterns of the groups to draw, as in `["*/embed", "*/blocks/*",
+        "*/head"]`. The rows follow the order of the patterns, and are sorted by name
+        within each pattern. None, the default, draws all groups, sorted by name.
+      bad: the bad steps to mark, as :func:`clipjax.bad_steps` returns them; none by
+        default. Their steps are counted from the first step of `history`.
+      ax: the axes to draw on. None, the default, makes a new figure.
+
+    Returns:
+      The axes, with one row for each group, and a color bar with a logarithmic scale
+      beside them. A norm that is not finite has a color of its own, and a norm of 0 has
+      no color. Each bad step has a triangle above the map, and a ring on the row of the
+      group that `print` of the bad step names, if there is such a row. If there are
+      more than 30 steps for each inch of the axes, a column shows the largest norm of
+      several steps. A step that `record_norms` did not see, such as an accumulated one,
+      repeats the norms of the step before.
+
+    Raises:
+      TypeError: `history` is not a history, has no groups, or has values that are not
+        real numbers; `ax` is not one of Matplotlib's axes.
+      ValueError: no group matches `only`, there are no steps, or groups differ in their
+        number of steps.
+
+    See Also:
+      :func:`group_norms` draws lines; :func:`bad_steps` draws the norms of the bad
+      steps only.
+
+    Example:
+      >>> from clipjax import plots
+      >>> norms = {"embed": [2.0, 1.0], "blocks/0": [0.5, 0.1], "blocks/1": [1.0, 1.0]}
+      >>> ax = plots.heat_map(norms, only=["embed", "blocks/*"])
+      >>> [label.get_text() for label in ax.get_yticklabels()]
+      ['embed', 'blocks/0', 'blocks/1']
+    """
+    _, names, values = norms_by_group(history, only)
+    rows = {name: values[key] for key, name in names.items()}
+    in_order = draw.in_order(rows)
+    if only is not None:
+        patterns = check_patterns("only", only)
+        in_order.sort(key=lambda name: [matches(x, name) for x in patterns].index(True))
+    norms_by_row = np.stack([rows[name] for name in in_order])
+    if not norms_by_row.size:
+        raise ValueError("history must have at least one step")
+    firsts = {name.partition("/")[0] for name in in_order}
+    has_one_kind = len(firsts) == 1 and all("/" in name for name in in_order)
+    of = f" of {firsts.pop()}" if has_one_kind else ""
+    labels = [name.partition("/")[2] if of else name for name in in_order]
+    marked = [
+        (step.step, row)
+        for step in bad
+        for row, name in enumerate(in_order)
+        if _layer_named(step) in (name, name.partition("/")[2]) and _layer_named(step)
+    ]
+    ax = draw.new_axes(ax, height=1.4 + 0.3 * max(4, len(labels)))
+    cells(ax, norms_by_row, f"norm{of}")
+    ax.set_yticks(range(len(labels)), labels)
+    ax.set_xlabel("step")
+    return bad_steps_above(ax, [step.step for step in bad], marked)
+
+
+def _layer_named(step: BadStep) -> str:
+    """Return the group that the text of a bad step names, "" for none or several."""
+    if layer := step._place()[1]:
+        return layer
+    not_finite = [x for x, norm in step.groups.items() if not np.isfinite(norm)]
+    if len(not_finite) == 1:
+        return not_finite[0]
+    if not_finite or step.is_of_loss or not step.groups:
+        return ""
+    return max(step.groups, key=lambda name: step.groups[name])
