@@ -112,13 +112,21 @@ def factor_onto(wanted: jax.Array, norm: jax.Array, rate: Any = 1) -> jax.Array:
     It has no margin, which would shrink a norm that is kept at every step. It has no
     band around `wanted` in which it is 1 either: a tangential step of a fraction r of
     the norm lets the norm grow by r² / 2, which would stay within such a band.
+
+    Near 1, it is 1 plus a small quotient, since the division of a GPU has a bias: with
+    quotients near 1, kept norms grow by 0.3% over 100,000 steps (H200, JAX 0.11).
     """
     wanted = jnp.asarray(wanted, norm.dtype)
     rate = jnp.minimum(jnp.asarray(rate, norm.dtype), 1)
-    there = (norm == wanted) | (norm == 0) | (wanted == 0)
-    # An infinite norm is not `there`, so that its factor becomes NaN.
-    there &= wanted < jnp.inf
-    return quotient_or_1(there, rate * (wanted + 0 * wanted) + (1 - rate) * norm, norm)
+    there = (norm == 0) | (wanted == 0)
+    # What is not finite is not `there`, so that the factor becomes NaN.
+    there &= jnp.maximum(wanted, norm) < jnp.inf
+    change = rate * (wanted - norm)
+    is_near = there | (jnp.abs(change) <= norm / 2)
+    target = rate * (wanted + 0 * wanted) + (1 - rate) * norm
+    part = jnp.where(is_near, change, target) + 0 * norm
+    quotient = jnp.where(there, 0, part) / jnp.where(there, 1, norm)
+    return jnp.where(is_near, 1 + quotient, quotient)
 
 
 @jax.jit
