@@ -69,13 +69,14 @@ def clip_entries(leaf: Leaf, low: Any, high: Any) -> jax.Array:
 
 @jax.jit
 def _between(x: jax.Array, low: Any, high: Any) -> jax.Array:
-    """Return x clipped to an interval.
+    """Return x clipped to an interval; NaN stays.
 
-    It compares bits to find the elements within, since XLA on a CPU takes subnormal
-    numbers for 0.
+    It compares bits, since XLA on a CPU takes subnormal numbers for 0.
     """
-    inside = (_order(low) <= _order(x)) & (_order(x) <= _order(high))
-    return weak_like(x, jnp.where(inside, x, jnp.clip(x, low, high)))
+    low = jnp.where(_order(low) > _order(high), high, low)
+    below, above = _order(x) < _order(low), _order(x) > _order(high)
+    clipped = jnp.where(below, low, jnp.where(above, high, x))
+    return weak_like(x, jnp.where(jnp.isnan(x), x, clipped))
 
 
 def _order(x: jax.Array) -> jax.Array:

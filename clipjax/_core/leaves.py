@@ -128,6 +128,12 @@ def as_array(x: Any) -> jax.Array:
     return jax.tree.leaves(x)[0]
 
 
+def on_host(x: Any) -> Any:
+    """Return the array in a box as NumPy's, which mixes with arrays on any devices."""
+    array = as_array(x)
+    return array if isinstance(array, jax.core.Tracer) else np.asarray(array)
+
+
 def _is_absent(node: Any) -> bool:
     return node is None or isinstance(node, optax.MaskedNode)
 

@@ -11,7 +11,7 @@ import numpy as np
 from jax.tree_util import tree_leaves_with_path
 
 from clipjax._core.aliases import Tree
-from clipjax._core.leaves import unboxed, without_boxes
+from clipjax._core.leaves import on_host, unboxed, without_boxes
 from clipjax._core.messages import a_few, short_repr
 from clipjax._core.states import UNKNOWN, MetricsState, Table
 from clipjax.adoption.states import OURS, FoundState, Names, names_of, states_in
@@ -240,12 +240,16 @@ def _moved(x: Any, like: Any, was: Names, now: Names) -> Any:
             f"{'/'.join(now)!r} is {there}{list(np.shape(like))}; to start it afresh, "
             "adopt twice, first into a chain without it, with drop=True"
         )
-    is_known = isinstance(like, jax.Array) and not isinstance(like, jax.core.Tracer)
-    if not (is_known and len(like.sharding.device_set) > 1):
+    if any(isinstance(y, jax.core.Tracer) for y in (x, like)):
         return jnp.asarray(x, there)
-    # An array that a checkpoint restores to the host may be too large for one device.
-    array = jnp.asarray(x, there) if isinstance(x, jax.Array) else np.asarray(x, there)
-    return jax.device_put(array, like.sharding)
+    if getattr(like, "committed", False):
+        # An array on the host may be too large for one device.
+        moved = jax.device_put(x, like.sharding)
+        return moved if here == there else moved.astype(there)
+    # As in `new`, counters are tied to no devices. Keys of `jax.random` stay on theirs.
+    is_key = jnp.issubdtype(here, jax.dtypes.extended)
+    is_tied = getattr(x, "committed", False) and not is_key
+    return jnp.asarray(on_host(x) if is_tied else x, there)
 
 
 def _with_columns(
@@ -267,6 +271,6 @@ def _with_columns(
         return padded[..., np.array(columns)]
 
     return {
-        key: ordered(jnp.asarray(x)) if key[-1] == "rows" and was != now else x
+        key: ordered(jnp.asarray(on_host(x))) if key[-1] == "rows" and was != now else x
         for key, x in theirs.items()
     }

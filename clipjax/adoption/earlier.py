@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from clipjax._core.aliases import Memory
-from clipjax._core.leaves import as_array
+from clipjax._core.leaves import on_host
 from clipjax._core.states import table
 
 
@@ -19,8 +19,10 @@ def of_today(node: Any) -> Any:
     """
     keys = node.keys() if isinstance(node, Mapping) else set()
     if {"step", "norms", "text"} <= keys <= {"step", "names", "norms", "kept", "text"}:
-        text = np.asarray(as_array(node["text"])).tobytes().decode()
-        kept = table((tuple(text.split("\n")),), as_array(node["norms"]))
+        letters = on_host(node["text"])
+        # Stacked states have the same names.
+        text = letters[(0,) * (letters.ndim - 1)].tobytes().decode()
+        kept = table((tuple(text.split("\n")),), on_host(node["norms"]))
         memory = _in_time(node.get("kept"))
         metrics: dict[str, Any] = {"record_norms": kept}
         return {"step": node["step"], "metrics": metrics, "memory": memory}
@@ -31,7 +33,7 @@ def of_today(node: Any) -> Any:
     for rows in (node.get("last") or {}, node["counts"]):
         for key, x in rows.items():
             label, _, joined = key.partition("/")
-            row = jnp.asarray(as_array(x))
+            row = jnp.asarray(on_host(x))
             names = [joined] if row.shape[-1] == 1 else joined.split(", ")
             found |= {name: row[..., i] for i, name in enumerate(names)}
     step = found.pop("steps")
@@ -58,11 +60,11 @@ def _in_time(memory: Memory) -> Any:
         {"past", "entered", "steps", "rows"},
     ):
         return parts
-    entered = jnp.asarray(as_array(parts.pop("entered")))
-    size = jnp.shape(as_array(parts.get("values", parts.get("steps"))))[-1]
+    entered = jnp.asarray(on_host(parts.pop("entered")))
+    size = np.shape(on_host(parts.get("values", parts.get("steps"))))[-1]
     places = (np.arange(size) + entered[..., None]) % size
     for key in parts.keys() - {"past"}:
-        x = jnp.asarray(as_array(parts[key]))
+        x = jnp.asarray(on_host(parts[key]))
         if x.ndim == places.ndim:
             parts[key] = jnp.take_along_axis(x, places, axis=-1)
         else:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr, tree_leaves_with_path
 
-from clipjax._core.leaves import as_array
+from clipjax._core.leaves import as_array, on_host
 from clipjax._core.states import MetricsState, NamedState, Table
 from clipjax.adoption.earlier import of_today
 from clipjax.gradients.skipping import SkipMemory
@@ -119,10 +119,10 @@ def _scalars_in(kept: Any) -> dict[str, Any]:
     if not isinstance(kept, Table):
         return {key: as_array(x) for key, x in kept.items()}
     floats, ints, bools = kept.known_names
-    row = jnp.asarray(as_array(kept.floats))
+    row = jnp.asarray(on_host(kept.floats))
     scalars = {name: row[..., i] for i, name in enumerate(floats)}
     if ints or bools:
-        row = jnp.asarray(as_array(kept.counts))
+        row = jnp.asarray(on_host(kept.counts))
         counts = {name: row[..., i] for i, name in enumerate((*ints, *bools))}
         scalars |= counts | {name: counts[name].astype(np.uint32) for name in bools}
     return scalars

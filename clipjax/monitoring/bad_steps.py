@@ -19,16 +19,13 @@ from clipjax.monitoring.metrics import restored, states_in
 
 
 class BadStep(NamedTuple):
-    """A step that was not finite, or an outlier; `print` says what went wrong.
-
-    Numbers that are not known are NaN or infinity: the loss if `update` got none, and
-    the threshold in the first steps.
-    """
+    """A step that was not finite, or an outlier; `print` says what went wrong."""
 
     step: int  # the number of updates before it
     norm: float  # the norm of all leaves
-    threshold: float  # the norm above which a step is an outlier
-    loss: float
+    # The norm above which a step is an outlier; infinite in the first steps.
+    threshold: float
+    loss: float | None  # None if `update` got none
     groups: dict[str, float]  # the norm of each group, by name
     # The norms that probes saw, in the order of the model; infinite if an element is
     # not finite. They are empty if there are no probes, or if their taps were not
@@ -55,10 +52,17 @@ class BadStep(NamedTuple):
         return "; ".join(filter(None, (text, origin, where)))
 
     @property
+    def _used(self) -> dict[str, float]:
+        """The groups whose gradient is not 0, as that of unused weights is.
+
+        A gradient of 0 is finite wherever the step broke.
+        """
+        return {name: norm for name, norm in self.groups.items() if norm != 0}
+
+    @property
     def _no_group_is_finite(self) -> bool:
-        return len(self.groups) > 1 and not any(
-            map(math.isfinite, self.groups.values())
-        )
+        norms = self._used.values()
+        return len(norms) > 1 and not any(map(math.isfinite, norms))
 
     def _origin(self) -> str:
         """Say what probes tell of the place where the step broke, "" for nothing."""
@@ -81,20 +85,27 @@ class BadStep(NamedTuple):
         if not bad_backward:
             return _largest_step(self.forward)
         name, last = bad_backward[-1], list(self.backward)[-1]
-        if name != last or any(map(math.isfinite, self.groups.values())):
+        if name != last:
             return f"in the backward pass, at {name}", name, "backward"
-        if self._no_group_is_finite:
+        if self.loss is not None and not math.isfinite(self.loss):
             return f"in the loss, or behind {name}", "", "loss"
-        # Of fewer than two groups, none may show that the loss is fine.
+        if any(map(math.isfinite, self._used.values())):
+            return f"in the backward pass, at {name}", name, "backward"
+        # No weights behind the last probe show whether their gradients are finite.
+        if self.loss is not None:
+            return f"in the backward pass, at {name} or behind it", "", "loss"
         words = f"in the loss, or at {name} or behind it in the backward pass"
         return words, "", "loss"
 
     def _where(self) -> str:
         bad = [name for name, norm in self.groups.items() if not math.isfinite(norm)]
         if self._no_group_is_finite:
-            return "no group is finite: it broke in the loss or in the forward pass"
+            but = " but those of norm 0" if len(self._used) < len(self.groups) else ""
+            return (
+                f"no group{but} is finite: it broke in the loss or in the forward pass"
+            )
         if bad:
-            return _boundary(list(self.groups), bad)
+            return _boundary(list(self._used), bad)
         name, largest = max(self.groups.items(), key=lambda item: item[1])
         if not math.isfinite(self.norm):
             return f"largest in {name}"
@@ -174,8 +185,10 @@ def bad_steps(opt_state: Tree) -> list[BadStep]:
     the norm is not finite, the text names the groups that are not finite, and the layer
     from which on all groups are finite: the backward pass broke at the layer before it.
     If no group is finite, the text says that the step broke in the loss or in the
-    forward pass, since gradients do not tell the layer then. With probes, the text says
-    in which pass and at which layer it began.
+    forward pass, since gradients do not tell the layer then. A group of norm 0 tells
+    nothing, as that of weights that a step does not use. With probes, the text says in
+    which pass and at which layer it began; pass `loss=` to `update`, so that the loss
+    and the last layer are told apart.
 
     See Also:
       :func:`record_norms` keeps the steps; :func:`probe` finds the layer in both
@@ -234,12 +247,12 @@ def _steps_in(name: str, kept: BadSteps, table: Table) -> list[BadStep]:
     found = []
     for place in range(len(steps) - count, len(steps)):
         norm, threshold, loss, *norms = map(float, rows[place])
-        loss = math.nan if loss == UNKNOWN else loss
         pairs = zip(names, norms, strict=True)
         named = {name: norm for name, norm in pairs if norm != UNKNOWN}
         of_probes = [_groups_of(of, named) for of in ("forward", "backward")]
         given = any(any(seen.values()) for seen in of_probes)
-        numbers = norm, threshold, loss, _groups_of(name, named)
+        known_loss = None if loss == UNKNOWN else loss
+        numbers = norm, threshold, known_loss, _groups_of(name, named)
         both = of_probes if given else [{}, {}]
         found.append(BadStep(int(steps[place]), *numbers, *both))
     return found

@@ -343,6 +343,49 @@ def test_arrays_go_to_the_devices_of_new() -> None:
         assert moments(adopted)[0].mu["z"].sharding == spread
 
 
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_a_state_moves_to_another_mesh(kind: str) -> None:
+    """Counters and bad steps, too, which are committed to the devices that they leave,
+    and moments of which no device holds all.
+    """
+    if jax.device_count() < 4:
+        pytest.skip("needs four devices")
+    update = jax.jit(ours().update)
+
+    def placed(devices: list[Any]) -> tuple[Any, Any]:
+        types = (getattr(jax.sharding.AxisType, kind),)
+        mesh = jax.make_mesh((len(devices),), ("x",), types, devices=devices)
+        split, whole = (
+            jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(axis))
+            for axis in ("x", None)
+        )
+        with jax.set_mesh(mesh):
+            weights = jax.device_put({"w": jnp.arange(8.0).reshape(4, 2)}, split)
+            state = ours().init(weights)
+        if kind == "Auto":
+            return weights, state
+        on_mesh = [
+            x if len(x.sharding.device_set) > 1 else jax.device_put(x, whole)
+            for x in jax.tree.leaves(state)
+        ]
+        return weights, jax.tree.structure(state).unflatten(on_mesh)
+
+    weights, state = placed(jax.devices()[:4])
+    with jax.set_mesh(weights["w"].sharding.mesh):
+        for size in (1.0, np.nan, 2.0):
+            _, state = update({"w": size * weights["w"]}, state, weights)
+    expected = clipjax.metrics(jax.device_get(state))
+    fewer, new = placed(jax.devices()[2:4])
+    with jax.set_mesh(fewer["w"].sharding.mesh):
+        for old in (state, serialization.to_state_dict(jax.device_get(state))):
+            adopted = clipjax.adopt(old, new)
+            assert repr(clipjax.bad_steps(adopted)) == repr(clipjax.bad_steps(state))
+            for key, x in clipjax.metrics(jax.device_get(adopted)).items():
+                np.testing.assert_array_equal(x, expected[key], err_msg=key)
+            _, after = update(fewer, adopted, fewer)
+            assert after[0].step == 4
+
+
 class Net(nnx.Module):
     def __init__(self) -> None:
         self.dense = nnx.Linear(3, 2, rngs=nnx.Rngs(0))

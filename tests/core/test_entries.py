@@ -16,17 +16,18 @@ def test_subnormal_entries_inside_stay(dtype: str) -> None:
     """XLA on a CPU takes them for 0, on whichever side of 0 they are."""
     with jax.enable_x64(True):
         least = float(jnp.finfo(dtype).smallest_subnormal)
-        exact = np.array([-1.0, -3 * least, -0.0, 0.0, least, 2.0, np.nan])
+        exact = [-1.0, -3 * least, -0.0, 0.0, least, 5 * least, 2.0, np.nan]
+        exact = np.tile(exact, 53)[:-4]  # with a rest that is not vectorized
         kind = jnp.dtype(dtype)
 
         @jax.jit
         def clipped(x: jax.Array) -> list[jax.Array]:
             leaf = Leaf((), x)
-            limits = ((0.0, 1.0), (-1.0, 0.0), (-1.0, 1.0), (None, 0.0))
+            limits = ((0.0, 1.0), (-1.0, 0.0), (-1.0, 1.0), (None, 0.0), (None, least))
             found = [entries.clip_entries(leaf, *each) for each in limits]
             return [clipjax.non_negative().apply(x), *found]
 
-        limits = ((0, np.inf), (0, 1), (-1, 0), (-1, 1), (0, 0))
+        limits = ((0, np.inf), (0, 1), (-1, 0), (-1, 1), (0, 0), (-least, least))
         for y, (low, high) in zip(clipped(exact.astype(kind)), limits, strict=True):
             wanted = np.clip(exact, low, high).astype(kind)
             np.testing.assert_array_equal(np.float64(y), np.float64(wanted))

@@ -107,7 +107,7 @@ def test_what_is_not_known_is_nan_or_infinite() -> None:
     assert repr(found) == repr(clipjax.bad_steps(state)[0])
     assert other.loss == -INF
     assert found[:3] == (1, INF, INF)
-    assert math.isnan(found.loss)
+    assert found.loss is None
     assert found.groups == {}
 
 
@@ -356,11 +356,14 @@ def test_what_is_printed_names_the_place() -> None:
         "norm inf, usual up to 12; no group is finite: it broke in the loss or in the "
         "forward pass": (INF, 12, 1, INF, NAN),
         "norm inf; largest in b": (INF, INF, NAN, 1e19, 1.5e19),
+        "norm nan; no group but those of norm 0 is finite: it broke in the loss or in "
+        "the forward pass": (NAN, INF, None, NAN, NAN, 0),
         "loss nan; norm 1.5, usual up to 12": (1.5, 12, NAN, 1, 1),
         "loss 8.1e+03; norm 1.5": (1.5, INF, 8100, 1, 1),
     }
-    for text, (norm, threshold, loss, a, b) in texts.items():
-        assert str(bad(norm, threshold, loss, a=a, b=b)) == f"step 0: {text}"
+    for text, (norm, threshold, loss, *norms) in texts.items():
+        groups = dict(zip("abc", norms, strict=False))
+        assert str(bad(norm, threshold, loss, **groups)) == f"step 0: {text}"
     assert str(bad(NAN, INF, NAN)) == "step 0: norm nan"
 
 
@@ -427,6 +430,9 @@ def test_layers_are_in_the_order_of_their_numbers() -> None:
     assert str(bad(NAN, INF, NAN, **dict(sorted(names.items()), head=1.0))).endswith(
         "not finite in block_0/kernel to block_10/kernel; fine from block_11/kernel on"
     )
+    # Frozen layers have a gradient of 0, which is finite wherever the step broke.
+    frozen = {"block_0": NAN, "block_1": NAN, "block_2": 0.0, "block_3": 1.0}
+    assert str(bad(NAN, INF, NAN, **frozen)).endswith("fine from block_3 on")
     only = {"block_0": 1.0, "block_1": NAN, "block_2": 1.0}
     assert str(bad(NAN, INF, NAN, **only)).endswith("not finite in block_1")
 

@@ -116,3 +116,14 @@ def test_bad_steps_of_0_4_0_are_found() -> None:
         "head"
     ]
     assert jnp.isfinite(bad.groups["dense/bias"])
+
+
+def test_stacked_norms_of_0_4_0_keep_their_names() -> None:
+    """As of an ensemble, whose states share the names."""
+    old = make.read(make.HERE / "0.4.0")["msgpack"]["record_norms of leaves"]
+    tx = make.members()["record_norms of leaves"]
+    both = jax.tree.map(lambda x: np.stack([x, x]), (old, make.params()))
+    adopted = clipjax.adopt(both[0], jax.vmap(tx.init)(both[1]))
+    one = clipjax.metrics(clipjax.adopt(old, tx.init(make.params())))
+    for key, x in jax.vmap(clipjax.metrics)(adopted).items():
+        np.testing.assert_array_equal(x, [one[key]] * 2, err_msg=key)
