@@ -174,7 +174,8 @@ def clip_by_value(
       low: the lower threshold, likewise.
 
     Returns:
-      The clipped tree. NaN stays NaN; an infinite element becomes the threshold.
+      The clipped tree. NaN stays NaN; an infinite element becomes the threshold, or
+      NaN if it is complex.
 
     Raises:
       TypeError: `low` or `high` is given without the other, or `bound` is missing; a

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,6 @@ from jax import lax
 from jax.tree_util import GetAttrKey
 
 from clipjax._core.aliases import DType, Memory, Scalar, State
-from clipjax._core.leaves import as_array
 from clipjax._core.messages import a_few
 from clipjax._core.norms import sum_dtype
 
@@ -74,28 +73,37 @@ class Table(_Arrays):
 
     names: Names = ()
 
+    def __new__(
+        cls, text: Any, floats: Any, counts: Any = None, names: Names = ()
+    ) -> Self:
+        made = super().__new__(cls, text, floats, counts)
+        made.names = names if any(names) else _names_in(text)
+        return made
+
     @property
     def known_names(self) -> Names:
-        """The names of this table, also if it was restored from a checkpoint.
-
-        `record_norms` has names of floats alone.
-        """
-        names = self.names if any(self.names) else self._in_text()
-        return (*names, (), ())[:3]
-
-    def _in_text(self) -> Names:
-        text = as_array(self.text)
-        if isinstance(text, jax.core.Tracer):
+        """The names of floats, ints and bools; `record_norms` has floats alone."""
+        names = self.names if any(self.names) else _names_in(self.text)
+        if not names:
             raise ValueError(
                 "opt_state: inside jit, nnx.state has no names of norms, and neither "
                 "has a restored state: pass the optimizer itself, or read metrics "
                 "after an update"
             )
-        letters = np.asarray(text)
-        # Stacked states have the same names.
-        letters = letters[(0,) * (letters.ndim - 1)]
-        parts = letters.tobytes().decode()[:-1].split("\n\n")
-        return tuple(tuple(part.split("\n")) if part else () for part in parts)
+        return (*names, (), ())[:3]
+
+
+def _names_in(text: Any) -> Names:
+    """Return the names in a text, or none if it is traced or a placeholder."""
+    letters: Any = next(iter(jax.tree.leaves(text)), None)  # in a box of Flax NNX
+    is_known = isinstance(letters, jax.Array | np.ndarray)
+    if not is_known or isinstance(letters, jax.core.Tracer) or letters.dtype != "uint8":
+        return ()
+    array = np.asarray(jax.device_get(letters))
+    # Stacked states have the same names.
+    first = array[(0,) * (array.ndim - 1)]
+    parts = first.tobytes().decode()[:-1].split("\n\n")
+    return tuple(tuple(part.split("\n")) if part else () for part in parts)
 
 
 class _Carried:
@@ -113,9 +121,8 @@ class _Carried:
 
 
 def _carrying(carried: _Carried, arrays: Iterable[Any]) -> Table:
-    made = Table(*arrays)
-    made.names = carried.names
-    return made
+    text, floats, counts = arrays
+    return Table(text, floats, counts, carried.names)
 
 
 jax.tree_util.register_pytree_with_keys(
@@ -129,10 +136,11 @@ jax.tree_util.register_pytree_with_keys(
 
 
 def table(names: Names, floats: jax.Array, counts: jax.Array | None = None) -> Table:
-    """Return a table, with its names as text."""
-    text = "\n\n".join("\n".join(each) for each in names)
+    """Return a table, with its names as text, one a line."""
+    lines = tuple(tuple(" ".join(x.split("\n")) for x in each) for each in names)
+    text = "\n\n".join("\n".join(each) for each in lines)
     letters = jnp.asarray(np.frombuffer(f"{text}\n".encode(), np.uint8))
-    return _carrying(_Carried(names), (letters, floats, counts))
+    return Table(letters, floats, counts, lines)
 
 
 def table_of(metrics: Mapping[str, Any]) -> Table:
@@ -211,7 +219,9 @@ def first_metrics(shapes: Any, has_leaves: bool) -> Any:
     first = table(zeros.names, zeros.floats, zeros.counts)
     # The placeholder of `optax.tree.map_params` has no leaves, so that not all of the
     # names are known: then none is carried.
-    return first if has_leaves else Table(*first)
+    if not has_leaves:
+        first.names = ()
+    return first
 
 
 def next_metrics(name: str, old: Any, logged: Any) -> Any:

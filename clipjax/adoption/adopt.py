@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -29,9 +29,10 @@ def adopt(old: Tree, new: Tree, *, drop: bool = False) -> Tree:
 
     1. A state is matched with a state of the same type, or of the same fields if `old`
        has mappings in place of states. A state with metrics is matched with a state of
-       the same transformation. Several states of one kind are matched in the order of
-       the chain, or by their paths and shapes if the two chains do not have equally
-       many of them.
+       the same transformation. Several states of one kind are matched by the labels of
+       `optax.partition` and the names of `named` around them, then in the order of the
+       chain, or by their paths and shapes if the two chains do not have equally many of
+       them.
     2. Wrappers are looked through: the state of Adam is the same within a skip,
        `optax.MultiSteps`, `inject_hyperparams`, `named` or a chain, and outside of it.
     3. Arrays of matched states have equal paths and shapes. Only floats change their
@@ -149,26 +150,50 @@ def _by_kind(
 def _pairs(
     olds: Sequence[FoundState], news: Sequence[FoundState]
 ) -> list[tuple[FoundState, FoundState]]:
-    """Match states of one kind, in the order of the chain.
+    """Match states of one kind: of the same parts, in the order of the chain.
 
-    If there are not equally many, match states with the same paths and shapes.
+    What is left is matched in the order of the chain, or by paths and shapes if there
+    are not equally many, or if the order of parts says nothing, since they have other
+    names.
     """
-    if not news or len(olds) == len(news):
-        return list(zip(olds, news, strict=False))
-    pairs = []
-    for was in olds:
-        same, like = (
-            [each for each in states if _shapes(each) == _shapes(was)]
-            for states in (olds, news)
+    if not news:
+        return []
+    pairs, left_olds, left_news = _in_order(olds, news, lambda state: state.parts)
+    several = len(left_olds) > 1 or len(left_news) > 1
+    named = all(any(each.parts for each in x) for x in (left_olds, left_news))
+    if len(left_olds) == len(left_news) and not (several and named):
+        return pairs + list(zip(left_olds, left_news, strict=True))
+    found, left_olds, left_news = _in_order(left_olds, left_news, _shapes, named)
+    if left_olds:
+        raise ValueError(
+            "old: it is not known which of the old states become which of the new "
+            f"ones: old has {a_few(left_olds)}, new has {a_few(left_news)}. There must "
+            "be equally many of one kind and one shape, in parts of the same names"
         )
-        if len(same) != len(like):
-            raise ValueError(
-                "old: it is not known which of the old states become which of the new "
-                f"ones: old has {a_few(olds)}, new has {a_few(news)}. There must be "
-                "equally many of one kind and one shape"
-            )
-        pairs.append((was, like[[x is was for x in same].index(True)]))
-    return pairs
+    return pairs + found
+
+
+def _in_order(
+    olds: Sequence[FoundState],
+    news: Sequence[FoundState],
+    key_of: Callable[[FoundState], Any],
+    only_single: bool = False,
+) -> tuple[list[tuple[FoundState, FoundState]], list[FoundState], list[FoundState]]:
+    """Match states of one key where there are equally many, in the order of the chain.
+
+    Returns:
+      The pairs, and the states that are left.
+    """
+    pairs: list[tuple[FoundState, FoundState]] = []
+    left_olds, left_news = [*olds], [*news]
+    for key in [key_of(each) for each in olds]:
+        was = [each for each in left_olds if key_of(each) == key]
+        now = [each for each in left_news if key_of(each) == key]
+        if len(was) == len(now) and not (only_single and len(was) > 1):
+            pairs += zip(was, now, strict=True)
+            left_olds = [each for each in left_olds if key_of(each) != key]
+            left_news = [each for each in left_news if key_of(each) != key]
+    return pairs, left_olds, left_news
 
 
 def _shapes(state: FoundState) -> dict[Names, tuple[int, ...]]:

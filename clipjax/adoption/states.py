@@ -35,6 +35,7 @@ class FoundState(NamedTuple):
     kind: str  # the name of its type; "" for a mapping and for a leaf
     fields: Names  # for a leaf, the names on the way to it
     label: str  # the transformation, for a state with metrics
+    parts: Names  # the labels of `optax.partition` and the names of `named` around it
     path: Names
     leaves: dict[Names, Any]  # without the leaves of states in it
 
@@ -54,7 +55,12 @@ def _contains_states(field: str) -> bool:
 
 
 def states_in(
-    node: Any, kinds: Kinds, path: Names = (), names: Names = (), label: str = ""
+    node: Any,
+    kinds: Kinds,
+    path: Names = (),
+    names: Names = (),
+    parts: Names = (),
+    label: str = "",
 ) -> Iterator[FoundState]:
     """Yield the states in a tree in the order of the chain, the outer ones first.
 
@@ -64,6 +70,7 @@ def states_in(
       kinds: the states that mappings may stand for.
       path: the path of the node.
       names: the last part of the path, without the places in chains.
+      parts: the labels and names around the node.
       label: the transformation whose memory the node is.
 
     Yields:
@@ -74,7 +81,7 @@ def states_in(
     # name of its first field.
     level = tree_leaves_with_path(now, is_leaf=lambda x: x is not now)
     if [path for path, _ in level] == [()]:
-        yield FoundState(now, "", names, "", path, {(): now})
+        yield FoundState(now, "", names, "", parts, path, {(): now})
         return
     kind, fields = _kind_of(now, kinds)
     children = {keystr(key, simple=True): child for key, child in level}
@@ -96,12 +103,15 @@ def states_in(
             found = tree_leaves_with_path(child)
             own |= {(key, *names_of(below)): x for below, x in found}
     if fields:
-        yield FoundState(now, kind, fields, label, path, own)
+        yield FoundState(now, kind, fields, label, parts, path, own)
     for key, child in inside.items():
-        after = () if fields or _contains_states(key) else names
+        is_field = bool(fields) or _contains_states(key)
+        after = () if is_field else names
         after = after if fields or key.isdigit() else (*after, key)
+        is_part = isinstance(now, Mapping) and not (is_field or key.isdigit())
+        within = (*parts, key) if is_part else parts
         of = label if key == "memory" else ""
-        yield from states_in(child, kinds, (*path, key), after, of)
+        yield from states_in(child, kinds, (*path, key), after, within, of)
 
 
 def _kind_of(node: Any, kinds: Kinds) -> tuple[str, Names]:

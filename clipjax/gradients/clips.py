@@ -209,7 +209,8 @@ def clip_by_value(
         `init` or `update`, a leaf is complex and there are two thresholds.
       ValueError: `low` is above `high`.
 
-    An infinite element becomes the threshold, and NaN stays NaN.
+    An infinite element becomes the threshold, and NaN stays NaN. A complex element
+    whose absolute value is infinite, or above 1.8e19 in complex64, becomes NaN.
 
     Equals `tf.clip_by_value`, `optax.clip`, Keras' `clipvalue` and torch's
     `clip_grad_value_`, except that a threshold which the dtype of a leaf cannot

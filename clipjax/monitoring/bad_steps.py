@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from clipjax._core.aliases import Tree
+from clipjax._core.aliases import Scalar, Tree
 from clipjax._core.leaves import as_array
 from clipjax._core.messages import a_few, short_repr
 from clipjax._core.states import UNKNOWN, BadSteps, Table
@@ -32,6 +32,8 @@ class BadStep(NamedTuple):
     # given.
     forward: dict[str, float] = {}  # noqa: RUF012
     backward: dict[str, float] = {}  # noqa: RUF012
+    # The norms that probes saw in the forward pass of the last step, if it was not bad.
+    usual: dict[str, float] = {}  # noqa: RUF012
 
     @property
     def is_of_loss(self) -> bool:
@@ -83,7 +85,7 @@ class BadStep(NamedTuple):
             name = bad_forward[0]
             return f"first in the forward pass, at {name}", name, "forward"
         if not bad_backward:
-            return _largest_step(self.forward)
+            return _unusual(self.forward, self.usual)
         name, last = bad_backward[-1], list(self.backward)[-1]
         if name != last:
             return f"in the backward pass, at {name}", name, "backward"
@@ -113,18 +115,21 @@ class BadStep(NamedTuple):
         return f"{(largest / self.norm) ** 2:.0%} of it in {name}"
 
 
-# The text names a layer whose norm is more than this many times that of the one before.
+# The text names a layer at which activations grow this many times more than usual.
 _TOLD = 10
 
 
-def _largest_step(norms: dict[str, float]) -> tuple[str, str, str]:
-    """Say at which layer the norms that probes saw grew most, and return it."""
-    pairs = itertools.pairwise(norms.items())
-    growths = [(now / was, name) for (_, was), (name, now) in pairs if was > 0]
+def _unusual(norms: dict[str, float], usual: dict[str, float]) -> tuple[str, str, str]:
+    """Say at which layer activations grew most, compared with a usual step."""
+    known = [name for name in norms if 0 < usual.get(name, 0) < math.inf]
+    times = [1.0, *(norms[name] / usual[name] for name in known)]
+    pairs = zip(itertools.pairwise(times), known, strict=True)
+    growths = [(now / was, name) for (was, now), name in pairs if was > 0]
     most, name = max(growths, default=(0.0, ""))
     if most <= _TOLD:
         return "", "", ""
-    return f"{most:.0f} times larger at {name}, in the forward pass", name, "forward"
+    words = f"{most:.0f} times its usual growth at {name}, in the forward pass"
+    return words, name, "forward"
 
 
 _LAST_NUMBER = re.compile(r"(.*?)(\d+)(\D*)")
@@ -138,23 +143,23 @@ def _boundary(names: list[str], bad: list[str]) -> str:
     gradients of the layers after it are finite. Names that differ in a number are
     layers in the order of the number.
     """
-    layers: dict[Any, dict[int, str]] = {}
+    layers: dict[Any, dict[Any, str]] = {}
     for name in names:
         found = _LAST_NUMBER.fullmatch(name)
         before, number, after = found.groups() if found else (name, "0", "")
-        layers.setdefault((before, after, bool(found)), {})[int(number)] = name
+        of_stack = layers.setdefault((before, after, bool(found)), {})
+        of_stack[int(number), number] = name
     broken, fine = [], []
     for stack in layers.values():
         in_order = [stack[number] for number in sorted(stack)]
-        of_stack = [name for name in in_order if name in bad]
-        if not of_stack:
+        some = [name for name in in_order if name in bad]
+        if not some:
             continue
-        count = len(of_stack)
-        is_start = of_stack == in_order[:count]
+        count = len(some)
+        is_start = some == in_order[:count]
         is_range = is_start and count > 1
         between = "and" if count == 2 else "to"
-        ends = f"{of_stack[0]} {between} {of_stack[-1]}"
-        broken += [ends] if is_range else of_stack
+        broken += [f"{some[0]} {between} {some[-1]}"] if is_range else some
         fine += in_order[count : count + 1] if is_start else []
     text = f"not finite in {a_few(broken, 3)}"
     return f"{text}; fine from {a_few(fine, 3)} on" if fine else text
@@ -171,10 +176,12 @@ def bad_steps(opt_state: Tree) -> list[BadStep]:
         as in :func:`metrics`.
 
     Returns:
-      A list of `BadStep(step, norm, threshold, loss, groups, forward, backward)`, empty
-      if there was none. `step` is the number of updates before it, as schedules count,
-      `groups` maps the names of groups to their norms, and `forward` and `backward` map
-      the names of probes to the norms that they saw.
+      A list of `BadStep(step, norm, threshold, loss, groups, forward, backward,
+      usual)`, empty if there was none. `step` is the number of updates before it, as
+      schedules count, and `loss` is None if `update` got none. `groups` maps the names
+      of groups to their norms, and `forward` and `backward` map the names of probes to
+      the norms that they saw. `usual` has the norms that probes saw in the forward pass
+      of the last step of the run, if that step was not bad.
 
     Raises:
       TypeError: `opt_state` is traced, or has shapes in place of arrays.
@@ -210,7 +217,7 @@ def bad_steps(opt_state: Tree) -> list[BadStep]:
       step 2: norm nan; not finite in head
     """
     kept = [
-        (name, bad, table)
+        (name, bad, table, state.step)
         for state in states_in(opt_state)
         for table in state.metrics.values()
         if isinstance(table, Table) and isinstance(state.memory, Mapping)
@@ -227,9 +234,12 @@ def bad_steps(opt_state: Tree) -> list[BadStep]:
     return sorted(found, key=lambda step: step.step)
 
 
-def _steps_in(name: str, kept: BadSteps, table: Table) -> list[BadStep]:
+def _steps_in(
+    name: str, kept: BadSteps, table: Table, updates: Scalar
+) -> list[BadStep]:
     """Return the steps in a memory, whose updates are called `name` in the metrics."""
-    arrays = [as_array(x) for x in (kept.held, kept.steps, kept.rows)]
+    needed = kept.held, kept.steps, kept.rows, table.floats, updates
+    arrays = [as_array(x) for x in needed]
     for x in arrays:
         is_traced = isinstance(x, jax.core.Tracer)
         if is_traced or not isinstance(x, jax.Array | np.ndarray | np.generic):
@@ -237,13 +247,16 @@ def _steps_in(name: str, kept: BadSteps, table: Table) -> list[BadStep]:
                 "opt_state: it must have known arrays: call bad_steps outside jit, got "
                 f"{short_repr(x)}"
             )
-    count, steps, rows = jax.device_get(arrays)
+    count, steps, rows, last, total = jax.device_get(arrays)
     if np.ndim(count):
         raise ValueError(
             f"opt_state: it is stacked, of shape {np.shape(count)}; take one, as in "
             "jax.tree.map(lambda x: x[0], opt_state)"
         )
     names = [name for each in table.known_names for name in each]
+    last_is_bad = count > 0 and steps[-1] == total - 1
+    of_last = dict(zip(names, map(float, last), strict=True))
+    usual = {} if last_is_bad else _groups_of("forward", of_last)
     found = []
     for place in range(len(steps) - count, len(steps)):
         norm, threshold, loss, *norms = map(float, rows[place])
@@ -253,8 +266,8 @@ def _steps_in(name: str, kept: BadSteps, table: Table) -> list[BadStep]:
         given = any(any(seen.values()) for seen in of_probes)
         known_loss = None if loss == UNKNOWN else loss
         numbers = norm, threshold, known_loss, _groups_of(name, named)
-        both = of_probes if given else [{}, {}]
-        found.append(BadStep(int(steps[place]), *numbers, *both))
+        seen = [*of_probes, usual] if given else []
+        found.append(BadStep(int(steps[place]), *numbers, *seen))
     return found
 
 

@@ -168,10 +168,10 @@ def label_of(columns: Mapping[str, Any], key: str) -> str | None:
     """Return the name of the transformation of a metric, or None if it has none."""
     # A user may have put something before its name, such as "train/", and may count
     # "train/steps". In `record_norms` a group, too, may be called so.
-    own = re.sub("((^|/)record_norms[^/]*/).*", r"\1", key)
-    ends = [i for i, letter in enumerate(own) if letter == "/"]
-    labels = (key[:i] for i in reversed(ends))
-    return next((label for label in labels if f"{label}/steps" in columns), None)
+    starts = (key[:i] for i, letter in enumerate(key) if letter == "/")
+    labels = [start for start in starts if f"{start}/steps" in columns]
+    recorders = [x for x in labels if re.fullmatch(r"(.*/)?record_norms(_\d+)?", x)]
+    return next(iter([*recorders, *reversed(labels)]), None)
 
 
 def steps_taken(columns: Mapping[str, Any], key: str) -> np.ndarray:

@@ -231,6 +231,31 @@ def test_states_of_one_kind_are_matched_in_their_order() -> None:
         jax.tree.map(np.testing.assert_array_equal, moments(adopted), moments(state))
 
 
+def test_states_of_parts_are_matched_by_their_names() -> None:
+    def parts(first: str, second: str) -> Any:
+        zclips = {first: clipjax.zclip(), second: clipjax.zclip()}
+        return optax.partition(zclips, {"dense": first, "z": second})
+
+    def named(*names: str) -> Any:
+        of = {"dense": "dense/*", "z": "z"}
+        masks = [clipjax.matching(of[name]) for name in names]
+        zclips = [optax.masked(clipjax.zclip(), mask) for mask in masks]
+        return optax.chain(*map(clipjax.named, names, zclips))
+
+    for before, after in (
+        (parts("a", "b"), parts("c", "b")),  # sorted, they are in another order
+        (named("dense", "z"), named("z", "dense")),
+    ):
+        state, _, _ = run(before, before.init(PARAMS), PARAMS, range(20))
+        for form in (FORMS[0], by_msgpack):
+            adopted = clipjax.adopt(form(state, Path()), after.init(PARAMS))
+            expected, _ = before.update(gradients(20), state, PARAMS)
+            updates, _ = after.update(gradients(20), adopted, PARAMS)
+            jax.tree.map(np.testing.assert_array_equal, updates, expected)
+    with pytest.raises(ValueError, match="in parts of the same names"):
+        clipjax.adopt(parts("a", "b").init(PARAMS), parts("c", "d").init(PARAMS))
+
+
 def test_long_chains_keep_their_order() -> None:
     """In a mapping, "10" is sorted before "2"."""
     tx = optax.chain(*[clipjax.clip_by_norm(1.0 + i) for i in range(12)])

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import serialization
 
 import clipjax
 
@@ -76,6 +77,22 @@ def test_names_are_no_structure_until_they_are_known() -> None:
         jax.jit(clipjax.metrics)(unknown)
     with pytest.raises(ValueError, match="metrics of n: the state was made with b"):
         tx.update(np.float32(1), other)
+
+
+def test_a_restored_state_has_the_names_in_its_text() -> None:
+    """Also where another state of its structure was read under `jit` before."""
+    states = {}
+    for name in ("a", "b\nc"):
+        tx = of_metrics([name])
+        states[name] = tx.update(np.float32(2), tx.init(np.float32(1)))[1]
+    read = jax.jit(clipjax.metrics)
+    assert read(states["a"])["n/a"] == 2
+    other = states["b\nc"]
+    restored = serialization.from_bytes(other, serialization.to_bytes(other))
+    bare = serialization.msgpack_restore(serialization.to_bytes(other))
+    assert jax.tree.structure(restored) == jax.tree.structure(other)
+    for found in (read(other), read(restored), clipjax.metrics(bare)):
+        assert found["n/b c"] == 2
 
 
 def test_floats_of_all_dtypes_share_an_array() -> None:

@@ -433,6 +433,10 @@ def test_layers_are_in_the_order_of_their_numbers() -> None:
     # Frozen layers have a gradient of 0, which is finite wherever the step broke.
     frozen = {"block_0": NAN, "block_1": NAN, "block_2": 0.0, "block_3": 1.0}
     assert str(bad(NAN, INF, NAN, **frozen)).endswith("fine from block_3 on")
+    padded = {"layer_01": NAN, "layer_1": 1.0}
+    assert str(bad(NAN, INF, NAN, **padded)).endswith(
+        "not finite in layer_01; fine from layer_1 on"
+    )
     only = {"block_0": 1.0, "block_1": NAN, "block_2": 1.0}
     assert str(bad(NAN, INF, NAN, **only)).endswith("not finite in block_1")
 

@@ -146,7 +146,25 @@ def test_a_spike_of_an_activation_is_told() -> None:
     params = jax.tree.map(np.float32, PARAMS)
     (found,) = clipjax.bad_steps(run(TX.init(params), sizes))
     assert found.step == 20
-    assert "times larger at blocks/3, in the forward pass" in str(found)
+    assert " times its usual growth at blocks/3, in the forward pass" in str(found)
+    # At the end of a run that stops there, no other step tells what is usual.
+    sizes = sizes[:21]
+    (found,) = clipjax.bad_steps(run(TX.init(params), sizes))
+    assert found.usual == {}
+    assert "growth" not in str(found)
+
+
+def test_growth_that_is_usual_is_not_told() -> None:
+    """As behind a small embedding that the first layer normalizes."""
+    (found,) = clipjax.bad_steps(step((3, -1, False, INF), "float32")[0])
+    spike = found._replace(norm=100.0, threshold=1.0, loss=1.0, backward={})
+    usual = {"embed": 0.02, "blocks/0": 8.0, "blocks/1": 8.0}
+    same = spike._replace(forward=usual, usual=usual)
+    assert "growth" not in str(same)
+    larger = {"embed": 0.02, "blocks/0": 8.0, "blocks/1": 96.0}
+    assert "12 times its usual growth at blocks/1" in str(same._replace(forward=larger))
+    all_of_it = {name: 20 * norm for name, norm in usual.items()}
+    assert "20 times its usual growth at embed" in str(same._replace(forward=all_of_it))
 
 
 def test_statistics_are_those_of_the_elements() -> None:
