@@ -83,7 +83,8 @@ def is_float(x: Any) -> bool:
 
 def path_name(path: Path) -> str:
     """Format a path, such as `"encoder/Dense_0/kernel"`."""
-    return jax.tree_util.keystr(path, simple=True, separator="/")
+    name = jax.tree_util.keystr(path, simple=True, separator="/")
+    return " ".join(name.splitlines())
 
 
 _VALUE = GetAttrKey("value")

@@ -137,10 +137,12 @@ jax.tree_util.register_pytree_with_keys(
 
 def table(names: Names, floats: jax.Array, counts: jax.Array | None = None) -> Table:
     """Return a table, with its names as text, one a line."""
-    lines = tuple(tuple(" ".join(x.split("\n")) for x in each) for each in names)
-    text = "\n\n".join("\n".join(each) for each in lines)
+    broken = [name for name in itertools.chain(*names) if "\n" in name]
+    if broken:
+        raise ValueError(f"metrics: a name must be one line of text, got {broken[0]!r}")
+    text = "\n\n".join("\n".join(each) for each in names)
     letters = jnp.asarray(np.frombuffer(f"{text}\n".encode(), np.uint8))
-    return Table(letters, floats, counts, lines)
+    return Table(letters, floats, counts, names)
 
 
 def table_of(metrics: Mapping[str, Any]) -> Table:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -30,9 +31,9 @@ def adopt(old: Tree, new: Tree, *, drop: bool = False) -> Tree:
     1. A state is matched with a state of the same type, or of the same fields if `old`
        has mappings in place of states. A state with metrics is matched with a state of
        the same transformation. Several states of one kind are matched by the labels of
-       `optax.partition` and the names of `named` around them, then in the order of the
-       chain, or by their paths and shapes if the two chains do not have equally many of
-       them.
+       `optax.partition` and the names of `named` around them. Those of one part are
+       matched in the order of the chain, or by their paths and shapes if the two chains
+       do not have equally many of them.
     2. Wrappers are looked through: the state of Adam is the same within a skip,
        `optax.MultiSteps`, `inject_hyperparams`, `named` or a chain, and outside of it.
     3. Arrays of matched states have equal paths and shapes. Only floats change their
@@ -104,10 +105,10 @@ def adopt(old: Tree, new: Tree, *, drop: bool = False) -> Tree:
     values: dict[Names, Any] = {}
     lost: list[Any] = []
     for kind, was in olds.items():
-        now = news.get(kind, [])
-        for pair in _pairs(was, now):
+        pairs, left = _pairs(was, news.get(kind, []))
+        lost += left
+        for pair in pairs:
             lost += _follow(*pair, values)
-        lost += [] if now else was
     if lost and not drop:
         raise ValueError(
             f"old: new has no place for {a_few(lost)}; drop=True leaves them out"
@@ -115,8 +116,8 @@ def adopt(old: Tree, new: Tree, *, drop: bool = False) -> Tree:
     leaves = jax.tree.leaves(new)
     treedef: Any = jax.tree.structure(new)
     paths = without_boxes([path for path, _ in tree_leaves_with_path(new)])
-    pairs = zip(paths, leaves, strict=True)
-    return treedef.unflatten([values.get(names_of(path), x) for path, x in pairs])
+    rows = zip(paths, leaves, strict=True)
+    return treedef.unflatten([values.get(names_of(path), x) for path, x in rows])
 
 
 def _check_state(argument: str, tree: Tree) -> None:
@@ -147,53 +148,67 @@ def _by_kind(
     return groups
 
 
-def _pairs(
-    olds: Sequence[FoundState], news: Sequence[FoundState]
-) -> list[tuple[FoundState, FoundState]]:
-    """Match states of one kind: of the same parts, in the order of the chain.
-
-    What is left is matched in the order of the chain, or by paths and shapes if there
-    are not equally many, or if the order of parts says nothing, since they have other
-    names.
-    """
-    if not news:
-        return []
-    pairs, left_olds, left_news = _in_order(olds, news, lambda state: state.parts)
-    several = len(left_olds) > 1 or len(left_news) > 1
-    named = all(any(each.parts for each in x) for x in (left_olds, left_news))
-    if len(left_olds) == len(left_news) and not (several and named):
-        return pairs + list(zip(left_olds, left_news, strict=True))
-    found, left_olds, left_news = _in_order(left_olds, left_news, _shapes, named)
-    if left_olds:
-        raise ValueError(
-            "old: it is not known which of the old states become which of the new "
-            f"ones: old has {a_few(left_olds)}, new has {a_few(left_news)}. There must "
-            "be equally many of one kind and one shape, in parts of the same names"
-        )
-    return pairs + found
+_States: TypeAlias = list[FoundState]
+_Pairs: TypeAlias = list[tuple[FoundState, FoundState]]
 
 
-def _in_order(
-    olds: Sequence[FoundState],
-    news: Sequence[FoundState],
-    key_of: Callable[[FoundState], Any],
-    only_single: bool = False,
-) -> tuple[list[tuple[FoundState, FoundState]], list[FoundState], list[FoundState]]:
-    """Match states of one key where there are equally many, in the order of the chain.
+def _pairs(olds: _States, news: _States) -> tuple[_Pairs, _States]:
+    """Match states of one kind, by the parts that they belong to, and in their order.
 
     Returns:
-      The pairs, and the states that are left.
+      The pairs, and the old states of parts that are not in `news`.
     """
-    pairs: list[tuple[FoundState, FoundState]] = []
-    left_olds, left_news = [*olds], [*news]
-    for key in [key_of(each) for each in olds]:
-        was = [each for each in left_olds if key_of(each) == key]
-        now = [each for each in left_news if key_of(each) == key]
-        if len(was) == len(now) and not (only_single and len(was) > 1):
-            pairs += zip(was, now, strict=True)
-            left_olds = [each for each in left_olds if key_of(each) != key]
-            left_news = [each for each in left_news if key_of(each) != key]
-    return pairs, left_olds, left_news
+    one_has_no_parts = not all(any(each.parts for each in x) for x in (olds, news))
+    if one_has_no_parts and len(olds) == len(news):
+        return list(zip(olds, news, strict=True)), []
+    pairs: _Pairs = []
+    for outer in ((0, 0), (_around_all(olds), _around_all(news))):
+        of_old, of_new = map(_by_part, (olds, news), outer)
+        for part in [*of_old]:
+            if part in of_new:
+                pairs += _in_order(of_old.pop(part), of_new.pop(part))
+        olds, news = (list(itertools.chain(*x.values())) for x in (of_old, of_new))
+    if olds and news and one_has_no_parts:
+        return pairs + _in_order(olds, news), []
+    return pairs, olds
+
+
+def _around_all(states: _States) -> int:
+    """Return how many of the outermost parts all states share."""
+    columns = zip(*(each.parts for each in states), strict=False)
+    shared = itertools.takewhile(lambda names: len({*names}) == 1, columns)
+    return len(list(shared))
+
+
+def _by_part(states: _States, outer: int) -> dict[Names, _States]:
+    """Return the states of each part, without a number of outermost parts."""
+    groups: dict[Names, _States] = {}
+    for each in states:
+        groups.setdefault(each.parts[outer:], []).append(each)
+    return groups
+
+
+def _in_order(olds: _States, news: _States) -> _Pairs:
+    """Match states of one kind and one part, in the order of the chain.
+
+    If there are not equally many, match states with the same paths and shapes.
+    """
+    if len(olds) == len(news):
+        return list(zip(olds, news, strict=True))
+    pairs = []
+    for was in olds:
+        same, like = (
+            [each for each in states if _shapes(each) == _shapes(was)]
+            for states in (olds, news)
+        )
+        if len(same) != len(like):
+            raise ValueError(
+                "old: it is not known which of the old states become which of the new "
+                f"ones: old has {a_few(olds)}, new has {a_few(news)}. There must be "
+                "equally many of one kind and one shape"
+            )
+        pairs.append((was, like[[x is was for x in same].index(True)]))
+    return pairs
 
 
 def _shapes(state: FoundState) -> dict[Names, tuple[int, ...]]:

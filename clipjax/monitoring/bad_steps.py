@@ -86,12 +86,11 @@ class BadStep(NamedTuple):
             return f"first in the forward pass, at {name}", name, "forward"
         if not bad_backward:
             return _unusual(self.forward, self.usual)
-        name, last = bad_backward[-1], list(self.backward)[-1]
-        if name != last:
-            return f"in the backward pass, at {name}", name, "backward"
+        name = bad_backward[-1]
         if self.loss is not None and not math.isfinite(self.loss):
             return f"in the loss, or behind {name}", "", "loss"
-        if any(map(math.isfinite, self._used.values())):
+        *_, last = (key for key, norm in self.backward.items() if norm != 0)
+        if name != last or any(map(math.isfinite, self._used.values())):
             return f"in the backward pass, at {name}", name, "backward"
         # No weights behind the last probe show whether their gradients are finite.
         if self.loss is not None:
@@ -108,6 +107,8 @@ class BadStep(NamedTuple):
             )
         if bad:
             return _boundary(list(self._used), bad)
+        if not math.isfinite(self.norm) and math.hypot(*self.groups.values()) < _MOST:
+            return "all groups are finite: it broke in weights outside of the groups"
         name, largest = max(self.groups.items(), key=lambda item: item[1])
         if not math.isfinite(self.norm):
             return f"largest in {name}"
@@ -118,12 +119,17 @@ class BadStep(NamedTuple):
 # The text names a layer at which activations grow this many times more than usual.
 _TOLD = 10
 
+# A larger norm of finite elements is infinite in float32.
+_MOST = 1.8e19
+
 
 def _unusual(norms: dict[str, float], usual: dict[str, float]) -> tuple[str, str, str]:
     """Say at which layer activations grew most, compared with a usual step."""
-    known = [name for name in norms if 0 < usual.get(name, 0) < math.inf]
-    times = [1.0, *(norms[name] / usual[name] for name in known)]
-    pairs = zip(itertools.pairwise(times), known, strict=True)
+    times = [1.0]
+    for name, norm in norms.items():
+        is_known = 0 < usual.get(name, 0) < math.inf
+        times.append(norm / usual[name] if is_known else 0.0)
+    pairs = zip(itertools.pairwise(times), norms, strict=True)
     growths = [(now / was, name) for (was, now), name in pairs if was > 0]
     most, name = max(growths, default=(0.0, ""))
     if most <= _TOLD:
@@ -257,6 +263,7 @@ def _steps_in(
     last_is_bad = count > 0 and steps[-1] == total - 1
     of_last = dict(zip(names, map(float, last), strict=True))
     usual = {} if last_is_bad else _groups_of("forward", of_last)
+    usual = usual if any(usual.values()) else {}
     found = []
     for place in range(len(steps) - count, len(steps)):
         norm, threshold, loss, *norms = map(float, rows[place])

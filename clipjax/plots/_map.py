@@ -94,6 +94,6 @@ def _layer_named(step: BadStep) -> str:
     not_finite = [x for x, norm in step.groups.items() if not np.isfinite(norm)]
     if len(not_finite) == 1:
         return not_finite[0]
-    if not_finite or step.is_of_loss or not step.groups:
+    if not_finite or step.is_of_loss or not (step.groups and np.isfinite(step.norm)):
         return ""
     return max(step.groups, key=lambda name: step.groups[name])

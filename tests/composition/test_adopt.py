@@ -231,29 +231,66 @@ def test_states_of_one_kind_are_matched_in_their_order() -> None:
         jax.tree.map(np.testing.assert_array_equal, moments(adopted), moments(state))
 
 
+def zclips(*names: str) -> Any:
+    """A chain of named clips, whose thresholds follow the norms of two leaves."""
+    of = {"dense": "dense/*", "0": "z"}
+    masks = [clipjax.matching(of.get(name, "z")) for name in names]
+    txs = [optax.masked(clipjax.zclip(), mask) for mask in masks]
+    return optax.chain(*map(clipjax.named, names, txs))
+
+
+def zclips_of(*labels: Any) -> Any:
+    txs = {label: clipjax.zclip() for label in labels}
+    return optax.partition(txs, dict(zip(("dense", "z"), labels, strict=True)))
+
+
+def within(tx: Any) -> Any:
+    return clipjax.named("run", optax.chain(tx))
+
+
 def test_states_of_parts_are_matched_by_their_names() -> None:
-    def parts(first: str, second: str) -> Any:
-        zclips = {first: clipjax.zclip(), second: clipjax.zclip()}
-        return optax.partition(zclips, {"dense": first, "z": second})
-
-    def named(*names: str) -> Any:
-        of = {"dense": "dense/*", "z": "z"}
-        masks = [clipjax.matching(of[name]) for name in names]
-        zclips = [optax.masked(clipjax.zclip(), mask) for mask in masks]
-        return optax.chain(*map(clipjax.named, names, zclips))
-
-    for before, after in (
-        (parts("a", "b"), parts("c", "b")),  # sorted, they are in another order
-        (named("dense", "z"), named("z", "dense")),
-    ):
+    two = zclips("dense", "0")
+    same = [
+        (two, zclips("0", "dense")),
+        (two, within(zclips("0", "dense"))),
+        (within(two), clipjax.named("other", within(zclips("0", "dense")))),
+        (zclips_of("b", "a"), zclips_of("b", "a")),
+        (zclips_of(1, 0), zclips_of(1, 0)),
+        # Without names, and where only one side has some, the order tells.
+        (optax.chain(clipjax.zclip(), clipjax.zclip()), within(zclips("0", "1"))),
+    ]
+    for before, after in same[:-1]:
         state, _, _ = run(before, before.init(PARAMS), PARAMS, range(20))
         for form in (FORMS[0], by_msgpack):
             adopted = clipjax.adopt(form(state, Path()), after.init(PARAMS))
             expected, _ = before.update(gradients(20), state, PARAMS)
             updates, _ = after.update(gradients(20), adopted, PARAMS)
             jax.tree.map(np.testing.assert_array_equal, updates, expected)
-    with pytest.raises(ValueError, match="in parts of the same names"):
-        clipjax.adopt(parts("a", "b").init(PARAMS), parts("c", "d").init(PARAMS))
+    before, after = same[-1]
+    assert clipjax.adopt(before.init(PARAMS), after.init(PARAMS))
+
+
+def test_a_part_with_another_name_is_none_of_the_old_ones() -> None:
+    """Which would be a guess: the order of labels is that of the alphabet."""
+    for before, after, gone in (
+        (zclips_of("a", "b"), zclips_of("c", "b"), "inner_states/a"),
+        (zclips_of(0, 1), zclips_of(2, 1), "inner_states/0"),
+        (zclips("dense", "0"), zclips("0", "other"), "named/dense"),
+        (zclips("dense", "0"), zclips("0"), "named/dense"),
+    ):
+        state, _, _ = run(before, before.init(PARAMS), PARAMS, range(2))
+        fresh = after.init(PARAMS)
+        for form in (FORMS[0], by_msgpack):
+            old = form(state, Path())
+            with pytest.raises(ValueError, match=f"old: new has no place for .*{gone}"):
+                clipjax.adopt(old, fresh)
+            adopted = clipjax.adopt(old, fresh, drop=True)
+            steps = sorted(int(x) for x in metrics_of(adopted, "/steps"))
+            assert steps == sorted([2, 0][: len(metrics_of(fresh, "/steps"))])
+
+
+def metrics_of(state: Any, end: str) -> list[Any]:
+    return [x for key, x in clipjax.metrics(state).items() if key.endswith(end)]
 
 
 def test_long_chains_keep_their_order() -> None:

@@ -82,17 +82,27 @@ def test_names_are_no_structure_until_they_are_known() -> None:
 def test_a_restored_state_has_the_names_in_its_text() -> None:
     """Also where another state of its structure was read under `jit` before."""
     states = {}
-    for name in ("a", "b\nc"):
+    for name in ("a", "b c"):
         tx = of_metrics([name])
         states[name] = tx.update(np.float32(2), tx.init(np.float32(1)))[1]
     read = jax.jit(clipjax.metrics)
     assert read(states["a"])["n/a"] == 2
-    other = states["b\nc"]
+    other = states["b c"]
     restored = serialization.from_bytes(other, serialization.to_bytes(other))
     bare = serialization.msgpack_restore(serialization.to_bytes(other))
     assert jax.tree.structure(restored) == jax.tree.structure(other)
     for found in (read(other), read(restored), clipjax.metrics(bare)):
         assert found["n/b c"] == 2
+
+
+def test_names_have_one_line() -> None:
+    """Lines separate names in the text, so that keys of trees get spaces."""
+    with pytest.raises(ValueError, match="must be one line of text"):
+        of_metrics(["a\nb"]).init(np.float32(1))
+    tx = clipjax.record_norms("leaf")
+    assert "record_norms/updates/a b" in clipjax.metrics(tx.init({"a\nb": jnp.ones(1)}))
+    with pytest.raises(ValueError, match="groups: two norms would be called"):
+        tx.init({"a\nb": jnp.ones(1), "a b": jnp.ones(1)})
 
 
 def test_floats_of_all_dtypes_share_an_array() -> None:

@@ -356,6 +356,13 @@ def test_what_is_printed_names_the_place() -> None:
         "norm inf, usual up to 12; no group is finite: it broke in the loss or in the "
         "forward pass": (INF, 12, 1, INF, NAN),
         "norm inf; largest in b": (INF, INF, NAN, 1e19, 1.5e19),
+        "norm nan; all groups are finite: it broke in weights outside of the groups": (
+            NAN,
+            INF,
+            NAN,
+            1,
+            2,
+        ),
         "norm nan; no group but those of norm 0 is finite: it broke in the loss or in "
         "the forward pass": (NAN, INF, None, NAN, NAN, 0),
         "loss nan; norm 1.5, usual up to 12": (1.5, 12, NAN, 1, 1),

@@ -90,7 +90,11 @@ def test_the_layer_and_the_pass_are_told(dtype: str) -> None:
     [
         # A gradient that still is finite behind it tells that the loss was fine.
         ((INF, INF, 1.0), (NAN, NAN), None, "in the backward pass, at blocks/0"),
-        ((INF, INF, 1.0), (), NAN, "in the backward pass, at blocks/0"),
+        ((INF, INF, 1.0), (), 1.0, "in the backward pass, at blocks/0"),
+        # A part of the loss that reads the activations of a layer in between.
+        ((INF, INF, 1.0), (NAN, NAN), NAN, "in the loss, or behind blocks/0"),
+        # A last probe that nothing reads.
+        ((INF, INF, 0.0), (NAN, 0.0), None, "in the loss, or at blocks/0 or behind"),
         ((INF, INF, INF), (NAN, 1.0), 2.0, "in the backward pass, at blocks/1"),
         ((INF, INF, INF), (NAN, 1.0), None, "in the backward pass, at blocks/1"),
         # Weights that only a regularizer reads have finite gradients, too.
@@ -116,7 +120,7 @@ def test_the_place_is_told_with_few_groups(
         probes={"embed": 0, "blocks": 2},
     )
     updates = {str(i): jnp.asarray(x) for i, x in enumerate(groups or (NAN,))}
-    rows = jnp.array([(1.0, 0.0, 1.0, 1.0, x == INF, 1.0) for x in backward])
+    rows = jnp.array([(1.0, 0.0, 1.0, x > 0, x == INF, x > 0) for x in backward])
     taps = {"embed": rows[0], "blocks": rows[1:]}
     _, state = record.update(updates, record.init(updates), taps=taps, loss=loss)
     (found,) = clipjax.bad_steps(state)
@@ -163,6 +167,9 @@ def test_growth_that_is_usual_is_not_told() -> None:
     assert "growth" not in str(same)
     larger = {"embed": 0.02, "blocks/0": 8.0, "blocks/1": 96.0}
     assert "12 times its usual growth at blocks/1" in str(same._replace(forward=larger))
+    # Of what is 0 or not known, growth is not known.
+    for other in ({"embed": 0.02, "blocks/0": 0.0, "blocks/1": 8.0}, {}):
+        assert "growth" not in str(same._replace(forward=larger, usual=other))
     all_of_it = {name: 20 * norm for name, norm in usual.items()}
     assert "20 times its usual growth at embed" in str(same._replace(forward=all_of_it))
 
