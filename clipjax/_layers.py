@@ -68,8 +68,8 @@ def axes_by_path(
     by_path = {param.path: param for param in params}
     if not by_path:
         raise ValueError(
-            "unit_axes: the model has no parameters, or none that the filter wrt= "
-            "chooses"
+            "unit_axes: the model has no parameters, or none that a filter such as "
+            "wrt= of clipjax.flax chooses"
         )
     patterns = first_matches("other", list(other), flatten(dict.fromkeys(by_path, 0)))
     axes: dict[str, Any] = {}

@@ -129,19 +129,28 @@ def factor_onto(wanted: jax.Array, norm: jax.Array, rate: Any = 1) -> jax.Array:
     return jnp.where(is_near, 1 + quotient, quotient)
 
 
+@jax.custom_jvp
 @jax.jit
 def rescale(x: jax.Array, factor: jax.Array) -> jax.Array:
     """Return x * factor, rounded once: the product of all clips and projections.
 
     Where the factor is 1, the result is x, bit for bit: in a product, XLA on a CPU
-    would make subnormal numbers 0.
+    would make subnormal numbers 0. The derivative is that of the product there, too,
+    since the factor of a kept norm may be 1 at one point only.
     """
+    return weak_like(x, jnp.where(factor == 1, x, _product(x, factor)))
+
+
+@rescale.defjvp
+def _rescale_jvp(primals: Any, tangents: Any) -> Any:
+    return rescale(*primals), jax.jvp(_product, primals, tangents)[1]
+
+
+def _product(x: jax.Array, factor: jax.Array) -> jax.Array:
     real = factor.astype(sum_dtype(x.dtype))
     if jnp.iscomplexobj(x):
-        scaled = lax.complex(x.real * real, x.imag * real)
-    else:
-        scaled = (x.astype(real.dtype) * real).astype(x.dtype)
-    return weak_like(x, jnp.where(factor == 1, x, scaled))
+        return lax.complex(x.real * real, x.imag * real)
+    return (x.astype(real.dtype) * real).astype(x.dtype)
 
 
 def rescaled(values: Sequence[Any], factors: Sequence[Any]) -> list[Any]:

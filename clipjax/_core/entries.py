@@ -69,14 +69,16 @@ def clip_entries(leaf: Leaf, low: Any, high: Any) -> jax.Array:
 
 @jax.jit
 def _between(x: jax.Array, low: Any, high: Any) -> jax.Array:
-    """Return x clipped to an interval; NaN stays.
+    """Return x clipped to an interval; NaN stays, and a bound of NaN makes NaN.
 
     It compares bits, since XLA on a CPU takes subnormal numbers for 0.
     """
-    low = jnp.where(_order(low) > _order(high), high, low)
+    low = jnp.where((_order(low) > _order(high)) & ~jnp.isnan(low), high, low)
     below, above = _order(x) < _order(low), _order(x) > _order(high)
     clipped = jnp.where(below, low, jnp.where(above, high, x))
-    return weak_like(x, jnp.where(jnp.isnan(x), x, clipped))
+    for each in (x, low, high):
+        clipped = jnp.where(jnp.isnan(each), each, clipped)
+    return weak_like(x, clipped)
 
 
 def _order(x: jax.Array) -> jax.Array:

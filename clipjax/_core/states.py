@@ -80,15 +80,20 @@ class Table(_Arrays):
         made.names = names if any(names) else _names_in(text)
         return made
 
+    def _replace(self, **fields: Any) -> Self:
+        names = () if "text" in fields else self.names
+        text, floats, counts = super()._replace(**fields)
+        return type(self)(text, floats, counts, names)
+
     @property
     def known_names(self) -> Names:
         """The names of floats, ints and bools; `record_norms` has floats alone."""
         names = self.names if any(self.names) else _names_in(self.text)
         if not names:
             raise ValueError(
-                "opt_state: inside jit, nnx.state has no names of norms, and neither "
-                "has a restored state: pass the optimizer itself, or read metrics "
-                "after an update"
+                "opt_state: inside jit, the names of norms are not known in a state "
+                "that was restored or mapped, or in nnx.state: read metrics after an "
+                "update, or pass the optimizer itself"
             )
         return (*names, (), ())[:3]
 
@@ -98,6 +103,8 @@ def _names_in(text: Any) -> Names:
     letters: Any = next(iter(jax.tree.leaves(text)), None)  # in a box of Flax NNX
     is_known = isinstance(letters, jax.Array | np.ndarray)
     if not is_known or isinstance(letters, jax.core.Tracer) or letters.dtype != "uint8":
+        return ()
+    if not letters.size:  # of an ensemble without members
         return ()
     array = np.asarray(jax.device_get(letters))
     # Stacked states have the same names.

@@ -286,10 +286,13 @@ def _moved(x: Any, like: Any, was: Names, now: Names) -> Any:
         # An array on the host may be too large for one device.
         moved = jax.device_put(x, like.sharding)
         return moved if here == there else moved.astype(there)
-    # As in `new`, counters are tied to no devices. Keys of `jax.random` stay on theirs.
-    is_key = jnp.issubdtype(here, jax.dtypes.extended)
-    is_tied = getattr(x, "committed", False) and not is_key
-    return jnp.asarray(on_host(x) if is_tied else x, there)
+    if not getattr(x, "committed", False):
+        return jnp.asarray(x, there)
+    # As in `new`, counters and keys are tied to no devices.
+    if jnp.issubdtype(here, jax.dtypes.prng_key):
+        data = jnp.asarray(on_host(jax.random.key_data(x)))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    return jnp.asarray(on_host(x), there)
 
 
 def _with_columns(

@@ -54,16 +54,6 @@ def _contains_states(field: str) -> bool:
     return "inner" in field or "state" in field or field in NamedState._fields
 
 
-def _is_label(key: str, path: Names) -> bool:
-    """Return whether a user wrote the key of a mapping: a label, or a name.
-
-    Where a checkpoint has mappings in place of chains and states, other keys are places
-    or fields.
-    """
-    holds_labels = path[-1:] in (("inner_states",), NamedState._fields)
-    return holds_labels or not (key.isdigit() or _contains_states(key))
-
-
 def states_in(
     node: Any,
     kinds: Kinds,
@@ -114,12 +104,19 @@ def states_in(
             own |= {(key, *names_of(below)): x for below, x in found}
     if fields:
         yield FoundState(now, kind, fields, label, parts, path, own)
+    # Elsewhere, a mapping may be a chain or a state that a checkpoint restored.
+    is_label = not fields and path[-1:] in (("inner_states",), NamedState._fields)
     for key, child in inside.items():
-        is_part = not fields and isinstance(now, Mapping) and _is_label(key, path)
-        is_field = bool(fields) or (_contains_states(key) and not is_part)
-        after = () if is_field else names
-        after = after if is_field or is_part or key.isdigit() else (*after, key)
-        within = (*parts, key) if is_part else parts
+        within, after = parts, names
+        if is_label:
+            within = (*parts, key)
+        elif fields:
+            after = ()
+        elif not key.isdigit():
+            is_field = _contains_states(key)
+            after = (key,) if is_field else (*names, key)
+            is_key = isinstance(now, Mapping) and not is_field
+            within = (*parts, key) if is_key else parts
         of = label if key == "memory" else ""
         yield from states_in(child, kinds, (*path, key), after, within, of)
 

@@ -52,23 +52,24 @@ def clipped_steps(
     return norm > runs.per_step(columns, f"{own}/threshold", key)
 
 
+# A group, too, may be called "steps".
+_RECORDED = re.compile(r"((?:.*?/)??record_norms(?:_\d+)?/)(?!steps$).+")
+_OF_CLIPS = re.compile(r"((?:.*?/)??clip_by_group_norm(?:_\d+)?/).+/norm")
+
+
 def recorded_in(columns: Mapping[str, Any]) -> list[str]:
     """Return the keys of norms that `record_norms` has measured."""
-    # A group, too, may be called "steps".
-    recorded = "record_norms[^/]*/(?!steps$).+"
-    return [key for key in columns if re.fullmatch(recorded, key)]
+    return list(filter(_RECORDED.fullmatch, columns))
 
 
 def groups_in(columns: Mapping[str, Any]) -> dict[str, str]:
     """Return the names of the groups whose norms are among metrics, by key."""
     recorded = recorded_in(columns)
-    if recorded:
-        return {key: key.removeprefix("record_norms/") for key in recorded}
-    return {
-        key: key.removesuffix("/norm").removeprefix("clip_by_group_norm/")
-        for key in columns
-        if re.fullmatch("clip_by_group_norm[^/]*/.+/norm", key)
-    }
+    kind, end = (_RECORDED, "") if recorded else (_OF_CLIPS, "/norm")
+    found = {key: match[1] for key in columns if (match := kind.fullmatch(key))}
+    # Of several recorders, all but the first have their own name in front.
+    first = min(found.values(), key=len, default="")
+    return {key: key.removeprefix(first).removesuffix(end) for key in found}
 
 
 def norms_by_group(
@@ -106,7 +107,9 @@ def norms_by_group(
 
 
 # What `record_norms` measures beside updates.
-_KINDS = re.compile("(?:record_norms[^/]*/)?(params|ratio|forward|backward)(?:/.*)?")
+_KINDS = re.compile(
+    r"(?:(?:.*/)?record_norms(?:_\d+)?/)?(params|ratio|forward|backward)(?:/.*)?"
+)
 
 
 def kind_of(name: str) -> str:

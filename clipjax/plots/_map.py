@@ -12,7 +12,7 @@ from clipjax.monitoring import history as runs
 from clipjax.monitoring.bad_steps import BadStep
 from clipjax.plots import _drawing as draw
 from clipjax.plots._cells import bad_steps_above, cells
-from clipjax.plots._columns import norms_by_group
+from clipjax.plots._columns import kind_of, norms_by_group
 
 
 def heat_map(
@@ -78,7 +78,7 @@ def heat_map(
         (step.step, row)
         for step in bad
         for row, name in enumerate(in_order)
-        if _layer_named(step) in (name, name.partition("/")[2]) and _layer_named(step)
+        if _is_named(name, step)
     ]
     ax = draw.new_axes(ax, height=1.4 + 0.3 * max(4, len(labels)))
     cells(ax, norms_by_row, f"norm{of}")
@@ -87,13 +87,22 @@ def heat_map(
     return bad_steps_above(ax, [step.step for step in bad], marked)
 
 
-def _layer_named(step: BadStep) -> str:
-    """Return the group that the text of a bad step names, "" for none or several."""
-    if layer := step._place()[1]:
-        return layer
+def _is_named(row: str, step: BadStep) -> bool:
+    """Return whether the text of a bad step names the group of a row."""
+    layer, began_in = _layer_named(step)
+    before, _, rest = row.partition("/")
+    of_layer = rest == layer and kind_of(before) in ("", began_in)
+    return bool(layer) and (row == layer or of_layer)
+
+
+def _layer_named(step: BadStep) -> tuple[str, str]:
+    """Return the only group that the text of a bad step names, and the pass."""
+    _, layer, began_in = step._place()
+    if layer:
+        return layer, began_in
     not_finite = [x for x, norm in step.groups.items() if not np.isfinite(norm)]
     if len(not_finite) == 1:
-        return not_finite[0]
+        return not_finite[0], ""
     if not_finite or step.is_of_loss or not (step.groups and np.isfinite(step.norm)):
-        return ""
-    return max(step.groups, key=lambda name: step.groups[name])
+        return "", ""
+    return max(step.groups, key=lambda name: step.groups[name]), ""

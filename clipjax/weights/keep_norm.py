@@ -47,7 +47,7 @@ def keep_norm(*, rate: Bound = 1.0, axes: AutoAxes = "auto") -> Projection:
     `axes={"out": clipjax.SKIP, "*": "auto"}`.
 
     The old norm is measured from the weights at each step, and is in no state. In
-    float32 it drifts by less than 1e-3 over 100,000 steps. In a chain with bfloat16
+    float32 it drifts by less than 2e-3 over 100,000 steps. In a chain with bfloat16
     weights it drifts by up to 3% over 1,000 steps, most for small matrices, and `apply`
     cannot follow such small steps at all: keep float32 weights.
 

@@ -43,3 +43,16 @@ def test_the_norm_after_is_that_of_the_end_farther_from_0(least: float) -> None:
     metrics = clipjax.metrics(state)
     assert metrics["clip_by_value/norm"] == max(3.0, -least)
     assert metrics["clip_by_value/norm_after"] == 2.0
+
+
+def test_a_bound_of_nan_makes_nan() -> None:
+    x = np.float32([-3, 0, 0.5, 3])
+
+    @jax.jit
+    def clipped(bound: jax.Array) -> list[jax.Array]:
+        limits = ((bound, 1.0), (-1.0, bound), (-bound, bound))
+        return [clipjax.box(*each).apply(x) for each in limits]
+
+    for sign in (1, -1):
+        for y in clipped(np.copysign(np.float32(np.nan), sign)):
+            assert np.isnan(y).all()

@@ -91,7 +91,15 @@ def test_a_restored_state_has_the_names_in_its_text() -> None:
     restored = serialization.from_bytes(other, serialization.to_bytes(other))
     bare = serialization.msgpack_restore(serialization.to_bytes(other))
     assert jax.tree.structure(restored) == jax.tree.structure(other)
-    for found in (read(other), read(restored), clipjax.metrics(bare)):
+    changed = optax.tree.set(other, floats=other.metrics["n"].floats)
+    inside = jax.jit(lambda state: clipjax.metrics(optax.tree.set(state, step=1)))
+    for found in (
+        read(other),
+        read(restored),
+        read(changed),
+        inside(other),
+        clipjax.metrics(bare),
+    ):
         assert found["n/b c"] == 2
 
 

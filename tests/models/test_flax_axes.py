@@ -357,7 +357,7 @@ def test_wrong_calls() -> None:
         with pytest.raises(TypeError, match="must be a Flax module"):
             unit_axes(model, KEY, random(2, 4))
     with pytest.raises(
-        ValueError, match="no parameters, or none that the filter wrt= chooses"
+        ValueError, match="no parameters, or none that a filter such as wrt="
     ):
         unit_axes(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), wrt=nnx.BatchStat)
     with pytest.raises(TypeError, match="needs the arguments of its init"):

@@ -231,8 +231,25 @@ def test_probes_and_ratios_have_styles_and_each_kind_has_colors() -> None:
         assert alone.get_ylabel() == label
         assert {line.get_linestyle() for line in alone.lines} == {"-"}
         assert len(drawn(alone)) == 4
-    second = {f"record_norms_1/forward/{i}": [0.0, 1.0] for i in range(2)}
-    assert drawn(plots.group_norms(second))["record_norms_1/forward/1"][0] == [1]
+
+
+def test_what_is_before_the_names_of_a_history_is_left_out() -> None:
+    """But what is before a second recorder tells the two apart."""
+    for before in ("", "train/", "critic/"):
+        first = {f"{before}record_norms/updates/{i}": [2.0, 1.0] for i in range(2)}
+        second = {f"{before}record_norms_1/forward/{i}": [0.0, 1.0] for i in range(2)}
+        for history, names in (
+            (first, ["updates/0", "updates/1"]),
+            (second, ["forward/0", "forward/1"]),
+            (first | second, ["updates/0", f"{before}record_norms_1/forward/1"]),
+        ):
+            found = drawn(plots.group_norms(history))
+            assert {*names} <= {*found}
+            assert len(found) == len(history)
+            kinds = [np.size(x) for name, (x, _) in found.items() if "forward" in name]
+            assert kinds == [1] * len(kinds)
+        rows = cells_of(plots.heat_map(first))[1]
+        assert rows == ["0", "1"]
 
 
 def cells_of(ax: Any) -> tuple[Any, list[str]]:
@@ -343,6 +360,11 @@ def test_a_heat_map_marks_bad_steps_and_the_layer_that_their_text_names() -> Non
     assert list(triangles.get_xdata()) == [0, 1, 1, 2, 3]
     # Step 3 broke in the backward pass, in no single group.
     assert sorted(zip(*rings.get_data(), strict=True)) == [(0, 2), (1, 1), (2, 0)]
+    plt.close(ax.figure)
+    # Of a layer that probes tell, the row of the pass is marked, too.
+    ax = plots.heat_map(history, bad=bad[:1])
+    rows = [cells_of(ax)[1][int(row)] for row in ax.lines[1].get_ydata()]
+    assert rows == ["forward/blocks/1", "updates/blocks/1"]
     plt.close(ax.figure)
     alone = plots.heat_map(history, only="updates/head", bad=bad)
     assert len(alone.lines[1].get_xdata()) == 0

@@ -74,6 +74,22 @@ def test_a_unit_of_norm_0_is_left_alone() -> None:
     assert bits(keep(3 * ones, half)) == bits(ones * np.float32([3, 1]))
 
 
+def test_the_derivative_is_tangential_where_nothing_moved() -> None:
+    """There the factor is 1, and the result is the weights, bit for bit."""
+    rng = np.random.default_rng(0)
+    old, along = rng.normal(size=(2, 8, 8)).astype(np.float32)
+    norm_of_old = np.float64(norm(old))
+
+    @jax.jit
+    @jax.grad
+    def gradient(new: Any) -> Any:
+        return jnp.vdot(along, clipjax.keep_norm().apply(new, old))
+
+    outward = np.vdot(along, old) / norm_of_old**2
+    expected = along - outward * old
+    np.testing.assert_allclose(gradient(old), expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("rate", "expected"),
     [(0.0, 8.0), (0.25, 7.0), (1.0, 4.0), (lambda step: step / 4, 6.0)],
