@@ -130,6 +130,20 @@ def test_whole_limits_beyond_float32_are_rounded_inward() -> None:
         np.testing.assert_array_equal(x, [[2.0**24 + 2, -3e7]])
 
 
+def test_a_schedule_may_return_an_array() -> None:
+    kernel = np.float32([[3, 3], [4, 4]])
+
+    @jax.jit
+    def projected(step: Any) -> Any:
+        radii = clipjax.max_norm(lambda step: jnp.stack([step, step + 10.0]))
+        return radii.apply(kernel, step=step)
+
+    np.testing.assert_allclose(projected(1), [[0.6, 3], [0.8, 4]], rtol=1e-5)
+    tx = clipjax.clip_by_global_norm(lambda step: jnp.ones(2))
+    with pytest.raises(ValueError, match="max_norm must be a scalar"):
+        tx.init(kernel)
+
+
 def test_equal_limits_are_allowed() -> None:
     boxed = jax.jit(clipjax.box(0.5, 0.5).apply)(ENTRIES.astype(np.float32))
     np.testing.assert_array_equal(boxed, np.full(101, 0.5, np.float32))

@@ -56,3 +56,22 @@ def test_a_bound_of_nan_makes_nan() -> None:
     for sign in (1, -1):
         for y in clipped(np.copysign(np.float32(np.nan), sign)):
             assert np.isnan(y).all()
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_bounds_of_8_bits_are_rounded_inward(dtype: str) -> None:
+    """The first has no infinity: an infinite bound is its largest number."""
+    x = np.float32([-448, -3, -0.3, 0, 0.3, 3, 448]).astype(jnp.dtype(dtype))
+
+    @jax.jit
+    def clipped(x: jax.Array) -> list[jax.Array]:
+        limits = ((-0.3, 0.3), (-np.inf, 0.7), (-1e6, 1e6))
+        return [clipjax.box(*each).apply(x) for each in limits]
+
+    # 0.3 is between 0.28125 or 0.25 and 0.3125; 0.7 between 0.6875 or 0.625 and 0.75.
+    least, most = (0.28125, 0.6875) if dtype == "float8_e4m3fn" else (0.25, 0.625)
+    exact = np.asarray(x).astype(float)
+    for y, (low, high) in zip(
+        clipped(x), ((-least, least), (-np.inf, most), (-np.inf, np.inf)), strict=True
+    ):
+        np.testing.assert_array_equal(y.astype(float), np.clip(exact, low, high))

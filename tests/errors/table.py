@@ -82,6 +82,7 @@ THEMES = {
         of_value("clip_gradient_by_norm(1.0, x)", "max_norm", "take the tree first"),
         of_type("clip_by_norm(grads, 1.0)", "functional.clip_by_global_norm(tree, max"),
         of_type("clip_by_value(low=0.0)", "low=0.0", "low and high"),
+        of_type("clip_by_norm(1.0, axes={'kernel': 0, 1: 0})", "axes: a mapping must"),
         of_type("max_norm({'layer': params})", "radius['layer']", "kernel"),
         of_type("clip_by_global_norm(10**400)", "max_norm", "1000"),
         of_type("min_max_norm(1.0, 2.0, rate={'kernel': 0.5})", "rate", "0.5"),
@@ -522,7 +523,7 @@ THEMES = {
             "tx = bounded(sgd, project=max_norm(1.0)); "
             "tx.update(grads, tx.init(params))",
             "params",
-            "clipjax.max_norm(1.0) needs them",
+            "clipjax.max_norm(1.0) needs them, as in tx.update(updates, state, params)",
         ),
         of_type("chain([clip, adam])", "links[0]", "gradient transformation"),
         of_value(
