@@ -134,7 +134,9 @@ def _unusual(norms: dict[str, float], usual: dict[str, float]) -> tuple[str, str
     most, name = max(growths, default=(0.0, ""))
     if most <= _TOLD:
         return "", "", ""
-    words = f"{most:.0f} times its usual growth at {name}, in the forward pass"
+    # In front of the first layer, nothing is known that it could grow from.
+    what = "norm" if name == next(iter(norms)) else "growth"
+    words = f"{most:.0f} times its usual {what} at {name}, in the forward pass"
     return words, name, "forward"
 
 

@@ -171,7 +171,7 @@ def test_growth_that_is_usual_is_not_told() -> None:
     for other in ({"embed": 0.02, "blocks/0": 0.0, "blocks/1": 8.0}, {}):
         assert "growth" not in str(same._replace(forward=larger, usual=other))
     all_of_it = {name: 20 * norm for name, norm in usual.items()}
-    assert "20 times its usual growth at embed" in str(same._replace(forward=all_of_it))
+    assert "20 times its usual norm at embed" in str(same._replace(forward=all_of_it))
 
 
 def test_statistics_are_those_of_the_elements() -> None:
