@@ -71,13 +71,13 @@ class Table(_Arrays):
     node carries the names along, too.
     """
 
-    names: Names = ()
+    names: Names = ()  # nothing at all while they are not known
 
     def __new__(
         cls, text: Any, floats: Any, counts: Any = None, names: Names = ()
     ) -> Self:
         made = super().__new__(cls, text, floats, counts)
-        made.names = names if any(names) else _names_in(text)
+        made.names = names or _names_in(text)
         return made
 
     def _replace(self, **fields: Any) -> Self:
@@ -88,7 +88,7 @@ class Table(_Arrays):
     @property
     def known_names(self) -> Names:
         """The names of floats, ints and bools; `record_norms` has floats alone."""
-        names = self.names if any(self.names) else _names_in(self.text)
+        names = self.names or _names_in(self.text)
         if not names:
             raise ValueError(
                 "opt_state: inside jit, the names of norms are not known in a state "
@@ -121,7 +121,7 @@ class _Carried:
 
     def __eq__(self, other: object) -> bool:
         both = self.names, getattr(other, "names", ())
-        return not all(map(any, both)) or both[0] == both[1]
+        return not all(both) or both[0] == both[1]
 
     def __hash__(self) -> int:
         return 0

@@ -102,10 +102,11 @@ def adopt(old: Tree, new: Tree, *, drop: bool = False) -> Tree:
     wanted = [each for each in found if each.leaves]
     has_types = all(each.kind or () in each.leaves for each in given)
     olds, news = (_by_kind(states, has_types) for states in (given, wanted))
+    outer = _around_all(given), _around_all(wanted)
     values: dict[Names, Any] = {}
     lost: list[Any] = []
     for kind, was in olds.items():
-        pairs, left = _pairs(was, news.get(kind, []))
+        pairs, left = _pairs(was, news.get(kind, []), outer)
         lost += left
         for pair in pairs:
             lost += _follow(*pair, values)
@@ -152,31 +153,43 @@ _States: TypeAlias = list[FoundState]
 _Pairs: TypeAlias = list[tuple[FoundState, FoundState]]
 
 
-def _pairs(olds: _States, news: _States) -> tuple[_Pairs, _States]:
+def _pairs(
+    olds: _States, news: _States, outer: tuple[int, int]
+) -> tuple[_Pairs, _States]:
     """Match states of one kind, by the parts that they belong to, and in their order.
+
+    Args:
+      olds: the states in `old`.
+      news: those in `new`.
+      outer: how many of the outermost parts are around everything in each of the two.
 
     Returns:
       The pairs, and the old states of parts that are not in `news`.
     """
-    one_has_no_parts = not all(any(each.parts for each in x) for x in (olds, news))
-    if one_has_no_parts and len(olds) == len(news):
-        return list(zip(olds, news, strict=True)), []
     pairs: _Pairs = []
-    for outer in ((0, 0), (_around_all(olds), _around_all(news))):
-        of_old, of_new = map(_by_part, (olds, news), outer)
+    for around in ((0, 0), outer):
+        of_old, of_new = map(_by_part, (olds, news), around)
         for part in [*of_old]:
-            if part in of_new:
-                pairs += _in_order(of_old.pop(part), of_new.pop(part))
+            if len(of_old[part]) == len(of_new.get(part, [])):
+                pairs += zip(of_old.pop(part), of_new.pop(part), strict=True)
         olds, news = (list(itertools.chain(*x.values())) for x in (of_old, of_new))
-    if olds and news and one_has_no_parts:
+    if olds and news and ({*of_old} == {()} or {*of_new} == {()}):
         return pairs + _in_order(olds, news), []
-    return pairs, olds
+    for part in [*of_old]:
+        if part in of_new:
+            pairs += _in_order(of_old.pop(part), of_new.pop(part))
+    return pairs, list(itertools.chain(*of_old.values()))
 
 
 def _around_all(states: _States) -> int:
-    """Return how many of the outermost parts all states share."""
+    """Return how many of the outermost parts are names around all states.
+
+    A label is none of these, since beside it there may be parts without a state.
+    """
     columns = zip(*(each.parts for each in states), strict=False)
-    shared = itertools.takewhile(lambda names: len({*names}) == 1, columns)
+    shared = itertools.takewhile(
+        lambda names: len({*names}) == 1 and not names[0].endswith("/"), columns
+    )
     return len(list(shared))
 
 
@@ -239,26 +252,30 @@ def _follow(was: FoundState, now: FoundState, values: dict[Names, Any]) -> list[
     if now.fields == MetricsState._fields:
         kept = now.node.metrics[now.label]
         metrics = {key[1]: x for key, x in after.items() if key[0] == "metrics"}
-        arrays = _in_arrays(kept, metrics) if isinstance(kept, Table) else metrics
         path = (*now.path, "metrics", now.label)
+        is_table = isinstance(kept, Table)
+        arrays = _in_arrays(kept, metrics, path) if is_table else metrics
         values |= {(*path, name): x for name, x in arrays.items()}
     return [_listed(was.path, lost, theirs)] if lost else []
 
 
-def _in_arrays(kept: Table, metrics: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """Return the arrays of a table, joined from single metrics."""
+def _in_arrays(
+    kept: Table, metrics: Mapping[str, Any], path: Names
+) -> dict[str, jax.Array]:
+    """Return the arrays of a table in `new`, joined from single metrics."""
     floats, *counted = kept.known_names
     names = {
         "floats": floats,
         "counts": tuple(name for each in counted for name in each),
     }
-    return {
-        field: jnp.stack(
-            [metrics[name].astype(getattr(kept, field).dtype) for name in of_field], -1
-        )
-        for field, of_field in names.items()
-        if of_field
-    }
+    arrays = {}
+    for field, of_field in names.items():
+        if of_field:
+            like = getattr(kept, field)
+            rows = [metrics[name].astype(like.dtype) for name in of_field]
+            both = (*path, field), (*path, field)
+            arrays[field] = _moved(jnp.stack(rows, -1), like, *both)
+    return arrays
 
 
 def _listed(path: Names, keys: Sequence[Names], leaves: Mapping[Names, Any]) -> str:

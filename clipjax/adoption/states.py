@@ -35,7 +35,9 @@ class FoundState(NamedTuple):
     kind: str  # the name of its type; "" for a mapping and for a leaf
     fields: Names  # for a leaf, the names on the way to it
     label: str  # the transformation, for a state with metrics
-    parts: Names  # the labels of `optax.partition` and the names of `named` around it
+    # The names of `named` around it, and the labels of `optax.partition`, each with a
+    # slash, which no name has.
+    parts: Names
     path: Names
     leaves: dict[Names, Any]  # without the leaves of states in it
 
@@ -109,14 +111,14 @@ def states_in(
     for key, child in inside.items():
         within, after = parts, names
         if is_label:
-            within = (*parts, key)
+            within = (*parts, key if path[-1:] == NamedState._fields else f"{key}/")
         elif fields:
             after = ()
         elif not key.isdigit():
             is_field = _contains_states(key)
             after = (key,) if is_field else (*names, key)
             is_key = isinstance(now, Mapping) and not is_field
-            within = (*parts, key) if is_key else parts
+            within = (*parts, f"{key}/") if is_key else parts
         of = label if key == "memory" else ""
         yield from states_in(child, kinds, (*path, key), after, within, of)
 

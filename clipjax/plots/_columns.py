@@ -67,8 +67,9 @@ def groups_in(columns: Mapping[str, Any]) -> dict[str, str]:
     recorded = recorded_in(columns)
     kind, end = (_RECORDED, "") if recorded else (_OF_CLIPS, "/norm")
     found = {key: match[1] for key in columns if (match := kind.fullmatch(key))}
-    # Of several recorders, all but the first have their own name in front.
-    first = min(found.values(), key=len, default="")
+    # Of several recorders, those with a number or a name keep it.
+    labels = {*found.values()}
+    first = labels.pop() if len(labels) == 1 else "record_norms/"
     return {key: key.removeprefix(first).removesuffix(end) for key in found}
 
 
@@ -135,14 +136,15 @@ _ALL = {
 
 
 def bad_groups_in(columns: Mapping[str, Any], like: str) -> dict[float, str]:
-    """Return which groups are not finite, by step, if `record_norms` measured them."""
-    groups = groups_in(columns)
-    points = {}
-    for key, name in groups.items():
+    """Return which groups are not finite, by step, if the history has groups."""
+    recorded = bool(recorded_in(columns))
+    points, kinds = {}, {}
+    for key, name in groups_in(columns).items():
         taken = runs.steps_taken(columns, key)
         norms = runs.per_step(columns, key, like)
         points[name] = np.flatnonzero(taken), norms[taken]
-    return bad_groups(points, {name: kind_of(name) for name in points})
+        kinds[name] = kind_of(name) if recorded else ""
+    return bad_groups(points, kinds)
 
 
 def bad_groups(points: Mapping[str, Any], kinds: Mapping[str, str]) -> dict[float, str]:

@@ -39,7 +39,8 @@ def heat_map(
       The axes, with one row for each group, and a color bar with a logarithmic scale
       beside them. A norm that is not finite has a color of its own, and a norm of 0 has
       no color. Each bad step has a triangle above the map, and a ring on the row of the
-      group that `print` of the bad step names, if there is such a row. If there are
+      group that `print` of the bad step names, if there is such a row, and if only one
+      `record_norms` measured the groups. If there are
       more than 30 steps for each inch of the axes, a column shows the largest norm of
       several steps. A step that `record_norms` did not see, such as an accumulated one,
       repeats the norms of the step before.
@@ -74,11 +75,13 @@ def heat_map(
     has_one_kind = len(firsts) == 1 and all("/" in name for name in in_order)
     of = f" of {firsts.pop()}" if has_one_kind else ""
     labels = [name.partition("/")[2] if of else name for name in in_order]
+    # A bad step does not know which of several recorders has kept it.
+    has_one_recorder = not any("record_norms" in name for name in names.values())
     marked = [
         (step.step, row)
         for step in bad
         for row, name in enumerate(in_order)
-        if _is_named(name, step)
+        if _is_named(name, step) and has_one_recorder
     ]
     ax = draw.new_axes(ax, height=1.4 + 0.3 * max(4, len(labels)))
     cells(ax, norms_by_row, f"norm{of}")

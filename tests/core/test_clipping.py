@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import clipjax
@@ -11,6 +12,27 @@ from clipjax._core.norms import largest, smallest
 from tests.support.programs import stepped
 
 INF, NAN = float("inf"), float("nan")
+
+
+def test_the_norm_of_a_thousand_equal_leaves_is_exact() -> None:
+    """One after the other, their roundings would add up to 1e-5 of the norm."""
+    values = np.float32([*np.linspace(0.1, 0.99, 9), 0.8051282])
+    leaves = [values[:, None]] * 1000
+
+    @jax.jit
+    def clipped(leaves: Any) -> Any:
+        clip = jax.vmap(lambda tree, bound: functional.clip_by_global_norm(tree, bound))
+        once, norms = clip(leaves, jnp.float32(0.7 * values * np.sqrt(1000)))
+        return norms, once[0], clip(once, jnp.float32(0.7 * values * np.sqrt(1000)))[0]
+
+    norms, once, twice = clipped(leaves)
+    exact = np.float64(values) * np.sqrt(1000)
+    np.testing.assert_allclose(norms, exact, rtol=3e-7)
+    after = np.float64(once[:, 0]) * np.sqrt(1000)
+    bounds = np.float64(np.float32(0.7 * values * np.sqrt(1000)))
+    assert (after <= bounds).all()
+    np.testing.assert_allclose(after, bounds, rtol=2e-6)
+    np.testing.assert_array_equal(once, twice[0])
 
 
 def test_an_infinite_norm_is_not_inside_an_infinite_bound() -> None:

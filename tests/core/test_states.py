@@ -103,6 +103,15 @@ def test_a_restored_state_has_the_names_in_its_text() -> None:
         assert found["n/b c"] == 2
 
 
+def test_a_recorder_without_leaves_has_metrics_inside_jit() -> None:
+    """As of a label that no weight has."""
+    parts = {"all": optax.identity(), "none": clipjax.record_norms("leaf")}
+    tx = optax.partition(parts, {"w": "all"})
+    weights = {"w": jnp.ones(2)}
+    step = jax.jit(lambda s: clipjax.metrics(tx.update(weights, s, weights)[1]))
+    assert {*step(tx.init(weights))} == {"record_norms/steps"}
+
+
 def test_names_have_one_line() -> None:
     """Lines separate names in the text, so that keys of trees get spaces."""
     with pytest.raises(ValueError, match="must be one line of text"):
