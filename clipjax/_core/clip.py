@@ -18,9 +18,10 @@ from clipjax._core.units import map_units, present
 def clip(
     leaves: Leaves, of: Sequence[Any], bounds: Sequence[Any]
 ) -> tuple[list[Any], list[Any]]:
-    """Clip norms to thresholds; both have one entry a leaf, None where it has no norm.
+    """Clip the norms `of` leaves to thresholds; None stands for a leaf without a norm.
 
-    Leaves that share a norm have the same array in `of`, and one factor.
+    Leaves that share a norm have the same array in `of`, the same threshold, and one
+    factor.
 
     Returns:
       The new values, and the factor of each leaf.

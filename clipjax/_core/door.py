@@ -33,7 +33,7 @@ Act = Callable[..., tuple[Any, Any, Any]]
 def transformation(
     name: str, act: Act, remember: Callable[[Leaves], Any] | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Make a transformation from what it does to leaves, as all clips are made.
+    """Make a transformation from what it does to leaves.
 
     Args:
       name: the first part of the names of its metrics.
@@ -60,10 +60,10 @@ def logged(
     remember: Callable[[Leaves], Any] | None = None,
     measure: Callable[..., Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Make a transformation as above, whose `act` returns a tree of updates.
+    """Make a transformation whose `act` returns a tree of updates.
 
-    `measure` is a function of the same arguments that returns the metrics alone, if
-    they are known without the rest of `act`.
+    `init` needs the shapes of the metrics: `measure(updates, params, step, memory)`
+    returns the metrics alone, if they are known without the rest of `act`.
     """
     measured = measure or (lambda *args: act(*args)[1])
 

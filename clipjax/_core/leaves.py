@@ -33,7 +33,7 @@ class Leaf(NamedTuple):
 
 
 class Leaves(NamedTuple):
-    """A tree, taken apart once, at the door; every list has one entry a leaf."""
+    """A tree, taken apart; `values` and `paths` have one entry for each leaf."""
 
     values: list[Any]
     paths: list[Path]

@@ -166,6 +166,11 @@ def _pairs(
     Returns:
       The pairs, and the old states of parts that are not in `news`.
     """
+    # A chain that joins or leaves a partition, or `named`, keeps its order.
+    has_no_parts = any(
+        all(not each.parts[around:] for each in x)
+        for x, around in zip((olds, news), outer, strict=True)
+    )
     pairs: _Pairs = []
     for around in ((0, 0), outer):
         of_old, of_new = map(_by_part, (olds, news), around)
@@ -173,7 +178,7 @@ def _pairs(
             if len(of_old[part]) == len(of_new.get(part, [])):
                 pairs += zip(of_old.pop(part), of_new.pop(part), strict=True)
         olds, news = (list(itertools.chain(*x.values())) for x in (of_old, of_new))
-    if olds and news and ({*of_old} == {()} or {*of_new} == {()}):
+    if olds and news and has_no_parts:
         return pairs + _in_order(olds, news), []
     for part in [*of_old]:
         if part in of_new:
@@ -331,6 +336,8 @@ def _with_columns(
         return padded[..., np.array(columns)]
 
     return {
-        key: ordered(jnp.asarray(on_host(x))) if key[-1] == "rows" and was != now else x
+        key: ordered(jnp.asarray(on_host(x)))
+        if key[0] == "memory" and key[-1] == "rows" and was != now
+        else x
         for key, x in theirs.items()
     }

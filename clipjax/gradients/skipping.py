@@ -62,7 +62,7 @@ def skipping(
         before = memory.in_a_row
         enough = False if most is None else (before >= most) | (before < 0)
         skipped = ~(fine | enough)
-        one_more = saturating_add(before, jnp.int32(1))
+        one_more = saturating_add(jnp.maximum(before, 0), jnp.int32(1))
         in_a_row = jnp.where(skipped, one_more, jnp.where(fine, 0, -jnp.abs(before)))
         metrics |= {
             "skipped": skipped.astype(np.int32),

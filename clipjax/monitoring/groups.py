@@ -60,7 +60,7 @@ def by_group(groups: Any, stacked: Any, ord: float) -> Callable[[Leaves], Groups
             if group is not None and is_float(leaf.value):
                 members.setdefault((group, stack is not None), []).append(leaf)
         names: list[str] = []
-        powers = [jnp.zeros(0)]
+        powers = [jnp.zeros(0, np.float32)]
         for (group, is_stacked), of_group in members.items():
             name = group if patterns else path_name(group)
             if is_stacked:

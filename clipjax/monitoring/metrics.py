@@ -170,7 +170,8 @@ def _in_a_row(state: MetricsState) -> Any:
     The memory of a user's own transformation may have a field with the same name.
     """
     skip = restored(SkipMemory, ["in_a_row"], state.memory)
-    if skip and "skipped" in state.metrics[name_of(state)]:
+    kept = state.metrics[name_of(state)]
+    if skip and isinstance(kept, Mapping) and "skipped" in kept:
         return as_array(skip.in_a_row)
     return None
 

@@ -126,16 +126,16 @@ def record_norms(
             f"of={short_repr(of)} does not measure updates"
         )
     lengths = _check_probes(probes)
-    others = {"steps", *measured, *(_PASSES if lengths else ())} - {"updates"}
-    if name in others:
+    if name.partition("/")[0] in ("steps", "params", "ratio", *_PASSES):
         raise ValueError(
-            f"name must not be {name!r}, which is the name of other metrics here"
+            f"name must not be {name!r}, which begins like the names of other metrics"
         )
     order = check_ord(ord)
     groups_in = by_group(groups, stacked, order)
     size = check_count("keep", keep, 0)
     z_limit = check_bound("z_threshold", z_threshold, scalar=True)
     length = check_count("window", window, 1)
+    # `optax.inject_hyperparams` traces it.
     is_known = not isinstance(size, jax.core.Tracer)
     if is_known and size and "updates" not in measured:
         raise ValueError(

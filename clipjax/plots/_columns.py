@@ -16,10 +16,12 @@ from clipjax.plots import _drawing as draw
 
 def norm_in(columns: Mapping[str, Any]) -> str:
     """Return the key of the only clip's norm, else of the only norm."""
-    found = [key for key in columns if key == "norm" or key.endswith("/norm")]
+    recorded = recorded_in(columns)  # among them a layer may be called "norm"
+    ends = [key for key in columns if key == "norm" or key.endswith("/norm")]
+    found = [key for key in ends if key not in recorded]
     of_skips = [f"{skip}/norm" for skip in skips_in(columns)]
     of_clips = [key for key in found if key not in of_skips]
-    chosen = of_clips or found or recorded_in(columns)
+    chosen = of_clips or found or recorded
     if len(chosen) != 1:
         listed = a_few(chosen or list(columns)) or "none"
         raise ValueError(f"name must say which norm to draw, of {listed}")

@@ -75,7 +75,12 @@ def norms(history: runs.History, name: str | None = None, *, ax: Any = None) -> 
     skips = skips_in(columns)
     skipped = np.zeros(norm.shape, bool)
     for skip in skips:
-        is_new = np.diff(runs.per_step(columns, f"{skip}/skipped", key), prepend=0) > 0
+        count = runs.per_step(columns, f"{skip}/skipped", key)
+        is_new = np.diff(count, prepend=count[0]) > 0
+        # A history may begin in the middle of a run.
+        last = f"{skip}/skipped_last"
+        first = runs.per_step(columns, last) if last in columns else count
+        is_new[0] = first[0] > 0
         norm = np.where(is_new, runs.per_step(columns, f"{skip}/norm", key), norm)
         skipped |= is_new
     steps = np.arange(norm.size)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from clipjax.monitoring import history as runs
 from clipjax.monitoring.bad_steps import BadStep
 from clipjax.plots import _drawing as draw
 from clipjax.plots._cells import bad_steps_above, cells
-from clipjax.plots._columns import kind_of, norms_by_group
+from clipjax.plots._columns import kind_of, norms_by_group, recorded_in
 
 
 def heat_map(
@@ -32,7 +32,7 @@ def heat_map(
         "*/head"]`. The rows follow the order of the patterns, and are sorted by name
         within each pattern. None, the default, draws all groups, sorted by name.
       bad: the bad steps to mark, as :func:`clipjax.bad_steps` returns them; none by
-        default. Their steps are counted from the first step of `history`.
+        default. A bad step that is not in `history` has no mark.
       ax: the axes to draw on. None, the default, makes a new figure.
 
     Returns:
@@ -62,7 +62,7 @@ def heat_map(
       >>> [label.get_text() for label in ax.get_yticklabels()]
       ['embed', 'blocks/0', 'blocks/1']
     """
-    _, names, values = norms_by_group(history, only)
+    columns, names, values = norms_by_group(history, only)
     rows = {name: values[key] for key, name in names.items()}
     in_order = draw.in_order(rows)
     if only is not None:
@@ -75,26 +75,43 @@ def heat_map(
     has_one_kind = len(firsts) == 1 and all("/" in name for name in in_order)
     of = f" of {firsts.pop()}" if has_one_kind else ""
     labels = [name.partition("/")[2] if of else name for name in in_order]
+    places = _places(columns, next(iter(names)), bad)
+    recorded = bool(recorded_in(columns))
     # A bad step does not know which of several recorders has kept it.
     has_one_recorder = not any("record_norms" in name for name in names.values())
     marked = [
-        (step.step, row)
-        for step in bad
+        (place, row)
+        for place, step in places
         for row, name in enumerate(in_order)
-        if _is_named(name, step) and has_one_recorder
+        if has_one_recorder and _is_named(name, step, recorded)
     ]
     ax = draw.new_axes(ax, height=1.4 + 0.3 * max(4, len(labels)))
     cells(ax, norms_by_row, f"norm{of}")
     ax.set_yticks(range(len(labels)), labels)
     ax.set_xlabel("step")
-    return bad_steps_above(ax, [step.step for step in bad], marked)
+    return bad_steps_above(ax, [place for place, _ in places], marked)
 
 
-def _is_named(row: str, step: BadStep) -> bool:
-    """Return whether the text of a bad step names the group of a row."""
+def _places(
+    columns: Mapping[str, Any], key: str, bad: Sequence[BadStep]
+) -> list[tuple[int, BadStep]]:
+    """Return bad steps with their places in a history, which may begin later."""
+    label = runs.label_of(columns, key)
+    if label is None:
+        return [(step.step, step) for step in bad]
+    counts = runs.per_step(columns, f"{label}/steps").tolist()
+    seen = [step for step in bad if step.step + 1 in counts]
+    return [(counts.index(step.step + 1), step) for step in seen]
+
+
+def _is_named(row: str, step: BadStep, recorded: bool) -> bool:
+    """Return whether the text of a bad step names the group of a row.
+
+    What `record_norms` has measured has a word for its kind in front.
+    """
     layer, began_in = _layer_named(step)
     before, _, rest = row.partition("/")
-    of_layer = rest == layer and kind_of(before) in ("", began_in)
+    of_layer = recorded and rest == layer and kind_of(before) in ("", began_in)
     return bool(layer) and (row == layer or of_layer)
 
 

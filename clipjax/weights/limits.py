@@ -42,5 +42,5 @@ def check_rate(rate: Any) -> CheckedBound:
 def check_at_most(name: str, value: Any, most: float, wanted: str) -> None:
     """Raise if a bound that is known is above `most`."""
     is_known = not (callable(value) or isinstance(value, jax.core.Tracer))
-    if is_known and np.any(np.asarray(value) > most):
+    if is_known and np.any(np.asarray(jax.device_get(value)) > most):
         raise ValueError(f"{name} must be {wanted}, got {short_repr(value)}")

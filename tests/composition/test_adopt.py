@@ -283,7 +283,10 @@ def test_states_of_parts_are_matched_by_their_names() -> None:
 
 def test_a_part_with_another_name_is_none_of_the_old_ones() -> None:
     """Which would be a guess: the order of labels is that of the alphabet."""
+    plain = clipjax.zclip()
     for before, after, gone, expected in (
+        (zclips("z", "0"), optax.chain(plain, zclips("z")), "named/0", [0, 2]),
+        (optax.chain(plain, zclips("z")), zclips("z", "0"), "zclip at '0'", [0, 2]),
         (zclips_of("a", "b"), zclips_of("c", "b"), "inner_states/a", [0, 2]),
         (zclips_of(0, 1), zclips_of(2, 1), "inner_states/0", [0, 2]),
         (zclips("dense", "0"), zclips("0", "other"), "named/dense", [0, 2]),

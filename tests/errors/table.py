@@ -621,6 +621,7 @@ THEMES = {
             "of a",
         ),
         of_value("record_norms(name='steps')", "name", "'steps'"),
+        of_value("record_norms(name='forward/x')", "name", "'forward/x'"),
         *[
             of_type(
                 f"with_metrics('a', lambda u, *_: (u, {{'b': {value}}}, ())).init(x)",

@@ -102,6 +102,17 @@ def test_max_consecutive_lets_steps_through_until_one_is_finite() -> None:
     assert read(state, "skipped", "nonfinite_count") == [3, 5]
 
 
+def test_a_step_is_told_as_skipped_after_bad_ones_were_let_through() -> None:
+    """By a run that goes on without `max_consecutive`."""
+    tx = clipjax.skip_nonfinite(optax.sgd(1.0), max_consecutive=2)
+    update, state = jax.jit(tx.update), tx.init(np.zeros(1))
+    bad = np.float32([np.nan])
+    for _ in range(3):
+        _, state = update(bad, state)
+    _, state = clipjax.skip_nonfinite(optax.sgd(1.0)).update(bad, state)
+    assert read(state, "skipped", "skipped_last", "skipped_in_a_row") == [3, 1, 1]
+
+
 def z_scores(
     values: list[float], window: int, warmup: int, least: float
 ) -> list[float]:

@@ -77,6 +77,27 @@ def test_norms_show_a_whole_run_from_its_metrics(accumulate: int) -> None:
     assert not any("clipped" in label for label in of_skip)
 
 
+def test_a_layer_called_norm_is_none_of_a_clip() -> None:
+    history = {
+        "record_norms/updates/norm": [5.0, 6.0],
+        "record_norms/updates/w": [7.0, 8.0],
+        "zclip/norm": [1.0, 2.0],
+        "zclip/threshold": [9.0, 9.0],
+    }
+    assert drawn(plots.norms(history))["norm"][1] == [1, 2]
+
+
+def test_a_step_that_was_skipped_before_a_history_is_not_drawn() -> None:
+    history = {
+        "skip_nonfinite/norm": [1.0, 2.0, INF],
+        "skip_nonfinite/skipped": [5, 5, 6],
+        "skip_nonfinite/skipped_last": [0.0, 0.0, 1.0],
+        "clip_by_global_norm/norm": [1.0, 2.0, 2.0],
+    }
+    labels = list(drawn(plots.norms(history)))
+    assert "skipped (33.3%)" in labels
+
+
 def test_several_norms_need_a_name() -> None:
     history = {"a/norm": [1.0], "b/norm": [2.0], "record_norms/updates/c": [3.0]}
     with pytest.raises(ValueError, match=r"name must say .* of a/norm, b/norm"):
@@ -360,6 +381,10 @@ def test_a_heat_map_marks_bad_steps_and_the_layer_that_their_text_names() -> Non
     assert list(triangles.get_xdata()) == [0, 1, 1, 2, 3]
     # Step 3 broke in the backward pass, in no single group.
     assert sorted(zip(*rings.get_data(), strict=True)) == [(0, 2), (1, 1), (2, 0)]
+    plt.close(ax.figure)
+    # A history may begin in the middle of a run.
+    ax = plots.heat_map(history[2:], only="updates/*", bad=bad)
+    assert list(ax.lines[0].get_xdata()) == [0, 1]
     plt.close(ax.figure)
     # Of a layer that probes tell, the row of the pass is marked, too.
     ax = plots.heat_map(history, bad=bad[:1])
