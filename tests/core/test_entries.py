@@ -75,3 +75,22 @@ def test_bounds_of_8_bits_are_rounded_inward(dtype: str) -> None:
         clipped(x), ((-least, least), (-np.inf, most), (-np.inf, np.inf)), strict=True
     ):
         np.testing.assert_array_equal(y.astype(float), np.clip(exact, low, high))
+
+
+def test_what_is_at_a_bound_is_not_clipped() -> None:
+    """Of bounds that are arrays, and of two limits; small entries, too."""
+    x = np.float32([0.25, -0.5])
+    txs = [clipjax.clip_by_value(np.float32([0.25, bound])) for bound in (0.5, 0.4)] + [
+        clipjax.clip_by_value(low=-0.5, high=high) for high in (0.25, 0.2)
+    ]
+
+    @jax.jit
+    def metrics(x: jax.Array) -> list[dict[str, jax.Array]]:
+        return [clipjax.metrics(tx.update(x, tx.init(x))[1]) for tx in txs]
+
+    for found, (clipped, after) in zip(
+        metrics(x), [(0, 0.5), (1, 0.4), (0, 0.5), (1, 0.5)], strict=True
+    ):
+        assert found["clip_by_value/clipped_fraction"] == clipped
+        assert found["clip_by_value/norm"] == 0.5
+        np.testing.assert_allclose(found["clip_by_value/norm_after"], after)
