@@ -18,6 +18,14 @@ from clipjax._core.states import UNKNOWN, BadSteps, Table
 from clipjax.monitoring.metrics import restored, states_in
 
 
+class Place(NamedTuple):
+    """Where probes saw a step break; all is "" if they tell nothing."""
+
+    words: str = ""
+    layer: str = ""
+    began_in: str = ""  # "forward" or "backward", the pass, or "loss"
+
+
 class BadStep(NamedTuple):
     """A step that was not finite, or an outlier; `print` says what went wrong."""
 
@@ -48,7 +56,7 @@ class BadStep(NamedTuple):
         text += (
             f", usual up to {self.threshold:.2g}" if self.threshold < math.inf else ""
         )
-        origin = self._origin()
+        origin = self._place().words
         is_told = of_loss or not self.groups or (origin and self._no_group_is_finite)
         where = "" if is_told else self._where()
         return "; ".join(filter(None, (text, origin, where)))
@@ -66,12 +74,8 @@ class BadStep(NamedTuple):
         norms = self._used.values()
         return len(norms) > 1 and not any(map(math.isfinite, norms))
 
-    def _origin(self) -> str:
-        """Say what probes tell of the place where the step broke, "" for nothing."""
-        return self._place()[0]
-
-    def _place(self) -> tuple[str, str, str]:
-        """Return what probes tell: words, the layer, and the pass, "" for nothing.
+    def _place(self) -> Place:
+        """Return what probes tell of the place where the step broke.
 
         The forward pass goes from the first layer to the last, and the backward pass
         from the last to the first: the first layer in time that is not finite is the
@@ -83,20 +87,20 @@ class BadStep(NamedTuple):
         )
         if bad_forward:
             name = bad_forward[0]
-            return f"first in the forward pass, at {name}", name, "forward"
+            return Place(f"first in the forward pass, at {name}", name, "forward")
         if not bad_backward:
             return _unusual(self.forward, self.usual)
         name = bad_backward[-1]
         if self.loss is not None and not math.isfinite(self.loss):
-            return f"in the loss, or behind {name}", "", "loss"
+            return Place(f"in the loss, or behind {name}", began_in="loss")
         *_, last = (key for key, norm in self.backward.items() if norm != 0)
         if name != last or any(map(math.isfinite, self._used.values())):
-            return f"in the backward pass, at {name}", name, "backward"
+            return Place(f"in the backward pass, at {name}", name, "backward")
         # No weights behind the last probe show whether their gradients are finite.
-        if self.loss is not None:
-            return f"in the backward pass, at {name} or behind it", "", "loss"
         words = f"in the loss, or at {name} or behind it in the backward pass"
-        return words, "", "loss"
+        if self.loss is not None:
+            words = f"in the backward pass, at {name} or behind it"
+        return Place(words, began_in="loss")
 
     def _where(self) -> str:
         bad = [name for name, norm in self.groups.items() if not math.isfinite(norm)]
@@ -123,7 +127,7 @@ _TOLD = 10
 _MOST = 1.8e19
 
 
-def _unusual(norms: dict[str, float], usual: dict[str, float]) -> tuple[str, str, str]:
+def _unusual(norms: dict[str, float], usual: dict[str, float]) -> Place:
     """Say at which layer activations grew most, compared with a usual step."""
     times = [1.0]
     for name, norm in norms.items():
@@ -133,11 +137,11 @@ def _unusual(norms: dict[str, float], usual: dict[str, float]) -> tuple[str, str
     growths = [(now / was, name) for (was, now), name in pairs if was > 0]
     most, name = max(growths, default=(0.0, ""))
     if most <= _TOLD:
-        return "", "", ""
+        return Place()
     # In front of the first layer, nothing is known that it could grow from.
     what = "norm" if name == next(iter(norms)) else "growth"
     words = f"{most:.0f} times its usual {what} at {name}, in the forward pass"
-    return words, name, "forward"
+    return Place(words, name, "forward")
 
 
 _LAST_NUMBER = re.compile(r"(.*?)(\d+)(\D*)")

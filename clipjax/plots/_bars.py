@@ -130,8 +130,8 @@ def _draw_probes(ax: Any, steps: Sequence[BadStep], field: Any) -> list[Any]:
         values = [[norms.get(name, 0.0) for name in names] for norms in seen]
         colors = shades(beside, np.array(values))
         for row, (step, norms) in enumerate(zip(steps, seen, strict=True)):
-            _, layer, began_in = step._place()
-            if of == "backward" and began_in == "loss":
+            place = step._place()
+            if of == "backward" and place.began_in == "loss":
                 stars.append((start - 0.5, row))
             for x, name in enumerate(names, start):
                 if name not in norms:
@@ -139,7 +139,7 @@ def _draw_probes(ax: Any, steps: Sequence[BadStep], field: Any) -> list[Any]:
                 hatch = None if np.isfinite(norms[name]) else _HATCH
                 cell = {"color": colors[row, x - start], "hatch": hatch, **field}
                 beside.barh(row, 1, left=x, **cell)
-                if (of, name) == (began_in, layer):
+                if (of, name) == (place.began_in, place.layer):
                     stars.append((x + 0.5, row))
         shown = range(len(names)) if len(names) <= 12 else (0, len(names) - 1)
         ticks |= {start + i + 0.5: names[i] for i in shown}
@@ -153,7 +153,7 @@ def _draw_probes(ax: Any, steps: Sequence[BadStep], field: Any) -> list[Any]:
     beside.set_title(f"norms that probes saw, larger ones {shade}", **title)
     for row, step in enumerate(steps):
         words = {"size": "small", "va": "top", "color": draw.ink(ax)}
-        beside.text(0.1, row + 0.26, step._origin(), **words)
+        beside.text(0.1, row + 0.26, step._place().words, **words)
     if not stars:
         return []
     across, down = zip(*stars, strict=True)

@@ -117,9 +117,9 @@ def _is_named(row: str, step: BadStep, recorded: bool) -> bool:
 
 def _layer_named(step: BadStep) -> tuple[str, str]:
     """Return the only group that the text of a bad step names, and the pass."""
-    _, layer, began_in = step._place()
-    if layer:
-        return layer, began_in
+    place = step._place()
+    if place.layer:
+        return place.layer, place.began_in
     not_finite = [x for x, norm in step.groups.items() if not np.isfinite(norm)]
     if len(not_finite) == 1:
         return not_finite[0], ""
