@@ -73,9 +73,9 @@ def _between(x: jax.Array, low: Any, high: Any) -> jax.Array:
 
     It compares bits, since XLA on a CPU takes subnormal numbers for 0.
     """
-    low = jnp.where((_order(low) > _order(high)) & ~jnp.isnan(low), high, low)
-    below, above = _order(x) < _order(low), _order(x) > _order(high)
-    clipped = jnp.where(below, low, jnp.where(above, high, x))
+    least = jnp.where(_order(low) > _order(high), high, low)
+    below, above = _order(x) < _order(least), _order(x) > _order(high)
+    clipped = jnp.where(below, least, jnp.where(above, high, x))
     for each in (x, low, high):
         clipped = jnp.where(jnp.isnan(each), each, clipped)
     return weak_like(x, clipped)

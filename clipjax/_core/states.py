@@ -101,16 +101,19 @@ class Table(_Arrays):
 def _names_in(text: Any) -> Names:
     """Return the names in a text, or none if it is traced or a placeholder."""
     letters: Any = next(iter(jax.tree.leaves(text)), None)  # in a box of Flax NNX
-    is_known = isinstance(letters, jax.Array | np.ndarray)
-    if not is_known or isinstance(letters, jax.core.Tracer) or letters.dtype != "uint8":
+    is_array = isinstance(letters, jax.Array | np.ndarray)
+    if not is_array or isinstance(letters, jax.core.Tracer) or letters.dtype != "uint8":
         return ()
     if not letters.size:  # of an ensemble without members
         return ()
-    array = np.asarray(jax.device_get(letters))
-    # Stacked states have the same names.
-    first = array[(0,) * (array.ndim - 1)]
-    parts = first.tobytes().decode()[:-1].split("\n\n")
+    parts = decoded(letters)[:-1].split("\n\n")
     return tuple(tuple(part.split("\n")) if part else () for part in parts)
+
+
+def decoded(letters: Any) -> str:
+    """Return the text in an array of bytes; stacked states have the same text."""
+    array = np.asarray(jax.device_get(letters))
+    return array[(0,) * (array.ndim - 1)].tobytes().decode()
 
 
 class _Carried:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -101,7 +101,12 @@ def adopt(old: Tree, new: Tree, *, drop: bool = False) -> Tree:
     given = [each for each in states_in(unboxed(old), kinds) if each.leaves]
     wanted = [each for each in found if each.leaves]
     has_types = all(each.kind or () in each.leaves for each in given)
-    olds, news = (_by_kind(states, has_types) for states in (given, wanted))
+
+    def kind_of(state: FoundState) -> tuple[Any, ...]:
+        kind = state.kind if has_types else ""
+        return state.label, kind, state.fields, () in state.leaves
+
+    olds, news = (_grouped(states, kind_of) for states in (given, wanted))
     outer = _around_all(given), _around_all(wanted)
     values: dict[Names, Any] = {}
     lost: list[Any] = []
@@ -138,19 +143,18 @@ def _check_state(argument: str, tree: Tree) -> None:
         )
 
 
-def _by_kind(
-    states: Sequence[FoundState], has_types: bool
-) -> dict[tuple[Any, ...], list[FoundState]]:
-    """Return the states of each kind, in the order of the chain."""
-    groups: dict[tuple[Any, ...], list[FoundState]] = {}
-    for each in states:
-        is_leaf, kind = () in each.leaves, each.kind if has_types else ""
-        groups.setdefault((each.label, kind, each.fields, is_leaf), []).append(each)
-    return groups
-
-
 _States: TypeAlias = list[FoundState]
 _Pairs: TypeAlias = list[tuple[FoundState, FoundState]]
+
+
+def _grouped(
+    states: _States, key_of: Callable[[FoundState], tuple[Any, ...]]
+) -> dict[tuple[Any, ...], _States]:
+    """Return the states of each key, in the order of the chain."""
+    groups: dict[tuple[Any, ...], _States] = {}
+    for each in states:
+        groups.setdefault(key_of(each), []).append(each)
+    return groups
 
 
 def _pairs(
@@ -198,12 +202,9 @@ def _around_all(states: _States) -> int:
     return len(list(shared))
 
 
-def _by_part(states: _States, outer: int) -> dict[Names, _States]:
+def _by_part(states: _States, outer: int) -> dict[tuple[Any, ...], _States]:
     """Return the states of each part, without a number of outermost parts."""
-    groups: dict[Names, _States] = {}
-    for each in states:
-        groups.setdefault(each.parts[outer:], []).append(each)
-    return groups
+    return _grouped(states, lambda each: each.parts[outer:])
 
 
 def _in_order(olds: _States, news: _States) -> _Pairs:
@@ -250,9 +251,10 @@ def _follow(was: FoundState, now: FoundState, values: dict[Names, Any]) -> list[
             f"{_listed(now.path, fresh, now.leaves)}"
         )
     after = dict(now.leaves)
-    for key in filter(theirs.__contains__, now.leaves):
-        both = (*was.path, *key), (*now.path, *key)
-        after[key] = _moved(theirs[key], now.leaves[key], *both)
+    for key, like in now.leaves.items():
+        if key in theirs:
+            both = (*was.path, *key), (*now.path, *key)
+            after[key] = _moved(theirs[key], like, *both)
     values |= {(*now.path, *key): x for key, x in after.items()}
     if now.fields == MetricsState._fields:
         kept = now.node.metrics[now.label]
@@ -278,8 +280,8 @@ def _in_arrays(
         if of_field:
             like = getattr(kept, field)
             rows = [metrics[name].astype(like.dtype) for name in of_field]
-            both = (*path, field), (*path, field)
-            arrays[field] = _moved(jnp.stack(rows, -1), like, *both)
+            place = (*path, field)
+            arrays[field] = _moved(jnp.stack(rows, -1), like, place, place)
     return arrays
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from clipjax._core.aliases import Memory
 from clipjax._core.leaves import on_host
-from clipjax._core.states import table
+from clipjax._core.states import decoded, table
 
 
 def of_today(node: Any) -> Any:
@@ -19,10 +19,8 @@ def of_today(node: Any) -> Any:
     """
     keys = node.keys() if isinstance(node, Mapping) else set()
     if {"step", "norms", "text"} <= keys <= {"step", "names", "norms", "kept", "text"}:
-        letters = on_host(node["text"])
-        # Stacked states have the same names.
-        text = letters[(0,) * (letters.ndim - 1)].tobytes().decode()
-        kept = table((tuple(text.split("\n")),), on_host(node["norms"]))
+        lines = decoded(on_host(node["text"])).split("\n")
+        kept = table((tuple(lines),), on_host(node["norms"]))
         memory = _in_time(node.get("kept"))
         metrics: dict[str, Any] = {"record_norms": kept}
         return {"step": node["step"], "metrics": metrics, "memory": memory}

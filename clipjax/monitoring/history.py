@@ -164,13 +164,17 @@ def per_step(
     return values
 
 
+# What is in front of the metrics of a recorder: the first one in a key.
+RECORDER = r"(?:.*?/)??record_norms(?:_\d+)?"
+
+
 def label_of(columns: Mapping[str, Any], key: str) -> str | None:
     """Return the name of the transformation of a metric, or None if it has none."""
     # A user may have put something before its name, such as "train/", and may count
     # "train/steps". In `record_norms` a group, too, may be called so.
     starts = (key[:i] for i, letter in enumerate(key) if letter == "/")
     labels = [start for start in starts if f"{start}/steps" in columns]
-    recorders = [x for x in labels if re.fullmatch(r"(.*/)?record_norms(_\d+)?", x)]
+    recorders = [label for label in labels if re.fullmatch(RECORDER, label)]
     return next(iter([*recorders, *reversed(labels)]), None)
 
 

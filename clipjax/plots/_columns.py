@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -55,7 +55,7 @@ def clipped_steps(
 
 
 # A group, too, may be called "steps".
-_RECORDED = re.compile(r"((?:.*?/)??record_norms(?:_\d+)?/)(?!steps$).+")
+_RECORDED = re.compile(rf"({runs.RECORDER}/)(?!steps$).+")
 _OF_CLIPS = re.compile(r"((?:.*?/)??clip_by_group_norm(?:_\d+)?/).+/norm")
 
 
@@ -110,15 +110,19 @@ def norms_by_group(
 
 
 # What `record_norms` measures beside updates.
-_KINDS = re.compile(
-    r"(?:(?:.*/)?record_norms(?:_\d+)?/)?(params|ratio|forward|backward)(?:/.*)?"
-)
+_KINDS = re.compile(rf"(?:{runs.RECORDER}/)?(params|ratio|forward|backward)(?:/.*)?")
 
 
 def kind_of(name: str) -> str:
     """Return the kind of a recorded norm, "" for gradients and updates."""
     found = _KINDS.fullmatch(name)
     return found[1] if found else ""
+
+
+def kinds_of(columns: Mapping[str, Any], names: Iterable[str]) -> dict[str, str]:
+    """Return the kinds of groups in a history; those of a clip have none."""
+    recorded = bool(recorded_in(columns))
+    return {name: kind_of(name) if recorded else "" for name in names}
 
 
 LABELS = {
@@ -139,14 +143,12 @@ _ALL = {
 
 def bad_groups_in(columns: Mapping[str, Any], like: str) -> dict[float, str]:
     """Return which groups are not finite, by step, if the history has groups."""
-    recorded = bool(recorded_in(columns))
-    points, kinds = {}, {}
+    points = {}
     for key, name in groups_in(columns).items():
         taken = runs.steps_taken(columns, key)
         norms = runs.per_step(columns, key, like)
         points[name] = np.flatnonzero(taken), norms[taken]
-        kinds[name] = kind_of(name) if recorded else ""
-    return bad_groups(points, kinds)
+    return bad_groups(points, kinds_of(columns, points))
 
 
 def bad_groups(points: Mapping[str, Any], kinds: Mapping[str, str]) -> dict[float, str]:

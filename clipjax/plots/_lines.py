@@ -15,6 +15,7 @@ from clipjax.plots._columns import (
     bad_groups_in,
     clipped_steps,
     kind_of,
+    kinds_of,
     limits_in,
     norm_in,
     norms_by_group,
@@ -185,8 +186,7 @@ def group_norms(
     taken = {x: runs.steps_taken(columns, key) for x, key in one_of_each.items()}
     found = {name: values[key][taken[labels[key]]] for key, name in names.items()}
     points = {name: (np.arange(len(x)), x) for name, x in found.items()}
-    recorded = bool(recorded_in(columns))
-    kinds = {name: kind_of(name) if recorded else "" for name in found}
+    kinds = kinds_of(columns, found)
     points = _where_probes_saw(points, kinds)
     ax = draw.new_axes(ax)
     label = "norm, or ratio of two norms" if "ratio" in kinds.values() else "norm"

@@ -40,10 +40,10 @@ def heat_map(
       beside them. A norm that is not finite has a color of its own, and a norm of 0 has
       no color. Each bad step has a triangle above the map, and a ring on the row of the
       group that `print` of the bad step names, if there is such a row, and if only one
-      `record_norms` measured the groups. If there are
-      more than 30 steps for each inch of the axes, a column shows the largest norm of
-      several steps. A step that `record_norms` did not see, such as an accumulated one,
-      repeats the norms of the step before.
+      `record_norms` measured the groups. If there are more than 30 steps for each inch
+      of the axes, a column shows the largest norm of several steps. A step that
+      `record_norms` did not see, such as an accumulated one, repeats the norms of the
+      step before.
 
     Raises:
       TypeError: `history` is not a history, has no groups, or has values that are not
