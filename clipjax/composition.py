@@ -12,7 +12,7 @@ import optax
 
 from clipjax._core.aliases import State, Tree
 from clipjax._core.checks import as_list, check_count, check_transformation, check_word
-from clipjax._core.leaves import flatten, is_float
+from clipjax._core.leaves import flatten, is_inexact
 from clipjax._core.messages import short_repr
 from clipjax._core.states import check_state
 from clipjax.gradients.nonfinite import skip_nonfinite, zero_nonfinite
@@ -174,13 +174,13 @@ def _accumulating(
     def init(params: Tree) -> optax.MultiStepsState:
         leaves = flatten(params)
         for leaf in leaves.each:
-            if is_float(leaf.value) and jnp.iscomplexobj(leaf.value):
+            if is_inexact(leaf.value) and jnp.iscomplexobj(leaf.value):
                 raise TypeError(
                     f"accumulate: {leaf} is complex; only real gradients are averaged"
                 )
         # The mean is float64 where that is enabled.
         mean = [
-            jnp.zeros_like(x, dtype=float) if is_float(x) else jnp.zeros(np.shape(x))
+            jnp.zeros_like(x, dtype=float) if is_inexact(x) else jnp.zeros(np.shape(x))
             for x in leaves.values
         ]
         first, steps = jnp.zeros((), np.int32), jnp.zeros((), np.int32)
@@ -196,13 +196,15 @@ def _accumulating(
 
         def next_mean(x: Any, mean: Any) -> Any:
             count = (place + 1).astype(mean.dtype)
-            return mean + (x.astype(mean.dtype) - mean) / count if is_float(x) else mean
+            return (
+                mean + (x.astype(mean.dtype) - mean) / count if is_inexact(x) else mean
+            )
 
         means = jax.tree.map(next_mean, grads, state.acc_grads)
         # Leaves without a norm have no mean: the leaves of the last micro-batch are
         # used.
         given = jax.tree.map(
-            lambda x, mean: mean.astype(x.dtype) if is_float(x) else x, grads, means
+            lambda x, mean: mean.astype(x.dtype) if is_inexact(x) else x, grads, means
         )
         taken, after = inner.update(given, state.inner_opt_state, params, **extra)
         waits = place < micro_batches - 1

@@ -14,7 +14,7 @@ import jax
 from equinox import nn
 
 from clipjax._core.aliases import SKIP
-from clipjax._core.leaves import is_float, path_name
+from clipjax._core.leaves import is_inexact, path_name
 from clipjax._core.messages import short_repr
 from clipjax._layers import Param, axes_by_path
 
@@ -78,7 +78,7 @@ def _params(layer: Any, at: tuple[Any, ...]) -> Iterator[Param]:
     for path, leaf in jax.tree_util.tree_leaves_with_path(layer, is_leaf=is_inside):
         if is_inside(leaf):
             yield from _params(leaf, (*at, *path))
-        elif hasattr(leaf, "shape") and hasattr(leaf, "dtype") and is_float(leaf):
+        elif hasattr(leaf, "shape") and hasattr(leaf, "dtype") and is_inexact(leaf):
             name = path_name(path)
             own = _own_shape(layer, name)
             axes = None if own is None else tuple(range(1, len(own))) or SKIP

@@ -24,9 +24,8 @@ from clipjax._core.bounds import (
 from clipjax._core.checks import check_ord
 from clipjax._core.clip import clip_by_tree_norm, clip_by_unit_norms
 from clipjax._core.entries import check_limits, clip_entries
-from clipjax._core.leaves import flatten, is_float
-from clipjax._core.norms import norm as norm_of
-from clipjax._core.norms import sum_dtype, tree_norm, warn_if_local
+from clipjax._core.leaves import flatten, is_inexact
+from clipjax._core.norms import norm_of, sum_dtype, tree_norm, warn_if_local
 from clipjax._core.units import axes_of, literal_axes, norms_of
 
 __all__ = [
@@ -71,7 +70,7 @@ def global_norm(tree: Tree, *, ord: Ord = None) -> jax.Array:
       5.0
     """
     warn_if_local()
-    return tree_norm(flatten(tree).floats, check_ord(ord))
+    return tree_norm(flatten(tree).inexact, check_ord(ord))
 
 
 def leaf_norms(tree: T, *, ord: Ord = None) -> T:
@@ -102,7 +101,7 @@ def leaf_norms(tree: T, *, ord: Ord = None) -> T:
     leaves = flatten(tree)
     zero = jnp.zeros((), np.float32)
     return leaves.rebuild(
-        [norm_of(x, None, order) if is_float(x) else zero for x in leaves.values]
+        [norm_of(x, None, order) if is_inexact(x) else zero for x in leaves.values]
     )
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from clipjax._core.aliases import Step
-from clipjax._core.leaves import Leaf, Leaves, by_path, check_patterns
+from clipjax._core.leaves import Leaf, Leaves, check_patterns, of_each_leaf
 from clipjax._core.messages import short_repr
 
 
@@ -22,15 +22,21 @@ class CheckedBound(NamedTuple):
     other: float | None = None
 
     @property
-    def by_path(self) -> bool:
+    def is_by_path(self) -> bool:
         """Whether the bound differs by path."""
         return isinstance(self.value, Mapping)
 
     @property
     def scheduled(self) -> bool:
         """Whether the bound depends on the step."""
-        values = self.value.values() if self.by_path else [self.value]
-        return any(map(callable, values))
+        return any(map(callable, self.by_name.values()))
+
+    @property
+    def by_name(self) -> dict[str, Any]:
+        """The values, each by its name in errors, such as `bound['*/kernel']`."""
+        if not self.is_by_path:
+            return {self.name: self.value}
+        return {f"{self.name}[{key!r}]": value for key, value in self.value.items()}
 
     def at(self, step: Step) -> Any:
         """Return the bound at a step, if it is the same for all leaves."""
@@ -38,17 +44,18 @@ class CheckedBound(NamedTuple):
 
     def given(self, leaves: Leaves) -> list[Any]:
         """Return for each leaf what the user gave, or None if no pattern matches it."""
-        return by_path(self.name, self.value, leaves, None)
+        return of_each_leaf(self.name, self.value, leaves, None)
 
     def of(self, leaves: Leaves, step: Step) -> list[Any]:
         """Return the bound of each leaf at a step."""
-        if not self.by_path:
+        if not self.is_by_path:
             return [self.at(step)] * len(leaves.values)
+        pairs = zip(self.value, self.by_name.items(), strict=True)
         now = {
-            pattern: _at(f"{self.name}[{pattern!r}]", value, step, self.least)
-            for pattern, value in self.value.items()
+            pattern: _at(name, value, step, self.least)
+            for pattern, (name, value) in pairs
         }
-        return by_path(self.name, now, leaves, self.other)
+        return of_each_leaf(self.name, now, leaves, self.other)
 
     def fit(self, bound: Any, norms: jax.Array, leaf: Any) -> Any:
         """Return a bound that broadcasts to the norms, or elements, of a leaf."""
@@ -124,6 +131,11 @@ def check_is_wide(name: str, value: Any) -> None:
             "optax.inject_hyperparams gives hyperparameters the dtype of the leaves: "
             "pass hyperparam_dtype=jnp.float32 to it"
         )
+
+
+def in_float64(value: Any) -> np.ndarray:
+    """Return known numbers, by an explicit transfer, which transfer guards allow."""
+    return np.asarray(jax.device_get(value), np.float64)
 
 
 def as_float(value: Any) -> Any:
@@ -203,8 +215,7 @@ def _checked(name: str, bound: Any, least: float, scalar: bool, forms: str) -> A
         check_fits(name, bound, (), "the norm of all leaves")
     if isinstance(bound, jax.core.Tracer):
         return _at_least(bound, least)
-    # An explicit transfer, which transfer guards allow.
-    value = np.asarray(jax.device_get(bound), np.float64)
+    value = in_float64(bound)
     if not (value >= least).all():
         wanted = "not be NaN" if np.isnan(value).any() else f"be at least {least:g}"
         raise ValueError(f"{name} must {wanted}, got {short_repr(bound)}")
@@ -254,7 +265,7 @@ def check_order(low: Any, high: Any, of: Leaf | None = None) -> None:
         ) from None
     if isinstance(low, jax.core.Tracer) or isinstance(high, jax.core.Tracer):
         return
-    if np.any(np.asarray(low, np.float64) > np.asarray(high, np.float64)):
+    if np.any(in_float64(low) > in_float64(high)):
         where = "" if of is None else f" for {of}"
         raise ValueError(
             f"low must not be above high{where}, got low={short_repr(low)}, "

@@ -82,6 +82,12 @@ def as_list(value: Any) -> list[Any]:
     return list(value) if type(value) in (list, tuple) else [value]
 
 
+def check_label(name: Any) -> None:
+    """Raise if a value cannot be the first part of the names of metrics."""
+    if not isinstance(name, str) or not name or "/" in name:
+        raise TypeError(f"name must be a str without '/', got {name!r}")
+
+
 def check_transformation(name: str, value: Any) -> Any:
     """Return a gradient transformation, or say what the value is instead."""
     if isinstance(value, optax.GradientTransformation):

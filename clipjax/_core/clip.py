@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from clipjax._core.aliases import DType, Metrics, Scalar
-from clipjax._core.leaves import Leaves, is_float
+from clipjax._core.leaves import Leaves, is_inexact
 from clipjax._core.norms import largest, nan_unless, smallest, sum_dtype, tree_norm
 from clipjax._core.units import map_units, present
 
@@ -42,8 +42,8 @@ def clip_by_tree_norm(
     leaves: Leaves, bound: Any, ord: float = 2, norm: Scalar | None = None
 ) -> tuple[list[Any], Metrics]:
     """Clip the norm of all leaves together: one factor multiplies every leaf."""
-    norm = tree_norm(leaves.floats, ord) if norm is None else norm
-    shared = [norm if is_float(x) else None for x in leaves.values]
+    norm = tree_norm(leaves.inexact, ord) if norm is None else norm
+    shared = [norm if is_inexact(x) else None for x in leaves.values]
     values, _ = clip(leaves, shared, [bound] * len(shared))
     return values, metrics_of(norm, factor_to(bound, norm))
 
@@ -74,9 +74,14 @@ def margin(dtype: DType) -> float:
     It is larger than the error that the rounding of norms and products adds. In 16 bits
     each element is rounded once more, by at most half an ulp.
     """
-    info = jnp.finfo(dtype)
     of_norms = 2.0**-48 if sum_dtype(dtype) == np.float64 else 2.0**-20
-    return of_norms + (float(info.eps) / 2 if info.bits < 32 else 0)
+    return of_norms + rounding(dtype)
+
+
+def rounding(dtype: DType) -> float:
+    """Return how much the last cast changes an element of 16 bits, 0 for more bits."""
+    info = jnp.finfo(dtype)
+    return float(info.eps) / 2 if info.bits < 32 else 0.0
 
 
 def least_inside(bound: Any, dtype: DType) -> Any:

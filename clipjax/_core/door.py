@@ -13,6 +13,7 @@ import optax
 
 from clipjax._core.aliases import Memory, State, Step, Tree
 from clipjax._core.bounds import is_real
+from clipjax._core.checks import check_label
 from clipjax._core.leaves import Leaves, flatten, shapes_of
 from clipjax._core.messages import short_repr
 from clipjax._core.norms import warn_if_local
@@ -148,8 +149,7 @@ def with_metrics(
       >>> print(clipped, clipjax.metrics(state)["by_largest/norm"])
       [0.5 1. ] 4.0
     """
-    if not isinstance(name, str) or not name or "/" in name:
-        raise TypeError(f"name must be a str without '/', got {name!r}")
+    check_label(name)
     if not callable(act):
         raise TypeError(
             f"act must be a function (updates, params, step, memory), got {act!r}"

@@ -11,10 +11,16 @@ from jax import lax
 from clipjax._core.aliases import DType, Metrics
 from clipjax._core.bounds import check_order, fit_bound
 from clipjax._core.clip import factor_to, metrics_of, rescale, weak_like
-from clipjax._core.leaves import Leaf, is_float
+from clipjax._core.leaves import Leaf, is_inexact
 from clipjax._core.messages import short_repr
-from clipjax._core.norms import largest, maximum, nan_unless, sum_dtype, tree_norm
-from clipjax._core.norms import norm as norm_of
+from clipjax._core.norms import (
+    largest,
+    maximum,
+    nan_unless,
+    norm_of,
+    sum_dtype,
+    tree_norm,
+)
 
 
 def check_limits(
@@ -48,7 +54,7 @@ def clip_entries(leaf: Leaf, low: Any, high: Any) -> jax.Array:
     `low=None` means -high.
     """
     x = leaf.value
-    if not is_float(x):
+    if not is_inexact(x):
         return x
     name = "bound" if low is None else "high"
     above = fit_bound(name, high, x, leaf)

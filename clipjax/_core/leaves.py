@@ -44,9 +44,9 @@ class Leaves(NamedTuple):
     is_masked: bool
 
     @property
-    def floats(self) -> list[jax.Array]:
+    def inexact(self) -> list[jax.Array]:
         """The leaves that have a norm."""
-        return [x for x in self.values if is_float(x)]
+        return [x for x in self.values if is_inexact(x)]
 
     @property
     def each(self) -> list[Leaf]:
@@ -76,8 +76,8 @@ def flatten(tree: Tree) -> Leaves:
     )
 
 
-def is_float(x: Any) -> bool:
-    """Return whether a leaf has a norm, as leaves of float and complex numbers have."""
+def is_inexact(x: Any) -> bool:
+    """Return whether a leaf is of float or complex numbers, and so has a norm."""
     return bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
@@ -132,7 +132,7 @@ def as_array(x: Any) -> jax.Array:
 def on_host(x: Any) -> Any:
     """Return the array in a box as NumPy's, which mixes with arrays on any devices."""
     array = as_array(x)
-    return array if isinstance(array, jax.core.Tracer) else np.asarray(array)
+    return array if isinstance(array, jax.core.Tracer) else jax.device_get(array)
 
 
 def _is_absent(node: Any) -> bool:
@@ -187,7 +187,7 @@ def shapes_of(function: Callable[[Leaves], Any], leaves: Leaves) -> Any:
         )
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    shapes = [shape_of(x) if is_float(x) else None for x in leaves.values]
+    shapes = [shape_of(x) if is_inexact(x) else None for x in leaves.values]
 
     def call(shapes: list[Any]) -> Any:
         pairs = zip(shapes, leaves.values, strict=True)
@@ -298,7 +298,7 @@ def check_patterns(argument: str, patterns: Any) -> tuple[str, ...]:
     return tuple(each)
 
 
-def by_path(argument: str, given: Any, leaves: Leaves, other: Any) -> list[Any]:
+def of_each_leaf(argument: str, given: Any, leaves: Leaves, other: Any) -> list[Any]:
     """Return for each leaf what is given: the same for all, or by path patterns.
 
     A leaf that no pattern matches gets `other`.

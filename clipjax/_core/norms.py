@@ -91,7 +91,7 @@ def nan_unless(fine: jax.Array, x: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnames=("axes", "ord"))
-def norm(x: jax.Array, axes: Reduced = None, ord: float = 2) -> jax.Array:
+def norm_of(x: jax.Array, axes: Reduced = None, ord: float = 2) -> jax.Array:
     """Return the norm along `axes`; the norm of the whole leaf is over all devices."""
     power = total(x, axes, ord)
     if axes is None:

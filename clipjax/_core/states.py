@@ -13,7 +13,7 @@ import optax
 from jax import lax
 from jax.tree_util import GetAttrKey
 
-from clipjax._core.aliases import DType, Memory, Scalar, State
+from clipjax._core.aliases import DType, Memory, Scalar, State, Tree
 from clipjax._core.messages import a_few
 from clipjax._core.norms import sum_dtype
 
@@ -35,6 +35,16 @@ class NamedState(NamedTuple):
     """The state of transformations whose metrics begin with a name."""
 
     named: dict[str, Any]  # {name: their state}
+
+
+class SkipMemory(NamedTuple):
+    """What a transformation that skips steps remembers."""
+
+    past: Memory  # what a step is compared with
+    # int32: the number of steps skipped in a row. It is negative while bad steps are
+    # applied because this many steps were skipped before them.
+    in_a_row: Scalar
+    inner: Any  # the state of the inner transformation
 
 
 class BadSteps(NamedTuple):
@@ -257,6 +267,18 @@ def _next(new: jax.Array, old: Any) -> jax.Array:
     if jnp.issubdtype(old.dtype, jnp.floating):
         return new.astype(old.dtype)
     return saturating_add(old, new)
+
+
+def old_if(stays: Scalar, old: Tree, new: Tree) -> Any:
+    """Return the old tree, in the dtypes of the new one, or the new tree."""
+
+    def select(new: Any, old: Any) -> jax.Array:
+        new, old = jnp.asarray(new), jnp.asarray(old)
+        same = old if old.dtype == new.dtype else old.astype(new.dtype)
+        return lax.select(stays, same, new)
+
+    # The new tree first: the names of its tables are known.
+    return jax.tree.map(select, new, old)
 
 
 def saturating_add(counter: jax.Array, more: jax.Array) -> jax.Array:

@@ -11,9 +11,9 @@ import jax
 from jax import lax
 
 from clipjax._core.aliases import SKIP, Path, Reduced, Rule, Skip
-from clipjax._core.leaves import Leaf, Leaves, by_path, is_float, path_name
+from clipjax._core.leaves import Leaf, Leaves, is_inexact, of_each_leaf, path_name
 from clipjax._core.messages import a_few, traced_error
-from clipjax._core.norms import mesh_axes, norm
+from clipjax._core.norms import mesh_axes, norm_of
 
 _UNMATCHED = Skip()  # for a leaf that no pattern matches
 
@@ -96,13 +96,13 @@ def axes_of(
         leaf is reduced, although `axes` do not say so; inside `shard_map`, a leaf may
         be split along the reduced axes.
     """
-    rules = by_path("axes", axes, leaves, _UNMATCHED)
+    rules = of_each_leaf("axes", axes, leaves, _UNMATCHED)
     may = [True] * len(rules) if chosen is None else chosen
     where: list[Reduced | Skip] = []
     skipped = []
     for leaf, rule, is_chosen in zip(leaves.each, rules, may, strict=True):
         reduced: Reduced | Skip = SKIP
-        if is_float(leaf.value) and is_chosen:
+        if is_inexact(leaf.value) and is_chosen:
             reduced = _resolve(rule, leaf)
             if isinstance(reduced, Skip):
                 skipped.append((leaf, rule))
@@ -162,7 +162,7 @@ def norms_of(
 ) -> list[jax.Array | None]:
     """Return the norms of the units of each leaf, or None for a leaf that has none."""
     return [
-        None if isinstance(axes, Skip) else norm(x, axes, ord)
+        None if isinstance(axes, Skip) else norm_of(x, axes, ord)
         for x, axes in zip(values, where, strict=True)
     ]
 

@@ -10,9 +10,8 @@ import numpy as np
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from clipjax._core.leaves import as_array, on_host
-from clipjax._core.states import MetricsState, NamedState, Table
+from clipjax._core.states import MetricsState, NamedState, SkipMemory, Table
 from clipjax.adoption.earlier import of_today
-from clipjax.gradients.skipping import SkipMemory
 from clipjax.monitoring.metrics import restored_table
 
 Names: TypeAlias = tuple[str, ...]  # a path, or the fields of a state

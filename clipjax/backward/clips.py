@@ -18,9 +18,8 @@ from clipjax._core.aliases import Axes
 from clipjax._core.bounds import constant, fit_bound
 from clipjax._core.clip import clip, clip_by_tree_norm
 from clipjax._core.entries import check_limits, clip_entries
-from clipjax._core.leaves import Leaf, Leaves, flatten, is_float
-from clipjax._core.norms import norm as norm_of
-from clipjax._core.norms import over_devices, sum_dtype, warn_if_local
+from clipjax._core.leaves import Leaf, Leaves, flatten, is_inexact
+from clipjax._core.norms import norm_of, over_devices, sum_dtype, warn_if_local
 from clipjax._core.units import axes_of, literal_axes, map_units, norms_of
 from clipjax.monitoring import taps
 
@@ -81,7 +80,7 @@ def clip_gradient_by_value(
     def clip_values(gradient: Leaves, low: Any, high: Any) -> Any:
         values, seen = list(gradient.values), []
         for i, leaf in enumerate(gradient.each):
-            if is_float(leaf.value):
+            if is_inexact(leaf.value):
                 values[i] = clip_entries(leaf, low, high)
                 seen += [_seen(leaf, low, high)] if leaf.value.size else []
         return values, seen
@@ -261,4 +260,4 @@ def _with_gradient(
     jax.eval_shape(changed, arrays, tree)  # raises its errors now
     passed = flatten(identity(tree, arrays, tap)).values
     pairs = zip(leaves.values, passed, strict=True)
-    return leaves.rebuild([new if is_float(old) else old for old, new in pairs])
+    return leaves.rebuild([new if is_inexact(old) else old for old, new in pairs])

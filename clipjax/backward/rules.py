@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 
 from clipjax._core.bounds import constant, fit_bound
 from clipjax._core.clip import rescale
-from clipjax._core.leaves import Leaf, flatten, is_float
+from clipjax._core.leaves import Leaf, flatten, is_inexact
 from clipjax._core.messages import short_repr
 from clipjax._core.norms import sum_dtype
 
@@ -63,7 +63,7 @@ def scale_gradient(x: T, factor: ArrayLike) -> T:
     leaves = flatten(x)
 
     def scale(leaf: Leaf) -> Any:
-        if not is_float(leaf.value):
+        if not is_inexact(leaf.value):
             return leaf.value
         fitting = fit_bound("factor", value, leaf.value, leaf)
         wide = jnp.asarray(fitting, sum_dtype(leaf.value.dtype))
@@ -146,7 +146,10 @@ def replace_gradient(
             )
         pairs = zip(values.values, others.values, strict=True)
         return values.rebuild(
-            [_replaced(value, of) if is_float(value) else value for value, of in pairs]
+            [
+                _replaced(value, of) if is_inexact(value) else value
+                for value, of in pairs
+            ]
         )
 
     return function

@@ -20,7 +20,7 @@ from clipjax._core.leaves import Leaves, unboxed
 from clipjax._core.norms import smallest, tree_norm
 from clipjax._core.states import check_same
 from clipjax._core.units import axes_of, check_axes, map_units, norms_of, present
-from clipjax.gradients.history import if_counted
+from clipjax.gradients.past_norms import if_counted
 
 WarmupNorms = Literal["before", "after"]
 

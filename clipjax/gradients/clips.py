@@ -235,7 +235,7 @@ def clip_by_value(
         top = highest.at(step)
         values = [clip_entries(leaf, bottom, top) for leaf in updates.each]
         clipped = updates._replace(values=values)
-        metrics = metrics_of_entries(updates.floats, clipped.floats, bottom, top)
+        metrics = metrics_of_entries(updates.inexact, clipped.inexact, bottom, top)
         return values, metrics, memory
 
     return transformation("clip_by_value", act)

@@ -12,7 +12,7 @@ from clipjax._core.bounds import check_bound
 from clipjax._core.checks import check_ord
 from clipjax._core.clip import clip, factor_to, metrics_of, smallest_scale
 from clipjax._core.door import transformation
-from clipjax._core.leaves import Leaves, check_patterns, first_matches, is_float
+from clipjax._core.leaves import Leaves, check_patterns, first_matches, is_inexact
 from clipjax._core.messages import short_repr
 from clipjax._core.norms import largest, tree_norm
 
@@ -76,7 +76,7 @@ def clip_by_group_norm(
     ) -> Any:
         matched = first_matches("max_norms", patterns, updates)
         groups = [
-            pattern if is_float(x) else None
+            pattern if is_inexact(x) else None
             for pattern, x in zip(matched, updates.values, strict=True)
         ]
         members: dict[Any, list[Any]] = {pattern: [] for pattern in (*patterns, None)}

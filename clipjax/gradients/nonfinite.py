@@ -12,7 +12,7 @@ import optax
 from clipjax._core.aliases import Memory, Scalar, Step, Tree
 from clipjax._core.clip import weak_like
 from clipjax._core.door import transformation
-from clipjax._core.leaves import Leaves, is_float
+from clipjax._core.leaves import Leaves, is_inexact
 from clipjax._core.norms import tree_total
 from clipjax.gradients.skipping import skipping
 
@@ -47,12 +47,12 @@ def zero_nonfinite() -> optax.GradientTransformationExtraArgs:
     """
 
     def act(updates: Leaves, params: Tree, step: Step, memory: Memory, **_: Any) -> Any:
-        bad = [(~jnp.isfinite(x)).astype(np.uint8) for x in updates.floats]
+        bad = [(~jnp.isfinite(x)).astype(np.uint8) for x in updates.inexact]
         # The count is float32, which rounds large counts, but does not wrap where
         # billions of elements are NaN. Flags are bytes, since XLA on a CPU writes what
         # it counts to memory.
         zeroed = tree_total(bad, ord=1)
-        values = [_zeroed(x) if is_float(x) else x for x in updates.values]
+        values = [_zeroed(x) if is_inexact(x) else x for x in updates.values]
         most = np.float32(2**31 - 128)  # the largest float32 that fits int32
         entries = jnp.minimum(zeroed, most).astype(np.int32)
         steps = (zeroed > 0).astype(np.int32)

@@ -11,7 +11,7 @@ import optax
 
 from clipjax._core.aliases import Number, Step
 from clipjax._core.checks import check_count, check_number
-from clipjax.gradients.history import clip_by_history, is_counted
+from clipjax.gradients.past_norms import clip_by_past_norms, is_counted
 from clipjax.gradients.window import (
     Window,
     age,
@@ -92,7 +92,7 @@ def autoclip(
         return jnp.where(now.held > 0, bound, jnp.inf), now
 
     initial = functools.partial(empty_window, window)
-    return clip_by_history("autoclip", bound_of, initial)
+    return clip_by_past_norms("autoclip", bound_of, initial)
 
 
 def clip_by_quantile(
@@ -157,7 +157,7 @@ def clip_by_quantile(
         )
         return bound, QuantileMemory(after)
 
-    return clip_by_history(
+    return clip_by_past_norms(
         "clip_by_quantile",
         bound_of,
         lambda dtype: QuantileMemory(jnp.array(initial_max_norm, dtype)),

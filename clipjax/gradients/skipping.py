@@ -1,7 +1,7 @@
 """Skipping a step: what :func:`skip_nonfinite` and :func:`skip_spikes` share."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, SupportsIndex, TypeAlias
+from typing import Any, SupportsIndex, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -9,30 +9,20 @@ import numpy as np
 import optax
 from jax import lax
 
-from clipjax._core.aliases import Memory, Metrics, Scalar, Step, Tree
+from clipjax._core.aliases import Metrics, Scalar, Step, Tree
 from clipjax._core.bounds import is_real
 from clipjax._core.checks import check_count, check_transformation
 from clipjax._core.door import logged
-from clipjax._core.leaves import Leaves, is_float, nodes_where
+from clipjax._core.leaves import Leaves, is_inexact, nodes_where
 from clipjax._core.messages import short_repr
 from clipjax._core.norms import over_devices, sum_dtype, tree_norm
-from clipjax._core.states import BadSteps, saturating_add
-from clipjax.gradients.history import norm_dtype
+from clipjax._core.states import BadSteps, SkipMemory, old_if, saturating_add
+from clipjax.gradients.past_norms import norm_dtype
 
 # compare(norm, loss, past, step) -> (whether it is an outlier, the next past, metrics)
 Compare: TypeAlias = Callable[
     [Scalar, Scalar | None, Any, Scalar], tuple[Any, Any, Metrics]
 ]
-
-
-class SkipMemory(NamedTuple):
-    """What a transformation that skips steps remembers."""
-
-    past: Memory  # what a step is compared with
-    # int32: the number of steps skipped in a row. It is negative while bad steps are
-    # applied because this many steps were skipped before them.
-    in_a_row: Scalar
-    inner: Any  # the state of the inner transformation
 
 
 def skipping(
@@ -55,7 +45,7 @@ def skipping(
 
     def judge(updates: Leaves, step: Step, memory: SkipMemory, loss: Any) -> Any:
         """Return whether the step is skipped, metrics, and what is remembered."""
-        norm = lax.stop_gradient(tree_norm(updates.floats))
+        norm = lax.stop_gradient(tree_norm(updates.inexact))
         spike, past, metrics = compare(norm, loss, memory.past, step)
         bad_loss = jnp.zeros((), bool) if loss is None else ~jnp.isfinite(loss)
         fine = jnp.isfinite(norm) & ~bad_loss & ~spike
@@ -100,25 +90,16 @@ def skipping(
 def unless(waits: Scalar, updates: Tree, old: Tree, new: Tree) -> tuple[Any, Any]:
     """Return the updates and the new state, or, if `waits`, zeros and the old state.
 
-    The old state is returned in the dtypes of the new one. Elements are selected, since
-    a `lax.cond` copies the state and keeps all updates in memory on a TPU, and waits
-    for the host on a GPU (JAX 0.12).
+    Elements are selected, since a `lax.cond` copies the state and keeps all updates in
+    memory on a TPU, and waits for the host on a GPU (JAX 0.12).
     """
-
-    # The new tree first: the names of its tables are known.
-    def select(new: Any, old: Any) -> jax.Array:
-        old = jnp.asarray(old)
-        new = jnp.asarray(new)
-        same = old if old.dtype == new.dtype else old.astype(new.dtype)
-        return lax.select(waits, same, new)
-
     nothing = jax.tree.map(_nothing, updates)
-    return jax.tree.map(select, updates, nothing), jax.tree.map(select, new, old)
+    return old_if(waits, nothing, updates), old_if(waits, old, new)
 
 
 def _nothing(x: Any) -> jax.Array:
     zeros = jnp.zeros_like(x)
-    return -zeros if is_float(zeros) else zeros  # -0.0 + 0.0 would be 0.0
+    return -zeros if is_inexact(zeros) else zeros  # -0.0 + 0.0 would be 0.0
 
 
 def loss_of(extra: Mapping[str, Any]) -> Scalar | None:

@@ -14,7 +14,7 @@ from clipjax._core.bounds import check_bound
 from clipjax._core.clip import least_inside, weak_like
 from clipjax._core.door import transformation
 from clipjax._core.leaves import Leaves, beside
-from clipjax._core.norms import largest, norm, over_devices, sum_dtype
+from clipjax._core.norms import largest, norm_of, over_devices, sum_dtype
 from clipjax._core.units import axes_of, check_axes, fan_in_of_matrices
 
 
@@ -77,7 +77,7 @@ def tangent_cone(
         rows = zip(updates.each, weights, axes_of(updates, axes), strict=True)
         for i, (leaf, weight, reduced) in enumerate(rows):
             if not isinstance(reduced, Skip):
-                weight_norm = norm(weight, reduced)
+                weight_norm = norm_of(weight, reduced)
                 fitted = bound.fit(most, weight_norm, leaf)
                 values[i], part = _without_outward_part(
                     leaf.value, weight, weight_norm, fitted, reduced

@@ -14,7 +14,7 @@ from clipjax._core.aliases import Bound, DType, Number, Scalar, Step
 from clipjax._core.bounds import check_bound
 from clipjax._core.checks import check_count, check_number, check_word
 from clipjax._core.messages import short_repr
-from clipjax.gradients.history import clip_by_history, is_counted
+from clipjax.gradients.past_norms import clip_by_past_norms, is_counted
 
 ZclipMode = Literal["adaptive", "mean", "percentile"]
 
@@ -158,7 +158,7 @@ def zclip(
         bound = jnp.minimum(bound, jnp.asarray(norm_limit.at(step), norm.dtype))
         return bound, ZclipMemory(after, jnp.where(anew, 0, spikes))
 
-    return clip_by_history(
+    return clip_by_past_norms(
         "zclip",
         bound_of,
         lambda dtype: ZclipMemory(_no_moments(dtype), jnp.zeros((), np.int32)),
@@ -264,7 +264,7 @@ def clip_by_lognormal(
         after = Moments(mean, std, optax.safe_increment(memory.steps))
         return jnp.minimum(bound, jnp.asarray(norm_limit.at(step), norm.dtype)), after
 
-    return clip_by_history("clip_by_lognormal", bound_of, _no_moments)
+    return clip_by_past_norms("clip_by_lognormal", bound_of, _no_moments)
 
 
 def _no_moments(dtype: DType) -> Moments:

@@ -19,10 +19,10 @@ from clipjax.monitoring.metrics import restored, states_in
 
 
 class Place(NamedTuple):
-    """Where probes saw a step break; all is "" if they tell nothing."""
+    """Where a step broke; all is "" if that is not known."""
 
     words: str = ""
-    layer: str = ""
+    layer: str = ""  # the only one that the words name, or the one with the most norm
     began_in: str = ""  # "forward" or "backward", the pass, or "loss"
 
 
@@ -49,17 +49,22 @@ class BadStep(NamedTuple):
         return self.norm <= self.threshold and self.norm < math.inf
 
     def __str__(self) -> str:
-        of_loss = self.is_of_loss
         text = f"step {self.step}: "
-        text += f"loss {self.loss:.2g}; " if of_loss else ""
+        text += f"loss {self.loss:.2g}; " if self.is_of_loss else ""
         text += f"norm {self.norm:.2g}"
         text += (
             f", usual up to {self.threshold:.2g}" if self.threshold < math.inf else ""
         )
-        origin = self._place().words
-        is_told = of_loss or not self.groups or (origin and self._no_group_is_finite)
-        where = "" if is_told else self._where()
-        return "; ".join(filter(None, (text, origin, where)))
+        words = [place.words for place in self._places()]
+        return "; ".join(filter(None, (text, *words)))
+
+    def _places(self) -> tuple[Place, Place]:
+        """Return what probes tell of the place, and what groups tell beyond it."""
+        place = self._place_of_probes()
+        is_told = place.words and self._no_group_is_finite
+        if is_told or self.is_of_loss or not self.groups:
+            return place, Place()
+        return place, self._place_of_groups()
 
     @property
     def _used(self) -> dict[str, float]:
@@ -74,7 +79,7 @@ class BadStep(NamedTuple):
         norms = self._used.values()
         return len(norms) > 1 and not any(map(math.isfinite, norms))
 
-    def _place(self) -> Place:
+    def _place_of_probes(self) -> Place:
         """Return what probes tell of the place where the step broke.
 
         The forward pass goes from the first layer to the last, and the backward pass
@@ -102,22 +107,26 @@ class BadStep(NamedTuple):
             words = f"in the backward pass, at {name} or behind it"
         return Place(words, began_in="loss")
 
-    def _where(self) -> str:
+    def _place_of_groups(self) -> Place:
+        """Return what groups tell of the place where the step broke."""
         bad = [name for name, norm in self.groups.items() if not math.isfinite(norm)]
         if self._no_group_is_finite:
             but = " but those of norm 0" if len(self._used) < len(self.groups) else ""
-            return (
+            return Place(
                 f"no group{but} is finite: it broke in the loss or in the forward pass"
             )
         if bad:
-            return _boundary(list(self._used), bad)
+            layer = bad[0] if len(bad) == 1 else ""
+            return Place(_boundary(list(self._used), bad), layer)
         if not math.isfinite(self.norm) and math.hypot(*self.groups.values()) < _MOST:
-            return "all groups are finite: it broke in weights outside of the groups"
+            return Place(
+                "all groups are finite: it broke in weights outside of the groups"
+            )
         name, largest = max(self.groups.items(), key=lambda item: item[1])
         if not math.isfinite(self.norm):
-            return f"largest in {name}"
+            return Place(f"largest in {name}", name)
         # The squares of the norms of all groups add up to the square of the norm.
-        return f"{(largest / self.norm) ** 2:.0%} of it in {name}"
+        return Place(f"{(largest / self.norm) ** 2:.0%} of it in {name}", name)
 
 
 # The text names a layer at which activations grow this many times more than usual.

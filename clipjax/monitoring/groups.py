@@ -18,7 +18,7 @@ from clipjax._core.leaves import (
     Leaves,
     check_patterns,
     first_matches,
-    is_float,
+    is_inexact,
     path_name,
 )
 from clipjax._core.messages import a_few, traced_error
@@ -57,7 +57,7 @@ def by_group(groups: Any, stacked: Any, ord: float) -> Callable[[Leaves], Groups
         for group, stack, leaf in zip(
             groups_of(leaves), stacked_by, leaves.each, strict=True
         ):
-            if group is not None and is_float(leaf.value):
+            if group is not None and is_inexact(leaf.value):
                 members.setdefault((group, stack is not None), []).append(leaf)
         names: list[str] = []
         powers = [jnp.zeros(0, np.float32)]

@@ -18,10 +18,10 @@ from clipjax._core.states import (
     MetricsState,
     NamedState,
     Names,
+    SkipMemory,
     Table,
     name_of,
 )
-from clipjax.gradients.skipping import SkipMemory
 
 
 def metrics(opt_state: Tree) -> dict[str, jax.Array]:

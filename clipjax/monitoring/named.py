@@ -7,7 +7,7 @@ from typing import Any
 import optax
 
 from clipjax._core.aliases import State, Tree
-from clipjax._core.checks import check_transformation
+from clipjax._core.checks import check_label, check_transformation
 from clipjax._core.states import NamedState, check_same, check_state
 from clipjax.monitoring.record_norms import Recorder
 
@@ -44,8 +44,7 @@ def named(
       >>> print(clipjax.metrics(state)["critic/clip_by_global_norm/norm"])
       5.0
     """
-    if not isinstance(name, str) or not name or "/" in name:
-        raise TypeError(f"name must be a str without '/', got {name!r}")
+    check_label(name)
     inner = optax.with_extra_args_support(check_transformation("tx", tx))
 
     def init(params: Tree) -> NamedState:

@@ -24,7 +24,7 @@ from clipjax._core.messages import short_repr, traced_error
 from clipjax._core.norms import tree_norm
 from clipjax._core.states import UNKNOWN, BadSteps, Table, check_same
 from clipjax.gradients import spikes
-from clipjax.gradients.history import norm_dtype
+from clipjax.gradients.past_norms import norm_dtype
 from clipjax.gradients.skipping import loss_of
 from clipjax.gradients.window import Window, check_size
 from clipjax.monitoring.groups import Groups, by_group, table_of_norms
@@ -183,7 +183,7 @@ def record_norms(
         if kept:
             sizes = kept[0].rows.shape[-1] - 3, norms.floats.size
             check_same("state", *(f"{size} norms" for size in sizes))
-            norm = lax.stop_gradient(tree_norm(updates.floats))
+            norm = lax.stop_gradient(tree_norm(updates.inexact))
             check_size(kept[0].past, length)
             numbers = norm, loss_of(extra), z_limit.at(step)
             after = _with_step(kept[0], step, *numbers, norms.floats)

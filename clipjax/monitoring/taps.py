@@ -196,7 +196,7 @@ _probed.defvjp(_forward, _backward)
 def _statistics(tree: Tree) -> jax.Array:
     """Count elements, count those not finite, and sum the squares of the others."""
     each = [jnp.zeros(3, np.float32)]
-    for x in flatten(lax.stop_gradient(tree)).floats:
+    for x in flatten(lax.stop_gradient(tree)).inexact:
         finite = jnp.isfinite(x)
         size = jnp.abs(jnp.where(finite, x, 0)).astype(sum_dtype(x.dtype))
         numbers = [jnp.ones_like(size), ~finite, size * size]

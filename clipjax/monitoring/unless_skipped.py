@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from clipjax._core.aliases import Tree
 from clipjax._core.messages import short_repr
+from clipjax._core.states import old_if
 from clipjax.monitoring.metrics import skipped_in
 
 T = TypeVar("T")
@@ -68,10 +69,4 @@ def unless_skipped(opt_state: Tree, new: T, old: T) -> T:
             f"opt_state: it is stacked, of shape {was_skipped.shape}: use "
             "jax.vmap(clipjax.unless_skipped)"
         )
-
-    def choose(new: Any, old: Any) -> jax.Array:
-        new, old = jnp.asarray(new), jnp.asarray(old)
-        same = old if old.dtype == new.dtype else old.astype(new.dtype)
-        return jnp.where(was_skipped, same, new)
-
-    return jax.tree.map(choose, new, old)
+    return old_if(was_skipped, old, new)

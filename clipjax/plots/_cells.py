@@ -48,7 +48,7 @@ def cells(ax: Any, values: np.ndarray, label: str) -> None:
     values = np.maximum.reduceat(values, starts, axis=1)
     shown = drawable(values)
     some = shown[shown > 0]
-    top = some.max(initial=1e-100) if some.size else 1.0
+    top = some.max() if some.size else 1.0
     least = min(np.quantile(some, 0.01), top / 10) if some.size else 0.1
     colors = blues(ax)
     bad = ~np.isfinite(values)

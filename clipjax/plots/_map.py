@@ -109,20 +109,8 @@ def _is_named(row: str, step: BadStep, recorded: bool) -> bool:
 
     What `record_norms` has measured has a word for its kind in front.
     """
-    layer, began_in = _layer_named(step)
+    of_probes, of_groups = step._places()
+    _, layer, began_in = of_probes if of_probes.layer else of_groups
     before, _, rest = row.partition("/")
     of_layer = recorded and rest == layer and kind_of(before) in ("", began_in)
     return bool(layer) and (row == layer or of_layer)
-
-
-def _layer_named(step: BadStep) -> tuple[str, str]:
-    """Return the only group that the text of a bad step names, and the pass."""
-    place = step._place()
-    if place.layer:
-        return place.layer, place.began_in
-    not_finite = [x for x, norm in step.groups.items() if not np.isfinite(norm)]
-    if len(not_finite) == 1:
-        return not_finite[0], ""
-    if not_finite or step.is_of_loss or not (step.groups and np.isfinite(step.norm)):
-        return "", ""
-    return max(step.groups, key=lambda name: step.groups[name]), ""

@@ -10,7 +10,7 @@ import numpy as np
 from clipjax._core.aliases import Bounds, Step
 from clipjax._core.bounds import check_bounds, check_order
 from clipjax._core.entries import clip_entries
-from clipjax._core.leaves import Leaves, check_patterns, first_matches, is_float
+from clipjax._core.leaves import Leaves, check_patterns, first_matches, is_inexact
 from clipjax._core.messages import a_few, short_repr
 from clipjax.weights.limits import are_given, check_order_by_path
 from clipjax.weights.projection import Projection, projection, written
@@ -133,8 +133,8 @@ def _choice(where: Any) -> Callable[[Leaves], list[bool]]:
             matched = first_matches("where", patterns, leaves, in_order=False)
             found = [pattern is not None for pattern in matched]
         pairs = zip(found, leaves.values, strict=True)
-        chosen = [bool(wanted) and is_float(x) for wanted, x in pairs]
-        if where is not None and leaves.floats and not any(chosen):
+        chosen = [bool(wanted) and is_inexact(x) for wanted, x in pairs]
+        if where is not None and leaves.inexact and not any(chosen):
             raise ValueError(
                 f"where: {short_repr(where)} chooses no float leaf of: "
                 f"{a_few(leaves.each, 5)}"

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from clipjax._core.bounds import CheckedBound, check_bound, check_order
+from clipjax._core.bounds import CheckedBound, check_bound, check_order, in_float64
 from clipjax._core.leaves import Leaves
 from clipjax._core.messages import short_repr
 
@@ -24,7 +24,7 @@ def check_order_by_path(
 
     Schedules are not compared.
     """
-    if not (low.by_path or high.by_path):
+    if not (low.is_by_path or high.is_by_path):
         return
     rows = zip(leaves.each, low.given(leaves), high.given(leaves), chosen, strict=True)
     for leaf, lowest, highest, is_chosen in rows:
@@ -42,5 +42,5 @@ def check_rate(rate: Any) -> CheckedBound:
 def check_at_most(name: str, value: Any, most: float, wanted: str) -> None:
     """Raise if a bound that is known is above `most`."""
     is_known = not (callable(value) or isinstance(value, jax.core.Tracer))
-    if is_known and np.any(np.asarray(jax.device_get(value)) > most):
+    if is_known and np.any(in_float64(value) > most):
         raise ValueError(f"{name} must be {wanted}, got {short_repr(value)}")

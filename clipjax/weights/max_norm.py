@@ -142,10 +142,7 @@ def min_max_norm(
     rates = check_rate(rate)
     lows = check_bounds("low", low, other=0.0)
     highs = check_bounds("high", high, other=np.inf)
-    by_name = {"low": lows.value}
-    if lows.by_path:
-        by_name = {f"low[{key!r}]": value for key, value in lows.value.items()}
-    for key, value in by_name.items():
+    for key, value in lows.by_name.items():
         check_at_most(key, value, np.finfo(np.float64).max, "finite")
     check_order(low, high)
 

@@ -15,7 +15,7 @@ from jax import lax
 from clipjax._core.aliases import Scalar, State, Step, Tree
 from clipjax._core.bounds import is_real
 from clipjax._core.clip import rescaled
-from clipjax._core.leaves import Leaves, beside, flatten, is_float, shapes_of
+from clipjax._core.leaves import Leaves, beside, flatten, is_inexact, shapes_of
 from clipjax._core.messages import short_repr
 from clipjax._core.norms import sum_dtype, warn_if_local
 from clipjax._core.states import check_state
@@ -161,7 +161,7 @@ def written(function: Callable[..., Any], *args: Any, **options: Any) -> str:
 
 def applied(param: Any, update: Any) -> Any:
     """Return what `optax.apply_updates` makes of a parameter."""
-    if not is_float(param):
+    if not is_inexact(param):
         return param
     return _rounded(_sum(param, update), param.dtype).astype(param.dtype)
 
@@ -187,12 +187,12 @@ def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
 
 def _is_narrow(x: Any) -> bool:
     """Return whether x is an array of floats with fewer than 32 bits."""
-    return is_float(x) and jnp.finfo(x.dtype).bits < 32
+    return is_inexact(x) and jnp.finfo(x.dtype).bits < 32
 
 
 def _sum(param: Any, update: Any) -> Any:
     """Return param + update, in float32 if the parameter has 16 bits."""
-    if not is_float(param):
+    if not is_inexact(param):
         return param
     if not _is_narrow(param):
         return (param + update).astype(param.dtype)
@@ -211,7 +211,7 @@ def _step_to(wanted: Any, summed: Any, param: Any, update: Any) -> Any:
     would have ended without the projection. There, an update of 16 bits is returned as
     it is, since (p + u) - p often differs from it.
     """
-    if wanted is summed or not is_float(param):
+    if wanted is summed or not is_inexact(param):
         return update
     wide = np.result_type(sum_dtype(param.dtype), sum_dtype(update.dtype))
     dtype = param.dtype if jnp.iscomplexobj(param) else wide
@@ -283,7 +283,7 @@ def as_projection(name: str, function: Any) -> Projection:
         returned: Any = jax.tree.structure(projected)
         if returned != wanted:
             raise TypeError(
-                f"function must keep the structure of the weights, {wanted}, but "
+                f"{name} must keep the structure of the weights, {wanted}, but "
                 f"returned {returned}"
             )
         after = flatten(projected)
@@ -291,7 +291,7 @@ def as_projection(name: str, function: Any) -> Projection:
             was, now = (f"{x.dtype}{list(x.shape)}" for x in (old.value, new))
             if was != now:
                 raise TypeError(
-                    f"function must keep shapes and dtypes, but made {now} of {old}, "
+                    f"{name} must keep shapes and dtypes, but made {now} of {old}, "
                     f"which is {was}"
                 )
         return after.values

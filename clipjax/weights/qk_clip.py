@@ -14,7 +14,7 @@ from clipjax._core.aliases import Bound, Step
 from clipjax._core.bounds import check_bound, is_real
 from clipjax._core.checks import check_count
 from clipjax._core.clip import factor_to, rescaled
-from clipjax._core.leaves import Leaf, Leaves, is_float, path_name
+from clipjax._core.leaves import Leaf, Leaves, is_inexact, path_name
 from clipjax._core.messages import a_few, short_repr
 from clipjax._core.norms import mesh_axes, over_devices, replicated
 from clipjax.weights.projection import Projection, projection, written
@@ -158,7 +158,7 @@ def _layers_of(weights: Leaves, query: str, key: str) -> dict[str, list[_Side]]:
     for i, leaf in enumerate(leaves):
         parts = leaf.name.split("/")
         places = [j for j, part in enumerate(parts) if part in (query, key)]
-        if places and is_float(leaf.value):
+        if places and is_inexact(leaf.value):
             at = places[-1]
             side = _Side(i, leaf, parts[at] == query, "/".join(parts[at + 1 :]))
             found.setdefault("/".join(parts[:at]), []).append(side)

@@ -13,8 +13,8 @@ import numpy as np
 
 from clipjax._core.aliases import Bounds, Skip, Step
 from clipjax._core.bounds import check_bounds, check_fits
-from clipjax._core.clip import weak_like
-from clipjax._core.leaves import Leaf, Leaves, by_path, is_float
+from clipjax._core.clip import rounding, weak_like
+from clipjax._core.leaves import Leaf, Leaves, is_inexact, of_each_leaf
 from clipjax._core.messages import a_few, short_repr
 from clipjax._core.norms import sum_dtype
 from clipjax._core.units import check_whole, positive_axes
@@ -111,15 +111,13 @@ def _capped(leaf: Leaf, sides: Sides, bound: Any) -> jax.Array:
     order = stack + long + short
     batch = tuple(x.shape[axis] for axis in stack)
     check_fits("bound", bound, batch, f"the matrices of {leaf}")
-    real = sum_dtype(x.dtype)
-    info = jnp.finfo(x.dtype)
-    rounding = float(info.eps) / 2 if info.bits < 32 else 0.0
+    real, margin = sum_dtype(x.dtype), rounding(x.dtype)
 
     def cap(x: jax.Array, bound: jax.Array) -> jax.Array:
         moved = jnp.transpose(x, order)
         w = moved.reshape(*batch, _size(x, long), _size(x, short))
         w = w if jnp.iscomplexobj(x) else w.astype(real)
-        capped = singular_values.cap(w, jnp.broadcast_to(bound, batch), rounding)
+        capped = singular_values.cap(w, jnp.broadcast_to(bound, batch), margin)
         back = capped.astype(x.dtype).reshape(moved.shape)
         return jnp.transpose(back, tuple(np.argsort(order)))
 
@@ -138,11 +136,11 @@ def _sides_of_leaves(
     leaves: Leaves, flatten: Any, chosen: Sequence[bool]
 ) -> list[Sides | None]:
     """Return the axes of rows and columns of each leaf, None if it is not changed."""
-    rules = by_path("flatten", flatten, leaves, None)
+    rules = of_each_leaf("flatten", flatten, leaves, None)
     sides: list[Sides | None] = []
     matrices = []
     for leaf, rule, is_chosen in zip(leaves.each, rules, chosen, strict=True):
-        counts = is_chosen and is_float(leaf.value)
+        counts = is_chosen and is_inexact(leaf.value)
         # One pair for all leaves is for kernels of higher rank. Kernels of Dense layers
         # beside them are matrices already.
         for_all = isinstance(flatten, tuple) and np.ndim(leaf.value) <= 2

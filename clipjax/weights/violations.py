@@ -13,7 +13,7 @@ import numpy as np
 
 from clipjax._core.aliases import SKIP, Reduced, Skip, Step, Tree
 from clipjax._core.checks import as_list
-from clipjax._core.leaves import Leaf, flatten, is_float
+from clipjax._core.leaves import Leaf, flatten, is_inexact
 from clipjax.weights.projection import as_projection
 
 
@@ -104,7 +104,7 @@ def violations(
                     f"params: {was}, or its bound, is traced: call violations outside "
                     "jit"
                 )
-            if is_float(was.value):
+            if is_inexact(was.value):
                 found += _violations_of(was, now, axes)
     return sorted(found, key=lambda violation: -violation.change)
 
@@ -112,8 +112,8 @@ def violations(
 @np.errstate(all="ignore")
 def _violations_of(old: Leaf, new: jax.Array, axes: Reduced | Skip) -> list[Violation]:
     """Return the units that differ, or, without units, the element farthest away."""
-    was = np.asarray(old.value)
-    is_now = np.asarray(new)
+    was = jax.device_get(old.value)
+    is_now = jax.device_get(new)
     changed = was != is_now  # NaN differs from itself
     before = _real(was)
     after = _real(is_now)

@@ -15,7 +15,7 @@ from clipjax._core.leaves import Leaves, shapes_of
 from clipjax._core.norms import tree_norm
 
 
-def clip_by_history(
+def clip_by_past_norms(
     name: str,
     bound_of: Callable[[jax.Array, Any, Any], tuple[jax.Array, Any]],
     initial: Callable[[Any], Any],
@@ -37,7 +37,7 @@ def clip_by_history(
     """
 
     def act(updates: Leaves, params: Tree, step: Step, memory: Memory, **_: Any) -> Any:
-        norm = tree_norm(updates.floats)
+        norm = tree_norm(updates.inexact)
         bound, new = bound_of(norm, memory, step)
         bound = jnp.asarray(bound, norm.dtype)
         values, metrics = clip_by_tree_norm(updates, bound, norm=norm)
@@ -48,7 +48,7 @@ def clip_by_history(
 
 def norm_dtype(leaves: Leaves) -> Any:
     """Return the dtype of the norm of all leaves together."""
-    return shapes_of(lambda leaves: tree_norm(leaves.floats), leaves).dtype
+    return shapes_of(lambda leaves: tree_norm(leaves.inexact), leaves).dtype
 
 
 def is_counted(norm: jax.Array) -> jax.Array:
