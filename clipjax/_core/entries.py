@@ -103,6 +103,8 @@ def _inward(limit: Any, dtype: DType, toward: float) -> Any:
     known = not isinstance(limit, jax.Array)
     xp: Any = np if known else jnp
     exact = np.asarray(limit, np.float64) if known else limit
+    if exact.dtype.itemsize < 4:  # a uint16 may be above the largest float16
+        exact = exact.astype(np.float32)
     # A dtype of 8 bits may have no infinity, which would become NaN.
     if np.isnan(np.asarray(np.inf).astype(dtype)):
         most = float(jnp.finfo(dtype).max)

@@ -97,14 +97,14 @@ class BadStep(NamedTuple):
             return _unusual(self.forward, self.usual)
         name = bad_backward[-1]
         if self.loss is not None and not math.isfinite(self.loss):
-            return Place(f"in the loss, or behind {name}", began_in="loss")
+            return Place(f"in the loss, or after {name}", began_in="loss")
         *_, last = (key for key, norm in self.backward.items() if norm != 0)
         if name != last or any(map(math.isfinite, self._used.values())):
             return Place(f"in the backward pass, at {name}", name, "backward")
-        # No weights behind the last probe show whether their gradients are finite.
-        words = f"in the loss, or at {name} or behind it in the backward pass"
+        # No weights after the last probe show whether their gradients are finite.
+        words = f"in the loss, or in the backward pass from the loss to {name}"
         if self.loss is not None:
-            words = f"in the backward pass, at {name} or behind it"
+            words = f"in the backward pass, from the loss to {name}"
         return Place(words, began_in="loss")
 
     def _place_of_groups(self) -> Place:

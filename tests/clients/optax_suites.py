@@ -61,7 +61,7 @@ def apply_if_finite(optimizer, max_consecutive_errors):
 
 
 def sgd(*args, theirs=optax.sgd, **settings):
-    """Return SGD behind a clip that changes nothing, for the tests of wrappers."""
+    """Return SGD after a clip that changes nothing, for the tests of wrappers."""
     return optax.chain(clipjax.clip_by_global_norm(jnp.inf), theirs(*args, **settings))
 
 

@@ -77,6 +77,18 @@ def test_bounds_of_8_bits_are_rounded_inward(dtype: str) -> None:
         np.testing.assert_array_equal(y.astype(float), np.clip(exact, low, high))
 
 
+def test_a_whole_number_above_the_largest_float16_is_rounded_inward() -> None:
+    x = np.float16([np.inf, 65504, -np.inf])
+
+    @jax.jit
+    def clipped(bound: jax.Array) -> jax.Array:
+        return clipjax.functional.clip_by_value(x, bound)
+
+    for bound in (65505, 65520, 65535):
+        y = clipped(jnp.asarray(bound, np.uint16))
+        np.testing.assert_array_equal(y, [65504, 65504, -65504])
+
+
 def test_what_is_at_a_bound_is_not_clipped() -> None:
     """Of bounds that are arrays, and of two limits; small entries, too."""
     x = np.float32([0.25, -0.5])

@@ -88,7 +88,7 @@ def test_numbers_in_the_prose_of_the_quickstart_are_those_of_its_code():
     """Sybil compares what the comments show with what the code prints."""
     page = (ROOT / "docs" / "quickstart.md").read_text()
     prose, code = BLOCK.sub("", page), "".join(each[1] for each in BLOCK.findall(page))
-    _, _, prose = prose.partition("## A loop")  # behind the versions
+    _, _, prose = prose.partition("## A loop")  # after the versions
     numbers = re.findall(r"(?<![\w.-])\d+\.\d+(?![\w.-]*\w)", prose)
     assert len(numbers) > 8
     assert not [each for each in numbers if not re.search(rf"\b{each}", code)]

@@ -374,7 +374,7 @@ def test_what_is_printed_names_the_place() -> None:
     assert str(bad(NAN, INF, NAN)) == "step 0: norm nan"
 
 
-# Six layers in a scan behind an embedding and in front of a head. One of them breaks,
+# Six layers in a scan after an embedding and in front of a head. One of them breaks,
 # in the forward pass or in the backward pass, or the loss does.
 @jax.custom_vjp
 def poisoned(x: Any, is_bad: Any) -> Any:
