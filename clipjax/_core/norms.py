@@ -58,6 +58,21 @@ def replicated(x: jax.Array) -> jax.Array:
     return reshard(x, NamedSharding(sharding.mesh, PartitionSpec()))
 
 
+def alike(arrays: Iterable[jax.Array]) -> list[jax.Array]:
+    """Return arrays that JAX can join; their values are the same.
+
+    If `vmap` maps arrays that explicit mesh axes split, JAX does not join them with
+    arrays that are not mapped (JAX 0.12). So each depends on all, in a condition that
+    changes nothing, and that XLA removes.
+    """
+    each = list(arrays)
+    if not jax.sharding.get_abstract_mesh().explicit_axes:
+        return each
+    conditions = [jnp.any(x == x) for x in each]
+    any_of_all = functools.reduce(jnp.logical_or, conditions, jnp.zeros((), bool))
+    return [jnp.where(any_of_all, x, x) for x in each]
+
+
 def warn_if_local() -> None:
     """Warn where types do not say over which devices leaves differ.
 
@@ -181,7 +196,7 @@ def on_all(scalars: Sequence[Scalar], ord: float, empty: float = 0) -> Scalar:
         if ord < jnp.inf:
             return _sum(each)
         # XLA on a CPU takes 3 GB to compile 1,000 maxima of two (JAX 0.9).
-        return jnp.max(_nan_as_inf(jnp.stack(each)))
+        return jnp.max(_nan_as_inf(jnp.stack(alike(each))))
 
     if not scalars:
         return jnp.full((), empty, np.float32)

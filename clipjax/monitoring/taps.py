@@ -15,7 +15,7 @@ from clipjax._core.bounds import is_real
 from clipjax._core.checks import check_count
 from clipjax._core.leaves import flatten
 from clipjax._core.messages import short_repr
-from clipjax._core.norms import mesh_axes, on_all, sum_dtype
+from clipjax._core.norms import alike, mesh_axes, on_all, sum_dtype
 
 T = TypeVar("T")
 
@@ -186,7 +186,7 @@ def _forward(x: T, tap: jax.Array) -> tuple[T, Any]:
 
 def _backward(kept: Any, gradient: T) -> tuple[T, jax.Array]:
     of_forward, tap = kept
-    both = jnp.concatenate([of_forward, _statistics(gradient)])
+    both = jnp.concatenate(alike([of_forward, _statistics(gradient)]))
     return gradient, _for_tap(both, tap)
 
 
@@ -200,7 +200,7 @@ def _statistics(tree: Tree) -> jax.Array:
         finite = jnp.isfinite(x)
         size = jnp.abs(jnp.where(finite, x, 0)).astype(sum_dtype(x.dtype))
         numbers = [jnp.ones_like(size), ~finite, size * size]
-        each.append(jnp.stack([jnp.sum(n, dtype=np.float32) for n in numbers]))
+        each.append(_sums(numbers))
     return on_all(each, ord=1)
 
 
@@ -217,8 +217,13 @@ def sums_of(seen: Sequence[Seen], tap: jax.Array) -> jax.Array:
         finite = jnp.isfinite(norm)
         kinds = (jnp.ones_like(finite), finite & is_above, ~finite)
         numbers = [*kinds, jnp.where(finite, norm, 0)]
-        sums += jnp.stack([jnp.sum(x, dtype=np.float32) for x in numbers])
+        sums += _sums(numbers)
     return _for_tap(sums, tap)
+
+
+def _sums(numbers: Sequence[jax.Array]) -> jax.Array:
+    """Return the sum of each array, in one array."""
+    return jnp.stack(alike([jnp.sum(x, dtype=np.float32) for x in numbers]))
 
 
 def _for_tap(sums: jax.Array, tap: jax.Array) -> jax.Array:
