@@ -33,7 +33,7 @@ Seen: TypeAlias = tuple[jax.Array, jax.Array]
 
 
 def tap(*layers: SupportsIndex, probe: bool = False) -> jax.Array:
-    """Make a statistics probe: zeros whose gradient carries statistics from a model.
+    """Make a tap: zeros whose gradient carries statistics from a model.
 
     Use it to see what happens inside a model in its backward pass. Pass the array to
     :func:`clip_gradient_by_norm` or its like, or to :func:`probe`, and also take the
