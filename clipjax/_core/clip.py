@@ -11,7 +11,14 @@ from jax import lax
 
 from clipjax._core.aliases import DType, Metrics, Scalar
 from clipjax._core.leaves import Leaves, is_inexact
-from clipjax._core.norms import largest, nan_unless, smallest, sum_dtype, tree_norm
+from clipjax._core.norms import (
+    largest,
+    nan_unless,
+    smallest,
+    split_as,
+    sum_dtype,
+    tree_norm,
+)
 from clipjax._core.units import map_units, present
 
 
@@ -144,6 +151,7 @@ def rescale(x: jax.Array, factor: jax.Array) -> jax.Array:
     would make subnormal numbers 0. The derivative is that of the product there, too,
     since the factor of a kept norm may be 1 at one point only.
     """
+    factor = split_as(factor, x)
     return weak_like(x, jnp.where(factor == 1, x, _product(x, factor)))
 
 

@@ -18,6 +18,7 @@ from clipjax._core.norms import (
     maximum,
     nan_unless,
     norm_of,
+    split_as,
     sum_dtype,
     tree_norm,
 )
@@ -79,6 +80,7 @@ def _between(x: jax.Array, low: Any, high: Any) -> jax.Array:
 
     It compares bits, since XLA on a CPU takes subnormal numbers for 0.
     """
+    low, high = (split_as(jnp.asarray(limit), x) for limit in (low, high))
     least = jnp.where(_order(low) > _order(high), high, low)
     below, above = _order(x) < _order(least), _order(x) > _order(high)
     clipped = jnp.where(below, least, jnp.where(above, high, x))

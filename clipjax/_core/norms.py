@@ -58,6 +58,17 @@ def replicated(x: jax.Array) -> jax.Array:
     return reshard(x, NamedSharding(sharding.mesh, PartitionSpec()))
 
 
+def split_as(x: jax.Array, like: jax.Array) -> jax.Array:
+    """Return x, split over explicit mesh axes as another array of its shape.
+
+    Under explicit axes, `jnp.where` takes only arrays of one sharding.
+    """
+    sharding = jax.typeof(like).sharding
+    if x.shape != like.shape or not any(sharding.spec):
+        return x
+    return reshard(x, sharding)
+
+
 def alike(arrays: Iterable[jax.Array]) -> list[jax.Array]:
     """Return arrays that JAX can join; their values are the same.
 
@@ -185,10 +196,13 @@ def _nan_as_inf(x: jax.Array) -> jax.Array:
     return jnp.where(x < jnp.inf, x, jnp.inf)
 
 
-def on_all(scalars: Sequence[Scalar], ord: float, empty: float = 0) -> Scalar:
+def on_all(
+    scalars: Sequence[Scalar], ord: float, empty: float = 0, but: Container[str] = ()
+) -> Scalar:
     """Return the sum over all leaves and devices, or the largest if `ord` is inf.
 
-    Leaves that differ over the same mesh axes share an all-reduce.
+    Leaves that differ over the same mesh axes share an all-reduce. Along the mesh axes
+    `but`, devices stay apart.
     """
     over = lax.psum if ord < jnp.inf else lax.pmax
 
@@ -205,7 +219,7 @@ def on_all(scalars: Sequence[Scalar], ord: float, empty: float = 0) -> Scalar:
     for x in scalars:
         same = x if x.dtype == widest else x.astype(widest)
         local.setdefault(mesh_axes(x), []).append(same)
-    return combine([over_devices(over, combine(each)) for each in local.values()])
+    return combine([over_devices(over, combine(x), but) for x in local.values()])
 
 
 def _sum(each: list[Scalar]) -> Scalar:

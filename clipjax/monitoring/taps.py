@@ -38,7 +38,7 @@ def tap(*layers: SupportsIndex, probe: bool = False) -> jax.Array:
     Use it to see what happens inside a model in its backward pass. Pass the array to
     :func:`clip_gradient_by_norm` or its like, or to :func:`probe`, and also take the
     gradient of the loss with respect to it. The sums in that gradient add up over the
-    steps of a `scan`, over the examples of a `vmap`, over devices, and over all places
+    steps of a `scan`, over the examples of a `vmap`, and over all places and devices
     that share the tap. :func:`tapped` reads them.
 
     Args:
@@ -181,27 +181,32 @@ def _probed(x: T, tap: jax.Array) -> T:
 
 
 def _forward(x: T, tap: jax.Array) -> tuple[T, Any]:
-    return x, (_statistics(x), tap)
+    return x, (_statistics(x, tap), tap)
 
 
 def _backward(kept: Any, gradient: T) -> tuple[T, jax.Array]:
     of_forward, tap = kept
-    both = jnp.concatenate(alike([of_forward, _statistics(gradient)]))
-    return gradient, _for_tap(both, tap)
+    both = jnp.concatenate(alike([of_forward, _statistics(gradient, tap)]))
+    return gradient, both.astype(tap.dtype)
 
 
 _probed.defvjp(_forward, _backward)
 
 
-def _statistics(tree: Tree) -> jax.Array:
-    """Count elements, count those not finite, and sum the squares of the others."""
+def _statistics(tree: Tree, tap: jax.Array) -> jax.Array:
+    """Count elements, count those not finite, and sum the squares of the others.
+
+    Devices with a tap of their own, as the stages of a pipeline have it, stay apart.
+    """
     each = [jnp.zeros(3, np.float32)]
     for x in flatten(lax.stop_gradient(tree)).inexact:
         finite = jnp.isfinite(x)
         size = jnp.abs(jnp.where(finite, x, 0)).astype(sum_dtype(x.dtype))
         numbers = [jnp.ones_like(size), ~finite, size * size]
         each.append(_sums(numbers))
-    return on_all(each, ord=1)
+    sums = lax.stop_gradient(on_all(each, ord=1, but=mesh_axes(tap)))
+    more = {*mesh_axes(tap)} - {*mesh_axes(sums)}
+    return lax.pcast(sums, tuple(more), to="varying") if more else sums
 
 
 def check_tap(tap: Any) -> None:
@@ -218,21 +223,12 @@ def sums_of(seen: Sequence[Seen], tap: jax.Array) -> jax.Array:
         kinds = (jnp.ones_like(finite), finite & is_above, ~finite)
         numbers = [*kinds, jnp.where(finite, norm, 0)]
         sums += _sums(numbers)
-    return _for_tap(sums, tap)
+    # The norm is of all devices: if each has a tap of its own, one counts it.
+    for name in mesh_axes(tap):
+        sums = jnp.where(lax.axis_index(name) == 0, sums, 0)
+    return lax.stop_gradient(sums).astype(tap.dtype)
 
 
 def _sums(numbers: Sequence[jax.Array]) -> jax.Array:
     """Return the sum of each array, in one array."""
     return jnp.stack(alike([jnp.sum(x, dtype=np.float32) for x in numbers]))
-
-
-def _for_tap(sums: jax.Array, tap: jax.Array) -> jax.Array:
-    """Return sums over all devices as the gradient of a tap.
-
-    If each device has a tap of its own, one device gets the sums and the others get 0,
-    so that they count once.
-    """
-    sums = lax.stop_gradient(sums)
-    for name in mesh_axes(tap):
-        sums = jnp.where(lax.axis_index(name) == 0, sums, 0)
-    return sums.astype(tap.dtype)

@@ -179,6 +179,16 @@ def _check_heads(path: str, sides: list[_Side], rope: int) -> None:
     """Raise if shapes do not tell which components of queries and keys meet."""
     queries = [side for side in sides if side.is_query]
     keys = [side for side in sides if not side.is_query]
+    split = [
+        sorted({name for side in sides for name in mesh_axes(side.leaf.value)})
+        for sides in (queries, keys)
+    ]
+    if split[0] != split[1]:
+        raise ValueError(
+            f"query, key: inside shard_map, the queries of the layer {path!r} differ "
+            f"over {split[0]} and its keys over {split[1]}, so that it is not known "
+            "which of them meet: split both, or clip outside shard_map, under jit"
+        )
     ranks = {side.rest: side.leaf.value.ndim for side in queries}
     fewer = [ranks.get(k.rest, k.leaf.value.ndim) - k.leaf.value.ndim for k in keys]
     of_queries = {side.leaf.value.shape[-1:] for side in queries}

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -118,6 +119,35 @@ def test_a_vmap_over_explicit_axes() -> None:
         found = *updates(x), taps(x)
     for ours, theirs in zip(found, expected, strict=True):
         assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=range(len(LAYOUTS)))
+def test_bounds_of_the_shape_of_a_leaf_on_explicit_axes(layout: Any) -> None:
+    """Of every element; where a leaf is split, the bound is whole."""
+
+    @jax.jit
+    def bounded(tree: Any) -> Any:
+        def clipped(name: str, x: Any) -> Any:
+            bound = np.full(x.shape, 0.5, np.float32)
+            clip = clipjax.clip_gradient_by_value
+            return {
+                "clip": clipjax.functional.clip_by_value(x, bound),
+                "box": clipjax.box(-bound, jnp.asarray(bound)).apply(x),
+                "backward": jax.grad(lambda y: jnp.sum(clip(y, bound) * x))(x),
+                "scale": jax.grad(
+                    lambda y: jnp.sum(clipjax.scale_gradient(y, bound) * x)
+                )(x),
+            }
+
+        heads = {"kernel": tree["stack"], "bias": tree["kernel"]}
+        attention = {"query": heads, "key": heads}
+        clip = clipjax.qk_clip(rope=2)
+        scaled = clip.apply(attention, max_logits=jnp.full(8, 400.0))
+        return {name: clipped(name, x) for name, x in tree.items()} | {"qk": scaled}
+
+    tree, mesh = weights(0), mesh_of(AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        assert_same(bounded(on(mesh, layout, tree)), bounded(tree))
 
 
 @pytest.mark.slow

@@ -100,3 +100,40 @@ def test_eight_devices_and_then_four_find_the_layer_that_one_finds() -> None:
     np.testing.assert_allclose(
         list(bad.forward.values()), list(expected.forward.values()), rtol=1e-5
     )
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
+@pytest.mark.parametrize("broken", [-1, BROKEN])
+def test_each_stage_of_a_pipeline_has_the_statistics_of_its_layer(broken: int) -> None:
+    mesh = jax.make_mesh((LAYERS,), ("stage",), axis_types=(AxisType.Auto,))
+    split, whole = PartitionSpec("stage"), PartitionSpec()
+    w = jax.random.normal(jax.random.key(0), (LAYERS, WIDTH, WIDTH)) / WIDTH**0.5
+    weights = {"w": w, "scale": jnp.ones((LAYERS, WIDTH))}
+    x, breaks = jnp.ones((2, WIDTH)), jnp.arange(LAYERS) == broken
+
+    def scanned(taps: Any) -> Any:
+        return jnp.sum(jax.lax.scan(layer, x, (weights, taps, breaks))[0] ** 2)
+
+    @jax.jit
+    @partial(jax.shard_map, mesh=mesh, in_specs=(split, split, split), out_specs=whole)
+    def piped(taps: Any, weights: Any, breaks: Any) -> Any:
+        stage = jax.lax.axis_index("stage")
+        own = jax.tree.map(lambda x: x[0], (weights, taps, breaks))
+        out = jax.lax.pcast(x, "stage", to="varying")
+        for i in range(LAYERS):
+            here = stage == i
+            given = own[0], own[1], own[2] & here
+            out, _ = layer(jnp.where(here, out, 0), given)
+            onward = [(i, (i + 1) % LAYERS) for i in range(LAYERS)]
+            out = jax.lax.ppermute(out, "stage", onward)
+        last = jnp.where(stage == 0, out, 0)
+        return jax.lax.psum(jnp.sum(last**2), "stage")
+
+    taps = clipjax.tap(LAYERS, probe=True)
+    expected = jax.jit(jax.grad(scanned))(taps)
+    found = jax.jit(jax.grad(piped))(taps, weights, breaks)
+    ours, theirs = clipjax.tapped(found), clipjax.tapped(expected)
+    for of in ("forward", "backward"):
+        np.testing.assert_allclose(ours[f"{of}_norm"], theirs[f"{of}_norm"], rtol=1e-5)
+        count = f"{of}_nonfinite_count"
+        np.testing.assert_array_equal(ours[count], theirs[count])

@@ -222,6 +222,23 @@ def test_the_largest_logits_of_all_devices_count_in_shard_map() -> None:
     )
 
 
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
+def test_split_queries_with_whole_keys_raise_in_shard_map() -> None:
+    """Each device would have other keys for its queries than those that it has."""
+    mesh = jax.make_mesh((4,), ("heads",), axis_types=(AxisType.Auto,))
+    params = {"query": layer(8)["query"], "key": layer(2)["key"]}
+    split = jax.tree.map(lambda x: P(*[None] * (x.ndim - 2), "heads"), params["query"])
+    specs = {"query": split, "key": jax.tree.map(lambda x: P(), params["key"])}
+    clip = jax.shard_map(
+        lambda params, logits: qk_clip().apply(params, max_logits=logits),
+        mesh=mesh,
+        in_specs=(specs, P("heads")),
+        out_specs=specs,
+    )
+    with pytest.raises(ValueError, match=r"differ over \['heads'\] and its keys over"):
+        jax.eval_shape(clip, params, jnp.ones(8))
+
+
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 def test_multi_head_latent_attention(dtype: Any, stacked: bool) -> None:
