@@ -18,7 +18,7 @@ class Param(NamedTuple):
     shape: tuple[int, ...]
     layer: Any
     name: str  # in the layer
-    # The axes to reduce, counted from the right; None if they are not known.
+    # The axes to reduce in one layer; None if they are not known.
     axes: tuple[int, ...] | Skip | None
     own_shape: tuple[int, ...]  # of one layer, as the layer says
 

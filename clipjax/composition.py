@@ -75,7 +75,10 @@ def bounded(
     clip: optax.GradientTransformation
     | Sequence[optax.GradientTransformation]
     | None = None,
-    project: Callable[[Any], Any] | Sequence[Callable[[Any], Any]] | None = None,
+    project: Projection
+    | Callable[[Any], Any]
+    | Sequence[Projection | Callable[[Any], Any]]
+    | None = None,
     nonfinite: Literal["propagate", "zero", "skip"] = "propagate",
     accumulate: SupportsIndex = 1,
 ) -> optax.GradientTransformationExtraArgs:

@@ -6,7 +6,6 @@ a tuple applies to leaves of every rank.
 
 from __future__ import annotations
 
-import functools
 from typing import Any, TypeVar
 
 import jax
@@ -22,11 +21,11 @@ from clipjax._core.bounds import (
     is_real,
 )
 from clipjax._core.checks import check_ord
-from clipjax._core.clip import clip_by_tree_norm, clip_by_unit_norms
+from clipjax._core.clip import clip, clip_by_tree_norm
 from clipjax._core.entries import check_limits, clip_entries
 from clipjax._core.leaves import flatten, is_inexact
 from clipjax._core.norms import norm_of, sum_dtype, tree_norm, warn_if_local
-from clipjax._core.units import axes_of, literal_axes, norms_of
+from clipjax._core.units import axes_of, literal_axes, map_units, norms_of
 
 __all__ = [
     "clip_by_global_norm",
@@ -245,8 +244,10 @@ def clip_by_norm(
     leaves = flatten(tree)
     where = axes_of(leaves, literal_axes(axes))
     of = norms_of(leaves.values, where, check_ord(ord))
-    fit = functools.partial(fit_bound, "max_norm")
-    return leaves.rebuild(clip_by_unit_norms(leaves, of, bound, fit)[0])
+    fitted = map_units(
+        lambda norm, leaf: fit_bound("max_norm", bound, norm, leaf), of, leaves.each
+    )
+    return leaves.rebuild(clip(leaves, of, fitted)[0])
 
 
 def clip_by_global_norm(

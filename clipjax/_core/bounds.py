@@ -50,10 +50,9 @@ class CheckedBound(NamedTuple):
         """Return the bound of each leaf at a step."""
         if not self.is_by_path:
             return [self.at(step)] * len(leaves.values)
-        pairs = zip(self.value, self.by_name.items(), strict=True)
         now = {
-            pattern: _at(name, value, step, self.least)
-            for pattern, (name, value) in pairs
+            pattern: _at(f"{self.name}[{pattern!r}]", value, step, self.least)
+            for pattern, value in self.value.items()
         }
         return of_each_leaf(self.name, now, leaves, self.other)
 
@@ -245,8 +244,7 @@ def check_fits(name: str, bound: Any, shape: tuple[int, ...], of: Any) -> None:
     pairs = zip(reversed(given), reversed(shape), strict=False)
     if len(given) > len(shape) or any(b not in (1, s) for b, s in pairs):
         wanted = f"broadcast to shape {tuple(shape)}" if shape else "be a scalar"
-        hint = "" if shape else "; functions of trees take the tree first"
-        raise ValueError(f"{name} must {wanted}, for {of}; got shape {given}{hint}")
+        raise ValueError(f"{name} must {wanted}, for {of}; got shape {given}")
 
 
 def check_order(low: Any, high: Any, of: Leaf | None = None) -> None:

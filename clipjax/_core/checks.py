@@ -85,7 +85,7 @@ def as_list(value: Any) -> list[Any]:
 def check_label(name: Any) -> None:
     """Raise if a value cannot be the first part of the names of metrics."""
     if not isinstance(name, str) or not name or "/" in name:
-        raise TypeError(f"name must be a str without '/', got {name!r}")
+        raise TypeError(f"name must be a str without '/', and not empty, got {name!r}")
 
 
 def check_transformation(name: str, value: Any) -> Any:

@@ -27,8 +27,8 @@ def clip(
 ) -> tuple[list[Any], list[Any]]:
     """Clip the norms `of` leaves to thresholds; None stands for a leaf without a norm.
 
-    Leaves that share a norm have the same array in `of`, the same threshold, and one
-    factor.
+    Leaves that share a norm have the same array in `of` and the same threshold, so that
+    leaves of one dtype have one factor.
 
     Returns:
       The new values, and the factor of each leaf.
@@ -48,7 +48,7 @@ def clip(
 def clip_by_tree_norm(
     leaves: Leaves, bound: Any, ord: float = 2, norm: Scalar | None = None
 ) -> tuple[list[Any], Metrics]:
-    """Clip the norm of all leaves together: one factor multiplies every leaf."""
+    """Clip the norm of all leaves together: one factor for the leaves of each dtype."""
     norm = tree_norm(leaves.inexact, ord) if norm is None else norm
     shared = [norm if is_inexact(x) else None for x in leaves.values]
     values, _ = clip(leaves, shared, [bound] * len(shared))

@@ -48,7 +48,7 @@ def transformation(
       The transformation.
     """
 
-    def act_on_tree(updates: Leaves, *args: Any, **extra: Any) -> Any:
+    def act_on_tree(updates: Leaves, /, *args: Any, **extra: Any) -> Any:
         values, metrics, memory = act(updates, *args, **extra)
         return updates.rebuild(values), metrics, memory
 
@@ -105,7 +105,7 @@ def with_metrics(
     """Make a gradient transformation with metrics from a function of your own.
 
     Use it to write a clip that :func:`clipjax.metrics` reads, and that works with
-    everything else in clipjax; the clips of clipjax have states of this form.
+    everything else in clipjax.
 
     Args:
       name: the first part of the names of its metrics, a string without `/`.
@@ -159,14 +159,20 @@ def with_metrics(
             f"remember must be a function of the parameters or None, got {remember!r}"
         )
     parameters = inspect.signature(act).parameters.values()
-    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
-    named = {each.name for each in parameters if each.kind is each.KEYWORD_ONLY}
+    by_place = [x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD]
+    by_name = [x.name for x in parameters if x.kind is x.KEYWORD_ONLY]
+    takes_all = any(x.kind is x.VAR_KEYWORD for x in parameters)
+    own, named = {*by_place[:4]}, {*by_place[4:], *by_name}
 
     def act_on_leaves(
-        updates: Leaves, params: Tree, step: Step, memory: Memory, **extra: Any
+        updates: Leaves, params: Tree, step: Step, memory: Memory, /, **extra: Any
     ) -> Any:
         tree = updates.rebuild(updates.values)
-        given = {key: x for key, x in extra.items() if takes_all or key in named}
+        given = {
+            key: x
+            for key, x in extra.items()
+            if key in named or (takes_all and key not in own)
+        }
         returned = act(tree, params, step, memory, **given)
         _check_returned(name, returned, memory)
         changed, metrics, memory = returned

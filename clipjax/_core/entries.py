@@ -39,7 +39,7 @@ def check_limits(
     if missing not in ([False, True, True], [True, False, False]):
         listed = [f"{key}={short_repr(x)}" for key, x in given.items() if x is not None]
         raise TypeError(
-            "clip_by_value takes one bound, as in clip_by_value(1.0), or low and high, "
+            "bound, low, high: pass one bound for absolute values, or low and high, "
             f"where infinity means none; got {', '.join(listed) or 'nothing'}"
         )
     if low is None:
@@ -62,16 +62,16 @@ def clip_entries(leaf: Leaf, low: Any, high: Any) -> jax.Array:
     if jnp.iscomplexobj(x):
         if low is not None:
             raise TypeError(
-                f"low, high: {leaf} is complex, of dtype {x.dtype}, and has no order; "
-                "one bound, as in clip_by_value(1.0), clips |z|"
+                f"{leaf} is complex, of dtype {x.dtype}, and has no order, which a "
+                "bound from below or above needs"
             )
         absolute = norm_of(x, axes=())  # each element is a unit
         return rescale(x, factor_to(above, absolute, x.dtype))
-    top = _inward(above, x.dtype, -np.inf)
+    top = inward(above, x.dtype, -np.inf)
     if low is None:
         return _between(x, -top, top)
     below = fit_bound("low", low, x, leaf)
-    return _between(x, _inward(below, x.dtype, np.inf), top)
+    return _between(x, inward(below, x.dtype, np.inf), top)
 
 
 @jax.jit
@@ -96,7 +96,7 @@ def _order(x: jax.Array) -> jax.Array:
     return jnp.where(bits < 0, jnp.iinfo(kind).min - bits, bits)
 
 
-def _inward(limit: Any, dtype: DType, toward: float) -> Any:
+def inward(limit: Any, dtype: DType, toward: float) -> Any:
     """Return a bound in the dtype of a leaf, rounded `toward` -inf or inf.
 
     No element is then beyond what the user wrote. A bound that is known is compared in
@@ -146,14 +146,13 @@ def metrics_of_entries(
         clipped = largest(each.astype(np.float32) for each in changes) > 0
     elif low is None:
         norm = tree_norm(before, jnp.inf)
-        norm_after = jnp.minimum(norm, jnp.asarray(high, norm.dtype))
+        norm_after = jnp.minimum(norm, inward(high, norm.dtype, -np.inf))
         clipped = norm > norm_after
     else:
         wide = [(x.astype(sum_dtype(x.dtype)), jnp.isnan(x)) for x in before]
         most = _largest_entry(wide)
         least = -_largest_entry((-x, is_nan) for x, is_nan in wide)
-        low = jnp.asarray(low, most.dtype)
-        high = jnp.asarray(high, most.dtype)
+        low, high = inward(low, most.dtype, np.inf), inward(high, most.dtype, -np.inf)
         clipped = (most > high) | (least < low)
         norm = jnp.maximum(jnp.maximum(most, -least), 0)
         ends = [jnp.abs(jnp.clip(end, low, high)) for end in (most, least)]

@@ -233,8 +233,11 @@ def matches(pattern: str, name: str) -> bool:
 
     A glob with a leading slash only matches the whole path.
     """
-    glob_of_all = pattern if pattern.startswith("/") else f"*/{pattern}"
-    return pattern == name or fnmatch.fnmatchcase(f"/{name}", glob_of_all)
+    path = f"/{name}"
+    if pattern.startswith("/"):
+        return path == pattern or fnmatch.fnmatchcase(path, pattern)
+    is_end = path.endswith(f"/{pattern}")
+    return is_end or fnmatch.fnmatchcase(path, f"*/{pattern}")
 
 
 def first_matches(

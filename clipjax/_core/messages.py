@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
+_LONGEST = 80
 
-def short_repr(value: Any, longest: int = 80) -> str:
+
+def short_repr(value: Any) -> str:
     """Return the repr of a value on one line, cut to what an error message can hold."""
     text = " ".join(repr(value).split())
-    return text if len(text) <= longest else f"{text[: longest - 3]}..."
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
 def a_few(names: Sequence[Any], count: int = 20) -> str:
@@ -19,6 +21,7 @@ def a_few(names: Sequence[Any], count: int = 20) -> str:
 def traced_error(name: str, value: Any) -> TypeError:
     """Return the error for a traced number on which the program itself depends."""
     return TypeError(
-        f"{name} must be known before compiling: pass a Python value, and name it in "
-        f"static_args of optax.inject_hyperparams, got {short_repr(value)}"
+        f"{name} must be known before compiling: pass a Python value; with "
+        "optax.inject_hyperparams, name it in static_args; got "
+        f"{short_repr(value)}"
     )

@@ -197,7 +197,7 @@ def _nan_as_inf(x: jax.Array) -> jax.Array:
 
 
 def on_all(
-    scalars: Sequence[Scalar], ord: float, empty: float = 0, but: Container[str] = ()
+    scalars: Sequence[jax.Array], ord: float, empty: float = 0, but: Container[str] = ()
 ) -> Scalar:
     """Return the sum over all leaves and devices, or the largest if `ord` is inf.
 

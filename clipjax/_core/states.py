@@ -73,7 +73,7 @@ class _Arrays(NamedTuple):
 
 
 class Table(_Arrays):
-    """Metrics whose names depend on the tree: arrays, and the names of their elements.
+    """Metrics whose names may depend on the tree: arrays, and names of their elements.
 
     The names are a leaf of the state, as text. They are no part of its structure, which
     must not depend on the paths of a tree: `optax.tree.map_params` calls `init` with a

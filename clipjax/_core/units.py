@@ -75,7 +75,17 @@ def whole_matrices(path: Path, leaf: Any) -> Skip | None:
     return None if len(leaf.shape) == 2 else SKIP
 
 
-_AUTO = (fan_in_of_matrices, whole_matrices)
+def fan_in_or_all(path: Path, leaf: Any) -> Reduced:
+    """Reduce as `fan_in`, and a bias as a whole: "auto" for gradients beside weights.
+
+    Ranks that may be stacks raise an error.
+    """
+    if len(leaf.shape) not in (0, 1, 2, 4):
+        raise unclear_error(path, leaf)
+    return tuple(range(len(leaf.shape) - 1)) or None
+
+
+_AUTO = (fan_in_of_matrices, whole_matrices, fan_in_or_all)
 
 
 def axes_of(
@@ -224,7 +234,14 @@ def literal_axes(axes: Any) -> Any:
     axes = check_axes(axes)
     if isinstance(axes, Mapping):
         return {pattern: literal_axes(inner) for pattern, inner in axes.items()}
-    return (lambda path, leaf: axes) if isinstance(axes, int | tuple) else axes
+    if not isinstance(axes, int | tuple):
+        return axes
+
+    def rule(path: Path, leaf: Any) -> Any:
+        return axes
+
+    rule.__name__ = repr(axes)  # as errors show it
+    return rule
 
 
 def _resolve(axes: Any, leaf: Leaf) -> Reduced | Skip:

@@ -17,7 +17,7 @@ from jax.typing import ArrayLike
 from clipjax._core.aliases import Axes
 from clipjax._core.bounds import constant, fit_bound
 from clipjax._core.clip import clip, clip_by_tree_norm
-from clipjax._core.entries import check_limits, clip_entries
+from clipjax._core.entries import check_limits, clip_entries, inward
 from clipjax._core.leaves import Leaf, Leaves, flatten, is_inexact
 from clipjax._core.norms import norm_of, over_devices, sum_dtype, warn_if_local
 from clipjax._core.units import axes_of, literal_axes, map_units, norms_of
@@ -75,6 +75,7 @@ def clip_gradient_by_value(
       >>> float(jax.grad(loss)(2.0))
       1.0
     """
+    warn_if_local()
     limits = check_limits(bound, high, low, constant)
 
     def clip_values(gradient: Leaves, low: Any, high: Any) -> Any:
@@ -93,10 +94,13 @@ def _seen(leaf: Leaf, low: Any, high: Any) -> taps.Seen:
     x = leaf.value
     g = x if jnp.iscomplexobj(x) else x.astype(sum_dtype(x.dtype))
     if low is None:
-        is_outside = jnp.abs(g) > _fitted("bound", high, jnp.abs(g), leaf)
+        absolute = jnp.abs(g)
+        most = inward(fit_bound("bound", high, g, leaf), absolute.dtype, -np.inf)
+        is_outside = absolute > most
     else:
-        above = g > _fitted("high", high, g, leaf)
-        is_outside = above | (g < _fitted("low", low, g, leaf))
+        most = inward(fit_bound("high", high, g, leaf), g.dtype, -np.inf)
+        least = inward(fit_bound("low", low, g, leaf), g.dtype, np.inf)
+        is_outside = (g > most) | (g < least)
     outside = jnp.any(is_outside).astype(np.uint8)
     return norm_of(g, None, jnp.inf), over_devices(lax.pmax, outside) > 0
 
@@ -146,8 +150,8 @@ def clip_gradient_by_norm(
       >>> print(jax.grad(loss)(jnp.ones(2)).round(3))
       [0.6 0.8]
     """
+    warn_if_local()
     bound = constant("max_norm", max_norm)
-
     axes = literal_axes(axes)
 
     def clip_units(gradient: Leaves, bound: Any) -> Any:
@@ -203,6 +207,7 @@ def clip_gradient_by_global_norm(
       >>> print(gradient["a"].round(3), gradient["b"].round(3))
       0.6 0.8
     """
+    warn_if_local()
     bound = constant("max_norm", max_norm, scalar=True)
 
     def clip_tree(gradient: Leaves, bound: Any) -> Any:
@@ -229,7 +234,6 @@ def _with_gradient(
     `change` returns the new gradient and the norms that it saw, whose sums become the
     gradient of the tap. Leaves without a gradient have float0.
     """
-    warn_if_local()
     taps.check_tap(tap)
     leaves = flatten(tree)
     # Arrays are arguments, since a custom derivative must not close over tracers.

@@ -123,7 +123,7 @@ def adagc(
         return AdagcMemory(tree, jnp.zeros((), np.int32))
 
     def act(
-        updates: Leaves, params: Tree, step: Step, memory: AdagcMemory, **_: Any
+        updates: Leaves, params: Tree, step: Step, memory: AdagcMemory, /, **_: Any
     ) -> Any:
         of = norms_of(updates.values, axes_of(updates, axes))
         unit_norms = present(of)
@@ -163,7 +163,7 @@ def adagc(
         metrics = metrics_of(total, smallest_scale(scales), after)
         least = smallest(all_bounds).astype(total.dtype)
         metrics["threshold"] = jnp.where(now.warming, now.cap, least)
-        steps = if_counted(total, optax.safe_increment(memory.steps), memory.steps)
+        steps = if_counted(total, memory.steps, optax.safe_increment(memory.steps))
         new_memory = AdagcMemory(treedef.unflatten(new_gammas), steps)
         return rescaled(updates.values, factors), metrics, new_memory
 
@@ -215,7 +215,7 @@ def _next_gamma(
     usual = jnp.where(gamma < jnp.inf, gamma, entering)
     average = usual + rate * (entering - usual)
     new = jnp.where(now.warming, jnp.minimum(gamma, entering), average)
-    return if_counted(now.total, jnp.where(entering > 0, new, gamma), gamma)
+    return if_counted(now.total, gamma, jnp.where(entering > 0, new, gamma))
 
 
 def _stacked(each: Sequence[jax.Array]) -> list[jax.Array]:

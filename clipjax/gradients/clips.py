@@ -24,9 +24,10 @@ def clip_by_global_norm(
 
         x * min(1, max_norm / norm)
 
-    All leaves are multiplied by one factor, so that the direction of the gradient stays
-    the same. Use it when some steps have gradients far larger than usual, as in
-    recurrent networks and transformers: it is the usual first choice.
+    All leaves are multiplied by one factor, leaves of 16 bits by a factor up to 1%
+    smaller, so that the direction of the gradient stays the same. Use it when some
+    steps have gradients far larger than usual, as in recurrent networks and
+    transformers: it is the usual first choice.
 
     Args:
       max_norm: the threshold for the norm, a scalar `Bound`.
@@ -65,7 +66,9 @@ def clip_by_global_norm(
     bound = check_bound("max_norm", max_norm, scalar=True)
     order = check_ord(ord)
 
-    def act(updates: Leaves, params: Tree, step: Step, memory: Memory, **_: Any) -> Any:
+    def act(
+        updates: Leaves, params: Tree, step: Step, memory: Memory, /, **_: Any
+    ) -> Any:
         return *clip_by_tree_norm(updates, bound.at(step), order), memory
 
     return transformation("clip_by_global_norm", act)
@@ -113,7 +116,9 @@ def clip_by_norm(
     order = check_ord(ord)
     axes = check_axes(axes)
 
-    def act(updates: Leaves, params: Tree, step: Step, memory: Memory, **_: Any) -> Any:
+    def act(
+        updates: Leaves, params: Tree, step: Step, memory: Memory, /, **_: Any
+    ) -> Any:
         of = norms_of(updates.values, axes_of(updates, axes), order)
         return *clip_by_unit_norms(updates, of, bound.at(step), bound.fit), memory
 
@@ -171,7 +176,9 @@ def clip_by_rms(
         size = jnp.asarray(size_of_units(x, reduced), norm.dtype)
         return norm / jnp.sqrt(size)
 
-    def act(updates: Leaves, params: Tree, step: Step, memory: Memory, **_: Any) -> Any:
+    def act(
+        updates: Leaves, params: Tree, step: Step, memory: Memory, /, **_: Any
+    ) -> Any:
         where = axes_of(updates, axes)
         of = norms_of(updates.values, where)
         of = map_units(rms_of, of, updates.values, where)
@@ -230,7 +237,9 @@ def clip_by_value(
     """
     lowest, highest = check_limits(bound, high, low, check_bound)
 
-    def act(updates: Leaves, params: Tree, step: Step, memory: Memory, **_: Any) -> Any:
+    def act(
+        updates: Leaves, params: Tree, step: Step, memory: Memory, /, **_: Any
+    ) -> Any:
         bottom = None if lowest is None else lowest.at(step)
         top = highest.at(step)
         values = [clip_entries(leaf, bottom, top) for leaf in updates.each]

@@ -72,7 +72,7 @@ def clip_by_group_norm(
     order = check_ord(ord)
 
     def act(
-        updates: Leaves, params: Tree, step: Step, memory: Memory, **extra: Any
+        updates: Leaves, params: Tree, step: Step, memory: Memory, /, **extra: Any
     ) -> Any:
         matched = first_matches("max_norms", patterns, updates)
         groups = [

@@ -46,7 +46,9 @@ def zero_nonfinite() -> optax.GradientTransformationExtraArgs:
       [1. 0. 0.] 2
     """
 
-    def act(updates: Leaves, params: Tree, step: Step, memory: Memory, **_: Any) -> Any:
+    def act(
+        updates: Leaves, params: Tree, step: Step, memory: Memory, /, **_: Any
+    ) -> Any:
         bad = [(~jnp.isfinite(x)).astype(np.uint8) for x in updates.inexact]
         # The count is float32, which rounds large counts, but does not wrap where
         # billions of elements are NaN. Flags are bytes, since XLA on a CPU writes what

@@ -36,12 +36,14 @@ def clip_by_past_norms(
       memory.
     """
 
-    def act(updates: Leaves, params: Tree, step: Step, memory: Memory, **_: Any) -> Any:
+    def act(
+        updates: Leaves, params: Tree, step: Step, memory: Memory, /, **_: Any
+    ) -> Any:
         norm = tree_norm(updates.inexact)
         bound, new = bound_of(norm, memory, step)
         bound = jnp.asarray(bound, norm.dtype)
         values, metrics = clip_by_tree_norm(updates, bound, norm=norm)
-        return values, metrics | {"threshold": bound}, if_counted(norm, new, memory)
+        return values, metrics | {"threshold": bound}, if_counted(norm, memory, new)
 
     return transformation(name, act, lambda params: initial(norm_dtype(params)))
 
@@ -61,7 +63,7 @@ def is_counted(norm: jax.Array) -> jax.Array:
     return (norm > 0) & (norm < jnp.inf)
 
 
-def if_counted(norm: jax.Array, new: Any, old: Any) -> Any:
+def if_counted(norm: jax.Array, old: Any, new: Any) -> Any:
     """Return the new memory if the norm is counted, else the old one, as constants."""
 
     def choose(new: jax.Array, old: jax.Array) -> jax.Array:

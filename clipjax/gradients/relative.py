@@ -12,8 +12,6 @@ from clipjax._core.aliases import (
     Bound,
     Memory,
     Number,
-    Path,
-    Reduced,
     Step,
     Tree,
 )
@@ -22,7 +20,7 @@ from clipjax._core.checks import check_number
 from clipjax._core.clip import clip_by_unit_norms
 from clipjax._core.door import transformation
 from clipjax._core.leaves import Leaves, beside
-from clipjax._core.units import axes_of, check_axes, map_units, norms_of, unclear_error
+from clipjax._core.units import axes_of, check_axes, fan_in_or_all, map_units, norms_of
 
 # The smallest norm that is measured; no norm overflows when it is divided by it.
 _LEAST = 1e-18
@@ -85,9 +83,11 @@ def adaptive_grad_clip(
     """
     bound = check_bound("clipping", clipping)
     eps = check_number("eps", eps, "[0, inf)")
-    axes = check_axes(axes, auto=_fan_in_or_all)
+    axes = check_axes(axes, auto=fan_in_or_all)
 
-    def act(updates: Leaves, params: Tree, step: Step, memory: Memory, **_: Any) -> Any:
+    def act(
+        updates: Leaves, params: Tree, step: Step, memory: Memory, /, **_: Any
+    ) -> Any:
         weights = beside(updates, params, "params", "adaptive_grad_clip")
         where = axes_of(updates, axes)
         least = jnp.maximum(eps, _LEAST)
@@ -99,10 +99,3 @@ def adaptive_grad_clip(
         return *clip_by_unit_norms(updates, of, bound.at(step), bound.fit), memory
 
     return transformation("adaptive_grad_clip", act)
-
-
-def _fan_in_or_all(path: Path, leaf: Any) -> Reduced:
-    """Reduce as `fan_in`, and a bias as a whole; raise for ranks that may be stacks."""
-    if len(leaf.shape) not in (0, 1, 2, 4):
-        raise unclear_error(path, leaf)
-    return tuple(range(len(leaf.shape) - 1)) or None

@@ -75,7 +75,9 @@ def relative_update(
     """
     axes = check_axes(axes, auto=whole_matrices)
 
-    def act(updates: Leaves, params: Tree, step: Step, memory: Memory, **_: Any) -> Any:
+    def act(
+        updates: Leaves, params: Tree, step: Step, memory: Memory, /, **_: Any
+    ) -> Any:
         weights = beside(updates, params, "params", "relative_update")
         where = axes_of(updates, axes)
         of = norms_of(updates.values, where)

@@ -76,7 +76,7 @@ def skipping(
         return judge(updates, step, memory, None)[1]
 
     def act(
-        updates: Leaves, params: Tree, step: Step, memory: SkipMemory, **extra: Any
+        updates: Leaves, params: Tree, step: Step, memory: SkipMemory, /, **extra: Any
     ) -> Any:
         skipped, metrics, after = judge(updates, step, memory, loss_of(extra))
         gradients = updates.rebuild(updates.values)

@@ -70,7 +70,9 @@ def tangent_cone(
     bound = check_bound("radius", radius)
     axes = check_axes(axes, auto=fan_in_of_matrices)
 
-    def act(updates: Leaves, params: Tree, step: Step, memory: Memory, **_: Any) -> Any:
+    def act(
+        updates: Leaves, params: Tree, step: Step, memory: Memory, /, **_: Any
+    ) -> Any:
         weights = beside(updates, params, "params", "tangent_cone")
         most = bound.at(step)
         values, removed = list(updates.values), []

@@ -62,8 +62,8 @@ def zclip(
       z_threshold: the z-score above which a norm is an outlier, a scalar `Bound`, 2.5
         by default.
       decay: the decay of the moving averages, in [0, 1), 0.97 by default.
-      warmup_steps: the number of norms that give the first m and s, 25 by default, at
-        least one. In the warm-up only `max_norm` clips.
+      warmup_steps: the number of norms that give the first m and s, 25 by default; 0
+        counts as 1. In the warm-up only `max_norm` clips.
       max_norm: a fixed threshold that applies to all steps in addition, a scalar
         `Bound`. Infinity, the default, is no fixed threshold.
       mode: what an outlier is clipped to. "adaptive", the default: (m + z_threshold² *

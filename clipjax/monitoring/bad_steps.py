@@ -55,78 +55,79 @@ class BadStep(NamedTuple):
         text += (
             f", usual up to {self.threshold:.2g}" if self.threshold < math.inf else ""
         )
-        words = [place.words for place in self._places()]
+        words = [place.words for place in places_of(self)]
         return "; ".join(filter(None, (text, *words)))
 
-    def _places(self) -> tuple[Place, Place]:
-        """Return what probes tell of the place, and what groups tell beyond it."""
-        place = self._place_of_probes()
-        is_told = place.words and self._no_group_is_finite
-        if is_told or self.is_of_loss or not self.groups:
-            return place, Place()
-        return place, self._place_of_groups()
 
-    @property
-    def _used(self) -> dict[str, float]:
-        """The groups whose gradient is not 0, as that of unused weights is.
+def places_of(step: BadStep) -> tuple[Place, Place]:
+    """Return what probes tell of the place, and what groups tell beyond it."""
+    place = place_of_probes(step)
+    is_told = place.words and _no_group_is_finite(step)
+    if is_told or step.is_of_loss or not step.groups:
+        return place, Place()
+    return place, _place_of_groups(step)
 
-        A gradient of 0 is finite wherever the step broke.
-        """
-        return {name: norm for name, norm in self.groups.items() if norm != 0}
 
-    @property
-    def _no_group_is_finite(self) -> bool:
-        norms = self._used.values()
-        return len(norms) > 1 and not any(map(math.isfinite, norms))
+def _used_in(step: BadStep) -> dict[str, float]:
+    """Return the groups whose gradient is not 0, as that of unused weights is.
 
-    def _place_of_probes(self) -> Place:
-        """Return what probes tell of the place where the step broke.
+    A gradient of 0 is finite wherever the step broke.
+    """
+    return {name: norm for name, norm in step.groups.items() if norm != 0}
 
-        The forward pass goes from the first layer to the last, and the backward pass
-        from the last to the first: the first layer in time that is not finite is the
-        place.
-        """
-        bad_forward, bad_backward = (
-            [name for name, norm in norms.items() if not math.isfinite(norm)]
-            for norms in (self.forward, self.backward)
+
+def _no_group_is_finite(step: BadStep) -> bool:
+    norms = _used_in(step).values()
+    return len(norms) > 1 and not any(map(math.isfinite, norms))
+
+
+def place_of_probes(step: BadStep) -> Place:
+    """Return what probes tell of the place where the step broke.
+
+    The forward pass goes from the first layer to the last, and the backward pass
+    from the last to the first: the first layer in time that is not finite is the
+    place.
+    """
+    bad_forward, bad_backward = (
+        [name for name, norm in norms.items() if not math.isfinite(norm)]
+        for norms in (step.forward, step.backward)
+    )
+    if bad_forward:
+        name = bad_forward[0]
+        return Place(f"first in the forward pass, at {name}", name, "forward")
+    if not bad_backward:
+        return _unusual(step.forward, step.usual)
+    name = bad_backward[-1]
+    if step.loss is not None and not math.isfinite(step.loss):
+        return Place(f"in the loss, or after {name}", began_in="loss")
+    *_, last = (key for key, norm in step.backward.items() if norm != 0)
+    if name != last or any(map(math.isfinite, _used_in(step).values())):
+        return Place(f"in the backward pass, at {name}", name, "backward")
+    # No weights after the last probe show whether their gradients are finite.
+    words = f"in the loss, or in the backward pass from the loss to {name}"
+    if step.loss is not None:
+        words = f"in the backward pass, from the loss to {name}"
+    return Place(words, began_in="loss")
+
+
+def _place_of_groups(step: BadStep) -> Place:
+    """Return what groups tell of the place where the step broke."""
+    bad = [name for name, norm in step.groups.items() if not math.isfinite(norm)]
+    if _no_group_is_finite(step):
+        but = " but those of norm 0" if len(_used_in(step)) < len(step.groups) else ""
+        return Place(
+            f"no group{but} is finite: it broke in the loss or in the forward pass"
         )
-        if bad_forward:
-            name = bad_forward[0]
-            return Place(f"first in the forward pass, at {name}", name, "forward")
-        if not bad_backward:
-            return _unusual(self.forward, self.usual)
-        name = bad_backward[-1]
-        if self.loss is not None and not math.isfinite(self.loss):
-            return Place(f"in the loss, or after {name}", began_in="loss")
-        *_, last = (key for key, norm in self.backward.items() if norm != 0)
-        if name != last or any(map(math.isfinite, self._used.values())):
-            return Place(f"in the backward pass, at {name}", name, "backward")
-        # No weights after the last probe show whether their gradients are finite.
-        words = f"in the loss, or in the backward pass from the loss to {name}"
-        if self.loss is not None:
-            words = f"in the backward pass, from the loss to {name}"
-        return Place(words, began_in="loss")
-
-    def _place_of_groups(self) -> Place:
-        """Return what groups tell of the place where the step broke."""
-        bad = [name for name, norm in self.groups.items() if not math.isfinite(norm)]
-        if self._no_group_is_finite:
-            but = " but those of norm 0" if len(self._used) < len(self.groups) else ""
-            return Place(
-                f"no group{but} is finite: it broke in the loss or in the forward pass"
-            )
-        if bad:
-            layer = bad[0] if len(bad) == 1 else ""
-            return Place(_boundary(list(self._used), bad), layer)
-        if not math.isfinite(self.norm) and math.hypot(*self.groups.values()) < _MOST:
-            return Place(
-                "all groups are finite: it broke in weights outside of the groups"
-            )
-        name, largest = max(self.groups.items(), key=lambda item: item[1])
-        if not math.isfinite(self.norm):
-            return Place(f"largest in {name}", name)
-        # The squares of the norms of all groups add up to the square of the norm.
-        return Place(f"{(largest / self.norm) ** 2:.0%} of it in {name}", name)
+    if bad:
+        layer = bad[0] if len(bad) == 1 else ""
+        return Place(_boundary(list(_used_in(step)), bad), layer)
+    if not math.isfinite(step.norm) and math.hypot(*step.groups.values()) < _MOST:
+        return Place("all groups are finite: it broke in weights outside of the groups")
+    name, largest = max(step.groups.items(), key=lambda item: item[1])
+    if not math.isfinite(step.norm):
+        return Place(f"largest in {name}", name)
+    # The squares of the norms of all groups add up to the square of the norm.
+    return Place(f"{(largest / step.norm) ** 2:.0%} of it in {name}", name)
 
 
 # The text names a layer at which activations grow this many times more than usual.

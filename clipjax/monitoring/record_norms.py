@@ -119,7 +119,7 @@ def record_norms(
     """
     measured = _check_of(of)
     if not isinstance(name, str) or not name:
-        raise TypeError(f"name must be a str, got {short_repr(name)}")
+        raise TypeError(f"name must be a str, and not empty, got {short_repr(name)}")
     if name != "updates" and "updates" not in measured:
         raise ValueError(
             f"name is the name of the updates in the metrics, got {name!r}, but "
@@ -159,7 +159,7 @@ def record_norms(
         if "ratio" in measured:
             (names, of_updates), (_, of_params) = found["updates"], found["params"]
             found["ratio"] = names, _ratio(of_updates, of_params)
-        called = {name if of == "updates" else of: found[of] for of in measured}
+        called = {name if x == "updates" else x: found[x] for x in measured}
         return table_of_norms(called | _of_probes(lengths, taps))
 
     def measure(updates: Leaves, params: Tree, step: Step, memory: Memory) -> Table:
@@ -174,19 +174,19 @@ def record_norms(
         return {name: _no_steps(size, norms.floats.size, past)}
 
     def act(
-        updates: Leaves, params: Tree, step: Step, memory: Memory, **extra: Any
+        updates: Leaves, params: Tree, step: Step, memory: Memory, /, **extra: Any
     ) -> Any:
         norms = norms_of_groups(updates, params, extra.get("taps"))
-        kept = list(memory.values()) if memory else []
+        (kept,) = memory.values() if memory else (None,)
         if is_known and step is not None:
-            check_same("keep", kept[0].steps.size if kept else 0, size)
-        if kept:
-            sizes = kept[0].rows.shape[-1] - 3, norms.floats.size
+            check_same("keep", 0 if kept is None else kept.steps.size, size)
+        if kept is not None:
+            sizes = kept.rows.shape[-1] - 3, norms.floats.size
             check_same("state", *(f"{size} norms" for size in sizes))
             norm = lax.stop_gradient(tree_norm(updates.inexact))
-            check_size(kept[0].past, length)
+            check_size(kept.past, length)
             numbers = norm, loss_of(extra), z_limit.at(step)
-            after = _with_step(kept[0], step, *numbers, norms.floats)
+            after = _with_step(kept, step, *numbers, norms.floats)
             memory = dict.fromkeys(memory, after)
         return updates.rebuild(updates.values), norms, memory
 

@@ -15,7 +15,7 @@ from clipjax._core.bounds import is_real
 from clipjax._core.checks import check_count
 from clipjax._core.leaves import flatten
 from clipjax._core.messages import short_repr
-from clipjax._core.norms import alike, mesh_axes, on_all, sum_dtype
+from clipjax._core.norms import alike, mesh_axes, on_all, sum_dtype, warn_if_local
 
 T = TypeVar("T")
 
@@ -171,6 +171,7 @@ def probe(x: T, tap: jax.Array) -> T:
             "tap must be clipjax.tap(probe=True), or one of a stack of taps, as a scan "
             f"over the layers has it, got {short_repr(tap)}"
         )
+    warn_if_local()
     leaves = flatten(x)
     return _probed(leaves.rebuild(leaves.values), tap)
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from clipjax._core.aliases import Tree
-from clipjax.monitoring.bad_steps import BadStep
+from clipjax.monitoring.bad_steps import BadStep, place_of_probes
 from clipjax.monitoring.bad_steps import bad_steps as find_bad_steps
 from clipjax.plots import _drawing as draw
 from clipjax.plots._cells import shades
@@ -130,7 +130,7 @@ def _draw_probes(ax: Any, steps: Sequence[BadStep], field: Any) -> list[Any]:
         values = [[norms.get(name, 0.0) for name in names] for norms in seen]
         colors = shades(beside, np.array(values))
         for row, (step, norms) in enumerate(zip(steps, seen, strict=True)):
-            place = step._place_of_probes()
+            place = place_of_probes(step)
             if of == "backward" and place.began_in == "loss":
                 stars.append((start - 0.5, row))
             for x, name in enumerate(names, start):
@@ -153,7 +153,7 @@ def _draw_probes(ax: Any, steps: Sequence[BadStep], field: Any) -> list[Any]:
     beside.set_title(f"norms that probes saw, larger ones {shade}", **title)
     for row, step in enumerate(steps):
         words = {"size": "small", "va": "top", "color": draw.ink(ax)}
-        beside.text(0.1, row + 0.26, step._place_of_probes().words, **words)
+        beside.text(0.1, row + 0.26, place_of_probes(step).words, **words)
     if not stars:
         return []
     across, down = zip(*stars, strict=True)

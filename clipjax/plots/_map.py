@@ -9,7 +9,7 @@ import numpy as np
 
 from clipjax._core.leaves import check_patterns, matches
 from clipjax.monitoring import history as runs
-from clipjax.monitoring.bad_steps import BadStep
+from clipjax.monitoring.bad_steps import BadStep, places_of
 from clipjax.plots import _drawing as draw
 from clipjax.plots._cells import bad_steps_above, cells
 from clipjax.plots._columns import kind_of, norms_by_group, recorded_in
@@ -109,7 +109,7 @@ def _is_named(row: str, step: BadStep, recorded: bool) -> bool:
 
     What `record_norms` has measured has a word for its kind in front.
     """
-    of_probes, of_groups = step._places()
+    of_probes, of_groups = places_of(step)
     _, layer, began_in = of_probes if of_probes.layer else of_groups
     before, _, rest = row.partition("/")
     of_layer = recorded and rest == layer and kind_of(before) in ("", began_in)

@@ -82,8 +82,8 @@ def keep_norm(*, rate: Bound = 1.0, axes: AutoAxes = "auto") -> Projection:
         of = norms_of(weights.values, where)
         share = rates.at(step)
         factors = map_units(
-            lambda norm, kept, leaf: factor_onto(
-                kept, norm, rates.fit(share, norm, leaf)
+            lambda norm, old_norm, leaf: factor_onto(
+                old_norm, norm, rates.fit(share, norm, leaf)
             ),
             of,
             norms_of(before, where),

@@ -241,7 +241,7 @@ def _factor_between(
     high = jnp.asarray(high, norm.dtype)
     low = jnp.minimum(jnp.asarray(low, norm.dtype), high)
     rate = jnp.minimum(jnp.asarray(rate, norm.dtype), 1)
-    above = (norm >= least_inside(low, dtype)) | (norm == 0)
-    near = rate * (1 - margin(dtype)) * jnp.clip(norm, low, high)
-    target = near + (1 - rate) * norm
-    return quotient_or_1((norm <= high) & above, target, norm)
+    is_long = (norm >= least_inside(low, dtype)) | (norm == 0)
+    nearest = (1 - margin(dtype)) * jnp.clip(norm, low, high)
+    target = rate * nearest + (1 - rate) * norm
+    return quotient_or_1(is_long & (norm <= high), target, norm)

@@ -86,6 +86,9 @@ def projection(
         warn_if_local()
         if step is not None and not (is_real(step) and np.ndim(step) == 0):
             raise TypeError(f"step must be a number, got {short_repr(step)}")
+        if len(args) > len(needs) or not {*kwargs} <= {*needs}:
+            names = ", ".join(("params", *needs))
+            raise TypeError(f"{text}.apply takes {names}, and step= by name")
         weights = flatten(params)
         return weights.rebuild(function(weights, step, *args, **kwargs))
 
@@ -97,7 +100,10 @@ def projection(
             return function(weights, first, **old)
 
         weights = flatten(params)
-        _ = shapes_of(trace, weights) if check is None else check(weights)
+        if check is None:
+            shapes_of(trace, weights)  # raises its errors
+        else:
+            check(weights)
         return ProjectionState(first) if scheduled else optax.EmptyState()
 
     def update(
@@ -222,7 +228,7 @@ def _step_to(wanted: Any, summed: Any, param: Any, update: Any) -> Any:
     return jnp.where(wanted == summed, itself, step)
 
 
-def project(function: Callable[[Any], Any]) -> Projection:
+def project(function: Projection | Callable[[Any], Any]) -> Projection:
     """Make a projection from any function of the whole tree of weights.
 
     Use it for the functions in `optax.projections`, and for constraints of your own

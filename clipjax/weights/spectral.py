@@ -111,13 +111,15 @@ def _capped(leaf: Leaf, sides: Sides, bound: Any) -> jax.Array:
     order = stack + long + short
     batch = tuple(x.shape[axis] for axis in stack)
     check_fits("bound", bound, batch, f"the matrices of {leaf}")
-    real, margin = sum_dtype(x.dtype), rounding(x.dtype)
+    real = sum_dtype(x.dtype)
 
     def cap(x: jax.Array, bound: jax.Array) -> jax.Array:
         moved = jnp.transpose(x, order)
         w = moved.reshape(*batch, _size(x, long), _size(x, short))
         w = w if jnp.iscomplexobj(x) else w.astype(real)
-        capped = singular_values.cap(w, jnp.broadcast_to(bound, batch), margin)
+        capped = singular_values.cap(
+            w, jnp.broadcast_to(bound, batch), rounding(x.dtype)
+        )
         back = capped.astype(x.dtype).reshape(moved.shape)
         return jnp.transpose(back, tuple(np.argsort(order)))
 

@@ -14,7 +14,7 @@ import numpy as np
 from clipjax._core.aliases import SKIP, Reduced, Skip, Step, Tree
 from clipjax._core.checks import as_list
 from clipjax._core.leaves import Leaf, flatten, is_inexact
-from clipjax.weights.projection import as_projection
+from clipjax.weights.projection import Projection, as_projection
 
 
 class Violation(NamedTuple):
@@ -41,7 +41,9 @@ class Violation(NamedTuple):
 
 def violations(
     params: Tree,
-    projection: Callable[[Any], Any] | Sequence[Callable[[Any], Any]],
+    projection: Projection
+    | Callable[[Any], Any]
+    | Sequence[Projection | Callable[[Any], Any]],
     *,
     old: Any = None,
     step: Step = None,

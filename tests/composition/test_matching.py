@@ -7,6 +7,7 @@ import numpy as np
 import optax
 
 import clipjax
+from clipjax._core.leaves import matches
 from tests.support.trees import NESTED
 
 
@@ -30,6 +31,11 @@ def test_matching_chooses_leaves_by_their_paths() -> None:
         "head/w",
     ]
     assert len(chosen("*")) == 5
+    # A whole path, or its end, matches as it is, too.
+    tree = {"a": {"w[0]": np.ones(2), "w[1]": np.ones(2)}}
+    assert clipjax.matching("w[0]")(tree) == {"a": {"w[0]": True, "w[1]": False}}
+    assert matches("w[0]", "a/w[0]")
+    assert matches("/a/w[0]", "a/w[0]")
     # The arrays in Flax' boxes are at `value`, which paths leave out there, and only
     # there.
     attention = collections.namedtuple("Attention", "query value")(

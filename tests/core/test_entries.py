@@ -89,6 +89,24 @@ def test_a_whole_number_above_the_largest_float16_is_rounded_inward() -> None:
         np.testing.assert_array_equal(y, [65504, 65504, -65504])
 
 
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_metrics_agree_with_a_bound_that_is_no_float32(shape: tuple[int, ...]) -> None:
+    """The float32 nearest to 0.1 is above it."""
+    x, bound = np.float32([0.1]), np.full(shape, 0.1)
+    for tx in (clipjax.clip_by_value(bound), clipjax.clip_by_value(-bound, bound)):
+        clipped, state = stepped(tx, x)
+        assert clipped[0] < x[0]
+        metrics = clipjax.metrics(state)
+        assert metrics["clip_by_value/clipped_fraction"] == 1
+        assert metrics["clip_by_value/norm_after"] == clipped[0]
+
+    def loss(x: jax.Array, tap: jax.Array) -> jax.Array:
+        return jnp.sum(0.1 * clipjax.clip_gradient_by_value(x, bound, tap=tap))
+
+    seen = jax.grad(loss, argnums=1)(x, clipjax.tap())
+    assert clipjax.tapped(seen)["clipped_fraction"] == 1
+
+
 def test_what_is_at_a_bound_is_not_clipped() -> None:
     """Of bounds that are arrays, and of two limits; small entries, too."""
     x = np.float32([0.25, -0.5])

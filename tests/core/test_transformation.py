@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import clipjax
 from tests.support.programs import stepped
@@ -150,6 +151,29 @@ def test_weights_with_names_of_a_state_are_no_state() -> None:
         assert clipjax.metrics(tx.init(params)).keys() == alone.keys()
     params = {"counts": weights["counts"], "last": weights["last"]}
     assert clipjax.metrics(tx.init(params)).keys() == alone.keys()
+
+
+@pytest.mark.parametrize("form", ["place", "name", "rest"])
+def test_a_clip_of_a_user_gets_what_it_takes(form: str) -> None:
+    def by_place(
+        updates: Any, params: Any, step: Any, memory: Any, loss: Any = 0
+    ) -> Any:
+        return updates, {"loss": jnp.float32(loss)}, memory
+
+    def by_name(
+        updates: Any, params: Any, step: Any, memory: Any, *, loss: Any = 0
+    ) -> Any:
+        return updates, {"loss": jnp.float32(loss)}, memory
+
+    def rest(updates: Any, params: Any, step: Any, memory: Any, **extra: Any) -> Any:
+        assert extra.keys() <= {"loss", "value"}
+        return updates, {"loss": jnp.float32(extra.get("loss", 0))}, memory
+
+    act = {"place": by_place, "name": by_name, "rest": rest}[form]
+    tx = clipjax.with_metrics("mine", act)
+    given = {"loss": 3.0, "value": 2.0, "step": 7}
+    _, state = tx.update(jnp.ones(2), tx.init(jnp.ones(2)), None, **given)
+    assert clipjax.metrics(state)["mine/loss"] == 3
 
 
 def test_a_clip_of_a_user_has_metrics_and_a_memory() -> None:

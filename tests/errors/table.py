@@ -79,7 +79,7 @@ THEMES = {
         of_value("clip_by_norm(1.0, ord=jnp.nan)", "ord", "nan"),
         of_type("clip_by_value()", "one bound", "nothing"),
         of_type("clip_by_global_norm(grads, 1.0)", "functional.clip_by_global_norm"),
-        of_value("clip_gradient_by_norm(1.0, x)", "max_norm", "take the tree first"),
+        of_value("clip_gradient_by_norm(1.0, x)", "max_norm", "scalar", "(3,)"),
         of_type("clip_by_norm(grads, 1.0)", "functional.clip_by_global_norm(tree, max"),
         of_type("clip_by_value(low=0.0)", "low=0.0", "low and high"),
         of_type("clip_by_norm(1.0, axes={'kernel': 0, 1: 0})", "axes: a mapping must"),
@@ -112,6 +112,9 @@ THEMES = {
         of_value("min_max_norm(0.5, 1.0, rate=2.0)", "rate", "at most 1", "2.0"),
         of_value("keep_norm(rate=2.0)", "rate", "at most 1", "2.0"),
         of_value("keep_norm().apply(params)", "old", "weights before the update"),
+        of_type("max_norm(schedule).apply(params, 3)", "takes params, and step="),
+        of_type("max_norm(1.0).apply(params, old=params)", "takes params, and step="),
+        of_type("keep_norm().apply(params, params, 3)", "takes params, old, and"),
         of_value("violations(params, keep_norm())", "old", "old=old"),
         of_value("keep_norm().apply(params, [params])", "old", "structure", "kernel"),
         of_value(
@@ -666,7 +669,7 @@ THEMES = {
         ),
         *all_of("leaf 'act'", c.TAKE_A_TREE, ("{'act': 'ones'}", TypeError, "got str")),
         *[
-            of_type(call, "'z'", "complex", "one bound")
+            of_type(call, "'z'", "complex", "no order")
             for call in (
                 "clip_by_value(-1.0, 1.0).init({'z': 1j * x})",
                 "box(-1.0, 1.0).apply({'z': 1j * x})",
