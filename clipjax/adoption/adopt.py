@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,8 @@ from clipjax._core.aliases import Tree
 from clipjax._core.leaves import on_host, unboxed, without_boxes
 from clipjax._core.messages import a_few, short_repr
 from clipjax._core.states import UNKNOWN, MetricsState, Table
-from clipjax.adoption.states import OURS, FoundState, Names, names_of, states_in
+from clipjax.adoption.pairs import around_all, grouped, pairs_of
+from clipjax.adoption.states import OPTAX, OURS, FoundState, Names, names_of, states_in
 
 # Metrics that `clipjax.metrics` derives, and that 0.4.0 stored.
 _DERIVED = ("norm_after", "skipped_last", "skipped_in_a_row")
@@ -30,10 +30,12 @@ def adopt(old: Tree, new: Tree, *, drop: bool = False) -> Tree:
 
     1. A state is matched with a state of the same type, or of the same fields if `old`
        has mappings in place of states. A state with metrics is matched with a state of
-       the same transformation. Several states of one kind are matched by the labels of
-       `optax.partition` and the names of `named` around them. Those of one part are
+       the same transformation. States of one kind belong to parts: the labels of
+       `optax.partition`, the names of `named`, the keys of dicts and the attributes of
+       objects around them. Parts are matched by their names. In one part, states are
        matched in the order of the chain, or by their paths and shapes if the two chains
-       do not have equally many of them.
+       do not have equally many of them. If only one of the two chains has parts, they
+       are looked through.
     2. Wrappers are looked through: the state of Adam is the same within a skip,
        `optax.MultiSteps`, `inject_hyperparams`, `named` or a chain, and outside of it.
     3. Arrays of matched states have equal paths and shapes. Only floats change their
@@ -61,8 +63,8 @@ def adopt(old: Tree, new: Tree, *, drop: bool = False) -> Tree:
       TypeError: `old` or `new` is not an optimizer state of arrays, or `drop` is not a
         bool.
       ValueError: with `drop=False`, `old` has something that `new` has not. With any
-        `drop`: both have states of one kind and shape, but not equally many of them, so
-        that their order does not tell which is which; the shapes or the kinds of
+        `drop`: both have several states of one kind and shape, and neither the names of
+        parts nor the order of the chain tell which is which; the shapes or the kinds of
         numbers of two arrays differ; or two matched states both have arrays that the
         other one lacks, as happens if a layer has another name.
 
@@ -98,6 +100,8 @@ def adopt(old: Tree, new: Tree, *, drop: bool = False) -> Tree:
         if each.kind:
             full = {key for key, x in each.node._asdict().items() if jax.tree.leaves(x)}
             kinds[each.fields] = kinds.get(each.fields, full) & full
+    # The kinds in `new` come first, since two may have the same fields.
+    kinds |= {fields: full for fields, full in OPTAX.items() if fields not in kinds}
     given = [each for each in states_in(unboxed(old), kinds) if each.leaves]
     wanted = [each for each in found if each.leaves]
     has_types = all(each.kind or () in each.leaves for each in given)
@@ -106,12 +110,12 @@ def adopt(old: Tree, new: Tree, *, drop: bool = False) -> Tree:
         kind = state.kind if has_types else ""
         return state.label, kind, state.fields, () in state.leaves
 
-    olds, news = (_grouped(states, kind_of) for states in (given, wanted))
-    outer = _around_all(given), _around_all(wanted)
+    olds, news = (grouped(states, kind_of) for states in (given, wanted))
+    outer = around_all(given, wanted), around_all(wanted, given)
     values: dict[Names, Any] = {}
     lost: list[Any] = []
     for kind, was in olds.items():
-        pairs, left = _pairs(was, news.get(kind, []), outer)
+        pairs, left = pairs_of(was, news.get(kind, []), outer)
         lost += left
         for pair in pairs:
             lost += _follow(*pair, values)
@@ -143,106 +147,18 @@ def _check_state(argument: str, tree: Tree) -> None:
         )
 
 
-_States: TypeAlias = list[FoundState]
-_Pairs: TypeAlias = list[tuple[FoundState, FoundState]]
-
-
-def _grouped(
-    states: _States, key_of: Callable[[FoundState], tuple[Any, ...]]
-) -> dict[tuple[Any, ...], _States]:
-    """Return the states of each key, in the order of the chain."""
-    groups: dict[tuple[Any, ...], _States] = {}
-    for each in states:
-        groups.setdefault(key_of(each), []).append(each)
-    return groups
-
-
-def _pairs(
-    olds: _States, news: _States, outer: tuple[int, int]
-) -> tuple[_Pairs, _States]:
-    """Match states of one kind, by the parts that they belong to, and in their order.
-
-    Args:
-      olds: the states in `old`.
-      news: those in `new`.
-      outer: how many of the outermost parts are around everything in each of the two.
-
-    Returns:
-      The pairs, and the old states of parts that are not in `news`.
-    """
-    # A chain that joins or leaves a partition, or `named`, keeps its order.
-    has_no_parts = any(
-        all(not each.parts[around:] for each in x)
-        for x, around in zip((olds, news), outer, strict=True)
-    )
-    pairs: _Pairs = []
-    for around in ((0, 0), outer):
-        of_old, of_new = map(_by_part, (olds, news), around)
-        for part in [*of_old]:
-            if len(of_old[part]) == len(of_new.get(part, [])):
-                pairs += zip(of_old.pop(part), of_new.pop(part), strict=True)
-        olds, news = (list(itertools.chain(*x.values())) for x in (of_old, of_new))
-    if olds and news and has_no_parts:
-        return pairs + _in_order(olds, news), []
-    for part in [*of_old]:
-        if part in of_new:
-            pairs += _in_order(of_old.pop(part), of_new.pop(part))
-    return pairs, list(itertools.chain(*of_old.values()))
-
-
-def _around_all(states: _States) -> int:
-    """Return how many of the outermost parts are names around all states.
-
-    A label is none of these, since beside it there may be parts without a state.
-    """
-    columns = zip(*(each.parts for each in states), strict=False)
-    shared = itertools.takewhile(
-        lambda names: len({*names}) == 1 and not names[0].endswith("/"), columns
-    )
-    return len(list(shared))
-
-
-def _by_part(states: _States, outer: int) -> dict[tuple[Any, ...], _States]:
-    """Return the states of each part, without a number of outermost parts."""
-    return _grouped(states, lambda each: each.parts[outer:])
-
-
-def _in_order(olds: _States, news: _States) -> _Pairs:
-    """Match states of one kind and one part, in the order of the chain.
-
-    If there are not equally many, match states with the same paths and shapes.
-    """
-    if len(olds) == len(news):
-        return list(zip(olds, news, strict=True))
-    pairs = []
-    for was in olds:
-        same, like = (
-            [each for each in states if _shapes(each) == _shapes(was)]
-            for states in (olds, news)
-        )
-        if len(same) != len(like):
-            raise ValueError(
-                "old: it is not known which of the old states become which of the new "
-                f"ones: old has {a_few(olds)}, new has {a_few(news)}. There must be "
-                "equally many of one kind and one shape"
-            )
-        pairs.append((was, like[[x is was for x in same].index(True)]))
-    return pairs
-
-
-def _shapes(state: FoundState) -> dict[Names, tuple[int, ...]]:
-    return {key: np.shape(x) for key, x in state.leaves.items()}
-
-
 def _follow(was: FoundState, now: FoundState, values: dict[Names, Any]) -> list[str]:
     """Add the values of the leaves of `now`; return what has no place in it."""
     # Restored without a template, a checkpoint of Flax NNX has boxes around arrays.
+    is_ours = now.fields == MetricsState._fields
+    is_table = is_ours and isinstance(now.node.metrics[now.label], Table)
     boxed = {key for key in was.leaves if len(key) > 1 and key[-1] == "value"}
     boxed -= {key for key in boxed if key in now.leaves or key[0] == "metrics"}
     theirs = {key[:-1] if key in boxed else key: x for key, x in was.leaves.items()}
     if now.label == "record_norms":
         theirs = _with_columns(theirs, now.leaves)
-    derived = {("metrics", name) for name in _DERIVED}
+    names = () if is_table else _DERIVED
+    derived = {("metrics", name) for name in names}
     lost = [key for key in theirs if key not in now.leaves and key not in derived]
     fresh = [key for key in now.leaves if key not in theirs]
     if lost and fresh and not now.label:
@@ -256,11 +172,10 @@ def _follow(was: FoundState, now: FoundState, values: dict[Names, Any]) -> list[
             both = (*was.path, *key), (*now.path, *key)
             after[key] = _moved(theirs[key], like, *both)
     values |= {(*now.path, *key): x for key, x in after.items()}
-    if now.fields == MetricsState._fields:
+    if is_ours:
         kept = now.node.metrics[now.label]
         metrics = {key[1]: x for key, x in after.items() if key[0] == "metrics"}
         path = (*now.path, "metrics", now.label)
-        is_table = isinstance(kept, Table)
         arrays = _in_arrays(kept, metrics, path) if is_table else metrics
         values |= {(*path, name): x for name, x in arrays.items()}
     return [_listed(was.path, lost, theirs)] if lost else []

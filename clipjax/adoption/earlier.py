@@ -25,7 +25,9 @@ def of_today(node: Any) -> Any:
         metrics: dict[str, Any] = {"record_norms": kept}
         return {"step": node["step"], "metrics": metrics, "memory": memory}
     is_packed = {"counts"} <= keys <= {"last", "counts", "memory"}
-    if not (is_packed and isinstance(node["counts"], Mapping)):
+    counts = node["counts"] if is_packed else None
+    # The keys of 0.4.0 begin with the transformation; a user's label may be "counts".
+    if not (isinstance(counts, Mapping) and all("/" in str(key) for key in counts)):
         return node
     found: dict[str, Any] = {}
     for rows in (node.get("last") or {}, node["counts"]):

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from clipjax._core.leaves import as_array, on_host
@@ -24,7 +25,23 @@ Kinds: TypeAlias = Mapping[Names, set[str]]
 OURS: Kinds = {
     MetricsState._fields: {"step", "metrics"},
     SkipMemory._fields: {"in_a_row"},
+    NamedState._fields: {*NamedState._fields},
 }
+
+
+def _kinds_of_optax() -> dict[Names, set[str]]:
+    """Return the states of Optax: what a wrapper wraps, else all fields, is there."""
+    every = [x for module in (optax, optax.contrib) for x in vars(module).values()]
+    states = [x for x in every if isinstance(x, type) and issubclass(x, tuple)]
+    all_fields: list[Names] = [getattr(state, "_fields", ()) for state in states]
+    return {
+        fields: {x for x in fields if "inner" in x} or {*fields}
+        for fields in all_fields
+        if fields
+    }
+
+
+OPTAX: Kinds = _kinds_of_optax()
 
 
 class FoundState(NamedTuple):
@@ -34,8 +51,8 @@ class FoundState(NamedTuple):
     kind: str  # the name of its type; "" for a mapping and for a leaf
     fields: Names  # for a leaf, the names on the way to it
     label: str  # the transformation, for a state with metrics
-    # The names of `named` around it, and the labels of `optax.partition`, each with a
-    # slash, which no name has.
+    # The names of `named` around it; and the labels of `optax.partition`, keys of dicts
+    # and attributes, each with a slash, which no name has.
     parts: Names
     path: Names
     leaves: dict[Names, Any]  # without the leaves of states in it
@@ -51,7 +68,7 @@ def names_of(path: Any) -> Names:
 
 
 def _contains_states(field: str) -> bool:
-    """Return whether a field of a wrapper's state contains other states."""
+    """Return whether a field of a NamedTuple contains other states."""
     return "inner" in field or "state" in field or field in NamedState._fields
 
 
@@ -105,19 +122,16 @@ def states_in(
             own |= {(key, *names_of(below)): x for below, x in found}
     if fields:
         yield FoundState(now, kind, fields, label, parts, path, own)
-    # Elsewhere, a mapping may be a chain or a state that a checkpoint restored.
-    is_label = not fields and path[-1:] in (("inner_states",), NamedState._fields)
+    is_named = path[-1:] == NamedState._fields
+    # Elsewhere, digits are places in a chain.
+    is_label = not fields and (is_named or path[-1:] == ("inner_states",))
     for key, child in inside.items():
         within, after = parts, names
-        if is_label:
-            within = (*parts, key if path[-1:] == NamedState._fields else f"{key}/")
-        elif fields:
+        if fields:
             after = ()
-        elif not key.isdigit():
-            is_field = _contains_states(key)
-            after = (key,) if is_field else (*names, key)
-            is_key = isinstance(now, Mapping) and not is_field
-            within = (*parts, f"{key}/") if is_key else parts
+        elif is_label or not key.isdigit():
+            within = (*parts, key if is_named else f"{key}/")
+            after = names if is_label else (*names, key)
         of = label if key == "memory" else ""
         yield from states_in(child, kinds, (*path, key), after, within, of)
 

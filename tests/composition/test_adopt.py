@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from flax import nnx, serialization
+from flax import nnx, serialization, struct
 from flax.training.train_state import TrainState
 
 import clipjax
@@ -176,6 +176,7 @@ def test_a_metric_that_is_new_begins_at_0_and_others_follow() -> None:
     def own(*names: str) -> Any:
         def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:
             kinds = {"a": jnp.float32(2), "b": jnp.int32(1), "c": jnp.ones((), bool)}
+            kinds["norm_after"] = kinds["a"]
             return updates, {key: kinds[key] for key in names}, memory
 
         return clipjax.with_metrics("own", act)
@@ -196,6 +197,9 @@ def test_a_metric_that_is_new_begins_at_0_and_others_follow() -> None:
         clipjax.adopt(state, own("a").init(x))
     fewer = clipjax.adopt(state, own("a").init(x), drop=True)
     assert clipjax.metrics(fewer)["own/a"] == 2
+    # A metric that clipjax derives for its own clips is not derived for this one.
+    with pytest.raises(ValueError, match="'metrics/norm_after' \\(\\)"):
+        clipjax.adopt(own("a", "norm_after").init(x), own("a").init(x))
 
 
 def test_bad_steps_follow_their_names() -> None:
@@ -304,6 +308,85 @@ def test_a_part_with_another_name_is_none_of_the_old_ones() -> None:
             adopted = clipjax.adopt(old, fresh, drop=True)
             steps = sorted(int(x) for x in metrics_of(adopted, "/steps"))
             assert steps == expected
+
+
+@struct.dataclass
+class Agent:
+    """Its attributes are not in the order of the alphabet."""
+
+    policy_state: Any
+    critic_state: Any
+
+
+@pytest.mark.parametrize("form", FORMS, ids=["live", "pickle", "msgpack", "orbax"])
+def test_optimizers_in_attributes_are_matched_by_name(
+    form: Any, tmp_path: Path
+) -> None:
+    tx = adamw()
+    states = [run(tx, tx.init(PARAMS), PARAMS, range(n))[0] for n in (2, 5)]
+    old, fresh = Agent(*states), Agent(*[tx.init(PARAMS)] * 2)
+    adopted = clipjax.adopt(form(old, tmp_path), fresh)
+    jax.tree.map(np.testing.assert_array_equal, adopted, old)
+    # A tuple, whose order is another one, is an error.
+    with pytest.raises(ValueError, match="it is not known which"):
+        clipjax.adopt(form(old, tmp_path / "again"), (fresh.critic_state,) * 2)
+
+
+def test_keys_of_dicts_are_parts() -> None:
+    """Whatever they are called."""
+    tx = adamw()
+    a, b = (run(tx, tx.init(PARAMS), PARAMS, range(n))[0] for n in (2, 5))
+    fresh = tx.init(PARAMS)
+    for one, two, new in (
+        ("actor", "critic", "policy"),
+        ("actor_state", "critic_state", "policy_state"),
+        ("inner", "beginner", "winner"),
+        ("counts", "last", "steps"),
+    ):
+        old = by_msgpack({one: a, two: b}, Path())
+        more = clipjax.adopt(old, dict.fromkeys((new, one, two), fresh))
+        wanted = {one: a, two: b, new: fresh}
+        jax.tree.map(np.testing.assert_array_equal, more, wanted)
+        with pytest.raises(ValueError, match=f"no place for .*'{one}/"):
+            clipjax.adopt(old, dict.fromkeys((new, two), fresh))
+    txs = {"counts": adamw(), "last": adamw()}
+    tx = optax.partition(txs, {"dense": "counts", "z": "last"})
+    state, _, _ = run(tx, tx.init(PARAMS), PARAMS, range(2))
+    adopted = clipjax.adopt(by_msgpack(state, Path()), tx.init(PARAMS))
+    jax.tree.map(np.testing.assert_array_equal, adopted, state)
+
+
+def test_a_name_that_both_have_is_not_looked_through() -> None:
+    momentum = optax.sgd(0.1, momentum=0.9)
+    old = clipjax.named("gen", adamw()).init(PARAMS)
+    other = (
+        clipjax.named("gen", momentum).init(PARAMS),
+        clipjax.named("critic", adamw()).init(PARAMS),
+    )
+    with pytest.raises(ValueError, match=r"no place for .*'named/gen"):
+        clipjax.adopt(old, other)
+    state, _, _ = run(adamw(), adamw().init(PARAMS), PARAMS, range(2))
+    both = clipjax.named("run", optax.chain(adamw(), clipjax.named("gen", adamw())))
+    adopted = clipjax.adopt(old._replace(named={"gen": state}), both.init(PARAMS))
+    assert [int(x) for x in jax.tree.leaves(adopted) if x.dtype == np.int32] == [
+        0,
+        0,
+        2,
+        2,
+    ]
+
+
+def test_what_has_no_state_of_its_shapes_is_left_out() -> None:
+    def recorders(*names: str) -> Any:
+        records = [clipjax.record_norms("leaf", name=name) for name in names]
+        return optax.chain(*records, adamw())
+
+    two, one = recorders("gradients", "updates"), recorders("gradients")
+    state, _, _ = run(two, two.init(PARAMS), PARAMS, range(2))
+    with pytest.raises(ValueError, match="no place for record_norms at '1'"):
+        clipjax.adopt(state, one.init(PARAMS))
+    adopted = clipjax.adopt(state, one.init(PARAMS), drop=True)
+    jax.tree.map(np.testing.assert_array_equal, adopted, (state[0], state[2]))
 
 
 def metrics_of(state: Any, end: str) -> list[Any]:
