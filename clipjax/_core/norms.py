@@ -208,7 +208,7 @@ def on_all(
 
     def combine(each: list[Scalar]) -> Scalar:
         if ord < jnp.inf:
-            return _sum(each)
+            return sum_of(each)
         # XLA on a CPU takes 3 GB to compile 1,000 maxima of two (JAX 0.9).
         return jnp.max(_nan_as_inf(jnp.stack(alike(each))))
 
@@ -222,7 +222,7 @@ def on_all(
     return combine([over_devices(over, combine(x), but) for x in local.values()])
 
 
-def _sum(each: list[Scalar]) -> Scalar:
+def sum_of(each: list[jax.Array]) -> jax.Array:
     """Return a sum, added in pairs, and pairs of these.
 
     One after the other, the roundings of a thousand leaves would add up to more than

@@ -15,7 +15,7 @@ from clipjax._core.aliases import Scalar, Tree
 from clipjax._core.leaves import as_array
 from clipjax._core.messages import a_few, short_repr
 from clipjax._core.states import UNKNOWN, BadSteps, Table
-from clipjax.monitoring.metrics import restored, states_in
+from clipjax.monitoring.metrics import labeled_states_in, restored
 
 
 class Place(NamedTuple):
@@ -42,6 +42,7 @@ class BadStep(NamedTuple):
     backward: dict[str, float] = {}  # noqa: RUF012
     # The norms that probes saw in the forward pass of the last step, if it was not bad.
     usual: dict[str, float] = {}  # noqa: RUF012
+    recorder: str = "record_norms"  # what the metrics of its `record_norms` begin with
 
     @property
     def is_of_loss(self) -> bool:
@@ -198,12 +199,13 @@ def bad_steps(opt_state: Tree) -> list[BadStep]:
         as in :func:`metrics`.
 
     Returns:
-      A list of `BadStep(step, norm, threshold, loss, groups, forward, backward,
-      usual)`, empty if there was none. `step` is the number of updates before it, as
+      A list of `BadStep(step, norm, threshold, loss, groups, forward, backward, usual,
+      recorder)`, empty if there was none. `step` is the number of updates before it, as
       schedules count, and `loss` is None if `update` got none. `groups` maps the names
       of groups to their norms, and `forward` and `backward` map the names of probes to
       the norms that they saw. `usual` has the norms that probes saw in the forward pass
-      of the last step of the run, if that step was not bad.
+      of the last step of the run, if that step was not bad. `recorder` is what the
+      metrics of the `record_norms` that kept the step begin with.
 
     Raises:
       TypeError: `opt_state` is traced, or has shapes in place of arrays.
@@ -239,8 +241,8 @@ def bad_steps(opt_state: Tree) -> list[BadStep]:
       step 2: norm nan; not finite in head
     """
     kept = [
-        (name, bad, table, state.step)
-        for state in states_in(opt_state)
+        (label, name, bad, table, state.step)
+        for label, state in labeled_states_in(opt_state).items()
         for table in state.metrics.values()
         if isinstance(table, Table) and isinstance(state.memory, Mapping)
         for name, node in state.memory.items()
@@ -257,7 +259,7 @@ def bad_steps(opt_state: Tree) -> list[BadStep]:
 
 
 def _steps_in(
-    name: str, kept: BadSteps, table: Table, updates: Scalar
+    label: str, name: str, kept: BadSteps, table: Table, updates: Scalar
 ) -> list[BadStep]:
     """Return the steps in a memory, whose updates are called `name` in the metrics."""
     needed = kept.held, kept.steps, kept.rows, table.floats, updates
@@ -277,7 +279,7 @@ def _steps_in(
         )
     names = [name for each in table.known_names for name in each]
     last_is_bad = count > 0 and steps[-1] == total - 1
-    of_last = dict(zip(names, map(float, last), strict=True))
+    of_last = {name: float(last[i]) for i, name in enumerate(names)}
     usual = {} if last_is_bad else _groups_of("forward", of_last)
     usual = usual if any(usual.values()) else {}
     found = []
@@ -285,12 +287,19 @@ def _steps_in(
         norm, threshold, loss, *norms = map(float, rows[place])
         pairs = zip(names, norms, strict=True)
         named = {name: norm for name, norm in pairs if norm != UNKNOWN}
-        of_probes = [_groups_of(of, named) for of in ("forward", "backward")]
-        given = any(any(seen.values()) for seen in of_probes)
-        known_loss = None if loss == UNKNOWN else loss
-        numbers = norm, threshold, known_loss, _groups_of(name, named)
-        seen = [*of_probes, usual] if given else []
-        found.append(BadStep(int(steps[place]), *numbers, *seen))
+        forward, backward = (_groups_of(of, named) for of in ("forward", "backward"))
+        given = any((*forward.values(), *backward.values()))
+        step = BadStep(
+            step=int(steps[place]),
+            norm=norm,
+            threshold=threshold,
+            loss=None if loss == UNKNOWN else loss,
+            groups=_groups_of(name, named),
+            recorder=label,
+        )
+        if given:
+            step = step._replace(forward=forward, backward=backward, usual=usual)
+        found.append(step)
     return found
 
 

@@ -22,7 +22,7 @@ from clipjax._core.leaves import (
     path_name,
 )
 from clipjax._core.messages import a_few, traced_error
-from clipjax._core.norms import alike, replicated, root, total, tree_total
+from clipjax._core.norms import alike, replicated, root, sum_of, total, tree_total
 from clipjax._core.states import Table, table
 from clipjax._core.units import check_whole
 
@@ -92,8 +92,8 @@ def _powers_of_layers(stacks: list[Leaf], ord: float) -> jax.Array:
         total(leaf.value, tuple(range(1, leaf.value.ndim)), ord).ravel()
         for leaf in stacks
     ]
-    together = jnp.maximum if ord == jnp.inf else jnp.add
-    return functools.reduce(together, map(replicated, powers))
+    each = list(map(replicated, powers))
+    return functools.reduce(jnp.maximum, each) if ord == jnp.inf else sum_of(each)
 
 
 def table_of_norms(measured: dict[str, Groups]) -> Table:
@@ -109,4 +109,6 @@ def table_of_norms(measured: dict[str, Groups]) -> Table:
     arrays = [norms for _, norms in measured.values()]
     dtype = np.result_type(*(x.dtype for x in arrays))
     joined = jnp.concatenate(alike(x.astype(dtype) for x in arrays))
+    if not names:  # Orbax saves no array without elements
+        joined = jnp.zeros((), dtype)
     return table((tuple(names),), lax.stop_gradient(joined))

@@ -211,7 +211,8 @@ def _numbers(name: str, values: Any) -> np.ndarray:
         )
     if array.ndim != 1:
         hint = (
-            "; take one of many runs, as in {key: x[0] for key, x in history.items()}"
+            "; take one of many runs, as in {key: x[0] for key, x in history.items()}, "
+            "or x[:, 0] if the steps come first"
         )
         raise ValueError(
             f"{name} must have shape (steps,), got {array.shape}"

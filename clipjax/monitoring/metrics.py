@@ -66,9 +66,7 @@ def metrics(opt_state: Tree) -> dict[str, jax.Array]:
       >>> print(clipjax.metrics(state)["clip_by_global_norm/norm"])
       5.0
     """
-    found: dict[str, jax.Array] = {}
-    labels: set[str] = set()
-    known = list(named_states_in(opt_state))
+    known = labeled_states_in(opt_state)
     if not known:
         raise ValueError(
             "opt_state: there is no state with metrics in "
@@ -77,16 +75,22 @@ def metrics(opt_state: Tree) -> dict[str, jax.Array]:
             "add a clip of clipjax, nonfinite='skip' or record_norms(), and go on from "
             "the state of another chain by clipjax.adopt(old, tx.init(params))"
         )
-    for prefix, state in known:
-        values = _read(state)
-        if not values:
-            continue
+    found = {
+        f"{label}/{key}": value
+        for label, state in known.items()
+        for key, value in _read(state).items()
+    }
+    return dict(sorted(found.items()))  # sorted, as a jitted function returns them
+
+
+def labeled_states_in(tree: Tree) -> dict[str, MetricsState]:
+    """Return the states in a tree by what their metrics begin with."""
+    labeled: dict[str, MetricsState] = {}
+    for prefix, state in named_states_in(tree):
         name = prefix + name_of(state)
         numbered = (f"{name}_{i}" if i else name for i in itertools.count())
-        label = next(x for x in numbered if x not in labels)
-        labels.add(label)
-        found |= {f"{label}/{key}": value for key, value in values.items()}
-    return dict(sorted(found.items()))  # sorted, as a jitted function returns them
+        labeled[next(x for x in numbered if x not in labeled)] = state
+    return labeled
 
 
 def states_in(tree: Tree) -> list[MetricsState]:

@@ -171,7 +171,7 @@ def record_norms(
         weights = params.rebuild(params.values)
         norms = shapes_of(lambda leaves: norms_of_groups(leaves, weights), params)
         past = spikes.no_past(length, norm_dtype(params))
-        return {name: _no_steps(size, norms.floats.size, past)}
+        return {name: _no_steps(size, len(norms.known_names[0]), past)}
 
     def act(
         updates: Leaves, params: Tree, step: Step, memory: Memory, /, **extra: Any
@@ -181,12 +181,14 @@ def record_norms(
         if is_known and step is not None:
             check_same("keep", 0 if kept is None else kept.steps.size, size)
         if kept is not None:
-            sizes = kept.rows.shape[-1] - 3, norms.floats.size
+            count = len(norms.known_names[0])
+            sizes = kept.rows.shape[-1] - 3, count
             check_same("state", *(f"{size} norms" for size in sizes))
             norm = lax.stop_gradient(tree_norm(updates.inexact))
             check_size(kept.past, length)
             numbers = norm, loss_of(extra), z_limit.at(step)
-            after = _with_step(kept, step, *numbers, norms.floats)
+            of_groups = jnp.atleast_1d(norms.floats)[:count]
+            after = _with_step(kept, step, *numbers, of_groups)
             memory = dict.fromkeys(memory, after)
         return updates.rebuild(updates.values), norms, memory
 

@@ -18,7 +18,8 @@ def norm_in(columns: Mapping[str, Any]) -> str:
     """Return the key of the only clip's norm, else of the only norm."""
     recorded = recorded_in(columns)  # among them a layer may be called "norm"
     ends = [key for key in columns if key == "norm" or key.endswith("/norm")]
-    found = [key for key in ends if key not in recorded]
+    of_groups = list(filter(_OF_CLIPS.fullmatch, ends))
+    found = [key for key in ends if key not in (*recorded, *of_groups)]
     of_skips = [f"{skip}/norm" for skip in skips_in(columns)]
     of_clips = [key for key in found if key not in of_skips]
     chosen = of_clips or found or recorded
@@ -36,11 +37,30 @@ def skips_in(columns: Mapping[str, Any]) -> list[str]:
     return [skip for skip in found if f"{skip}/norm" in columns]
 
 
+def skips_around(columns: Mapping[str, Any], key: str) -> list[str]:
+    """Return the skips that may be around what has measured a norm.
+
+    Of two optimizers that have names, one may skip a step that the other one takes.
+    """
+
+    def names_of(label: str | None) -> list[str]:
+        return (label or "").split("/")[:-1]
+
+    own = names_of(runs.label_of(columns, key))
+    return [
+        skip
+        for skip in skips_in(columns)
+        if all(a == b for a, b in zip(own, names_of(skip), strict=False))
+    ]
+
+
 def limits_in(columns: Mapping[str, Any], own: str, key: str) -> np.ndarray:
     """Return the threshold at each step, NaN where it is not known."""
     if f"{own}/threshold" in columns:
         return runs.per_step(columns, f"{own}/threshold", key)
-    if {f"{own}/norm_after", f"{own}/scale"} <= {*columns}:
+    # Groups have thresholds of their own.
+    has_groups = _OF_CLIPS.fullmatch(f"{own}/*/norm") is not None
+    if not has_groups and {f"{own}/norm_after", f"{own}/scale"} <= {*columns}:
         after = runs.per_step(columns, f"{own}/norm_after", key)
         return np.where(runs.per_step(columns, f"{own}/scale", key) < 1, after, np.nan)
     return np.array(np.nan)

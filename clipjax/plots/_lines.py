@@ -20,7 +20,7 @@ from clipjax.plots._columns import (
     norm_in,
     norms_by_group,
     recorded_in,
-    skips_in,
+    skips_around,
 )
 
 
@@ -40,9 +40,10 @@ def norms(history: runs.History, name: str | None = None, *, ax: Any = None) -> 
     Returns:
       The axes. The threshold is the metric `threshold` of the transformation. If it has
       no such metric, the threshold is drawn at the norm after the clip, for the steps
-      that were clipped. The legend has the percentage of finite norms that were
-      clipped, and, if a step was skipped, the percentage of all steps that were
-      skipped. A skipped step is drawn at the norm that the skip measured.
+      that were clipped; the groups of `clip_by_group_norm` have no common threshold.
+      The legend has the percentage of finite norms that were clipped, and, if a step
+      was skipped, the percentage of all steps that were skipped. A clip within a skip
+      does not see a skipped step, which is drawn at the norm that the skip measured.
 
       A norm that is not finite is a cross at the top. If the history has norms of
       groups, as :func:`clipjax.record_norms` measures, text at a cross names the groups
@@ -73,7 +74,8 @@ def norms(history: runs.History, name: str | None = None, *, ax: Any = None) -> 
     if not norm.size:
         raise ValueError("history must have at least one step")
     taken = runs.steps_taken(columns, key)
-    skips = skips_in(columns)
+    kind = kind_of(key) if key in recorded_in(columns) else ""
+    skips = skips_around(columns, key)
     skipped = np.zeros(norm.shape, bool)
     for skip in skips:
         count = runs.per_step(columns, f"{skip}/skipped", key)
@@ -82,7 +84,8 @@ def norms(history: runs.History, name: str | None = None, *, ax: Any = None) -> 
         last = f"{skip}/skipped_last"
         first = runs.per_step(columns, last) if last in columns else count
         is_new[0] = first[0] > 0
-        norm = np.where(is_new, runs.per_step(columns, f"{skip}/norm", key), norm)
+        of_skip = runs.per_step(columns, f"{skip}/norm", key)
+        norm = np.where(is_new & ~taken & (kind == ""), of_skip, norm)
         skipped |= is_new
     steps = np.arange(norm.size)
     shown = taken | skipped
@@ -114,7 +117,6 @@ def norms(history: runs.History, name: str | None = None, *, ax: Any = None) -> 
             known = taken
         style = {"color": draw.COLORS[0], "zorder": 2.5, "label": label}
         draw.line(ax, steps[known], limits[known], **style, **draw.BOUND)
-    kind = kind_of(key) if key in recorded_in(columns) else ""
     ax.set(xlabel="step", ylabel=LABELS.get(kind, "norm of the gradient"))
     bad = {*steps[shown & ~np.isfinite(norm)].tolist()}
     causes = {x: text for x, text in bad_groups_in(columns, key).items() if x in bad}

@@ -12,7 +12,7 @@ from clipjax.monitoring import history as runs
 from clipjax.monitoring.bad_steps import BadStep, places_of
 from clipjax.plots import _drawing as draw
 from clipjax.plots._cells import bad_steps_above, cells
-from clipjax.plots._columns import kind_of, norms_by_group, recorded_in
+from clipjax.plots._columns import kind_of, norms_by_group
 
 
 def heat_map(
@@ -39,11 +39,10 @@ def heat_map(
       The axes, with one row for each group, and a color bar with a logarithmic scale
       beside them. A norm that is not finite has a color of its own, and a norm of 0 has
       no color. Each bad step has a triangle above the map, and a ring on the row of the
-      group that `print` of the bad step names, if there is such a row, and if only one
-      `record_norms` measured the groups. If there are more than 30 steps for each inch
-      of the axes, a column shows the largest norm of several steps. A step that
-      `record_norms` did not see, such as an accumulated one, repeats the norms of the
-      step before.
+      group that `print` of the bad step names, if there is such a row. If there are
+      more than 30 steps for each inch of the axes, a column shows the largest norm of
+      several steps. A step that `record_norms` did not see, such as an accumulated one,
+      repeats the norms of the step before.
 
     Raises:
       TypeError: `history` is not a history, has no groups, or has values that are not
@@ -75,15 +74,14 @@ def heat_map(
     has_one_kind = len(firsts) == 1 and all("/" in name for name in in_order)
     of = f" of {firsts.pop()}" if has_one_kind else ""
     labels = [name.partition("/")[2] if of else name for name in in_order]
-    places = _places(columns, next(iter(names)), bad)
-    recorded = bool(recorded_in(columns))
-    # A bad step does not know which of several recorders has kept it.
-    has_one_recorder = len({runs.label_of(columns, key) for key in names}) == 1
+    keys = {name: key for key, name in names.items()}
+    recorders = {step.recorder: _label_in(columns, step.recorder) for step in bad}
+    places = _places(columns, bad, recorders)
     marked = [
         (place, row)
         for place, step in places
         for row, name in enumerate(in_order)
-        if has_one_recorder and _is_named(name, step, recorded)
+        if _is_named(keys[name], step, recorders[step.recorder])
     ]
     ax = draw.new_axes(ax, height=1.4 + 0.3 * max(4, len(labels)))
     cells(ax, norms_by_row, f"norm{of}")
@@ -92,25 +90,43 @@ def heat_map(
     return bad_steps_above(ax, [place for place, _ in places], marked)
 
 
+def _label_in(columns: Mapping[str, Any], recorder: str) -> str | None:
+    """Return what the metrics of a recorder begin with, or None without a counter.
+
+    A user may have put something in front of them, such as "train/".
+    """
+    counters = [key for key in columns if f"/{key}".endswith(f"/{recorder}/steps")]
+    labels = [key.removesuffix("/steps") for key in counters]
+    return recorder if recorder in labels else next(iter(labels), None)
+
+
 def _places(
-    columns: Mapping[str, Any], key: str, bad: Sequence[BadStep]
+    columns: Mapping[str, Any],
+    bad: Sequence[BadStep],
+    recorders: Mapping[str, str | None],
 ) -> list[tuple[int, BadStep]]:
     """Return bad steps with their places in a history, which may begin later."""
-    label = runs.label_of(columns, key)
-    if label is None:
-        return [(step.step, step) for step in bad]
-    counts = runs.per_step(columns, f"{label}/steps").tolist()
-    seen = [step for step in bad if step.step + 1 in counts]
-    return [(counts.index(step.step + 1), step) for step in seen]
+    places = []
+    for step in bad:
+        label = recorders[step.recorder]
+        if label is None:
+            places.append((step.step, step))
+            continue
+        counts = runs.per_step(columns, f"{label}/steps").tolist()
+        if step.step + 1 in counts:
+            places.append((counts.index(step.step + 1), step))
+    return places
 
 
-def _is_named(row: str, step: BadStep, recorded: bool) -> bool:
-    """Return whether the text of a bad step names the group of a row.
+def _is_named(key: str, step: BadStep, label: str | None) -> bool:
+    """Return whether the text of a bad step names the group of a metric.
 
     What `record_norms` has measured has a word for its kind in front.
     """
     of_probes, of_groups = places_of(step)
     _, layer, began_in = of_probes if of_probes.layer else of_groups
-    before, _, rest = row.partition("/")
-    of_layer = recorded and rest == layer and kind_of(before) in ("", began_in)
-    return bool(layer) and (row == layer or of_layer)
+    if not layer or label is None:
+        return bool(layer) and key == layer
+    kind, _, group = key.removeprefix(f"{label}/").partition("/")
+    is_own = key.startswith(f"{label}/") and group == layer
+    return is_own and kind_of(kind) in ("", began_in)

@@ -98,6 +98,47 @@ def test_a_step_that_was_skipped_before_a_history_is_not_drawn() -> None:
     assert "skipped (33.3%)" in labels
 
 
+def test_the_skips_of_another_optimizer_are_not_drawn() -> None:
+    def part(name: str) -> Any:
+        clip = clipjax.clip_by_global_norm(1.0)
+        tx = clipjax.bounded(optax.sgd(0.1), clip=clip, nonfinite="skip")
+        return clipjax.named(name, tx)
+
+    parts, w, history = {"gen": part("gen"), "critic": part("critic")}, jnp.ones(1), []
+    states = {name: tx.init(w) for name, tx in parts.items()}
+    updates = {name: jax.jit(tx.update) for name, tx in parts.items()}
+    for i in range(4):
+        for name, size in (("gen", NAN if i == 2 else 50.0), ("critic", 0.5)):
+            _, states[name] = updates[name](size * w, states[name], w)
+        history.append(clipjax.metrics(states))
+    critic = drawn(plots.norms(history, "critic/clip_by_global_norm"))
+    assert critic["norm"] == ([0, 1, 2, 3], [0.5] * 4)
+    assert not any(label.startswith("skipped") for label in critic)
+    gen = drawn(plots.norms(history, "gen/clip_by_global_norm"))
+    assert "skipped (25%)" in gen
+
+
+def test_what_is_measured_outside_of_a_skip_is_drawn_at_a_skipped_step() -> None:
+    history = {
+        "record_norms/params/w": [1.0, 1.0, 2.0],
+        "record_norms/steps": [1, 2, 3],
+        "skip_nonfinite/norm": [5.0, 500.0, 6.0],
+        "skip_nonfinite/skipped": [0, 1, 1],
+    }
+    ax = plots.norms(history, "record_norms/params/w")
+    assert ax.get_ylabel() == "norm of the weights"
+    assert drawn(ax)["norm"] == ([0, 1, 2], [1, 1, 2])
+
+
+def test_the_norm_of_a_clip_of_groups_is_drawn_without_a_threshold() -> None:
+    tx = clipjax.clip_by_group_norm({"a": 1.0, "*": 2.0})
+    grads = {"a": jnp.ones(2), "b": jnp.ones(3)}
+    _, state = tx.update(grads, tx.init(grads))
+    found = drawn(plots.norms([clipjax.metrics(state)]))
+    assert found.keys() == {"norm", "clipped (100%)"}
+    np.testing.assert_allclose(found["norm"][1], 3**0.5, rtol=1e-6)
+
+
 def test_several_norms_need_a_name() -> None:
     history = {"a/norm": [1.0], "b/norm": [2.0], "record_norms/updates/c": [3.0]}
     with pytest.raises(ValueError, match=r"name must say .* of a/norm, b/norm"):
@@ -390,6 +431,19 @@ def test_a_heat_map_marks_bad_steps_and_the_layer_that_their_text_names() -> Non
     ax = plots.heat_map(history, bad=bad[:1])
     rows = [cells_of(ax)[1][int(row)] for row in ax.lines[1].get_ydata()]
     assert rows == ["forward/blocks/1", "updates/blocks/1"]
+    plt.close(ax.figure)
+    # So is a step that one of several recorders has kept, at its own counter.
+    two = [
+        {f"in/{key}": x for key, x in history[0].items()}
+        | {f"out/{key}": x for key, x in row.items()}
+        for row in history
+    ]
+    of_out = [x._replace(recorder="out/record_norms") for x in bad]
+    ax = plots.heat_map(two, only=["in/*/updates/*", "out/*/updates/*"], bad=of_out)
+    triangles, rings, _ = ax.lines
+    assert list(triangles.get_xdata()) == [1, 2, 3]
+    names = [cells_of(ax)[1][int(row)] for row in rings.get_ydata()]
+    assert names == [f"out/record_norms/updates/blocks/{i}" for i in (1, 0)]
     plt.close(ax.figure)
     alone = plots.heat_map(history, only="updates/head", bad=bad)
     assert len(alone.lines[1].get_xdata()) == 0

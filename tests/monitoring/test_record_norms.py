@@ -1,9 +1,12 @@
 """`record_norms`: which norms it measures, and that nothing changes."""
 
+from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 import clipjax
@@ -61,6 +64,23 @@ def test_record_norms_measures_and_changes_nothing() -> None:
         assert read.pop("record_norms/steps") == 1
         found = {k.removeprefix("record_norms/"): float(x) for k, x in read.items()}
         assert found == pytest.approx(expected)
+
+
+def test_without_a_leaf_that_has_a_norm_the_state_can_be_saved(tmp_path: Path) -> None:
+    """As of an unused label of `optax.partition`; Orbax saves no empty array."""
+    tx = clipjax.record_norms("leaf", keep=2)
+    tree = {"a": jnp.ones(2, np.int32)}
+    update = jax.jit(tx.update)
+    _, state = update(tree, tx.init(tree))
+    assert all(x.size for x in jax.tree.leaves(state.metrics))
+    with ocp.StandardCheckpointer() as saver:
+        saver.save(tmp_path / "state", state)
+    with ocp.StandardCheckpointer() as saver:
+        restored = saver.restore(tmp_path / "state", state)
+    _, state = update(tree, restored, loss=jnp.inf)
+    assert clipjax.metrics(state) == {"record_norms/steps": 2}
+    (bad,) = clipjax.bad_steps(state)
+    assert (bad.step, bad.groups) == (1, {})
 
 
 def test_orders_and_ratios_of_groups_and_layers() -> None:
