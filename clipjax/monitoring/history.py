@@ -240,8 +240,9 @@ def _replayed(
         return state, (threshold, norm > threshold)
 
     run = jax.jit(lambda *args: lax.scan(step, *args)[1])
-    thresholds, clipped = run(state, norms)
-    last = np.asarray(thresholds)[-max(1, len(norms) // 4) :]
+    # Explicit transfers, which transfer guards allow.
+    thresholds, clipped = jax.device_get(run(*jax.device_put((state, norms))))
+    last = thresholds[-max(1, len(norms) // 4) :]
     finite = last[np.isfinite(last)]
     settled = np.median(finite) if finite.size else np.inf
     return {"threshold": float(settled), "clip_rate": float(np.mean(clipped))}

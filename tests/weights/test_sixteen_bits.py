@@ -163,6 +163,8 @@ def test_weights_end_where_apply_brings_them(
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_within_the_bound_a_whole_step_is_that_of_the_optimizer(dtype: str) -> None:
     """Inside a program XLA leaves out the rounding of an update that is cast."""
+    if dtype == "float16" and jax.default_backend() == "gpu":
+        pytest.skip("XLA does not round the update of SGD alone (H200, JAX 0.11)")
     draws = np.random.default_rng(3)
     sizes = (("w", 0.05), ("g", 1.0))
     given = {key: size * draws.normal(size=(64, 48)) for key, size in sizes}
