@@ -17,14 +17,12 @@ from flax import nnx
 from flax.core import DenyList
 from jax.tree_util import DictKey
 
-from clipjax._core.aliases import SKIP, Skip
+from clipjax._core.aliases import SKIP, Path, Skip
 from clipjax._core.leaves import flatten, path_name
 from clipjax._core.messages import short_repr
 from clipjax._layers import Param, axes_by_path
 
 __all__ = ["unit_axes"]
-
-Names = tuple[Any, ...]  # the keys of a path
 
 
 def unit_axes(
@@ -105,9 +103,9 @@ def _linen_params(
 ) -> Iterator[Param]:
     """Yield the parameters that `model.init(*args, **kwargs)` makes, by tracing it."""
     # Several modules may share a scope.
-    layers: dict[Names, list[nn.Module]] = {(): [model]}
+    layers: dict[Path, list[nn.Module]] = {(): [model]}
     # The shapes that a module sees within a stack, where it is one layer.
-    own_shapes: dict[Names, tuple[int, ...]] = {}
+    own_shapes: dict[Path, tuple[int, ...]] = {}
 
     def watch(
         call: Any,
@@ -154,7 +152,7 @@ def _is_array(x: Any) -> bool:
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
-def _names(path: Sequence[Any]) -> Names:
+def _names(path: Sequence[Any]) -> Path:
     """Return the keys of a path, without the `value` of a box."""
     return tuple(key.key for key in path if isinstance(key, DictKey))
 

@@ -15,7 +15,14 @@ from clipjax._core.leaves import on_host, unboxed, without_boxes
 from clipjax._core.messages import a_few, short_repr
 from clipjax._core.states import UNKNOWN, MetricsState, Table
 from clipjax.adoption.pairs import around_all, grouped, pairs_of
-from clipjax.adoption.states import OPTAX, OURS, FoundState, Names, names_of, states_in
+from clipjax.adoption.states import (
+    OPTAX,
+    OURS,
+    FoundState,
+    Words,
+    found_states,
+    names_of,
+)
 
 # Metrics that `clipjax.metrics` derives, and that 0.4.0 stored.
 _DERIVED = ("norm_after", "skipped_last", "skipped_in_a_row")
@@ -94,7 +101,7 @@ def adopt(old: Tree, new: Tree, *, drop: bool = False) -> Tree:
         raise TypeError(f"drop must be a bool, got {short_repr(drop)}")
     _check_state("old", old)
     _check_state("new", new)
-    found = list(states_in(unboxed(new), {}))
+    found = list(found_states(unboxed(new), {}))
     kinds = dict(OURS)
     for each in found:
         if each.kind:
@@ -102,7 +109,7 @@ def adopt(old: Tree, new: Tree, *, drop: bool = False) -> Tree:
             kinds[each.fields] = kinds.get(each.fields, full) & full
     # The kinds in `new` come first, since two may have the same fields.
     kinds |= {fields: full for fields, full in OPTAX.items() if fields not in kinds}
-    given = [each for each in states_in(unboxed(old), kinds) if each.leaves]
+    given = [each for each in found_states(unboxed(old), kinds) if each.leaves]
     wanted = [each for each in found if each.leaves]
     has_types = all(each.kind or () in each.leaves for each in given)
 
@@ -112,7 +119,7 @@ def adopt(old: Tree, new: Tree, *, drop: bool = False) -> Tree:
 
     olds, news = (grouped(states, kind_of) for states in (given, wanted))
     outer = around_all(given, wanted), around_all(wanted, given)
-    values: dict[Names, Any] = {}
+    values: dict[Words, Any] = {}
     lost: list[Any] = []
     for kind, was in olds.items():
         pairs, left = pairs_of(was, news.get(kind, []), outer)
@@ -147,7 +154,7 @@ def _check_state(argument: str, tree: Tree) -> None:
         )
 
 
-def _follow(was: FoundState, now: FoundState, values: dict[Names, Any]) -> list[str]:
+def _follow(was: FoundState, now: FoundState, values: dict[Words, Any]) -> list[str]:
     """Add the values of the leaves of `now`; return what has no place in it."""
     # Restored without a template, a checkpoint of Flax NNX has boxes around arrays.
     is_ours = now.fields == MetricsState._fields
@@ -182,7 +189,7 @@ def _follow(was: FoundState, now: FoundState, values: dict[Names, Any]) -> list[
 
 
 def _in_arrays(
-    kept: Table, metrics: Mapping[str, Any], path: Names
+    kept: Table, metrics: Mapping[str, Any], path: Words
 ) -> dict[str, jax.Array]:
     """Return the arrays of a table in `new`, joined from single metrics."""
     floats, *counted = kept.known_names
@@ -200,13 +207,13 @@ def _in_arrays(
     return arrays
 
 
-def _listed(path: Names, keys: Sequence[Names], leaves: Mapping[Names, Any]) -> str:
+def _listed(path: Words, keys: Sequence[Words], leaves: Mapping[Words, Any]) -> str:
     """List leaves, as errors describe them."""
     texts = [f"{'/'.join((*path, *key))!r} {np.shape(leaves[key])}" for key in keys]
     return a_few(texts, 5)
 
 
-def _moved(x: Any, like: Any, was: Names, now: Names) -> Any:
+def _moved(x: Any, like: Any, was: Words, now: Words) -> Any:
     """Return an array of `old` in the dtype and on the devices of one of `new`."""
     here, there = (getattr(y, "dtype", None) or jnp.result_type(y) for y in (x, like))
     can_cast = here == there or any(
@@ -235,8 +242,8 @@ def _moved(x: Any, like: Any, was: Names, now: Names) -> Any:
 
 
 def _with_columns(
-    theirs: Mapping[Names, Any], ours: Mapping[Names, Any]
-) -> dict[Names, Any]:
+    theirs: Mapping[Words, Any], ours: Mapping[Words, Any]
+) -> dict[Words, Any]:
     """Return the leaves of `record_norms` with the columns of bad steps in a new order.
 
     At old steps, the norms with new names are not known.

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from clipjax._core.messages import a_few
-from clipjax.adoption.states import FoundState, Names
+from clipjax.adoption.states import FoundState, Words
 
 _States: TypeAlias = list[FoundState]
 _Pairs: TypeAlias = list[tuple[FoundState, FoundState]]
@@ -119,5 +119,5 @@ def _have_labels(states: _States) -> bool:
     return len(labels) > 1
 
 
-def _shapes(state: FoundState) -> dict[Names, tuple[int, ...]]:
+def _shapes(state: FoundState) -> dict[Words, tuple[int, ...]]:
     return {key: np.shape(x) for key, x in state.leaves.items()}

@@ -15,11 +15,11 @@ from clipjax._core.states import MetricsState, NamedState, SkipMemory, Table
 from clipjax.adoption.earlier import of_today
 from clipjax.monitoring.metrics import restored_table
 
-Names: TypeAlias = tuple[str, ...]  # a path, or the fields of a state
+Words: TypeAlias = tuple[str, ...]  # a path as text, or the fields of a state
 
 
 # The fields of each kind of state, and those of them that contain arrays.
-Kinds: TypeAlias = Mapping[Names, set[str]]
+Kinds: TypeAlias = Mapping[Words, set[str]]
 
 
 OURS: Kinds = {
@@ -29,11 +29,11 @@ OURS: Kinds = {
 }
 
 
-def _kinds_of_optax() -> dict[Names, set[str]]:
+def _kinds_of_optax() -> dict[Words, set[str]]:
     """Return the states of Optax: what a wrapper wraps, else all fields, is there."""
     every = [x for module in (optax, optax.contrib) for x in vars(module).values()]
     states = [x for x in every if isinstance(x, type) and issubclass(x, tuple)]
-    all_fields: list[Names] = [getattr(state, "_fields", ()) for state in states]
+    all_fields: list[Words] = [getattr(state, "_fields", ()) for state in states]
     return {
         fields: {x for x in fields if "inner" in x} or {*fields}
         for fields in all_fields
@@ -49,20 +49,20 @@ class FoundState(NamedTuple):
 
     node: Any
     kind: str  # the name of its type; "" for a mapping and for a leaf
-    fields: Names  # for a leaf, the names on the way to it
+    fields: Words  # for a leaf, the names on the way to it
     label: str  # the transformation, for a state with metrics
     # The names of `named` around it; and the labels of `optax.partition`, keys of dicts
     # and attributes, each with a slash, which no name has.
-    parts: Names
-    path: Names
-    leaves: dict[Names, Any]  # without the leaves of states in it
+    parts: Words
+    path: Words
+    leaves: dict[Words, Any]  # without the leaves of states in it
 
     def __str__(self) -> str:
         what = self.label or self.kind or "/".join(self.fields)
         return f"{what} at {'/'.join(self.path)!r}"
 
 
-def names_of(path: Any) -> Names:
+def names_of(path: Any) -> Words:
     """Return the names on a path of JAX."""
     return tuple(keystr((key,), simple=True) for key in path)
 
@@ -72,12 +72,12 @@ def _contains_states(field: str) -> bool:
     return "inner" in field or "state" in field or field in NamedState._fields
 
 
-def states_in(
+def found_states(
     node: Any,
     kinds: Kinds,
-    path: Names = (),
-    names: Names = (),
-    parts: Names = (),
+    path: Words = (),
+    names: Words = (),
+    parts: Words = (),
     label: str = "",
 ) -> Iterator[FoundState]:
     """Yield the states in a tree in the order of the chain, the outer ones first.
@@ -107,7 +107,7 @@ def states_in(
         place = {key: int(key) if key.isdigit() else -1 for key in children}
         order = fields or sorted(children, key=lambda key: (place[key], key))
         children = {key: children[key] for key in order if key in children}
-    own: dict[Names, Any] = {}
+    own: dict[Words, Any] = {}
     inside = {}
     for key, child in children.items():
         is_memory = key == "memory" and fields == MetricsState._fields
@@ -133,10 +133,10 @@ def states_in(
             within = (*parts, key if is_named else f"{key}/")
             after = names if is_label else (*names, key)
         of = label if key == "memory" else ""
-        yield from states_in(child, kinds, (*path, key), after, within, of)
+        yield from found_states(child, kinds, (*path, key), after, within, of)
 
 
-def _kind_of(node: Any, kinds: Kinds) -> tuple[str, Names]:
+def _kind_of(node: Any, kinds: Kinds) -> tuple[str, Words]:
     """Return the name of the type of a state, "" for a mapping, and its fields."""
     if isinstance(node, tuple) and hasattr(node, "_fields"):
         return type(node).__name__, node._fields

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import optax
 
@@ -172,7 +173,7 @@ def clip_by_rms(
     bound = check_bound("threshold", threshold)
     axes = check_axes(axes)
 
-    def rms_of(norm: jnp.ndarray, x: jnp.ndarray, reduced: Any) -> jnp.ndarray:
+    def rms_of(norm: jax.Array, x: jax.Array, reduced: Any) -> jax.Array:
         size = jnp.asarray(size_of_units(x, reduced), norm.dtype)
         return norm / jnp.sqrt(size)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import optax
 
@@ -89,7 +90,7 @@ def relative_update(
     return transformation("relative_update", act)
 
 
-def _ratio(norm: jnp.ndarray, weight_norm: jnp.ndarray) -> jnp.ndarray:
+def _ratio(norm: jax.Array, weight_norm: jax.Array) -> jax.Array:
     """Return |u| / |w|: 0 if the weights are 0, and NaN if they are not finite."""
     whole = jnp.where(weight_norm > 0, weight_norm, jnp.inf)
     return norm / whole + 0 * weight_norm

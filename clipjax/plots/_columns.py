@@ -84,7 +84,7 @@ def recorded_in(columns: Mapping[str, Any]) -> list[str]:
     return list(filter(_RECORDED.fullmatch, columns))
 
 
-def groups_in(columns: Mapping[str, Any]) -> dict[str, str]:
+def group_names_in(columns: Mapping[str, Any]) -> dict[str, str]:
     """Return the names of the groups whose norms are among metrics, by key."""
     recorded = recorded_in(columns)
     kind, end = (_RECORDED, "") if recorded else (_OF_CLIPS, "/norm")
@@ -100,7 +100,7 @@ def norms_by_group(
 ) -> tuple[Mapping[str, Any], dict[str, str], dict[str, np.ndarray]]:
     """Return a history by name, names of groups by key, and their norms by key."""
     columns = runs.columns_of(history)
-    recorded = groups_in(columns)
+    recorded = group_names_in(columns)
     has_counters = any(key.endswith("/steps") for key in columns)
     if not recorded and columns and (has_counters or columns is not history):
         raise TypeError(
@@ -164,7 +164,7 @@ _ALL = {
 def bad_groups_in(columns: Mapping[str, Any], like: str) -> dict[float, str]:
     """Return which groups are not finite, by step, if the history has groups."""
     points = {}
-    for key, name in groups_in(columns).items():
+    for key, name in group_names_in(columns).items():
         taken = runs.steps_taken(columns, key)
         norms = runs.per_step(columns, key, like)
         points[name] = np.flatnonzero(taken), norms[taken]
