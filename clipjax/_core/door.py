@@ -159,10 +159,11 @@ def with_metrics(
             f"remember must be a function of the parameters or None, got {remember!r}"
         )
     parameters = inspect.signature(act).parameters.values()
-    by_place = [x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD]
-    by_name = [x.name for x in parameters if x.kind is x.KEYWORD_ONLY]
+    places = [x for x in parameters if x.kind <= x.POSITIONAL_OR_KEYWORD]
+    own = {x.name for x in places[:4] if x.kind is x.POSITIONAL_OR_KEYWORD}
+    by_name = [x for x in parameters if x.kind is x.KEYWORD_ONLY]
+    named = {x.name for x in (*places[4:], *by_name)}
     takes_all = any(x.kind is x.VAR_KEYWORD for x in parameters)
-    own, named = {*by_place[:4]}, {*by_place[4:], *by_name}
 
     def act_on_leaves(
         updates: Leaves, params: Tree, step: Step, memory: Memory, /, **extra: Any

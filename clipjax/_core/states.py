@@ -248,8 +248,9 @@ def first_metrics(shapes: Any, has_leaves: bool) -> Any:
 
 def next_metrics(name: str, old: Any, logged: Any) -> Any:
     """Return the metrics after a step."""
-    names = list(map(_names_of, (old, logged)))
-    if all(names):
+    both = old, logged
+    names = list(map(_names_of, both))
+    if all(not isinstance(each, Table) or each.names for each in both):
         check_same(f"metrics of {name}", *(a_few(each, 40) for each in names))
     return jax.tree.map(_next, logged, old)
 

@@ -14,13 +14,16 @@ from clipjax._core.aliases import Tree
 from clipjax._core.leaves import on_host, unboxed, without_boxes
 from clipjax._core.messages import a_few, short_repr
 from clipjax._core.states import UNKNOWN, MetricsState, Table
-from clipjax.adoption.pairs import around_all, grouped, pairs_of
+from clipjax.adoption.pairs import grouped, pairs_of
 from clipjax.adoption.states import (
-    OPTAX,
+    KNOWN,
     OURS,
     FoundState,
+    Kind,
     Words,
     found_states,
+    is_live,
+    is_state,
     names_of,
 )
 
@@ -37,20 +40,21 @@ def adopt(old: Tree, new: Tree, *, drop: bool = False) -> Tree:
 
     1. A state is matched with a state of the same type, or of the same fields if `old`
        has mappings in place of states. A state with metrics is matched with a state of
-       the same transformation. States of one kind belong to parts: the labels of
-       `optax.partition`, the names of `named`, the keys of dicts and the attributes of
-       objects around them. Parts are matched by their names. In one part, states are
-       matched in the order of the chain, or by their paths and shapes if the two chains
-       do not have equally many of them. If only one of the two chains has parts, they
-       are looked through.
-    2. Wrappers are looked through: the state of Adam is the same within a skip,
-       `optax.MultiSteps`, `inject_hyperparams`, `named` or a chain, and outside of it.
-    3. Arrays of matched states have equal paths and shapes. Only floats change their
+       the same transformation.
+    2. A state belongs to a part: the labels of `optax.partition`, the names of `named`,
+       the keys of dicts and the attributes of objects around it. States are matched
+       with states of the same part, in the order of the chain, or by their paths and
+       shapes if there are not equally many. A name that only one of the two has is
+       looked through, as when a chain gets a name, or joins a partition; another name
+       is another part.
+    3. Wrappers are looked through: the state of Adam is the same within a skip,
+       `optax.MultiSteps`, `inject_hyperparams` or a chain, and outside of it.
+    4. Arrays of matched states have equal paths and shapes. Only floats change their
        dtype, to the dtype in `new`. Counters, such as the steps and Adam's `count`,
        continue.
-    4. Anything that only `new` has stays as `init` made it. A metric that is new begins
+    5. Anything that only `new` has stays as `init` made it. A metric that is new begins
        at 0.
-    5. Anything that only `old` has raises an error that lists it, unless `drop` is
+    6. Anything that only `old` has raises an error that lists it, unless `drop` is
        True.
 
     Args:
@@ -101,28 +105,31 @@ def adopt(old: Tree, new: Tree, *, drop: bool = False) -> Tree:
         raise TypeError(f"drop must be a bool, got {short_repr(drop)}")
     _check_state("old", old)
     _check_state("new", new)
-    found = list(found_states(unboxed(new), {}))
-    kinds = dict(OURS)
-    for each in found:
-        if each.kind:
+    before, fresh = unboxed(old), unboxed(new)
+    kinds: dict[Words, Kind] = {}
+    for each in found_states(fresh, {}, has_keys=True):
+        if is_state(each.node):
             full = {key for key, x in each.node._asdict().items() if jax.tree.leaves(x)}
-            kinds[each.fields] = kinds.get(each.fields, full) & full
+            known = kinds.get(each.fields) or OURS.get(each.fields) or Kind(full, set())
+            needed, inner = known.needed & full, known.inner | each.inner
+            kinds[each.fields] = Kind(needed, inner)
     # The kinds in `new` come first, since two may have the same fields.
-    kinds |= {fields: full for fields, full in OPTAX.items() if fields not in kinds}
-    given = [each for each in found_states(unboxed(old), kinds) if each.leaves]
-    wanted = [each for each in found if each.leaves]
-    has_types = all(each.kind or () in each.leaves for each in given)
+    kinds |= {fields: kind for fields, kind in KNOWN.items() if fields not in kinds}
+    has_types = is_live(before)
+    given, wanted = (
+        [each for each in found_states(tree, kinds, has_keys) if each.leaves]
+        for tree, has_keys in ((before, has_types), (fresh, True))
+    )
 
     def kind_of(state: FoundState) -> tuple[Any, ...]:
-        kind = state.kind if has_types else ""
+        kind = state.kind if has_types else None
         return state.label, kind, state.fields, () in state.leaves
 
     olds, news = (grouped(states, kind_of) for states in (given, wanted))
-    outer = around_all(given, wanted), around_all(wanted, given)
     values: dict[Words, Any] = {}
     lost: list[Any] = []
     for kind, was in olds.items():
-        pairs, left = pairs_of(was, news.get(kind, []), outer)
+        pairs, left = pairs_of(was, news.get(kind, []))
         lost += left
         for pair in pairs:
             lost += _follow(*pair, values)

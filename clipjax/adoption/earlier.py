@@ -1,5 +1,6 @@
 """States that earlier versions wrote, as states of today."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,8 +27,9 @@ def of_today(node: Any) -> Any:
         return {"step": node["step"], "metrics": metrics, "memory": memory}
     is_packed = {"counts"} <= keys <= {"last", "counts", "memory"}
     counts = node["counts"] if is_packed else None
-    # The keys of 0.4.0 begin with the transformation; a user's label may be "counts".
-    if not (isinstance(counts, Mapping) and all("/" in str(key) for key in counts)):
+    # The keys of 0.4.0 end with names of metrics; a user's label may be "counts".
+    names = list(map(str, counts)) if isinstance(counts, Mapping) else []
+    if not any(re.search(r"/(.*, )?steps(,|$)", name) for name in names):
         return node
     found: dict[str, Any] = {}
     for rows in (node.get("last") or {}, node["counts"]):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -25,67 +24,74 @@ def grouped(
     return groups
 
 
-def pairs_of(
-    olds: _States, news: _States, outer: tuple[int, int]
-) -> tuple[_Pairs, _States]:
+def pairs_of(olds: _States, news: _States) -> tuple[_Pairs, _States]:
     """Match states of one kind, by the parts that they belong to, and in their order.
 
-    Args:
-      olds: the states in `old`.
-      news: those in `new`.
-      outer: how many of the outermost parts are around everything in each of the two.
+    States of equal parts are matched. Names that only one of two parts has are looked
+    through, as of a chain that gets a name, or leaves a partition.
 
     Returns:
-      The pairs, and the old states of parts that are not in `news`.
+      The pairs, and the old states that become none of the new ones.
     """
-    # A chain that joins or leaves a partition, or `named`, keeps its order.
-    has_no_parts = any(
-        all(not each.parts[around:] for each in x)
-        for x, around in zip((olds, news), outer, strict=True)
-    )
+    of_old, of_new = (grouped(each, lambda x: x.parts) for each in (olds, news))
     pairs: _Pairs = []
-    for around in ((0, 0), outer):
-        of_old, of_new = map(_by_part, (olds, news), around)
-        for part in [*of_old]:
-            if len(of_old[part]) == len(of_new.get(part, [])):
-                pairs += zip(of_old.pop(part), of_new.pop(part), strict=True)
-        olds, news = (list(itertools.chain(*x.values())) for x in (of_old, of_new))
-    if olds and news and has_no_parts:
-        of_old, of_new = {(): olds}, {(): news}
     left: _States = []
-    for part, was in of_old.items():
-        found, without = _in_order(was, of_new.get(part, []))
+    for part in of_old.keys() & of_new.keys():
+        found, without = _in_order(of_old[part], of_new[part])
         pairs += found
         left += without
-    return pairs, left
+    others = [part for part in of_new if part not in of_old]
+    # Old parts, each with the new ones that it may have become.
+    related = {
+        part: {x for x in others if _is_related(part, x, of_old, of_new)}
+        for part in of_old
+        if part not in of_new
+    }
+    while related:
+        part, reached = related.popitem()
+        group = [part]
+        for other, its in list(related.items()):
+            if its & reached:
+                group.append(other)
+                reached |= related.pop(other)
+        before = [each for each in olds if each.parts in group]
+        after = [each for each in news if each.parts in reached]
+        if len(group) > 1 and len(reached) > 1:
+            raise _unclear(before, after)
+        found, without = _in_order(before, after)
+        pairs += found
+        left += without
+    gone = {each.path for each in left}
+    return pairs, [each for each in olds if each.path in gone]
 
 
-def around_all(states: _States, others: _States) -> int:
-    """Return how many of the outermost parts are names around all states.
+def _is_related(
+    was: Words, now: Words, olds: Iterable[Words], news: Iterable[Words]
+) -> bool:
+    """Return whether one of two parts is the other one without some of its names.
 
-    A label is none of these, since beside it there may be parts without a state, and
-    neither is a name that is among the parts of the others.
+    The shorter one has states outside of the names, if it has others of its own side
+    within names: these are not looked through.
     """
-    taken = {name for each in others for name in each.parts}
-    columns = zip(*(each.parts for each in states), strict=False)
-    outer = 0
-    for names in columns:
-        is_one = len({*names}) == 1
-        if not is_one or names[0] in taken or names[0].endswith("/"):
-            break
-        outer += 1
-    return outer
+    ways = (was, now, olds), (now, was, news)
+    return any(
+        _is_within(short, long)
+        and not any(_is_within(short, other) for other in own if other != short)
+        for short, long, own in ways
+    )
 
 
-def _by_part(states: _States, outer: int) -> dict[tuple[Any, ...], _States]:
-    """Return the states of each part, without a number of outermost parts."""
-    return grouped(states, lambda each: each.parts[outer:])
+def _is_within(short: Words, long: Words) -> bool:
+    """Return whether the names of a part are among those of another, in their order."""
+    rest = iter(long)
+    return all(name in rest for name in short)
 
 
 def _in_order(olds: _States, news: _States) -> tuple[_Pairs, _States]:
     """Match states of one kind and one part, in the order of the chain.
 
-    If there are not equally many, match states with the same paths and shapes.
+    If there are not equally many, or if labels on one side have no order, match states
+    with the same paths and shapes.
 
     Returns:
       The pairs, and the old states without any that has the same paths and shapes.
@@ -93,6 +99,8 @@ def _in_order(olds: _States, news: _States) -> tuple[_Pairs, _States]:
     has_order = not (_have_labels(olds) or _have_labels(news))
     if len(olds) == len(news) and (has_order or len(olds) == 1):
         return list(zip(olds, news, strict=True)), []
+    if news and () in olds[0].leaves:  # single arrays have no paths of their own
+        raise _unclear(olds, news)
     pairs: _Pairs = []
     left: _States = []
     for was in olds:
@@ -103,11 +111,7 @@ def _in_order(olds: _States, news: _States) -> tuple[_Pairs, _States]:
         if not like:
             left.append(was)
         elif len(same) != len(like) or not (has_order or len(same) == 1):
-            raise ValueError(
-                "old: it is not known which of the old states become which of the new "
-                f"ones: old has {a_few(olds)}, new has {a_few(news)}. There must be "
-                "equally many of one kind and one shape, and of one part"
-            )
+            raise _unclear(olds, news)
         else:
             pairs.append((was, like[[x is was for x in same].index(True)]))
     return pairs, left
@@ -117,6 +121,14 @@ def _have_labels(states: _States) -> bool:
     """Return whether states have several labels, whose order is the alphabet's."""
     labels = {tuple(x for x in each.parts if x.endswith("/")) for each in states}
     return len(labels) > 1
+
+
+def _unclear(olds: _States, news: _States) -> ValueError:
+    return ValueError(
+        "old: it is not known which of the old states become which of the new ones: "
+        f"old has {a_few(olds)}, new has {a_few(news)}. There must be equally many of "
+        "one kind and one shape, and of one part"
+    )
 
 
 def _shapes(state: FoundState) -> dict[Words, tuple[int, ...]]:

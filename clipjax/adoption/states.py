@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.tree_util import keystr, tree_leaves_with_path
 
-from clipjax._core.leaves import as_array, on_host
+from clipjax._core.leaves import as_array, nodes_where, on_host
 from clipjax._core.states import MetricsState, NamedState, SkipMemory, Table
 from clipjax.adoption.earlier import of_today
 from clipjax.monitoring.metrics import restored_table
@@ -18,37 +19,65 @@ from clipjax.monitoring.metrics import restored_table
 Words: TypeAlias = tuple[str, ...]  # a path as text, or the fields of a state
 
 
-# The fields of each kind of state, and those of them that contain arrays.
-Kinds: TypeAlias = Mapping[Words, set[str]]
+class Kind(NamedTuple):
+    """What is known of states with certain fields."""
+
+    needed: set[str]  # the fields that contain arrays, which a checkpoint has
+    inner: set[str]  # the fields that contain other states
 
 
-OURS: Kinds = {
-    MetricsState._fields: {"step", "metrics"},
-    SkipMemory._fields: {"in_a_row"},
-    NamedState._fields: {*NamedState._fields},
-}
+Kinds: TypeAlias = Mapping[Words, Kind]
 
 
-def _kinds_of_optax() -> dict[Words, set[str]]:
-    """Return the states of Optax: what a wrapper wraps, else all fields, is there."""
+def _contains_states(field: str) -> bool:
+    """Return whether a field is called as those that contain other states."""
+    return "inner" in field or "state" in field or field in NamedState._fields
+
+
+def _kinds_of_optax() -> dict[Words, Kind]:
+    """Return the states of Optax. A checkpoint of a wrapper has what is wrapped."""
     every = [x for module in (optax, optax.contrib) for x in vars(module).values()]
     states = [x for x in every if isinstance(x, type) and issubclass(x, tuple)]
     all_fields: list[Words] = [getattr(state, "_fields", ()) for state in states]
     return {
-        fields: {x for x in fields if "inner" in x} or {*fields}
+        fields: Kind(
+            {x for x in fields if "inner" in x} or {*fields},
+            {x for x in fields if _contains_states(x)},
+        )
         for fields in all_fields
         if fields
     }
 
 
-OPTAX: Kinds = _kinds_of_optax()
+OURS: Kinds = {
+    MetricsState._fields: Kind({"step", "metrics"}, set()),
+    SkipMemory._fields: Kind({"in_a_row"}, {"inner"}),
+    NamedState._fields: Kind({*NamedState._fields}, {*NamedState._fields}),
+}
+KNOWN: Kinds = {**OURS, **_kinds_of_optax()}
+
+
+def is_state(node: Any) -> bool:
+    """Return whether a node is a NamedTuple, as live states are."""
+    return isinstance(node, tuple) and hasattr(node, "_fields")
+
+
+def is_live(tree: Any) -> bool:
+    """Return whether a tree has types, which no checkpoint without a template has."""
+
+    def is_typed(node: Any) -> bool:
+        is_plain = isinstance(node, Mapping) or type(node) in (list, tuple, type(None))
+        return not (is_plain or jax.tree_util.all_leaves([node]))
+
+    return bool(nodes_where(is_typed, tree))
 
 
 class FoundState(NamedTuple):
     """A state that was found in a tree, or a single leaf that belongs to no state."""
 
     node: Any
-    kind: str  # the name of its type; "" for a mapping and for a leaf
+    # Its type; for a leaf, that of the object around it; None for mappings.
+    kind: type[Any] | None
     fields: Words  # for a leaf, the names on the way to it
     label: str  # the transformation, for a state with metrics
     # The names of `named` around it; and the labels of `optax.partition`, keys of dicts
@@ -57,9 +86,28 @@ class FoundState(NamedTuple):
     path: Words
     leaves: dict[Words, Any]  # without the leaves of states in it
 
+    @property
+    def inner(self) -> set[str]:
+        """The fields of a live state that contain other states.
+
+        A field of a user's own state may have any name.
+        """
+        if self.fields in OURS:
+            return OURS[self.fields].inner
+        return {
+            field
+            for field, value in self.node._asdict().items()
+            if _contains_states(field) or nodes_where(_is_known, value)
+        }
+
     def __str__(self) -> str:
-        what = self.label or self.kind or "/".join(self.fields)
+        kind = self.kind.__name__ if self.kind else ""
+        what = self.label or kind or "/".join(self.fields)
         return f"{what} at {'/'.join(self.path)!r}"
+
+
+def _is_known(node: Any) -> bool:
+    return is_state(node) and node._fields in KNOWN
 
 
 def names_of(path: Any) -> Words:
@@ -67,18 +115,21 @@ def names_of(path: Any) -> Words:
     return tuple(keystr((key,), simple=True) for key in path)
 
 
-def _contains_states(field: str) -> bool:
-    """Return whether a field of a NamedTuple contains other states."""
-    return "inner" in field or "state" in field or field in NamedState._fields
+class Place(NamedTuple):
+    """Where a node is in a tree."""
+
+    path: Words = ()
+    names: Words = ()  # the last part of the path, without the places in chains
+    parts: Words = ()  # the labels and names around the node
+    label: str = ""  # the transformation whose memory the node is
+    owner: type[Any] | None = None  # of the object whose attribute it is
+
+
+_TOP = Place()
 
 
 def found_states(
-    node: Any,
-    kinds: Kinds,
-    path: Words = (),
-    names: Words = (),
-    parts: Words = (),
-    label: str = "",
+    node: Any, kinds: Kinds, has_keys: bool, at: Place = _TOP
 ) -> Iterator[FoundState]:
     """Yield the states in a tree in the order of the chain, the outer ones first.
 
@@ -86,10 +137,9 @@ def found_states(
       node: a state, or a node that contains states: a chain, or the labels of a
         partition.
       kinds: the states that mappings may stand for.
-      path: the path of the node.
-      names: the last part of the path, without the places in chains.
-      parts: the labels and names around the node.
-      label: the transformation whose memory the node is.
+      has_keys: whether digits in mappings are keys, and not the places in a chain that
+        a checkpoint restored.
+      at: where the node is.
 
     Yields:
       The states.
@@ -99,50 +149,78 @@ def found_states(
     # name of its first field.
     level = tree_leaves_with_path(now, is_leaf=lambda x: x is not now)
     if [path for path, _ in level] == [()]:
-        yield FoundState(now, "", names, "", parts, path, {(): now})
+        yield FoundState(now, at.owner, at.names, "", at.parts, at.path, {(): now})
         return
-    kind, fields = _kind_of(now, kinds)
+    is_named = at.path[-1:] == NamedState._fields
+    has_labels = is_named or at.path[-1:] == ("inner_states",)
+    fields = () if has_labels else _fields_of(now, kinds)
+    kind = type(now) if is_state(now) else None
     children = {keystr(key, simple=True): child for key, child in level}
     if isinstance(now, Mapping):
-        place = {key: int(key) if key.isdigit() else -1 for key in children}
-        order = fields or sorted(children, key=lambda key: (place[key], key))
+        order = fields or sorted(children, key=_place_of)
         children = {key: children[key] for key in order if key in children}
+    label = ""
     own: dict[Words, Any] = {}
     inside = {}
+    found = FoundState(now, kind, fields, label, at.parts, at.path, own)
+    inner = {*children}
+    if fields:
+        inner = kinds[fields].inner if fields in kinds else found.inner
     for key, child in children.items():
         is_memory = key == "memory" and fields == MetricsState._fields
-        is_skip = is_memory and _kind_of(child, OURS)[1] == SkipMemory._fields
-        if not fields or _contains_states(key) or is_skip:
+        is_skip = is_memory and _fields_of(child, OURS) == SkipMemory._fields
+        if key in inner or is_skip:
             inside[key] = child
         elif key == "metrics" and fields == MetricsState._fields:
             ((label, kept),) = child.items()
             own |= {(key, name): x for name, x in _scalars_in(kept).items()}
         else:
-            found = tree_leaves_with_path(child)
-            own |= {(key, *names_of(below)): x for below, x in found}
+            own |= {
+                (key, *names_of(below)): x for below, x in tree_leaves_with_path(child)
+            }
     if fields:
-        yield FoundState(now, kind, fields, label, parts, path, own)
-    is_named = path[-1:] == NamedState._fields
-    # Elsewhere, digits are places in a chain.
-    is_label = not fields and (is_named or path[-1:] == ("inner_states",))
+        yield found._replace(label=label)
+    # Of several states in a state, fields tell which is which.
+    several = len(inner) > 1 and not any("inner" in key for key in inner)
     for key, child in inside.items():
-        within, after = parts, names
+        below = at._replace(path=(*at.path, key), label="")
         if fields:
-            after = ()
-        elif is_label or not key.isdigit():
-            within = (*parts, key if is_named else f"{key}/")
-            after = names if is_label else (*names, key)
-        of = label if key == "memory" else ""
-        yield from found_states(child, kinds, (*path, key), after, within, of)
+            below = below._replace(names=(), owner=None)
+            if key == "memory":
+                below = below._replace(label=label)
+            elif several:
+                below = below._replace(parts=(*at.parts, f"{key}/"))
+        elif has_labels or not _is_place(key, now, has_keys):
+            below = below._replace(
+                names=at.names if has_labels else (*at.names, key),
+                parts=(*at.parts, key if is_named else f"{key}/"),
+            )
+            is_object = not isinstance(now, Mapping)
+            below = below._replace(owner=type(now) if is_object else at.owner)
+        yield from found_states(child, kinds, has_keys, below)
 
 
-def _kind_of(node: Any, kinds: Kinds) -> tuple[str, Words]:
-    """Return the name of the type of a state, "" for a mapping, and its fields."""
-    if isinstance(node, tuple) and hasattr(node, "_fields"):
-        return type(node).__name__, node._fields
+def _is_place(key: str, node: Any, has_keys: bool) -> bool:
+    """Return whether a key is a place in a chain, as a checkpoint has it, too."""
+    is_key = has_keys and isinstance(node, Mapping)
+    return _is_number(key) and not is_key
+
+
+def _is_number(key: str) -> bool:
+    return key.isascii() and key.isdecimal()
+
+
+def _place_of(key: str) -> tuple[int, str]:
+    return (int(key) if _is_number(key) else -1), key
+
+
+def _fields_of(node: Any, kinds: Kinds) -> Words:
+    """Return the fields of a state, or of a mapping that stands for one."""
+    if is_state(node):
+        return node._fields
     keys = set(map(str, node)) if isinstance(node, Mapping) else set()
-    fitting = [x for x, full in kinds.items() if keys and full <= keys <= {*x}]
-    return "", min(fitting, key=len, default=())
+    fitting = [x for x, kind in kinds.items() if keys and kind.needed <= keys <= {*x}]
+    return min(fitting, key=len, default=())
 
 
 def _scalars_in(kept: Any) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def bad_steps(opt_state: Tree, *, ax: Any = None) -> Any:
       ['head', 'not finite']
     """
     steps = find_bad_steps(opt_state)
-    if any(not step.groups for step in steps):
+    if steps and not any(step.groups for step in steps):
         raise ValueError(
             "opt_state: its recorder has one norm for all leaves; name groups, as in "
             "record_norms('leaf', keep=16)"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,21 +37,54 @@ def skips_in(columns: Mapping[str, Any]) -> list[str]:
     return [skip for skip in found if f"{skip}/norm" in columns]
 
 
-def skips_around(columns: Mapping[str, Any], key: str) -> list[str]:
-    """Return the skips that may be around what has measured a norm.
+class Seen(NamedTuple):
+    """A norm at each step, and what happened there."""
 
-    Of two optimizers that have names, one may skip a step that the other one takes.
+    norm: np.ndarray
+    taken: np.ndarray  # whether what measures the norm saw the step
+    skipped: np.ndarray
+    shown: np.ndarray  # whether the norm is that of the step
+
+
+def steps_seen(columns: Mapping[str, Any], key: str) -> Seen:
+    """Return a norm at each step, with the norms of skipped steps from their skips."""
+    norm = runs.per_step(columns, key)
+    taken = runs.steps_taken(columns, key)
+    skipped = np.zeros(norm.shape, bool)
+    if not norm.size:
+        return Seen(norm, taken, skipped, taken)
+    label = runs.label_of(columns, key)
+    own = key.removesuffix("/norm")
+    is_group = key in recorded_in(columns) and own.rpartition("/")[0] != label
+    # The norm of a skip is that of all gradients.
+    is_whole = label in (None, own) or not (is_group or kind_of(key))
+    for skip in skips_in(columns):
+        if not _may_be_around(skip, label):
+            continue
+        count = runs.per_step(columns, f"{skip}/skipped", key)
+        is_new = np.diff(count, prepend=count[0]) > 0
+        # A history may begin in the middle of a run.
+        last = f"{skip}/skipped_last"
+        first = runs.per_step(columns, last) if last in columns else count
+        is_new[0] = first[0] > 0
+        skipped |= is_new
+        if label is not None and f"{skip}/steps" in columns:
+            counters = (runs.per_step(columns, f"{x}/steps") for x in (label, skip))
+            own_count, all_steps = (counter[0] for counter in counters)
+            taken[0] &= not is_new[0] or own_count == all_steps
+        unseen = is_new if label is None else is_new & ~taken
+        of_skip = runs.per_step(columns, f"{skip}/norm", key)
+        norm = np.where(unseen & is_whole, of_skip, norm)
+    return Seen(norm, taken, skipped, taken | (skipped & is_whole))
+
+
+def _may_be_around(skip: str, label: str | None) -> bool:
+    """Return whether a skip may be around a transformation.
+
+    One with more names is of another optimizer, or of a part of this one.
     """
-
-    def names_of(label: str | None) -> list[str]:
-        return (label or "").split("/")[:-1]
-
-    own = names_of(runs.label_of(columns, key))
-    return [
-        skip
-        for skip in skips_in(columns)
-        if all(a == b for a, b in zip(own, names_of(skip), strict=False))
-    ]
+    names, own = (each.split("/")[:-1] for each in (skip, label or skip))
+    return own[: len(names)] == names
 
 
 def limits_in(columns: Mapping[str, Any], own: str, key: str) -> np.ndarray:

@@ -20,7 +20,8 @@ from clipjax.plots._columns import (
     norm_in,
     norms_by_group,
     recorded_in,
-    skips_around,
+    skips_in,
+    steps_seen,
 )
 
 
@@ -43,7 +44,8 @@ def norms(history: runs.History, name: str | None = None, *, ax: Any = None) -> 
       that were clipped; the groups of `clip_by_group_norm` have no common threshold.
       The legend has the percentage of finite norms that were clipped, and, if a step
       was skipped, the percentage of all steps that were skipped. A clip within a skip
-      does not see a skipped step, which is drawn at the norm that the skip measured.
+      does not see a skipped step, which is drawn at the norm that the skip measured;
+      the norm of a group has no point there.
 
       A norm that is not finite is a cross at the top. If the history has norms of
       groups, as :func:`clipjax.record_norms` measures, text at a cross names the groups
@@ -70,25 +72,11 @@ def norms(history: runs.History, name: str | None = None, *, ax: Any = None) -> 
     columns = runs.columns_of(history)
     key = norm_in(columns) if name is None else runs.key_of(columns, name)
     own = key.removesuffix("/norm")
-    norm = runs.per_step(columns, key)
+    norm, taken, skipped, shown = steps_seen(columns, key)
     if not norm.size:
         raise ValueError("history must have at least one step")
-    taken = runs.steps_taken(columns, key)
-    kind = kind_of(key) if key in recorded_in(columns) else ""
-    skips = skips_around(columns, key)
-    skipped = np.zeros(norm.shape, bool)
-    for skip in skips:
-        count = runs.per_step(columns, f"{skip}/skipped", key)
-        is_new = np.diff(count, prepend=count[0]) > 0
-        # A history may begin in the middle of a run.
-        last = f"{skip}/skipped_last"
-        first = runs.per_step(columns, last) if last in columns else count
-        is_new[0] = first[0] > 0
-        of_skip = runs.per_step(columns, f"{skip}/norm", key)
-        norm = np.where(is_new & ~taken & (kind == ""), of_skip, norm)
-        skipped |= is_new
+    skips = skips_in(columns)
     steps = np.arange(norm.size)
-    shown = taken | skipped
     limits = np.broadcast_to(limits_in(columns, own, key), norm.shape)
     has_clips = own not in skips and {f"{own}/scale", f"{own}/threshold"} & {*columns}
     is_clipped = clipped_steps(columns, own, key, norm) if has_clips else False
@@ -102,10 +90,11 @@ def norms(history: runs.History, name: str | None = None, *, ax: Any = None) -> 
         draw.marks(ax, steps, norm, clipped, label=label, **style)
     if skipped.any():
         style = {"marker": "o", "color": draw.COLORS[3], "mfc": "none"}
-        seen = skipped & np.isfinite(norm)
+        drawn = skipped & shown
+        seen = drawn & np.isfinite(norm)
         label = f"skipped ({_percent(skipped.sum(), skipped.size)})"
         draw.marks(ax, steps, norm, seen, label=label, **style)
-        draw.at_top(ax, steps[skipped & ~seen], ms=5, **style)
+        draw.at_top(ax, steps[drawn & ~seen], ms=5, **style)
     known = taken & ~np.isnan(limits)
     if known.any():
         least = limits[known].min()
@@ -117,6 +106,7 @@ def norms(history: runs.History, name: str | None = None, *, ax: Any = None) -> 
             known = taken
         style = {"color": draw.COLORS[0], "zorder": 2.5, "label": label}
         draw.line(ax, steps[known], limits[known], **style, **draw.BOUND)
+    kind = kind_of(key) if key in recorded_in(columns) else ""
     ax.set(xlabel="step", ylabel=LABELS.get(kind, "norm of the gradient"))
     bad = {*steps[shown & ~np.isfinite(norm)].tolist()}
     causes = {x: text for x, text in bad_groups_in(columns, key).items() if x in bad}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -75,7 +75,8 @@ def heat_map(
     of = f" of {firsts.pop()}" if has_one_kind else ""
     labels = [name.partition("/")[2] if of else name for name in in_order]
     keys = {name: key for key, name in names.items()}
-    recorders = {step.recorder: _label_in(columns, step.recorder) for step in bad}
+    of_bad = {step.recorder for step in bad}
+    recorders = {name: _label_in(columns, name, names) for name in of_bad}
     places = _places(columns, bad, recorders)
     marked = [
         (place, row)
@@ -90,14 +91,22 @@ def heat_map(
     return bad_steps_above(ax, [place for place, _ in places], marked)
 
 
-def _label_in(columns: Mapping[str, Any], recorder: str) -> str | None:
+def _label_in(
+    columns: Mapping[str, Any], recorder: str, drawn: Iterable[str]
+) -> str | None:
     """Return what the metrics of a recorder begin with, or None without a counter.
 
-    A user may have put something in front of them, such as "train/".
+    A user may have put something in front of them, such as "train/". Then it is the
+    recorder with the fewest names, and one whose norms are drawn.
     """
     counters = [key for key in columns if f"/{key}".endswith(f"/{recorder}/steps")]
     labels = [key.removesuffix("/steps") for key in counters]
-    return recorder if recorder in labels else next(iter(labels), None)
+
+    def order(label: str) -> tuple[int, bool]:
+        is_drawn = any(key.startswith(f"{label}/") for key in drawn)
+        return label.count("/"), not is_drawn
+
+    return min(labels, key=order, default=None)
 
 
 def _places(

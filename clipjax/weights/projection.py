@@ -86,7 +86,7 @@ def projection(
         warn_if_local()
         if step is not None and not (is_real(step) and np.ndim(step) == 0):
             raise TypeError(f"step must be a number, got {short_repr(step)}")
-        if len(args) > len(needs) or not {*kwargs} <= {*needs}:
+        if len(args) > len(needs) or not {*kwargs} <= {*needs[len(args) :]}:
             names = ", ".join(("params", *needs))
             raise TypeError(f"{text}.apply takes {names}, and step= by name")
         weights = flatten(params)
@@ -132,6 +132,7 @@ def projection(
             state = ProjectionState(optax.safe_increment(step))
         return changes.rebuild(steps), state
 
+    apply.__qualname__ = f"{text}.apply"  # as errors of Python show it
     made = Projection(init, update)
     made.apply, made.needs = apply, frozenset(needs)
     made.axes_of, made.text = axes_of, text

@@ -3,7 +3,7 @@
 import pickle
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -149,11 +149,11 @@ def test_wrappers_are_looked_through(wrap: Any, form: Any, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("form", FORMS, ids=["live", "pickle", "msgpack", "orbax"])
 def test_names_are_looked_through(form: Any, tmp_path: Path) -> None:
-    """A transformation may get a name, lose it, or have another one."""
+    """A transformation may get names, or lose them, but not have other ones."""
     tx = clipjax.bounded(adamw(), clip=clipjax.autoclip(), nonfinite="skip")
     wraps: list[Callable[[Any], Any]] = [
         lambda tx: tx,
-        lambda tx: clipjax.named("critic", tx),
+        lambda tx: clipjax.named("actor", tx),
         lambda tx: clipjax.named("gan", clipjax.named("actor", tx)),
     ]
     states = [run(w(tx), w(tx).init(PARAMS), PARAMS, range(3))[0] for w in wraps]
@@ -163,6 +163,9 @@ def test_names_are_looked_through(form: Any, tmp_path: Path) -> None:
             adopted = clipjax.adopt(restored, wrap(tx).init(PARAMS))
             assert jax.tree.structure(adopted) == jax.tree.structure(expected)
             jax.tree.map(np.testing.assert_array_equal, adopted, expected)
+    other = clipjax.named("critic", tx).init(PARAMS)
+    with pytest.raises(ValueError, match="new has no place for"):
+        clipjax.adopt(form(states[1], tmp_path / "other"), other)
 
 
 def test_what_is_new_stays_as_init_made_it() -> None:
@@ -354,6 +357,91 @@ def test_keys_of_dicts_are_parts() -> None:
     state, _, _ = run(tx, tx.init(PARAMS), PARAMS, range(2))
     adopted = clipjax.adopt(by_msgpack(state, Path()), tx.init(PARAMS))
     jax.tree.map(np.testing.assert_array_equal, adopted, state)
+
+
+class Both(NamedTuple):
+    policy_state: Any
+    critic_state: Any
+
+
+class Turned(NamedTuple):
+    critic_state: Any
+    policy_state: Any
+
+
+class Third(NamedTuple):
+    critic_state: Any
+    target_state: Any
+
+
+@struct.dataclass
+class Slow:
+    m: Any
+
+
+@struct.dataclass
+class Fast:
+    m: Any
+
+
+def test_moments_do_not_change_places() -> None:
+    tx, nothing = optax.trace(0.9), optax.sgd(0.1)
+    x = jnp.ones(2)
+    fresh = tx.init(x)
+    a, b = (fresh._replace(trace=n * x) for n in (2.0, 3.0))
+    part = clipjax.named
+
+    def of(name: str, tx: Any) -> Any:
+        return part(name, tx).init(x)
+
+    turned = clipjax.adopt(Both(a, b), Turned(fresh, fresh))
+    assert (turned.policy_state.trace[0], turned.critic_state.trace[0]) == (2, 3)
+    types = clipjax.adopt((Slow(2 * x), Fast(3 * x)), (Fast(x), Slow(x)))
+    assert (types[0].m[0], types[1].m[0]) == (3, 2)
+    gen = of("gen", tx)._replace(named={"gen": a})
+    for old, new in (
+        (Both(a, b), Third(fresh, fresh)),
+        # Keys that are digits.
+        ({0: a, 1: b}, {1: fresh, 2: fresh}),
+        ({"0": a, "1": b}, {"1": fresh, "2": fresh}),
+        # A name beside something that has no state.
+        ((gen, of("critic", nothing)), (of("gen", nothing), of("critic", tx))),
+        ((gen,), (of("gen", nothing), of("critic", tx))),
+        (gen, {"critic": fresh}),
+        ({"gen": a, "critic": nothing.init(x)}, of("critic", tx)),
+        (Slow(x), Fast(x)),
+        (Slow([2 * x, 3 * x[:1]]), Slow([x[:1], x, x])),
+    ):
+        with pytest.raises(ValueError, match=r"has no place for|is not known which"):
+            clipjax.adopt(old, new)
+    joined = clipjax.adopt((gen, of("critic", nothing)), gen._replace(named={"gen": a}))
+    assert joined.named["gen"].trace[0] == 2
+
+
+def test_a_name_joins_within_a_label() -> None:
+    labels = {"dense": "a", "z": "b"}
+    tx = optax.partition({"a": adamw(), "b": adamw()}, labels)
+    parts = {name: clipjax.named(name, adamw()) for name in ("a", "b")}
+    named = optax.partition(parts, labels)
+    state, _, _ = run(tx, tx.init(PARAMS), PARAMS, range(2))
+    for form in (FORMS[0], by_msgpack):
+        adopted = clipjax.adopt(form(state, Path()), named.init(PARAMS))
+        jax.tree.map(np.testing.assert_array_equal, moments(adopted), moments(state))
+        back = clipjax.adopt(form(adopted, Path()), tx.init(PARAMS))
+        jax.tree.map(np.testing.assert_array_equal, back, state)
+
+
+@pytest.mark.parametrize("name", ["trace", "count", "mu", "inner_state", "named"])
+def test_keys_may_be_called_as_the_fields_of_states(name: str) -> None:
+    tx, x = optax.trace(0.9), jnp.ones(2)
+    state = tx.init(x)._replace(trace=2 * x)
+    by_hand = {"count": jnp.ones((), np.int32), "mu": 2 * x, "nu": 3 * x}
+    part = optax.partition({name: tx}, {"x": name}).init({"x": x})
+    for old in ({name: state}, part, by_hand):
+        zeros = jax.tree.map(jnp.zeros_like, old)
+        for form in (FORMS[0], by_msgpack):
+            adopted = clipjax.adopt(form(old, Path()), zeros)
+            jax.tree.map(np.testing.assert_array_equal, adopted, old)
 
 
 def test_a_name_that_both_have_is_not_looked_through() -> None:

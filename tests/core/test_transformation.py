@@ -153,10 +153,15 @@ def test_weights_with_names_of_a_state_are_no_state() -> None:
     assert clipjax.metrics(tx.init(params)).keys() == alone.keys()
 
 
-@pytest.mark.parametrize("form", ["place", "name", "rest"])
+@pytest.mark.parametrize("form", ["place", "after places", "name", "rest"])
 def test_a_clip_of_a_user_gets_what_it_takes(form: str) -> None:
     def by_place(
         updates: Any, params: Any, step: Any, memory: Any, loss: Any = 0
+    ) -> Any:
+        return updates, {"loss": jnp.float32(loss)}, memory
+
+    def after_places(
+        updates: Any, params: Any, step: Any, memory: Any, /, loss: Any = 0
     ) -> Any:
         return updates, {"loss": jnp.float32(loss)}, memory
 
@@ -169,7 +174,8 @@ def test_a_clip_of_a_user_gets_what_it_takes(form: str) -> None:
         assert extra.keys() <= {"loss", "value"}
         return updates, {"loss": jnp.float32(extra.get("loss", 0))}, memory
 
-    act = {"place": by_place, "name": by_name, "rest": rest}[form]
+    acts = {"place": by_place, "after places": after_places, "name": by_name}
+    act = acts.get(form, rest)
     tx = clipjax.with_metrics("mine", act)
     given = {"loss": 3.0, "value": 2.0, "step": 7}
     _, state = tx.update(jnp.ones(2), tx.init(jnp.ones(2)), None, **given)

@@ -115,6 +115,8 @@ THEMES = {
         of_type("max_norm(schedule).apply(params, 3)", "takes params, and step="),
         of_type("max_norm(1.0).apply(params, old=params)", "takes params, and step="),
         of_type("keep_norm().apply(params, params, 3)", "takes params, old, and"),
+        of_type("keep_norm().apply(params, params, old=params)", "takes params, old,"),
+        of_type("max_norm(3.0).apply()", "clipjax.max_norm(3.0).apply()", "'params'"),
         of_value("violations(params, keep_norm())", "old", "old=old"),
         of_value("keep_norm().apply(params, [params])", "old", "structure", "kernel"),
         of_value(
@@ -980,6 +982,11 @@ THEMES = {
             "named('a', sgd).update(grads, state_of(named('b', sgd)))", "name", "b"
         ),
         of_value("unless_skipped(state_of(clip), x, x)", "opt_state", "no skip"),
+        of_value(
+            "unless_skipped(state_of(skip_nonfinite(sgd)), x, x[1:])",
+            "new and old",
+            "[(3,)] and [(2,)]",
+        ),
         of_value(
             "unless_skipped(state_of(skip_nonfinite(sgd)), x, {})",
             "new and old",

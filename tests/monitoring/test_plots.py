@@ -139,6 +139,19 @@ def test_the_norm_of_a_clip_of_groups_is_drawn_without_a_threshold() -> None:
     np.testing.assert_allclose(found["norm"][1], 3**0.5, rtol=1e-6)
 
 
+def test_a_history_may_begin_with_a_skipped_step() -> None:
+    clip = clipjax.clip_by_global_norm(1.0)
+    tx = clipjax.bounded(optax.sgd(0.1), clip=clip, nonfinite="skip")
+    w, history = jnp.ones(1), []
+    state, update = tx.init(w), jax.jit(tx.update)
+    for size in (1.0, NAN, 0.5):
+        _, state = update(size * w, state, w)
+        history.append(clipjax.metrics(state))
+    found = drawn(plots.norms(history[1:], "clip_by_global_norm"))
+    assert found["norm"] == ([1], [0.5])
+    assert found["not finite"][0] == [0]
+
+
 def test_several_norms_need_a_name() -> None:
     history = {"a/norm": [1.0], "b/norm": [2.0], "record_norms/updates/c": [3.0]}
     with pytest.raises(ValueError, match=r"name must say .* of a/norm, b/norm"):
@@ -444,6 +457,15 @@ def test_a_heat_map_marks_bad_steps_and_the_layer_that_their_text_names() -> Non
     assert list(triangles.get_xdata()) == [1, 2, 3]
     names = [cells_of(ax)[1][int(row)] for row in rings.get_ydata()]
     assert names == [f"out/record_norms/updates/blocks/{i}" for i in (1, 0)]
+    plt.close(ax.figure)
+    # Behind a prefix, the recorder with the fewest names is the one without a name.
+    more = [
+        {f"train/critic/{key}": x for key, x in history[0].items()}
+        | {f"train/{key}": x for key, x in row.items()}
+        for row in history
+    ]
+    ax = plots.heat_map(more, bad=bad)
+    assert list(ax.lines[0].get_xdata()) == [1, 2, 3]
     plt.close(ax.figure)
     alone = plots.heat_map(history, only="updates/head", bad=bad)
     assert len(alone.lines[1].get_xdata()) == 0
