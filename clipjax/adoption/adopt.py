@@ -24,6 +24,7 @@ from clipjax.adoption.states import (
     found_states,
     is_live,
     is_state,
+    keyed_in,
     names_of,
 )
 
@@ -107,7 +108,7 @@ def adopt(old: Tree, new: Tree, *, drop: bool = False) -> Tree:
     _check_state("new", new)
     before, fresh = unboxed(old), unboxed(new)
     kinds: dict[Words, Kind] = {}
-    for each in found_states(fresh, {}, has_keys=True):
+    for each in found_states(fresh, {}):
         if is_state(each.node):
             full = {key for key, x in each.node._asdict().items() if jax.tree.leaves(x)}
             known = kinds.get(each.fields) or OURS.get(each.fields) or Kind(full, set())
@@ -117,8 +118,11 @@ def adopt(old: Tree, new: Tree, *, drop: bool = False) -> Tree:
     kinds |= {fields: kind for fields, kind in KNOWN.items() if fields not in kinds}
     has_types = is_live(before)
     given, wanted = (
-        [each for each in found_states(tree, kinds, has_keys) if each.leaves]
-        for tree, has_keys in ((before, has_types), (fresh, True))
+        [each for each in found_states(tree, kinds, keyed) if each.leaves]
+        for tree, keyed in (
+            (before, None if has_types else keyed_in(fresh)),
+            (fresh, None),
+        )
     )
 
     def kind_of(state: FoundState) -> tuple[Any, ...]:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.tree_util import keystr, tree_leaves_with_path
+from jax.tree_util import DictKey, keystr, tree_leaves_with_path
 
 from clipjax._core.leaves import as_array, nodes_where, on_host
 from clipjax._core.states import MetricsState, NamedState, SkipMemory, Table
@@ -54,7 +54,8 @@ OURS: Kinds = {
     SkipMemory._fields: Kind({"in_a_row"}, {"inner"}),
     NamedState._fields: Kind({*NamedState._fields}, {*NamedState._fields}),
 }
-KNOWN: Kinds = {**OURS, **_kinds_of_optax()}
+OPTAX: Kinds = _kinds_of_optax()
+KNOWN: Kinds = {**OURS, **OPTAX}
 
 
 def is_state(node: Any) -> bool:
@@ -129,7 +130,7 @@ _TOP = Place()
 
 
 def found_states(
-    node: Any, kinds: Kinds, has_keys: bool, at: Place = _TOP
+    node: Any, kinds: Kinds, keyed: set[Words] | None = None, at: Place = _TOP
 ) -> Iterator[FoundState]:
     """Yield the states in a tree in the order of the chain, the outer ones first.
 
@@ -137,8 +138,8 @@ def found_states(
       node: a state, or a node that contains states: a chain, or the labels of a
         partition.
       kinds: the states that mappings may stand for.
-      has_keys: whether digits in mappings are keys, and not the places in a chain that
-        a checkpoint restored.
+      keyed: the paths of the mappings whose digits are keys, and not the places in a
+        chain that a checkpoint restored; None for all.
       at: where the node is.
 
     Yields:
@@ -151,6 +152,7 @@ def found_states(
     if [path for path, _ in level] == [()]:
         yield FoundState(now, at.owner, at.names, "", at.parts, at.path, {(): now})
         return
+    is_keyed = keyed is None or at.path in keyed
     is_named = at.path[-1:] == NamedState._fields
     has_labels = is_named or at.path[-1:] == ("inner_states",)
     fields = () if has_labels else _fields_of(now, kinds)
@@ -159,7 +161,7 @@ def found_states(
     if isinstance(now, Mapping):
         order = fields or sorted(children, key=_place_of)
         children = {key: children[key] for key in order if key in children}
-    label = ""
+    label = at.label
     own: dict[Words, Any] = {}
     inside = {}
     found = FoundState(now, kind, fields, label, at.parts, at.path, own)
@@ -180,29 +182,43 @@ def found_states(
             }
     if fields:
         yield found._replace(label=label)
-    # Of several states in a state, fields tell which is which.
-    several = len(inner) > 1 and not any("inner" in key for key in inner)
+    # Of several states in a state, fields tell which is which; Optax's wrappers have
+    # one that they wrap.
+    is_wrapper = fields in OPTAX and any("inner" in key for key in inner)
+    several = len(inner) > 1 and not is_wrapper
     for key, child in inside.items():
         below = at._replace(path=(*at.path, key), label="")
         if fields:
-            below = below._replace(names=(), owner=None)
+            is_array = jax.tree_util.all_leaves([child])
+            below = below._replace(names=(), owner=kind if is_array else None)
             if key == "memory":
                 below = below._replace(label=label)
             elif several:
                 below = below._replace(parts=(*at.parts, f"{key}/"))
-        elif has_labels or not _is_place(key, now, has_keys):
+        elif has_labels or not _is_place(key, now, is_keyed):
             below = below._replace(
                 names=at.names if has_labels else (*at.names, key),
                 parts=(*at.parts, key if is_named else f"{key}/"),
             )
             is_object = not isinstance(now, Mapping)
             below = below._replace(owner=type(now) if is_object else at.owner)
-        yield from found_states(child, kinds, has_keys, below)
+        yield from found_states(child, kinds, keyed, below)
 
 
-def _is_place(key: str, node: Any, has_keys: bool) -> bool:
+def keyed_in(tree: Any) -> set[Words]:
+    """Return the paths of the mappings in a live tree that have digits as keys."""
+    paths = [path for path, _ in tree_leaves_with_path(tree)]
+    return {
+        names_of(path[:i])
+        for path in paths
+        for i, key in enumerate(path)
+        if isinstance(key, DictKey) and _is_number(str(key.key))
+    }
+
+
+def _is_place(key: str, node: Any, is_keyed: bool) -> bool:
     """Return whether a key is a place in a chain, as a checkpoint has it, too."""
-    is_key = has_keys and isinstance(node, Mapping)
+    is_key = is_keyed and isinstance(node, Mapping)
     return _is_number(key) and not is_key
 
 

@@ -374,6 +374,24 @@ class Third(NamedTuple):
     target_state: Any
 
 
+class Inside(NamedTuple):
+    inner_opt_state: Any
+    outer_opt_state: Any
+
+
+class Outside(NamedTuple):
+    outer_opt_state: Any
+    other_opt_state: Any
+
+
+class Slower(NamedTuple):
+    mean_state: Any
+
+
+class Faster(NamedTuple):
+    mean_state: Any
+
+
 @struct.dataclass
 class Slow:
     m: Any
@@ -411,11 +429,41 @@ def test_moments_do_not_change_places() -> None:
         ({"gen": a, "critic": nothing.init(x)}, of("critic", tx)),
         (Slow(x), Fast(x)),
         (Slow([2 * x, 3 * x[:1]]), Slow([x[:1], x, x])),
+        (by_msgpack({0: a, 1: b}, Path()), {1: fresh, 2: fresh}),
+        (Inside(a, b), Outside(fresh, fresh)),
+        (Slower(2 * x), Faster(x)),
     ):
         with pytest.raises(ValueError, match=r"has no place for|is not known which"):
             clipjax.adopt(old, new)
     joined = clipjax.adopt((gen, of("critic", nothing)), gen._replace(named={"gen": a}))
     assert joined.named["gen"].trace[0] == 2
+
+
+@pytest.mark.parametrize("form", FORMS, ids=["live", "pickle", "msgpack", "orbax"])
+def test_digits_are_keys_where_new_has_such_keys(form: Any, tmp_path: Path) -> None:
+    tx, params = adamw(), {"0": jnp.ones(2), "1": jnp.ones(3)}
+    old = {"params": params, "opt": {0: tx.init(params), 1: tx.init(params)}}
+    old = jax.tree.map(lambda x: x + 1, old)
+    adopted = clipjax.adopt(form(old, tmp_path), jax.tree.map(jnp.zeros_like, old))
+    jax.tree.map(np.testing.assert_array_equal, adopted, old)
+
+
+def test_nested_skips_keep_their_memories() -> None:
+    def skips(*order: Any) -> Any:
+        tx = adamw()
+        for skip in order:
+            tx = skip(tx)
+        return tx
+
+    both = clipjax.skip_nonfinite, clipjax.skip_spikes
+    state, _, _ = run(skips(*both), skips(*both).init(PARAMS), PARAMS, range(3))
+    turned = clipjax.adopt(state, skips(*both[::-1]).init(PARAMS))
+    assert turned.memory.inner.metrics.keys() == state.metrics.keys()
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        turned.memory.inner.memory.past,
+        state.memory.past,
+    )
 
 
 def test_a_name_joins_within_a_label() -> None:
