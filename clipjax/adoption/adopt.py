@@ -44,10 +44,10 @@ def adopt(old: Tree, new: Tree, *, drop: bool = False) -> Tree:
        the same transformation.
     2. A state belongs to a part: the labels of `optax.partition`, the names of `named`,
        the keys of dicts and the attributes of objects around it. States are matched
-       with states of the same part, in the order of the chain, or by their paths and
-       shapes if there are not equally many. A name that only one of the two has is
-       looked through, as when a chain gets a name, or joins a partition; another name
-       is another part.
+       with states of the same part: by their paths and shapes or, if these are the
+       same, in the order of the chain. A name that only one of the two has is looked
+       through, as when a chain gets a name, or joins a partition, unless one chain has
+       such states both within names and outside of them. Another name is another part.
     3. Wrappers are looked through: the state of Adam is the same within a skip,
        `optax.MultiSteps`, `inject_hyperparams` or a chain, and outside of it.
     4. Arrays of matched states have equal paths and shapes. Only floats change their

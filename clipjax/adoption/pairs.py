@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
@@ -34,19 +35,25 @@ def pairs_of(olds: _States, news: _States) -> tuple[_Pairs, _States]:
       The pairs, and the old states that become none of the new ones.
     """
     of_old, of_new = (grouped(each, lambda x: x.parts) for each in (olds, news))
+    parts = list(of_old), list(of_new)
+    taken_away = {now: was for was, now in _around(*parts[::-1]).items()}
+    renamed = _around(*parts) or taken_away
     pairs: _Pairs = []
-    left: _States = []
-    for part in of_old.keys() & of_new.keys():
-        found, without = _in_order(of_old[part], of_new[part])
+    for was in parts[0]:
+        now = renamed.get(was, was)
+        found, of_old[was], of_new[now] = _in_order(of_old[was], of_new.get(now, []))
         pairs += found
-        left += without
-    others = [part for part in of_new if part not in of_old]
-    # Old parts, each with the new ones that it may have become.
+    # What is left of old parts, and the new ones that each may have become.
     related = {
-        part: {x for x in others if _is_related(part, x, of_old, of_new)}
-        for part in of_old
-        if part not in of_new
+        was: {
+            now
+            for now, states in of_new.items()
+            if states and was != now and _is_related(was, now, *parts)
+        }
+        for was, states in of_old.items()
+        if states
     }
+    left: _States = []
     while related:
         part, reached = related.popitem()
         group = [part]
@@ -54,15 +61,29 @@ def pairs_of(olds: _States, news: _States) -> tuple[_Pairs, _States]:
             if its & reached:
                 group.append(other)
                 reached |= related.pop(other)
-        before = [each for each in olds if each.parts in group]
-        after = [each for each in news if each.parts in reached]
+        before = _in_chain(olds, [x for part in group for x in of_old[part]])
+        after = _in_chain(news, [x for part in reached for x in of_new[part]])
         if len(group) > 1 and len(reached) > 1:
             raise _unclear(before, after)
-        found, without = _in_order(before, after)
+        found, without, _ = _in_order(before, after)
         pairs += found
         left += without
-    gone = {each.path for each in left}
-    return pairs, [each for each in olds if each.path in gone]
+    return pairs, _in_chain(olds, left)
+
+
+def _in_chain(states: _States, some: _States) -> _States:
+    """Return some of the states, in the order of the chain."""
+    paths = {each.path for each in some}
+    return [each for each in states if each.path in paths]
+
+
+def _around(olds: Iterable[Words], news: Iterable[Words]) -> dict[Words, Words]:
+    """Return old parts with the names that are around all of them in the new ones."""
+    least, first = (min(each, key=len, default=()) for each in (olds, news))
+    names = first[: max(0, len(first) - len(least))]
+    pairs = {part: (*names, *part) for part in olds}
+    is_whole = {*pairs.values()} == {*news} and not {*olds} & {*news}
+    return pairs if is_whole else {}
 
 
 def _is_related(
@@ -87,34 +108,36 @@ def _is_within(short: Words, long: Words) -> bool:
     return all(name in rest for name in short)
 
 
-def _in_order(olds: _States, news: _States) -> tuple[_Pairs, _States]:
+def _in_order(olds: _States, news: _States) -> tuple[_Pairs, _States, _States]:
     """Match states of one kind and one part, in the order of the chain.
 
-    If there are not equally many, or if labels on one side have no order, match states
-    with the same paths and shapes.
+    If each has other paths and shapes than the others, these tell which is which, and
+    also if there are not equally many, or if labels on one side have no order.
 
     Returns:
-      The pairs, and the old states without any that has the same paths and shapes.
+      The pairs, and the states on each side that have no such state on the other one.
     """
     has_order = not (_have_labels(olds) or _have_labels(news))
+    of_old, of_new = (grouped(each, _shapes) for each in (olds, news))
+    each_is_one = len(of_old) == len(olds) and of_old.keys() == of_new.keys()
+    # Single arrays have no paths of their own.
+    are_arrays = bool(olds) and () in olds[0].leaves
     if len(olds) == len(news) and (has_order or len(olds) == 1):
-        return list(zip(olds, news, strict=True)), []
-    if news and () in olds[0].leaves:  # single arrays have no paths of their own
+        if are_arrays or not each_is_one:
+            return list(zip(olds, news, strict=True)), [], []
+    elif are_arrays and news:
         raise _unclear(olds, news)
     pairs: _Pairs = []
     left: _States = []
-    for was in olds:
-        same, like = (
-            [each for each in states if _shapes(each) == _shapes(was)]
-            for states in (olds, news)
-        )
+    for shapes, same in of_old.items():
+        like = of_new.pop(shapes, [])
         if not like:
-            left.append(was)
+            left += same
         elif len(same) != len(like) or not (has_order or len(same) == 1):
             raise _unclear(olds, news)
         else:
-            pairs.append((was, like[[x is was for x in same].index(True)]))
-    return pairs, left
+            pairs += zip(same, like, strict=True)
+    return pairs, left, list(itertools.chain(*of_new.values()))
 
 
 def _have_labels(states: _States) -> bool:
@@ -131,5 +154,5 @@ def _unclear(olds: _States, news: _States) -> ValueError:
     )
 
 
-def _shapes(state: FoundState) -> dict[Words, tuple[int, ...]]:
-    return {key: np.shape(x) for key, x in state.leaves.items()}
+def _shapes(state: FoundState) -> tuple[Any, ...]:
+    return tuple((key, np.shape(x)) for key, x in sorted(state.leaves.items()))

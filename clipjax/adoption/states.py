@@ -34,18 +34,25 @@ def _contains_states(field: str) -> bool:
     return "inner" in field or "state" in field or field in NamedState._fields
 
 
+# Those of Optax. `MaskedNode`, which stands for arrays, has no fields.
+_TYPES: Any = tuple(
+    each
+    for module in (optax, optax.contrib)
+    for each in vars(module).values()
+    if isinstance(each, type) and hasattr(each, "_fields") and each._fields
+)
+
+
 def _kinds_of_optax() -> dict[Words, Kind]:
-    """Return the states of Optax. A checkpoint of a wrapper has what is wrapped."""
-    every = [x for module in (optax, optax.contrib) for x in vars(module).values()]
-    states = [x for x in every if isinstance(x, type) and issubclass(x, tuple)]
-    all_fields: list[Words] = [getattr(state, "_fields", ()) for state in states]
+    """Return the states of Optax's wrappers. A checkpoint has what is wrapped."""
+    all_fields: list[Words] = [state._fields for state in _TYPES]
     return {
         fields: Kind(
             {x for x in fields if "inner" in x} or {*fields},
             {x for x in fields if _contains_states(x)},
         )
         for fields in all_fields
-        if fields
+        if any(map(_contains_states, fields))
     }
 
 
@@ -108,7 +115,9 @@ class FoundState(NamedTuple):
 
 
 def _is_known(node: Any) -> bool:
-    return is_state(node) and node._fields in KNOWN
+    """Return whether a node is a state of Optax or of clipjax."""
+    is_ours = is_state(node) and node._fields in OURS
+    return is_ours or isinstance(node, _TYPES)
 
 
 def names_of(path: Any) -> Words:

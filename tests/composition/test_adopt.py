@@ -466,6 +466,58 @@ def test_nested_skips_keep_their_memories() -> None:
     )
 
 
+@struct.dataclass
+class Moments:
+    """With the fields of a state of Optax."""
+
+    count: Any
+    mu: Any
+    nu: Any
+
+
+@pytest.mark.parametrize("form", FORMS, ids=["live", "pickle", "msgpack", "orbax"])
+def test_states_of_a_users_own_go_on(form: Any, tmp_path: Path) -> None:
+    x = jnp.ones(2)
+    old = (Moments(jnp.ones((), np.int32), x, 2 * x), optax.trace(0.9).init(x))
+    zeros = jax.tree.map(jnp.zeros_like, old)
+    adopted = clipjax.adopt(form(old, tmp_path), zeros)
+    jax.tree.map(np.testing.assert_array_equal, adopted, old)
+
+
+def test_a_name_comes_around_states_in_and_outside_of_names() -> None:
+    def chain(first: Any, second: Any) -> Any:
+        return optax.chain(first, clipjax.named("m", optax.chain(second, adamw())))
+
+    tx = chain(clipjax.zclip(), clipjax.zclip())
+    state, _, _ = run(tx, tx.init(PARAMS), PARAMS, range(3))
+    around = clipjax.named("run", tx)
+    for form in (FORMS[0], by_msgpack):
+        adopted = clipjax.adopt(form(state, Path()), around.init(PARAMS))
+        jax.tree.map(np.testing.assert_array_equal, adopted.named["run"], state)
+        back = clipjax.adopt(form(adopted, Path()), tx.init(PARAMS))
+        jax.tree.map(np.testing.assert_array_equal, back, state)
+
+
+def test_paths_tell_which_state_gets_a_name_or_another_place() -> None:
+    def masked(name: str) -> Any:
+        return optax.masked(optax.adam(0.1), {key: key == name for key in PARAMS})
+
+    def recorders(*names: str) -> Any:
+        each = [clipjax.record_norms(1, name=name, keep=2) for name in names]
+        return optax.chain(*each)
+
+    tx = optax.chain(masked("dense"), masked("z"))
+    state, _, _ = run(tx, tx.init(PARAMS), PARAMS, range(3))
+    other = optax.chain(clipjax.named("z", masked("z")), masked("dense"))
+    adopted = clipjax.adopt(state, other.init(PARAMS))
+    jax.tree.map(np.testing.assert_array_equal, adopted[1], state[0])
+    jax.tree.map(np.testing.assert_array_equal, adopted[0].named["z"], state[1])
+    two, turned = recorders("a", "b"), recorders("b", "a")
+    state, _, _ = run(two, two.init(PARAMS), PARAMS, range(3))
+    adopted = clipjax.adopt(state, turned.init(PARAMS))
+    jax.tree.map(np.testing.assert_array_equal, adopted, state[::-1])
+
+
 def test_a_name_joins_within_a_label() -> None:
     labels = {"dense": "a", "z": "b"}
     tx = optax.partition({"a": adamw(), "b": adamw()}, labels)
