@@ -113,8 +113,7 @@ def adopt(old: Tree, new: Tree, *, drop: bool = False) -> Tree:
             full = {key for key, x in each.node._asdict().items() if jax.tree.leaves(x)}
             known = kinds.get(each.fields) or OURS.get(each.fields) or Kind(full, set())
             needed, inner = known.needed & full, known.inner | each.inner
-            kinds[each.fields] = Kind(needed, inner)
-    # The kinds in `new` come first, since two may have the same fields.
+            kinds[each.fields] = Kind(needed, inner, is_new=True)
     kinds |= {fields: kind for fields, kind in KNOWN.items() if fields not in kinds}
     has_types = is_live(before)
     given, wanted = (
@@ -124,6 +123,12 @@ def adopt(old: Tree, new: Tree, *, drop: bool = False) -> Tree:
             (fresh, None),
         )
     )
+
+    if any(each.fields in OURS and not each.kind for each in wanted):
+        raise TypeError(
+            "new must be the state that init returns, got mappings in place of states, "
+            f"as nnx.state has them: {short_repr(new)}"
+        )
 
     def kind_of(state: FoundState) -> tuple[Any, ...]:
         kind = state.kind if has_types else None

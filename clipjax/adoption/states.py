@@ -24,6 +24,7 @@ class Kind(NamedTuple):
 
     needed: set[str]  # the fields that contain arrays, which a checkpoint has
     inner: set[str]  # the fields that contain other states
+    is_new: bool = False  # whether `new` has such a state
 
 
 Kinds: TypeAlias = Mapping[Words, Kind]
@@ -74,8 +75,10 @@ def is_live(tree: Any) -> bool:
     """Return whether a tree has types, which no checkpoint without a template has."""
 
     def is_typed(node: Any) -> bool:
-        is_plain = isinstance(node, Mapping) or type(node) in (list, tuple, type(None))
-        return not (is_plain or jax.tree_util.all_leaves([node]))
+        is_plain = isinstance(node, Mapping) or type(node) in (list, tuple)
+        # NNX keeps what is empty, such as `MaskedNode`.
+        has_arrays = bool(jax.tree.leaves(node))
+        return has_arrays and not (is_plain or jax.tree_util.all_leaves([node]))
 
     return bool(nodes_where(is_typed, tree))
 
@@ -245,7 +248,7 @@ def _fields_of(node: Any, kinds: Kinds) -> Words:
         return node._fields
     keys = set(map(str, node)) if isinstance(node, Mapping) else set()
     fitting = [x for x, kind in kinds.items() if keys and kind.needed <= keys <= {*x}]
-    return min(fitting, key=len, default=())
+    return min(fitting, key=lambda x: (not kinds[x].is_new, len(x)), default=())
 
 
 def _scalars_in(kept: Any) -> dict[str, Any]:

@@ -772,6 +772,29 @@ def test_an_nnx_optimizer_goes_on() -> None:
     assert clipjax.metrics(optimizer)["skip_nonfinite/steps"] == 2
 
 
+@pytest.mark.parametrize("name", ["inject", "partition"])
+def test_states_of_nnx_go_on_as_mappings(name: str, tmp_path: Path) -> None:
+    """What is empty may be left out, or kept with its type."""
+    net = Net()
+
+    def labels(tree: Any) -> Any:
+        return jax.tree.map(lambda x: "a", tree, is_leaf=_is_variable)
+
+    adam = optax.inject_hyperparams(optax.adam)(learning_rate=0.1)
+    txs = {"a": optax.adam(0.1), "b": optax.trace(0.9)}
+    tx = {"inject": adam, "partition": optax.partition(txs, labels)}[name]
+    both = [nnx.Optimizer(net, clipjax.bounded(tx), wrt=nnx.Param) for _ in range(2)]
+    step(net, both[0], 0)
+    state = nnx.state(both[0])
+    for old in (state["opt_state"], by_orbax(state, tmp_path)["opt_state"]):
+        both[1].opt_state = clipjax.adopt(old, both[1].opt_state)
+        found, expected = (nnx.state(each)["opt_state"] for each in both)
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+    skips = nnx.state(nnx.Optimizer(net, clipjax.skip_nonfinite(tx), wrt=nnx.Param))
+    with pytest.raises(TypeError, match="new must be the state that init returns"):
+        clipjax.adopt(state, skips)
+
+
 def test_a_checkpoint_of_nnx_goes_on_without_a_template(tmp_path: Path) -> None:
     """Orbax restores mappings, with `value` around each array."""
     net = Net()
