@@ -110,9 +110,9 @@ def with_metrics(
     Args:
       name: the first part of the names of its metrics, a string without `/`.
       act: a function `act(updates, params, step, memory) -> (updates, metrics,
-        memory)`. `metrics` is a dict of scalars, always of the same names. Arguments
-        that `act` takes by keyword, such as `*, loss=None` or `**extra`, are those of
-        `update`; `init` gives none.
+        memory)`. `metrics` is a dict of scalars, always of the same names. Further
+        arguments of `act`, such as `loss=None` or `**extra`, are those of `update`;
+        `init` gives none.
       remember: a function that makes the memory before the first step from the
         parameters: arrays whose shapes and dtypes never change. None, the default, is
         no memory; then `memory` is `()`.

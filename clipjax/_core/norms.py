@@ -59,7 +59,7 @@ def replicated(x: jax.Array) -> jax.Array:
 
 
 def split_as(x: jax.Array, like: jax.Array) -> jax.Array:
-    """Return x, split over explicit mesh axes as another array of its shape.
+    """Return x, split over explicit mesh axes like another array of its shape.
 
     Under explicit axes, `jnp.where` takes only arrays of one sharding.
     """

@@ -22,6 +22,7 @@ from clipjax.adoption.states import (
     Kind,
     Words,
     found_states,
+    inner_fields,
     is_live,
     is_state,
     keyed_in,
@@ -112,7 +113,7 @@ def adopt(old: Tree, new: Tree, *, drop: bool = False) -> Tree:
         if is_state(each.node):
             full = {key for key, x in each.node._asdict().items() if jax.tree.leaves(x)}
             known = kinds.get(each.fields) or OURS.get(each.fields) or Kind(full, set())
-            needed, inner = known.needed & full, known.inner | each.inner
+            needed, inner = known.needed & full, known.inner | inner_fields(each.node)
             kinds[each.fields] = Kind(needed, inner, is_new=True)
     kinds |= {fields: kind for fields, kind in KNOWN.items() if fields not in kinds}
     has_types = is_live(before)
@@ -123,7 +124,6 @@ def adopt(old: Tree, new: Tree, *, drop: bool = False) -> Tree:
             (fresh, None),
         )
     )
-
     if any(each.fields in OURS and not each.kind for each in wanted):
         raise TypeError(
             "new must be the state that init returns, got mappings in place of states, "
@@ -172,16 +172,15 @@ def _check_state(argument: str, tree: Tree) -> None:
 
 def _follow(was: FoundState, now: FoundState, values: dict[Words, Any]) -> list[str]:
     """Add the values of the leaves of `now`; return what has no place in it."""
-    # Restored without a template, a checkpoint of Flax NNX has boxes around arrays.
     is_ours = now.fields == MetricsState._fields
     is_table = is_ours and isinstance(now.node.metrics[now.label], Table)
+    # Restored without a template, a checkpoint of Flax NNX has boxes around arrays.
     boxed = {key for key in was.leaves if len(key) > 1 and key[-1] == "value"}
     boxed -= {key for key in boxed if key in now.leaves or key[0] == "metrics"}
     theirs = {key[:-1] if key in boxed else key: x for key, x in was.leaves.items()}
     if now.label == "record_norms":
         theirs = _with_columns(theirs, now.leaves)
-    names = () if is_table else _DERIVED
-    derived = {("metrics", name) for name in names}
+    derived = set() if is_table else {("metrics", name) for name in _DERIVED}
     lost = [key for key in theirs if key not in now.leaves and key not in derived]
     fresh = [key for key in now.leaves if key not in theirs]
     if lost and fresh and not now.label:

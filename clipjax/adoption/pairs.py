@@ -54,13 +54,8 @@ def pairs_of(olds: _States, news: _States) -> tuple[_Pairs, _States]:
         if states
     }
     left: _States = []
-    while related:
-        part, reached = related.popitem()
-        group = [part]
-        for other, its in list(related.items()):
-            if its & reached:
-                group.append(other)
-                reached |= related.pop(other)
+    for reached in dict.fromkeys(map(frozenset, related.values())):
+        group = [x for x, its in related.items() if its == reached or its & reached]
         before = _in_chain(olds, [x for part in group for x in of_old[part]])
         after = _in_chain(news, [x for part in reached for x in of_new[part]])
         if len(group) > 1 and len(reached) > 1:

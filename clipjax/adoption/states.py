@@ -31,7 +31,7 @@ Kinds: TypeAlias = Mapping[Words, Kind]
 
 
 def _contains_states(field: str) -> bool:
-    """Return whether a field is called as those that contain other states."""
+    """Return whether the name of a field says that it contains other states."""
     return "inner" in field or "state" in field or field in NamedState._fields
 
 
@@ -76,9 +76,9 @@ def is_live(tree: Any) -> bool:
 
     def is_typed(node: Any) -> bool:
         is_plain = isinstance(node, Mapping) or type(node) in (list, tuple)
-        # NNX keeps what is empty, such as `MaskedNode`.
-        has_arrays = bool(jax.tree.leaves(node))
-        return has_arrays and not (is_plain or jax.tree_util.all_leaves([node]))
+        if is_plain or jax.tree_util.all_leaves([node]):
+            return False
+        return bool(jax.tree.leaves(node))  # NNX keeps `MaskedNode`, which is empty
 
     return bool(nodes_where(is_typed, tree))
 
@@ -97,24 +97,24 @@ class FoundState(NamedTuple):
     path: Words
     leaves: dict[Words, Any]  # without the leaves of states in it
 
-    @property
-    def inner(self) -> set[str]:
-        """The fields of a live state that contain other states.
-
-        A field of a user's own state may have any name.
-        """
-        if self.fields in OURS:
-            return OURS[self.fields].inner
-        return {
-            field
-            for field, value in self.node._asdict().items()
-            if _contains_states(field) or nodes_where(_is_known, value)
-        }
-
     def __str__(self) -> str:
         kind = self.kind.__name__ if self.kind else ""
         what = self.label or kind or "/".join(self.fields)
         return f"{what} at {'/'.join(self.path)!r}"
+
+
+def inner_fields(state: Any) -> set[str]:
+    """Return the fields of a live state that contain other states.
+
+    A field of a user's own state may have any name.
+    """
+    if state._fields in OURS:
+        return OURS[state._fields].inner
+    return {
+        field
+        for field, value in state._asdict().items()
+        if _contains_states(field) or nodes_where(_is_known, value)
+    }
 
 
 def _is_known(node: Any) -> bool:
@@ -164,22 +164,21 @@ def found_states(
     if [path for path, _ in level] == [()]:
         yield FoundState(now, at.owner, at.names, "", at.parts, at.path, {(): now})
         return
-    is_keyed = keyed is None or at.path in keyed
     is_named = at.path[-1:] == NamedState._fields
     has_labels = is_named or at.path[-1:] == ("inner_states",)
     fields = () if has_labels else _fields_of(now, kinds)
     kind = type(now) if is_state(now) else None
     children = {keystr(key, simple=True): child for key, child in level}
-    if isinstance(now, Mapping):
+    is_mapping = isinstance(now, Mapping)
+    if is_mapping:
         order = fields or sorted(children, key=_place_of)
         children = {key: children[key] for key in order if key in children}
+    inner = {*children}
+    if fields:
+        inner = kinds[fields].inner if fields in kinds else inner_fields(now)
     label = at.label
     own: dict[Words, Any] = {}
     inside = {}
-    found = FoundState(now, kind, fields, label, at.parts, at.path, own)
-    inner = {*children}
-    if fields:
-        inner = kinds[fields].inner if fields in kinds else found.inner
     for key, child in children.items():
         is_memory = key == "memory" and fields == MetricsState._fields
         is_skip = is_memory and _fields_of(child, OURS) == SkipMemory._fields
@@ -193,11 +192,12 @@ def found_states(
                 (key, *names_of(below)): x for below, x in tree_leaves_with_path(child)
             }
     if fields:
-        yield found._replace(label=label)
+        yield FoundState(now, kind, fields, label, at.parts, at.path, own)
     # Of several states in a state, fields tell which is which; Optax's wrappers have
     # one that they wrap.
     is_wrapper = fields in OPTAX and any("inner" in key for key in inner)
     several = len(inner) > 1 and not is_wrapper
+    has_keys = is_mapping and (keyed is None or at.path in keyed)
     for key, child in inside.items():
         below = at._replace(path=(*at.path, key), label="")
         if fields:
@@ -207,13 +207,12 @@ def found_states(
                 below = below._replace(label=label)
             elif several:
                 below = below._replace(parts=(*at.parts, f"{key}/"))
-        elif has_labels or not _is_place(key, now, is_keyed):
+        elif has_labels or has_keys or not _is_number(key):
             below = below._replace(
                 names=at.names if has_labels else (*at.names, key),
                 parts=(*at.parts, key if is_named else f"{key}/"),
+                owner=at.owner if is_mapping else type(now),
             )
-            is_object = not isinstance(now, Mapping)
-            below = below._replace(owner=type(now) if is_object else at.owner)
         yield from found_states(child, kinds, keyed, below)
 
 
@@ -228,13 +227,8 @@ def keyed_in(tree: Any) -> set[Words]:
     }
 
 
-def _is_place(key: str, node: Any, is_keyed: bool) -> bool:
-    """Return whether a key is a place in a chain, as a checkpoint has it, too."""
-    is_key = is_keyed and isinstance(node, Mapping)
-    return _is_number(key) and not is_key
-
-
 def _is_number(key: str) -> bool:
+    """Return whether a key may be the place in a chain."""
     return key.isascii() and key.isdecimal()
 
 
