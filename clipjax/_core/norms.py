@@ -69,7 +69,17 @@ def split_as(x: jax.Array, like: jax.Array) -> jax.Array:
     return reshard(x, sharding)
 
 
-def alike(arrays: Iterable[jax.Array]) -> list[jax.Array]:
+def stack(arrays: Iterable[jax.Array]) -> jax.Array:
+    """Stack arrays, also where `vmap` maps only some of them (see `_joinable`)."""
+    return jnp.stack(_joinable(arrays))
+
+
+def concatenate(arrays: Iterable[jax.Array], axis: int = 0) -> jax.Array:
+    """Join arrays along an axis, also where `vmap` maps only some (see `_joinable`)."""
+    return jnp.concatenate(_joinable(arrays), axis)
+
+
+def _joinable(arrays: Iterable[jax.Array]) -> list[jax.Array]:
     """Return arrays that JAX can join; their values are the same.
 
     If `vmap` maps arrays that explicit mesh axes split, JAX does not join them with
@@ -210,7 +220,7 @@ def on_all(
         if ord < jnp.inf:
             return sum_of(each)
         # XLA on a CPU takes 3 GB to compile 1,000 maxima of two (JAX 0.9).
-        return jnp.max(_nan_as_inf(jnp.stack(alike(each))))
+        return jnp.max(_nan_as_inf(stack(each)))
 
     if not scalars:
         return jnp.full((), empty, np.float32)

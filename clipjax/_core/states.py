@@ -15,7 +15,7 @@ from jax.tree_util import GetAttrKey
 
 from clipjax._core.aliases import DType, Memory, Scalar, State, Tree
 from clipjax._core.messages import a_few
-from clipjax._core.norms import alike, sum_dtype
+from clipjax._core.norms import stack, sum_dtype
 
 _MOST = np.iinfo(np.int32).max
 
@@ -181,7 +181,7 @@ def table_of(metrics: Mapping[str, Any]) -> Table:
 def _stacked(scalars: Sequence[jax.Array], dtype: DType) -> jax.Array:
     """Return scalars in one array, or a 0: Orbax saves no array without elements."""
     wide = np.result_type(dtype, *(x.dtype for x in scalars))
-    return jnp.stack(alike(x.astype(wide) for x in scalars) or [jnp.zeros((), wide)])
+    return stack(x.astype(wide) for x in scalars or [jnp.zeros((), wide)])
 
 
 _ADOPT = "; to go on from another chain, call clipjax.adopt(old, tx.init(params))"

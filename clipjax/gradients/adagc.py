@@ -17,7 +17,7 @@ from clipjax._core.checks import check_count, check_number, check_word
 from clipjax._core.clip import factor_to, metrics_of, rescaled, smallest_scale
 from clipjax._core.door import transformation
 from clipjax._core.leaves import Leaves, unboxed
-from clipjax._core.norms import alike, smallest, tree_norm
+from clipjax._core.norms import smallest, stack, tree_norm
 from clipjax._core.states import check_same
 from clipjax._core.units import axes_of, check_axes, map_units, norms_of, present
 from clipjax.gradients.past_norms import if_counted
@@ -229,7 +229,7 @@ def _stacked(each: Sequence[jax.Array]) -> list[jax.Array]:
         if x.size == 1:
             singles.setdefault(x.dtype, []).append(x.reshape(()))
     return [
-        *(jnp.stack(alike(x)) for x in singles.values()),
+        *map(stack, singles.values()),
         *(x for x in each if x.size != 1),
     ]
 

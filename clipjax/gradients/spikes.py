@@ -13,7 +13,7 @@ import optax
 from clipjax._core.aliases import Bound, Memory, Step
 from clipjax._core.bounds import check_bound
 from clipjax._core.checks import check_count
-from clipjax._core.norms import alike
+from clipjax._core.norms import stack
 from clipjax.gradients.skipping import skipping
 from clipjax.gradients.window import (
     Window,
@@ -172,9 +172,9 @@ def compare(
     dtype = past.values.dtype
     # Both windows at once, which takes half as many kernels.
     each = [norm, 0 if loss is None else loss]
-    seen = jnp.stack(alike([jnp.asarray(x, dtype) for x in each]))
+    seen = stack([jnp.asarray(x, dtype) for x in each])
     z_scores, thresholds = _compared(seen, past, enough, z_threshold)
-    limits = jnp.stack(alike([jnp.asarray(x, dtype) for x in (max_norm, jnp.inf)]))
+    limits = stack([jnp.asarray(x, dtype) for x in (max_norm, jnp.inf)])
     thresholds = jnp.minimum(thresholds, limits)
     finite = jnp.isfinite(seen)
     spikes = finite & (seen > thresholds) & np.array([True, loss is not None])
@@ -187,7 +187,7 @@ def compare(
         "loss_z_score": z_scores[1],
         "loss_threshold": thresholds[1],
     }
-    enters = finite.all() & jnp.stack(alike([norm > 0, seen[1] != 0]))
+    enters = finite.all() & stack([norm > 0, seen[1] != 0])
     return spikes[0] | spikes[1], enter(past, seen, enters), metrics
 
 
@@ -215,7 +215,7 @@ def _compared(
     places = past.values.shape[-1] - ago
     slopes = (y - at(y, jnp.maximum(places - apart, 0))) / apart.astype(y.dtype)
     last = jnp.minimum(count, _RECENT)
-    slope, recent = _median(jnp.stack(alike([slopes, y])), jnp.stack([half, last]))
+    slope, recent = _median(stack([slopes, y]), jnp.stack([half, last]))
     slope = jnp.where(past.held >= _RECENT, slope, 0)
     # Each value carried to now along the slope.
     carried = y + slope[:, None] * ago.astype(y.dtype)

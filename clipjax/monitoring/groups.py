@@ -22,7 +22,14 @@ from clipjax._core.leaves import (
     path_name,
 )
 from clipjax._core.messages import a_few, traced_error
-from clipjax._core.norms import alike, replicated, root, sum_of, total, tree_total
+from clipjax._core.norms import (
+    concatenate,
+    replicated,
+    root,
+    sum_of,
+    total,
+    tree_total,
+)
 from clipjax._core.states import Table, table
 from clipjax._core.units import check_whole
 
@@ -72,7 +79,7 @@ def by_group(groups: Any, stacked: Any, ord: float) -> Callable[[Leaves], Groups
                 names.append(name)
             powers.append(jnp.atleast_1d(power))
         dtype = np.result_type(*(x.dtype for x in powers))
-        joined = jnp.concatenate(alike(x.astype(dtype) for x in powers))
+        joined = concatenate(x.astype(dtype) for x in powers)
         return names, root(joined, ord)
 
     return groups_in
@@ -108,7 +115,7 @@ def table_of_norms(measured: dict[str, Groups]) -> Table:
         raise ValueError(f"groups: two norms would be called {a_few(twice)}")
     arrays = [norms for _, norms in measured.values()]
     dtype = np.result_type(*(x.dtype for x in arrays))
-    joined = jnp.concatenate(alike(x.astype(dtype) for x in arrays))
+    joined = concatenate(x.astype(dtype) for x in arrays)
     if not names:  # Orbax saves no array without elements
         joined = jnp.zeros((), dtype)
     return table((tuple(names),), lax.stop_gradient(joined))

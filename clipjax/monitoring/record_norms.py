@@ -21,7 +21,7 @@ from clipjax._core.leaves import (
     shapes_of,
 )
 from clipjax._core.messages import short_repr, traced_error
-from clipjax._core.norms import alike, tree_norm
+from clipjax._core.norms import concatenate, stack, tree_norm
 from clipjax._core.states import UNKNOWN, BadSteps, Table, check_same
 from clipjax.gradients import spikes
 from clipjax.gradients.past_norms import norm_dtype
@@ -227,7 +227,7 @@ def _of_probes(lengths: dict[str, int], taps: Any) -> dict[str, Groups]:
     names = []
     for name, n in lengths.items():
         names += [f"{name}/{i}" for i in range(n)] if n else [name]
-    seen = tapped(jnp.concatenate(alike(jnp.atleast_2d(taps[x]) for x in lengths)))
+    seen = tapped(concatenate(jnp.atleast_2d(taps[x]) for x in lengths))
     return {
         of: (
             names,
@@ -281,12 +281,12 @@ def _with_step(
     spike, past, seen = spikes.compare(norm, loss, kept.past, z_threshold=z_threshold)
     is_bad = spike | ~jnp.isfinite(norm) | ~jnp.isfinite(seen["loss"])
     numbers = [norm, seen["threshold"], UNKNOWN if loss is None else loss]
-    row = jnp.stack(alike([jnp.asarray(x, kept.rows.dtype) for x in numbers]))
-    row = jnp.concatenate(alike([row, groups.astype(row.dtype)]))
+    row = stack([jnp.asarray(x, kept.rows.dtype) for x in numbers])
+    row = concatenate([row, groups.astype(row.dtype)])
 
     def after(old: jax.Array, new: Any) -> jax.Array:
         newest = jnp.asarray(new, old.dtype)[None]
-        return jnp.where(is_bad, jnp.concatenate(alike([old[1:], newest])), old)
+        return jnp.where(is_bad, concatenate([old[1:], newest]), old)
 
     more = jnp.minimum(kept.held + 1, kept.steps.size)
     count = jnp.where(is_bad, more, kept.held)

@@ -15,7 +15,14 @@ from clipjax._core.bounds import is_real
 from clipjax._core.checks import check_count
 from clipjax._core.leaves import flatten
 from clipjax._core.messages import short_repr
-from clipjax._core.norms import alike, mesh_axes, on_all, sum_dtype, warn_if_local
+from clipjax._core.norms import (
+    concatenate,
+    mesh_axes,
+    on_all,
+    stack,
+    sum_dtype,
+    warn_if_local,
+)
 
 T = TypeVar("T")
 
@@ -187,7 +194,7 @@ def _forward(x: T, tap: jax.Array) -> tuple[T, Any]:
 
 def _backward(kept: Any, gradient: T) -> tuple[T, jax.Array]:
     of_forward, tap = kept
-    both = jnp.concatenate(alike([of_forward, _statistics(gradient, tap)]))
+    both = concatenate([of_forward, _statistics(gradient, tap)])
     return gradient, both.astype(tap.dtype)
 
 
@@ -232,4 +239,4 @@ def sums_of(seen: Sequence[Seen], tap: jax.Array) -> jax.Array:
 
 def _sums(numbers: Sequence[jax.Array]) -> jax.Array:
     """Return the sum of each array, in one array."""
-    return jnp.stack(alike([jnp.sum(x, dtype=np.float32) for x in numbers]))
+    return stack([jnp.sum(x, dtype=np.float32) for x in numbers])
