@@ -136,8 +136,11 @@ class Place(NamedTuple):
     parts: Words = ()  # the labels and names around the node
     label: str = ""  # the transformation whose memory the node is
     owner: type[Any] | None = None  # of the object whose attribute it is
+    # The field whose value the node is, if the keys of this value are labels or names.
+    labeled_by: str = ""
 
 
+_LABELED = (*NamedState._fields, "inner_states")
 _TOP = Place()
 
 
@@ -164,8 +167,7 @@ def found_states(
     if [path for path, _ in level] == [()]:
         yield FoundState(now, at.owner, at.names, "", at.parts, at.path, {(): now})
         return
-    is_named = at.path[-1:] == NamedState._fields
-    has_labels = is_named or at.path[-1:] == ("inner_states",)
+    has_labels = bool(at.labeled_by) and type(now) not in (list, tuple)
     fields = () if has_labels else _fields_of(now, kinds)
     kind = type(now) if is_state(now) else None
     children = {keystr(key, simple=True): child for key, child in level}
@@ -197,12 +199,17 @@ def found_states(
     # one that they wrap.
     is_wrapper = fields in OPTAX and any("inner" in key for key in inner)
     several = len(inner) > 1 and not is_wrapper
+    is_name = (at.labeled_by,) == NamedState._fields
     has_keys = is_mapping and (keyed is None or at.path in keyed)
     for key, child in inside.items():
-        below = at._replace(path=(*at.path, key), label="")
+        below = at._replace(path=(*at.path, key), label="", labeled_by="")
         if fields:
             is_array = jax.tree_util.all_leaves([child])
-            below = below._replace(names=(), owner=kind if is_array else None)
+            below = below._replace(
+                names=(),
+                owner=kind if is_array else None,
+                labeled_by=key if key in _LABELED else "",
+            )
             if key == "memory":
                 below = below._replace(label=label)
             elif several:
@@ -210,7 +217,7 @@ def found_states(
         elif has_labels or has_keys or not _is_number(key):
             below = below._replace(
                 names=at.names if has_labels else (*at.names, key),
-                parts=(*at.parts, key if is_named else f"{key}/"),
+                parts=(*at.parts, key if is_name else f"{key}/"),
                 owner=at.owner if is_mapping else type(now),
             )
         yield from found_states(child, kinds, keyed, below)

@@ -20,7 +20,7 @@ from clipjax._core.leaves import Leaves, unboxed
 from clipjax._core.norms import smallest, stack, tree_norm
 from clipjax._core.states import check_same
 from clipjax._core.units import axes_of, check_axes, map_units, norms_of, present
-from clipjax.gradients.past_norms import if_counted
+from clipjax.gradients.past_norms import average, if_counted
 
 WarmupNorms = Literal["before", "after"]
 
@@ -213,8 +213,8 @@ def _next_gamma(
     """Return gamma after a norm: the smallest norm in the warm-up, then the average."""
     entering = jnp.where(now.warming, n, jnp.minimum(n, bound))
     usual = jnp.where(gamma < jnp.inf, gamma, entering)
-    average = usual + rate * (entering - usual)
-    new = jnp.where(now.warming, jnp.minimum(gamma, entering), average)
+    usual = average(usual, entering, rate)
+    new = jnp.where(now.warming, jnp.minimum(gamma, entering), usual)
     return if_counted(now.total, gamma, jnp.where(entering > 0, new, gamma))
 
 

@@ -63,6 +63,16 @@ def is_counted(norm: jax.Array) -> jax.Array:
     return (norm > 0) & (norm < jnp.inf)
 
 
+def average(old: jax.Array, new: jax.Array, rate: Any) -> jax.Array:
+    """Return (1 - rate) * old + rate * new, as a step from the one that counts more.
+
+    In the formula itself, the two factors of a long average do not add up to 1 in
+    float32. A step of nearly the whole way from a far larger `old` would end at 0.
+    """
+    away = new - old
+    return jnp.where(rate <= 0.5, old + rate * away, new - (1 - rate) * away)
+
+
 def if_counted(norm: jax.Array, old: Any, new: Any) -> Any:
     """Return the new memory if the norm is counted, else the old one, as constants."""
 

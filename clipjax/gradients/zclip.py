@@ -14,7 +14,7 @@ from clipjax._core.aliases import Bound, DType, Number, Scalar, Step
 from clipjax._core.bounds import check_bound
 from clipjax._core.checks import check_count, check_number, check_word
 from clipjax._core.messages import short_repr
-from clipjax.gradients.past_norms import clip_by_past_norms, is_counted
+from clipjax.gradients.past_norms import average, clip_by_past_norms, is_counted
 
 ZclipMode = Literal["adaptive", "mean", "percentile"]
 
@@ -169,8 +169,7 @@ def _after(past: Moments, norm: Scalar, warming: Scalar, decay: Any) -> Moments:
     """Return the averages after a norm: plain ones in the warm-up, then the paper's.
 
     The variance of the paper is about the new mean, which is (1 - rate) * away from the
-    norm. The averages are computed as steps from the old ones, since in decay * old +
-    rate * new the two factors of a long average do not add up to 1 in float32.
+    norm. It is computed as a step from the old one, as :func:`average` explains.
     """
     plain = 1 / (past.steps.astype(norm.dtype) + 1)
     rate = jnp.where(warming, plain, 1 - decay)
@@ -184,7 +183,7 @@ def _after(past: Moments, norm: Scalar, warming: Scalar, decay: Any) -> Moments:
     total = std + jnp.sqrt(std**2 + change)  # the sum of the old and the new root
     wider = largest * (change / jnp.where(total > 0, total, 1))
     return Moments(
-        past.mean + rate * away,
+        average(past.mean, norm, rate),
         jnp.maximum(past.std + wider, 0),
         optax.safe_increment(past.steps),
     )
@@ -249,8 +248,9 @@ def clip_by_lognormal(
         counted = is_counted(norm)
         plain = 1 / (memory.steps.astype(norm.dtype) + 1)
         rate = jnp.where(counted, jnp.maximum(1 - decay, plain), 0)
-        away = jnp.log(jnp.where(counted, norm, 1) + eps) - memory.mean
-        mean = memory.mean + rate * away
+        logarithm = jnp.log(jnp.where(counted, norm, 1) + eps)
+        away = logarithm - memory.mean
+        mean = average(memory.mean, logarithm, rate)
         square = memory.std**2
         variance = square + rate * ((1 - rate) * away**2 - square)
         known = counted | (memory.steps > 0)

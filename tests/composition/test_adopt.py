@@ -544,6 +544,27 @@ def test_keys_may_be_called_as_the_fields_of_states(name: str) -> None:
             jax.tree.map(np.testing.assert_array_equal, adopted, old)
 
 
+@pytest.mark.parametrize("name", ["run", "named", "inner_states"])
+def test_places_in_a_chain_below_any_name_are_no_names(name: str) -> None:
+    x = jnp.ones(2)
+    two, more = (optax.trace(0.9),) * 2, (optax.scale(1.0), *[optax.trace(0.9)] * 2)
+
+    def by_hand(*txs: Any) -> Any:
+        return {name: optax.chain(*txs).init(x)}
+
+    for made in (
+        lambda *txs: clipjax.named(name, optax.chain(*txs)).init(x),
+        lambda *txs: optax.partition({name: optax.chain(*txs)}, name).init(x),
+        by_hand,
+    ):
+        old = jax.tree.unflatten(jax.tree.structure(made(*two)), [2 * x, 3 * x])
+        # A restored dict with one key, which is a field of a state, is this state.
+        for form in (FORMS[0], *[by_msgpack] * (made is not by_hand or name == "run")):
+            adopted = clipjax.adopt(form(old, Path()), made(*more))
+            moments_now = np.stack(jax.tree.leaves(adopted))
+            np.testing.assert_array_equal(moments_now, [2 * x, 3 * x])
+
+
 def test_a_name_that_both_have_is_not_looked_through() -> None:
     momentum = optax.sgd(0.1, momentum=0.9)
     old = clipjax.named("gen", adamw()).init(PARAMS)

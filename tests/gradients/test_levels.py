@@ -124,6 +124,39 @@ def test_zeros_at_every_phase_leave_no_trace() -> None:
     jax.tree.map(np.testing.assert_array_equal, memories(runs), memories(mixed))
 
 
+def test_a_fall_by_any_factor_leaves_no_threshold_at_0() -> None:
+    """In float32, a step from 1e8 by the whole difference to 1 ends at 0."""
+    txs = {
+        (kind, decay): kind(decay=decay, **options)
+        for kind, options in (
+            (clipjax.zclip, {"warmup_steps": 1}),
+            (clipjax.adagc, {"warmup_steps": 0}),
+            (clipjax.clip_by_lognormal, {}),
+        )
+        for decay in (0, 1e-9, 0.4, 0.6)
+    }
+
+    @jax.jit
+    @jax.vmap
+    def clipped(norms: Any) -> Any:
+        def one_step(states: Any, norm: Any) -> Any:
+            done = [
+                tx.update(norm, state)
+                for tx, state in zip(txs.values(), states, strict=True)
+            ]
+            return [state for _, state in done], [x for x, _ in done]
+
+        first = [tx.init(jnp.zeros(())) for tx in txs.values()]
+        return jax.lax.scan(one_step, first, norms)[1]
+
+    noise = np.exp(0.1 * np.random.default_rng(0).standard_normal(200))
+    high = np.where(np.arange(200) < 20, np.array([[1e4], [1e8], [1e16]]), 1)
+    for (kind, decay), values in zip(
+        txs, clipped((high * noise).astype(np.float32)), strict=True
+    ):
+        assert (np.asarray(values) > 0.5).all(), (kind, decay)
+
+
 AVERAGES = {0.9999: 1e-5, 0.999999: 5e-4}
 
 
