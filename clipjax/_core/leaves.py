@@ -283,7 +283,8 @@ def _all_matches(patterns: Sequence[str], names: Sequence[str]) -> list[list[str
     matched = []
     for name in names:
         parts = name.split("/")
-        ends = {"/".join(parts[i:]) for i in range(len(parts))}
+        # With a leading slash, a pattern is for a whole path, and no component.
+        ends = {"/".join(parts[i:]) for i, part in enumerate(parts) if part}
         exact = [end for end in (f"/{name}", *ends) if end in place]
         found = {*exact, *(p for p in globs if matches(p, name))}
         matched.append(sorted(found, key=place.__getitem__))

@@ -36,6 +36,8 @@ def test_matching_chooses_leaves_by_their_paths() -> None:
     assert clipjax.matching("w[0]")(tree) == {"a": {"w[0]": True, "w[1]": False}}
     assert matches("w[0]", "a/w[0]")
     assert matches("/a/w[0]", "a/w[0]")
+    slash = {"a": 1.0, "x": {"/a": 1.0}}
+    assert clipjax.matching("/a")(slash) == {"a": True, "x": {"/a": False}}
     # The arrays in Flax' boxes are at `value`, which paths leave out there, and only
     # there.
     attention = collections.namedtuple("Attention", "query value")(

@@ -139,6 +139,19 @@ def test_the_norm_of_a_clip_of_groups_is_drawn_without_a_threshold() -> None:
     np.testing.assert_allclose(found["norm"][1], 3**0.5, rtol=1e-6)
 
 
+def test_a_skipped_step_has_no_norm_of_a_group() -> None:
+    clip = clipjax.clip_by_group_norm({"a": 9.0, "b": 9.0})
+    tx = clipjax.bounded(optax.sgd(0.1), clip=clip, nonfinite="skip")
+    params, history = {"a": jnp.ones(1), "b": jnp.ones(1)}, []
+    state, update = tx.init(params), jax.jit(tx.update)
+    for size in (3.0, NAN, 4.0):
+        _, state = update({"a": 2 * params["a"], "b": jnp.full(1, size)}, state, params)
+        history.append(clipjax.metrics(state))
+    for name in ("clip_by_group_norm/b/norm", "clip_by_group_norm/norm_after"):
+        assert drawn(plots.norms(history, name))["norm"][0] == [0, 2], name
+    assert drawn(plots.norms(history, "clip_by_group_norm"))["not finite"][0] == [1]
+
+
 def test_a_history_may_begin_with_a_skipped_step() -> None:
     clip = clipjax.clip_by_global_norm(1.0)
     tx = clipjax.bounded(optax.sgd(0.1), clip=clip, nonfinite="skip")
