@@ -18,9 +18,11 @@ from clipjax.gradients.past_norms import average, clip_by_past_norms, is_counted
 
 ZclipMode = Literal["adaptive", "mean", "percentile"]
 
-# An outlier adds 1 to a counter, and any other step subtracts 4. At 100 the norms are
-# at a new level, and the statistics start again.
-_NEW_LEVEL_COUNT, _TAKEN_AWAY = 100, 4
+# An outlier adds 1 to a counter, and any other step subtracts 1.25 / z_threshold². At
+# 50 the statistics start again. Of norms with any distribution, at most 1 / (1 + z²)
+# are z standard deviations above their mean (Cantelli's inequality), so the counter
+# rises only if the statistics are those of other norms.
+_NEW_LEVEL_COUNT, _TAKEN_AWAY = 50, 1.25
 
 
 class Moments(NamedTuple):
@@ -35,7 +37,7 @@ class ZclipMemory(NamedTuple):
     """What :func:`zclip` remembers."""
 
     moments: Moments
-    spikes: jax.Array  # int32: the counter of outliers
+    spikes: jax.Array  # float: the counter of outliers
 
 
 def zclip(
@@ -87,10 +89,10 @@ def zclip(
       ValueError: `mode` is not one of the three words.
 
     A norm that is 0 or not finite does not enter the statistics. An outlier adds 1 to a
-    counter, any other step subtracts 4; at 100 the statistics start again, with a
-    warm-up, since so many outliers mean that norms have reached a higher level. If
-    fewer than four in five steps are outliers, the counter does not reach 100, and m
-    and s follow a new level as fast as `decay` allows.
+    counter, any other step subtracts 1.25 / z_threshold², 0.2 by default. At 50 the
+    statistics start again, with a warm-up, since so many outliers mean that m and s no
+    longer describe the norms. With the default `z_threshold`, the counter reaches 50
+    after 50 outliers in a row, or later if more than one in six norms is an outlier.
 
     Until the statistics start again, `zclip` equals the authors' `ZClip`. There,
     `max_grad_norm` is 1 by default, and the modes "adaptive" and "mean" are the values
@@ -151,7 +153,8 @@ def zclip(
         after = _after(past, entering, warming, decay)
         if not update_on_spike:
             after = jax.tree.map(lambda a, b: jnp.where(spike, b, a), after, past)
-        spikes = jnp.maximum(spikes + jnp.where(spike, 1, -_TAKEN_AWAY), 0)
+        taken_away = _TAKEN_AWAY / jnp.maximum(z_max, tiny**0.25) ** 2
+        spikes = jnp.maximum(spikes + jnp.where(spike, 1, -taken_away), 0)
         # After a restart, the first norm of the warm-up replaces the averages.
         anew = spikes >= _NEW_LEVEL_COUNT
         after = after._replace(steps=jnp.where(anew, 0, after.steps))
@@ -161,7 +164,7 @@ def zclip(
     return clip_by_past_norms(
         "zclip",
         bound_of,
-        lambda dtype: ZclipMemory(_no_moments(dtype), jnp.zeros((), np.int32)),
+        lambda dtype: ZclipMemory(_no_moments(dtype), jnp.zeros((), dtype)),
     )
 
 

@@ -34,6 +34,8 @@ for mode, takes in itertools.product(("mean", "percentile", "adaptive"), (False,
 BEFORE, AFTER, LAST = 200, 1000, 400
 LEVELS = (1.2, 3.0, 30.0, 1000.0, 1 / 3, 1 / 1000)
 NOISES = (0.02, 0.1, 0.4)
+# The shares of norms that are twice the level before; the others stay there.
+SHARES = (0.4, 0.5, 0.7, 0.8, 0.95)
 
 
 def pasts(rng: np.random.Generator) -> dict[str, np.ndarray]:
@@ -82,6 +84,10 @@ def test_a_thousand_steps_later_they_clip_as_a_fresh_clip_does() -> None:
         for factor in LEVELS:
             before = np.exp(noise * rng.standard_normal(BEFORE))
             each.append((factor, f"{factor:.4g} times higher", before))
+        for share in SHARES:
+            before = np.exp(noise * rng.standard_normal(BEFORE))
+            factors = np.where(rng.random(level.shape) < share, 2, 1)
+            each.append((factors, f"{share} of them twice as high", before))
         for factor, name, before in each:
             cases.append(f"{name}, noise {noise}")
             fresh.append(factor * level)
