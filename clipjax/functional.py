@@ -225,7 +225,7 @@ def clip_by_norm(
       ValueError: `max_norm` is negative or NaN, or does not fit the norms; `axes` do
         not fit a leaf, or apply to none.
 
-    Equals `tf.clip_by_norm` of each leaf.
+    Equals `tf.clip_by_norm` of each leaf if all elements are finite.
 
     See Also:
       :func:`clip_by_norm` is the transformation; :func:`functional.clip_by_global_norm`

@@ -184,8 +184,8 @@ def _at(name: str, value: Any, step: Step, least: float) -> Any:
     if step is None:
         raise ValueError(
             f"{name} is a schedule and needs the step: pass the state that init "
-            "returned to update, or step= to .apply of a projection, as in "
-            "max_norm(schedule).apply(params, step=step)"
+            "returned to update, or step= to .apply of a projection and to "
+            "violations, as in max_norm(schedule).apply(params, step=step)"
         )
     return _at_least(as_float(value(step)), least)
 

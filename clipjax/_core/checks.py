@@ -39,13 +39,14 @@ def check_count(name: str, value: Any, least: int, *, static: bool = False) -> A
         raise traced_error(name, value)
     if isinstance(value, jax.core.Tracer):
         return value
+    wrong = TypeError(f"{name} must be a whole number, got {short_repr(value)}")
+    if isinstance(value, bool):
+        raise wrong
     try:
         number = operator.index(value)
     except TypeError:
-        raise TypeError(
-            f"{name} must be a whole number, got {short_repr(value)}"
-        ) from None
-    if isinstance(value, bool) or not least <= number < 2**31:
+        raise wrong from None
+    if not least <= number < 2**31:
         wanted = "below 2**31" if number >= 2**31 else f"of at least {least}"
         raise ValueError(
             f"{name} must be a whole number {wanted}, got {short_repr(value)}"

@@ -52,10 +52,10 @@ def transformation(
         values, metrics, memory = act(updates, *args, **extra)
         return updates.rebuild(values), metrics, memory
 
-    return logged(name, act_on_tree, remember)
+    return tree_transformation(name, act_on_tree, remember)
 
 
-def logged(
+def tree_transformation(
     name: str,
     act: Act,
     remember: Callable[[Leaves], Any] | None = None,
@@ -131,7 +131,8 @@ def with_metrics(
     A float in `metrics` is logged as it was at the last step, an int as its sum over
     all steps, and a bool as the fraction of the steps at which it was true: `clipped`
     becomes `clipped_fraction`. For a float named `norm`, the number of steps at which
-    it is not finite is logged as `nonfinite_count`. Names may depend on the tree, as
+    it is not finite is logged as `nonfinite_count`. If there is also a `scale`,
+    :func:`metrics` adds their product as `norm_after`. Names may depend on the tree, as
     for one metric for each leaf. Metrics are not differentiated.
 
     See Also:
@@ -162,7 +163,8 @@ def with_metrics(
     places = [x for x in parameters if x.kind <= x.POSITIONAL_OR_KEYWORD]
     own = {x.name for x in places[:4] if x.kind is x.POSITIONAL_OR_KEYWORD}
     by_name = [x for x in parameters if x.kind is x.KEYWORD_ONLY]
-    named = {x.name for x in (*places[4:], *by_name)}
+    more = [x for x in (*places[4:], *by_name) if x.kind is not x.POSITIONAL_ONLY]
+    named = {x.name for x in more}
     takes_all = any(x.kind is x.VAR_KEYWORD for x in parameters)
 
     def act_on_leaves(
@@ -184,7 +186,7 @@ def with_metrics(
         assert remember is not None
         return remember(leaves.rebuild(leaves.values))
 
-    return logged(name, act_on_leaves, remember and remember_tree)
+    return tree_transformation(name, act_on_leaves, remember and remember_tree)
 
 
 def _check_returned(name: str, returned: Any, memory: Memory) -> None:

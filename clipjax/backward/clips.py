@@ -136,7 +136,8 @@ def clip_gradient_by_norm(
       ValueError: `max_norm` is negative or NaN, or does not fit the norms; `axes` do
         not fit a leaf, or apply to none.
 
-    Equals a `tf.custom_gradient` that applies `tf.clip_by_norm` to the gradient.
+    For finite gradients, equals a `tf.custom_gradient` that applies `tf.clip_by_norm`
+    to the gradient.
 
     See Also:
       :func:`clip_gradient_by_global_norm` clips the leaves of a tree together;

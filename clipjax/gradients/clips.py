@@ -25,10 +25,11 @@ def clip_by_global_norm(
 
         x * min(1, max_norm / norm)
 
-    All leaves are multiplied by one factor, leaves of 16 bits by a factor up to 1%
-    smaller, so that the direction of the gradient stays the same. Use it when some
-    steps have gradients far larger than usual, as in recurrent networks and
-    transformers: it is the usual first choice.
+    All leaves are multiplied by one factor, so that the direction of the gradient stays
+    the same. The factor of leaves of 16 bits is up to 0.4% smaller, so that rounding
+    does not put the norm above the threshold. Use it when some steps have gradients far
+    larger than usual, as in recurrent networks and transformers: it is the usual first
+    choice.
 
     Args:
       max_norm: the threshold for the norm, a scalar `Bound`.
@@ -97,8 +98,9 @@ def clip_by_norm(
       A gradient transformation with the metrics of a clip, where `norm` is the largest
       of the norms before the clip.
 
-    Equals Keras' `clipnorm`, which clips each variable, and `tf.clip_by_norm` of each
-    leaf. With `axes`, TensorFlow also reduces vectors, which do not change here.
+    For finite gradients, equals Keras' `clipnorm`, which clips each variable, and
+    `tf.clip_by_norm` of each leaf. With `axes`, TensorFlow also reduces vectors, which
+    do not change here.
 
     See Also:
       :func:`clip_by_global_norm` clips all leaves by one norm;

@@ -12,7 +12,7 @@ from jax import lax
 from clipjax._core.aliases import Metrics, Scalar, Step, Tree
 from clipjax._core.bounds import is_real
 from clipjax._core.checks import check_count, check_transformation
-from clipjax._core.door import logged
+from clipjax._core.door import tree_transformation
 from clipjax._core.leaves import Leaves, is_inexact, nodes_where
 from clipjax._core.messages import short_repr
 from clipjax._core.norms import over_devices, sum_dtype, tree_norm
@@ -84,7 +84,7 @@ def skipping(
         changed, state = unless(skipped, taken, memory.inner, state)
         return changed, metrics, after._replace(inner=state)
 
-    return logged(name, act, remember, measure)
+    return tree_transformation(name, act, remember, measure)
 
 
 def unless(waits: Scalar, updates: Tree, old: Tree, new: Tree) -> tuple[Any, Any]:

@@ -32,8 +32,8 @@ _STD_PER_MAD = 1.4826
 # noise is no outlier: bfloat16 rounds a loss in steps of up to 0.8%.
 _LEAST_STDS = (0.05, 0.01)
 
-# The largest standard deviation of logarithms: 6 times this number makes 20 times the
-# level an outlier, however much values vary.
+# The largest standard deviation of logarithms: 6 times this number makes exp(3) = 20.1
+# times the level an outlier, however much values vary.
 _MOST_STD = 0.5
 
 # The defaults, also for `record_norms`, which keeps what `skip_spikes` would skip.
@@ -73,8 +73,8 @@ def skip_spikes(
     which fall fast, from being taken for noise. Losses are compared in the same way,
     but without logarithms if a loss in the window is not positive. The standard
     deviation of the logarithms counts as at least 0.05 for norms and 0.01 for losses,
-    and as at most 0.5: with the default `z_threshold`, 20 times the level is always an
-    outlier.
+    and as at most 0.5: with the default `z_threshold`, a norm above exp(6 * 0.5) = 20.1
+    times the level is always an outlier.
 
     Args:
       optimizer: a gradient transformation, usually a whole chain.
@@ -104,7 +104,8 @@ def skip_spikes(
     is not finite, neither enters its window. A norm of 0 does not enter the window of
     norms, and a loss of 0 not that of losses. Outliers enter, since a few of them
     cannot move a median. If norms stay at a new level, steps are applied again after 8
-    or 9 skipped steps, whatever the level is. A burst of more outliers in a row is
+    or 9 skipped steps, whatever the level is, or sooner if `window` is short or the new
+    level is near the old one. A burst of more outliers in a row is
     taken for a new level, too.
 
     References:

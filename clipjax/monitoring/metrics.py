@@ -47,7 +47,7 @@ def metrics(opt_state: Tree) -> dict[str, jax.Array]:
       whose norm was not finite, and `steps`.
 
     Raises:
-      ValueError: `opt_state` contains no state of clipjax.
+      ValueError: `opt_state` contains no state with metrics.
 
     The arrays are copies, so that the state may be donated to the next step. In a state
     that is restored without a template, fields are in the order of their names. This
@@ -205,12 +205,11 @@ def _from_table(
 ) -> Metrics:
     """Return metrics from a table, in buffers of their own."""
     of_floats, of_ints, of_bools = names
-    found = {"steps": jnp.copy(step)}
-    found |= {name: floats[..., i] for i, name in enumerate(of_floats)}
-    found |= {name: counts[..., i] for i, name in enumerate(of_ints)}
+    kept = {name: floats[..., i] for i, name in enumerate(of_floats)}
+    kept |= {name: counts[..., i] for i, name in enumerate(of_ints)}
     for i, name in enumerate(of_bools, len(of_ints)):
-        found[f"{name}_fraction"] = _fraction(counts[..., i], step)
-    return found
+        kept[name] = counts[..., i].astype(np.uint32)
+    return _from_scalars(step, kept, None)
 
 
 def _fraction(count: jax.Array, step: Scalar) -> jax.Array:

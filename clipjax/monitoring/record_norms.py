@@ -14,7 +14,7 @@ from jax import lax
 from clipjax._core.aliases import Bound, Memory, Ord, Step, Tree
 from clipjax._core.bounds import check_bound
 from clipjax._core.checks import check_count, check_ord
-from clipjax._core.door import logged
+from clipjax._core.door import tree_transformation
 from clipjax._core.leaves import (
     Leaves,
     beside,
@@ -193,7 +193,9 @@ def record_norms(
         return updates.rebuild(updates.values), norms, memory
 
     remembers = size if is_known else True
-    made = logged("record_norms", act, remember if remembers else None, measure)
+    made = tree_transformation(
+        "record_norms", act, remember if remembers else None, measure
+    )
     return Recorder(*made)
 
 

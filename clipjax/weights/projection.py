@@ -267,8 +267,8 @@ def as_projection(name: str, function: Any) -> Projection:
         raise TypeError(
             f"{name} must be a projection or a function of the weights, got "
             f"{short_repr(function)}, a gradient transformation. Pass the projection "
-            "alone, which is the last one of a chain; pass a clip as clip=; in place "
-            "of a mask, write axes= or where="
+            "alone, which is the last one of a chain; a clip is no projection, and "
+            "goes before the optimizer; in place of a mask, write axes= or where="
         )
     if not callable(function):
         raise TypeError(

@@ -113,7 +113,8 @@ def qk_clip(
         if max_logits is None:
             raise ValueError(
                 "max_logits: qk_clip needs the largest logit of each head, as in "
-                "tx.update(grads, state, params, max_logits=max_logits)"
+                "tx.update(grads, state, params, max_logits=max_logits), or in "
+                "qk_clip().apply(params, max_logits)"
             )
         most = bound.at(step)
         factors: list[Any] = [None] * len(weights.values)

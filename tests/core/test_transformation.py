@@ -182,6 +182,28 @@ def test_a_clip_of_a_user_gets_what_it_takes(form: str) -> None:
     assert clipjax.metrics(state)["mine/loss"] == 3
 
 
+def test_what_a_users_act_takes_by_place_alone_is_no_argument_of_update() -> None:
+    def act(updates: Any, params: Any, step: Any, memory: Any, by: Any = 2, /) -> Any:
+        return by * updates, {}, memory
+
+    tx = clipjax.with_metrics("mine", act)
+    updates, _ = tx.update(jnp.ones(2), tx.init(jnp.ones(2)), None, by=3.0)
+    np.testing.assert_array_equal(updates, [2, 2])
+
+
+def test_a_clip_of_a_user_derives_the_norm_after_it() -> None:
+    def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:
+        scale = jnp.float32(0.5)
+        metrics = {"norm": jnp.linalg.norm(updates), "scale": scale, "clipped": True}
+        return scale * updates, metrics, memory
+
+    tx = optax.chain(clipjax.with_metrics("mine", act), clipjax.clip_by_norm(9.0))
+    _, state = tx.update(jnp.array([3.0, 4.0]), tx.init(jnp.ones(2)))
+    found = clipjax.metrics(state)
+    assert found["mine/norm_after"] == found["clip_by_norm/norm_after"] == 2.5
+    assert found["mine/clipped_fraction"].dtype == np.float32
+
+
 def test_a_clip_of_a_user_has_metrics_and_a_memory() -> None:
     def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:
         largest = jnp.max(jnp.abs(updates))

@@ -64,8 +64,8 @@ THEMES = {
         *crossed(with_form("constant"), ("schedule", TypeError, "a number")),
         *crossed(
             c.COUNTS,
-            *each(TypeError, "1.5", "'1'"),
-            *each(ValueError, "True", "-1", str(2**31)),
+            *each(TypeError, "1.5", "'1'", "True"),
+            *each(ValueError, "-1", str(2**31)),
         ),
         *crossed(c.AT_LEAST_1, ("0", ValueError, "at least 1", "got 0")),
         *crossed(c.DECAYS, *each(ValueError, "1.0", "-0.1")),
@@ -384,7 +384,7 @@ THEMES = {
             "patterns: the pattern 'dec/*' matches no leaf",
             "kernel",
         ),
-        of_value("record_norms(True)", "groups", "whole number", "True"),
+        of_type("record_norms(True)", "groups", "whole number", "True"),
         of_type("record_norms([])", "groups", "one or several path patterns"),
         of_type(
             "spectral_cap(1.0, flatten=(0, '1'))", "flatten", "pair", "got (0, '1')"
@@ -547,7 +547,7 @@ THEMES = {
             "bounded(adam, clip=[clip, unit_norm()])", "clip", "unit_norm()", "project="
         ),
         of_value("bounded(max_norm(3.0))", "optimizer", "max_norm(3.0)", "project="),
-        of_type("bounded(adam, project=clip)", "project", "a clip as clip="),
+        of_type("bounded(adam, project=clip)", "project", "a clip is no projection"),
         of_type("project(3)", "function", "got 3"),
         of_type("bounded(adam, project=3.0)", "project", "3.0"),
         of_type("project(None)", "function", "None"),
