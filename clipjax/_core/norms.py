@@ -127,7 +127,7 @@ def nan_unless(fine: jax.Array, x: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnames=("axes", "ord"))
-def norm_of(x: jax.Array, axes: Reduced = None, ord: float = 2) -> jax.Array:
+def norm_of(x: jax.Array, axes: Reduced, ord: float = 2) -> jax.Array:
     """Return the norm along `axes`; the norm of the whole leaf is over all devices."""
     power = total(x, axes, ord)
     if axes is None:
@@ -140,7 +140,7 @@ def tree_norm(leaves: Iterable[jax.Array], ord: float = 2) -> Scalar:
     return root(tree_total(leaves, ord), ord)
 
 
-def tree_total(leaves: Iterable[jax.Array], ord: float = 2) -> Scalar:
+def tree_total(leaves: Iterable[jax.Array], ord: float) -> Scalar:
     """Return the norm of leaves together to the power `ord`."""
     return on_all([total(x, None, ord) for x in leaves], ord)
 
@@ -179,7 +179,7 @@ def _powers(x: jax.Array, ord: float) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnames=("axes", "ord"))
-def total(x: jax.Array, axes: Reduced = None, ord: float = 2) -> jax.Array:
+def total(x: jax.Array, axes: Reduced, ord: float) -> jax.Array:
     """Return the norm along `axes` to the power `ord`, on this device."""
     powers = _powers(x, ord)
     if ord == jnp.inf:

@@ -149,6 +149,31 @@ def test_floats_of_all_dtypes_share_an_array() -> None:
     assert found["record_norms/updates/b"] == pytest.approx(0.8)
 
 
+def test_a_table_has_the_names_of_its_text() -> None:
+    one, other = (of_metrics(name).init(0.0).metrics["n"] for name in "ab")
+    assert one._replace(text=other.text).known_names == other.known_names
+
+    def with_other_floats(table: Any) -> Any:
+        found = table._replace(floats=2 * table.floats)
+        assert found.known_names == one.known_names
+        return found
+
+    jax.jit(with_other_floats)(one)
+
+
+def test_metrics_have_no_derivative() -> None:
+    for tx, name in (
+        (of_metrics("a"), "n/a"),
+        (clipjax.clip_by_global_norm(1.0), "clip_by_global_norm/norm"),
+        (clipjax.record_norms(), "record_norms/updates"),
+    ):
+
+        def metric(x: Any, tx: Any = tx, name: str = name) -> Any:
+            return clipjax.metrics(tx.update(x, tx.init(x))[1])[name]
+
+        assert jax.grad(metric)(3.0) == 0
+
+
 def test_counters_stop_at_their_largest_value() -> None:
     def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:
         return updates, dict(updates), memory
