@@ -214,8 +214,8 @@ def name_of(state: MetricsState) -> str:
 
 def as_logged(metrics: Mapping[str, Any] | Table) -> Any:
     """Return the form in which a state keeps the metrics of one step."""
-    if isinstance(metrics, Table):
-        return lax.stop_gradient(metrics)
+    if isinstance(metrics, Table):  # what makes it stops its derivatives
+        return metrics
     logged = {key: _logged(x) for key, x in metrics.items()}
     if "norm" in metrics:
         is_bad = ~jnp.isfinite(metrics["norm"])
