@@ -113,8 +113,10 @@ def adopt(old: Tree, new: Tree, *, drop: bool = False) -> Tree:
         if is_state(each.node):
             full = {key for key, x in each.node._asdict().items() if jax.tree.leaves(x)}
             known = kinds.get(each.fields) or OURS.get(each.fields) or Kind(full, set())
-            needed, inner = known.needed & full, known.inner | inner_fields(each.node)
-            kinds[each.fields] = Kind(needed, inner, is_new=True)
+            needed = known.needed if each.fields in OURS else known.needed | full
+            inner = known.inner | inner_fields(each.node)
+            in_new = {**known.in_new, each.path: full}
+            kinds[each.fields] = Kind(needed, inner, in_new)
     kinds |= {fields: kind for fields, kind in KNOWN.items() if fields not in kinds}
     has_types = is_live(before)
     given, wanted = (
@@ -124,7 +126,9 @@ def adopt(old: Tree, new: Tree, *, drop: bool = False) -> Tree:
             (fresh, None),
         )
     )
-    if any(each.fields in OURS and not each.kind for each in wanted):
+    of_old, of_new = ({is_state(x.node) for x in each} for each in (given, wanted))
+    lacks_states = True in of_old and of_new == {False}
+    if lacks_states or any(each.fields in OURS and not each.kind for each in wanted):
         raise TypeError(
             "new must be the state that init returns, got mappings in place of states, "
             f"as nnx.state has them: {short_repr(new)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -24,7 +25,9 @@ class Kind(NamedTuple):
 
     needed: set[str]  # the fields that contain arrays, which a checkpoint has
     inner: set[str]  # the fields that contain other states
-    is_new: bool = False  # whether `new` has such a state
+    # For each such state in `new`, its path and the fields that contain arrays: a label
+    # of `optax.partition` without parameters has fewer of them.
+    in_new: Mapping[Words, set[str]] = MappingProxyType({})
 
 
 Kinds: TypeAlias = Mapping[Words, Kind]
@@ -168,7 +171,7 @@ def found_states(
         yield FoundState(now, at.owner, at.names, "", at.parts, at.path, {(): now})
         return
     has_labels = bool(at.labeled_by) and type(now) not in (list, tuple)
-    fields = () if has_labels else _fields_of(now, kinds)
+    fields = () if has_labels else _fields_of(now, kinds, at.path)
     kind = type(now) if is_state(now) else None
     children = {keystr(key, simple=True): child for key, child in level}
     is_mapping = isinstance(now, Mapping)
@@ -183,7 +186,7 @@ def found_states(
     inside = {}
     for key, child in children.items():
         is_memory = key == "memory" and fields == MetricsState._fields
-        is_skip = is_memory and _fields_of(child, OURS) == SkipMemory._fields
+        is_skip = is_memory and _fields_of(child, OURS, ()) == SkipMemory._fields
         if key in inner or is_skip:
             inside[key] = child
         elif key == "metrics" and fields == MetricsState._fields:
@@ -199,22 +202,22 @@ def found_states(
     # one that they wrap.
     is_wrapper = fields in OPTAX and any("inner" in key for key in inner)
     several = len(inner) > 1 and not is_wrapper
+    is_box = [*children] == ["value"] and _is_leaf(children["value"])
     is_name = (at.labeled_by,) == NamedState._fields
     has_keys = is_mapping and (keyed is None or at.path in keyed)
     for key, child in inside.items():
         below = at._replace(path=(*at.path, key), label="", labeled_by="")
         if fields:
-            is_array = jax.tree_util.all_leaves([child])
             below = below._replace(
                 names=(),
-                owner=kind if is_array else None,
+                owner=kind if _is_leaf(child) else None,
                 labeled_by=key if key in _LABELED else "",
             )
             if key == "memory":
                 below = below._replace(label=label)
             elif several:
                 below = below._replace(parts=(*at.parts, f"{key}/"))
-        elif has_labels or has_keys or not _is_number(key):
+        elif has_labels or (not is_box and (has_keys or not _is_number(key))):
             below = below._replace(
                 names=at.names if has_labels else (*at.names, key),
                 parts=(*at.parts, key if is_name else f"{key}/"),
@@ -234,6 +237,10 @@ def keyed_in(tree: Any) -> set[Words]:
     }
 
 
+def _is_leaf(node: Any) -> bool:
+    return bool(jax.tree_util.all_leaves([node]))
+
+
 def _is_number(key: str) -> bool:
     """Return whether a key may be the place in a chain."""
     return key.isascii() and key.isdecimal()
@@ -243,13 +250,28 @@ def _place_of(key: str) -> tuple[int, str]:
     return (int(key) if _is_number(key) else -1), key
 
 
-def _fields_of(node: Any, kinds: Kinds) -> Words:
-    """Return the fields of a state, or of a mapping that stands for one."""
+def _fields_of(node: Any, kinds: Kinds, path: Words) -> Words:
+    """Return the fields of a state, or of a mapping that stands for one.
+
+    Of several kinds that have these keys, it is the one that `new` has at this path,
+    else one that `new` has, else the one with the fewest fields.
+    """
     if is_state(node):
         return node._fields
-    keys = set(map(str, node)) if isinstance(node, Mapping) else set()
-    fitting = [x for x, kind in kinds.items() if keys and kind.needed <= keys <= {*x}]
-    return min(fitting, key=lambda x: (not kinds[x].is_new, len(x)), default=())
+    if not isinstance(node, Mapping) or not node:
+        return ()
+    keys = set(map(str, node))
+    fitting = [
+        x
+        for x, kind in kinds.items()
+        if keys in kind.in_new.values() or kind.needed <= keys <= {*x}
+    ]
+
+    def order(fields: Words) -> tuple[bool, bool, int]:
+        in_new = kinds[fields].in_new
+        return path not in in_new, not in_new, len(fields)
+
+    return min(fitting, key=order, default=())
 
 
 def _scalars_in(kept: Any) -> dict[str, Any]:

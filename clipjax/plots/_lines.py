@@ -45,7 +45,9 @@ def norms(history: runs.History, name: str | None = None, *, ax: Any = None) -> 
       The legend has the percentage of finite norms that were clipped, and, if a step
       was skipped, the percentage of all steps that were skipped. A clip within a skip
       does not see a skipped step, which is drawn at the norm that the skip measured.
-      Other numbers, such as the norm of a group, have no point there.
+      Other numbers, such as the norm of a group, have no point there. If the history
+      has several optimizers, give each a name by :func:`named`: the skips of another
+      optimizer without a name would be drawn, too.
 
       A norm that is not finite is a cross at the top. If the history has norms of
       groups, as :func:`clipjax.record_norms` measures, text at a cross names the groups

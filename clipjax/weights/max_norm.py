@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from clipjax._core.aliases import AutoAxes, Bound, Bounds, DType, Skip, Step
 from clipjax._core.bounds import CheckedBound, check_bounds, check_order
@@ -235,13 +236,16 @@ def _factor_between(
 ) -> jax.Array:
     """Return 1 between two bounds, else what takes a norm `rate` of the way to them.
 
-    A unit that was brought up to `low` ends a margin or two below it, and counts as
-    within the bounds. A norm of 0 has no direction to grow in.
+    A unit that was brought up to `low` ends a margin or two below it. It stays as it
+    is, but has the derivative of what brings it there: of two equal bounds, all units
+    are at `low`. A norm of 0 has no direction to grow in.
     """
     high = jnp.asarray(high, norm.dtype)
     low = jnp.minimum(jnp.asarray(low, norm.dtype), high)
     rate = jnp.minimum(jnp.asarray(rate, norm.dtype), 1)
-    is_long = (norm >= least_inside(low, dtype)) | (norm == 0)
+    is_at_low = (norm >= least_inside(low, dtype)) & (norm <= low) & (norm > 0)
+    is_between = ((norm > low) & (norm <= high)) | (norm == 0)
     nearest = (1 - margin(dtype)) * jnp.clip(norm, low, high)
     target = rate * nearest + (1 - rate) * norm
-    return quotient_or_1(is_long & (norm <= high), target, norm)
+    factor = quotient_or_1(is_between, target, norm)
+    return jnp.where(is_at_low, 1 + (factor - lax.stop_gradient(factor)), factor)

@@ -816,6 +816,57 @@ def test_states_of_nnx_go_on_as_mappings(name: str, tmp_path: Path) -> None:
         clipjax.adopt(state, skips)
 
 
+def test_labels_without_parameters_and_plain_trees_go_on_from_nnx(
+    tmp_path: Path,
+) -> None:
+    net = Net()
+
+    def labels(tree: Any) -> Any:
+        return jax.tree.map(lambda x: "a", tree, is_leaf=_is_variable)
+
+    rate = optax.linear_schedule(0.1, 0.2, 9)
+    average = optax.GradientTransformation(
+        lambda params: jax.tree.map(lambda x: 2 * x, params),
+        lambda updates, state, params=None: (updates, state),
+    )
+    txs = {
+        "same": optax.partition({"a": optax.adam(rate), "b": optax.adam(rate)}, labels),
+        "other": optax.partition({"a": optax.adam(0.1), "b": optax.adam(rate)}, labels),
+        "plain": optax.chain(optax.adam(0.1), average),
+    }
+    for name, tx in txs.items():
+        both = [nnx.Optimizer(net, tx, wrt=nnx.Param) for _ in range(2)]
+        both[0].update(net, jax.tree.map(jnp.ones_like, nnx.state(net, nnx.Param)))
+        state = nnx.state(both[0])
+        restored = by_orbax(state, tmp_path / name)
+        for old in (state, nnx.to_pure_dict(state), restored):
+            both[1].opt_state = clipjax.adopt(old["opt_state"], both[1].opt_state)
+            found, expected = (nnx.state(each)["opt_state"] for each in both)
+            jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_a_label_without_parameters_makes_no_state_of_another() -> None:
+    params = {"w": jnp.ones(3)}
+
+    def parts(*txs: Any) -> Any:
+        return optax.partition(dict(zip("ab", txs, strict=True)), {"w": "a"})
+
+    rms = optax.scale_by_rms(bias_correction=True)
+    old = by_msgpack(parts(rms, optax.identity()).init(params), Path())
+    new = parts(optax.scale_by_adam(), optax.scale_by_adam()).init(params)
+    with pytest.raises(ValueError, match=r"new has no place for count at .*, nu/w"):
+        clipjax.adopt(old, new)
+
+
+def test_mappings_in_place_of_the_states_of_new_are_told() -> None:
+    net, adam = Net(), optax.adam(0.1)
+    old = nnx.Optimizer(net, adam, wrt=nnx.Param).opt_state
+    for tx in (adam, clipjax.named("a", adam), optax.MultiSteps(adam, 2)):
+        new = nnx.state(nnx.Optimizer(net, tx, wrt=nnx.Param))["opt_state"]
+        with pytest.raises(TypeError, match="new must be the state that init returns"):
+            clipjax.adopt(old, new)
+
+
 def test_a_checkpoint_of_nnx_goes_on_without_a_template(tmp_path: Path) -> None:
     """Orbax restores mappings, with `value` around each array."""
     net = Net()
