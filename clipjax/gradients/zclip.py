@@ -21,8 +21,8 @@ ZclipMode = Literal["adaptive", "mean", "percentile"]
 # An outlier adds 1 to a counter, and any other step subtracts 1.25 / z_threshold². At
 # 50 the statistics start again. Of norms with any distribution, at most 1 / (1 + z²)
 # are z standard deviations above their mean (Cantelli's inequality), so the counter
-# rises only if the statistics are those of other norms.
-_NEW_LEVEL_COUNT, _TAKEN_AWAY = 50, 1.25
+# rises only if the statistics are those of other norms. It counts hundredths.
+_ADDED, _TAKEN_AWAY, _NEW_LEVEL_COUNT = 100, 125, 5000
 
 
 class Moments(NamedTuple):
@@ -37,7 +37,7 @@ class ZclipMemory(NamedTuple):
     """What :func:`zclip` remembers."""
 
     moments: Moments
-    spikes: jax.Array  # float: the counter of outliers
+    spikes: jax.Array  # int32: the counter of outliers, in hundredths
 
 
 def zclip(
@@ -153,8 +153,9 @@ def zclip(
         after = _after(past, entering, warming, decay)
         if not update_on_spike:
             after = jax.tree.map(lambda a, b: jnp.where(spike, b, a), after, past)
-        taken_away = _TAKEN_AWAY / jnp.maximum(z_max, tiny**0.25) ** 2
-        spikes = jnp.maximum(spikes + jnp.where(spike, 1, -taken_away), 0)
+        taken_away = jnp.minimum(_TAKEN_AWAY / z_max**2, _NEW_LEVEL_COUNT)
+        change = jnp.where(spike, _ADDED, -taken_away.astype(np.int32))
+        spikes = jnp.maximum(spikes + change, 0)
         # After a restart, the first norm of the warm-up replaces the averages.
         anew = spikes >= _NEW_LEVEL_COUNT
         after = after._replace(steps=jnp.where(anew, 0, after.steps))
@@ -164,7 +165,7 @@ def zclip(
     return clip_by_past_norms(
         "zclip",
         bound_of,
-        lambda dtype: ZclipMemory(_no_moments(dtype), jnp.zeros((), dtype)),
+        lambda dtype: ZclipMemory(_no_moments(dtype), jnp.zeros((), np.int32)),
     )
 
 
