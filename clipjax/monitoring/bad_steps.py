@@ -51,7 +51,9 @@ class BadStep(NamedTuple):
 
     def __str__(self) -> str:
         text = f"step {self.step}: "
-        text += f"loss {self.loss:.2g}; " if self.is_of_loss else ""
+        if self.loss is not None and self.is_of_loss:
+            why = ", an outlier" if math.isfinite(self.loss) else ""
+            text += f"loss {self.loss:.2g}{why}; "
         text += f"norm {self.norm:.2g}"
         text += (
             f", usual up to {self.threshold:.2g}" if self.threshold < math.inf else ""

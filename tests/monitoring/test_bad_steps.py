@@ -366,7 +366,7 @@ def test_what_is_printed_names_the_place() -> None:
         "norm nan; no group but those of norm 0 is finite: it broke in the loss or in "
         "the forward pass": (NAN, INF, None, NAN, NAN, 0),
         "loss nan; norm 1.5, usual up to 12": (1.5, 12, NAN, 1, 1),
-        "loss 8.1e+03; norm 1.5": (1.5, INF, 8100, 1, 1),
+        "loss 8.1e+03, an outlier; norm 1.5": (1.5, INF, 8100, 1, 1),
     }
     for text, (norm, threshold, loss, *norms) in texts.items():
         groups = dict(zip("abc", norms, strict=False))
