@@ -35,6 +35,17 @@ def test_the_norm_of_a_thousand_equal_leaves_is_exact() -> None:
     np.testing.assert_array_equal(once, twice[0])
 
 
+def test_in_float64_a_norm_ends_just_below_its_bound() -> None:
+    x = np.random.default_rng(0).standard_normal((50, 40))
+    with jax.enable_x64(True):
+        once = jax.jit(lambda x: functional.clip_by_norm(x, 0.7, 0))(x)
+        assert once.dtype == np.float64
+        norms = np.longdouble(np.asarray(once))
+    norms = np.sqrt((norms**2).sum(axis=0))
+    assert (norms <= 0.7).all()
+    np.testing.assert_allclose(np.float64(norms), 0.7, rtol=1e-13)
+
+
 def test_an_infinite_norm_is_not_inside_an_infinite_bound() -> None:
     clipped, _ = stepped(clipjax.clip_by_global_norm(INF), np.float32([INF, 1.0]))
     assert np.isnan(clipped).all()

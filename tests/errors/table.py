@@ -565,6 +565,7 @@ THEMES = {
             "norm",
             "True",
         ),
+        of_type("functional.clip_by_norm(x, schedule)", "max_norm", "not a schedule"),
         of_type(
             "bounded(optax.MultiSteps(adam, 4))",
             "optimizer",

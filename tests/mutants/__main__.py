@@ -39,7 +39,12 @@ LIKELY = {
         "devices/test_shard_map.py",
     ),
     "states": ("core/test_states.py", "core/test_transformation.py", "errors"),
-    "units": ("core/test_units.py", "contract/test_axes.py", "errors"),
+    "units": (
+        "core/test_units.py",
+        "contract/test_axes.py",
+        "devices/test_shard_map.py",
+        "errors",
+    ),
 }
 
 
