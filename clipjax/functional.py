@@ -25,7 +25,7 @@ from clipjax._core.clip import clip, clip_by_tree_norm
 from clipjax._core.entries import check_limits, clip_entries
 from clipjax._core.leaves import flatten, is_inexact
 from clipjax._core.norms import norm_of, sum_dtype, tree_norm, warn_if_local
-from clipjax._core.units import axes_of, literal_axes, map_units, norms_of
+from clipjax._core.units import axes_of, check_axes, map_units, norms_of
 
 __all__ = [
     "clip_by_global_norm",
@@ -138,7 +138,7 @@ def unitwise_norms(
     """
     warn_if_local()
     leaves = flatten(tree)
-    where = axes_of(leaves, literal_axes(axes))
+    where = axes_of(leaves, check_axes(axes), least_rank=0)
     measured: list[Any] = norms_of(leaves.values, where, check_ord(ord))
     for i, (norm, x, reduced) in enumerate(
         zip(measured, leaves.values, where, strict=True)
@@ -242,7 +242,7 @@ def clip_by_norm(
     warn_if_local()
     bound = constant("max_norm", max_norm)
     leaves = flatten(tree)
-    where = axes_of(leaves, literal_axes(axes))
+    where = axes_of(leaves, check_axes(axes), least_rank=0)
     of = norms_of(leaves.values, where, check_ord(ord))
     fitted = map_units(
         lambda norm, leaf: fit_bound("max_norm", bound, norm, leaf), of, leaves.each

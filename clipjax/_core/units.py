@@ -89,7 +89,11 @@ _AUTO = (fan_in_of_matrices, whole_matrices, fan_in_or_all)
 
 
 def axes_of(
-    leaves: Leaves, axes: Any, chosen: Sequence[bool] | None = None
+    leaves: Leaves,
+    axes: Any,
+    chosen: Sequence[bool] | None = None,
+    *,
+    least_rank: int = 2,
 ) -> list[Reduced | Skip]:
     """Return for each leaf the axes that are reduced in it, or SKIP if it has no norm.
 
@@ -97,6 +101,7 @@ def axes_of(
       leaves: the leaves.
       axes: what :func:`check_axes` returned.
       chosen: for each leaf whether it may have units; None: all may.
+      least_rank: the rank below which ints leave a leaf out, such as a bias.
 
     Returns:
       A list with one entry for each leaf.
@@ -113,7 +118,7 @@ def axes_of(
     for leaf, rule, is_chosen in zip(leaves.each, rules, may, strict=True):
         reduced: Reduced | Skip = SKIP
         if is_inexact(leaf.value) and is_chosen:
-            reduced = _resolve(rule, leaf)
+            reduced = _resolve(rule, leaf, least_rank)
             if isinstance(reduced, Skip):
                 skipped.append((leaf, rule))
             elif reduced is not None:
@@ -229,30 +234,14 @@ def check_axes(axes: Any, name: str = "axes", *, auto: Rule | None = None) -> An
     return ints if several else ints[0]
 
 
-def literal_axes(axes: Any) -> Any:
-    """Return checked `axes` that apply to leaves of every rank, as NumPy's do."""
-    axes = check_axes(axes)
-    if isinstance(axes, Mapping):
-        return {pattern: literal_axes(inner) for pattern, inner in axes.items()}
-    if not isinstance(axes, int | tuple):
-        return axes
-
-    def rule(path: Path, leaf: Any) -> Any:
-        return axes
-
-    rule.__name__ = repr(axes)  # as errors show it
-    return rule
-
-
-def _resolve(axes: Any, leaf: Leaf) -> Reduced | Skip:
+def _resolve(axes: Any, leaf: Leaf, least_rank: int) -> Reduced | Skip:
     """Return the axes to reduce in a leaf, sorted and not negative."""
-    rank = len(leaf.value.shape)
     if callable(axes):
         name = f"axes of {leaf.name!r}, by the rule,"
         axes = check_axes(axes(leaf.path, leaf.value), name)
         if callable(axes) or isinstance(axes, Mapping):
             raise TypeError(f"{name} must be ints, None or SKIP, got {axes!r}")
-    elif axes is not None and not isinstance(axes, Skip) and rank < 2:
+    elif isinstance(axes, int | tuple) and len(leaf.value.shape) < least_rank:
         return SKIP
     if axes is None or isinstance(axes, Skip):
         return axes

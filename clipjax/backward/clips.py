@@ -20,7 +20,7 @@ from clipjax._core.clip import clip, clip_by_tree_norm
 from clipjax._core.entries import check_limits, clip_entries, inward
 from clipjax._core.leaves import Leaf, Leaves, flatten, is_inexact
 from clipjax._core.norms import norm_of, over_devices, sum_dtype, warn_if_local
-from clipjax._core.units import axes_of, literal_axes, map_units, norms_of
+from clipjax._core.units import axes_of, check_axes, map_units, norms_of
 from clipjax.monitoring import taps
 
 T = TypeVar("T")
@@ -153,10 +153,10 @@ def clip_gradient_by_norm(
     """
     warn_if_local()
     bound = constant("max_norm", max_norm)
-    axes = literal_axes(axes)
+    axes = check_axes(axes)
 
     def clip_units(gradient: Leaves, bound: Any) -> Any:
-        of = norms_of(gradient.values, axes_of(gradient, axes))
+        of = norms_of(gradient.values, axes_of(gradient, axes, least_rank=0))
         fitted = map_units(
             lambda norm, leaf: _fitted("max_norm", bound, norm, leaf),
             of,
