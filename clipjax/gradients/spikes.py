@@ -201,14 +201,28 @@ def _compared(
       The numbers of standard deviations by which the two are above their levels, and
       the values that are `z_threshold` standard deviations above them.
     """
+    level, std, is_log = _trends(past)
+    highest = level + jnp.asarray(z_threshold, std.dtype) * std
+    threshold = jnp.where(is_log, jnp.exp(highest), highest)
+    logarithm = jnp.log(jnp.maximum(seen, _LEAST_VALUE))
+    z_score = (jnp.where(is_log, logarithm, seen) - level) / std
+    is_warm = past.held >= enough
+    return jnp.where(is_warm, z_score, 0), jnp.where(is_warm, threshold, jnp.inf)
+
+
+def _trends(past: Window) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return levels and standard deviations of past norms and losses, `(2,)` each.
+
+    The third result says for which of the two they are those of logarithms.
+    """
     count = past.held[:, None]
     ago = age(past.values)
     is_held = ago <= count
     # All norms are positive, and most losses.
-    positive = jnp.all((past.values > 0) | ~is_held, axis=-1)
-    is_log = positive[:, None]
+    is_log = jnp.all((past.values > 0) | ~is_held, axis=-1)
     held = jnp.where(is_held, past.values, 1)
-    y = jnp.where(is_log, jnp.log(jnp.where(is_log, held, 1)), held)
+    logarithms = jnp.log(jnp.where(is_log[:, None], held, 1))
+    y = jnp.where(is_log[:, None], logarithms, held)
 
     # The median of the slopes between the two halves.
     half = count // 2
@@ -224,14 +238,9 @@ def _compared(
     std = _STD_PER_MAD * _median(jnp.abs(carried - middle[:, None]), count)
     level = jnp.maximum(middle, recent)
     least_stds = np.array(_LEAST_STDS, y.dtype)
-    std = jnp.maximum(std, least_stds * jnp.where(positive, 1, jnp.abs(level)))
-    std = jnp.minimum(std, jnp.where(positive, _MOST_STD, jnp.inf))
-    highest = level + jnp.asarray(z_threshold, std.dtype) * std
-    threshold = jnp.where(positive, jnp.exp(highest), highest)
-    logged = jnp.log(jnp.maximum(seen, _LEAST_VALUE))
-    z_score = (jnp.where(positive, logged, seen) - level) / std
-    is_warm = past.held >= enough
-    return jnp.where(is_warm, z_score, 0), jnp.where(is_warm, threshold, jnp.inf)
+    std = jnp.maximum(std, least_stds * jnp.where(is_log, 1, jnp.abs(level)))
+    std = jnp.minimum(std, jnp.where(is_log, _MOST_STD, jnp.inf))
+    return level, std, is_log
 
 
 def _median(values: jax.Array, count: jax.Array) -> jax.Array:
