@@ -90,15 +90,16 @@ def bounded(
     Args:
       optimizer: any gradient transformation, such as `optax.adam(1e-3)`.
       clip: one or several gradient transformations that come before the optimizer, such
-        as `clipjax.clip_by_global_norm(1.0)`. None, the default, is no clip.
+        as `clipjax.clip_by_global_norm(1.0)`. None, the default, means no clip.
       project: one or several projections that come after the optimizer, such as
         `clipjax.max_norm(3.0)`, or functions of the weights. The weights end within the
-        bound of the last one. None, the default, is no projection.
-      nonfinite: the policy for gradients that are not finite. "propagate", the default:
-        they spread, as NaN. "zero": elements that are not finite become 0 and are
-        counted, as by :func:`zero_nonfinite`, before the clips, and again after them,
-        since a norm may overflow. "skip": the step is skipped, and weights and state
-        stay as they were, as by :func:`skip_nonfinite`.
+        bound of the last one. None, the default, means no projection.
+      nonfinite: the policy for gradients that are not finite. With "propagate", the
+        default, clips spread NaN to all elements that share a norm. With "zero",
+        :func:`zero_nonfinite` replaces elements that are not finite by 0 and counts
+        them, before the clips, and again after them, since a norm may overflow. With
+        "skip", the step is skipped as by :func:`skip_nonfinite`, so that weights and
+        state stay as they were.
       accumulate: the number of micro-batches that share one clip and one step, for
         their mean gradient, as with `optax.MultiSteps`; 1 by default. With
         `nonfinite="skip"`, a micro-batch that is not finite is left out and counted,

@@ -1,7 +1,7 @@
 """Pure functions on trees of arrays that measure norms or clip.
 
-They have neither states nor schedules. `axes` are literal here, as in NumPy: an int or
-a tuple applies to leaves of every rank.
+The functions keep no state and take no schedules. As in NumPy, an int or a tuple as
+`axes` applies to leaves of every rank.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def global_norm(tree: Tree, *, ord: Ord = None) -> jax.Array:
       ord: the order of the norm: 1, 2 (the default), any p >= 1, or `jax.numpy.inf`.
 
     Returns:
-      A scalar, float64 if a leaf has 64 bits, else float32; 0 for a tree without float
-      leaves.
+      A scalar, which is float64 if a leaf has 64 bits, and float32 otherwise. It is 0
+      for a tree without float leaves.
 
     Equals `tf.linalg.global_norm` and, for float32 leaves, `optax.global_norm`. Optax
     adds the squares of 16-bit leaves in 16 bits, and measures 512 instead of 548 for
@@ -114,14 +114,16 @@ def unitwise_norms(
 
     Args:
       tree: a pytree of arrays.
-      axes: the axes that are reduced, as `Axes`, in leaves of every rank, biases too.
+      axes: the axes that are reduced, as `Axes`, in leaves of every rank, biases
+        included.
       ord: the order of the norms: 1, 2 (the default), any p >= 1, or `jax.numpy.inf`.
-      keepdims: whether reduced axes stay, with size 1, as bounds for these units have
-        them; False by default.
+      keepdims: whether the reduced axes stay, with size 1, so that the norms have the
+        shape that bounds for these units have; False by default.
 
     Returns:
-      A tree of the same structure. A leaf of shape (in, out) that is reduced over axis
-      0 becomes (out,), or (1, out) with `keepdims`, and a leaf without units None.
+      A tree of the same structure. For a leaf of shape (in, out) that is reduced over
+      axis 0, it has an array of shape (out,), or (1, out) with `keepdims`. For a leaf
+      without units, it has None.
 
     Raises:
       ValueError: `axes` do not fit a leaf, or apply to none.
@@ -165,11 +167,13 @@ def clip_by_value(
     optimizer.
 
     Args:
-      tree: a pytree of real arrays; complex ones with one threshold.
+      tree: a pytree of arrays. With two thresholds, the arrays must be real.
       bound: the threshold for absolute values, a number or an array that broadcasts to
-        every leaf. Two positional arguments are `low` and `high`.
-      high: the upper threshold, likewise; infinity for none.
-      low: the lower threshold, likewise.
+        every leaf. If you pass two positional arguments, they are `low` and `high`.
+      high: the upper threshold, a number or an array. Infinity means no upper
+        threshold.
+      low: the lower threshold, a number or an array. Minus infinity means no lower
+        threshold.
 
     Returns:
       The clipped tree. NaN stays NaN; an infinite element becomes the threshold, or
@@ -213,8 +217,8 @@ def clip_by_norm(
       tree: a pytree of arrays.
       max_norm: the threshold for each norm, a number or an array that broadcasts to the
         norms.
-      axes: the axes that are reduced, as `Axes`, in leaves of every rank, biases too;
-        None, the default, gives each leaf one norm.
+      axes: the axes that are reduced, as `Axes`, in leaves of every rank, biases
+        included. None, the default, gives each leaf one norm.
       ord: the order of the norms: 1, 2 (the default), any p >= 1, or `jax.numpy.inf`.
 
     Returns:
@@ -268,8 +272,9 @@ def clip_by_global_norm(
       tree: a pytree of arrays.
       max_norm: the threshold for the norm, a number or a scalar array.
       ord: the order of the norm: 1, 2 (the default), any p >= 1, or `jax.numpy.inf`.
-      norm: the norm of the tree if it is known, a scalar: TensorFlow's `use_norm`, or a
-        norm that is summed over devices by hand. None, the default, measures it.
+      norm: the norm of the tree, a scalar, if you have it already. This is TensorFlow's
+        `use_norm`, and may be a norm that you have summed over devices by hand. If it
+        is None, the default, the function measures the norm.
 
     Returns:
       The clipped tree, and its norm before the clip.

@@ -108,18 +108,18 @@ def with_metrics(
     everything else in clipjax.
 
     Args:
-      name: the first part of the names of its metrics, a string without `/`.
+      name: the first part of the names of the metrics, a string without `/`.
       act: a function `act(updates, params, step, memory) -> (updates, metrics,
-        memory)`. `metrics` is a dict of scalars, always of the same names. Further
-        arguments of `act`, such as `loss=None` or `**extra`, are those of `update`;
-        `init` gives none.
-      remember: a function that makes the memory before the first step from the
-        parameters: arrays whose shapes and dtypes never change. None, the default, is
-        no memory; then `memory` is `()`.
+        memory)`. `metrics` is a dict of scalars with the same names at every step. If
+        `act` has further parameters, such as `loss=None` or `**extra`, they get the
+        keyword arguments of `update`. `init` calls `act` without such arguments.
+      remember: a function that takes the parameters, and returns the memory before the
+        first step: arrays whose shapes and dtypes never change. None, the default,
+        means that `act` has no memory, and that its argument `memory` is `()`.
 
     Returns:
-      A gradient transformation. If `act` has no memory, `update` with the state None or
-      `optax.EmptyState()` works too, and keeps no metrics.
+      A gradient transformation. If `act` has no memory, `update` also accepts None or
+      `optax.EmptyState()` in place of a state, and then keeps no metrics.
 
     Raises:
       TypeError: `name` is not a string without `/`, or `act` is not a function; in
@@ -131,9 +131,10 @@ def with_metrics(
     A float in `metrics` is logged as it was at the last step, an int as its sum over
     all steps, and a bool as the fraction of the steps at which it was true: `clipped`
     becomes `clipped_fraction`. For a float named `norm`, the number of steps at which
-    it is not finite is logged as `nonfinite_count`. If there is also a `scale`,
-    :func:`metrics` adds their product as `norm_after`. Names may depend on the tree, as
-    for one metric for each leaf. Metrics are not differentiated.
+    it is not finite is logged as `nonfinite_count`. If there is also a metric `scale`,
+    :func:`metrics` adds the product of `norm` and `scale` as `norm_after`. The names
+    may depend on the tree, so that each leaf can have a metric of its own. Derivatives
+    treat the metrics as constants.
 
     See Also:
       :func:`metrics` reads them; :func:`project` makes a projection of your own.

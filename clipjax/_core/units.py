@@ -23,15 +23,16 @@ def fan_in(path: Path, leaf: Any) -> tuple[int, ...] | Skip:
 
     Use it as `axes` for kernels of Dense `(in, out)` and Conv `(*window, in, out)`.
     Attention kernels, embeddings and stacked layers need other axes, by path. The
-    biases of stacked layers have rank 2, so that this rule, and an int, would reach
-    them: leave them out, as in `{"*bias": clipjax.SKIP, "*": clipjax.fan_in}`.
+    biases of stacked layers have rank 2, so this rule or an int as `axes` would apply
+    to them. Leave them out, as in `{"*bias": clipjax.SKIP, "*": clipjax.fan_in}`.
 
     Args:
       path: the key path of a leaf, which is not used.
       leaf: an array, or anything with a shape.
 
     Returns:
-      A tuple of axes, or :data:`SKIP` for ranks 0 and 1, as of biases and scales.
+      A tuple of axes, or :data:`SKIP` for leaves of rank 0 and 1, such as biases and
+      scales.
 
     See Also:
       :func:`flax.unit_axes` and :func:`equinox.unit_axes` ask the layers of a model.

@@ -43,13 +43,14 @@ def adopt(old: Tree, new: Tree, *, drop: bool = False) -> Tree:
     1. A state is matched with a state of the same type, or of the same fields if `old`
        has mappings in place of states. A state with metrics is matched with a state of
        the same transformation.
-    2. A state belongs to a part: the labels of `optax.partition`, the names of `named`,
-       the keys of dicts and the attributes of objects around it. States are matched
-       with states of the same part: by their paths and shapes or, if these are the
-       same, in the order of the chain. A name that only one of the two has is looked
-       through, as when a chain gets a name, or joins a partition, unless one chain has
-       such states both within names and outside of them. Another name is another part.
-    3. Wrappers are looked through: the state of Adam is the same within a skip,
+    2. A state belongs to a part of the optimizer. The labels of `optax.partition`, the
+       names of `named`, the keys of dicts and the attributes of objects around the
+       state name this part. States are matched with states of the same part: by their
+       paths and shapes or, if these are the same, in the order of the chain. A name
+       that only one of the two chains has is ignored, as when a chain gets a name, or
+       joins a partition, unless one chain has such states both within names and outside
+       of them. Two different names stand for two parts.
+    3. Wrappers are ignored: the state of Adam is the same within a skip,
        `optax.MultiSteps`, `inject_hyperparams` or a chain, and outside of it.
     4. Arrays of matched states have equal paths and shapes. Only floats change their
        dtype, to the dtype in `new`. Counters, such as the steps and Adam's `count`,
@@ -75,7 +76,7 @@ def adopt(old: Tree, new: Tree, *, drop: bool = False) -> Tree:
     Raises:
       TypeError: `old` or `new` is not an optimizer state of arrays, or `drop` is not a
         bool.
-      ValueError: with `drop=False`, `old` has something that `new` has not. With any
+      ValueError: with `drop=False`, `old` has something that `new` lacks. With any
         `drop`: both have several states of one kind and shape, and neither the names of
         parts nor the order of the chain tell which is which; the shapes or the kinds of
         numbers of two arrays differ; or two matched states both have arrays that the

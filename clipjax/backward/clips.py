@@ -44,11 +44,13 @@ def clip_gradient_by_value(
     Args:
       x: a pytree of arrays.
       bound: the threshold for absolute values, a number or an array that broadcasts to
-        every leaf. Two positional arguments are `low` and `high`.
-      high: the upper threshold, likewise; infinity for none.
-      low: the lower threshold, likewise.
-      tap: a :func:`tap`, whose gradient gets statistics; None, the default, is none.
-        The norm of a leaf is its largest absolute element.
+        every leaf. If you pass two positional arguments, they are `low` and `high`.
+      high: the upper threshold, a number or an array. Infinity means no upper
+        threshold.
+      low: the lower threshold, a number or an array. Minus infinity means no lower
+        threshold.
+      tap: a :func:`tap`, whose gradient will hold the statistics of the clip. The norm
+        of a leaf is its largest absolute element. None, the default, means no tap.
 
     Returns:
       `x`, bit for bit.
@@ -56,8 +58,8 @@ def clip_gradient_by_value(
     Raises:
       TypeError: `low` or `high` is given without the other, or `bound` is missing; a
         threshold is not a number, or is a schedule; a leaf is complex and there are two
-        thresholds. JAX raises a TypeError in forward mode, since a clipped gradient is
-        not linear.
+        thresholds. JAX raises a TypeError in forward mode, since a clipped gradient
+        is not a linear function of the gradient.
       ValueError: a threshold is NaN, or does not fit a leaf; `low` is above `high`.
 
     References:
@@ -125,14 +127,15 @@ def clip_gradient_by_norm(
         norms. Its own gradient is 0.
       axes: the axes that are reduced, as `Axes`; None, the default, gives each leaf one
         norm.
-      tap: a :func:`tap`, whose gradient gets statistics; None, the default, is none.
+      tap: a :func:`tap`, whose gradient will hold the statistics of the clip. None, the
+        default, means no tap.
 
     Returns:
       `x`, bit for bit.
 
     Raises:
       TypeError: `max_norm` is not a number, or is a schedule. JAX raises a TypeError in
-        forward mode, since a clipped gradient is not linear.
+        forward mode, since a clipped gradient is not a linear function of the gradient.
       ValueError: `max_norm` is negative or NaN, or does not fit the norms; `axes` do
         not fit a leaf, or apply to none.
 
@@ -178,21 +181,22 @@ def clip_gradient_by_global_norm(
 
         backward:  g * min(1, max_norm / norm)
 
-    Use it for a state of several arrays, such as the two of an LSTM, whose gradient
-    should keep its direction.
+    Use it for a state that consists of several arrays, such as the two arrays of an
+    LSTM, if the gradient of the whole state should keep its direction.
 
     Args:
       tree: a pytree of arrays.
       max_norm: the threshold for the norm, a number or a scalar array. Its own gradient
         is 0.
-      tap: a :func:`tap`, whose gradient gets statistics; None, the default, is none.
+      tap: a :func:`tap`, whose gradient will hold the statistics of the clip. None, the
+        default, means no tap.
 
     Returns:
       `tree`, bit for bit.
 
     Raises:
       TypeError: `max_norm` is not a number, or is a schedule. JAX raises a TypeError in
-        forward mode, since a clipped gradient is not linear.
+        forward mode, since a clipped gradient is not a linear function of the gradient.
       ValueError: `max_norm` is negative, NaN or not a scalar.
 
     See Also:

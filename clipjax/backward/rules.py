@@ -98,8 +98,8 @@ def replace_gradient(
     Args:
       forward: a function of pytrees, which need not be differentiable.
       backward: a function of the same arguments, whose result has the structure, shapes
-        and dtypes of the result of `forward`. It is differentiated by JAX, and is no
-        VJP.
+        and dtypes of the result of `forward`. JAX differentiates this function; it is
+        not a rule that maps gradients to gradients, as a VJP is.
 
     Returns:
       A function of the same arguments. Its derivatives of all orders, in forward and

@@ -77,10 +77,11 @@ def adagc(
       ValueError: `warmup_norms` is not one of the two words; in `update`, there are
         more or fewer leaves or units than the parameters had.
 
-    If an element is not finite, all leaves become NaN in the warm-up, and only its own
-    leaf after it. Such a step changes no gamma, nor does a norm of 0. Where norms stay
-    at a higher level, gamma rises by (1 - decay) * (relative_bound - 1) of itself at
-    each step: with the defaults by 0.04%, or tenfold in about 5,700 steps.
+    If an element is not finite, all leaves become NaN in the warm-up. After the
+    warm-up, only the leaf of this element becomes NaN. Neither such a step nor a norm
+    of 0 changes gamma. If the norms rise to a higher level and stay there, gamma grows
+    by the fraction (1 - decay) * (relative_bound - 1) at each step. With the defaults,
+    this is 0.04% per step, or a factor of ten in about 5,700 steps.
 
     `adagc` with "before" equals the authors' code for PaddlePaddle, except that their
     warm-up has one more step. With "after", it equals the algorithm in the paper and

@@ -26,8 +26,8 @@ def clip_by_global_norm(
         x * min(1, max_norm / norm)
 
     All leaves are multiplied by one factor, so that the direction of the gradient stays
-    the same. The factor of leaves of 16 bits is up to 0.4% smaller, so that rounding
-    does not put the norm above the threshold. Use it when some steps have gradients far
+    the same. For 16-bit leaves the factor is up to 0.4% smaller, so that rounding does
+    not put their norm above the threshold. Use it when some steps have gradients far
     larger than usual, as in recurrent networks and transformers: it is the usual first
     choice.
 
@@ -42,10 +42,10 @@ def clip_by_global_norm(
     Equals `tf.clip_by_global_norm` and Keras' `global_clipnorm`. Equals
     `optax.clip_by_global_norm` for finite gradients in float32. It differs from Optax
     where one element is infinite: Optax makes that element NaN and all others 0, and
-    here all elements become NaN. It also differs for leaves of 16 bits, whose squares
-    Optax adds in 16 bits, so that its clipped norm may be above the threshold. torch's
-    `clip_grad_norm_` divides by norm + 1e-6 in place of the norm, which makes its
-    result smaller by a factor of 1 - 1e-4 if the norm is 0.01.
+    here all elements become NaN. It also differs for 16-bit leaves: Optax sums their
+    squares in 16 bits, so that the norm of the result may be above the threshold.
+    torch's `clip_grad_norm_` divides by norm + 1e-6 in place of the norm. Its result is
+    therefore 0.01% smaller if the norm is 0.01.
 
     References:
       Pascanu et al., 2013, On the difficulty of training recurrent neural networks,
@@ -89,7 +89,7 @@ def clip_by_norm(
 
     Args:
       max_norm: the threshold for each norm, a `Bound`. An array broadcasts to the norms
-        of every leaf, whose reduced axes have size 1.
+        of every leaf, in which the reduced axes have size 1.
       axes: the axes that are reduced, as `Axes`. None, the default, gives each leaf one
         norm.
       ord: the order of the norm: 1, 2 (the default), any p >= 1, or `jax.numpy.inf`.
@@ -99,8 +99,8 @@ def clip_by_norm(
       of the norms before the clip.
 
     For finite gradients, equals Keras' `clipnorm`, which clips each variable, and
-    `tf.clip_by_norm` of each leaf. With `axes`, TensorFlow also reduces vectors, which
-    do not change here.
+    `tf.clip_by_norm` of each leaf. With `axes`, TensorFlow also clips vectors, and this
+    function leaves them as they are.
 
     See Also:
       :func:`clip_by_global_norm` clips all leaves by one norm;
@@ -200,15 +200,17 @@ def clip_by_value(
 
         min(max(x, low), high)
 
-    Elements do not influence each other, so that the direction of the gradient changes.
-    Use it when single elements are extreme and a norm would scale all others down with
-    them, or to reproduce a published training run.
+    Each element is clipped by itself, so that the direction of the gradient changes.
+    Use it when single elements are extreme, and a clip by norm would scale down all
+    other elements with them, or to reproduce a published training run.
 
     Args:
       bound: the threshold for absolute values, a `Bound`; an array broadcasts to every
-        leaf. Two positional arguments are `low` and `high`.
-      high: the upper threshold, a `Bound` of any sign; infinity for none.
-      low: the lower threshold, a `Bound` of any sign; minus infinity for none.
+        leaf. If you pass two positional arguments, they are `low` and `high`.
+      high: the upper threshold, a `Bound` of any sign. Infinity means no upper
+        threshold.
+      low: the lower threshold, a `Bound` of any sign. Minus infinity means no lower
+        threshold.
 
     Returns:
       A gradient transformation with the metrics of a clip, where `norm` is the largest
@@ -228,8 +230,9 @@ def clip_by_value(
     0.09999999 here, and 0.1 + 1.5e-9 elsewhere.
 
     See Also:
-      :func:`clip_by_norm` and :func:`clip_by_global_norm` keep the direction;
-      :func:`box` is the projection of weights.
+      :func:`clip_by_norm` keeps the direction of each leaf, and
+      :func:`clip_by_global_norm` that of the whole gradient; :func:`box` is the
+      projection of weights.
 
     Example:
       >>> import clipjax, jax.numpy as jnp

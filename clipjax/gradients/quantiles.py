@@ -33,11 +33,12 @@ def autoclip(
 ) -> optax.GradientTransformationExtraArgs:
     """Clip the norm of all leaves to a percentile of the last norms.
 
-        x * min(1, c / norm),  c = percentile of the last `window` norms, with this one
+        x * min(1, c / norm),  c = a percentile of the last `window` norms
 
-    Use it when you know what fraction of the steps to clip, and no threshold: with a
-    percentile of 10, some 90% of the steps are clipped. The threshold follows a new
-    level of the norms within `window` steps.
+    The norm of this step is one of these norms. Use it when you know what fraction of
+    the steps to clip, but do not know a threshold: with a percentile of 10, about 90%
+    of the steps are clipped. If the norms move to a new level, the threshold follows
+    within `window` steps.
 
     Args:
       percentile: the percentile in percent, 10 by default: 0, or from 1 to 100. It is
@@ -53,8 +54,8 @@ def autoclip(
     Raises:
       ValueError: `percentile` is above 0 and below 1, as if it were a fraction.
 
-    The first step is never clipped. The window takes in no norm that is 0 or not
-    finite.
+    The first step is never clipped. A norm that is 0 or not finite does not enter the
+    window.
 
     Equals the authors' `autoclip` for the first `window` steps if all norms are finite
     and above 0. The authors keep all norms of a run.
@@ -114,16 +115,17 @@ def clip_by_quantile(
       quantile: the fraction of the steps that is not clipped, in (0, 1), 0.5 by
         default.
       learning_rate: the largest change of log c in one step, above 0, 0.2 by default.
-      initial_max_norm: the threshold of the first step, above 0, 1.0 by default. Give a
-        usual norm: a threshold far above all norms falls by about `learning_rate * (1 -
-        quantile)` of itself at each step.
+      initial_max_norm: the threshold of the first step, above 0, 1.0 by default. Pass a
+        usual norm of your run: a threshold far above all norms falls only by about the
+        fraction `learning_rate * (1 - quantile)` at each step.
 
     Returns:
       A gradient transformation with the metrics of a clip and `threshold`, the c of
       this step.
 
-    Equals the geometric update of the paper with one norm a step and without its noise.
-    Differential privacy would need the norms of single examples, and noise added to b.
+    Equals the geometric update of the paper, with one norm per step and without the
+    noise. Differential privacy would need the norms of single examples, and noise added
+    to b.
 
     References:
       Andrew et al., 2021, Differentially private learning with adaptive clipping,

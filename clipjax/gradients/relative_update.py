@@ -30,11 +30,11 @@ def relative_update(
 
         u * |w| / |u|
 
-    Use it in front of the learning rate, which is then the fraction by which weights
-    change at each step. With :func:`keep_norm` as the last transformation this is
-    AdamH, fixed-norm ("hyperball") training: `clipjax.chain(optax.scale_by_adam(),
-    clipjax.relative_update(), optax.scale_by_learning_rate(1e-2),
-    clipjax.keep_norm())`.
+    Use it in front of the learning rate, which is then the change of a unit at each
+    step as a fraction of the norm of the unit. With :func:`keep_norm` at the end of the
+    chain, Adam becomes AdamH, an optimizer for fixed-norm ("hyperball") training:
+    `clipjax.chain(optax.scale_by_adam(), clipjax.relative_update(),
+    optax.scale_by_learning_rate(1e-2), clipjax.keep_norm())`.
 
     Args:
       axes: the axes that are reduced, as `Axes`. "auto", the default, takes a matrix as
@@ -50,11 +50,12 @@ def relative_update(
         has rank 2; in `update`, `params` are missing, or differ from the updates in
         structure or shape.
 
-    An update stays as it is where |u| or |w| is 0.
+    If |u| or |w| is 0, the update of the unit stays as it is.
 
-    Equals `optax.scale_by_trust_ratio()` if each leaf is one unit, `axes=None`, except
-    for an element that is not finite: here the whole unit becomes NaN, and in Optax an
-    infinite element leaves 0 elsewhere.
+    With `axes=None`, which makes each leaf one unit, it equals
+    `optax.scale_by_trust_ratio()` for updates whose norms are finite. If an element is
+    infinite, Optax makes this element NaN and the others of the leaf 0, and this
+    function makes the whole leaf NaN.
 
     References:
       You et al., 2017, Large batch training of convolutional networks, arXiv:1708.03888
@@ -62,8 +63,8 @@ def relative_update(
       arXiv:1904.00962 (LAMB).
 
     See Also:
-      :func:`keep_norm` keeps the norm of the weights; :func:`adaptive_grad_clip` only
-      reduces gradients.
+      :func:`keep_norm` keeps the norm of the weights; :func:`adaptive_grad_clip` limits
+      the gradient to a fraction of the norm of the weights, and never enlarges it.
 
     Example:
       >>> import clipjax, jax.numpy as jnp

@@ -81,13 +81,13 @@ def skip_spikes(
       z_threshold: the number of standard deviations above the trend from which on a
         value is an outlier, a scalar `Bound`, 6.0 by default.
       max_norm: the norm above which a step is always an outlier, a scalar `Bound`;
-        infinity, the default, is none.
+        infinity, the default, means no such norm.
       window: the number of last norms, and of last losses, to keep, 64 by default.
       warmup_steps: the number of norms, and of losses, that must be in the window
-        before a value is compared with them, at most `window`. None, the default, is
-        16, or half of a window below 32.
+        before a value is compared with them, at most `window`. None, the default, means
+        16, or half of `window` if `window` is below 32.
       max_consecutive: the number of steps in a row that may be skipped, as in
-        :func:`skip_nonfinite`; None, the default, is no limit.
+        :func:`skip_nonfinite`; None, the default, means no limit.
 
     Returns:
       A gradient transformation with the metrics of :func:`skip_nonfinite`, the numbers
@@ -101,11 +101,11 @@ def skip_spikes(
       ValueError: `warmup_steps` is above `window`.
 
     There is a window of norms and a window of losses. If the norm or the loss of a step
-    is not finite, neither enters its window. A norm of 0 does not enter the window of
-    norms, and a loss of 0 not that of losses. Outliers enter, since a few of them
-    cannot move a median. If norms stay at a new level, steps are applied again after 8
-    or 9 skipped steps, whatever the level is, or sooner if `window` is short or the new
-    level is near the old one. A burst of more outliers in a row is
+    is not finite, neither of the two enters its window. A norm of 0 does not enter the
+    window of norms, and a loss of 0 does not enter the window of losses. Outliers do
+    enter, since a few of them cannot move a median. If norms stay at a new level, steps
+    are applied again after 8 or 9 skipped steps, whatever the level is, or sooner if
+    `window` is short or the new level is near the old one. A longer run of outliers is
     taken for a new level, too.
 
     References:

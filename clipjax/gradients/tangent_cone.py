@@ -26,11 +26,12 @@ def tangent_cone(
         g - w * ⟨g, w⟩ / |w|²   where |w| >= radius and ⟨g, w⟩ < 0
 
     Use it together with :func:`max_norm` and an optimizer that has moments:
-    :func:`max_norm` undoes that part of a step, but the part would stay in the moments.
-    Give both the same radius and axes: `clipjax.bounded(optax.adam(1e-3),
-    clip=clipjax.tangent_cone(3.0), project=clipjax.max_norm(3.0))`. Place a clip of the
-    norm after it. :func:`max_norm` has to stay, since steps of Adam, which divides each
-    element by a number of its own, may still point outward.
+    :func:`max_norm` undoes the outward part of a step, but cannot remove that part from
+    the moments. Give both functions the same radius and axes:
+    `clipjax.bounded(optax.adam(1e-3), clip=clipjax.tangent_cone(3.0),
+    project=clipjax.max_norm(3.0))`. If you also clip the norm, place that clip after
+    `tangent_cone`. :func:`max_norm` is still needed: Adam divides each element by a
+    different number, so its steps may point outward even if the gradients do not.
 
     Args:
       radius: the bound on the norm of the weights, the same as for :func:`max_norm`: a
@@ -41,15 +42,15 @@ def tangent_cone(
     Returns:
       A gradient transformation that needs `params` in `update`. Its metric `norm` is
       the norm of the largest part that it removed at the last step, and
-      `removed_fraction` is the fraction of the steps at which it removed one.
+      `removed_fraction` is the fraction of the steps at which it removed any part.
 
     Raises:
       ValueError: in `init` with `axes="auto"`, a leaf has rank 3 or more, or no leaf
         has rank 2; in `update`, `params` are missing, or differ from the gradients in
         structure or shape.
 
-    Of a gradient that points straight outward, rounding remains: some 1e-7 of its norm
-    in float32.
+    Because of rounding, about 1e-7 of a float32 gradient that points straight outward
+    remains.
 
     References:
       Calamai and Moré, 1987, Projected gradient methods for linearly constrained

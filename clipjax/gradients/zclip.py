@@ -19,7 +19,7 @@ from clipjax.gradients.past_norms import average, clip_by_past_norms, is_counted
 ZclipMode = Literal["adaptive", "mean", "percentile"]
 
 # An outlier adds 1 to a counter, and any other step subtracts 1.25 / z_threshold². At
-# 50 the statistics start again. Of norms with any distribution, at most 1 / (1 + z²)
+# 50 the statistics are reset. Of norms with any distribution, at most 1 / (1 + z²)
 # are z standard deviations above their mean (Cantelli's inequality), so the counter
 # rises only if the statistics are those of other norms. It counts hundredths.
 _ADDED, _TAKEN_AWAY, _NEW_LEVEL_COUNT = 100, 125, 5000
@@ -67,7 +67,7 @@ def zclip(
       warmup_steps: the number of norms that give the first m and s, 25 by default; 0
         counts as 1. In the warm-up only `max_norm` clips.
       max_norm: a fixed threshold that applies to all steps in addition, a scalar
-        `Bound`. Infinity, the default, is no fixed threshold.
+        `Bound`. Infinity, the default, means no fixed threshold.
       mode: what an outlier is clipped to. "adaptive", the default: (m + z_threshold² *
         s / z) * clip_factor, which is lower for larger outliers; "mean": m;
         "percentile": m + z_threshold * s, where norms above this number are the
@@ -89,15 +89,16 @@ def zclip(
       ValueError: `mode` is not one of the three words.
 
     A norm that is 0 or not finite does not enter the statistics. An outlier adds 1 to a
-    counter, any other step subtracts 1.25 / z_threshold², 0.2 by default. At 50 the
-    statistics start again, with a warm-up, since so many outliers mean that m and s no
-    longer describe the norms. With the default `z_threshold`, the counter reaches 50
-    after 50 outliers in a row, or later if more than one in six norms is an outlier.
+    counter, and any other step subtracts 1.25 / z_threshold², which is 0.2 by default.
+    When the counter reaches 50, the statistics are reset, and a new warm-up begins,
+    since so many outliers mean that m and s no longer describe the norms. With the
+    default `z_threshold`, the counter reaches 50 after 50 outliers in a row, or later
+    if more than one in six norms is an outlier.
 
-    Until the statistics start again, `zclip` equals the authors' `ZClip`. There,
-    `max_grad_norm` is 1 by default, and the modes "adaptive" and "mean" are the values
-    of `clip_option` in mode "zscore". As in `ZClip`, equal norms in the warm-up give
-    s = 0, and then any larger norm is an outlier.
+    Until the first reset, `zclip` equals the authors' `ZClip`. There, `max_grad_norm`
+    is 1 by default, and the modes "adaptive" and "mean" are the values of `clip_option`
+    in mode "zscore". As in `ZClip`, equal norms in the warm-up give s = 0, and then any
+    larger norm is an outlier.
 
     References:
       Kumar et al., 2025, ZClip: adaptive spike mitigation for LLM pre-training,
@@ -205,8 +206,8 @@ def clip_by_lognormal(
         if norm >= exp(m + z_threshold * s):  x * exp(m) / norm
 
     Here m and s are the moving mean and the moving standard deviation of log(norm +
-    eps), with this step among them. Use it when norms vary by factors, as those of
-    recurrent networks for speech do, or to continue a run of TensorFlow 1.
+    eps), with this step among them. Use it when the norms often change by a factor of
+    several, as in recurrent networks for speech, or to continue a run of TensorFlow 1.
 
     Args:
       z_threshold: the number of standard deviations above which a logarithm is an
@@ -214,7 +215,7 @@ def clip_by_lognormal(
       decay: the decay of the moving averages, in [0, 1), 0.95 by default. After t norms
         the decay is at most t / (t + 1), so that the first averages are plain means.
       max_norm: a fixed threshold that applies to all steps in addition, a scalar
-        `Bound`. Infinity, the default, is no fixed threshold.
+        `Bound`. Infinity, the default, means no fixed threshold.
       eps: a number above 0, 1e-8 by default, that keeps the logarithm finite, and is
         the smallest variance.
 
@@ -223,8 +224,8 @@ def clip_by_lognormal(
       z_threshold * s), or exp(m) for an outlier, and at most `max_norm`.
 
     Equals `tf.contrib.layers.adaptive_clipping_fn` of TensorFlow 1 with its
-    `global_step`, where `std_factor` is `z_threshold`, except that statistics take in
-    no norm that is 0 or not finite.
+    `global_step`, where `std_factor` is `z_threshold`. The exception is a norm that is
+    0 or not finite, which does not enter the statistics here.
 
     References:
       Chorowski et al., 2014, End-to-end continuous speech recognition using

@@ -25,29 +25,29 @@ History: TypeAlias = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
 
 def series(history: History, name: str) -> np.ndarray:
-    """Read one metric of a run, by step.
+    """Return one metric of a run at all steps.
 
-    Use it to draw a metric, and to choose a threshold from the norms of a run:
-    `np.nanquantile(values, 0.99)` is a usual one.
+    Use it to draw a metric, and to choose a threshold from the norms of a run. A usual
+    threshold is `np.nanquantile(values, 0.99)`.
 
     Args:
       history: what :func:`metrics` returned at each step: a list of dicts, or one dict
         that a `scan` stacked. Other entries, such as a loss, may be among them.
-      name: a transformation, such as `"zclip"`, whose `norm` is meant; or a whole key,
-        such as `"zclip/threshold"`.
+      name: the name of a metric, such as `"zclip/threshold"`. The name of a
+        transformation, such as `"zclip"`, stands for its metric `norm`.
 
     Returns:
-      A NumPy array of float64 `(steps,)`, whose index is the step. The value is NaN at
-      a step that the transformation did not see, because it was skipped or is
-      accumulated.
+      A NumPy array of float64 and shape `(steps,)`, whose index is the step. The value
+      is NaN at a step that the transformation did not see, because the step was
+      skipped, or because its gradients were only accumulated.
 
     Raises:
       TypeError: `history` has neither of the two forms, or is traced.
       ValueError: no metric has this name, or it does not have one number for each step.
 
-    The metrics of `"skip_nonfinite"` and `"skip_spikes"` have the norms of all steps.
-    `np.nanargmax(values)` is the step of the largest value, and `np.mean(values > 1.0)`
-    the fraction of the steps above 1.
+    The names `"skip_nonfinite"` and `"skip_spikes"` give the norms of all steps,
+    skipped steps included. `np.nanargmax(values)` is the step of the largest value, and
+    `np.mean(values > 1.0)` is the fraction of the steps whose value is above 1.
 
     See Also:
       :func:`suggest` replays the norms; :func:`metrics` returns a row of a history.
@@ -72,20 +72,21 @@ def suggest(
 ) -> dict[str, dict[str, float]]:
     """Replay the norms of a run through clips that follow past norms.
 
-    Use it to compare clips before a run: which threshold each would have had, and how
-    many steps it would have clipped.
+    Use it to compare clips before the next run: which threshold each clip would have
+    had, and how many steps it would have clipped.
 
     Args:
       norms: the norms, real numbers `(steps,)`, as :func:`series` returns them. Norms
         that are not finite are left out.
-      rules: a mapping from names to transformations with a metric `threshold`. None,
-        the default: `autoclip`, `zclip`, `clip_by_quantile` and `clip_by_lognormal`
-        with their defaults.
+      rules: a mapping from names to transformations that have a metric `threshold`.
+        None, the default, means `autoclip`, `zclip`, `clip_by_quantile` and
+        `clip_by_lognormal`, each with its default arguments.
 
     Returns:
-      A dict with a dict for each rule: `"threshold"`, the median of its finite
-      thresholds over the last quarter of the steps, infinity if there are none, and
-      `"clip_rate"`, the fraction of the steps that it would have clipped.
+      A dict that has a dict with two entries for each rule. `"threshold"` is the median
+      of the finite thresholds of the rule over the last quarter of the steps, or
+      infinity if none of them is finite. `"clip_rate"` is the fraction of the steps
+      that the rule would have clipped.
 
     Raises:
       TypeError: `norms` are not real numbers; `rules` is not a mapping; a rule is not a
@@ -93,7 +94,8 @@ def suggest(
       ValueError: `norms` do not have the shape `(steps,)`, or none is finite; a rule
         does not have one metric `threshold`.
 
-    The norms are those of the run, although another clip would have led to other norms.
+    Take the result as a first guess: a run with another clip would have had other norms
+    than the norms that are replayed here.
 
     See Also:
       :func:`series` reads the norms of a run.

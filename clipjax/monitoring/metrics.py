@@ -41,17 +41,18 @@ def metrics(opt_state: Tree) -> dict[str, jax.Array]:
     Returns:
       A dict from `"<transformation>/<metric>"` to scalar arrays. The metrics of a
       second transformation of one kind begin with `<transformation>_1/`, and so on. A
-      clip has `norm` before the clip, `norm_after` and `scale` at the last step (of
-      several norms the largest, and the smallest factor), `clipped_fraction`, the
-      fraction of all steps that were clipped, `nonfinite_count`, the number of steps
-      whose norm was not finite, and `steps`.
+      clip has the metrics `norm`, the norm before the clip, `norm_after` and `scale`,
+      the factor of the clip, all three at the last step; `clipped_fraction`, the
+      fraction of all steps that were clipped; `nonfinite_count`, the number of steps
+      whose norm was not finite; and `steps`. If a clip measures several norms, `norm`
+      is the largest of them, and `scale` is the smallest factor.
 
     Raises:
       ValueError: `opt_state` contains no state with metrics.
 
     The arrays are copies, so that the state may be donated to the next step. In a state
     that is restored without a template, fields are in the order of their names. This
-    may be another order than that of the chain, so that for `optax.contrib.sam`, which
+    order may differ from the order of the chain, so that for `optax.contrib.sam`, which
     has two optimizers, `<transformation>/` and `<transformation>_1/` may be swapped.
 
     See Also:

@@ -58,10 +58,12 @@ def record_norms(
     by layer, and with `keep` to find the layer in which a step broke.
 
     Args:
-      groups: the leaves that share a norm. None, the default: the whole tree. `"leaf"`:
-        each leaf has its own norm. An int n: leaves whose paths have the same first n
-        components; 1 gives a norm for each top-level module. Path patterns: leaves
-        belong to the first pattern that matches them, and other leaves are left out.
+      groups: which leaves share a norm. With None, the default, the whole tree has one
+        norm. With `"leaf"`, each leaf has a norm of its own. With an int n, leaves
+        share a norm if the first n components of their paths are the same, so that 1
+        gives a norm for each top-level module. With path patterns, a leaf belongs to
+        the first pattern that matches it, and leaves that no pattern matches are left
+        out.
       of: what is measured, one or several of `"updates"` (the default), `"params"`, and
         `"ratio"`. The ratio is the norm of the updates divided by the norm of the
         parameters, and 0 where the updates are 0; place it at the end of a chain.
@@ -71,7 +73,7 @@ def record_norms(
       stacked: path patterns of leaves that stack layers along their first axis, as
         `nn.scan` and `nnx.vmap` make them; none by default. Each layer is a group of
         its own, `<group>/<index>`, and `<group>` has the leaves that are not stacked.
-        All stacks of a group have equally many layers.
+        All stacks of a group must have the same number of layers.
       keep: how many of the last bad steps to keep in the state for :func:`bad_steps`; 0
         by default. A step is bad if its norm is not finite, if the loss that
         `update(..., loss=loss)` gets is not finite, or if :func:`skip_spikes` would
@@ -84,9 +86,9 @@ def record_norms(
         default.
       probes: a mapping from a name for each :func:`probe` of the model, in the order of
         the forward pass, to the number of layers of its tap: `{"embed": 0, "blocks":
-        12}`, where 0 is for a tap without layers. None, the default, is for no probes.
-        Pass the gradients with respect to the taps as `update(..., taps={"embed": …,
-        "blocks": …})`. The norms that probes measured are recorded as
+        12}`, where 0 is for a tap without layers. None, the default, means that there
+        are no probes. Pass the gradients with respect to the taps as `update(...,
+        taps={"embed": …, "blocks": …})`. The norms that probes measured are recorded as
         `forward/<probe>/<layer>` and `backward/<probe>/<layer>`. A norm is infinite if
         an element is not finite, and 0 at a step without `taps`.
 

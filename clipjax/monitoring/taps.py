@@ -43,10 +43,10 @@ def tap(*layers: SupportsIndex, probe: bool = False) -> jax.Array:
     """Make a tap: zeros whose gradient carries statistics from a model.
 
     Use it to see what happens inside a model in its backward pass. Pass the array to
-    :func:`clip_gradient_by_norm` or its like, or to :func:`probe`, and also take the
-    gradient of the loss with respect to it. The sums in that gradient add up over the
-    steps of a `scan`, over the examples of a `vmap`, and over all places and devices
-    that share the tap. :func:`tapped` reads them.
+    :func:`probe`, or to a clip such as :func:`clip_gradient_by_norm`, and also take the
+    gradient of the loss with respect to this array. The sums in that gradient add up
+    over the steps of a `scan`, over the examples of a `vmap`, and over all places and
+    devices that share the tap. :func:`tapped` reads them.
 
     Args:
       *layers: the numbers of taps, for a stack of layers: `tap(12)` has one for each of

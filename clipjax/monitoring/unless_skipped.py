@@ -22,8 +22,8 @@ def unless_skipped(opt_state: Tree, new: T, old: T) -> T:
     Use it for what a training step changes besides the weights and the optimizer state.
     The running statistics of batch norm, which the model changes in its forward pass,
     would take in the NaN of a skipped step: `batch_stats =
-    clipjax.unless_skipped(opt_state, new_stats, batch_stats)`. Averages of weights and
-    schedules of your own need the same.
+    clipjax.unless_skipped(opt_state, new_stats, batch_stats)`. Averages of weights, and
+    schedules that you keep yourself, need the same protection.
 
     Args:
       opt_state: the optimizer state after the step, or a tree that contains it, as in

@@ -23,20 +23,19 @@ def box(low: Bounds, high: Bounds, *, where: Where = None) -> Projection:
 
         min(max(w, low), high)
 
-    Use it when a parameter must stay in a range, as a temperature, a mixing weight or a
-    scale does, or to clip weights as Wasserstein GANs do.
+    Use it when a parameter must stay in a range, such as a temperature, a mixing weight
+    or a scale, or to clip weights, as Wasserstein GANs do.
 
     Args:
       low: the lower bound, a `Bound` of any sign, or a mapping from path patterns to
-        these, where the first match wins and other leaves have no lower bound. An array
-        broadcasts to every leaf.
+        such bounds. The first pattern that matches a leaf counts, and a leaf that no
+        pattern matches has no lower bound. An array broadcasts to every leaf.
       high: the upper bound, in the same forms.
       where: the leaves that are projected: one or several path patterns, or a rule
-        `(key path, leaf) -> bool`. None, the default, is all float leaves.
+        `(key path, leaf) -> bool`. None, the default, means all float leaves.
 
     Returns:
-      A :class:`Projection`, to be applied directly, or the last transformation of a
-      chain.
+      A :class:`Projection`, which you apply directly, or put at the end of a chain.
 
     Raises:
       TypeError: `low` or `high` is a list or a tuple; in `init` or `apply`, a leaf is
@@ -45,15 +44,15 @@ def box(low: Bounds, high: Bounds, *, where: Where = None) -> Projection:
 
     Equals `optax.projections.projection_box` with numbers, except that a bound which
     the dtype of a leaf cannot represent is rounded toward the inside of the interval.
-    Trees of bounds, as Optax takes them, are mappings here.
+    Optax also takes a tree of bounds; in its place, pass a mapping.
 
     References:
       Elsayed et al., 2024, Weight clipping for deep continual and reinforcement
       learning, arXiv:2407.01704.
 
     See Also:
-      :func:`non_negative` has the lower bound 0 alone; :func:`clip_by_value` clips
-      elements of gradients.
+      :func:`non_negative` has the lower bound 0 and no upper bound;
+      :func:`clip_by_value` clips elements of gradients.
 
     Example:
       >>> import clipjax, jax.numpy as jnp
@@ -76,12 +75,11 @@ def non_negative(*, where: Where = None) -> Projection:
     the non-negative part of the ball.
 
     Args:
-      where: the leaves that are projected, as in :func:`box`. None, the default, is all
-        float leaves.
+      where: the leaves that are projected, as in :func:`box`. None, the default, means
+        all float leaves.
 
     Returns:
-      A :class:`Projection`, to be applied directly, or the last transformation of a
-      chain.
+      A :class:`Projection`, which you apply directly, or put at the end of a chain.
 
     Raises:
       TypeError: in `init` or `apply`, a leaf is complex.

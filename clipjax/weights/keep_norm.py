@@ -23,8 +23,8 @@ def keep_norm(*, rate: Bound = 1.0, axes: AutoAxes = "auto") -> Projection:
         w * (rate * |old| / |w| + 1 - rate)
 
     Use it in place of weight decay for fixed-norm ("hyperball") training, with
-    :func:`relative_update` in front of the learning rate: the optimizers AdamH and
-    MuonH.
+    :func:`relative_update` in front of the learning rate. The optimizers AdamH and
+    MuonH are made in this way.
 
     Args:
       rate: the fraction of the way back to the old norm, a `Bound` from 0 to 1; 1 by
@@ -34,8 +34,8 @@ def keep_norm(*, rate: Bound = 1.0, axes: AutoAxes = "auto") -> Projection:
         be stacks of matrices, and raise an error.
 
     Returns:
-      A :class:`Projection`: the last transformation of a chain, or applied directly to
-      the new and the old weights, `keep_norm().apply(params, old)`.
+      A :class:`Projection`, which you put at the end of a chain, or apply directly to
+      the new and the old weights: `keep_norm().apply(params, old)`.
 
     Raises:
       ValueError: `rate` is above 1; in `init` or `apply` with `axes="auto"`, a leaf has
@@ -46,10 +46,11 @@ def keep_norm(*, rate: Bound = 1.0, axes: AutoAxes = "auto") -> Projection:
     reaches is kept from then on. To leave out weights that start at 0, write
     `axes={"out": clipjax.SKIP, "*": "auto"}`.
 
-    The old norm is measured from the weights at each step, and is in no state. In
-    float32 it drifts by less than 2e-3 over 100,000 steps. In a chain with bfloat16
-    weights it drifts by some percent over 1,000 steps, by up to 6% for a matrix of 2 by
-    2, and `apply` cannot follow such small steps at all: keep float32 weights.
+    The old norm is not stored in a state, but measured from the weights at each step.
+    With float32 weights, the norm drifts by a fraction of less than 2e-3 over 100,000
+    steps. In a chain with bfloat16 weights, it drifts by a few percent over 1,000
+    steps, and by up to 6% for a matrix of 2 by 2. A direct `apply` to bfloat16 weights
+    cannot follow such small steps at all, so keep the weights in float32.
 
     References:
       Wen et al., 2026, Fantastic pretraining optimizers and where to find them II:

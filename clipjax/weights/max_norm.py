@@ -48,9 +48,9 @@ def max_norm(radius: Bounds, *, axes: AutoAxes = "auto") -> Projection:
     changes only the output units whose norm is above the bound.
 
     Args:
-      radius: the bound on each norm, a `Bound`, or a mapping from path patterns to
-        these, where the first match wins and other leaves are not changed. An array
-        broadcasts to the output units.
+      radius: the bound on each norm, a `Bound`, or a mapping from path patterns to such
+        bounds. The first pattern that matches a leaf counts, and a leaf that no pattern
+        matches is not changed. An array broadcasts to the output units.
       axes: the axes that are reduced, as `Axes`. "auto", the default, is
         `clipjax.fan_in` for kernels (in, out) of rank 2, and raises an error for higher
         ranks; biases are not changed.
@@ -104,21 +104,22 @@ def min_max_norm(
 
         w * (rate * clip(|w|, low, high) / |w| + 1 - rate)
 
-    Use it when the weights of an output unit must neither grow too large nor vanish: a
-    norm below `low` is scaled up to it.
+    Use it when the weights of an output unit must neither grow too large nor vanish.
+    Weights whose norm is below `low` are scaled up, and weights whose norm is above
+    `high` are scaled down.
 
     Args:
-      low: the smallest norm, a finite `Bound`, or a mapping from path patterns to
-        these; 0 where no pattern matches.
-      high: the largest norm, in the same forms; infinity where no pattern matches.
+      low: the smallest norm, a finite `Bound`, or a mapping from path patterns to such
+        bounds. It is 0 for a leaf that no pattern matches.
+      high: the largest norm, in the same forms. It is infinity for a leaf that no
+        pattern matches.
       rate: the fraction of the way to the bound that an output unit moves at each call,
         a `Bound` from 0 to 1. 1, the default, projects.
       axes: the axes that are reduced, as `Axes`. "auto", the default, means the same as
         for :func:`max_norm`.
 
     Returns:
-      A :class:`Projection`, to be applied directly, or the last transformation of a
-      chain.
+      A :class:`Projection`, which you apply directly, or put at the end of a chain.
 
     Raises:
       ValueError: `low` is above `high` or infinite; `rate` is above 1; in `init` or
@@ -164,8 +165,7 @@ def unit_norm(*, axes: AutoAxes = "auto") -> Projection:
         for :func:`max_norm`.
 
     Returns:
-      A :class:`Projection`, to be applied directly, or the last transformation of a
-      chain.
+      A :class:`Projection`, which you apply directly, or put at the end of a chain.
 
     Raises:
       ValueError: in `init` or `apply` with `axes="auto"`, a leaf has rank 3 or more, or

@@ -239,8 +239,7 @@ def project(function: Projection | Callable[[Any], Any]) -> Projection:
       function: `params -> params`, which keeps structure, shapes and dtypes.
 
     Returns:
-      A :class:`Projection`, to be applied directly, or the last transformation of a
-      chain.
+      A :class:`Projection`, which you apply directly, or put at the end of a chain.
 
     Raises:
       TypeError: `function` is not a function of weights; in `init` or `apply`, it does

@@ -27,33 +27,36 @@ def qk_clip(
     key: str = "key",
     rope: SupportsIndex = 0,
 ) -> Projection:
-    """Scale the queries and keys of each attention head to bound its logits.
+    """Scale queries and keys to bound the logits of each attention head.
 
         w * sqrt(min(1, threshold / S)),  S the largest logit of the head
 
-    A logit is linear in queries and in keys, so that the largest logit of the head
-    becomes `threshold`. Use it when the attention logits of a transformer grow during
-    training until the softmax saturates, above all with Muon.
+    Here w is a weight of the queries or keys. A logit is linear in the queries and in
+    the keys, so a largest logit above `threshold` becomes `threshold`. Use it when the
+    attention logits of a transformer grow during training until the softmax saturates,
+    as they do above all with Muon.
 
     Kernels are (in, heads, head_dim) and biases (heads, head_dim), as in Flax. Keys may
-    have fewer heads than queries, or no axis for heads. Each key head then serves
-    equally many consecutive query heads, and is scaled for the largest logit of these
-    query heads. Each query head is scaled by what its own factor needs beyond the scale
-    of the key head, and is never scaled up. The logits of a head within the bound may
-    therefore shrink because of the heads that share its key. Megatron scales all
-    queries of a group by the largest logit of the group instead, and so by more.
+    have fewer heads than queries, or no axis for heads. Each key head then serves the
+    same number of consecutive query heads, and its scale follows from the largest logit
+    of all of these query heads. If this scale is not small enough for a query head, the
+    query head is scaled by the rest of its own factor; no query head is scaled up. The
+    logits of a head within the bound may therefore shrink, because another head shares
+    its key. Megatron scales all query heads of such a group by the factor of the
+    largest logit of the group, and so reduces some of them more.
 
     Args:
       threshold: the bound on logits, a `Bound`, 100 by default. An array broadcasts to
         the logits, (heads,) or (layers, heads).
-      query: the component of a path that names queries, "query" by default, as in
+      query: the component that stands for queries in a path, "query" by default, as in
         `"encoder/attention/query/kernel"`. The components before it name the layer.
-      key: the component of a path that names keys, "key" by default.
+      key: the component that stands for keys in a path, "key" by default.
       rope: for multi-head latent attention, as in `qk_clip(query="wq_b", key="wkv_b",
-        rope=64)`: the number of last components of a query head that are multiplied
-        with a rotary key which all heads share; 0 by default. These components are
-        scaled by the whole factor, since the shared key must not change. Components of
-        `key` without a counterpart in `query` are values, and are not changed.
+        rope=64)`: how many elements at the end of a query head are multiplied with the
+        rotary key that all heads share; 0 by default. These elements are scaled by the
+        whole factor, since the shared key must not change. If a key head is longer than
+        the rest of a query head, its additional elements are values, and are not
+        changed.
 
     Returns:
       A :class:`Projection`. Its `apply`, and `update` in a chain, need the argument
@@ -61,21 +64,22 @@ def qk_clip(
       after the scale 1 / sqrt(head_dim) and the mask, and before the softmax. It is an
       array (heads,) of query heads, (layers, heads) for a stack, or a mapping, possibly
       nested, from the paths of layers, or their last components, to such arrays. Layers
-      that it does not name are not changed, and logits that are not finite clip
-      nothing.
+      that it does not name are not changed. A logit that is not finite changes nothing.
 
     Raises:
-      TypeError: `rope` is not an int; when applied, `max_logits` is not of real arrays.
-      ValueError: in `init`, or when applied, no layer has both queries and keys, or
-        their heads differ in size or rank, as in a fused kernel, so that it is not
-        known which components meet; when applied, `max_logits` is missing, does not fit
-        the heads, or names no layer.
+      TypeError: `rope` is not an int; when applied, `max_logits` contains something
+        other than real arrays.
+      ValueError: in `init`, or when applied, no layer has both queries and keys, or the
+        heads of queries and keys differ in size or rank, as in a fused kernel, so that
+        the shapes do not tell which elements are multiplied with each other; when
+        applied, `max_logits` is missing, does not fit the heads, or names no layer.
 
-    In a checked `shard_map` the largest logits of all devices count, except along mesh
-    axes that split the weights, which are taken to split heads. Where such an axis
-    splits `in`, as FSDP does, pass `lax.pmax(max_logits, axis_name)`. With
-    `accumulate=k` the logits of the last micro-batch count: pass the largest of all k
-    micro-batches.
+    In a checked `shard_map`, the largest logits over all devices count. The exception
+    is a mesh axis that splits the weights: it is assumed to split the heads, and the
+    logits are not combined along it. If such an axis splits `in`, as in FSDP, pass
+    `lax.pmax(max_logits, axis_name)`. With `accumulate=k`, only the logits that come
+    with the last micro-batch count, so pass the largest logits of all k micro-batches
+    with it.
 
     References:
       Kimi Team, 2025, Kimi K2: open agentic intelligence, arXiv:2507.20534, algorithm

@@ -33,7 +33,7 @@ Flatten: TypeAlias = (
 
 
 def spectral_cap(bound: Bounds, *, flatten: Flatten = None) -> Projection:
-    """Reduce the singular values of matrices that are above a bound to it.
+    """Reduce each singular value above a bound to the bound.
 
         U min(S, bound) Vᴴ,  where the matrix is U S Vᴴ
 
@@ -44,8 +44,9 @@ def spectral_cap(bound: Bounds, *, flatten: Flatten = None) -> Projection:
 
     Args:
       bound: the bound on singular values, a `Bound`, or a mapping from path patterns to
-        these, where the first match wins and other leaves are not changed. An array
-        broadcasts to the stack of matrices of each leaf.
+        such bounds. The first pattern that matches a leaf counts, and a leaf that no
+        pattern matches is not changed. An array broadcasts to the stack of matrices of
+        each leaf.
       flatten: how leaves of rank 3 and more are matrices: a pair (axes of rows, axes of
         columns), each an int or a tuple; other axes stack matrices. `((0, 1, 2), 3)` is
         for a convolution (h, w, in, out), and `(1, 2)`, rows 1 and columns 2, for
@@ -56,19 +57,19 @@ def spectral_cap(bound: Bounds, *, flatten: Flatten = None) -> Projection:
         ranks raise an error.
 
     Returns:
-      A :class:`Projection`, to be applied directly, or the last transformation of a
-      chain.
+      A :class:`Projection`, which you apply directly, or put at the end of a chain.
 
     Raises:
       TypeError: `flatten` is not a pair of axes.
       ValueError: in `init` or `apply`, axes do not fit a leaf, no leaf is a matrix, or
         `flatten` is missing for a leaf of rank 3 or more.
 
-    In float32 the largest singular value ends at most 2e-5 of the bound below it, and
-    never above. In 16 bits, where all elements are rounded once more, it ends at most
-    one rounding above. A matrix whose singular values are all at least 2e-5 of the
-    bound below it comes back bit for bit. Small singular values are accurate to a
-    rounding of the largest one. An element that is not finite makes its matrix NaN.
+    In float32, the largest singular value of a changed matrix is never above the bound,
+    and below it by at most 2e-5 of the bound. In 16 bits, where all elements are
+    rounded once more, it is above the bound by at most one rounding. A matrix comes
+    back bit for bit if its singular values are all below the bound by at least 2e-5 of
+    the bound. Small singular values are accurate to a rounding of the largest one. An
+    element that is not finite makes its matrix NaN.
 
     References:
       Yoshida and Miyato, 2017, Spectral norm regularization, arXiv:1705.10941; Newhouse

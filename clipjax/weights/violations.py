@@ -54,25 +54,28 @@ def violations(
     seen, such as averages of weights and casts to 16 bits.
 
     Args:
-      params: the weights, which must be known numbers on devices of this process.
+      params: the weights: concrete arrays, not tracers, that lie on devices of this
+        process.
       projection: a projection such as `clipjax.max_norm(3.0)`, a function of the
         weights, or a sequence of these; each is compared with the same weights.
-      old: the weights before the update, for :func:`keep_norm`; None by default.
+      old: the weights before the update, which :func:`keep_norm` needs; None by
+        default.
       step: the step at which bounds that are schedules are evaluated; None by default.
 
     Returns:
-      A list of `Violation(path, unit, before, after, entries)`, empty if nothing would
-      change. There is one for each unit that `max_norm`, `min_max_norm`, `unit_norm` or
-      `keep_norm` would rescale, where `before` and `after` are its norms. For other
-      projections there is one for each leaf, where they are the element that would
-      change most. `entries` is the number of elements that would change. NaN is always
-      a violation.
+      A list of `Violation(path, unit, before, after, entries)`, which is empty if
+      nothing would change. For `max_norm`, `min_max_norm`, `unit_norm` and `keep_norm`,
+      the list has one violation for each unit that would be rescaled, and `before` and
+      `after` are the norms of this unit. For other projections, the list has one
+      violation for each leaf that would change, and `before` and `after` are the values
+      of the element that would change most. `entries` is the number of elements that
+      would change. NaN is always a violation.
 
     Raises:
       TypeError: `params` or a bound is traced; `projection` is not a projection.
-      ValueError: `projection` has a schedule, and `step` is missing; it is a
-        `keep_norm`, and `old` is missing; it is a `qk_clip`, which needs logits; a leaf
-        is on devices of several processes.
+      ValueError: `projection` has a schedule, and `step` is missing; `projection` is a
+        `keep_norm`, and `old` is missing; `projection` is a `qk_clip`, whose logits
+        cannot be passed here; a leaf is on devices of several processes.
 
     See Also:
       :func:`max_norm` and the other projections, whose `apply` changes these weights;
