@@ -21,8 +21,8 @@ ZclipMode = Literal["adaptive", "mean", "percentile"]
 # An outlier adds 1 to a counter, and any other step subtracts 1.25 / z_threshold². At
 # 50 the statistics are reset. Of norms with any distribution, at most 1 / (1 + z²)
 # are z standard deviations above their mean (Cantelli's inequality), so the counter
-# rises only if the statistics are those of other norms. It counts hundredths.
-_ADDED, _TAKEN_AWAY, _NEW_LEVEL_COUNT = 100, 125, 5000
+# rises only if the statistics are those of other norms. It counts ten-millionths.
+_ADDED, _TAKEN_AWAY, _NEW_LEVEL_COUNT = 10_000_000, 12_500_000, 500_000_000
 
 
 class Moments(NamedTuple):
@@ -37,7 +37,7 @@ class ZclipMemory(NamedTuple):
     """What :func:`zclip` remembers."""
 
     moments: Moments
-    spikes: jax.Array  # int32: the counter of outliers, in hundredths
+    spikes: jax.Array  # int32: the counter of outliers, in ten-millionths
 
 
 def zclip(

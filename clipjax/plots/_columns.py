@@ -55,9 +55,10 @@ def steps_seen(columns: Mapping[str, Any], key: str) -> Seen:
         return Seen(norm, taken, skipped, taken)
     label = runs.label_of(columns, key)
     own = key.removesuffix("/norm")
-    is_recorded = key in recorded_in(columns) and own.rpartition("/")[0] == label
+    is_recorded = key in recorded_in(columns)
+    of_all = own == label or (is_recorded and key.rpartition("/")[0] == label)
     # The norm of a skip is that of all gradients.
-    is_whole = label in (None, own) or (is_recorded and not kind_of(key))
+    is_whole = label is None or (of_all and not kind_of(key))
     for skip in skips_in(columns):
         if not _may_be_around(skip, label):
             continue

@@ -245,7 +245,8 @@ def _factor_between(
     rate = jnp.minimum(jnp.asarray(rate, norm.dtype), 1)
     is_at_low = (norm >= least_inside(low, dtype)) & (norm <= low) & (norm > 0)
     is_between = ((norm > low) & (norm <= high)) | (norm == 0)
-    nearest = (1 - margin(dtype)) * jnp.clip(norm, low, high)
+    # Not jnp.clip, whose derivative at equal numbers is a mean of theirs.
+    nearest = (1 - margin(dtype)) * jnp.where(norm > high, high, low)
     target = rate * nearest + (1 - rate) * norm
     factor = quotient_or_1(is_between, target, norm)
     return jnp.where(is_at_low, 1 + (factor - lax.stop_gradient(factor)), factor)

@@ -27,7 +27,7 @@ def zclip(
     first = max(warmup_steps, 1)
     mean, var = norms[:first].mean(), norms[:first].var()
     after = [min(n, max_norm) for n in norms[:first]]
-    spikes, taken_away = 0, int(125 / z_threshold**2) / 100
+    spikes = 0
     for i, n in enumerate(norms[first:], first):
         std = math.sqrt(var)
         width = std if mode == "percentile" else std + eps
@@ -43,8 +43,8 @@ def zclip(
         if not spike or update_on_spike:
             mean = decay * mean + (1 - decay) * to
             var = decay * var + (1 - decay) * (to - mean) ** 2
-        spikes = spikes + 1 if spike else max(spikes - taken_away, 0)
-        if spikes >= 50:  # ours alone: a new level
+        spikes = spikes + 1 if spike else max(spikes - 1.25 / z_threshold**2, 0)
+        if spikes > 50 - 1e-4:  # ours alone: a new level
             options = (
                 z_threshold,
                 decay,

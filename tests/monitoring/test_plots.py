@@ -149,6 +149,17 @@ def test_a_skipped_step_has_no_norm_of_a_group() -> None:
         history.append(clipjax.metrics(state))
     for name in ("clip_by_group_norm/b/norm", "clip_by_group_norm/norm_after"):
         assert drawn(plots.norms(history, name))["norm"][0] == [0, 2], name
+    # A module may be called "norm".
+    inside = {
+        "record_norms/updates/norm": [1.0, 1.0, 2.0],
+        "record_norms/steps": [1, 1, 2],
+    }
+    skip = {
+        "skip_nonfinite/norm": [5.0, 500.0, 6.0],
+        "skip_nonfinite/skipped": [0, 1, 1],
+    }
+    found = drawn(plots.norms(inside | skip, "record_norms/updates/norm"))
+    assert found["norm"] == ([0, 2], [1, 2])
     assert drawn(plots.norms(history, "clip_by_group_norm"))["not finite"][0] == [1]
 
 
