@@ -48,9 +48,9 @@ def keep_norm(*, rate: Bound = 1.0, axes: AutoAxes = "auto") -> Projection:
 
     The old norm is not stored in a state, but measured from the weights at each step.
     With float32 weights, the norm drifts by a fraction of less than 2e-3 over 100,000
-    steps. In a chain with bfloat16 weights, it drifts by a few percent over 1,000
-    steps, and by up to 6% for a matrix of 2 by 2. A direct `apply` to bfloat16 weights
-    cannot follow such small steps at all, so keep the weights in float32.
+    steps. In a chain with bfloat16 weights, it may drift by tens of percent over 1,000
+    steps. A direct `apply` to bfloat16 weights cannot follow such small steps at all,
+    so keep the weights in float32.
 
     References:
       Wen et al., 2026, Fantastic pretraining optimizers and where to find them II:

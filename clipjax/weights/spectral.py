@@ -39,8 +39,8 @@ def spectral_cap(bound: Bounds, *, flatten: Flatten = None) -> Projection:
 
     Use it to bound the Lipschitz constant of layers, or to keep the singular values of
     weights from growing during long training. Apply it every 10 or 100 steps, since it
-    takes about 45 matrix products if the largest singular value is at most 2.5 times
-    the bound, and 42 more for each further factor of 2.5.
+    takes 45 matrix products if the largest singular value is at most about twice the
+    bound, and 42 more for each further factor of about 2.5.
 
     Args:
       bound: the bound on singular values, a `Bound`, or a mapping from path patterns to
