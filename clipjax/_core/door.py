@@ -131,7 +131,7 @@ def with_metrics(
     A float in `metrics` is logged as it was at the last step, an int as its sum over
     all steps, and a bool as the fraction of the steps at which it was true: `clipped`
     becomes `clipped_fraction`. For a float named `norm`, the number of steps at which
-    it is not finite is logged as `nonfinite_count`. If there is also a metric `scale`,
+    it is not finite is logged as `nonfinite_count`. If there is also a float `scale`,
     :func:`metrics` adds the product of `norm` and `scale` as `norm_after`. The names
     may depend on the tree, so that each leaf can have a metric of its own. Derivatives
     treat the metrics as constants.

@@ -195,7 +195,8 @@ def _from_scalars(step: Scalar, kept: Metrics, in_a_row: Any) -> Metrics:
             found[f"{key}_fraction"] = _fraction(x, step)
         else:
             found[key] = jnp.copy(x)
-    if {"norm", "scale"} <= found.keys():
+    floats = {key for key, x in found.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+    if {"norm", "scale"} <= floats:
         found.setdefault("norm_after", found["norm"] * found["scale"])
     return found
 

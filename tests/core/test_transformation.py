@@ -203,6 +203,13 @@ def test_a_clip_of_a_user_derives_the_norm_after_it() -> None:
     assert found["mine/norm_after"] == found["clip_by_norm/norm_after"] == 2.5
     assert found["mine/clipped_fraction"].dtype == np.float32
 
+    def count(updates: Any, params: Any, step: Any, memory: Any) -> Any:
+        return updates, {"norm": jnp.float32(3.0), "scale": 1}, memory
+
+    tx = clipjax.with_metrics("mine", count)  # an int is a sum over steps
+    _, state = tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
+    assert "mine/norm_after" not in clipjax.metrics(state)
+
 
 def test_a_clip_of_a_user_has_metrics_and_a_memory() -> None:
     def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:
