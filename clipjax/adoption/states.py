@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
@@ -246,6 +247,17 @@ def _is_number(key: str) -> bool:
     return key.isascii() and key.isdecimal()
 
 
+def _around(path: Words) -> Words:
+    """Return a path without the places in chains."""
+    return tuple(key for key in path if not _is_number(key))
+
+
+def _common_end(one: Words, other: Words) -> int:
+    """Return how many components at the ends of two paths are the same."""
+    pairs = zip(reversed(one), reversed(other), strict=False)
+    return len([*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)])
+
+
 def _place_of(key: str) -> tuple[int, str]:
     return (int(key) if _is_number(key) else -1), key
 
@@ -253,8 +265,9 @@ def _place_of(key: str) -> tuple[int, str]:
 def _fields_of(node: Any, kinds: Kinds, path: Words) -> Words:
     """Return the fields of a state, or of a mapping that stands for one.
 
-    Of several kinds that have these keys, it is the one that `new` has at this path,
-    else one that `new` has, else the one with the fewest fields.
+    Of several kinds that have these keys, it is the one that `new` has at this place of
+    this chain, else elsewhere in this chain, else anywhere, else the one with the
+    fewest fields.
     """
     if is_state(node):
         return node._fields
@@ -267,9 +280,11 @@ def _fields_of(node: Any, kinds: Kinds, path: Words) -> Words:
         if keys in kind.in_new.values() or kind.needed <= keys <= {*x}
     ]
 
-    def order(fields: Words) -> tuple[bool, bool, int]:
+    def order(fields: Words) -> tuple[int, bool, int]:
         in_new = kinds[fields].in_new
-        return path not in in_new, not in_new, len(fields)
+        in_chain = [other for other in in_new if _around(other) == _around(path)]
+        alike = max((_common_end(path, other) for other in in_chain), default=-1)
+        return -alike, not in_new, len(fields)
 
     return min(fitting, key=order, default=())
 

@@ -21,7 +21,8 @@ ZclipMode = Literal["adaptive", "mean", "percentile"]
 # An outlier adds 1 to a counter, and any other step subtracts 1.25 / z_threshold². At
 # 50 the statistics are reset. Of norms with any distribution, at most 1 / (1 + z²)
 # are z standard deviations above their mean (Cantelli's inequality), so the counter
-# rises only if the statistics are those of other norms. It counts ten-millionths.
+# rises only if the statistics are not those of the norms: after a change of level, or
+# if many norms are clipped before they enter. It counts ten-millionths.
 _ADDED, _TAKEN_AWAY, _NEW_LEVEL_COUNT = 10_000_000, 12_500_000, 500_000_000
 
 

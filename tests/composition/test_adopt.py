@@ -843,6 +843,12 @@ def test_labels_without_parameters_and_plain_trees_go_on_from_nnx(
             both[1].opt_state = clipjax.adopt(old["opt_state"], both[1].opt_state)
             found, expected = (nnx.state(each)["opt_state"] for each in both)
             jax.tree.map(np.testing.assert_array_equal, found, expected)
+    old = nnx.Optimizer(net, txs["other"], wrt=nnx.Param)
+    old.update(net, jax.tree.map(jnp.ones_like, nnx.state(net, nnx.Param)))
+    clipped = optax.chain(clipjax.clip_by_norm(1.0), txs["other"])
+    new = nnx.Optimizer(net, clipped, wrt=nnx.Param)
+    adopted = clipjax.adopt(nnx.state(old)["opt_state"], new.opt_state)
+    jax.tree.map(np.testing.assert_array_equal, adopted[1], old.opt_state)
 
 
 def test_a_label_without_parameters_makes_no_state_of_another() -> None:
