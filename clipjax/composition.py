@@ -92,8 +92,9 @@ def bounded(
       clip: one or several gradient transformations that come before the optimizer, such
         as `clipjax.clip_by_global_norm(1.0)`. None, the default, means no clip.
       project: one or several projections that come after the optimizer, such as
-        `clipjax.max_norm(3.0)`, or functions of the weights. The weights end within the
-        bound of the last one. None, the default, means no projection.
+        `clipjax.max_norm(3.0)`, or functions of the weights. If there are several, the
+        last projection decides: the weights end within its bound. None, the default,
+        means no projection.
       nonfinite: the policy for gradients that are not finite. With "propagate", the
         default, clips spread NaN to all elements that share a norm. With "zero",
         :func:`zero_nonfinite` replaces elements that are not finite by 0 and counts
