@@ -41,7 +41,8 @@ def chain(
       TypeError: an argument is not a gradient transformation.
       ValueError: there is no argument, or a projection is not last.
 
-    It checks the arguments, but not what wrappers or other chains among them contain.
+    The check covers the arguments of `chain`, but not the contents of an argument that
+    is a wrapper or another chain.
 
     See Also:
       :func:`bounded` puts clip, optimizer and projection in the right order.

@@ -49,9 +49,9 @@ def tap(*layers: SupportsIndex, probe: bool = False) -> jax.Array:
     and devices that share the tap. :func:`tapped` reads them.
 
     Args:
-      *layers: the numbers of taps, for a stack of layers: `tap(12)` has one for each of
-        12 layers, to be scanned along its first axis beside their weights. Without
-        numbers it is one tap.
+      *layers: the shape of a stack of taps. `tap(12)` has one tap for each of 12
+        layers; pass it to `scan` together with the weights of the layers. Without
+        numbers, the result is one tap.
       probe: whether the tap is for :func:`probe`, which has more statistics than a
         clip; False by default.
 

@@ -158,9 +158,10 @@ def group_norms(
       If the history has several kinds of norms, each kind has its own line style:
       gradients or updates are solid, weights dashed, ratios long-dashed, probes of the
       forward pass, such as `"forward/blocks/3"`, dotted, and probes of the backward
-      pass dash-dotted. If ratios or probes are among them, the 8 colored lines are
-      those with the largest norms in proportion to the largest of their kind, since
-      activations are often larger than gradients, and ratios are smaller.
+      pass dash-dotted. Activations are often larger than gradients, and ratios are
+      smaller. Therefore, if the history has ratios or probes, the norms of each kind
+      are divided by the largest norm of this kind before the 8 colored lines are
+      chosen.
 
     Raises:
       TypeError: `history` is not a history, has no groups, or has values that are not
