@@ -41,7 +41,8 @@ def chain(
       TypeError: an argument is not a gradient transformation.
       ValueError: there is no argument, or a projection is not last.
 
-    It checks the arguments, but not what wrappers or other chains among them contain.
+    The check covers the arguments of `chain`, but not the contents of an argument that
+    is a wrapper or another chain.
 
     See Also:
       :func:`bounded` puts clip, optimizer and projection in the right order.
@@ -92,8 +93,9 @@ def bounded(
       clip: one or several gradient transformations that come before the optimizer, such
         as `clipjax.clip_by_global_norm(1.0)`. None, the default, means no clip.
       project: one or several projections that come after the optimizer, such as
-        `clipjax.max_norm(3.0)`, or functions of the weights. The weights end within the
-        bound of the last one. None, the default, means no projection.
+        `clipjax.max_norm(3.0)`, or functions of the weights. If there are several, the
+        last projection decides: the weights end within its bound. None, the default,
+        means no projection.
       nonfinite: the policy for gradients that are not finite. With "propagate", the
         default, clips spread NaN to all elements that share a norm. With "zero",
         :func:`zero_nonfinite` replaces elements that are not finite by 0 and counts

@@ -1,4 +1,4 @@
-"""The axes of an Equinox model, from its layers: which weights form an output unit.
+"""Find from the layers of an Equinox model which weights form an output unit.
 
 This module needs Equinox, and `import clipjax` does not load it: `from clipjax.equinox
 import unit_axes`.
@@ -29,13 +29,13 @@ def unit_axes(model: Any, *, other: Mapping[str, Any] | None = None) -> dict[str
     the weights that compute one output: a row of a Linear weight, a filter of a
     convolution, one component of the query, key or value of one head, or a gate of a
     cell. In an embedding it is a row. Where `filter_vmap` stacks layers, each layer has
-    its units. Biases and scales of norms are skipped.
+    its own output units. Biases and scales of norms are skipped.
 
     Args:
       model: an Equinox module, or a tree of them. Only its arrays of floats count.
       other: a mapping from path patterns to `Axes`, for parameters of layers that are
-        not known, and for those that should differ: it wins over the axes of known
-        layers. None by default.
+        not known, and for parameters that need other axes than their layer gives.
+        `other` takes precedence over the axes of known layers. None by default.
 
     Returns:
       A dict from the path of each parameter to its axes or :data:`clipjax.SKIP`. To
@@ -44,8 +44,9 @@ def unit_axes(model: Any, *, other: Mapping[str, Any] | None = None) -> dict[str
     Raises:
       TypeError: `model` contains no Equinox module; `other` is not a mapping to axes.
       ValueError: parameters belong to layers that are not known, or their sizes do not
-        tell which axis is a stack, as for 4 layers (4, 4): the error lists them all,
-        for `other`. Or a pattern in `other` matches nothing.
+        tell which axis is a stack, as for 4 layers (4, 4): the error lists all of these
+        parameters, so that you can add them to `other`. Or a pattern in `other` matches
+        nothing.
 
     See Also:
       :func:`clipjax.fan_in` reduces all axes but the last;

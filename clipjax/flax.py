@@ -1,4 +1,4 @@
-"""The axes of a Flax model, from its layers: which weights form an output unit.
+"""Find from the layers of a Flax model which weights form an output unit.
 
 This module needs Flax, and `import clipjax` does not load it: `from clipjax.flax import
 unit_axes`.
@@ -38,8 +38,8 @@ def unit_axes(
     convolutions, attention, or stacked layers. An output unit is the weights that
     compute one output: a column of a Dense kernel, a filter of a convolution, one
     component of the query, key or value of one head, or a gate of a cell. In an
-    embedding it is a row. Where `scan` or `vmap` stacks layers, each layer has its
-    units. Biases and the scales of norms are skipped.
+    embedding it is a row. Where `scan` or `vmap` stacks layers, each layer has its own
+    output units. Biases and the scales of norms are skipped.
 
     Args:
       model: a Linen module; or an NNX module, which holds its parameters.
@@ -47,8 +47,8 @@ def unit_axes(
         `jax.ShapeDtypeStruct`s in place of inputs, since nothing is computed. None for
         NNX.
       other: a mapping from path patterns to `Axes`, for parameters of layers that are
-        not known, and for those that should differ: it wins over the axes of known
-        layers. None by default.
+        not known, and for parameters that need other axes than their layer gives.
+        `other` takes precedence over the axes of known layers. None by default.
       wrt: for NNX, the filter that chooses parameters, as `nnx.Optimizer` gets it;
         `nnx.Param` by default.
       **kwargs: for Linen, the keyword arguments of `model.init`.
@@ -62,8 +62,9 @@ def unit_axes(
       TypeError: `model` is not a Flax module; arguments are missing for Linen, or given
         for NNX; `other` is not a mapping to axes.
       ValueError: parameters belong to layers that are not known, or their sizes do not
-        tell which axis is a stack, as for 4 layers (4, out): the error lists them all,
-        for `other`. Or a pattern in `other` matches nothing.
+        tell which axis is a stack, as for 4 layers (4, out): the error lists all of
+        these parameters, so that you can add them to `other`. Or a pattern in `other`
+        matches nothing.
 
     See Also:
       :func:`clipjax.fan_in` suits Dense and convolutions;

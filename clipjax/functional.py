@@ -51,8 +51,8 @@ def global_norm(tree: Tree, *, ord: Ord = None) -> jax.Array:
       ord: the order of the norm: 1, 2 (the default), any p >= 1, or `jax.numpy.inf`.
 
     Returns:
-      A scalar, which is float64 if a leaf has 64 bits, and float32 otherwise. It is 0
-      for a tree without float leaves.
+      A scalar, which is float64 if a leaf is float64 or complex128, and float32
+      otherwise. It is 0 for a tree without float leaves.
 
     Equals `tf.linalg.global_norm` and, for float32 leaves, `optax.global_norm`. Optax
     adds the squares of 16-bit leaves in 16 bits, and measures 512 instead of 548 for
@@ -117,8 +117,8 @@ def unitwise_norms(
       axes: the axes that are reduced, as `Axes`, in leaves of every rank, biases
         included.
       ord: the order of the norms: 1, 2 (the default), any p >= 1, or `jax.numpy.inf`.
-      keepdims: whether the reduced axes stay, with size 1, so that the norms have the
-        shape that bounds for these units have; False by default.
+      keepdims: whether the result keeps the reduced axes, with size 1, so that it has
+        the shape of a bound for these units; False by default.
 
     Returns:
       A tree of the same structure. For a leaf of shape (in, out) that is reduced over
@@ -126,7 +126,7 @@ def unitwise_norms(
       without units, it has None.
 
     Raises:
-      ValueError: `axes` do not fit a leaf, or apply to none.
+      ValueError: `axes` do not fit a leaf, or apply to no leaf.
 
     See Also:
       :func:`functional.leaf_norms` measures whole leaves; :func:`violations` lists
@@ -227,7 +227,7 @@ def clip_by_norm(
     Raises:
       TypeError: `max_norm` is not a number, or is a schedule.
       ValueError: `max_norm` is negative or NaN, or does not fit the norms; `axes` do
-        not fit a leaf, or apply to none.
+        not fit a leaf, or apply to no leaf.
 
     Equals `tf.clip_by_norm` of each leaf if all elements are finite.
 
@@ -261,7 +261,7 @@ def clip_by_global_norm(
     ord: Ord = None,
     norm: ArrayLike | None = None,
 ) -> tuple[T, jax.Array]:
-    """Clip the norm of all leaves together, and return it.
+    """Clip the norm of all leaves together, and also return the norm before the clip.
 
         x * min(1, max_norm / norm)
 

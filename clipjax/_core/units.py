@@ -35,7 +35,8 @@ def fan_in(path: Path, leaf: Any) -> tuple[int, ...] | Skip:
       scales.
 
     See Also:
-      :func:`flax.unit_axes` and :func:`equinox.unit_axes` ask the layers of a model.
+      :func:`flax.unit_axes` and :func:`equinox.unit_axes` read the axes from the layers
+      of a model.
 
     Example:
       >>> import clipjax, jax.numpy as jnp

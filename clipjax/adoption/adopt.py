@@ -40,16 +40,18 @@ def adopt(old: Tree, new: Tree, *, drop: bool = False) -> Tree:
     by one of clipjax, and to read a checkpoint of an earlier version of clipjax. The
     states of both chains are matched by these rules:
 
-    1. A state is matched with a state of the same type, or of the same fields if `old`
-       has mappings in place of states. A state with metrics is matched with a state of
-       the same transformation.
+    1. A state is matched with a state of the same type. If `old` has mappings in place
+       of states, as a restored checkpoint does, a mapping is matched with a state whose
+       fields have the names of its keys. A state with metrics is matched with a state
+       of the same transformation.
     2. A state belongs to a part of the optimizer. The labels of `optax.partition`, the
        names of `named`, the keys of dicts and the attributes of objects around the
-       state name this part. States are matched with states of the same part: by their
-       paths and shapes or, if these are the same, in the order of the chain. A name
-       that only one of the two chains has is ignored, as when a chain gets a name, or
-       joins a partition, unless one chain has such states both within names and outside
-       of them. Two different names stand for two parts.
+       state name this part. A state is matched only with a state of the same part. If a
+       part has several states of one type, their paths and shapes tell which states
+       belong together. If the paths and shapes are the same, the order of the chain
+       decides. A name that only one of the two chains has is ignored, as when a chain
+       gets a name, or joins a partition, unless one chain has such states both within
+       names and outside of them. Two different names stand for two parts.
     3. Wrappers are ignored: the state of Adam is the same within a skip,
        `optax.MultiSteps`, `inject_hyperparams` or a chain, and outside of it.
     4. Arrays of matched states have equal paths and shapes. Only floats change their

@@ -137,7 +137,7 @@ def clip_gradient_by_norm(
       TypeError: `max_norm` is not a number, or is a schedule. JAX raises a TypeError in
         forward mode, since a clipped gradient is not a linear function of the gradient.
       ValueError: `max_norm` is negative or NaN, or does not fit the norms; `axes` do
-        not fit a leaf, or apply to none.
+        not fit a leaf, or apply to no leaf.
 
     For finite gradients, equals a `tf.custom_gradient` that applies `tf.clip_by_norm`
     to the gradient.

@@ -22,9 +22,9 @@ def zero_nonfinite() -> optax.GradientTransformationExtraArgs:
 
         x if x is finite, else 0
 
-    Use it in front of a clip when single elements are not finite and the others are
-    worth a step. Without it, a clip makes all elements NaN that share a norm with such
-    an element. When whole batches are corrupted, use :func:`skip_nonfinite`.
+    Use it in front of a clip when single elements are not finite and the other elements
+    should still be used. Without it, a clip makes all elements NaN that share a norm
+    with such an element. When whole batches are corrupted, use :func:`skip_nonfinite`.
 
     Returns:
       A gradient transformation with the metrics `zeroed_entries`, the number of
@@ -89,9 +89,9 @@ def skip_nonfinite(
 
     Args:
       optimizer: a gradient transformation, usually a whole chain.
-      max_consecutive: the number of steps in a row that may be skipped. After them, all
-        steps are applied, whatever they contain, until a step is finite. None, the
-        default, skips every step that is not finite.
+      max_consecutive: the number of steps in a row that may be skipped. After these
+        steps, all steps are applied, whatever they contain, until a step is finite.
+        None, the default, skips every step that is not finite.
 
     Returns:
       A gradient transformation with the metrics `norm`, `skipped` (the number of

@@ -36,10 +36,10 @@ def adaptive_grad_clip(
 
         g * min(1, clipping * max(|w|, eps) / |g|)
 
-    With SGD, a step then changes no output unit by more than the fraction
-    `learning_rate * clipping`. Use it for networks without normalization layers that
-    are trained with SGD, as in the paper. The paper does not clip the head of a
-    classifier: `axes={"head/*": clipjax.SKIP, "*": "auto"}`.
+    With plain SGD, a step then changes the weights w of an output unit by at most
+    `learning_rate * clipping * max(|w|, eps)`. Use it for networks without
+    normalization layers that are trained with SGD, as in the paper. The paper does not
+    clip the head of a classifier: `axes={"head/*": clipjax.SKIP, "*": "auto"}`.
 
     Args:
       clipping: the threshold for |g| / |w|, a `Bound`, 0.01 by default. An array

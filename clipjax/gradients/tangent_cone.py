@@ -57,7 +57,8 @@ def tangent_cone(
       problems, Mathematical Programming 39.
 
     See Also:
-      :func:`max_norm` is the projection; :func:`bounded` puts both in their places.
+      :func:`max_norm` is the projection that keeps the weights in the ball;
+      :func:`bounded` puts both transformations into one optimizer, in the right order.
 
     Example:
       >>> import clipjax, jax.numpy as jnp

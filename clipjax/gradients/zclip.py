@@ -67,8 +67,8 @@ def zclip(
       decay: the decay of the moving averages, in [0, 1), 0.97 by default.
       warmup_steps: the number of norms that give the first m and s, 25 by default; 0
         counts as 1. In the warm-up only `max_norm` clips.
-      max_norm: a fixed threshold that applies to all steps in addition, a scalar
-        `Bound`. Infinity, the default, means no fixed threshold.
+      max_norm: an additional fixed threshold for all steps, a scalar `Bound`. Infinity,
+        the default, means no fixed threshold.
       mode: what an outlier is clipped to. "adaptive", the default: (m + z_threshold² *
         s / z) * clip_factor, which is lower for larger outliers; "mean": m;
         "percentile": m + z_threshold * s, where norms above this number are the
@@ -202,21 +202,22 @@ def clip_by_lognormal(
     max_norm: Bound = jnp.inf,
     eps: Number = 1e-8,
 ) -> optax.GradientTransformationExtraArgs:
-    """Clip the norm of all leaves to the geometric mean if its logarithm is an outlier.
+    """Clip the norm of all leaves to its moving geometric mean if it is an outlier.
 
         if norm >= exp(m + z_threshold * s):  x * exp(m) / norm
 
     Here m and s are the moving mean and the moving standard deviation of log(norm +
-    eps), with this step among them. Use it when the norms often change by a factor of
-    several, as in recurrent networks for speech, or to continue a run of TensorFlow 1.
+    eps), with this step among them, so exp(m) is a moving geometric mean of the norms.
+    Use it when the norms often change by large factors, as in recurrent networks for
+    speech, or to continue a run of TensorFlow 1.
 
     Args:
       z_threshold: the number of standard deviations above which a logarithm is an
         outlier, a scalar `Bound`, 2.0 by default.
       decay: the decay of the moving averages, in [0, 1), 0.95 by default. After t norms
         the decay is at most t / (t + 1), so that the first averages are plain means.
-      max_norm: a fixed threshold that applies to all steps in addition, a scalar
-        `Bound`. Infinity, the default, means no fixed threshold.
+      max_norm: an additional fixed threshold for all steps, a scalar `Bound`. Infinity,
+        the default, means no fixed threshold.
       eps: a number above 0, 1e-8 by default, that keeps the logarithm finite, and is
         the smallest variance.
 

@@ -193,8 +193,8 @@ def _boundary(names: list[str], bad: list[str]) -> str:
 def bad_steps(opt_state: Tree) -> list[BadStep]:
     """Return the bad steps that `record_norms(keep=n)` has kept, oldest first.
 
-    Use it after a run broke, or on its checkpoint, to find which step broke, and in
-    which layer.
+    Use it after a run broke, or later on a checkpoint of the run, to find which step
+    broke, and in which layer.
 
     Args:
       opt_state: an optimizer state, or a tree that contains one, such as a checkpoint,
@@ -202,12 +202,13 @@ def bad_steps(opt_state: Tree) -> list[BadStep]:
 
     Returns:
       A list of `BadStep(step, norm, threshold, loss, groups, forward, backward, usual,
-      recorder)`, empty if there was none. `step` is the number of updates before it, as
-      schedules count, and `loss` is None if `update` got none. `groups` maps the names
-      of groups to their norms, and `forward` and `backward` map the names of probes to
-      the norms that they saw. `usual` has the norms that probes saw in the forward pass
-      of the last step of the run, if that step was not bad. `recorder` is what the
-      metrics of the `record_norms` that kept the step begin with.
+      recorder)`, empty if there was none. `step` is the number of updates before the
+      bad step, so the first step of a run is step 0. `loss` is None if `update` got
+      none. `groups` maps the names of groups to their norms, and `forward` and
+      `backward` map the names of probes to the norms that they saw. `usual` has the
+      norms that probes saw in the forward pass of the last step of the run, if that
+      step was not bad. `recorder` is what the metrics of the `record_norms` that kept
+      the step begin with.
 
     Raises:
       TypeError: `opt_state` is traced, or has shapes in place of arrays.

@@ -37,9 +37,11 @@ def series(history: History, name: str) -> np.ndarray:
         transformation, such as `"zclip"`, stands for its metric `norm`.
 
     Returns:
-      A NumPy array of float64 and shape `(steps,)`, whose index is the step. The value
-      is NaN at a step that the transformation did not see, because the step was
-      skipped, or because its gradients were only accumulated.
+      A float64 array `(steps,)` of NumPy, with one value for each step. The value is
+      NaN at a step that the transformation did not see, because the step was skipped,
+      or because its gradients were only accumulated. If this is the first step of the
+      history, the value is that of the last update before the history began, if there
+      was one.
 
     Raises:
       TypeError: `history` has neither of the two forms, or is traced.
@@ -83,8 +85,8 @@ def suggest(
         `clip_by_lognormal`, each with its default arguments.
 
     Returns:
-      A dict that has a dict with two entries for each rule. `"threshold"` is the median
-      of the finite thresholds of the rule over the last quarter of the steps, or
+      A dict from the name of each rule to a dict with two entries. `"threshold"` is the
+      median of the finite thresholds of the rule over the last quarter of the steps, or
       infinity if none of them is finite. `"clip_rate"` is the fraction of the steps
       that the rule would have clipped.
 

@@ -66,7 +66,8 @@ def record_norms(
         out.
       of: what is measured, one or several of `"updates"` (the default), `"params"`, and
         `"ratio"`. The ratio is the norm of the updates divided by the norm of the
-        parameters, and 0 where the updates are 0; place it at the end of a chain.
+        parameters, and 0 where the updates are 0. For the ratio, place `record_norms`
+        at the end of a chain.
       name: the name of the updates in the metrics, "updates" by default; write
         `"gradients"` in front of a clip.
       ord: the order of the norms: 1, 2 (the default), any p >= 1, or `jax.numpy.inf`.
@@ -79,9 +80,9 @@ def record_norms(
         `update(..., loss=loss)` gets is not finite, or if :func:`skip_spikes` would
         skip it. Place `record_norms` outside `skip_*`: the inner state does not change
         at skipped steps.
-      z_threshold: the number of standard deviations above the trend from which on
-        `keep` takes a norm or a loss for an outlier, as in :func:`skip_spikes`; a
-        scalar `Bound`, 6.0 by default.
+      z_threshold: the number of standard deviations above the trend beyond which `keep`
+        counts a norm or a loss as an outlier, as in :func:`skip_spikes`; a scalar
+        `Bound`, 6.0 by default.
       window: the number of last norms and losses with which `keep` compares, 64 by
         default.
       probes: a mapping from a name for each :func:`probe` of the model, in the order of

@@ -44,14 +44,14 @@ def tap(*layers: SupportsIndex, probe: bool = False) -> jax.Array:
 
     Use it to see what happens inside a model in its backward pass. Pass the array to
     :func:`probe`, or to a clip such as :func:`clip_gradient_by_norm`, and also take the
-    gradient of the loss with respect to this array. The sums in that gradient add up
-    over the steps of a `scan`, over the examples of a `vmap`, and over all places and
-    devices that share the tap. :func:`tapped` reads them.
+    gradient of the loss with respect to this array. The statistics in this gradient are
+    sums over the steps of a `scan`, over the examples of a `vmap`, and over all places
+    and devices that share the tap. :func:`tapped` reads them.
 
     Args:
-      *layers: the numbers of taps, for a stack of layers: `tap(12)` has one for each of
-        12 layers, to be scanned along its first axis beside their weights. Without
-        numbers it is one tap.
+      *layers: the shape of a stack of taps. `tap(12)` has one tap for each of 12
+        layers; pass it to `scan` together with the weights of the layers. Without
+        numbers, the result is one tap.
       probe: whether the tap is for :func:`probe`, which has more statistics than a
         clip; False by default.
 
@@ -94,9 +94,9 @@ def tapped(gradient: jax.Array) -> dict[str, jax.Array]:
       threshold, `nonfinite_count`, the number of norms that were not finite, and
       `mean_norm`, the mean of the finite norms. A norm that is not finite does not
       count as clipped. Fraction and mean are 0 if there were no norms. A probe has
-      `forward_norm` and `backward_norm`, the norms of the finite elements of what it
-      saw and of the gradient, `forward_nonfinite_count` and `backward_nonfinite_count`,
-      and `count`, the number of all elements.
+      `forward_norm` and `backward_norm`, the norms of the finite elements of the
+      probe's `x` and of its gradient, `forward_nonfinite_count` and
+      `backward_nonfinite_count`, and `count`, the number of all elements.
 
     Raises:
       ValueError: `gradient` does not have the shape of a tap.
@@ -138,7 +138,7 @@ def tapped(gradient: jax.Array) -> dict[str, jax.Array]:
 
 
 def probe(x: T, tap: jax.Array) -> T:
-    """Return `x`, and add what passes here, forward and backward, to a tap.
+    """Return `x`, and record statistics of `x` and of its gradient in a tap.
 
     Use it to find the layer in which a step breaks. The gradient with respect to the
     tap has the sum of squares, the number of elements, and the number of elements that
@@ -159,8 +159,8 @@ def probe(x: T, tap: jax.Array) -> T:
         mode.
 
     See Also:
-      :func:`tapped` reads the gradient of the tap; the argument `probes` of
-      :func:`record_norms` keeps it for bad steps.
+      :func:`tapped` reads the statistics; the argument `probes` of :func:`record_norms`
+      keeps them for bad steps.
 
     Example:
       >>> import clipjax, jax, jax.numpy as jnp

@@ -49,9 +49,10 @@ def norms(history: runs.History, name: str | None = None, *, ax: Any = None) -> 
       has several optimizers, give each a name by :func:`named`: the skips of another
       optimizer without a name would be drawn, too.
 
-      A norm that is not finite is a cross at the top. If the history has norms of
-      groups, as :func:`clipjax.record_norms` measures, text at a cross names the groups
-      that are not finite. The text stands at the first cross of each set of groups.
+      A norm that is not finite is drawn as a cross at the top. If the history has norms
+      of groups, as :func:`clipjax.record_norms` measures, text below a cross names the
+      groups that are not finite. If the same groups are not finite at several steps,
+      the text stands only at the first of these steps. There are at most three texts.
 
     Raises:
       TypeError: `history` is not a history, its values are not real numbers, or `ax` is
@@ -125,7 +126,7 @@ def group_norms(
     only: str | Sequence[str] | None = None,
     ax: Any = None,
 ) -> Any:
-    """Draw the norm of each group, such as a layer, over the steps, as one line.
+    """Draw the norm of each group, such as a layer, as a line over the steps.
 
     Use it to see which layers have large gradients, and how the norms of the layers
     develop.
@@ -146,18 +147,21 @@ def group_norms(
       skipped or is accumulated adds no point to a line. A step whose `update` got no
       `taps` adds no point to the line of a probe.
 
-      A norm that is not finite is a cross at the top. Text at the first cross of each
-      set of groups, at most three times, names the groups that are not finite. If
-      probes were not finite in the forward pass, the text names only these probes,
-      because the forward pass comes first. Otherwise it names the probes of the
-      backward pass, and if those were finite, the groups of gradients.
+      A norm that is not finite is drawn as a cross at the top, and text below the cross
+      names the groups that are not finite. If the same groups are not finite at several
+      steps, the text stands only at the first of these steps. There are at most three
+      texts. If a norm that a probe measured in the forward pass is not finite, the text
+      names only such probes, because the forward pass comes first. Otherwise it names
+      the probes whose norms in the backward pass are not finite or, if there are none,
+      the groups of gradients.
 
       If the history has several kinds of norms, each kind has its own line style:
       gradients or updates are solid, weights dashed, ratios long-dashed, probes of the
       forward pass, such as `"forward/blocks/3"`, dotted, and probes of the backward
-      pass dash-dotted. If ratios or probes are among them, the 8 colored lines are
-      those with the largest norms in proportion to the largest of their kind, since
-      activations are often larger than gradients, and ratios are smaller.
+      pass dash-dotted. Activations are often larger than gradients, and ratios are
+      smaller. Therefore, if the history has ratios or probes, the norms of each kind
+      are divided by the largest norm of this kind before the 8 colored lines are
+      chosen.
 
     Raises:
       TypeError: `history` is not a history, has no groups, or has values that are not

@@ -41,8 +41,8 @@ def heat_map(
       no color. Each bad step has a triangle above the map, and a ring on the row of the
       group that `print` of the bad step names, if there is such a row. If there are
       more than 30 steps for each inch of the axes, a column shows the largest norm of
-      several steps. A step that `record_norms` did not see, such as an accumulated one,
-      repeats the norms of the step before.
+      several steps. At a step that `record_norms` did not see, such as a step whose
+      gradients were only accumulated, the map repeats the norms of the step before.
 
     Raises:
       TypeError: `history` is not a history, has no groups, or has values that are not

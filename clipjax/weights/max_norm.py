@@ -43,9 +43,10 @@ def max_norm(radius: Bounds, *, axes: AutoAxes = "auto") -> Projection:
 
         w * min(1, radius / |w|)
 
-    Use it to bound how large the weights of an output unit become, as with dropout or
-    with large learning rates. Weight decay pulls all weights toward 0; this projection
-    changes only the output units whose norm is above the bound.
+    Use it to bound how large the weights of an output unit become, for example when you
+    train with dropout or with large learning rates. Weight decay pulls all weights
+    toward 0; this projection changes only the output units whose norm is above the
+    bound.
 
     Args:
       radius: the bound on each norm, a `Bound`, or a mapping from path patterns to such

@@ -64,7 +64,8 @@ def qk_clip(
       after the scale 1 / sqrt(head_dim) and the mask, and before the softmax. It is an
       array (heads,) of query heads, (layers, heads) for a stack, or a mapping, possibly
       nested, from the paths of layers, or their last components, to such arrays. Layers
-      that it does not name are not changed. A logit that is not finite changes nothing.
+      that `max_logits` does not name are not changed. A logit that is not finite
+      changes nothing.
 
     Raises:
       TypeError: `rope` is not an int; when applied, `max_logits` contains something

@@ -47,14 +47,15 @@ def spectral_cap(bound: Bounds, *, flatten: Flatten = None) -> Projection:
         such bounds. The first pattern that matches a leaf counts, and a leaf that no
         pattern matches is not changed. An array broadcasts to the stack of matrices of
         each leaf.
-      flatten: how leaves of rank 3 and more are matrices: a pair (axes of rows, axes of
-        columns), each an int or a tuple; other axes stack matrices. `((0, 1, 2), 3)` is
-        for a convolution (h, w, in, out), and `(1, 2)`, rows 1 and columns 2, for
-        stacked Dense layers (layer, in, out). It may also be a rule `(path, leaf) ->
-        pair`, or a mapping from path patterns to these. `clipjax.SKIP` in place of a
-        pair leaves a leaf as it is. By default, and where no pattern matches, leaves of
-        rank 2 are matrices, leaves of lower ranks are not changed, and leaves of higher
-        ranks raise an error.
+      flatten: how to read leaves of rank 3 and more as matrices. The usual form is a
+        pair (axes of rows, axes of columns), each an int or a tuple. Along all other
+        axes, the leaf is a stack of matrices. `((0, 1, 2), 3)` is for a convolution (h,
+        w, in, out), and `(1, 2)`, rows 1 and columns 2, for stacked Dense layers
+        (layer, in, out). It may also be a rule `(path, leaf) -> pair`, or a mapping
+        from path patterns to these. `clipjax.SKIP` in place of a pair leaves a leaf as
+        it is. By default, and where no pattern matches, leaves of rank 2 are matrices,
+        leaves of lower ranks are not changed, and leaves of higher ranks raise an
+        error.
 
     Returns:
       A :class:`Projection`, which you apply directly, or put at the end of a chain.

@@ -57,7 +57,8 @@ def violations(
       params: the weights: concrete arrays, not tracers, that lie on devices of this
         process.
       projection: a projection such as `clipjax.max_norm(3.0)`, a function of the
-        weights, or a sequence of these; each is compared with the same weights.
+        weights, or a sequence of these. Each projection of a sequence is applied to
+        `params`, and not to the result of another projection.
       old: the weights before the update, which :func:`keep_norm` needs; None by
         default.
       step: the step at which bounds that are schedules are evaluated; None by default.
