@@ -30,8 +30,8 @@ def matching(*patterns: str) -> Callable[[Any], Any]:
       ValueError: when the function is called, a pattern matches no leaf.
 
     See Also:
-      :func:`clip_by_group_norm` clips several groups; `axes` and `where` of clipjax's
-      functions take the patterns themselves.
+      :func:`clip_by_group_norm` clips several groups; in clipjax's functions, `where`
+      takes the patterns themselves, and `axes` a mapping from patterns to axes.
 
     Example:
       >>> import clipjax, jax.numpy as jnp, optax
@@ -48,8 +48,8 @@ def matching(*patterns: str) -> Callable[[Any], Any]:
     def mask(tree: Tree, *more: Any) -> Any:
         if more:  # called as a rule (path, leaf)
             raise TypeError(
-                f"matching{patterns} is a mask for optax.masked; axes= and where= "
-                "take the patterns themselves"
+                f"matching{patterns} is a mask for optax.masked; where= takes the "
+                "patterns themselves, and axes= a mapping from patterns to axes"
             )
         leaves = flatten(tree)
         found = first_matches("patterns", patterns, leaves, in_order=False)

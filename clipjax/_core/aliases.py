@@ -34,9 +34,9 @@ DType: TypeAlias = DTypeLike | None
 Metrics: TypeAlias = dict[str, jax.Array]  # scalars by name
 Path: TypeAlias = tuple[Any, ...]  # the keys that JAX gives to a leaf
 
+Number: TypeAlias = float | np.number[Any] | jax.Array
 # A threshold or a bound: a number, an array, or a schedule from the step to these.
 # Bounds of weights may also be mappings from path patterns to these.
-Number: TypeAlias = float | np.number[Any] | jax.Array
 Bound: TypeAlias = ArrayLike | optax.Schedule
 Bounds: TypeAlias = Bound | Mapping[str, Bound]
 Ord: TypeAlias = float | np.number[Any] | None

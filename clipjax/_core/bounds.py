@@ -71,8 +71,9 @@ def check_bound(
 ) -> CheckedBound:
     """Check a bound that is a number, an array or a schedule.
 
-    A value below `least` is raised to it, so that a schedule that falls below 0 clips
-    to 0 and flips no sign. NaN stays NaN. A bound that is `scalar` has no shape. Errors
+    A known value below `least` raises an error. The value of a schedule, and a traced
+    value, is raised to `least`, so that a schedule that falls below 0 clips to 0 and
+    flips no sign. NaN stays NaN. A bound that is `scalar` has no shape. Errors
     say that it may have the `forms`.
     """
     if callable(bound):
@@ -172,7 +173,7 @@ def _checked_schedule(name: str, schedule: Any, scalar: bool) -> Any:
                 f"{short_repr(value)}"
             )
         if scalar:
-            check_fits(name, value, (), "the norm of all leaves")
+            check_fits(name, value, (), "one norm")
         return value
 
     return at
@@ -192,8 +193,9 @@ def _at(name: str, value: Any, step: Step, least: float) -> Any:
 
 def _form_error(name: str, bound: Any, forms: str) -> TypeError:
     hint = (
-        "; to clip a tree, call clipjax.functional.clip_by_global_norm(tree, max_norm) "
-        "and the like, or .apply of a projection, as in max_norm(3.0).apply(params)"
+        "; a tree comes first, and the bound second, in functions that clip a tree, as "
+        "in clipjax.functional.clip_by_global_norm(tree, max_norm), and a projection "
+        "takes the tree in .apply, as in max_norm(3.0).apply(params)"
     )
     return TypeError(
         f"{name} must be {forms} of real numbers, got {short_repr(bound)}"
@@ -211,7 +213,7 @@ def _checked(name: str, bound: Any, least: float, scalar: bool, forms: str) -> A
     if not is_real(bound):
         raise _form_error(name, bound, forms)
     if scalar:
-        check_fits(name, bound, (), "the norm of all leaves")
+        check_fits(name, bound, (), "one norm")
     if isinstance(bound, jax.core.Tracer):
         return _at_least(bound, least)
     value = in_float64(bound)

@@ -26,8 +26,8 @@ from clipjax._core.states import (
     table_of,
 )
 
-# act(updates: Leaves, params: Tree, step, memory, **extra)
-# -> (the new updates, metrics, memory)
+# act(updates, params: Tree, step, memory, **extra) -> (new updates, metrics, memory),
+# where updates are leaves, or a tree for an act of a user
 Act = Callable[..., tuple[Any, Any, Any]]
 
 

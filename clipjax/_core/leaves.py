@@ -297,7 +297,7 @@ def check_patterns(argument: str, patterns: Any) -> tuple[str, ...]:
     is_sequence = isinstance(each, Sequence) and len(each) > 0
     if not is_sequence or not all(isinstance(pattern, str) for pattern in each):
         raise TypeError(
-            f"{argument} must be one or several path patterns, got {patterns!r}"
+            f"{argument}: path patterns must be one or more strings, got {patterns!r}"
         )
     return tuple(each)
 

@@ -102,8 +102,8 @@ class Table(_Arrays):
         if not names:
             raise ValueError(
                 "opt_state: inside jit, the names of norms are not known in a state "
-                "that was restored or mapped, or in nnx.state: read metrics after an "
-                "update, or pass the optimizer itself"
+                "that was restored or mapped, or in nnx.state: call this function "
+                "outside of jit or after an update, or pass the optimizer itself"
             )
         return (*names, (), ())[:3]
 
@@ -217,7 +217,7 @@ def as_logged(metrics: Mapping[str, Any] | Table) -> Any:
     if isinstance(metrics, Table):  # what makes it stops its derivatives
         return metrics
     logged = {key: _logged(x) for key, x in metrics.items()}
-    if "norm" in metrics:
+    if "norm" in metrics and jnp.issubdtype(metrics["norm"].dtype, jnp.floating):
         is_bad = ~jnp.isfinite(metrics["norm"])
         logged["nonfinite_count"] = is_bad.astype(np.int32)
     return lax.stop_gradient(dict(sorted(logged.items())))

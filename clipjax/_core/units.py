@@ -61,8 +61,13 @@ def unclear_error(path: Path, leaf: Any) -> ValueError:
         "heads, or a stack of layers. Pass axes=unit_axes(model) of clipjax.flax or "
         "clipjax.equinox, which asks the layers (in Linen unit_axes(model, key, x)), "
         "clipjax.fan_in for convolutions (*window, in, out), or the axes to reduce, as "
-        f"in axes={{{path_name(path)!r}: ...}}"
+        f"in axes={{{_pattern(path)!r}: ...}}, with '*': 'auto' for other leaves"
     )
+
+
+def _pattern(path: Path) -> str:
+    """Return the pattern of a leaf; a leaf that is the whole tree has no path."""
+    return path_name(path) or "*"
 
 
 def whole_matrices(path: Path, leaf: Any) -> Skip | None:
@@ -71,8 +76,8 @@ def whole_matrices(path: Path, leaf: Any) -> Skip | None:
         raise ValueError(
             f"axes: {Leaf(path, leaf)} may be a stack of matrices, of layers or of "
             "experts, each of which has a norm of its own. Pass the axes of one "
-            f"matrix, as in axes={{{path_name(path)!r}: (1, 2), '*': 'auto'}}, None if "
-            "all of it is one, or clipjax.SKIP"
+            f"matrix, as in axes={{{_pattern(path)!r}: (1, 2)}}, None if all of it is "
+            "one, or clipjax.SKIP, with '*': 'auto' for other leaves"
         )
     return None if len(leaf.shape) == 2 else SKIP
 
@@ -139,9 +144,9 @@ def _check_is_meant(axes: Any, skipped: list[tuple[Leaf, Any]]) -> None:
     if full and (not asked or _UNMATCHED in rules):
         raise ValueError(
             f"axes: nothing is changed, since {_written(axes)} applies to none of: "
-            f"{a_few(full, 5)}. 'auto', ints and fan_in are for rank 2 and more; "
-            "axes=None gives each leaf one norm. A mapping is only for the leaves that "
-            "its patterns match"
+            f"{a_few(full, 5)}. Ints, 'auto' and rules such as fan_in may leave out "
+            "leaves of low rank; axes=None gives each leaf one norm. A mapping is only "
+            "for the leaves that its patterns match"
         )
 
 

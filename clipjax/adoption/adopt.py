@@ -54,8 +54,8 @@ def adopt(old: Tree, new: Tree, *, drop: bool = False) -> Tree:
        names and outside of them. Two different names stand for two parts.
     3. Wrappers are ignored: the state of Adam is the same within a skip,
        `optax.MultiSteps`, `inject_hyperparams` or a chain, and outside of it.
-    4. Arrays of matched states have equal paths and shapes. Only floats change their
-       dtype, to the dtype in `new`. Counters, such as the steps and Adam's `count`,
+    4. Arrays of matched states have equal paths and shapes. Floats and complex numbers
+       take the dtype in `new`. Counters, such as the steps and Adam's `count`,
        continue.
     5. Anything that only `new` has stays as `init` made it. A metric that is new begins
        at 0.

@@ -107,7 +107,7 @@ def replace_gradient(
 
     Raises:
       TypeError: an argument is not a function; when the result is called, the results
-        of the two functions differ in structure, shape or dtype.
+        of the two functions differ in the paths, shapes or dtypes of their leaves.
 
     References:
       Bengio et al., 2013, Estimating or propagating gradients through stochastic

@@ -59,8 +59,8 @@ def adagc(
         1.04 by default.
       decay: the decay of the moving average, in [0, 1), 0.99 by default.
       warmup_steps: the number of steps of the warm-up, 100 by default. If it is 0, or
-        if all gradients were 0 in the warm-up, the first norm of a leaf is not clipped
-        and becomes its gamma.
+        if all gradients of a leaf were 0 in the warm-up, the first norm of the leaf is
+        not clipped and becomes its gamma.
       max_norm: the threshold for the norm of all leaves in the warm-up, a scalar
         `Bound`, 1.0 by default.
       warmup_norms: whether the norms that enter gamma in the warm-up are those "before"

@@ -104,9 +104,8 @@ def skip_spikes(
     is not finite, neither of the two enters its window. A norm of 0 does not enter the
     window of norms, and a loss of 0 does not enter the window of losses. Outliers do
     enter, since a few of them cannot move a median. If norms stay at a new level, steps
-    are applied again after 8 or 9 skipped steps, whatever the level is, or sooner if
-    `window` is short or the new level is near the old one. A longer run of outliers is
-    taken for a new level, too.
+    are applied again after at most 9 skipped steps, whatever the level is. A longer run
+    of outliers is taken for a new level, too.
 
     References:
       Leys et al., 2013, Detecting outliers: do not use standard deviation around the
@@ -238,7 +237,8 @@ def _trends(past: Window) -> tuple[jax.Array, jax.Array, jax.Array]:
     std = _STD_PER_MAD * _median(jnp.abs(carried - middle[:, None]), count)
     level = jnp.maximum(middle, recent)
     least_stds = np.array(_LEAST_STDS, y.dtype)
-    std = jnp.maximum(std, least_stds * jnp.where(is_log, 1, jnp.abs(level)))
+    size = jnp.maximum(jnp.abs(level), _LEAST_VALUE)
+    std = jnp.maximum(std, least_stds * jnp.where(is_log, 1, size))
     std = jnp.minimum(std, jnp.where(is_log, _MOST_STD, jnp.inf))
     return level, std, is_log
 

@@ -90,7 +90,7 @@ def zclip(
       ValueError: `mode` is not one of the three words.
 
     A norm that is 0 or not finite does not enter the statistics. An outlier adds 1 to a
-    counter, and any other step subtracts 1.25 / z_threshold², which is 0.2 by default.
+    counter, and any other norm subtracts 1.25 / z_threshold², which is 0.2 by default.
     When the counter reaches 50, the statistics are reset, and a new warm-up begins,
     since so many outliers mean that m and s no longer describe the norms. With the
     default `z_threshold`, the counter reaches 50 after 50 outliers in a row, or later

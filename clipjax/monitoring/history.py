@@ -70,7 +70,8 @@ def series(history: History, name: str) -> np.ndarray:
 
 
 def suggest(
-    norms: ArrayLike, rules: Mapping[str, optax.GradientTransformation] | None = None
+    norms: ArrayLike | Sequence[float],
+    rules: Mapping[str, optax.GradientTransformation] | None = None,
 ) -> dict[str, dict[str, float]]:
     """Replay the norms of a run through clips that follow past norms.
 
@@ -135,8 +136,9 @@ def columns_of(history: Any) -> Mapping[str, Any]:
     )
     if not named or any(row.keys() != rows[0].keys() for row in rows):
         raise TypeError(
-            "history must be a list of what clipjax.metrics returned at each step, or "
-            f"a dict that a scan stacked, got {short_repr(history)}"
+            "history must be a list of what clipjax.metrics returned at each step, "
+            "with the same keys at all steps, or a dict that a scan stacked, got "
+            f"{short_repr(history)}"
         )
     if not is_list:
         return rows[0]
@@ -215,8 +217,7 @@ def _numbers(name: str, values: Any) -> np.ndarray:
         )
     if array.ndim != 1:
         hint = (
-            "; take one of many runs, as in {key: x[0] for key, x in history.items()}, "
-            "or x[:, 0] if the steps come first"
+            "; take one of many runs, such as x[0], or x[:, 0] if the steps come first"
         )
         raise ValueError(
             f"{name} must have shape (steps,), got {array.shape}"

@@ -66,8 +66,8 @@ def record_norms(
         out.
       of: what is measured, one or several of `"updates"` (the default), `"params"`, and
         `"ratio"`. The ratio is the norm of the updates divided by the norm of the
-        parameters, and 0 where the updates are 0. For the ratio, place `record_norms`
-        at the end of a chain.
+        parameters, 0 where the updates are 0, and infinite where only the parameters
+        are 0. For the ratio, place `record_norms` at the end of a chain.
       name: the name of the updates in the metrics, "updates" by default; write
         `"gradients"` in front of a clip.
       ord: the order of the norms: 1, 2 (the default), any p >= 1, or `jax.numpy.inf`.

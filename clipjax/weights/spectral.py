@@ -88,6 +88,7 @@ def spectral_cap(bound: Bounds, *, flatten: Flatten = None) -> Projection:
       [[1.  0. ]
        [0.  0.5]]
     """
+    name = written(spectral_cap, bound, flatten=flatten)
     bounds = check_bounds("bound", bound)
     flatten = _check_flatten(flatten)
 
@@ -98,7 +99,6 @@ def spectral_cap(bound: Bounds, *, flatten: Flatten = None) -> Projection:
             _capped(leaf, of, most) if of else leaf.value for leaf, of, most in rows
         ]
 
-    name = written(spectral_cap, bound, flatten=flatten)
     return projection(name, cap, scheduled=bounds.scheduled)
 
 
@@ -170,9 +170,10 @@ def _sides_of(rule: Any, leaf: Leaf) -> Sides | None:
     if isinstance(rule, Skip) or (rule is None and rank < 2):
         return None
     if rule is None and rank > 2:
+        pattern = leaf.name or "*"
         raise ValueError(
             f"flatten: {leaf} may be the kernel of a convolution, of attention heads, "
-            f"or a stack of layers. Pass flatten={{{leaf.name!r}: (rows, columns)}} "
+            f"or a stack of layers. Pass flatten={{{pattern!r}: (rows, columns)}} "
             "with the axes of its rows and columns, such as ((0, 1, 2), 3) for a "
             "convolution (*window, in, out), or clipjax.SKIP in place of the pair"
         )

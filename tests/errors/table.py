@@ -243,8 +243,8 @@ THEMES = {
             "returned",
         ),
         of_type("clip_by_group_norm(1.0)", "max_norms", "1.0"),
-        of_type("clip_by_group_norm({0: 1.0})", "max_norms", "patterns, got (0,)"),
-        of_type("clip_by_group_norm({})", "max_norms", "patterns, got ()"),
+        of_type("clip_by_group_norm({0: 1.0})", "max_norms", "strings, got (0,)"),
+        of_type("clip_by_group_norm({})", "max_norms", "strings, got ()"),
     ],
     "shapes": [  # of bounds, other than what they bound
         *crossed(with_form("scalar"), ("jnp.ones(3)", ValueError, "scalar", "(3,)")),
@@ -385,7 +385,7 @@ THEMES = {
             "kernel",
         ),
         of_type("record_norms(True)", "groups", "whole number", "True"),
-        of_type("record_norms([])", "groups", "one or several path patterns"),
+        of_type("record_norms([])", "groups", "path patterns must be one or more"),
         of_type(
             "spectral_cap(1.0, flatten=(0, '1'))", "flatten", "pair", "got (0, '1')"
         ),
@@ -494,12 +494,12 @@ THEMES = {
         of_type(
             "non_negative(where=matching('kernel')).apply(params)",
             "matching('kernel',)",
-            "where= take the patterns",
+            "where= takes the patterns",
         ),
         of_type(
             "max_norm(3.0, axes=matching('kernel')).apply(params)",
             "matching('kernel',)",
-            "axes= and where= take",
+            "where= takes the",
         ),
     ],
     "chains": [  # Chains, wrappers, and what is no transformation.

@@ -243,6 +243,14 @@ def test_a_new_level_is_taken_after_nine_steps(times: float) -> None:
     assert np.all(skipped[200:207])
 
 
+def test_losses_on_a_line_through_0_have_a_z_score() -> None:
+    tx, w = clipjax.skip_spikes(optax.identity()), jnp.ones(1)
+    state, update = tx.init(w), jax.jit(tx.update)
+    for loss in range(-20, 1):
+        _, state = update(w, state, w, loss=jnp.float32(loss))
+    assert read(state, "loss_z_score", "skipped") == [0, 0]
+
+
 def test_max_norm_and_a_new_level() -> None:
     tx = clipjax.skip_spikes(
         optax.sgd(1.0), window=6, max_norm=lambda step: jnp.where(step < 3, 2.0, 1e6)

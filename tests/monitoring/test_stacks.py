@@ -131,7 +131,7 @@ def test_names_of_layers_and_errors() -> None:
     with pytest.raises(ValueError, match="stacked: the pattern 'd' matches no leaf"):
         clipjax.record_norms(stacked="d").init(tree)
     with pytest.raises(
-        TypeError, match="stacked must be one or several path patterns, got 1"
+        TypeError, match="stacked: path patterns must be one or more strings, got 1"
     ):
         clipjax.record_norms(stacked=1)  # type: ignore[arg-type]
 
