@@ -16,16 +16,14 @@ from clipjax._core.messages import a_few, short_repr
 from clipjax._core.states import UNKNOWN, MetricsState, Table
 from clipjax.adoption.pairs import grouped, pairs_of
 from clipjax.adoption.states import (
-    KNOWN,
     OURS,
     FoundState,
-    Kind,
     Words,
     found_states,
-    inner_fields,
     is_live,
     is_state,
     keyed_in,
+    kinds_in,
     names_of,
 )
 
@@ -111,16 +109,7 @@ def adopt(old: Tree, new: Tree, *, drop: bool = False) -> Tree:
     _check_state("old", old)
     _check_state("new", new)
     before, fresh = unboxed(old), unboxed(new)
-    kinds: dict[Words, Kind] = {}
-    for each in found_states(fresh, {}):
-        if is_state(each.node):
-            full = {key for key, x in each.node._asdict().items() if jax.tree.leaves(x)}
-            known = kinds.get(each.fields) or OURS.get(each.fields) or Kind(full, set())
-            needed = known.needed if each.fields in OURS else known.needed | full
-            inner = known.inner | inner_fields(each.node)
-            in_new = {**known.in_new, each.path: full}
-            kinds[each.fields] = Kind(needed, inner, in_new)
-    kinds |= {fields: kind for fields, kind in KNOWN.items() if fields not in kinds}
+    kinds = kinds_in(fresh)
     has_types = is_live(before)
     given, wanted = (
         [each for each in found_states(tree, kinds, keyed) if each.leaves]

@@ -87,6 +87,20 @@ def is_live(tree: Any) -> bool:
     return bool(nodes_where(is_typed, tree))
 
 
+def kinds_in(new: Any) -> Kinds:
+    """Return the kinds of the states in a tree, and of ours and of Optax's wrappers."""
+    kinds: dict[Words, Kind] = {}
+    for each in found_states(new, {}):
+        if is_state(each.node):
+            full = {key for key, x in each.node._asdict().items() if jax.tree.leaves(x)}
+            known = kinds.get(each.fields) or OURS.get(each.fields) or Kind(full, set())
+            needed = known.needed if each.fields in OURS else known.needed | full
+            inner = known.inner | inner_fields(each.node)
+            in_new = {**known.in_new, each.path: full}
+            kinds[each.fields] = Kind(needed, inner, in_new)
+    return kinds | {x: kind for x, kind in KNOWN.items() if x not in kinds}
+
+
 class FoundState(NamedTuple):
     """A state that was found in a tree, or a single leaf that belongs to no state."""
 
@@ -247,7 +261,7 @@ def _is_number(key: str) -> bool:
     return key.isascii() and key.isdecimal()
 
 
-def _around(path: Words) -> Words:
+def _without_places(path: Words) -> Words:
     """Return a path without the places in chains."""
     return tuple(key for key in path if not _is_number(key))
 
@@ -282,7 +296,9 @@ def _fields_of(node: Any, kinds: Kinds, path: Words) -> Words:
 
     def order(fields: Words) -> tuple[int, bool, int]:
         in_new = kinds[fields].in_new
-        in_chain = [other for other in in_new if _around(other) == _around(path)]
+        in_chain = [
+            other for other in in_new if _without_places(other) == _without_places(path)
+        ]
         alike = max((_common_end(path, other) for other in in_chain), default=-1)
         return -alike, not in_new, len(fields)
 
