@@ -22,9 +22,10 @@ def fan_in(path: Path, leaf: Any) -> tuple[int, ...] | Skip:
     """Reduce over the incoming weights of each output unit: all axes but the last.
 
     Use it as `axes` for kernels of Dense `(in, out)` and Conv `(*window, in, out)`.
-    Attention kernels, embeddings and stacked layers need other axes, by path. The
-    biases of stacked layers have rank 2, so this rule or an int as `axes` would apply
-    to them. Leave them out, as in `{"*bias": clipjax.SKIP, "*": clipjax.fan_in}`.
+    Attention kernels, embeddings and stacked layers need other axes: pass a mapping
+    from path patterns to axes. The biases of stacked layers have rank 2, so this rule
+    or an int as `axes` would apply to them. Leave them out, as in `{"*bias":
+    clipjax.SKIP, "*": clipjax.fan_in}`.
 
     Args:
       path: the key path of a leaf, which is not used.

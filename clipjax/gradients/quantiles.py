@@ -114,7 +114,8 @@ def clip_by_quantile(
     Args:
       quantile: the fraction of the steps that is not clipped, in (0, 1), 0.5 by
         default.
-      learning_rate: the largest change of log c in one step, above 0, 0.2 by default.
+      learning_rate: the step size of log c, above 0, 0.2 by default. In one step, log c
+        changes by at most `learning_rate * max(quantile, 1 - quantile)`.
       initial_max_norm: the threshold of the first step, above 0, 1.0 by default. Pass a
         usual norm of your run: a threshold far above all norms falls only by about the
         fraction `learning_rate * (1 - quantile)` at each step.

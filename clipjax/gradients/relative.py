@@ -47,8 +47,9 @@ def adaptive_grad_clip(
       eps: the smallest norm of weights that counts, 1e-3 by default, so that weights of
         0 can move. A number below 1e-18 counts as 1e-18.
       axes: the axes that are reduced, as `Axes`. "auto", the default, reduces all axes
-        but the last of ranks 2 and 4, and all axes of lower ranks. Leaves of rank 3,
-        and of rank 5 and more, may be stacks of layers or heads, and raise an error.
+        but the last for leaves of rank 2 and 4, and all axes for leaves of rank 0 and
+        1. Leaves of rank 3, and of rank 5 and more, may be stacks of layers or heads,
+        and raise an error.
 
     Returns:
       A gradient transformation that needs `params` in `update`. Its metrics are those

@@ -55,8 +55,8 @@ def qk_clip(
         rope=64)`: how many elements at the end of a query head are multiplied with the
         rotary key that all heads share; 0 by default. These elements are scaled by the
         whole factor, since the shared key must not change. If a key head is longer than
-        the rest of a query head, its additional elements are values, and are not
-        changed.
+        the query head without its rotary elements, the elements at its end belong to
+        the values of the attention, and are not changed.
 
     Returns:
       A :class:`Projection`. Its `apply`, and `update` in a chain, need the argument
