@@ -169,7 +169,7 @@ def clip_by_value(
     Args:
       tree: a pytree of arrays. With two thresholds, the arrays must be real.
       bound: the threshold for absolute values, a number or an array that broadcasts to
-        every leaf. If you pass two positional arguments, they are `low` and `high`.
+        every leaf. If you also pass `high`, and no `low`, this argument is `low`.
       high: the upper threshold, a number or an array. Infinity means no upper
         threshold.
       low: the lower threshold, a number or an array. Minus infinity means no lower
@@ -180,8 +180,8 @@ def clip_by_value(
       NaN if it is complex.
 
     Raises:
-      TypeError: `low` or `high` is given without the other, or `bound` is missing; a
-        threshold is not a number, or is a schedule; a leaf is complex and there are two
+      TypeError: `low` is given without `high`, or no threshold is given; a threshold is
+        not a number, or is a schedule; a leaf is complex and there are two
         thresholds.
       ValueError: a threshold is NaN, or does not fit a leaf; `low` is above `high`.
 

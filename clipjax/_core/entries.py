@@ -29,8 +29,8 @@ def check_limits(
 ) -> tuple[Any, Any]:
     """Return `low` and `high`, as `check` returns each.
 
-    `low` is None if one bound is for absolute values. Two positional arguments, `bound`
-    and `high`, are the two limits.
+    `low` is None if one bound is for absolute values. Of `bound` and `high`, as in two
+    positional arguments, `bound` is `low`.
     """
     given = {"bound": bound, "high": high, "low": low}
     if low is None and high is not None:

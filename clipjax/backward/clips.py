@@ -44,7 +44,7 @@ def clip_gradient_by_value(
     Args:
       x: a pytree of arrays.
       bound: the threshold for absolute values, a number or an array that broadcasts to
-        every leaf. If you pass two positional arguments, they are `low` and `high`.
+        every leaf. If you also pass `high`, and no `low`, this argument is `low`.
       high: the upper threshold, a number or an array. Infinity means no upper
         threshold.
       low: the lower threshold, a number or an array. Minus infinity means no lower
@@ -56,8 +56,8 @@ def clip_gradient_by_value(
       `x`, bit for bit.
 
     Raises:
-      TypeError: `low` or `high` is given without the other, or `bound` is missing; a
-        threshold is not a number, or is a schedule; a leaf is complex and there are two
+      TypeError: `low` is given without `high`, or no threshold is given; a threshold is
+        not a number, or is a schedule; a leaf is complex and there are two
         thresholds. JAX raises a TypeError in forward mode, since a clipped gradient
         is not a linear function of the gradient.
       ValueError: a threshold is NaN, or does not fit a leaf; `low` is above `high`.
@@ -125,8 +125,8 @@ def clip_gradient_by_norm(
       x: a pytree of arrays.
       max_norm: the threshold for each norm, a number or an array that broadcasts to the
         norms. Its own gradient is 0.
-      axes: the axes that are reduced, as `Axes`; None, the default, gives each leaf one
-        norm.
+      axes: the axes that are reduced, as `Axes`, in leaves of every rank, biases
+        included. None, the default, gives each leaf one norm.
       tap: a :func:`tap`, whose gradient will hold the statistics of the clip. None, the
         default, means no tap.
 

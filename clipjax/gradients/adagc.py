@@ -62,7 +62,7 @@ def adagc(
         if all gradients of a leaf were 0 in the warm-up, the first norm of the leaf is
         not clipped and becomes its gamma.
       max_norm: the threshold for the norm of all leaves in the warm-up, a scalar
-        `Bound`, 1.0 by default.
+        `Bound`, 1.0 by default. Unlike in :func:`zclip`, it has no effect later.
       warmup_norms: whether the norms that enter gamma in the warm-up are those "before"
         (the default) or "after" the clip of the warm-up.
       axes: the axes that are reduced, as `Axes`. None, the default, gives each leaf one

@@ -206,7 +206,8 @@ def clip_by_value(
 
     Args:
       bound: the threshold for absolute values, a `Bound`; an array broadcasts to every
-        leaf. If you pass two positional arguments, they are `low` and `high`.
+        leaf. If you also pass `high`, and no `low`, this argument is `low`, as in
+        `clip_by_value(-1.0, 2.0)`.
       high: the upper threshold, a `Bound` of any sign. Infinity means no upper
         threshold.
       low: the lower threshold, a `Bound` of any sign. Minus infinity means no lower
@@ -217,7 +218,7 @@ def clip_by_value(
       absolute element before the clip.
 
     Raises:
-      TypeError: `low` or `high` is given without the other, or `bound` is missing; in
+      TypeError: `low` is given without `high`, or no threshold is given; in
         `init` or `update`, a leaf is complex and there are two thresholds.
       ValueError: `low` is above `high`.
 

@@ -177,7 +177,9 @@ def compare(
     limits = stack([jnp.asarray(x, dtype) for x in (max_norm, jnp.inf)])
     thresholds = jnp.minimum(thresholds, limits)
     finite = jnp.isfinite(seen)
-    spikes = finite & (seen > thresholds) & np.array([True, loss is not None])
+    is_given = np.array([True, loss is not None])
+    spikes = finite & (seen > thresholds) & is_given
+    z_scores = jnp.where(is_given, z_scores, 0)
     metrics = {
         "norm_spike_count": spikes[0].astype(np.int32),
         "loss_spike_count": spikes[1].astype(np.int32),

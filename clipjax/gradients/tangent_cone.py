@@ -25,6 +25,8 @@ def tangent_cone(
 
         g - w * ⟨g, w⟩ / |w|²   where |w| >= radius and ⟨g, w⟩ < 0
 
+    A norm just below the radius, where :func:`max_norm` leaves weights, counts as at
+    the radius: up to 4e-6 of it below in float32, 0.2% in float16, 1.6% in bfloat16.
     Use it together with :func:`max_norm` and an optimizer that has moments:
     :func:`max_norm` undoes the outward part of a step, but cannot remove that part from
     the moments. Give both functions the same radius and axes:

@@ -55,7 +55,8 @@ def zclip(
     """Clip the norm of all leaves if its z-score among past norms makes it an outlier.
 
         z = (norm - m) / (s + eps)
-        if z > z_threshold:  x * (m + z_threshold² * s / z) * clip_factor / norm
+        c = (m + z_threshold² * s / z) * clip_factor
+        if z > z_threshold:  x * min(1, c / norm)
 
     Here m and s are the moving mean and the moving standard deviation of the norms
     before this step. Use it for the pretraining of language models, where most steps
@@ -77,8 +78,8 @@ def zclip(
         default.
       eps: a number added to s, at least 0, 1e-6 by default; not used in mode
         "percentile".
-      update_on_spike: whether outliers enter m and s, True by default. The norm that
-        enters is the norm to which the outlier was clipped, without `max_norm`.
+      update_on_spike: whether outliers enter m and s, True by default. An outlier
+        enters as the threshold that `mode` gives, without `max_norm`.
 
     Returns:
       A gradient transformation with the metrics of a clip and `threshold`: what an

@@ -65,9 +65,10 @@ def record_norms(
         the first pattern that matches it, and leaves that no pattern matches are left
         out.
       of: what is measured, one or several of `"updates"` (the default), `"params"`, and
-        `"ratio"`. The ratio is the norm of the updates divided by the norm of the
-        parameters, 0 where the updates are 0, and infinite where only the parameters
-        are 0. For the ratio, place `record_norms` at the end of a chain.
+        `"ratio"`. The parameters are those before the update. The ratio is the norm of
+        the updates divided by the norm of the parameters, 0 where the updates are 0,
+        and infinite where only the parameters are 0. For the ratio, place
+        `record_norms` at the end of a chain.
       name: the name of the updates in the metrics, "updates" by default; write
         `"gradients"` in front of a clip.
       ord: the order of the norms: 1, 2 (the default), any p >= 1, or `jax.numpy.inf`.
