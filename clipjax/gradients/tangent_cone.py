@@ -44,7 +44,8 @@ def tangent_cone(
     Returns:
       A gradient transformation that needs `params` in `update`. Its metric `norm` is
       the norm of the largest part that it removed at the last step, and
-      `removed_fraction` is the fraction of the steps at which it removed any part.
+      `removed_fraction` is the fraction of the steps at which it removed any part and
+      that part was finite.
 
     Raises:
       ValueError: in `init` with `axes="auto"`, a leaf has rank 3 or more, or no leaf
@@ -90,7 +91,8 @@ def tangent_cone(
                 )
                 removed.append(part)
         most_removed = largest(removed)
-        metrics = {"norm": most_removed, "removed": most_removed > 0}
+        removes = (most_removed > 0) & (most_removed < jnp.inf)
+        metrics = {"norm": most_removed, "removed": removes}
         return values, metrics, memory
 
     return transformation("tangent_cone", act)
