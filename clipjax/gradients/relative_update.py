@@ -50,12 +50,13 @@ def relative_update(
         has rank 2; in `update`, `params` are missing, or differ from the updates in
         structure or shape.
 
-    If |u| or |w| is 0, the update of the unit stays as it is.
+    If |u| or |w| is 0, and the other one is finite, the update of the unit stays as it
+    is. If |u| or |w| is not finite, the update becomes NaN.
 
     With `axes=None`, which makes each leaf one unit, it equals
-    `optax.scale_by_trust_ratio()` for updates whose norms are finite. If an element is
-    infinite, Optax makes this element NaN and the others of the leaf 0, and this
-    function makes the whole leaf NaN.
+    `optax.scale_by_trust_ratio()` if the norms of updates and weights are finite. If an
+    element of the update is infinite, Optax makes this element NaN and the others of
+    the leaf 0, and this function makes the whole leaf NaN.
 
     References:
       You et al., 2017, Large batch training of convolutional networks, arXiv:1708.03888

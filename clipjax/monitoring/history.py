@@ -44,8 +44,9 @@ def series(history: History, name: str) -> np.ndarray:
       was one.
 
     Raises:
-      TypeError: `history` has neither of the two forms, or is traced.
-      ValueError: no metric has this name, or it does not have one number for each step.
+      TypeError: `history` has neither of the two forms, or is traced; the metric is not
+        a real number at each step.
+      ValueError: no metric has this name, or its steps have several numbers each.
 
     The names `"skip_nonfinite"` and `"skip_spikes"` give the norms of all steps,
     skipped steps included. `np.nanargmax(values)` is the step of the largest value, and

@@ -300,6 +300,7 @@ def as_projection(name: str, function: Any) -> Projection:
                     f"{name} must keep shapes and dtypes, but made {now} of {old}, "
                     f"which is {was}"
                 )
-        return after.values
+        rows = zip(weights.values, after.values, strict=True)
+        return [new if is_inexact(old) else old for old, new in rows]
 
     return projection(f"clipjax.project({short_repr(function)})", project_tree)

@@ -125,7 +125,7 @@ def _violations_of(old: Leaf, new: jax.Array, axes: Reduced | Skip) -> list[Viol
     after = _real(is_now)
     if isinstance(axes, Skip):
         axes = ()
-        distance = np.nan_to_num(abs(after - before), nan=np.inf)
+        distance = np.nan_to_num(abs(_wide(is_now) - _wide(was)), nan=np.inf)
         places = []
         if changed.any():
             farthest = np.argmax(np.where(changed, distance, -1))
@@ -148,6 +148,10 @@ def _violations_of(old: Leaf, new: jax.Array, axes: Reduced | Skip) -> list[Viol
         )
         for at in places
     ]
+
+
+def _wide(x: np.ndarray) -> np.ndarray:
+    return x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)
 
 
 def _real(x: np.ndarray) -> np.ndarray:

@@ -106,6 +106,12 @@ def test_it_is_a_transformation_of_optax() -> None:
     assert isinstance(clipjax.max_norm(1.0), optax.GradientTransformationExtraArgs)
 
 
+def test_a_function_of_the_weights_leaves_integers_alone() -> None:
+    to_zero = clipjax.project(lambda tree: jax.tree.map(jnp.zeros_like, tree))
+    found = to_zero.apply({"i": jnp.arange(3), "w": jnp.ones(2)})
+    assert (found["i"].tolist(), found["w"].tolist()) == ([0, 1, 2], [0, 0])
+
+
 def test_a_schedule_takes_the_step_by_name() -> None:
     weights = {name: jnp.ones((4, 2, 3)) for name in ("query", "key")}
     projection = clipjax.qk_clip(lambda step: 4.0 - step)

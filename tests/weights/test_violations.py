@@ -70,6 +70,11 @@ def test_other_projections_name_the_worst_entry_of_each_leaf() -> None:
     assert outside.entries > 100
 
 
+def test_the_worst_element_of_a_complex_leaf_is_the_one_that_moves_most() -> None:
+    (found,) = violations(jnp.array([1j, 3 + 4j]), jnp.conj)
+    assert (found.unit, found.before, found.after, found.entries) == ("[1]", 5, 5, 2)
+
+
 def test_sequences_and_schedules() -> None:
     params = {"w": jnp.array([[3.0, -0.3], [4.0, 0.4]])}
     falling = max_norm(lambda step: 6.0 - step)
