@@ -77,9 +77,10 @@ def adopt(old: Tree, new: Tree, *, drop: bool = False) -> Tree:
       TypeError: `old` or `new` is not an optimizer state of arrays, or `drop` is not a
         bool.
       ValueError: with `drop=False`, `old` has something that `new` lacks. With any
-        `drop`: both have several states of one kind and shape, and neither the names of
-        parts nor the order of the chain tell which is which; the shapes or the kinds of
-        numbers of two arrays differ; or two matched states both have arrays that the
+        `drop`: one of them has several states of one kind and shape, the other one has
+        at least one, and neither the names of parts nor the order of the chain tell
+        which is which, as if a second clip of one kind joins without :func:`named`; the
+        shapes or the kinds of numbers of two arrays differ; or two matched states both have arrays that the
         other one lacks, as happens if a layer has another name.
 
     Call it without `drop` first, and read what the error lists: `drop=True` also leaves

@@ -99,8 +99,8 @@ def zclip(
 
     Until the first reset, `zclip` equals the authors' `ZClip`. There, `max_grad_norm`
     is 1 by default, and the modes "adaptive" and "mean" are the values
-    "adaptive_scaling" and "mean" of `clip_option` in mode "zscore". As in `ZClip`, equal norms in the warm-up give s = 0, and then any
-    larger norm is an outlier.
+    "adaptive_scaling" and "mean" of `clip_option` in mode "zscore". As in `ZClip`,
+    equal norms in the warm-up give s = 0, and then any larger norm is an outlier.
 
     References:
       Kumar et al., 2025, ZClip: adaptive spike mitigation for LLM pre-training,

@@ -215,8 +215,8 @@ def bad_steps(opt_state: Tree) -> list[BadStep]:
       ValueError: no `record_norms` in `opt_state` keeps steps; the state is stacked, as
         `vmap` makes it.
 
-    The text that `print` shows for a bad step names the group with the largest part of
-    the squared norm. If the norm is not finite, the text names the groups that are not
+    If the norm of a bad step is an outlier, the text that `print` shows names the group
+    with the largest part of the squared norm. If the norm is not finite, the text names the groups that are not
     finite, and the layer from which on all groups are finite: the backward pass broke
     at the layer before it. If no group is finite, the text says that the step broke in
     the loss or in the forward pass, since gradients do not tell the layer then. A group
