@@ -80,8 +80,8 @@ def adopt(old: Tree, new: Tree, *, drop: bool = False) -> Tree:
         `drop`: one of them has several states of one kind and shape, the other one has
         at least one, and neither the names of parts nor the order of the chain tell
         which is which, as if a second clip of one kind joins without :func:`named`; the
-        shapes or the kinds of numbers of two arrays differ; or two matched states both have arrays that the
-        other one lacks, as happens if a layer has another name.
+        shapes or the kinds of numbers of two arrays differ; or two matched states both
+        have arrays that the other one lacks, as happens if a layer has another name.
 
     Call it without `drop` first, and read what the error lists: `drop=True` also leaves
     out the moments of an optimizer that `new` does not have. To start a transformation

@@ -41,8 +41,9 @@ def scale_gradient(x: T, factor: ArrayLike) -> T:
       TypeError: `factor` is not a number, or is a schedule.
       ValueError: `factor` is NaN or infinite, or does not fit a leaf.
 
-    Equals `optax.scale_gradient`, except that Optax does not take traced factors and
-    arrays, raises an error in forward mode, and stops NaN with a factor of 0.
+    Equals `optax.scale_gradient`, except that Optax takes neither traced factors nor
+    arrays of several elements, raises an error in forward mode, and stops NaN with a
+    factor of 0.
 
     References:
       Ganin et al., 2016, Domain-adversarial training of neural networks,

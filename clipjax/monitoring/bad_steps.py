@@ -216,14 +216,14 @@ def bad_steps(opt_state: Tree) -> list[BadStep]:
         `vmap` makes it.
 
     If the norm of a bad step is an outlier, the text that `print` shows names the group
-    with the largest part of the squared norm. If the norm is not finite, the text names the groups that are not
-    finite, and the layer from which on all groups are finite: the backward pass broke
-    at the layer before it. If no group is finite, the text says that the step broke in
-    the loss or in the forward pass, since gradients do not tell the layer then. A group
-    whose norm is 0, such as a group of weights that the step does not use, is left out
-    of this search. With probes, the text says in which pass and at which layer the
-    first NaN or infinity arose. Pass `loss=` to `update`, too, so that the text can
-    tell the loss from the last layer.
+    with the largest part of the squared norm. If the norm is not finite, the text names
+    the groups that are not finite, and the layer from which on all groups are finite:
+    the backward pass broke at the layer before it. If no group is finite, the text says
+    that the step broke in the loss or in the forward pass, since gradients do not tell
+    the layer then. A group whose norm is 0, such as a group of weights that the step
+    does not use, is left out of this search. With probes, the text says in which pass
+    and at which layer the first NaN or infinity arose. Pass `loss=` to `update`, too,
+    so that the text can tell the loss from the last layer.
 
     See Also:
       :func:`record_norms` keeps the steps; :func:`probe` finds the layer in both
