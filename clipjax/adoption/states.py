@@ -293,12 +293,11 @@ def _fields_of(node: Any, kinds: Kinds, path: Words) -> Words:
         for x, kind in kinds.items()
         if keys in kind.in_new.values() or kind.needed <= keys <= {*x}
     ]
+    chain = _without_places(path)
 
     def order(fields: Words) -> tuple[int, bool, int]:
         in_new = kinds[fields].in_new
-        in_chain = [
-            other for other in in_new if _without_places(other) == _without_places(path)
-        ]
+        in_chain = [other for other in in_new if _without_places(other) == chain]
         alike = max((_common_end(path, other) for other in in_chain), default=-1)
         return -alike, not in_new, len(fields)
 

@@ -118,14 +118,12 @@ def violations(
 @np.errstate(all="ignore")
 def _violations_of(old: Leaf, new: jax.Array, axes: Reduced | Skip) -> list[Violation]:
     """Return the units that differ, or, without units, the element farthest away."""
-    was = jax.device_get(old.value)
-    is_now = jax.device_get(new)
+    was, is_now = (_wide(jax.device_get(x)) for x in (old.value, new))
     changed = was != is_now  # NaN differs from itself
-    before = _real(was)
-    after = _real(is_now)
+    before, after = (abs(x) if np.iscomplexobj(x) else x for x in (was, is_now))
     if isinstance(axes, Skip):
         axes = ()
-        distance = np.nan_to_num(abs(_wide(is_now) - _wide(was)), nan=np.inf)
+        distance = np.nan_to_num(abs(is_now - was), nan=np.inf)
         places = []
         if changed.any():
             farthest = np.argmax(np.where(changed, distance, -1))
@@ -152,7 +150,3 @@ def _violations_of(old: Leaf, new: jax.Array, axes: Reduced | Skip) -> list[Viol
 
 def _wide(x: np.ndarray) -> np.ndarray:
     return x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)
-
-
-def _real(x: np.ndarray) -> np.ndarray:
-    return np.asarray(abs(x) if np.iscomplexobj(x) else x, np.float64)
