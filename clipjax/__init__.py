@@ -15,7 +15,7 @@ from clipjax.backward.clips import (
     clip_gradient_by_value,
 )
 from clipjax.backward.rules import replace_gradient, scale_gradient
-from clipjax.composition import bounded, chain
+from clipjax.composition import bounded
 from clipjax.gradients.adagc import adagc
 from clipjax.gradients.clips import (
     clip_by_global_norm,
@@ -57,7 +57,6 @@ __all__ = [
     "bad_steps",
     "bounded",
     "box",
-    "chain",
     "clip_by_global_norm",
     "clip_by_group_norm",
     "clip_by_lognormal",

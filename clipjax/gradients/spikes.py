@@ -11,8 +11,7 @@ import numpy as np
 import optax
 
 from clipjax._core.aliases import Bound, Memory, Step
-from clipjax._core.bounds import check_bound
-from clipjax._core.checks import check_count
+from clipjax._core.bounds import check_bound, check_count
 from clipjax._core.norms import stack
 from clipjax.gradients.skipping import skipping
 from clipjax.gradients.window import (

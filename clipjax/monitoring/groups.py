@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from clipjax._core.checks import check_count
+from clipjax._core.bounds import check_count
 from clipjax._core.leaves import (
     Leaf,
     Leaves,

@@ -11,8 +11,7 @@ import numpy as np
 from jax import lax
 
 from clipjax._core.aliases import Bound, Step
-from clipjax._core.bounds import check_bound, is_real
-from clipjax._core.checks import check_count
+from clipjax._core.bounds import check_bound, check_count, is_real
 from clipjax._core.clip import factor_to, rescaled
 from clipjax._core.leaves import Leaf, Leaves, is_inexact, path_name
 from clipjax._core.messages import a_few, short_repr

@@ -170,7 +170,7 @@ def test_names_are_looked_through(form: Any, tmp_path: Path) -> None:
 
 def test_what_is_new_stays_as_init_made_it() -> None:
     state, _, _ = run(plain(), plain().init(PARAMS), PARAMS, range(3))
-    tx = clipjax.chain(plain(), clipjax.max_norm(RATE), clipjax.record_norms(keep=2))
+    tx = optax.chain(plain(), clipjax.max_norm(RATE), clipjax.record_norms(keep=2))
     adopted = clipjax.adopt(state, tx.init(PARAMS))
     jax.tree.map(np.testing.assert_array_equal, adopted[1:], tx.init(PARAMS)[1:])
 
