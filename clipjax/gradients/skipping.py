@@ -10,8 +10,7 @@ import optax
 from jax import lax
 
 from clipjax._core.aliases import Metrics, Scalar, Step, Tree
-from clipjax._core.bounds import is_real
-from clipjax._core.checks import check_count, check_transformation
+from clipjax._core.bounds import check_count, check_transformation, is_real
 from clipjax._core.door import tree_transformation
 from clipjax._core.leaves import Leaves, flatten, is_inexact, nodes_where
 from clipjax._core.messages import short_repr

@@ -122,9 +122,7 @@ def test_a_schedule_may_return_an_array() -> None:
 
     np.testing.assert_allclose(projected(1), [[0.6, 3], [0.8, 4]], rtol=1e-5)
     tx = clipjax.clip_by_global_norm(lambda step: jnp.ones(2))
-    with pytest.raises(
-        ValueError, match="max_norm must be a schedule that returns a number"
-    ):
+    with pytest.raises(ValueError, match="max_norm must be a schedule"):
         tx.init(kernel)
 
 
