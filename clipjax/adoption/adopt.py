@@ -13,7 +13,7 @@ from jax.tree_util import tree_leaves_with_path
 from clipjax._core.aliases import Tree
 from clipjax._core.leaves import on_host, unboxed, without_boxes
 from clipjax._core.messages import a_few, short_repr
-from clipjax._core.states import UNKNOWN, MetricsState, Table
+from clipjax._core.states import MetricsState
 from clipjax.adoption.pairs import grouped, pairs_of
 from clipjax.adoption.states import (
     OURS,
@@ -170,14 +170,11 @@ def _check_state(argument: str, tree: Tree) -> None:
 def _follow(was: FoundState, now: FoundState, values: dict[Words, Any]) -> list[str]:
     """Add the values of the leaves of `now`; return what has no place in it."""
     is_ours = now.fields == MetricsState._fields
-    is_table = is_ours and isinstance(now.node.metrics[now.label], Table)
     # Restored without a template, a checkpoint of Flax NNX has boxes around arrays.
     boxed = {key for key in was.leaves if len(key) > 1 and key[-1] == "value"}
     boxed -= {key for key in boxed if key in now.leaves or key[0] == "metrics"}
     theirs = {key[:-1] if key in boxed else key: x for key, x in was.leaves.items()}
-    if now.label == "record_norms":
-        theirs = _with_columns(theirs, now.leaves)
-    derived = set() if is_table else {("metrics", name) for name in _DERIVED}
+    derived = {("metrics", name) for name in _DERIVED}
     lost = [key for key in theirs if key not in now.leaves and key not in derived]
     fresh = [key for key in now.leaves if key not in theirs]
     if lost and fresh and not now.label:
@@ -192,31 +189,10 @@ def _follow(was: FoundState, now: FoundState, values: dict[Words, Any]) -> list[
             after[key] = _moved(theirs[key], like, *both)
     values |= {(*now.path, *key): x for key, x in after.items()}
     if is_ours:
-        kept = now.node.metrics[now.label]
         metrics = {key[1]: x for key, x in after.items() if key[0] == "metrics"}
         path = (*now.path, "metrics", now.label)
-        arrays = _in_arrays(kept, metrics, path) if is_table else metrics
-        values |= {(*path, name): x for name, x in arrays.items()}
+        values |= {(*path, name): x for name, x in metrics.items()}
     return [_listed(was.path, lost, theirs)] if lost else []
-
-
-def _in_arrays(
-    kept: Table, metrics: Mapping[str, Any], path: Words
-) -> dict[str, jax.Array]:
-    """Return the arrays of a table in `new`, joined from single metrics."""
-    floats, *counted = kept.known_names
-    names = {
-        "floats": floats,
-        "counts": tuple(name for each in counted for name in each),
-    }
-    arrays = {}
-    for field, of_field in names.items():
-        if of_field:
-            like = getattr(kept, field)
-            rows = [metrics[name].astype(like.dtype) for name in of_field]
-            place = (*path, field)
-            arrays[field] = _moved(jnp.stack(rows, -1), like, place, place)
-    return arrays
 
 
 def _listed(path: Words, keys: Sequence[Words], leaves: Mapping[Words, Any]) -> str:
@@ -251,29 +227,3 @@ def _moved(x: Any, like: Any, was: Words, now: Words) -> Any:
         data = jnp.asarray(on_host(jax.random.key_data(x)))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     return jnp.asarray(on_host(x), there)
-
-
-def _with_columns(
-    theirs: Mapping[Words, Any], ours: Mapping[Words, Any]
-) -> dict[Words, Any]:
-    """Return the leaves of `record_norms` with the columns of bad steps in a new order.
-
-    At old steps, the norms with new names are not known.
-    """
-    was, now = (
-        [key[1] for key in leaves if key[0] == "metrics"] for leaves in (theirs, ours)
-    )
-    place = {name: 3 + i for i, name in enumerate(was)}
-    columns = [0, 1, 2, *(place.get(name, -1) for name in now)]
-
-    def ordered(rows: Any) -> jax.Array:
-        unknown = jnp.full_like(rows[..., :1], UNKNOWN)
-        padded = jnp.concatenate([rows, unknown], axis=-1)
-        return padded[..., np.array(columns)]
-
-    return {
-        key: ordered(jnp.asarray(on_host(x)))
-        if key[0] == "memory" and key[-1] == "rows" and was != now
-        else x
-        for key, x in theirs.items()
-    }

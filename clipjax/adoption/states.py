@@ -8,15 +8,11 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.tree_util import DictKey, keystr, tree_leaves_with_path
 
-from clipjax._core.leaves import as_array, nodes_where, on_host
-from clipjax._core.states import MetricsState, NamedState, SkipMemory, Table
-from clipjax.adoption.earlier import of_today
-from clipjax.monitoring.metrics import restored_table
+from clipjax._core.leaves import as_array, nodes_where
+from clipjax._core.states import MetricsState, NamedState, SkipMemory
 
 Words: TypeAlias = tuple[str, ...]  # a path as text, or the fields of a state
 
@@ -178,7 +174,7 @@ def found_states(
     Yields:
       The states.
     """
-    now = of_today(node)
+    now = node
     # In JAX 0.10, `flatten_one_level_with_keys` gives all children of a NamedTuple the
     # name of its first field.
     level = tree_leaves_with_path(now, is_leaf=lambda x: x is not now)
@@ -306,14 +302,4 @@ def _fields_of(node: Any, kinds: Kinds, path: Words) -> Words:
 
 def _scalars_in(kept: Any) -> dict[str, Any]:
     """Return metrics by their names."""
-    kept = restored_table(kept)
-    if not isinstance(kept, Table):
-        return {key: as_array(x) for key, x in kept.items()}
-    floats, ints, bools = kept.known_names
-    row = jnp.asarray(on_host(kept.floats))
-    scalars = {name: row[..., i] for i, name in enumerate(floats)}
-    if ints or bools:
-        row = jnp.asarray(on_host(kept.counts))
-        counts = {name: row[..., i] for i, name in enumerate((*ints, *bools))}
-        scalars |= counts | {name: counts[name].astype(np.uint32) for name in bools}
-    return scalars
+    return {key: as_array(x) for key, x in kept.items()}

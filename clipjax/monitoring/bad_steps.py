@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from clipjax._core.aliases import Scalar, Tree
+from clipjax._core.aliases import Tree
 from clipjax._core.leaves import as_array
 from clipjax._core.messages import a_few, short_repr
-from clipjax._core.states import UNKNOWN, BadSteps, Table
-from clipjax.monitoring.metrics import labeled_states_in, restored
+from clipjax._core.states import UNKNOWN, BadSteps, MetricsState
+from clipjax.monitoring.metrics import labeled_states_in, logged_in, restored
 
 
 class Place(NamedTuple):
@@ -245,10 +245,9 @@ def bad_steps(opt_state: Tree) -> list[BadStep]:
       step 2: norm nan; not finite in head
     """
     kept = [
-        (label, name, bad, table, state.step)
+        (label, name, bad, state)
         for label, state in labeled_states_in(opt_state).items()
-        for table in state.metrics.values()
-        if isinstance(table, Table) and isinstance(state.memory, Mapping)
+        if isinstance(state.memory, Mapping)
         for name, node in state.memory.items()
         if (bad := restored(BadSteps, BadSteps._fields, node))
     ]
@@ -263,27 +262,28 @@ def bad_steps(opt_state: Tree) -> list[BadStep]:
 
 
 def _steps_in(
-    label: str, name: str, kept: BadSteps, table: Table, updates: Scalar
+    label: str, name: str, kept: BadSteps, state: MetricsState
 ) -> list[BadStep]:
     """Return the steps in a memory, whose updates are called `name` in the metrics."""
-    needed = kept.held, kept.steps, kept.rows, table.floats, updates
-    arrays = [as_array(x) for x in needed]
-    for x in arrays:
+    needed = kept.held, kept.steps, kept.rows, kept.order, state.step
+    arrays = [*map(as_array, needed)], logged_in(state)
+    for x in jax.tree.leaves(arrays):
         is_traced = isinstance(x, jax.core.Tracer)
         if is_traced or not isinstance(x, jax.Array | np.ndarray | np.generic):
             raise TypeError(
                 "opt_state: it must have known arrays: call bad_steps outside jit, got "
                 f"{short_repr(x)}"
             )
-    count, steps, rows, last, total = jax.device_get(arrays)
+    (count, steps, rows, order, total), last = jax.device_get(arrays)
     if np.ndim(count):
         raise ValueError(
             f"opt_state: it is stacked, of shape {np.shape(count)}; take one, as in "
             "jax.tree.map(lambda x: x[0], opt_state)"
         )
-    names = [name for each in table.known_names for name in each]
+    in_text_order = sorted(name for name, x in last.items() if x.dtype.kind == "f")
+    names = [in_text_order[i] for i in order[: len(in_text_order)]]
     last_is_bad = count > 0 and steps[-1] == total - 1
-    of_last = {name: float(last[i]) for i, name in enumerate(names)}
+    of_last = {name: float(last[name]) for name in names}
     usual = {} if last_is_bad else _groups_of("forward", of_last)
     usual = usual if any(usual.values()) else {}
     found = []

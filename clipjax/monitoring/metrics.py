@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -17,9 +16,7 @@ from clipjax._core.messages import short_repr
 from clipjax._core.states import (
     MetricsState,
     NamedState,
-    Names,
     SkipMemory,
-    Table,
     name_of,
 )
 
@@ -134,33 +131,29 @@ def _named_state(node: Any) -> NamedState | None:
 
 def _metrics_state(node: Any) -> MetricsState | None:
     found = restored(MetricsState, ["step", "metrics"], node)
-    if found is None or not _has_one(found.metrics):
-        return None
-    ((name, kept),) = found.metrics.items()
-    if jax.tree_util.all_leaves([kept]):  # a mapping of other things
-        return None
-    return found._replace(metrics={name: restored_table(kept)})
+    is_ours = found is not None and _has_one(found.metrics)
+    if is_ours and isinstance(node, Mapping):
+        # The metrics of other programs are a mapping from names to numbers.
+        is_ours = all(isinstance(x, Mapping) for x in found.metrics.values())
+    return found if is_ours else None
 
 
 def _has_one(named: Any) -> bool:
     return isinstance(named, Mapping) and len(named) == 1
 
 
-def restored_table(kept: Any) -> Any:
-    """Return the metrics in a state, with a mapping in place of a table as a table."""
-    return restored(Table, ["text", "floats"], kept) or kept
+def logged_in(state: MetricsState) -> dict[str, jax.Array]:
+    """Return the metrics in a state, none if it is of a tree without leaves."""
+    (kept,) = state.metrics.values()
+    if not isinstance(kept, Mapping):
+        return {}
+    return {key: as_array(x) for key, x in kept.items()}
 
 
 def _read(state: MetricsState) -> Metrics:
     """Return the metrics of one state."""
-    (kept,) = state.metrics.values()
-    step = as_array(state.step)
-    if isinstance(kept, Table):
-        given = kept.floats, kept.counts
-        arrays = [as_array(x) for x in given if jax.tree.leaves(x)]
-        return _from_table(kept.known_names, step, *arrays)
-    scalars = {key: as_array(x) for key, x in kept.items()}
-    return _from_scalars(step, scalars, _in_a_row(state)) if scalars else {}
+    step, in_a_row = as_array(state.step), _in_a_row(state)
+    return _from_scalars(step, logged_in(state), in_a_row)
 
 
 def skipped_in(opt_state: Tree) -> list[jax.Array]:
@@ -175,8 +168,7 @@ def _in_a_row(state: MetricsState) -> Any:
     The memory of a user's own transformation may have a field with the same name.
     """
     skip = restored(SkipMemory, ["in_a_row"], state.memory)
-    kept = state.metrics[name_of(state)]
-    if skip and isinstance(kept, Mapping) and "skipped" in kept:
+    if skip and "skipped" in logged_in(state):
         return as_array(skip.in_a_row)
     return None
 
@@ -199,19 +191,6 @@ def _from_scalars(step: Scalar, kept: Metrics, in_a_row: Any) -> Metrics:
     if {"norm", "scale"} <= floats:
         found.setdefault("norm_after", found["norm"] * found["scale"])
     return found
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _from_table(
-    names: Names, step: Scalar, floats: jax.Array, counts: Any = None
-) -> Metrics:
-    """Return metrics from a table, in buffers of their own."""
-    of_floats, of_ints, of_bools = names
-    kept = {name: floats[..., i] for i, name in enumerate(of_floats)}
-    kept |= {name: counts[..., i] for i, name in enumerate(of_ints)}
-    for i, name in enumerate(of_bools, len(of_ints)):
-        kept[name] = counts[..., i].astype(np.uint32)
-    return _from_scalars(step, kept, None)
 
 
 def _fraction(count: jax.Array, step: Scalar) -> jax.Array:
