@@ -91,8 +91,6 @@ def test_whole_limits_beyond_float32_are_rounded_inward() -> None:
     limits = (
         2**24 + 3,
         np.int32(2**24 + 3),
-        jnp.int32(2**24 + 3),
-        lambda _: jnp.int32(2**24 + 3),
         lambda _: 2**24 + 3,
     )
 
@@ -122,7 +120,7 @@ def test_a_schedule_may_return_an_array() -> None:
 
     np.testing.assert_allclose(projected(1), [[0.6, 3], [0.8, 4]], rtol=1e-5)
     tx = clipjax.clip_by_global_norm(lambda step: jnp.ones(2))
-    with pytest.raises(ValueError, match="max_norm must be a schedule"):
+    with pytest.raises(TypeError, match="max_norm must be a schedule"):
         tx.init(kernel)
 
 
