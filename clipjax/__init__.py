@@ -16,6 +16,7 @@ from clipjax.backward.clips import (
 )
 from clipjax.backward.rules import replace_gradient, scale_gradient
 from clipjax.composition import bounded
+from clipjax.explaining.explain import explain
 from clipjax.gradients.adagc import adagc
 from clipjax.gradients.clips import (
     clip_by_global_norm,
@@ -67,6 +68,7 @@ __all__ = [
     "clip_gradient_by_global_norm",
     "clip_gradient_by_norm",
     "clip_gradient_by_value",
+    "explain",
     "fan_in",
     "functional",
     "keep_norm",
