@@ -169,7 +169,9 @@ def _layers_of(weights: Leaves, query: str, key: str) -> dict[str, _Layer]:
 
 def _kernel(side: dict[int, Leaf]) -> Any:
     """Return the parameter with most axes; the others are biases."""
-    return max((leaf.value for leaf in side.values()), key=jnp.ndim, default=np.zeros(()))
+    return max(
+        (leaf.value for leaf in side.values()), key=jnp.ndim, default=np.zeros(())
+    )
 
 
 def _mesh_axes(side: dict[int, Leaf]) -> set[str]:
