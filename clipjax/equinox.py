@@ -1,7 +1,7 @@
 """Find from the layers of an Equinox model which weights form an output unit.
 
-This module needs Equinox, and `import clipjax` does not load it: `from clipjax.equinox
-import unit_axes`.
+This module needs Equinox, `pip install "clipjax[equinox]"`, and `import clipjax` does
+not load it: `from clipjax.equinox import unit_axes`.
 """
 
 from __future__ import annotations
@@ -9,14 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import equinox as eqx
 import jax
-from equinox import nn
 
 from clipjax._core.aliases import SKIP
 from clipjax._core.leaves import is_inexact, path_name
 from clipjax._core.messages import short_repr
+from clipjax._extra import extra
 from clipjax._layers import Param, axes_by_path
+
+with extra("equinox"):
+    import equinox as eqx
+    from equinox import nn
 
 __all__ = ["unit_axes"]
 

@@ -1,7 +1,7 @@
 """Find from the layers of a Flax model which weights form an output unit.
 
-This module needs Flax, and `import clipjax` does not load it: `from clipjax.flax import
-unit_axes`.
+This module needs Flax, `pip install "clipjax[flax]"`, and `import clipjax` does not
+load it: `from clipjax.flax import unit_axes`.
 """
 
 from __future__ import annotations
@@ -10,17 +10,20 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import flax.linen as nn
 import jax
 import numpy as np
-from flax import nnx
-from flax.core import DenyList
 from jax.tree_util import DictKey
 
 from clipjax._core.aliases import SKIP, Path, Skip
 from clipjax._core.leaves import flatten, path_name
 from clipjax._core.messages import short_repr
+from clipjax._extra import extra
 from clipjax._layers import Param, axes_by_path
+
+with extra("flax"):
+    import flax.linen as nn
+    from flax import nnx
+    from flax.core import DenyList
 
 __all__ = ["unit_axes"]
 
@@ -59,8 +62,8 @@ def unit_axes(
       `other`: `{"head/*": clipjax.SKIP}`.
 
     Raises:
-      TypeError: `model` is not a Flax module; arguments are missing for Linen, or given
-        for NNX; `other` is not a mapping to axes.
+      TypeError: `model` is not a Flax module; arguments are given for NNX; `other` is
+        not a mapping to axes.
       ValueError: parameters belong to layers that are not known, or their sizes do not
         tell which axis is a stack, as for 4 layers (4, out): the error lists all of
         these parameters, so that you can add them to `other`. Or a pattern in `other`
@@ -128,7 +131,7 @@ def _linen_params(
 
     def init(arrays: dict[int, Any]) -> Any:
         each = [arrays.get(i, x) for i, x in enumerate(leaves)]
-        init_args, init_kwargs = treedef.unflatten(each)
+        init_args, init_kwargs = jax.tree.unflatten(treedef, each)
         variables = model.init(*init_args, **({"mutable": mutable} | init_kwargs))
         return variables.get("params", {})
 
