@@ -102,10 +102,17 @@ __all__ = [
 ]
 
 
-if not TYPE_CHECKING:  # type checkers would accept any name
+# Modules that need packages of an extra are imported on first use.
+if TYPE_CHECKING:
+    from clipjax import equinox as equinox
+    from clipjax import flax as flax
+    from clipjax import plots as plots
+else:  # type checkers would accept any name
 
     def __getattr__(name: str) -> Any:
-        """Import what needs more packages on first use."""
-        if name in ("flax", "equinox", "plots"):
+        if name not in ("equinox", "flax", "plots"):
+            raise AttributeError(f"module 'clipjax' has no attribute {name!r}")
+        try:
             return importlib.import_module(f"clipjax.{name}")
-        raise AttributeError(f"module 'clipjax' has no attribute {name!r}")
+        except ImportError as error:  # hasattr() takes no other error for a no
+            raise AttributeError(str(error)) from error

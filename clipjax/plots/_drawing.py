@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 
 from clipjax._core.messages import short_repr
+from clipjax._extra import extra
 
-try:
+with extra("plots"):
     from matplotlib import pyplot as plt
     from matplotlib.axes import Axes
     from matplotlib.colors import to_rgb
@@ -17,10 +18,6 @@ try:
     from matplotlib.patheffects import withStroke
     from matplotlib.ticker import MaxNLocator
     from matplotlib.transforms import ScaledTranslation
-except ImportError as error:
-    raise ImportError(
-        "clipjax.plots needs Matplotlib: pip install matplotlib"
-    ) from error
 
 # Okabe and Ito's colors that are visible on white and on black, and a violet and a
 # brown that people who are color-blind can tell from these.
