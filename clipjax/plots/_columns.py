@@ -33,7 +33,8 @@ def columns_of(history: runs.History) -> Columns:
     given = runs.columns_of(history)
     labels = {key: runs.label_of(given, key) for key in given}
     known = {key: label for key, label in labels.items() if label is not None}
-    if isinstance(history, Mapping) and all(np.ndim(given[key]) == 0 for key in known):
+    sizes = {np.ndim(given[key]) for key in known}
+    if isinstance(history, Mapping) and sizes == {0}:
         raise TypeError(
             "history must have all steps, as in plots.norms([metrics_of_step_0, ...]): "
             "pass the list of what clipjax.metrics returned at each step, got "
