@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from clipjax.explaining.causes import Cause, Input, in_words
-from clipjax.explaining.internals import Equation, is_inexact
+from clipjax.explaining.internals import is_inexact
 from clipjax.explaining.lines import Passes, line_of
 from clipjax.explaining.primitives import MULTIPLY, has_least, judged_operand
-from clipjax.explaining.walk import CONSTANT, Event, Value, ancestors
+from clipjax.explaining.walk import CONSTANT, Event, ancestors
 
 
 def first_causes(
