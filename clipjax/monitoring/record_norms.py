@@ -43,8 +43,8 @@ def record_norms(
     ord: Ord = None,
     stacked: str | Sequence[str] = (),
     keep: SupportsIndex = 0,
-    z_threshold: Bound = spikes.Z_THRESHOLD,
-    window: SupportsIndex = spikes.WINDOW,
+    z_threshold: Bound = 6.0,
+    window: SupportsIndex = 64,
     probes: Mapping[str, SupportsIndex] | None = None,
 ) -> Recorder:
     """Record norms for a logger, and change nothing.
