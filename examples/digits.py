@@ -12,7 +12,8 @@ Three optimizers see the same batches, from five seeds at once: clipjax, which s
 steps that are not finite and records the norm of every layer; Optax's clip and Adam,
 wrapped by `apply_if_finite`, which skips these steps, too; and Optax's clip and Adam
 alone. Each has the learning rate and the threshold that are best on held-out digits;
-nothing is chosen on the test set. The picture shows the record of the first seed.
+nothing is chosen on the test set. The picture shows the record of the first seed, and
+what is printed is saved beside it.
 """
 
 import argparse
@@ -24,6 +25,7 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import optax
+from _pictures import save
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
@@ -36,10 +38,10 @@ STEPS, EVERY = 160, 8  # all steps, and those from one accuracy to the next
 LAST = 3  # the accuracies at the end, of which the mean is reported
 # The kinds of the corrupted batches, by step.
 CORRUPTED = {37: 2, 52: 3, 90: 1, 113: 2, 141: 3}
-# What pixels and the loss are multiplied by, for a usual batch (kind 0) and for the
-# three kinds of corrupted ones.
-BRIGHTNESS = np.float32([1.0, 3000.0, 1.0, 1.0])
-WEIGHT = np.float32([1.0, 1.0, 1000.0, 30000.0])
+# What is multiplied in a usual batch (kind 0) and in the three kinds of corrupted ones.
+KINDS = [("pixels", 1), ("pixels", 3_000), ("loss", 1_000), ("loss", 30_000)]
+BRIGHTNESS = np.float32([x if what == "pixels" else 1 for what, x in KINDS])
+WEIGHT = np.float32([x if what == "loss" else 1 for what, x in KINDS])
 # What each optimizer is tried with.
 RATES = (5e-4, 2e-3, 8e-3)
 THRESHOLDS = (0.3, 3.0)
@@ -199,81 +201,28 @@ def summary(accuracies, bad):
     lines = ["Test accuracy at the end, mean of five seeds (worst seed):"]
     for name, each in accuracies.items():
         ends = each[:, -LAST:].mean(1)
-        lines.append(f"  {name:32} {ends.mean():.1%} ({ends.min():.1%})")
+        lines.append(f"  {name:32} {ends.mean():.0%} ({ends.min():.0%})")
     lines += ["", "Bad steps of clipjax, first seed:", *(f"  {step}" for step in bad)]
     return "\n".join(lines)
 
 
-def draw(path, accuracies, history, bad, *, tall=False, dark=False):
-    """Draw the norms of the layers of one seed, and the accuracies of all seeds."""
-    ground, ink, blue = "white", "#1f2328", "#0072b2"
-    if dark:
-        ground, ink, blue = "#0d1117", "#e6edf3", "#56b4e9"
-    orange, grey = "#ff8f33" if dark else "#e66100", "#8a8a8a"
-    plt.rcdefaults()
-    grounds = ("figure.facecolor", "axes.facecolor")
-    inks = ("text.color", "axes.labelcolor", "xtick.color", "ytick.color")
-    plt.rcParams.update(dict.fromkeys(grounds, ground) | dict.fromkeys(inks, ink))
-    plt.rcParams.update({"font.size": 9 if tall else 11, "axes.edgecolor": grey})
-    figure, (top, bottom) = plt.subplots(
-        2,
-        1,
-        figsize=(4.2, 6.2) if tall else (8, 5.8),
-        sharex=True,
-        layout="constrained",
-        height_ratios=(5, 4),
-    )
+def draw(history, bad, tall):
+    """Draw the norms of the layers of one seed, and what was done to its batches."""
+    size = (4.2, 4.4) if tall else (8, 4.4)
+    figure, ax = plt.subplots(figsize=size, layout="constrained")
     rows = ["gradients/embed", "gradients/blocks/*", "gradients/head"]
-    plots.heat_map(history, only=rows, bad=bad, ax=top)
-    top.set_xlabel("")
-
-    place = next(i for i, step in enumerate(bad) if "forward pass" in str(step))
-    line = str(bad[place]).replace("; ", ";\n" if tall else "; ")
-    top.set_title(
-        f">>> print(clipjax.bad_steps(opt_state)[{place}])\n{line}",
-        loc="left",
-        pad=24,
-        family="monospace",
-        fontsize=7.5 if tall else 10,
-        linespacing=1.4,
-    )
-    top.annotate(
-        "",
-        xy=(bad[place].step, 1),
-        xycoords=top.get_xaxis_transform(),
-        xytext=(0, 23),
-        textcoords="offset points",
-        annotation_clip=False,
-        arrowprops={"arrowstyle": "-", "color": ink, "lw": 1},
-    )
-    styles = {
-        "Optax's clip alone": (orange, {"lw": 2}),
-        "clipjax": (blue, {"lw": 4.5, "alpha": 0.6}),
-        "Optax's clip and apply_if_finite": (ink, {"lw": 1.3, "ls": (0, (4, 2))}),
-    }
-    heights = dict(zip(styles, (20, 80, 68), strict=True))
-    for name, (color, style) in styles.items():
-        percents = 100 * accuracies[name]
-        steps = EVERY * np.arange(1, percents.shape[1] + 1)
-        ends = percents.min(0), percents.max(0)
-        bottom.fill_between(steps, *ends, color=color, alpha=0.15, lw=0)
-        bottom.plot(steps, percents.mean(0), color=color, **style)
-        bottom.text(
-            STEPS - 4,
-            heights[name],
-            f"{name}: {percents[:, -LAST:].mean():.0f}%".replace(
-                "and ", "and\n" if tall else "and "
-            ),
-            color=color,
-            ha="right",
-            va="top",
-            bbox={"fc": ground, "ec": "none", "pad": 1.5},
+    plots.heat_map(history, only=rows, bad=bad, ax=ax)
+    for step, kind in CORRUPTED.items():
+        what, factor = KINDS[kind]
+        ax.annotate(
+            rf"{what} $\times$ {factor:,.0f}",
+            (step, 1.04),
+            (-2, 8),
+            xycoords=ax.get_xaxis_transform(),
+            textcoords="offset points",
+            rotation=40,
         )
-    for step in bad:
-        bottom.axvline(step.step, color=grey, lw=0.8, ls=":", zorder=0)
-    bottom.set(ylim=(0, 100), xlabel="step", ylabel="test accuracy (%)")
-    figure.savefig(path, dpi=200)
-    plt.close(figure)
+    return figure
 
 
 def main():
@@ -282,11 +231,6 @@ def main():
     parser.add_argument("--quick", action="store_true", help="try one setting")
     parser.add_argument(
         "--plot", default="digits.png", help="where to save the picture"
-    )
-    parser.add_argument(
-        "--all",
-        action="store_true",
-        help="save pictures for phones and the dark, and what is printed, too",
     )
     args = parser.parse_args()
     sets = load()
@@ -307,14 +251,10 @@ def main():
     text = summary(accuracies, bad)
     print(f"\n{text}")
     path = Path(args.plot)
-    draw(path, accuracies, history, bad)
-    if args.all:
-        path.with_suffix(".txt").write_text(f"{text}\n")
-        for tall, dark in ((True, False), (False, True), (True, True)):
-            ends_with = "-tall" * tall + "-dark" * dark + path.suffix
-            to = path.with_name(path.stem + ends_with)
-            draw(to, accuracies, history, bad, tall=tall, dark=dark)
-    print(f"picture: {path}")
+    path.with_suffix(".txt").write_text(f"{text}\n")
+    tall = path.with_name(f"{path.stem}-tall{path.suffix}")
+    save(tall, draw, history, bad, True, size=9)
+    save(path, draw, history, bad, False, size=11)
 
 
 if __name__ == "__main__":

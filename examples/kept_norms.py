@@ -15,20 +15,19 @@ import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import optax
-from _pictures import save
+from _pictures import BLUE, GREEN, GREY, ORANGE, save
 from jax import lax
 
 import clipjax
-from clipjax import plots
 
 WORDS, LENGTH, BATCH = 64, 32, 32
 WIDTH, HEADS, LAYERS = 32, 4, 2
 EACH = (1, 2)  # the axes of one matrix in a stack of layers
-STYLES = {  # two of the lines lie on each other
-    "AdamW": ("#8a8a8a", "-", 2),
-    "Muon": (plots.COLORS[1], "-", 2),
-    "AdamH": (plots.COLORS[5], "-", 6),
-    "MuonH": (plots.COLORS[0], "--", 2),
+STYLES = {
+    "AdamW": (GREY, "-"),
+    "Muon": (ORANGE, "-"),
+    "AdamH": (GREEN, "-"),
+    "MuonH": (BLUE, "--"),  # on the line of AdamH
 }
 
 
@@ -105,7 +104,7 @@ def optimizer_of(name, rate, steps):
         return jax.tree.map(lambda _: numbers, tree)
 
     def with_kept_norms(direction):
-        return clipjax.chain(
+        return optax.chain(
             direction,
             clipjax.relative_update(axes=EACH),
             optax.scale_by_learning_rate(rate_at),
@@ -146,28 +145,44 @@ def trained(name, rate, params, text, held_out):
 
 def draw(results, seeds):
     """Draw the norms of the first layer, and the losses at each learning rate."""
-    figure, (top, bottom) = plt.subplots(2, 1, figsize=(6, 8), layout="constrained")
+    figure, (top, bottom) = plt.subplots(2, 1, figsize=(6, 7.6), layout="constrained")
     for name, (rates, losses, norms) in results.items():
-        color, line, width = STYLES[name]
-        style = {"color": color, "ls": line, "lw": width}
-        label = f"{name}, learning rate {rates[1]}"
-        top.plot(norms[1].mean(axis=0), **style, label=label)
-        spread = {"yerr": losses.std(axis=1), "fmt": "o", "capsize": 4}
-        # A wide line has narrow error bars.
-        bottom.errorbar(rates, losses.mean(axis=1), elinewidth=2, **spread | style)
+        color, line = STYLES[name]
+        style = {"color": color, "ls": line, "lw": 2.5}
+        norm = norms[1].mean(axis=0)
+        top.plot(norm, **style)
+        has_shared_line = name in ("AdamH", "MuonH")
+        words = "AdamH, MuonH" if has_shared_line else name
+        below = {"va": "top" if has_shared_line else "bottom", "ha": "right"}
+        top.annotate(
+            words,
+            (len(norm), norm[-1]),
+            (0, -6 if has_shared_line else 6),
+            textcoords="offset points",
+            color=color,
+            **below,
+        )
+        mean = losses.mean(axis=1)
+        bottom.errorbar(
+            rates, mean, losses.std(axis=1), fmt="o", capsize=4, elinewidth=2, **style
+        )
+        bottom.annotate(
+            name,
+            (rates[-1], mean[-1]),
+            (8, 0),
+            textcoords="offset points",
+            color=color,
+            va="center",
+        )
     seen = f"mean of {seeds} seeds"
-    top.set(title="Norm of the first layer's matrices", xlabel="step")
-    top.set(ylabel=f"norm, {seen}", ylim=(0, None))
-    bottom.set(
-        title="Loss of sentences held out", xlabel="peak learning rate, log scale"
-    )
+    top.set(title="Norm of the first layer's matrices, at the middle rate")
+    top.set(ylabel=f"norm, {seen}", ylim=(0, None), xlabel="step")
+    bottom.set(title="Loss of sentences held out", xlabel="peak learning rate")
     bottom.set(ylabel=f"nats per word: mean and\nstandard deviation, {seeds} seeds")
-    bottom.set_xscale("log")
-    each = sorted({rate for rates, *_ in results.values() for rate in rates})
-    bottom.set_xticks(each, [f"{rate:g}" for rate in each], rotation=45)
+    bottom.set(xscale="log", xlim=(0.0025, 0.35))
+    each = [0.003, 0.01, 0.03, 0.08, 0.16]
+    bottom.set_xticks(each, [f"{rate:g}" for rate in each])
     bottom.minorticks_off()
-    handles = top.get_legend_handles_labels()
-    figure.legend(*handles, loc="outside lower center", ncols=2, frameon=False)
     return figure
 
 

@@ -14,10 +14,9 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import optax
-from _pictures import save
+from _pictures import GREY, ORANGE, save
 
 import clipjax
-from clipjax import plots
 
 RULES = {
     "autoclip": clipjax.autoclip(),
@@ -51,14 +50,14 @@ def draw(norms, thresholds):
     )
     for (name, limits), ax in zip(thresholds.items(), axes.flat, strict=True):
         zeros = {"where": norms == 0, "transform": ax.get_xaxis_transform()}
-        style = {"color": "#8a8a8a", "alpha": 0.3, "lw": 0, "label": "norms are 0"}
+        style = {"color": GREY, "alpha": 0.3, "lw": 0, "label": "norms are 0"}
         ax.fill_between(np.arange(len(norms)), 0, 1, **zeros, **style)
         style = {"color": plt.rcParams["text.color"], "lw": 1, "ls": ":"}
         ax.axvline(500, label="norms rise threefold", **style)
         seen = np.where(norms > 0, norms, np.nan)
-        ax.plot(seen, color="#8a8a8a", lw=0.6, label="norm")
+        ax.plot(seen, color=GREY, lw=0.6, label="norm")
         limits = np.where(np.isfinite(limits), limits, np.nan)
-        ax.plot(limits, color=plots.COLORS[1], lw=1.5, label="threshold")
+        ax.plot(limits, color=ORANGE, lw=1.5, label="threshold")
         ax.set(title=name, yscale="log", ylim=(0.5, 8), yticks=[0.5, 1, 2, 4, 8])
         ax.yaxis.set_major_formatter("{x:g}")
         ax.minorticks_off()
@@ -69,7 +68,6 @@ def draw(norms, thresholds):
         *ax.get_legend_handles_labels(),
         loc="outside lower center",
         ncols=2,
-        frameon=False,
     )
     return figure
 

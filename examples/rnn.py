@@ -18,18 +18,17 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import optax
-from _pictures import save
+from _pictures import BLUE, GREEN, GREY, ORANGE, save
 
 import clipjax
-from clipjax import plots
 
 HIDDEN, BATCH, TEST, BLOCK = 50, 20, 2000, 250
 SYMBOLS, CLASSES = 6, 4  # A, B and four symbols of noise; AA, AB, BA, BB
 METHODS = {
-    "none": ("#8a8a8a", "-", 0.1, "no clip"),
-    "slow": (plots.COLORS[4], "-.", 0.01, "no clip, learning rate / 10"),
-    "global": (plots.COLORS[0], "-", 0.1, "clip of the whole gradient"),
-    "step": (plots.COLORS[1], "--", 0.1, "clip between time steps"),
+    "none": (GREY, "-", 0.1, "no clip"),
+    "slow": (GREEN, "-.", 0.01, "no clip, learning rate / 10"),
+    "global": (BLUE, "-", 0.1, "clip of the whole gradient"),
+    "step": (ORANGE, "--", 0.1, "clip between time steps"),
 }
 
 
@@ -123,29 +122,19 @@ def train(method, length, seeds, steps):
 
 
 def draw(results, seeds):
-    """Draw the errors and the norms of each method."""
-    figure, (top, bottom) = plt.subplots(2, 1, figsize=(6, 8), layout="constrained")
-    for method, (errors, norms) in results.items():
+    """Draw the errors of each method."""
+    figure, ax = plt.subplots(figsize=(6, 5.6), layout="constrained")
+    for method, errors in results.items():
         color, style, _, words = METHODS[method]
         at = BLOCK * np.arange(1, len(errors) + 1)
         solved = np.sum(np.min(errors, axis=0) < 0.01)
         label = f"{words}: {solved} of {seeds} learn"
         median = 100 * np.median(errors, axis=1)
-        top.plot(at, median, style, color=color, lw=2, label=label)
-        top.plot(at[-1], median[-1], "o", color=color, clip_on=False, zorder=3)
-        # The largest of 50 steps, of which one may explode.
-        each = norms[: len(norms) // 50 * 50].reshape(-1, 50, seeds).max((1, 2))
-        bottom.plot(50 * np.arange(1, len(each) + 1), each, style, color=color, lw=1.5)
-    top.plot(
-        [], [], "o", color="#8a8a8a", label="end: all have learned, or 6,000 steps"
-    )
-    top.set(title="Sequences in error", xlabel="step", ylim=(0, 100))
-    top.set_ylabel(f"%, median of {seeds} networks")
-    bottom.set(title="Gradient norm before clipping", xlabel="step", yscale="log")
-    bottom.set_ylabel(f"largest of {seeds} networks\nin 50 steps, log scale")
-    figure.legend(
-        *top.get_legend_handles_labels(), loc="outside lower center", frameon=False
-    )
+        ax.plot(at, median, style, color=color, lw=2.5, label=label)
+        ax.plot(at[-1], median[-1], "o", color=color, clip_on=False, zorder=3)
+    ax.set(title="Sequences in error", xlabel="step", ylim=(0, 100))
+    ax.set_ylabel(f"%, median of {seeds} networks")
+    figure.legend(loc="outside lower center")
     return figure
 
 
@@ -177,7 +166,7 @@ def main():
             mean = metrics["mean_norm"].mean()
             seen = f"norms between time steps: mean {mean:.2g}, {share:.0%} clipped"
             print(f"{'':7} {seen}")
-        results[method] = errors, norms
+        results[method] = errors
     if args.quick:
         print("This run is too short to learn the task.")
     save(args.plot, draw, results, seeds)

@@ -19,12 +19,11 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import optax
-from _pictures import save
+from _pictures import BLUE, ORANGE, save
 from jax.sharding import NamedSharding, PartitionSpec
 from sklearn.datasets import load_digits
 
 import clipjax
-from clipjax import plots
 
 WIDTH, BATCH, RADIUS = 256, 128, 1.5
 SPECS = {
@@ -91,19 +90,17 @@ def train(mesh, steps, images, labels):
     return clipjax.series(history, "loss"), history, params
 
 
-def draw(results):
-    """Draw the norms on many devices, and the losses on many and on one."""
-    figure, (top, bottom) = plt.subplots(2, 1, figsize=(6, 8), layout="constrained")
-    (name, (_, history, _)), *_ = results.items()
-    plots.norms(history, "clip_by_global_norm", ax=top)
-    top.set_title(f"Norm of the whole gradient, on {name}")
-    looks = ({"lw": 1.5}, {"lw": 2.5, "ls": ":"})
-    for color, look, (name, (losses, _, _)) in zip(
-        plots.COLORS, looks, results.items(), strict=False
-    ):
-        bottom.plot(losses, color=color, label=name, **look)
-    bottom.set(title="Loss", xlabel="step", ylabel="loss (nats)", ylim=(0, None))
-    bottom.legend(frameon=False)
+def draw(losses, others):
+    """Draw the loss, and by how much that of one device differs."""
+    figure, ax = plt.subplots(figsize=(6, 4.2), layout="constrained")
+    ax.semilogy(losses, color=BLUE, lw=2)
+    difference = np.abs(losses - others)
+    ax.semilogy(difference, ".", color=ORANGE)
+    ax.text(len(losses), 0.3, "loss on 8 devices", color=BLUE, ha="right")
+    ax.text(
+        len(losses), 2e-6, "its difference from one device", color=ORANGE, ha="right"
+    )
+    ax.set(xlabel="step", ylabel="nats, log scale")
     return figure
 
 
@@ -140,7 +137,7 @@ def main():
         "units beyond the radius: "
         f"{len(clipjax.violations(params, clipjax.max_norm(RADIUS)))}"
     )
-    save(args.plot, draw, results)
+    save(args.plot, draw, losses, others)
 
 
 if __name__ == "__main__":

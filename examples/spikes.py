@@ -126,32 +126,10 @@ def train(tx, data, is_corrupted, has_fault):
     return history, np.asarray(accuracies), jax.tree.map(lambda x: x[0], state)
 
 
-def draw(history, accuracies, is_corrupted, has_fault):
-    """Draw the norms of one run, the events, and the accuracies of each method."""
-    figure, (top, bottom) = plt.subplots(2, 1, figsize=(6, 8), layout="constrained")
-    plots.norms(history, "skip_spikes", ax=top)
-    top.set_title("Gradient norm of one run with skip_spikes()")
-    for color, style, (name, each) in zip(
-        plots.COLORS, ("-", "--", "-.", ":"), accuracies.items(), strict=False
-    ):
-        mean_of_20 = np.ones(20) / 20
-        smooth = 100 * np.array([np.convolve(x, mean_of_20, "valid") for x in each])
-        at = np.arange(20, len(smooth[0]) + 20)
-        band = smooth.min(0), smooth.max(0)
-        bottom.fill_between(at, *band, color=color, alpha=0.15, lw=0)
-        bottom.plot(at, smooth.mean(0), style, color=color, lw=2, label=name)
-    ink = plt.rcParams["text.color"]
-    events = {
-        "corrupted batch": (is_corrupted, "v", 109.0),
-        "fault in layer 3": (has_fault, "x", 104.0),
-    }
-    for name, (where, mark, height) in events.items():
-        at = np.flatnonzero(where)
-        style = {"color": ink, "ls": "", "ms": 5, "label": name, "clip_on": False}
-        bottom.plot(at, np.full(at.shape, height), mark, **style)
-    bottom.set(title="Test accuracy, mean and range of 5 seeds", xlabel="step")
-    bottom.set(ylabel="%, mean of 20 steps", ylim=(0, 113), yticks=range(0, 101, 20))
-    bottom.legend(frameon=False, loc="center right")
+def draw(history):
+    """Draw the norms of one run."""
+    figure, ax = plt.subplots(figsize=(6, 4.8), layout="constrained")
+    plots.norms(history, name="skip_spikes", ax=ax)
     return figure
 
 
@@ -211,8 +189,7 @@ def main():
     for each in clipjax.bad_steps(restored):
         print(f"  {each}")
     history = of_first_seed(history)
-    accuracies = {name: each for name, (_, each, _) in results.items()}
-    save(args.plot, draw, history, accuracies, is_corrupted, has_fault)
+    save(args.plot, draw, history)
 
 
 if __name__ == "__main__":

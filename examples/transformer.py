@@ -32,12 +32,11 @@ import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import optax
-from _pictures import save
+from _pictures import BLUE, GREY, save
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import clipjax
-from clipjax import plots
 
 WORDS, LENGTH, BATCH = 64, 64, 32
 WIDTH, HEADS, LAYERS, THRESHOLD = 64, 4, 3, 25.0
@@ -115,7 +114,7 @@ def optimizer_of(project):
     """Return all that happens to a gradient on its way into the weights."""
     rates = [optax.warmup_constant_schedule(0.0, peak, 20) for peak in (0.05, 3e-3)]
     return clipjax.skip_spikes(
-        clipjax.chain(
+        optax.chain(
             clipjax.record_norms(1, name="gradients", stacked="blocks/*"),
             optax.masked(
                 clipjax.clip_by_global_norm(1.0), clipjax.matching("embedding", "scale")
@@ -168,20 +167,16 @@ def train(steps, mesh, *project):
     return losses, largest, history
 
 
-def draw(largest, history):
-    """Draw the largest logits without and with a bound, and the norms of the layers."""
-    figure, (top, bottom) = plt.subplots(2, 1, figsize=(6, 8), layout="constrained")
-    for color, (name, each) in zip(
-        ("#8a8a8a", plots.COLORS[0]), largest.items(), strict=True
-    ):
-        top.plot(each, color=color, label=name)
+def draw(largest):
+    """Draw the largest logits without and with a bound."""
+    figure, ax = plt.subplots(figsize=(6, 4.2), layout="constrained")
+    for color, (name, each) in zip((GREY, BLUE), largest.items(), strict=True):
+        ax.plot(each, color=color, lw=2, label=name)
     ink = plt.rcParams["text.color"]
-    top.axhline(THRESHOLD, color=ink, ls="--", label=f"threshold {THRESHOLD:.0f}")
-    top.set(title="Largest attention logit of all heads", xlabel="step")
-    top.set(ylabel="logit", ylim=(0, None))
-    top.legend(frameon=False, loc="upper left")
-    plots.group_norms(history, ax=bottom)
-    bottom.set_title("Norm of each layer's gradient, with qk_clip")
+    ax.axhline(THRESHOLD, color=ink, ls="--", label=f"threshold {THRESHOLD:.0f}")
+    ax.set(title="Largest attention logit of all heads", xlabel="step")
+    ax.set(ylabel="logit", ylim=(0, None))
+    ax.legend(loc="upper left")
     return figure
 
 
@@ -198,7 +193,7 @@ def main():
             f"{name}: loss {losses[-1]:.2f}, largest attention logit "
             f"{largest[-1]:.0f}, {skipped} steps skipped"
         )
-    save(args.plot, draw, each_largest, history)
+    save(args.plot, draw, each_largest)
 
 
 if __name__ == "__main__":

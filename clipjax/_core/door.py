@@ -11,8 +11,7 @@ import numpy as np
 import optax
 
 from clipjax._core.aliases import Memory, State, Step, Tree
-from clipjax._core.bounds import is_real
-from clipjax._core.checks import check_label
+from clipjax._core.bounds import check_label, is_real
 from clipjax._core.leaves import Leaves, flatten, shapes_of
 from clipjax._core.messages import short_repr
 from clipjax._core.norms import warn_if_local

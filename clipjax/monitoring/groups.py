@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clipjax._core.checks import check_count
+from clipjax._core.bounds import check_count
 from clipjax._core.leaves import (
     Leaf,
     Leaves,

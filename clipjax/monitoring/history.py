@@ -14,8 +14,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from clipjax._core.aliases import State
-from clipjax._core.bounds import is_real
-from clipjax._core.checks import check_transformation
+from clipjax._core.bounds import check_transformation, is_real
 from clipjax._core.messages import a_few, short_repr
 from clipjax.gradients.quantiles import autoclip, clip_by_quantile
 from clipjax.gradients.zclip import clip_by_lognormal, zclip

@@ -12,8 +12,7 @@ import optax
 from jax import lax
 
 from clipjax._core.aliases import Bound, Memory, Metrics, Ord, Step, Tree
-from clipjax._core.bounds import check_bound
-from clipjax._core.checks import check_count, check_ord
+from clipjax._core.bounds import check_bound, check_count, check_ord
 from clipjax._core.door import tree_transformation
 from clipjax._core.leaves import Leaves, beside
 from clipjax._core.messages import short_repr, traced_error

@@ -1,21 +1,13 @@
-"""Draw norms over the steps, layer by layer, bad steps, and norms of output units.
+"""Draw the norms of a run: one norm, each layer, a map of all layers, the bad steps.
 
-The functions need Matplotlib, which `import clipjax` does not load. Each one draws on
-the axes `ax`, or on a new figure if `ax` is None, and returns the axes, so that
-`plots.norms(history).figure.savefig("norms.png")` saves a picture.
-
-If the figure has a layout, such as "constrained", the legend is beside the axes, or
-below them if the axes are narrow. Color-blind readers can tell the colors of lines,
-`plots.COLORS`, apart. Text and marks have the color of the labels of the axes, so that
-a figure in Matplotlib's `dark_background` is as readable as a light one. A scale is
-logarithmic, and its label says so, if the largest value is more than 20 times the
-smallest. A cross at the top of the axes is a value that is not finite.
+The functions need Matplotlib, which `import clipjax` does not load. Each of them draws
+on the axes `ax`, or on a new figure if `ax` is None, and returns the axes, so that
+`plots.norms(history).figure.savefig("norms.png")` saves a picture. Text has the color
+of the labels of the axes, so a picture is readable in Matplotlib's `dark_background`,
+too. Orange always means that a norm is not finite.
 """
 
-from clipjax.plots._bars import bad_steps
-from clipjax.plots._drawing import COLORS
 from clipjax.plots._lines import group_norms, norms
-from clipjax.plots._map import heat_map
-from clipjax.plots._units import unit_norms
+from clipjax.plots._maps import bad_steps, heat_map
 
-__all__ = ["COLORS", "bad_steps", "group_norms", "heat_map", "norms", "unit_norms"]
+__all__ = ["bad_steps", "group_norms", "heat_map", "norms"]

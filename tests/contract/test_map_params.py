@@ -43,12 +43,17 @@ MEMBERS = {
     "record_norms, probes": clipjax.record_norms("leaf", keep=2, probes={"layers": 3}),
     "with_metrics": clipjax.with_metrics("mine", norm_of_each_leaf),
     "named": clipjax.named("a", clipjax.record_norms("leaf")),
-    "bounded, everything": clipjax.bounded(
-        clipjax.skip_spikes(optax.scale_by_adam()),
-        clip=[clipjax.record_norms("leaf"), clipjax.clip_by_group_norm({"*": 1.0})],
-        project=clipjax.max_norm(optax.constant_schedule(3.0)),
-        nonfinite="skip",
-        accumulate=2,
+    "bounded, everything": optax.chain(
+        clipjax.record_norms("leaf"),
+        clipjax.skip_spikes(
+            clipjax.bounded(
+                optax.scale_by_adam(),
+                clip=clipjax.clip_by_group_norm({"*": 1.0}),
+                project=clipjax.max_norm(optax.constant_schedule(3.0)),
+                nonfinite="skip",
+                accumulate=2,
+            )
+        ),
     ),
 }
 # What is a tree like the weights: moments, mean gradients, and the norms of `adagc`.

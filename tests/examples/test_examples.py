@@ -35,12 +35,13 @@ def test_runs_and_draws(script, tmp_path):
     picture = tmp_path / "picture.png"
     out = run(script, "--quick", "--plot", picture)
     assert out.endswith(f"picture: {picture}\n")
-    assert picture.stat().st_size > 10_000
+    for path in (picture, tmp_path / "picture-dark.png"):
+        assert path.stat().st_size > 10_000
 
 
 def accuracies_in(text):
     """Return means over seeds, and accuracies of the worst seed, by name."""
-    rows = re.findall(r"^  (.+?) +([\d.]+)% \(([\d.]+)%\)$", text, re.MULTILINE)
+    rows = re.findall(r"^  (.+?) +(\d+)% \((\d+)%\)$", text, re.MULTILINE)
     names = [name.partition(":")[0] for name, _, _ in rows]
     numbers = [(float(mean), float(worst)) for _, mean, worst in rows]
     return dict(zip(names, numbers, strict=True))
@@ -48,7 +49,7 @@ def accuracies_in(text):
 
 def test_the_first_picture_shows_what_the_script_prints_today(tmp_path):
     """README quotes the file, as a test of the pages sees to it."""
-    out = run("digits", "--all", "--plot", tmp_path / "digits.png")
+    out = run("digits", "--plot", tmp_path / "digits.png")
     names = {path.name for path in tmp_path.iterdir()}
     modes = ("", "-dark", "-tall", "-tall-dark")
     assert names == {"digits.txt", *(f"digits{mode}.png" for mode in modes)}
@@ -69,20 +70,6 @@ def test_the_first_picture_shows_what_the_script_prints_today(tmp_path):
         for text in (today, shown)
     ]
     assert told[0] == told[1]
-
-
-def test_a_clip_saves_the_main_job(tmp_path):
-    """SGD breaks, and neither decay nor a smaller learning rate keeps it."""
-    out = run("rivals", "--plot", tmp_path / "picture.png")
-    found = accuracies_in(out)
-    mean = {name: each for name, (each, _) in found.items()}
-    worst = {name: each for name, (_, each) in found.items()}
-    assert max(mean["nothing"], mean["max_norm alone"]) < 40
-    assert mean["smaller learning rate"] < 40
-    assert mean["weight decay"] < 60
-    for clipped in ("clip_by_global_norm alone", "both", "Adam, clipped"):
-        assert worst[clipped] > 94
-        assert mean[clipped] > mean["nothing, its best step"] > 90
 
 
 def test_clipping_lets_a_recurrent_network_learn(tmp_path):

@@ -504,7 +504,7 @@ def test_a_skip_around_a_recorder_is_an_error() -> None:
     hidden = optax.chain(optax.masked(record, {"a": True}), optax.sgd(1.0))
     for tx, name in (
         (clipjax.bounded(optax.sgd(1.0), clip=record, nonfinite="skip"), "nonfinite"),
-        (clipjax.skip_spikes(clipjax.chain(record, optax.sgd(1.0))), "spikes"),
+        (clipjax.skip_spikes(optax.chain(record, optax.sgd(1.0))), "spikes"),
         (clipjax.skip_nonfinite(hidden), "nonfinite"),
     ):
         with pytest.raises(ValueError, match=f"keep: .* is wrapped by skip_{name}"):

@@ -134,21 +134,3 @@ def test_names_of_layers_and_errors() -> None:
         TypeError, match="stacked: path patterns must be one or more strings, got 1"
     ):
         clipjax.record_norms(stacked=1)  # type: ignore[arg-type]
-
-
-def test_layers_of_a_stack_are_drawn() -> None:
-    plots = pytest.importorskip("clipjax.plots")
-    tree = {"blocks": jnp.ones((12, 3))}
-    tx = clipjax.record_norms(1, stacked="blocks")
-    history = []
-    state = tx.init(tree)
-    for step in range(3):
-        _, state = tx.update(jax.tree.map(lambda x, step=step: x * step, tree), state)
-        history.append(clipjax.metrics(state))
-    ax = plots.group_norms(history)
-    labels = [
-        line.get_label().removeprefix("_") for line in ax.lines
-    ]  # some are grey, and not in the legend
-    assert labels == [
-        f"updates/blocks/{i}" for i in range(12)
-    ]  # not in the order of text
