@@ -138,6 +138,7 @@ def _is_leaf(node: Any) -> bool:
 
 
 def _array_at(path: Path, leaf: Any) -> Any:
+    array: Any
     # `init` takes shapes, as Optax's does; elsewhere JAX raises an error for them.
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         array = leaf
@@ -179,9 +180,10 @@ def shapes_of(function: Callable[[Leaves], Any], leaves: Leaves) -> Any:
 
 def check_within(updates: Tree, params: Tree) -> None:
     """Raise if updates have leaves where the parameters have none."""
-    if params is None or jax.tree.structure(updates) == jax.tree.structure(params):
+    structures: Any = [jax.tree.structure(tree) for tree in (updates, params)]
+    if params is None or structures[0] == structures[1]:
         return
-    (of_updates, of_params) = (
+    of_updates, of_params = (
         without_boxes([path for path, _ in jax.tree_util.tree_leaves_with_path(tree)])
         for tree in (updates, params)
     )
