@@ -4,11 +4,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from clipjax import functional
+from clipjax._adopt import adopt
 from clipjax._core.aliases import SKIP
 from clipjax._core.door import with_metrics
 from clipjax._core.units import fan_in
 from clipjax._matching import matching
-from clipjax._adopt import adopt
 from clipjax.backward.clips import (
     clip_gradient_by_global_norm,
     clip_gradient_by_norm,
