@@ -161,7 +161,7 @@ def group_norms(
     colors = draw.colored([*points], largest)
     ax = draw.new_axes(ax)
     for key, (x, y) in points.items():
-        style = {"color": draw.GREY, "lw": 0.6, "alpha": 0.6, "label": "_other"}
+        style = {"color": draw.GREY, "lw": 0.6, "zorder": 1.6, "label": "_other"}
         if key in colors:
             style = {"color": colors[key], "lw": 1.2, "label": labels[key]}
         draw.line(ax, x, y, **style)

@@ -127,7 +127,11 @@ def bad_steps(opt_state: Tree, *, ax: Any = None) -> Any:
     steps = find_bad_steps(opt_state)
     norms_of = [
         step.groups
-        | {f"{of}/{x}": y for of in _PASSES for x, y in getattr(step, of).items()}
+        | {
+            f"{of}/{x}": y
+            for of in ("forward", "backward")
+            for x, y in getattr(step, of).items()
+        }
         for step in steps
     ]
     names = [*dict.fromkeys(name for norms in norms_of for name in norms)]
@@ -141,10 +145,9 @@ def bad_steps(opt_state: Tree, *, ax: Any = None) -> Any:
     if not steps:
         return ax
     norms = [[each.get(name, 0) for each in norms_of] for name in names]
-    _cells(ax, np.array(norms), names, "norm")
-    groups = [
-        name.partition("/")[2] if name.startswith(_PASSES) else name for name in names
-    ]
+    mesh = _cells(ax, np.array(norms), names, "norm")
+    mesh.set(edgecolor=ax.get_facecolor(), linewidth=1)
+    groups = [x.removeprefix("forward/").removeprefix("backward/") for x in names]
     rings = [
         (x, row)
         for x, step in enumerate(steps)
@@ -162,14 +165,12 @@ def bad_steps(opt_state: Tree, *, ax: Any = None) -> Any:
     return ax
 
 
-_PASSES = ("forward", "backward")
-
 # Thinner columns would not be seen beside others.
 COLUMNS_PER_INCH = 30
 
 
-def _cells(ax: Any, norms: np.ndarray, names: Sequence[str], label: str) -> None:
-    """Draw a row of cells for each row of norms, and a color bar.
+def _cells(ax: Any, norms: np.ndarray, names: Sequence[str], label: str) -> Any:
+    """Draw a row of cells for each row of norms, and a color bar; return the cells.
 
     Blue is dark for large norms on a light ground, and light on a dark one.
     """
@@ -195,6 +196,7 @@ def _cells(ax: Any, norms: np.ndarray, names: Sequence[str], label: str) -> None
     if not finite.all():
         style = {"color": draw.NOT_FINITE, "fontsize": "small", "loc": "left"}
         bar.ax.set_title("not finite", **style)
+    return mesh
 
 
 def _is_named(group: str, step: BadStep) -> bool:
