@@ -36,7 +36,7 @@ _MAX_NORM = clipjax.max_norm(RADIUS, axes=_ROWS)
 _CLIPPED = optax.chain(_CLIP, adam())
 _SKIPPED = clipjax.skip_nonfinite(_CLIPPED)
 _BOUNDED = clipjax.bounded(adam(), clip=_CLIP, project=_MAX_NORM, nonfinite="skip")
-_ADAM_H = clipjax.chain(
+_ADAM_H = optax.chain(
     optax.scale_by_adam(mu_dtype=jnp.float32),
     clipjax.relative_update(axes=_MATRIX),
     optax.scale_by_learning_rate(1e-3),

@@ -4,18 +4,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from clipjax import functional
+from clipjax._adopt import adopt
 from clipjax._core.aliases import SKIP
 from clipjax._core.door import with_metrics
 from clipjax._core.units import fan_in
 from clipjax._matching import matching
-from clipjax.adoption.adopt import adopt
 from clipjax.backward.clips import (
     clip_gradient_by_global_norm,
     clip_gradient_by_norm,
     clip_gradient_by_value,
 )
 from clipjax.backward.rules import replace_gradient, scale_gradient
-from clipjax.composition import bounded, chain
+from clipjax.composition import bounded
+from clipjax.explaining.explain import explain
 from clipjax.gradients.adagc import adagc
 from clipjax.gradients.clips import (
     clip_by_global_norm,
@@ -57,7 +58,6 @@ __all__ = [
     "bad_steps",
     "bounded",
     "box",
-    "chain",
     "clip_by_global_norm",
     "clip_by_group_norm",
     "clip_by_lognormal",
@@ -68,6 +68,7 @@ __all__ = [
     "clip_gradient_by_global_norm",
     "clip_gradient_by_norm",
     "clip_gradient_by_value",
+    "explain",
     "fan_in",
     "functional",
     "keep_norm",
@@ -101,10 +102,17 @@ __all__ = [
 ]
 
 
-if not TYPE_CHECKING:  # type checkers would accept any name
+# Modules that need packages of an extra are imported on first use.
+if TYPE_CHECKING:
+    from clipjax import equinox as equinox
+    from clipjax import flax as flax
+    from clipjax import plots as plots
+else:  # type checkers would accept any name
 
     def __getattr__(name: str) -> Any:
-        """Import what needs more packages on first use."""
-        if name in ("flax", "equinox", "plots"):
+        if name not in ("equinox", "flax", "plots"):
+            raise AttributeError(f"module 'clipjax' has no attribute {name!r}")
+        try:
             return importlib.import_module(f"clipjax.{name}")
-        raise AttributeError(f"module 'clipjax' has no attribute {name!r}")
+        except ImportError as error:  # hasattr() takes no other error for a no
+            raise AttributeError(str(error)) from error

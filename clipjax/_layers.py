@@ -22,34 +22,28 @@ class Param(NamedTuple):
     axes: tuple[int, ...] | Skip | None
     own_shape: tuple[int, ...]  # of one layer, as the layer says
 
-    @property
-    def mistake(self) -> str | None:
-        """Why the axes are not known, or None."""
-        layer = type(self.layer).__name__
-        text = f"{self.path} of shape {self.shape}: {self.name!r} of {layer}"
-        if self.axes is None and self.shape:
-            return f"{text}, which is not known"
-        if len(self.possible_axes) != 1:
-            return f"{text}, itself of shape {self.own_shape}: which axes are a stack?"
-        return None
+    def __str__(self) -> str:
+        of = f"{self.name!r} of {type(self.layer).__name__}"
+        why = f"itself of shape {self.own_shape}: which axes are a stack?"
+        if self.axes is None:
+            why = "which is not known"
+        return f"{self.path} of shape {self.shape}: {of}, {why}"
 
-    @property
-    def possible_axes(self) -> set[Any]:
-        """The axes to reduce, for each choice of the axes that stack layers.
 
-        The other axes have the shape of one layer.
-        """
-        if not self.shape:  # a single number is no unit
-            return {SKIP}
-        if not isinstance(self.axes, tuple):
-            return {self.axes}
-        each = itertools.combinations(enumerate(self.shape), len(self.own_shape))
-        ways = [
-            tuple(place for place, _ in own)
-            for own in each
-            if tuple(size for _, size in own) == self.own_shape
-        ]
-        return {tuple(way[axis] for axis in self.axes) for way in ways}
+def _ways(param: Param) -> set[Any]:
+    """Return the axes to reduce, for each choice of the axes that stack layers.
+
+    The other axes have the shape of one layer.
+    """
+    if not param.shape or isinstance(param.axes, Skip):  # a single number is no unit
+        return {SKIP}
+    if param.axes is None:
+        return set()
+    return {
+        tuple(own[axis] for axis in param.axes)
+        for own in itertools.combinations(range(len(param.shape)), len(param.own_shape))
+        if tuple(param.shape[axis] for axis in own) == param.own_shape
+    }
 
 
 def axes_by_path(
@@ -73,25 +67,19 @@ def axes_by_path(
         )
     patterns = first_matches("other", list(other), flatten(dict.fromkeys(by_path, 0)))
     axes: dict[str, Any] = {}
-    unknown = []
+    unclear = []
     # Sorted, as JAX sorts the keys of a dict.
     for path, pattern in zip(sorted(by_path), patterns, strict=True):
-        param = by_path[path]
-        if pattern is not None:
-            axes[path] = other[pattern]
-        elif param.mistake:
-            unknown.append(param)
+        ways = _ways(by_path[path]) if pattern is None else {other[pattern]}
+        if len(ways) == 1:
+            (axes[path],) = ways
         else:
-            (axes[path],) = param.possible_axes
-    if unknown:
-        vectors = [f"{x.path!r}: clipjax.SKIP" for x in unknown if len(x.shape) == 1]
-        skipped = ", ".join(vectors)
-        hint = f"\nVectors are rarely units: other={{{skipped}}}" if vectors else ""
-        mistakes = "".join(f"\n  {x.mistake}" for x in unknown)
+            unclear.append(f"\n  {by_path[path]}")
+    if unclear:
         raise ValueError(
             "unit_axes: it is not known which weights of these parameters form an "
             "output unit. Pass the axes to reduce, or clipjax.SKIP, as other={path "
-            f"pattern: axes}}:{mistakes}{hint}"
+            f"pattern: axes}}:{''.join(unclear)}"
         )
     # A pattern also matches the end of a longer path, and the first match wins: so
     # longer paths come first.

@@ -45,12 +45,7 @@ def matching(*patterns: str) -> Callable[[Any], Any]:
     """
     check_patterns("patterns", patterns)
 
-    def mask(tree: Tree, *more: Any) -> Any:
-        if more:  # called as a rule (path, leaf)
-            raise TypeError(
-                f"matching{patterns} is a mask for optax.masked; where= takes the "
-                "patterns themselves, and axes= a mapping from patterns to axes"
-            )
+    def mask(tree: Tree) -> Any:
         leaves = flatten(tree)
         found = first_matches("patterns", patterns, leaves, in_order=False)
         return leaves.rebuild([pattern is not None for pattern in found])

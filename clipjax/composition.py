@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Never, SupportsIndex
+from typing import Any, Literal, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -11,68 +11,18 @@ import numpy as np
 import optax
 
 from clipjax._core.aliases import State, Tree
-from clipjax._core.checks import as_list, check_count, check_transformation, check_word
+from clipjax._core.bounds import as_list, check_count, check_transformation, check_word
 from clipjax._core.leaves import flatten, is_inexact
-from clipjax._core.messages import short_repr
 from clipjax._core.states import check_state
 from clipjax.gradients.nonfinite import skip_nonfinite, zero_nonfinite
-from clipjax.gradients.skipping import unless
+from clipjax.gradients.skipping import SkipTransformation, unless
 from clipjax.monitoring.record_norms import Recorder
 from clipjax.weights.projection import Projection, as_projection
 
 
-def chain(
-    *links: optax.GradientTransformation,
-) -> optax.GradientTransformationExtraArgs:
-    """Chain transformations as `optax.chain`, and check that projections come last.
-
-    Use it in place of `optax.chain` when a projection is in the chain. A projection
-    constrains the weights that result from the update, and a transformation after it
-    would move them again, which `optax.chain` does not report.
-
-    Args:
-      *links: gradient transformations. Projections, and :func:`record_norms`, may come
-        last.
-
-    Returns:
-      The gradient transformation that `optax.chain(*links)` returns.
-
-    Raises:
-      TypeError: an argument is not a gradient transformation.
-      ValueError: there is no argument, or a projection is not last.
-
-    The check covers the arguments of `chain`, but not the contents of an argument that
-    is a wrapper or another chain.
-
-    See Also:
-      :func:`bounded` puts clip, optimizer and projection in the right order.
-
-    Example:
-      >>> import clipjax, optax
-      >>> tx = clipjax.chain(optax.adam(1e-3), clipjax.max_norm(3.0))
-      >>> clipjax.chain(clipjax.max_norm(3.0), optax.adam(1e-3))
-      Traceback (most recent call last):
-      ...
-      ValueError: links[0], clipjax.max_norm(3.0), must come after links[1], ...
-    """
-    if not links:
-        raise ValueError("links: a chain needs at least one transformation")
-    last = None
-    for i, link in enumerate(links):
-        check_transformation(f"links[{i}]", link)
-        if isinstance(link, Projection):
-            last = i
-        elif last is not None and not isinstance(link, Recorder):
-            raise ValueError(
-                f"links[{last}], {links[last]!r}, must come after links[{i}], which "
-                "would move the weights again"
-            )
-    return optax.chain(*links)
-
-
 def bounded(
     optimizer: optax.GradientTransformation,
-    *args: Never,
+    *,
     clip: optax.GradientTransformation
     | Sequence[optax.GradientTransformation]
     | None = None,
@@ -112,17 +62,21 @@ def bounded(
 
     Raises:
       TypeError: an argument is not a gradient transformation or, for `project`, not a
-        function of the weights; there is a second positional argument; in `init`, a
-        leaf is complex and `accumulate` is above 1.
-      ValueError: `nonfinite` is not one of the three words; a projection is passed as
-        `clip` or `optimizer`; `optimizer` is an `optax.MultiSteps` and there is a clip.
+        function of the weights; in `init`, a leaf is complex and `accumulate` is above
+        1.
+      ValueError: `nonfinite` is not one of the three words; a projection or a skip is
+        passed as `clip` or `optimizer`; with `nonfinite="skip"`, a `record_norms` is
+        passed as `clip`, where it would be frozen at skipped steps; `optimizer` is an
+        `optax.MultiSteps` and there is a clip.
 
-    A skip has to be around the optimizer, whose momentum would otherwise move the
-    weights at a skipped step: write `nonfinite="skip"`, or `skip_spikes(bounded(...))`.
+    A skip belongs around all of this, because momentum would otherwise move the weights
+    at a skipped step, and because a clipped gradient is never an outlier: write
+    `nonfinite="skip"`, or `skip_spikes(bounded(...))`. What is written here by hand is
+    `optax.chain(clip, optimizer, project)`.
 
     See Also:
-      :func:`chain` takes the parts one by one; :func:`skip_spikes` also skips outlier
-      steps.
+      :func:`skip_spikes` also skips outlier steps; :func:`violations` finds what a
+      wrong order in a chain of your own lets through.
 
     Example:
       >>> import clipjax, jax.numpy as jnp, optax
@@ -138,15 +92,15 @@ def bounded(
       >>> print(f"{jnp.linalg.norm(params):.3f}")
       3.000
     """
-    if args:
-        raise TypeError(
-            "bounded takes one positional argument, the optimizer; pass the rest by "
-            f"name, as in clip=clip_by_global_norm(1.0); got {short_repr(args[0])}"
-        )
     check_word("nonfinite", nonfinite, ("propagate", "zero", "skip"))
     micro_batches = check_count("accumulate", accumulate, 1, static=True)
     clips = [] if clip is None else as_list(clip)
     before = [_check_before("clip", each) for each in clips]
+    if nonfinite == "skip" and any(isinstance(each, Recorder) for each in before):
+        raise ValueError(
+            "clip: record_norms would be frozen at the steps that are skipped: put it "
+            "in front, as in optax.chain(record_norms(...), bounded(...))"
+        )
     update = getattr(optimizer, "update", None)
     if before and isinstance(getattr(update, "__self__", None), optax.MultiSteps):
         raise ValueError(
@@ -158,7 +112,7 @@ def bounded(
         before.append(zero_nonfinite())
     projections = [] if project is None else as_list(project)
     after = [as_projection("project", each) for each in projections]
-    tx = chain(*before, _check_before("optimizer", optimizer), *after)
+    tx = optax.chain(*before, _check_before("optimizer", optimizer), *after)
     if micro_batches > 1:
         tx = _accumulating(tx, micro_batches)
     if nonfinite == "zero":
@@ -231,9 +185,15 @@ def _accumulating(
 
 
 def _check_before(name: str, value: Any) -> Any:
-    """Return a transformation, or raise an error if it is a projection."""
+    """Return a transformation, or raise an error for what belongs elsewhere."""
     if isinstance(value, Projection):
         raise ValueError(
             f"{name}: {value!r} is a projection: pass it to bounded as project="
+        )
+    if isinstance(value, SkipTransformation):
+        raise ValueError(
+            f"{name}: a skip belongs around bounded, so that it judges the gradient "
+            "before the clip, and freezes all of the state: write "
+            "skip_spikes(bounded(...)), or nonfinite='skip'"
         )
     return check_transformation(name, value)

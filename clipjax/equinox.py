@@ -1,7 +1,7 @@
 """Find from the layers of an Equinox model which weights form an output unit.
 
-This module needs Equinox, and `import clipjax` does not load it: `from clipjax.equinox
-import unit_axes`.
+This module needs Equinox, `pip install "clipjax[equinox]"`, and `import clipjax` does
+not load it: `from clipjax.equinox import unit_axes`.
 """
 
 from __future__ import annotations
@@ -9,14 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import equinox as eqx
 import jax
-from equinox import nn
 
 from clipjax._core.aliases import SKIP
 from clipjax._core.leaves import is_inexact, path_name
 from clipjax._core.messages import short_repr
+from clipjax._extra import extra
 from clipjax._layers import Param, axes_by_path
+
+with extra("equinox"):
+    import equinox as eqx
+    from equinox import nn
 
 __all__ = ["unit_axes"]
 
@@ -79,13 +82,12 @@ def _params(layer: Any, at: tuple[Any, ...]) -> Iterator[Param]:
     for path, leaf in jax.tree_util.tree_leaves_with_path(layer, is_leaf=is_inside):
         if is_inside(leaf):
             yield from _params(leaf, (*at, *path))
-        elif hasattr(leaf, "shape") and hasattr(leaf, "dtype") and is_inexact(leaf):
+        elif hasattr(leaf, "dtype") and is_inexact(leaf):
             name = path_name(path)
             own = _own_shape(layer, name)
             axes = None if own is None else tuple(range(1, len(own))) or SKIP
-            yield Param(
-                path_name((*at, *path)), leaf.shape, layer, name, axes, own or ()
-            )
+            full = path_name((*at, *path))
+            yield Param(full, leaf.shape, layer, name, axes, own or ())
 
 
 def _own_shape(layer: Any, name: str) -> tuple[int, ...] | None:
@@ -98,37 +100,22 @@ def _own_shape(layer: Any, name: str) -> tuple[int, ...] | None:
             sizes = layer.out_features, layer.in_features
             return tuple(1 if size == "scalar" else size for size in sizes)
         case ((nn.Conv() | nn.ConvTranspose()), "weight"):
-            return (
-                layer.out_channels,
-                layer.in_channels // layer.groups,
-                *layer.kernel_size,
-            )
+            channels = layer.in_channels // layer.groups
+            return (layer.out_channels, channels, *layer.kernel_size)
         case nn.Embedding(), "weight":
             return (layer.num_embeddings, layer.embedding_size)
         case ((nn.GRUCell() | nn.LSTMCell()), ("weight_ih" | "weight_hh")):
             gates = 3 if isinstance(layer, nn.GRUCell) else 4
-            return (
-                gates * layer.hidden_size,
-                layer.input_size if name == "weight_ih" else layer.hidden_size,
-            )
+            inputs = layer.input_size if name == "weight_ih" else layer.hidden_size
+            return (gates * layer.hidden_size, inputs)
         case (
-            (
-                nn.Linear()
-                | nn.Conv()
-                | nn.ConvTranspose()
-                | nn.GRUCell()
-                | nn.LSTMCell()
-            ),
-            "bias",
+            ((nn.Linear() | nn.Conv() | nn.ConvTranspose()), "bias")
+            | ((nn.GRUCell() | nn.LSTMCell()), ("bias" | "bias_n"))
+            | ((nn.LayerNorm() | nn.GroupNorm()), ("weight" | "bias"))
+            | ((nn.RMSNorm() | nn.BatchNorm()), ("weight" | "bias"))
+            | (nn.WeightNorm(), "g")
+            | (nn.PReLU(), "negative_slope")
+            | (nn.StateIndex(), _)
         ):
-            return ()
-        case (
-            (nn.LayerNorm() | nn.GroupNorm() | nn.RMSNorm() | nn.BatchNorm()),
-            ("weight" | "bias"),
-        ):
-            return ()
-        case ((nn.GRUCell() | nn.WeightNorm()), ("bias_n" | "g")):
-            return ()
-        case (nn.PReLU(), "negative_slope") | (nn.StateIndex(), _):
             return ()
     return None

@@ -1,7 +1,7 @@
 """Find from the layers of a Flax model which weights form an output unit.
 
-This module needs Flax, and `import clipjax` does not load it: `from clipjax.flax import
-unit_axes`.
+This module needs Flax, `pip install "clipjax[flax]"`, and `import clipjax` does not
+load it: `from clipjax.flax import unit_axes`.
 """
 
 from __future__ import annotations
@@ -10,17 +10,20 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import flax.linen as nn
 import jax
 import numpy as np
-from flax import nnx
-from flax.core import DenyList
 from jax.tree_util import DictKey
 
 from clipjax._core.aliases import SKIP, Path, Skip
 from clipjax._core.leaves import flatten, path_name
 from clipjax._core.messages import short_repr
+from clipjax._extra import extra
 from clipjax._layers import Param, axes_by_path
+
+with extra("flax"):
+    import flax.linen as nn
+    from flax import nnx
+    from flax.core import DenyList
 
 __all__ = ["unit_axes"]
 
@@ -59,8 +62,8 @@ def unit_axes(
       `other`: `{"head/*": clipjax.SKIP}`.
 
     Raises:
-      TypeError: `model` is not a Flax module; arguments are missing for Linen, or given
-        for NNX; `other` is not a mapping to axes.
+      TypeError: `model` is not a Flax module; arguments are given for NNX; `other` is
+        not a mapping to axes.
       ValueError: parameters belong to layers that are not known, or their sizes do not
         tell which axis is a stack, as for 4 layers (4, out): the error lists all of
         these parameters, so that you can add them to `other`. Or a pattern in `other`
@@ -83,15 +86,10 @@ def unit_axes(
         if args or kwargs:
             raise TypeError(
                 "unit_axes: an NNX model holds its parameters, and takes no further "
-                "arguments"
+                "arguments but other= and wrt="
             )
         return axes_by_path(_nnx_params(model, wrt), other)
     if isinstance(model, nn.Module):
-        if not (args or kwargs):
-            raise TypeError(
-                "unit_axes: a Linen model needs the arguments of its init: a key and "
-                "inputs"
-            )
         return axes_by_path(_linen_params(model, args, kwargs), other)
     raise TypeError(
         "unit_axes: model must be a Flax module, of Linen or of NNX, got "
@@ -103,10 +101,9 @@ def _linen_params(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[Param]:
     """Yield the parameters that `model.init(*args, **kwargs)` makes, by tracing it."""
-    # Several modules may share a scope.
-    layers: dict[Path, list[nn.Module]] = {(): [model]}
-    # The shapes that a module sees within a stack, where it is one layer.
-    own_shapes: dict[Path, tuple[int, ...]] = {}
+    # The layer of each parameter, its name and its shape there: within a stack, that
+    # of one layer.
+    owners: dict[Path, tuple[nn.Module, str, tuple[int, ...]]] = {}
 
     def watch(
         call: Any,
@@ -114,25 +111,26 @@ def _linen_params(
         call_kwargs: Any,
         context: nn.module.InterceptorContext,
     ) -> Any:
-        scope = context.module.scope
+        layer, scope = context.module, context.module.scope
         result = call(*call_args, **call_kwargs)
         # Flax also calls methods to try out `setup`, in another scope.
         if scope is not None and context.method_name != "<lambda>":
-            layers.setdefault(scope.path, []).append(context.module)
             own = scope.variables().get("params", {})
-            for path, leaf in jax.tree_util.tree_leaves_with_path(own):
-                own_shapes.setdefault((*scope.path, *_names(path)), leaf.shape)
+            for path, leaf in flatten(own).each:
+                # A layer returns before the layers around it.
+                at = (*scope.path, *_names(path))
+                owners.setdefault(at, (layer, path_name(path), leaf.shape))
         return result
 
     leaves, treedef = jax.tree.flatten((args, kwargs))
-    arrays = [x if _is_array(x) else None for x in leaves]
+    kinds = jax.Array | np.ndarray | jax.ShapeDtypeStruct
+    arrays = {i: x for i, x in enumerate(leaves) if isinstance(x, kinds)}
     # A new name each time, since modules under nn.jit that JAX has traced before are
     # not called again.
     mutable = DenyList(("intermediates", f"unit_axes_{uuid.uuid4()}"))
 
-    def init(arrays: list[Any]) -> Any:
-        pairs = zip(leaves, arrays, strict=True)
-        each = [old if new is None else new for old, new in pairs]
+    def init(arrays: dict[int, Any]) -> Any:
+        each = [arrays.get(i, x) for i, x in enumerate(leaves)]
         init_args, init_kwargs = jax.tree.unflatten(treedef, each)
         variables = model.init(*init_args, **({"mutable": mutable} | init_kwargs))
         return variables.get("params", {})
@@ -140,17 +138,9 @@ def _linen_params(
     with nn.intercept_methods(watch):
         params = jax.eval_shape(init, arrays)
     for path, leaf in flatten(params).each:
-        names = _names(path)
-        depth = max(i for i in range(len(names)) if names[:i] in layers)
-        name = path_name(path[depth:])
-        each = [(layer, _axes(layer, name)) for layer in layers[names[:depth]]]
-        layer, axes = next((known for known in each if known[1] is not None), each[-1])
-        own_shape = own_shapes.get(names, leaf.shape)
+        layer, name, own_shape = owners[_names(path)]
+        axes = _axes(layer, name)
         yield Param(path_name(path), leaf.shape, layer, name, axes, own_shape)
-
-
-def _is_array(x: Any) -> bool:
-    return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
 def _names(path: Sequence[Any]) -> Path:
@@ -160,18 +150,12 @@ def _names(path: Sequence[Any]) -> Path:
 
 def _nnx_params(model: nnx.Module, wrt: Any) -> Iterator[Param]:
     """Yield the parameters of `model` that the filter `wrt` chooses."""
+    modules = dict(nnx.iter_modules(model))
     params = nnx.to_pure_dict(nnx.state(model, wrt))
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        node: Any = model
-        layer, depth = model, 0
-        for i, key in enumerate(path):
-            is_container = isinstance(node, Mapping | Sequence)
-            node = node[key.key] if is_container else getattr(node, key.key)
-            if isinstance(node, nnx.Variable):
-                break
-            if isinstance(node, nnx.Module):
-                layer, depth = node, i + 1
-        name = path_name(path[depth:])
+        names = _names(path)
+        depth = max(i for i in range(len(names)) if names[:i] in modules)
+        layer, name = modules[names[:depth]], path_name(path[depth:])
         own_shape = _own_shape(layer, name, leaf.shape)
         axes = _axes(layer, name)
         yield Param(path_name(path), leaf.shape, layer, name, axes, own_shape)

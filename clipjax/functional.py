@@ -6,6 +6,7 @@ The functions keep no state and take no schedules. As in NumPy, an int or a tupl
 
 from __future__ import annotations
 
+import functools
 from typing import Any, TypeVar
 
 import jax
@@ -16,11 +17,11 @@ from jax.typing import ArrayLike
 from clipjax._core.aliases import Axes, Ord, Tree
 from clipjax._core.bounds import (
     check_fits,
-    constant,
+    check_ord,
     fit_bound,
     is_real,
+    number,
 )
-from clipjax._core.checks import check_ord
 from clipjax._core.clip import clip, clip_by_tree_norm
 from clipjax._core.entries import check_limits, clip_entries
 from clipjax._core.leaves import flatten, is_inexact
@@ -105,7 +106,7 @@ def leaf_norms(tree: T, *, ord: Ord = None) -> T:
 
 
 def unitwise_norms(
-    tree: Tree, axes: Axes, *, ord: Ord = None, keepdims: bool = False
+    tree: Tree, *, axes: Axes, ord: Ord = None, keepdims: bool = False
 ) -> Tree:
     """Measure the norm of each unit along `axes`.
 
@@ -198,13 +199,13 @@ def clip_by_value(
       >>> functional.clip_by_value(jnp.array([-3.0, 0.5, 3.0]), 1.0)
       Array([-1. ,  0.5,  1. ], dtype=float32)
     """
-    limits = check_limits(bound, high, low, constant)
+    limits = check_limits(bound, high, low, functools.partial(number, shape=None))
     leaves = flatten(tree)
     return leaves.rebuild([clip_entries(leaf, *limits) for leaf in leaves.each])
 
 
 def clip_by_norm(
-    tree: T, max_norm: ArrayLike, axes: Axes = None, *, ord: Ord = None
+    tree: T, max_norm: ArrayLike, *, axes: Axes = None, ord: Ord = None
 ) -> T:
     """Clip the norm of each leaf, or of each unit along `axes`.
 
@@ -244,7 +245,7 @@ def clip_by_norm(
        [0.3 0.4]]
     """
     warn_if_local()
-    bound = constant("max_norm", max_norm)
+    bound = number("max_norm", max_norm, "[0, inf]", None)
     leaves = flatten(tree)
     where = axes_of(leaves, check_axes(axes), least_rank=0)
     of = norms_of(leaves.values, where, check_ord(ord))
@@ -299,7 +300,7 @@ def clip_by_global_norm(
       5.0 [Array([0.6], dtype=float32), Array([0.8], dtype=float32)]
     """
     warn_if_local()
-    bound = constant("max_norm", max_norm, scalar=True)
+    bound = number("max_norm", max_norm, "[0, inf]")
     order = check_ord(ord)
     if norm is not None:
         norm = _given_norm(norm)
@@ -313,5 +314,5 @@ def _given_norm(norm: ArrayLike) -> jax.Array:
     check_fits("norm", norm, (), "the whole tree")
     is_known = is_real(norm) and not isinstance(norm, jax.core.Tracer)
     if not (is_known and np.isnan(float(jax.device_get(norm)))):
-        norm = constant("norm", norm)
+        norm = number("norm", norm, "[0, inf]")
     return jnp.asarray(norm, sum_dtype(jnp.result_type(norm)))

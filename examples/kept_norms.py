@@ -104,7 +104,7 @@ def optimizer_of(name, rate, steps):
         return jax.tree.map(lambda _: numbers, tree)
 
     def with_kept_norms(direction):
-        return clipjax.chain(
+        return optax.chain(
             direction,
             clipjax.relative_update(axes=EACH),
             optax.scale_by_learning_rate(rate_at),

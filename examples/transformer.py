@@ -114,7 +114,7 @@ def optimizer_of(project):
     """Return all that happens to a gradient on its way into the weights."""
     rates = [optax.warmup_constant_schedule(0.0, peak, 20) for peak in (0.05, 3e-3)]
     return clipjax.skip_spikes(
-        clipjax.chain(
+        optax.chain(
             clipjax.record_norms(1, name="gradients", stacked="blocks/*"),
             optax.masked(
                 clipjax.clip_by_global_norm(1.0), clipjax.matching("embedding", "scale")

@@ -153,7 +153,7 @@ CASES = {row.name: case_of(row) for row in FIRST.values() if row.kind == "clip"}
     "cone": Case(
         stepped(lambda b: clipjax.tangent_cone(b, **UNITS)), "unit", oracle=o.of_cone
     ),
-    "adagc": Case(stepped(lambda b: clipjax.adagc(max_norm=b)), name="adagc"),
+    "adagc": Case(stepped(lambda b: clipjax.adagc(warmup_max_norm=b)), name="adagc"),
     "max_norm": Case(
         lambda t, w, b: (clipjax.max_norm(b, **UNITS).apply(t), None), "unit"
     ),

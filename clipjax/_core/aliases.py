@@ -5,7 +5,6 @@ from typing import Any, Final, Literal, SupportsIndex, TypeAlias
 
 import jax
 import numpy as np
-import optax
 from jax.typing import ArrayLike, DTypeLike
 
 
@@ -37,7 +36,8 @@ Path: TypeAlias = tuple[Any, ...]  # the keys that JAX gives to a leaf
 Number: TypeAlias = float | np.number[Any] | jax.Array
 # A threshold or a bound: a number, an array, or a schedule from the step to these.
 # Bounds of weights may also be mappings from path patterns to these.
-Bound: TypeAlias = ArrayLike | optax.Schedule
+# Optax has a name for schedules, too, but no types that others see.
+Bound: TypeAlias = ArrayLike | Callable[[Any], ArrayLike]
 Bounds: TypeAlias = Bound | Mapping[str, Bound]
 Ord: TypeAlias = float | np.number[Any] | None
 

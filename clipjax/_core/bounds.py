@@ -1,25 +1,83 @@
-"""Thresholds and bounds, checked when they are known and evaluated at each step."""
+"""Arguments that are numbers, checked when they are known: bounds, counts, orders.
 
-from collections.abc import Mapping
+A bound may also be a schedule, or a mapping from path patterns, and is evaluated at
+each step.
+"""
+
+import operator
+import sys
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from clipjax._core.aliases import Step
 from clipjax._core.leaves import Leaf, Leaves, check_patterns, of_each_leaf
-from clipjax._core.messages import short_repr
+from clipjax._core.messages import short_repr, traced_error
+
+
+def is_real(value: Any) -> bool:
+    """Return whether a value is a real number, or an array of real numbers."""
+    if isinstance(value, jax.Array | np.ndarray | np.generic):
+        is_wide = value.dtype.itemsize > 1 or value.dtype.kind in "iu"
+        return is_wide and (value.dtype.kind in "iuf" or value.dtype == jnp.bfloat16)
+    if type(value) is int:
+        return abs(value) <= sys.float_info.max
+    return isinstance(value, float)
+
+
+def number(
+    name: str, value: Any, interval: str, shape: Any = (), *, more: str = ""
+) -> Any:
+    """Return a real number in an interval, such as "[0, 1)", or raise an error.
+
+    With `shape=None`, the value may be an array of such numbers. Errors say what `more`
+    it may be. Whole numbers of Python and NumPy become floats, since JAX would take
+    them for int32, which wraps above 2^31. A traced number is raised to the lower end
+    of the interval, so that a negative threshold clips to 0 and flips no sign.
+    """
+    if not is_real(value) or (shape == () and np.ndim(value)):
+        form = "a number" if shape == () else "a number or an array"
+        raise TypeError(
+            f"{name} must be {form} in {interval}{more}, got {short_repr(value)}"
+        )
+    low, high = map(float, interval[1:-1].split(","))
+    if isinstance(value, jax.core.Tracer):
+        return _at_least(value, low)
+    # The transfer is explicit, which transfer guards allow.
+    known = np.asarray(jax.device_get(value), np.float64)
+    above = low < known if interval[0] == "(" else low <= known
+    below = known < high if interval[-1] == ")" else known <= high
+    if not np.all(above & below):
+        raise ValueError(f"{name} must be in {interval}, got {short_repr(value)}")
+    return _as_float(value)
+
+
+def _as_float(value: Any) -> Any:
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "iu":
+        return value.astype(np.float64)
+    return float(value) if isinstance(value, int) else value
+
+
+def _at_least(value: Any, low: float) -> Any:
+    if low == -np.inf:
+        return value
+    xp = jnp if isinstance(value, jax.Array) else np  # NumPy's floats stay exact
+    return xp.maximum(value, low)
 
 
 class CheckedBound(NamedTuple):
     """A bound that was checked: one for all leaves, or one for each path pattern."""
 
     name: str  # of the argument
-    least: float  # the smallest value it can have
+    low: float  # the smallest value it can have
     value: Any  # a number, an array or a schedule; or a mapping to these by pattern
     # The bound of a leaf that no pattern matches; None if such a leaf has no bound.
     other: float | None = None
+    is_scalar: bool = False
 
     @property
     def is_by_path(self) -> bool:
@@ -29,18 +87,12 @@ class CheckedBound(NamedTuple):
     @property
     def scheduled(self) -> bool:
         """Whether the bound depends on the step."""
-        return any(map(callable, self.by_name.values()))
-
-    @property
-    def by_name(self) -> dict[str, Any]:
-        """The values, each by its name in errors, such as `bound['*/kernel']`."""
-        if not self.is_by_path:
-            return {self.name: self.value}
-        return {f"{self.name}[{key!r}]": value for key, value in self.value.items()}
+        values = self.value.values() if self.is_by_path else [self.value]
+        return any(map(callable, values))
 
     def at(self, step: Step) -> Any:
         """Return the bound at a step, if it is the same for all leaves."""
-        return _at(self.name, self.value, step, self.least)
+        return self._at(self.value, step)
 
     def given(self, leaves: Leaves) -> list[Any]:
         """Return for each leaf what the user gave, or None if no pattern matches it."""
@@ -50,184 +102,65 @@ class CheckedBound(NamedTuple):
         """Return the bound of each leaf at a step."""
         if not self.is_by_path:
             return [self.at(step)] * len(leaves.values)
-        now = {
-            pattern: _at(f"{self.name}[{pattern!r}]", value, step, self.least)
-            for pattern, value in self.value.items()
-        }
+        now = {pattern: self._at(value, step) for pattern, value in self.value.items()}
         return of_each_leaf(self.name, now, leaves, self.other)
 
     def fit(self, bound: Any, norms: jax.Array, leaf: Any) -> Any:
         """Return a bound that broadcasts to the norms, or elements, of a leaf."""
         return fit_bound(self.name, bound, norms, leaf)
 
+    def _at(self, value: Any, step: Step) -> Any:
+        if not callable(value):
+            return value
+        if step is None:
+            raise ValueError(
+                f"{self.name} is a schedule and needs the step: pass the state that "
+                "init returned to update, or step= to .apply of a projection and to "
+                "violations, as in max_norm(schedule).apply(params, step=step)"
+            )
+        now = value(step)
+        if not is_real(now) or (self.is_scalar and np.ndim(now)):
+            raise TypeError(
+                f"{self.name} must be a schedule that returns a number, but it "
+                f"returned {short_repr(now)}"
+            )
+        return _at_least(_as_float(now), self.low)
+
 
 def check_bound(
-    name: str,
-    bound: Any,
-    least: float = 0,
-    *,
-    scalar: bool = False,
-    forms: str = "a number, an array or a schedule",
+    name: str, bound: Any, interval: str = "[0, inf]", *, scalar: bool = False
 ) -> CheckedBound:
     """Check a bound that is a number, an array or a schedule.
 
-    A known value below `least` raises an error. The value of a schedule, and a traced
-    value, is raised to `least`, so that a schedule that falls below 0 clips to 0 and
-    flips no sign. NaN stays NaN. A bound that is `scalar` has no shape. Errors
-    say that it may have the `forms`.
+    A schedule is raised to the lower end of the interval, as traced numbers are. A
+    bound that is `scalar` has no shape.
     """
-    if callable(bound):
-        return CheckedBound(name, least, _checked_schedule(name, bound, scalar))
-    return CheckedBound(name, least, _checked(name, bound, least, scalar, forms))
+    low = float(interval[1:].split(",")[0])
+    if not callable(bound):
+        shape = () if scalar else None
+        bound = number(name, bound, interval, shape, more=", or a schedule")
+    return CheckedBound(name, low, bound, is_scalar=scalar)
 
 
 def check_bounds(
-    name: str, bound: Any, least: float = 0, other: float | None = None
+    name: str, bound: Any, interval: str = "[0, inf]", other: float | None = None
 ) -> CheckedBound:
     """Check a bound that may also be a mapping from path patterns to bounds."""
     if not isinstance(bound, Mapping):
-        forms = "a number, an array, a schedule or a mapping"
-        return check_bound(name, bound, least, forms=forms)._replace(other=other)
-    values = {
-        pattern: check_bound(f"{name}[{pattern!r}]", bound[pattern], least).value
+        return check_bound(name, bound, interval)._replace(other=other)
+    checked = {
+        pattern: check_bound(f"{name}[{pattern!r}]", bound[pattern], interval)
         for pattern in check_patterns(name, (*bound,))
     }
-    return CheckedBound(name, least, values, other)
+    values = {pattern: each.value for pattern, each in checked.items()}
+    low = float(interval[1:].split(",")[0])
+    return CheckedBound(name, low, values, other)
 
 
-def constant(name: str, bound: Any, least: float = 0, *, scalar: bool = False) -> Any:
-    """Return a checked number or array, for functions that have no step."""
-    if callable(bound) and not _is_tree(bound):
-        raise TypeError(
-            f"{name} must be a number or an array here, not a schedule: got "
-            f"{short_repr(bound)}"
-        )
-    return _checked(name, bound, least, scalar, "a number or an array")
-
-
-def is_real(value: Any) -> bool:
-    """Return whether a value is a real number, or an array of real numbers."""
-    if isinstance(value, jax.Array | np.ndarray | np.generic):
-        kinds = (jnp.floating, jnp.integer)
-        return any(jnp.issubdtype(value.dtype, kind) for kind in kinds)
-    if isinstance(value, int):
-        fits_a_float = abs(value) < 2**1000
-        return fits_a_float and not isinstance(value, bool)
-    return isinstance(value, float)
-
-
-def check_is_wide(name: str, value: Any) -> None:
-    """Raise for an array that `optax.inject_hyperparams` made too narrow.
-
-    It gives hyperparameters the dtype of the leaves, which may have 8 bits or be
-    complex.
-    """
-    if not isinstance(value, jax.Array):
-        return
-    is_narrow = jnp.issubdtype(value.dtype, jnp.floating) and value.dtype.itemsize < 2
-    if is_narrow or jnp.iscomplexobj(value):
-        raise TypeError(
-            f"{name} must be of real numbers of 16 bits or more, got {value.dtype}. "
-            "optax.inject_hyperparams gives hyperparameters the dtype of the leaves: "
-            "pass hyperparam_dtype=jnp.float32 to it"
-        )
-
-
-def in_float64(value: Any) -> np.ndarray:
-    """Return known numbers, by an explicit transfer, which transfer guards allow."""
-    return np.asarray(jax.device_get(value), np.float64)
-
-
-def as_float(value: Any) -> Any:
-    """Return a real number or NumPy array as floats; return an array of JAX as it is.
-
-    JAX would take whole numbers for int32, which wraps above 2^31.
-    """
-    if isinstance(value, np.ndarray | np.generic):
-        is_whole = jnp.issubdtype(value.dtype, jnp.integer)
-        is_long = value.dtype.itemsize > 8
-        return value.astype(np.float64) if is_whole or is_long else value
-    return float(value) if isinstance(value, int) else value
-
-
-def _is_tree(value: Any) -> bool:
-    """Return whether a value is a tree of arrays, but not an array itself."""
-    nodes = jax.tree.leaves(value)
-    arrays = [x for x in nodes if isinstance(x, jax.Array | np.ndarray)]
-    return any(x is not value for x in arrays)
-
-
-def _checked_schedule(name: str, schedule: Any, scalar: bool) -> Any:
-    """Return a schedule that checks each value that it returns."""
-    # A tree of gradients may be callable, as that of a callable module is. A schedule
-    # may hold numbers, but no arrays.
-    leaves = jax.tree.leaves(schedule)
-    if any(isinstance(x, jax.Array | np.ndarray) and x.ndim for x in leaves):
-        raise _form_error(name, schedule, "a number, an array or a schedule")
-
-    def at(step: Step) -> Any:
-        value = schedule(step)
-        if not is_real(value):
-            raise TypeError(
-                f"{name} must be a schedule that returns a number, but it returned "
-                f"{short_repr(value)}"
-            )
-        if scalar:
-            check_fits(name, value, (), "one norm")
-        return value
-
-    return at
-
-
-def _at(name: str, value: Any, step: Step, least: float) -> Any:
-    if not callable(value):
-        return value
-    if step is None:
-        raise ValueError(
-            f"{name} is a schedule and needs the step: pass the state that init "
-            "returned to update, or step= to .apply of a projection and to "
-            "violations, as in max_norm(schedule).apply(params, step=step)"
-        )
-    return _at_least(as_float(value(step)), least)
-
-
-def _form_error(name: str, bound: Any, forms: str) -> TypeError:
-    hint = (
-        "; a tree comes first, and the bound second, in functions that clip a tree, as "
-        "in clipjax.functional.clip_by_global_norm(tree, max_norm), and a projection "
-        "takes the tree in .apply, as in max_norm(3.0).apply(params)"
-    )
-    return TypeError(
-        f"{name} must be {forms} of real numbers, got {short_repr(bound)}"
-        f"{hint if _is_tree(bound) else ''}"
-    )
-
-
-def _checked(name: str, bound: Any, least: float, scalar: bool, forms: str) -> Any:
-    """Return a number or an array, or raise an error that names it.
-
-    The value of a traced array is not known: the array is raised to `least`, as the
-    values of schedules are.
-    """
-    check_is_wide(name, bound)
-    if not is_real(bound):
-        raise _form_error(name, bound, forms)
-    if scalar:
-        check_fits(name, bound, (), "one norm")
-    if isinstance(bound, jax.core.Tracer):
-        return _at_least(bound, least)
-    value = in_float64(bound)
-    if not (value >= least).all():
-        wanted = "not be NaN" if np.isnan(value).any() else f"be at least {least:g}"
-        raise ValueError(f"{name} must {wanted}, got {short_repr(bound)}")
-    return as_float(bound)
-
-
-def _at_least(bound: Any, least: float) -> Any:
-    if least == -np.inf:
-        return bound
-    xp = jnp if isinstance(bound, jax.Array) else np  # NumPy's floats stay exact
-    return xp.maximum(bound, least)
+def are_given(bounds: Sequence[CheckedBound], leaves: Leaves) -> list[bool]:
+    """Return for each leaf whether one of several bounds is given for it."""
+    of_leaves = zip(*(each.given(leaves) for each in bounds), strict=True)
+    return [any(value is not None for value in values) for values in of_leaves]
 
 
 def fit_bound(name: str, bound: Any, x: jax.Array, of: Any) -> Any:
@@ -250,7 +183,7 @@ def check_fits(name: str, bound: Any, shape: tuple[int, ...], of: Any) -> None:
 
 
 def check_order(low: Any, high: Any, of: Leaf | None = None) -> None:
-    """Raise if `low` is above `high`, or if their shapes do not fit together.
+    """Raise if a known `low` is above `high`, or if their shapes do not fit together.
 
     Schedules, traced numbers and mappings from path patterns are not compared here.
     """
@@ -263,11 +196,100 @@ def check_order(low: Any, high: Any, of: Leaf | None = None) -> None:
         raise ValueError(
             f"low and high must broadcast to one shape, got {shapes[0]} and {shapes[1]}"
         ) from None
-    if isinstance(low, jax.core.Tracer) or isinstance(high, jax.core.Tracer):
+    if any(isinstance(value, jax.core.Tracer) for value in (low, high)):
         return
-    if np.any(in_float64(low) > in_float64(high)):
+    if np.any(np.greater(*jax.device_get((low, high)))):
         where = "" if of is None else f" for {of}"
         raise ValueError(
             f"low must not be above high{where}, got low={short_repr(low)}, "
             f"high={short_repr(high)}"
         )
+
+
+def check_order_by_path(
+    low: CheckedBound, high: CheckedBound, leaves: Leaves, chosen: Sequence[bool]
+) -> None:
+    """Raise as :func:`check_order`, where mappings give the bounds of leaves."""
+    if not (low.is_by_path or high.is_by_path):
+        return
+    rows = zip(leaves.each, low.given(leaves), high.given(leaves), chosen, strict=True)
+    for leaf, lowest, highest, is_chosen in rows:
+        if is_chosen and lowest is not None and highest is not None:
+            check_order(lowest, highest, leaf)
+
+
+def check_count(name: str, value: Any, least: int, *, static: bool = False) -> Any:
+    """Return a whole number of at least `least`.
+
+    A `static` number is the size of something, so that it cannot be traced.
+    """
+    if isinstance(value, jax.Array) and static:  # a traced one fails under jit only
+        raise traced_error(name, value)
+    if isinstance(value, jax.core.Tracer):
+        return value
+    try:
+        count = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        count = None
+    if count is None:
+        raise TypeError(f"{name} must be a whole number, got {short_repr(value)}")
+    if not least <= count < 2**31:
+        raise ValueError(
+            f"{name} must be a whole number in [{least}, 2**31), got "
+            f"{short_repr(value)}"
+        )
+    return count
+
+
+def check_ord(ord: Any) -> float:
+    """Return the order of a norm, 2 for None.
+
+    None is the default, since `optax.inject_hyperparams` would trace a number.
+    """
+    if ord is None:
+        return 2.0
+    if isinstance(ord, jax.Array):
+        raise traced_error("ord", ord)
+    return float(number("ord", ord, "[1, inf]"))
+
+
+def check_word(name: str, value: Any, words: Sequence[str]) -> None:
+    """Raise if a value is not one of a list of words."""
+    if not (isinstance(value, str) and value in words):
+        *others, last = map(repr, words)
+        raise ValueError(
+            f"{name} must be {', '.join(others)} or {last}, got {short_repr(value)}"
+        )
+
+
+def as_list(value: Any) -> list[Any]:
+    """Return the elements of a list or a plain tuple; return another value in a list.
+
+    A gradient transformation is a tuple too, but is one value.
+    """
+    return list(value) if type(value) in (list, tuple) else [value]
+
+
+def check_label(name: Any) -> None:
+    """Raise if a value cannot be the first part of the names of metrics."""
+    if not isinstance(name, str) or not name or "/" in name:
+        raise TypeError(f"name must be a str without '/', and not empty, got {name!r}")
+
+
+def check_transformation(name: str, value: Any) -> Any:
+    """Return a gradient transformation, or say what to write instead of the value."""
+    if isinstance(value, optax.GradientTransformation):
+        return value
+    hint = ""
+    if isinstance(value, optax.MultiSteps):
+        hint = ": write .gradient_transformation() after it"
+    elif callable(value):
+        hint = (
+            ": call it, as in optax.adam(1e-3); a function of the weights goes into "
+            "clipjax.project"
+        )
+    elif name == "clip" and is_real(value):
+        hint = f": write clipjax.clip_by_global_norm({value})"
+    raise TypeError(
+        f"{name} must be a gradient transformation, got {short_repr(value)}{hint}"
+    )

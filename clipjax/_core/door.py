@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,8 +11,7 @@ import numpy as np
 import optax
 
 from clipjax._core.aliases import Memory, State, Step, Tree
-from clipjax._core.bounds import is_real
-from clipjax._core.checks import check_label
+from clipjax._core.bounds import check_label, is_real
 from clipjax._core.leaves import Leaves, flatten, shapes_of
 from clipjax._core.messages import short_repr
 from clipjax._core.norms import warn_if_local
@@ -21,9 +19,7 @@ from clipjax._core.states import (
     MetricsState,
     as_logged,
     check_state,
-    first_metrics,
     next_metrics,
-    table_of,
 )
 
 # act(updates, params: Tree, step, memory, **extra) -> (new updates, metrics, memory),
@@ -60,11 +56,14 @@ def tree_transformation(
     act: Act,
     remember: Callable[[Leaves], Any] | None = None,
     measure: Callable[..., Any] | None = None,
+    *,
+    fixed_names: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
     """Make a transformation whose `act` returns a tree of updates.
 
     `init` needs the shapes of the metrics: `measure(updates, params, step, memory)`
-    returns the metrics alone, if they are known without the rest of `act`.
+    returns the metrics alone, if they are known without the rest of `act`. Without
+    `fixed_names`, the names of the metrics depend on the tree.
     """
     measured = measure or (lambda *args: act(*args)[1])
 
@@ -77,7 +76,12 @@ def tree_transformation(
             step = jnp.zeros((), np.int32)
             return as_logged(measured(weights, tree, step, memory))
 
-        metrics = first_metrics(shapes_of(first, leaves), bool(leaves.values))
+        shapes = shapes_of(first, leaves)
+        metrics: Any = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        if not (fixed_names or leaves.values or leaves.absent):
+            # `optax.tree.map_params` calls `init` with a placeholder without leaves,
+            # for which names are not known. A single leaf stands for all metrics.
+            metrics = jnp.zeros((), np.float32)
         return MetricsState(jnp.zeros((), np.int32), {name: metrics}, memory)
 
     def update(
@@ -109,10 +113,10 @@ def with_metrics(
 
     Args:
       name: the first part of the names of the metrics, a string without `/`.
-      act: a function `act(updates, params, step, memory) -> (updates, metrics,
-        memory)`. `metrics` is a dict of scalars with the same names at every step. If
-        `act` has further parameters, such as `loss=None` or `**extra`, they get the
-        keyword arguments of `update`. `init` calls `act` without such arguments.
+      act: a function `act(updates, params, step, memory, **extra) -> (updates, metrics,
+        memory)`. `metrics` is a dict of scalars with the same names at every step.
+        `extra` are all keyword arguments of `update`, such as `loss`, so `act` takes
+        `**extra` even if it reads none of them; `init` calls `act` without any.
       remember: a function that takes the parameters, and returns the memory before the
         first step: arrays whose shapes and dtypes never change. None, the default,
         means that `act` has no memory, and that its argument `memory` is `()`.
@@ -141,7 +145,7 @@ def with_metrics(
 
     Example:
       >>> import clipjax, jax, jax.numpy as jnp
-      >>> def act(updates, params, step, memory):
+      >>> def act(updates, params, step, memory, **extra):
       ...     largest = jnp.max(jnp.abs(updates))
       ...     scale = 1 / jnp.maximum(largest, 1.0)
       ...     metrics = {"norm": largest, "clipped": scale < 1}
@@ -154,40 +158,30 @@ def with_metrics(
     check_label(name)
     if not callable(act):
         raise TypeError(
-            f"act must be a function (updates, params, step, memory), got {act!r}"
+            "act must be a function (updates, params, step, memory, **extra), got "
+            f"{act!r}"
         )
     if not (remember is None or callable(remember)):
         raise TypeError(
             f"remember must be a function of the parameters or None, got {remember!r}"
         )
-    parameters = inspect.signature(act).parameters.values()
-    places = [x for x in parameters if x.kind <= x.POSITIONAL_OR_KEYWORD]
-    own = {x.name for x in places[:4] if x.kind is x.POSITIONAL_OR_KEYWORD}
-    by_name = [x for x in parameters if x.kind is x.KEYWORD_ONLY]
-    more = [x for x in (*places[4:], *by_name) if x.kind is not x.POSITIONAL_ONLY]
-    named = {x.name for x in more}
-    takes_all = any(x.kind is x.VAR_KEYWORD for x in parameters)
 
     def act_on_leaves(
         updates: Leaves, params: Tree, step: Step, memory: Memory, /, **extra: Any
     ) -> Any:
         tree = updates.rebuild(updates.values)
-        given = {
-            key: x
-            for key, x in extra.items()
-            if key in named or (takes_all and key not in own)
-        }
-        returned = act(tree, params, step, memory, **given)
+        returned = act(tree, params, step, memory, **extra)
         _check_returned(name, returned, memory)
         changed, metrics, memory = returned
-        table = table_of(_checked_metrics(name, metrics))
-        return changed, table, memory
+        return changed, _checked_metrics(name, metrics), memory
 
     def remember_tree(leaves: Leaves) -> Any:
         assert remember is not None
         return remember(leaves.rebuild(leaves.values))
 
-    return tree_transformation(name, act_on_leaves, remember and remember_tree)
+    return tree_transformation(
+        name, act_on_leaves, remember and remember_tree, fixed_names=False
+    )
 
 
 def _check_returned(name: str, returned: Any, memory: Memory) -> None:

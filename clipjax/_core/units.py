@@ -93,9 +93,6 @@ def fan_in_or_all(path: Path, leaf: Any) -> Reduced:
     return tuple(range(len(leaf.shape) - 1)) or None
 
 
-_AUTO = (fan_in_of_matrices, whole_matrices, fan_in_or_all)
-
-
 def axes_of(
     leaves: Leaves,
     axes: Any,
@@ -122,45 +119,21 @@ def axes_of(
     rules = of_each_leaf("axes", axes, leaves, _UNMATCHED)
     may = [True] * len(rules) if chosen is None else chosen
     where: list[Reduced | Skip] = []
-    skipped = []
     for leaf, rule, is_chosen in zip(leaves.each, rules, may, strict=True):
         reduced: Reduced | Skip = SKIP
         if is_inexact(leaf.value) and is_chosen:
             reduced = _resolve(rule, leaf, least_rank)
-            if isinstance(reduced, Skip):
-                skipped.append((leaf, rule))
-            elif reduced is not None:
+            if isinstance(reduced, tuple):
                 check_whole("axes", leaf)
         where.append(reduced)
-    if all(isinstance(reduced, Skip) for reduced in where):
-        _check_is_meant(axes, skipped)
+    if all(isinstance(reduced, Skip) for reduced in where) and SKIP not in rules:
+        left = [leaf for leaf in leaves.each if is_inexact(leaf.value)]
+        if any(leaf.value.size for leaf in left):
+            raise ValueError(
+                f"axes: they apply to none of: {a_few(left, 5)}. Ints and 'auto' are "
+                "for leaves of rank 2 and more; axes=None gives each leaf one norm"
+            )
     return where
-
-
-def _check_is_meant(axes: Any, skipped: list[tuple[Leaf, Any]]) -> None:
-    """Raise if `axes` select nothing although the user did not ask for that."""
-    rules = [rule for _, rule in skipped]
-    asked = any(rule is SKIP or _is_rule(rule) for rule in rules)
-    full = [leaf for leaf, _ in skipped if leaf.value.size]
-    if full and (not asked or _UNMATCHED in rules):
-        raise ValueError(
-            f"axes: nothing is changed, since {_written(axes)} applies to none of: "
-            f"{a_few(full, 5)}. Ints, 'auto' and rules such as fan_in may leave out "
-            "leaves of low rank; axes=None gives each leaf one norm. A mapping is only "
-            "for the leaves that its patterns match"
-        )
-
-
-def _written(axes: Any) -> str:
-    """Return checked axes as a user wrote them."""
-    if isinstance(axes, Mapping):
-        return f"{{{', '.join(f'{k!r}: {_written(x)}' for k, x in axes.items())}}}"
-    return "'auto'" if axes in _AUTO else getattr(axes, "__name__", repr(axes))
-
-
-def _is_rule(axes: Any) -> bool:
-    """Return whether axes are a rule that a user wrote."""
-    return callable(axes) and axes not in (fan_in, *_AUTO)
 
 
 def check_whole(name: str, leaf: Leaf) -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from clipjax._core.aliases import Axes
-from clipjax._core.bounds import constant, fit_bound
+from clipjax._core.bounds import fit_bound, number
 from clipjax._core.clip import clip, clip_by_tree_norm
 from clipjax._core.entries import check_limits, clip_entries, inward
 from clipjax._core.leaves import Leaf, Leaves, flatten, is_inexact
@@ -78,7 +79,7 @@ def clip_gradient_by_value(
       1.0
     """
     warn_if_local()
-    limits = check_limits(bound, high, low, constant)
+    limits = check_limits(bound, high, low, functools.partial(number, shape=None))
 
     def clip_values(gradient: Leaves, low: Any, high: Any) -> Any:
         values, seen = list(gradient.values), []
@@ -110,8 +111,8 @@ def _seen(leaf: Leaf, low: Any, high: Any) -> taps.Seen:
 def clip_gradient_by_norm(
     x: T,
     max_norm: ArrayLike,
-    axes: Axes = None,
     *,
+    axes: Axes = None,
     tap: jax.Array | None = None,
 ) -> T:
     """Return `x`, and clip the norm of its gradient, for each leaf or unit.
@@ -155,7 +156,7 @@ def clip_gradient_by_norm(
       [0.6 0.8]
     """
     warn_if_local()
-    bound = constant("max_norm", max_norm)
+    bound = number("max_norm", max_norm, "[0, inf]", None)
     axes = check_axes(axes)
 
     def clip_units(gradient: Leaves, bound: Any) -> Any:
@@ -213,7 +214,7 @@ def clip_gradient_by_global_norm(
       0.6 0.8
     """
     warn_if_local()
-    bound = constant("max_norm", max_norm, scalar=True)
+    bound = number("max_norm", max_norm, "[0, inf]")
 
     def clip_tree(gradient: Leaves, bound: Any) -> Any:
         values, metrics = clip_by_tree_norm(gradient, bound)

@@ -7,11 +7,10 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from clipjax._core.bounds import constant, fit_bound
+from clipjax._core.bounds import fit_bound, number
 from clipjax._core.clip import rescale
 from clipjax._core.leaves import Leaf, flatten, is_inexact
 from clipjax._core.messages import short_repr
@@ -58,9 +57,7 @@ def scale_gradient(x: T, factor: ArrayLike) -> T:
       >>> float(jax.grad(lambda x: clipjax.scale_gradient(x, 5.0))(2.0))
       5.0
     """
-    value = constant("factor", factor, -np.inf)
-    if not isinstance(value, jax.core.Tracer) and not np.isfinite(value).all():
-        raise ValueError(f"factor must be finite, got {short_repr(factor)}")
+    value = number("factor", factor, "(-inf, inf)", None)
     leaves = flatten(x)
 
     def scale(leaf: Leaf) -> Any:

@@ -12,8 +12,7 @@ import numpy as np
 import optax
 
 from clipjax._core.aliases import Axes, Bound, DType, Number, Scalar, Step, Tree
-from clipjax._core.bounds import check_bound
-from clipjax._core.checks import check_count, check_number, check_word
+from clipjax._core.bounds import check_bound, check_count, check_word, number
 from clipjax._core.clip import factor_to, metrics_of, rescaled, smallest_scale
 from clipjax._core.door import transformation
 from clipjax._core.leaves import Leaves, unboxed
@@ -40,13 +39,13 @@ def adagc(
     *,
     decay: Number = 0.99,
     warmup_steps: SupportsIndex = 100,
-    max_norm: Bound = 1.0,
+    warmup_max_norm: Bound = 1.0,
     warmup_norms: WarmupNorms = "before",
     axes: Axes = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Clip the norm of each leaf, or unit, to a little more than its moving average.
 
-        in the warm-up:  x * min(1, max_norm / norm of all leaves)
+        in the warm-up:  x * min(1, warmup_max_norm / norm of all leaves)
                          gamma = smallest |x| so far
         after it:        x * n / |x|,  n = min(|x|, relative_bound * gamma)
                          gamma <- decay * gamma + (1 - decay) * n
@@ -61,8 +60,8 @@ def adagc(
       warmup_steps: the number of steps of the warm-up, 100 by default. If it is 0, or
         if all gradients of a leaf were 0 in the warm-up, the first norm of the leaf is
         not clipped and becomes its gamma.
-      max_norm: the threshold for the norm of all leaves in the warm-up, a scalar
-        `Bound`, 1.0 by default. Unlike in :func:`zclip`, it has no effect later.
+      warmup_max_norm: the threshold for the norm of all leaves in the warm-up, a
+        scalar `Bound`, 1.0 by default. It has no effect later.
       warmup_norms: whether the norms that enter gamma in the warm-up are those "before"
         (the default) or "after" the clip of the warm-up.
       axes: the axes that are reduced, as `Axes`. None, the default, gives each leaf one
@@ -70,7 +69,7 @@ def adagc(
 
     Returns:
       A gradient transformation with the metrics of a clip, where `norm` is the norm of
-      all leaves, and `threshold`: `max_norm` in the warm-up, then the smallest
+      all leaves, and `threshold`: `warmup_max_norm` in the warm-up, then the smallest
       threshold of a leaf or unit.
 
     Raises:
@@ -107,8 +106,8 @@ def adagc(
       [0.3 0.4] 0.520
     """
     relative = check_bound("relative_bound", relative_bound, scalar=True)
-    cap = check_bound("max_norm", max_norm, scalar=True)
-    decay = check_number("decay", decay, "[0, 1)")
+    cap = check_bound("warmup_max_norm", warmup_max_norm, scalar=True)
+    decay = number("decay", decay, "[0, 1)")
     warm = check_count("warmup_steps", warmup_steps, 0)
     check_word("warmup_norms", warmup_norms, get_args(WarmupNorms))
     axes = check_axes(axes)

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from clipjax._core.aliases import Axes, Bound, Memory, Ord, Step, Tree
-from clipjax._core.bounds import check_bound
-from clipjax._core.checks import check_ord
+from clipjax._core.bounds import check_bound, check_ord
 from clipjax._core.clip import clip_by_tree_norm, clip_by_unit_norms
 from clipjax._core.door import transformation
 from clipjax._core.entries import check_limits, clip_entries, metrics_of_entries
@@ -19,7 +18,7 @@ from clipjax._core.units import axes_of, check_axes, map_units, norms_of, size_o
 
 
 def clip_by_global_norm(
-    max_norm: Bound, ord: Ord = None
+    max_norm: Bound, *, ord: Ord = None
 ) -> optax.GradientTransformationExtraArgs:
     """Clip the norm of all leaves together.
 
@@ -77,7 +76,7 @@ def clip_by_global_norm(
 
 
 def clip_by_norm(
-    max_norm: Bound, axes: Axes = None, *, ord: Ord = None
+    max_norm: Bound, *, axes: Axes = None, ord: Ord = None
 ) -> optax.GradientTransformationExtraArgs:
     """Clip the norm of each leaf, or of each unit.
 
@@ -129,7 +128,7 @@ def clip_by_norm(
 
 
 def clip_by_rms(
-    threshold: Bound, axes: Axes = None
+    threshold: Bound, *, axes: Axes = None
 ) -> optax.GradientTransformationExtraArgs:
     """Clip the root mean square (RMS) of each leaf, or of each unit.
 

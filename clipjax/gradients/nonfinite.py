@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, SupportsIndex
+from typing import Any, Never, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from clipjax._core.clip import weak_like
 from clipjax._core.door import transformation
 from clipjax._core.leaves import Leaves, is_inexact
 from clipjax._core.norms import tree_total
-from clipjax.gradients.skipping import skipping
+from clipjax.gradients.skipping import SkipTransformation, skipping
 
 
 def zero_nonfinite() -> optax.GradientTransformationExtraArgs:
@@ -71,9 +71,10 @@ def _zeroed(x: jax.Array) -> jax.Array:
 
 def skip_nonfinite(
     optimizer: optax.GradientTransformation,
-    *,
+    *args: Never,
     max_consecutive: SupportsIndex | None = None,
-) -> optax.GradientTransformationExtraArgs:
+    check_updates: bool = False,
+) -> SkipTransformation:
     """Skip every step whose gradients, or whose loss, are NaN or infinite.
 
     Use it around the whole optimizer when corrupted batches, or overflow in 16 bits,
@@ -126,4 +127,11 @@ def skip_nonfinite(
     def compare(norm: Scalar, loss: Scalar | None, past: Memory, step: Scalar) -> Any:
         return np.False_, past, {}
 
-    return skipping("skip_nonfinite", optimizer, max_consecutive, compare)
+    return skipping(
+        "skip_nonfinite",
+        optimizer,
+        args,
+        max_consecutive=max_consecutive,
+        check_updates=check_updates,
+        compare=compare,
+    )

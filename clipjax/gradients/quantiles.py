@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from clipjax._core.aliases import Number, Step
-from clipjax._core.checks import check_count, check_number
+from clipjax._core.bounds import check_count, number
 from clipjax.gradients.past_norms import clip_by_past_norms, is_counted
 from clipjax.gradients.window import (
     Window,
@@ -77,7 +77,7 @@ def autoclip(
       >>> print(clipped.round(3), clipjax.metrics(state)["autoclip/threshold"])
       [2. 0.] 2.0
     """
-    percentile = check_number("percentile", percentile, "[0, 100]")
+    percentile = number("percentile", percentile, "[0, 100]")
     if not isinstance(percentile, jax.core.Tracer) and 0 < percentile < 1:
         raise ValueError(
             "percentile is in percent, such as 10.0 for the tenth percentile, got "
@@ -143,9 +143,9 @@ def clip_by_quantile(
       >>> print(clipped.round(3), state.memory.max_norm.round(3))  # exp(0.2 * 0.5)
       [0.6 0.8] 1.105
     """
-    quantile = check_number("quantile", quantile, "(0, 1)")
-    learning_rate = check_number("learning_rate", learning_rate, "(0, inf)")
-    initial_max_norm = check_number("initial_max_norm", initial_max_norm, "(0, inf)")
+    quantile = number("quantile", quantile, "(0, 1)")
+    learning_rate = number("learning_rate", learning_rate, "(0, inf)")
+    initial_max_norm = number("initial_max_norm", initial_max_norm, "(0, inf)")
 
     def bound_of(
         norm: jax.Array, memory: QuantileMemory, step: Step

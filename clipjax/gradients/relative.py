@@ -15,8 +15,7 @@ from clipjax._core.aliases import (
     Step,
     Tree,
 )
-from clipjax._core.bounds import check_bound
-from clipjax._core.checks import check_number
+from clipjax._core.bounds import check_bound, number
 from clipjax._core.clip import clip_by_unit_norms
 from clipjax._core.door import transformation
 from clipjax._core.leaves import Leaves, beside
@@ -84,7 +83,7 @@ def adaptive_grad_clip(
       [5.e-02 1.e-05]
     """
     bound = check_bound("clipping", clipping)
-    eps = check_number("eps", eps, "[0, inf)")
+    eps = number("eps", eps, "[0, inf)")
     axes = check_axes(axes, auto=fan_in_or_all)
 
     def act(

@@ -33,7 +33,7 @@ def relative_update(
     Use it in front of the learning rate. Each step then changes a unit by the learning
     rate times the norm of its weights. With :func:`keep_norm` at the end of the chain,
     Adam becomes AdamH, an optimizer for fixed-norm ("hyperball") training:
-    `clipjax.chain(optax.scale_by_adam(), clipjax.relative_update(),
+    `optax.chain(optax.scale_by_adam(), clipjax.relative_update(),
     optax.scale_by_learning_rate(1e-2), clipjax.keep_norm())`.
 
     Args:

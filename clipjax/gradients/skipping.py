@@ -1,6 +1,6 @@
 """Skipping a step: what :func:`skip_nonfinite` and :func:`skip_spikes` share."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, SupportsIndex, TypeAlias
 
 import jax
@@ -10,10 +10,9 @@ import optax
 from jax import lax
 
 from clipjax._core.aliases import Metrics, Scalar, Step, Tree
-from clipjax._core.bounds import is_real
-from clipjax._core.checks import check_count, check_transformation
+from clipjax._core.bounds import check_count, check_transformation, is_real
 from clipjax._core.door import tree_transformation
-from clipjax._core.leaves import Leaves, is_inexact, nodes_where
+from clipjax._core.leaves import Leaves, flatten, is_inexact, nodes_where
 from clipjax._core.messages import short_repr
 from clipjax._core.norms import over_devices, sum_dtype, tree_norm
 from clipjax._core.states import BadSteps, SkipMemory, old_if, saturating_add
@@ -25,30 +24,63 @@ Compare: TypeAlias = Callable[
 ]
 
 
+class SkipTransformation(optax.GradientTransformationExtraArgs):
+    """The transformation that :func:`skip_nonfinite` and :func:`skip_spikes` return.
+
+    It belongs around whatever keeps a state: a clip, the optimizer, or all of
+    :func:`bounded`.
+    """
+
+
 def skipping(
     name: str,
     optimizer: optax.GradientTransformation,
+    others: Sequence[Any],
+    *,
     max_consecutive: SupportsIndex | None,
+    check_updates: bool,
     compare: Compare,
     initial: Callable[[Any], Any] = lambda dtype: (),
-) -> optax.GradientTransformationExtraArgs:
+) -> SkipTransformation:
     """Make a transformation that skips steps which are outliers or not finite.
 
-    `compare` decides whether a step is an outlier; `initial` makes its first `past`
-    from the dtype of the norm.
+    Args:
+      name: the first part of the names of its metrics.
+      optimizer: what a skipped step leaves alone.
+      others: what was passed by position besides the optimizer, which is an error.
+      max_consecutive: the number of steps in a row that may be skipped, or None.
+      check_updates: whether updates that are not finite are skipped, too.
+      compare: decides whether a step is an outlier.
+      initial: makes the first `past` from the dtype of the norm.
+
+    Returns:
+      The transformation.
     """
+    if others:
+        raise TypeError(
+            f"{name} takes one positional argument, the optimizer: write "
+            f"{name}(optax.chain(clip, optimizer)) for several transformations, and "
+            "pass everything else by name, as in max_consecutive=10; got "
+            f"{short_repr(others[0])}"
+        )
     check_transformation("optimizer", optimizer)
     inner = optax.with_extra_args_support(optimizer)
     most = None
     if max_consecutive is not None:
         most = check_count("max_consecutive", max_consecutive, 1)
 
-    def judge(updates: Leaves, step: Step, memory: SkipMemory, loss: Any) -> Any:
+    def judge(
+        updates: Leaves, step: Step, memory: SkipMemory, loss: Any, taken: Tree
+    ) -> Any:
         """Return whether the step is skipped, metrics, and what is remembered."""
         norm = lax.stop_gradient(tree_norm(updates.inexact))
         spike, past, metrics = compare(norm, loss, memory.past, step)
         bad_loss = jnp.zeros((), bool) if loss is None else ~jnp.isfinite(loss)
-        fine = jnp.isfinite(norm) & ~bad_loss & ~spike
+        bad_update = jnp.zeros((), bool)
+        if check_updates:
+            after = lax.stop_gradient(tree_norm(flatten(taken).inexact))
+            bad_update = jnp.isfinite(norm) & ~jnp.isfinite(after)
+        fine = jnp.isfinite(norm) & ~bad_loss & ~spike & ~bad_update
         before = memory.in_a_row
         enough = False if most is None else (before >= most) | (before < 0)
         skipped = ~(fine | enough)
@@ -57,6 +89,7 @@ def skipping(
         metrics |= {
             "skipped": skipped.astype(np.int32),
             "nonfinite_loss_count": bad_loss.astype(np.int32),
+            "update_nonfinite_count": bad_update.astype(np.int32),
             "norm": norm,
         }
         return skipped, metrics, memory._replace(past=past, in_a_row=in_a_row)
@@ -73,18 +106,19 @@ def skipping(
         return SkipMemory(past, jnp.zeros((), np.int32), state)
 
     def measure(updates: Leaves, params: Tree, step: Step, memory: SkipMemory) -> Any:
-        return judge(updates, step, memory, None)[1]
+        return judge(updates, step, memory, None, params)[1]
 
     def act(
         updates: Leaves, params: Tree, step: Step, memory: SkipMemory, /, **extra: Any
     ) -> Any:
-        skipped, metrics, after = judge(updates, step, memory, loss_of(extra))
+        loss = loss_of(extra)
         gradients = updates.rebuild(updates.values)
         taken, state = inner.update(gradients, memory.inner, params, **extra)
+        skipped, metrics, after = judge(updates, step, memory, loss, taken)
         changed, state = unless(skipped, taken, memory.inner, state)
         return changed, metrics, after._replace(inner=state)
 
-    return tree_transformation(name, act, remember, measure)
+    return SkipTransformation(*tree_transformation(name, act, remember, measure))
 
 
 def unless(waits: Scalar, updates: Tree, old: Tree, new: Tree) -> tuple[Any, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, SupportsIndex
+from typing import Any, Never, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +11,9 @@ import numpy as np
 import optax
 
 from clipjax._core.aliases import Bound, Memory, Step
-from clipjax._core.bounds import check_bound
-from clipjax._core.checks import check_count
+from clipjax._core.bounds import check_bound, check_count
 from clipjax._core.norms import stack
-from clipjax.gradients.skipping import skipping
+from clipjax.gradients.skipping import SkipTransformation, skipping
 from clipjax.gradients.window import (
     Window,
     age,
@@ -50,13 +49,14 @@ _LEAST_VALUE = 1e-30
 
 def skip_spikes(
     optimizer: optax.GradientTransformation,
-    z_threshold: Bound = Z_THRESHOLD,
-    *,
+    *args: Never,
+    z_threshold: Bound = 6.0,
     max_norm: Bound = jnp.inf,
-    window: SupportsIndex = WINDOW,
+    window: SupportsIndex = 64,
     warmup_steps: SupportsIndex | None = None,
     max_consecutive: SupportsIndex | None = None,
-) -> optax.GradientTransformationExtraArgs:
+    check_updates: bool = False,
+) -> SkipTransformation:
     """Skip every step whose gradients or loss are far larger than usual, or not finite.
 
     Use it around the whole optimizer when corrupted batches give finite gradients that
@@ -144,8 +144,15 @@ def skip_spikes(
         check_size(past, length)
         return compare(norm, loss, past, enough, z_limit.at(step), norm_limit.at(step))
 
-    initial = functools.partial(no_past, length)
-    return skipping("skip_spikes", optimizer, max_consecutive, compare_at, initial)
+    return skipping(
+        "skip_spikes",
+        optimizer,
+        args,
+        max_consecutive=max_consecutive,
+        check_updates=check_updates,
+        compare=compare_at,
+        initial=functools.partial(no_past, length),
+    )
 
 
 def no_past(window: Any, dtype: jnp.dtype) -> Window:

@@ -19,24 +19,24 @@ from clipjax._core.units import axes_of, check_axes, fan_in_of_matrices
 
 
 def tangent_cone(
-    radius: Bound, *, axes: AutoAxes = "auto"
+    bound: Bound, *, axes: AutoAxes = "auto"
 ) -> optax.GradientTransformationExtraArgs:
     """Remove the part of a gradient that would push an output unit out of its ball.
 
-        g - w * ⟨g, w⟩ / |w|²   where |w| >= radius and ⟨g, w⟩ < 0
+        g - w * ⟨g, w⟩ / |w|²   where |w| >= bound and ⟨g, w⟩ < 0
 
-    A norm just below the radius, where :func:`max_norm` leaves weights, counts as at
-    the radius: up to 4e-6 of it below in float32, 0.2% in float16, 1.6% in bfloat16.
+    A norm just below the bound, where :func:`max_norm` leaves weights, counts as at
+    the bound: up to 4e-6 of it below in float32, 0.2% in float16, 1.6% in bfloat16.
     Use it together with :func:`max_norm` and an optimizer that has moments:
     :func:`max_norm` undoes the outward part of a step, but cannot remove that part from
-    the moments. Give both functions the same radius and axes:
+    the moments. Give both functions the same bound and axes:
     `clipjax.bounded(optax.adam(1e-3), clip=clipjax.tangent_cone(3.0),
     project=clipjax.max_norm(3.0))`. If you also clip the norm, place that clip after
     `tangent_cone`. :func:`max_norm` is still needed: Adam divides each element by a
     different number, so its steps may point outward even if the gradients do not.
 
     Args:
-      radius: the bound on the norm of the weights, the same as for :func:`max_norm`: a
+      bound: the bound on the norm of the weights, the same as for :func:`max_norm`: a
         `Bound`. An array broadcasts to the output units.
       axes: the axes that are reduced, as `Axes`. "auto", the default, means the same as
         for :func:`max_norm`.
@@ -72,20 +72,20 @@ def tangent_cone(
       [[-0.64 -1.  ]
        [ 0.48  0.  ]]
     """
-    bound = check_bound("radius", radius)
+    checked = check_bound("bound", bound)
     axes = check_axes(axes, auto=fan_in_of_matrices)
 
     def act(
         updates: Leaves, params: Tree, step: Step, memory: Memory, /, **_: Any
     ) -> Any:
         weights = beside(updates, params, "params", "tangent_cone")
-        most = bound.at(step)
+        most = checked.at(step)
         values, removed = list(updates.values), []
         rows = zip(updates.each, weights, axes_of(updates, axes), strict=True)
         for i, (leaf, weight, reduced) in enumerate(rows):
             if not isinstance(reduced, Skip):
                 weight_norm = norm_of(weight, reduced)
-                fitted = bound.fit(most, weight_norm, leaf)
+                fitted = checked.fit(most, weight_norm, leaf)
                 values[i], part = _without_outward_part(
                     leaf.value, weight, weight_norm, fitted, reduced
                 )

@@ -11,8 +11,7 @@ import optax
 from jax import lax
 
 from clipjax._core.aliases import Bound, DType, Number, Scalar, Step
-from clipjax._core.bounds import check_bound
-from clipjax._core.checks import check_count, check_number, check_word
+from clipjax._core.bounds import check_bound, check_count, check_word, number
 from clipjax._core.messages import short_repr
 from clipjax.gradients.past_norms import average, clip_by_past_norms, is_counted
 
@@ -121,10 +120,10 @@ def zclip(
     """
     z_limit = check_bound("z_threshold", z_threshold, scalar=True)
     norm_limit = check_bound("max_norm", max_norm, scalar=True)
-    decay = check_number("decay", decay, "[0, 1)")
+    decay = number("decay", decay, "[0, 1)")
     warm = check_count("warmup_steps", warmup_steps, 0)
-    clip_factor = check_number("clip_factor", clip_factor, "[0, inf)")
-    eps = check_number("eps", eps, "[0, inf)")
+    clip_factor = number("clip_factor", clip_factor, "[0, inf)")
+    eps = number("eps", eps, "[0, inf)")
     check_word("mode", mode, get_args(ZclipMode))
     if not isinstance(update_on_spike, bool):
         raise TypeError(
@@ -249,8 +248,8 @@ def clip_by_lognormal(
     """
     z_limit = check_bound("z_threshold", z_threshold, scalar=True)
     norm_limit = check_bound("max_norm", max_norm, scalar=True)
-    decay = check_number("decay", decay, "[0, 1)")
-    eps = check_number("eps", eps, "(0, inf)")
+    decay = number("decay", decay, "[0, 1)")
+    eps = number("eps", eps, "(0, inf)")
 
     def bound_of(norm: Scalar, memory: Moments, step: Step) -> tuple[Scalar, Moments]:
         counted = is_counted(norm)

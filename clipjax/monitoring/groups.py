@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from clipjax._core.checks import check_count
+from clipjax._core.bounds import check_count
 from clipjax._core.leaves import (
     Leaf,
     Leaves,
@@ -30,15 +29,22 @@ from clipjax._core.norms import (
     total,
     tree_total,
 )
-from clipjax._core.states import Table, table
 from clipjax._core.units import check_whole
 
-# The names of groups of leaves, and their norms in one array.
-Groups: TypeAlias = tuple[list[str], jax.Array]
+# A larger norm of finite elements would be infinite in float32.
+LARGEST = 2.0**64
 
 
-def by_group(groups: Any, stacked: Any, ord: float) -> Callable[[Leaves], Groups]:
-    """Return the function that measures the norms of groups, and of layers."""
+class Group(NamedTuple):
+    """Leaves that share a norm, or stacks that share one for each of their layers."""
+
+    names: list[str]
+    leaves: list[Leaf]
+    is_stacked: bool
+
+
+def by_group(groups: Any, stacked: Any) -> Callable[[Leaves], list[Group]]:
+    """Return the function that puts leaves into groups, in the order of the model."""
     # The number of components of a path: 0 for the whole tree, None for all of them.
     depth: int | None = 0 if groups is None else None
     patterns: tuple[str, ...] = ()
@@ -50,43 +56,36 @@ def by_group(groups: Any, stacked: Any, ord: float) -> Callable[[Leaves], Groups
         patterns = check_patterns("groups", groups)
     stacks = check_patterns("stacked", stacked) if stacked else ()
 
-    def groups_of(leaves: Leaves) -> list[Any]:
+    def keys_of(leaves: Leaves) -> list[Any]:
         """Return the pattern of each leaf, or the start of its path."""
         if patterns:
             return first_matches("groups", patterns, leaves)
         return [path[:depth] for path in leaves.paths]
 
-    def groups_in(leaves: Leaves) -> Groups:
+    def groups_in(leaves: Leaves) -> list[Group]:
         stacked_by = first_matches("stacked", stacks, leaves)
         members: dict[Any, list[Leaf]] = {}
         if groups is None and not stacks:
             members[(), False] = []  # the norm of a tree without leaves is 0
-        for group, stack, leaf in zip(
-            groups_of(leaves), stacked_by, leaves.each, strict=True
-        ):
-            if group is not None and is_inexact(leaf.value):
-                members.setdefault((group, stack is not None), []).append(leaf)
-        names: list[str] = []
-        powers = [jnp.zeros(0, np.float32)]
-        for (group, is_stacked), of_group in members.items():
-            name = group if patterns else path_name(group)
+        rows = zip(keys_of(leaves), stacked_by, leaves.each, strict=True)
+        for key, stack, leaf in rows:
+            if key is not None and is_inexact(leaf.value):
+                members.setdefault((key, stack is not None), []).append(leaf)
+        found = []
+        for (key, is_stacked), of_group in members.items():
+            name = key if patterns else path_name(key)
+            names = [name]
             if is_stacked:
-                power = _powers_of_layers(of_group, ord)
                 start = f"{name}/" if name else ""
-                names += [f"{start}{i}" for i in range(power.size)]
-            else:
-                power = tree_total([leaf.value for leaf in of_group], ord)
-                names.append(name)
-            powers.append(jnp.atleast_1d(power))
-        dtype = np.result_type(*(x.dtype for x in powers))
-        joined = concatenate(x.astype(dtype) for x in powers)
-        return names, root(joined, ord)
+                names = [f"{start}{i}" for i in range(_layers_in(of_group))]
+            found.append(Group(names, of_group, is_stacked))
+        return found
 
     return groups_in
 
 
-def _powers_of_layers(stacks: list[Leaf], ord: float) -> jax.Array:
-    """Return the norm of each layer, along the first axis, to the power `ord`."""
+def _layers_in(stacks: list[Leaf]) -> int:
+    """Return how many layers the stacks of a group have along their first axis."""
     lengths = {leaf.value.shape[:1] for leaf in stacks}
     if len(lengths) > 1 or () in lengths:
         raise ValueError(
@@ -95,6 +94,24 @@ def _powers_of_layers(stacks: list[Leaf], ord: float) -> jax.Array:
         )
     for leaf in stacks:
         check_whole("stacked", leaf)
+    ((length,),) = lengths
+    return int(length)
+
+
+def norms_of(groups: Sequence[Group], ord: float) -> jax.Array:
+    """Return the norms of all groups, in one array."""
+    powers = [jnp.zeros(0, np.float32)]
+    for group in groups:
+        if group.is_stacked:
+            powers.append(_powers_of_layers(group.leaves, ord))
+        else:
+            power = tree_total([leaf.value for leaf in group.leaves], ord)
+            powers.append(jnp.atleast_1d(power))
+    return root(joined(powers), ord)
+
+
+def _powers_of_layers(stacks: list[Leaf], ord: float) -> jax.Array:
+    """Return the norm of each layer, along the first axis, to the power `ord`."""
     powers = [
         total(leaf.value, tuple(range(1, leaf.value.ndim)), ord).ravel()
         for leaf in stacks
@@ -103,19 +120,20 @@ def _powers_of_layers(stacks: list[Leaf], ord: float) -> jax.Array:
     return functools.reduce(jnp.maximum, each) if ord == jnp.inf else sum_of(each)
 
 
-def table_of_norms(measured: dict[str, Groups]) -> Table:
-    """Return all norms in one array."""
+def joined(arrays: Sequence[jax.Array]) -> jax.Array:
+    """Return arrays as one, in the widest of their dtypes."""
+    dtype = np.result_type(*(x.dtype for x in arrays))
+    return concatenate(x.astype(dtype) for x in arrays)
+
+
+def names_of_norms(measured: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the names of norms in the metrics, from those of groups by label."""
     names = [
         f"{label}/{name}" if name else label
-        for label, (names, _) in measured.items()
-        for name in names
+        for label, of_groups in measured.items()
+        for name in of_groups
     ]
     # Two paths may have one name, as in {"a/b": x, "a": {"b": y}}.
     if twice := sorted(name for name, n in Counter(names).items() if n > 1):
         raise ValueError(f"groups: two norms would be called {a_few(twice)}")
-    arrays = [norms for _, norms in measured.values()]
-    dtype = np.result_type(*(x.dtype for x in arrays))
-    joined = concatenate(x.astype(dtype) for x in arrays)
-    if not names:  # Orbax saves no array without elements
-        joined = jnp.zeros((), dtype)
-    return table((tuple(names),), lax.stop_gradient(joined))
+    return names

@@ -7,7 +7,7 @@ from typing import Any
 import optax
 
 from clipjax._core.aliases import State, Tree
-from clipjax._core.checks import check_label, check_transformation
+from clipjax._core.bounds import check_label, check_transformation
 from clipjax._core.states import NamedState, check_same, check_state
 from clipjax.monitoring.record_norms import Recorder
 

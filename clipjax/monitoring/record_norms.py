@@ -11,23 +11,24 @@ import numpy as np
 import optax
 from jax import lax
 
-from clipjax._core.aliases import Bound, Memory, Ord, Step, Tree
-from clipjax._core.bounds import check_bound
-from clipjax._core.checks import check_count, check_ord
+from clipjax._core.aliases import Bound, Memory, Metrics, Ord, Step, Tree
+from clipjax._core.bounds import check_bound, check_count, check_ord
 from clipjax._core.door import tree_transformation
-from clipjax._core.leaves import (
-    Leaves,
-    beside,
-    shapes_of,
-)
+from clipjax._core.leaves import Leaves, beside
 from clipjax._core.messages import short_repr, traced_error
 from clipjax._core.norms import concatenate, stack, tree_norm
-from clipjax._core.states import UNKNOWN, BadSteps, Table, check_same
+from clipjax._core.states import UNKNOWN, BadSteps, check_same
 from clipjax.gradients import spikes
 from clipjax.gradients.past_norms import norm_dtype
 from clipjax.gradients.skipping import loss_of
 from clipjax.gradients.window import Window, check_size
-from clipjax.monitoring.groups import Groups, by_group, table_of_norms
+from clipjax.monitoring.groups import (
+    LARGEST,
+    by_group,
+    joined,
+    names_of_norms,
+    norms_of,
+)
 from clipjax.monitoring.taps import tapped
 
 _PASSES = ("forward", "backward")  # what probes see
@@ -135,7 +136,7 @@ def record_norms(
             f"name must not be {name!r}, which begins like the names of other metrics"
         )
     order = check_ord(ord)
-    groups_in = by_group(groups, stacked, order)
+    groups_in = by_group(groups, stacked)
     size = check_count("keep", keep, 0)
     z_limit = check_bound("z_threshold", z_threshold, scalar=True)
     length = check_count("window", window, 1)
@@ -153,53 +154,60 @@ def record_norms(
             f"second record_norms for order {ord}"
         )
 
-    def norms_of_groups(updates: Leaves, params: Tree, taps: Any = None) -> Table:
-        found: dict[str, Groups] = {}
+    labels = [name if x == "updates" else x for x in measured]
+
+    def names_in(leaves: Leaves) -> list[str]:
+        """Return the names of all norms, in the order of the model."""
+        own = [x for group in groups_in(leaves) for x in group.names]
+        of_probes = dict.fromkeys(_PASSES, _names_of(lengths)) if lengths else {}
+        return names_of_norms(dict.fromkeys(labels, own) | of_probes)
+
+    def norms_in(updates: Leaves, params: Tree, taps: Any) -> jax.Array:
+        found = {}
         if {*measured} != {"params"}:
-            found["updates"] = groups_in(updates)
+            found["updates"] = norms_of(groups_in(updates), order)
         if {*measured} != {"updates"}:
             weights = beside(updates, params, "params", "record_norms")
-            found["params"] = groups_in(updates._replace(values=weights))
+            groups = groups_in(updates._replace(values=weights))
+            found["params"] = norms_of(groups, order)
         if "ratio" in measured:
-            (names, of_updates), (_, of_params) = found["updates"], found["params"]
-            found["ratio"] = names, _ratio(of_updates, of_params)
-        called = {name if x == "updates" else x: found[x] for x in measured}
-        return table_of_norms(called | _of_probes(lengths, taps))
+            found["ratio"] = _ratio(found["updates"], found["params"])
+        each = [found[x] for x in measured]
+        return lax.stop_gradient(joined(each + _norms_of_probes(lengths, taps)))
 
-    def measure(updates: Leaves, params: Tree, step: Step, memory: Memory) -> Table:
-        return norms_of_groups(updates, params)
+    def measure(updates: Leaves, params: Tree, step: Step, memory: Memory) -> Metrics:
+        shapes = _shapes_of_taps(lengths).items()
+        taps = {name: jnp.zeros(shape, np.float32) for name, shape in shapes}
+        return _by_name(names_in(updates), norms_in(updates, params, taps))
 
     def remember(params: Leaves) -> Any:
         if not is_known:
             raise traced_error("keep", keep)
-        weights = params.rebuild(params.values)
-        norms = shapes_of(lambda leaves: norms_of_groups(leaves, weights), params)
         past = spikes.no_past(length, norm_dtype(params))
-        return {name: _no_steps(size, len(norms.known_names[0]), past)}
+        return {name: _no_steps(size, names_in(params), past)}
 
     def act(
         updates: Leaves, params: Tree, step: Step, memory: Memory, /, **extra: Any
     ) -> Any:
-        norms = norms_of_groups(updates, params, extra.get("taps"))
+        norms = norms_in(updates, params, extra.get("taps"))
         (kept,) = memory.values() if memory else (None,)
         if is_known and step is not None:
             check_same("keep", 0 if kept is None else kept.steps.size, size)
         if kept is not None:
-            count = len(norms.known_names[0])
-            sizes = kept.rows.shape[-1] - 3, count
+            sizes = kept.rows.shape[-1] - 4, norms.size
             check_same("state", *(f"{size} norms" for size in sizes))
             norm = lax.stop_gradient(tree_norm(updates.inexact))
             check_size(kept.past, length)
-            numbers = norm, loss_of(extra), z_limit.at(step)
-            of_groups = jnp.atleast_1d(norms.floats)[:count]
-            after = _with_step(kept, step, *numbers, of_groups)
+            after = _with_step(
+                kept, step, norm, loss_of(extra), z_limit.at(step), norms
+            )
             memory = dict.fromkeys(memory, after)
-        return updates.rebuild(updates.values), norms, memory
+        metrics = _by_name(names_in(updates), norms)
+        return updates.rebuild(updates.values), metrics, memory
 
     remembers = size if is_known else True
-    made = tree_transformation(
-        "record_norms", act, remember if remembers else None, measure
-    )
+    first = remember if remembers else None
+    made = tree_transformation("record_norms", act, first, measure, fixed_names=False)
     return Recorder(*made)
 
 
@@ -216,31 +224,46 @@ def _check_probes(probes: Any) -> dict[str, int]:
     }
 
 
-def _of_probes(lengths: dict[str, int], taps: Any) -> dict[str, Groups]:
+def _shapes_of_taps(lengths: dict[str, int]) -> dict[str, tuple[int, ...]]:
+    return {name: (n, 6) if n else (6,) for name, n in lengths.items()}
+
+
+def _names_of(lengths: dict[str, int]) -> list[str]:
+    """Return the names of the layers of all probes."""
+    return [
+        name
+        for probe, n in lengths.items()
+        for name in ([f"{probe}/{i}" for i in range(n)] if n else [probe])
+    ]
+
+
+def _norms_of_probes(lengths: dict[str, int], taps: Any) -> list[jax.Array]:
     """Return the norms that probes saw, by pass: infinite if not all is finite."""
     if not lengths:
-        return {}
-    wanted = {name: (n, 6) if n else (6,) for name, n in lengths.items()}
-    if taps is None:
-        taps = {name: jnp.zeros(shape, np.float32) for name, shape in wanted.items()}
+        return []
+    wanted = _shapes_of_taps(lengths)
     is_mapping = isinstance(taps, Mapping)
     given = {name: np.shape(x) for name, x in taps.items()} if is_mapping else taps
     if not is_mapping or given != wanted:
         raise ValueError(
-            "taps must be the gradients with respect to clipjax.tap(…, probe=True), of "
-            f"the shapes {wanted} that probes= says, got {short_repr(given)}"
+            "taps: record_norms has probes, so write update(..., taps=...) with the "
+            "gradients with respect to clipjax.tap(..., probe=True), of the shapes "
+            f"{wanted} that probes= says; got {short_repr(given)}"
         )
-    names = []
-    for name, n in lengths.items():
-        names += [f"{name}/{i}" for i in range(n)] if n else [name]
     seen = tapped(concatenate(jnp.atleast_2d(taps[x]) for x in lengths))
-    return {
-        of: (
-            names,
-            jnp.where(seen[f"{of}_nonfinite_count"] > 0, jnp.inf, seen[f"{of}_norm"]),
+    # The sum of squares of a mask, which is finite, may overflow.
+    return [
+        jnp.where(
+            seen[f"{of}_nonfinite_count"] > 0,
+            jnp.inf,
+            jnp.minimum(seen[f"{of}_norm"], LARGEST),
         )
         for of in _PASSES
-    }
+    ]
+
+
+def _by_name(names: Sequence[str], norms: jax.Array) -> Metrics:
+    return dict(zip(names, jnp.unstack(norms), strict=True))
 
 
 def _check_of(of: Any) -> tuple[str, ...]:
@@ -265,13 +288,19 @@ def _ratio(norm: jax.Array, of: jax.Array) -> jax.Array:
     return jnp.where(some, norm, 0) / jnp.where(some, of, 1)
 
 
-def _no_steps(size: int, names: int, past: Window) -> BadSteps:
+def _no_steps(size: int, names: Sequence[str], past: Window) -> BadSteps:
     """Return the memory before the first step."""
+    place = {name: i for i, name in enumerate(sorted(names))}
+    order = [place[name] for name in names] or [0]
+    dtype = past.values.dtype
     return BadSteps(
         past,
-        jnp.zeros((), np.int32),
-        jnp.zeros(size, np.int32),
-        jnp.zeros((size, 3 + names), past.values.dtype),
+        held=jnp.zeros((), np.int32),
+        steps=jnp.zeros(size, np.int32),
+        followed_by=jnp.full(size, -1, np.int32),
+        rows=jnp.zeros((size, 4 + len(names)), dtype),
+        order=jnp.array(order, np.int32),
+        usual=jnp.zeros(len(order), dtype),
     )
 
 
@@ -281,19 +310,38 @@ def _with_step(
     norm: Any,
     loss: Any,
     z_threshold: Any,
-    groups: jax.Array,
+    norms: jax.Array,
 ) -> BadSteps:
-    """Return the memory after a step, which takes in the step if it is bad."""
+    """Return the memory after a step, which takes in the step if it is bad.
+
+    The oldest one makes room, but the first of a row only after its followers.
+    """
     spike, past, seen = spikes.compare(norm, loss, kept.past, z_threshold=z_threshold)
     is_bad = spike | ~jnp.isfinite(norm) | ~jnp.isfinite(seen["loss"])
-    numbers = [norm, seen["threshold"], UNKNOWN if loss is None else loss]
+    known_loss = UNKNOWN if loss is None else loss
+    numbers = [norm, seen["threshold"], known_loss, seen["loss_threshold"]]
     row = stack([jnp.asarray(x, kept.rows.dtype) for x in numbers])
-    row = concatenate([row, groups.astype(row.dtype)])
+    norms = norms.astype(row.dtype)
+
+    was_bad = kept.steps + kept.followed_by == step - 1
+    leads = is_bad & was_bad & (kept.followed_by >= 0)
+    follows = leads.any()
+    followed_by = kept.followed_by + leads.astype(np.int32)
+    enters = is_bad & ~follows if kept.steps.size == 1 else is_bad
+    # The second one follows the oldest, or there is no step in its place.
+    oldest_stays = (kept.followed_by[1:2] < 0).any()
+    moves = enters & ((np.arange(kept.steps.size) > 0) | ~oldest_stays)
 
     def after(old: jax.Array, new: Any) -> jax.Array:
         newest = jnp.asarray(new, old.dtype)[None]
-        return jnp.where(is_bad, concatenate([old[1:], newest]), old)
+        moved = concatenate([old[1:], newest])
+        return jnp.where(moves.reshape(-1, *[1] * (old.ndim - 1)), moved, old)
 
-    more = jnp.minimum(kept.held + 1, kept.steps.size)
-    count = jnp.where(is_bad, more, kept.held)
-    return BadSteps(past, count, after(kept.steps, step), after(kept.rows, row))
+    return kept._replace(
+        past=past,
+        held=jnp.minimum(kept.held + enters.astype(np.int32), kept.steps.size),
+        steps=after(kept.steps, step),
+        followed_by=after(followed_by, jnp.where(follows, -1, 0)),
+        rows=after(kept.rows, concatenate([row, norms])),
+        usual=jnp.where(is_bad, kept.usual, norms) if norms.size else kept.usual,
+    )

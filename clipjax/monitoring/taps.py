@@ -11,8 +11,7 @@ import numpy as np
 from jax import lax
 
 from clipjax._core.aliases import Tree
-from clipjax._core.bounds import is_real
-from clipjax._core.checks import check_count
+from clipjax._core.bounds import check_count, is_real
 from clipjax._core.leaves import flatten
 from clipjax._core.messages import short_repr
 from clipjax._core.norms import (

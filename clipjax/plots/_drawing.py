@@ -6,17 +6,14 @@ from typing import Any
 import numpy as np
 
 from clipjax._core.messages import short_repr
+from clipjax._extra import extra
 
-try:
+with extra("plots"):
     from matplotlib import pyplot as plt
     from matplotlib.axes import Axes
     from matplotlib.colors import to_rgb
     from matplotlib.ticker import MaxNLocator
     from matplotlib.transforms import ScaledTranslation
-except ImportError as error:
-    raise ImportError(
-        "clipjax.plots needs Matplotlib: pip install matplotlib"
-    ) from error
 
 # Visible on white and on black. Any two are 16 or more apart in CIELAB, in normal color
 # vision and without one kind of cone.

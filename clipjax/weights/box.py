@@ -8,11 +8,15 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from clipjax._core.aliases import Bounds, Step
-from clipjax._core.bounds import check_bounds, check_order
+from clipjax._core.bounds import (
+    are_given,
+    check_bounds,
+    check_order,
+    check_order_by_path,
+)
 from clipjax._core.entries import clip_entries
 from clipjax._core.leaves import Leaves, check_patterns, first_matches, is_inexact
 from clipjax._core.messages import a_few, short_repr
-from clipjax.weights.limits import are_given, check_order_by_path
 from clipjax.weights.projection import Projection, projection, written
 
 Where: TypeAlias = str | Sequence[str] | Callable[[Any, Any], bool] | None
@@ -100,8 +104,8 @@ def non_negative(*, where: Where = None) -> Projection:
 
 
 def _box(name: str, low: Any, high: Any, where: Where) -> Projection:
-    lows = check_bounds("low", low, -np.inf, other=-np.inf)
-    highs = check_bounds("high", high, -np.inf, other=np.inf)
+    lows = check_bounds("low", low, "[-inf, inf]", other=-np.inf)
+    highs = check_bounds("high", high, "[-inf, inf]", other=np.inf)
     check_order(low, high)
     choose = _choice(where)
 

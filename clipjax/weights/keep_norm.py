@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from clipjax._core.aliases import AutoAxes, Bound, Step
+from clipjax._core.bounds import check_bound
 from clipjax._core.clip import factor_onto
 from clipjax._core.leaves import Leaves, beside
 from clipjax._core.units import axes_of, check_axes, map_units, norms_of, whole_matrices
-from clipjax.weights.limits import check_rate
 from clipjax.weights.projection import (
     Projection,
     projection,
@@ -67,7 +67,7 @@ def keep_norm(*, rate: Bound = 1.0, axes: AutoAxes = "auto") -> Projection:
       [[3. 0.]
        [0. 4.]]
     """
-    rates = check_rate(rate)
+    rates = check_bound("rate", rate, "[0, 1]")
     name = written(keep_norm, rate=rate, axes=axes)
     axes = check_axes(axes, auto=whole_matrices)
 

@@ -12,7 +12,14 @@ import numpy as np
 from jax import lax
 
 from clipjax._core.aliases import AutoAxes, Bound, Bounds, DType, Skip, Step
-from clipjax._core.bounds import CheckedBound, check_bounds, check_order
+from clipjax._core.bounds import (
+    CheckedBound,
+    are_given,
+    check_bound,
+    check_bounds,
+    check_order,
+    check_order_by_path,
+)
 from clipjax._core.clip import factor_to, least_inside, margin, quotient_or_1
 from clipjax._core.leaves import Leaves
 from clipjax._core.units import (
@@ -21,12 +28,6 @@ from clipjax._core.units import (
     fan_in_of_matrices,
     map_units,
     norms_of,
-)
-from clipjax.weights.limits import (
-    are_given,
-    check_at_most,
-    check_order_by_path,
-    check_rate,
 )
 from clipjax.weights.projection import (
     Projection,
@@ -38,10 +39,10 @@ from clipjax.weights.projection import (
 Factor: TypeAlias = Callable[..., jax.Array]  # of (norms, dtype, *limits)
 
 
-def max_norm(radius: Bounds, *, axes: AutoAxes = "auto") -> Projection:
+def max_norm(bound: Bounds, *, axes: AutoAxes = "auto") -> Projection:
     """Project the weights of each output unit onto a ball.
 
-        w * min(1, radius / |w|)
+        w * min(1, bound / |w|)
 
     Use it to bound how large the weights of an output unit become, for example when you
     train with dropout or with large learning rates. Weight decay pulls all weights
@@ -49,7 +50,7 @@ def max_norm(radius: Bounds, *, axes: AutoAxes = "auto") -> Projection:
     bound.
 
     Args:
-      radius: the bound on each norm, a `Bound`, or a mapping from path patterns to such
+      bound: the bound on each norm, a `Bound`, or a mapping from path patterns to such
         bounds. The first pattern that matches a leaf counts, and a leaf that no pattern
         matches is not changed. An array broadcasts to the output units.
       axes: the axes that are reduced, as `Axes`. "auto", the default, is
@@ -84,13 +85,13 @@ def max_norm(radius: Bounds, *, axes: AutoAxes = "auto") -> Projection:
       [[0.6 0.3]
        [0.8 0.4]]
     """
-    radii = check_bounds("radius", radius)
-    name = written(max_norm, radius, axes=axes)
+    bounds = check_bounds("bound", bound)
+    name = written(max_norm, bound, axes=axes)
     return _rescaling(
         name,
         axes,
-        [radii],
-        lambda norm, dtype, radius: factor_to(radius, norm, dtype),
+        [bounds],
+        lambda norm, dtype, bound: factor_to(bound, norm, dtype),
     )
 
 
@@ -142,11 +143,9 @@ def min_max_norm(
       [[1.2 0.6]
        [1.6 0.8]]
     """
-    rates = check_rate(rate)
-    lows = check_bounds("low", low, other=0.0)
+    rates = check_bound("rate", rate, "[0, 1]")
+    lows = check_bounds("low", low, "[0, inf)", other=0.0)
     highs = check_bounds("high", high, other=np.inf)
-    for key, value in lows.by_name.items():
-        check_at_most(key, value, np.finfo(np.float64).max, "finite")
     check_order(low, high)
 
     name = written(min_max_norm, low, high, rate=rate, axes=axes)

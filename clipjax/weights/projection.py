@@ -36,9 +36,8 @@ class Projection(optax.GradientTransformationExtraArgs):
 
     `params = max_norm(3.0).apply(params)` projects the weights. As the last
     transformation of a chain, a projection changes the update so that the weights end
-    where `apply` would bring them: `clipjax.chain(optax.adam(1e-3), max_norm(3.0))`. A
-    transformation after it would move the weights again; :func:`clipjax.chain` raises
-    an error for such a chain.
+    where `apply` would bring them: `optax.chain(optax.adam(1e-3), max_norm(3.0))`. A
+    transformation after it would move the weights again; :func:`violations` tells.
     """
 
     # apply(params, *, step=None): the projected weights. `step` is needed if a bound is
@@ -181,8 +180,6 @@ def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
     to 6e-5 in float16, so they are kept apart.
     """
     info = jnp.finfo(dtype)
-    # A dtype of 8 bits may have no infinity, but reduce_precision keeps the largest
-    # exponent for infinity.
     if info.bits != 16:
         return x
     rounded = lax.reduce_precision(x, info.nexp, info.nmant)

@@ -33,7 +33,7 @@ def _cap(w: jax.Array, bound: jax.Array, rounding: float) -> jax.Array:
     In floating point WᴴW has only information about singular values near the largest
     one, so a pass divides the largest by at most 2.5.
     """
-    positive = bound >= jnp.finfo(bound.dtype).tiny
+    positive = bound >= float(jnp.finfo(bound.dtype).tiny)
     finite = jnp.all(jnp.isfinite(w), axis=(-2, -1))
     blocks = _blocks(jnp.where(_of_each(finite, w), w, 0))
     most = _at_least_norm(blocks)

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from clipjax._core.aliases import SKIP, Reduced, Skip, Step, Tree
-from clipjax._core.checks import as_list
+from clipjax._core.bounds import as_list
 from clipjax._core.leaves import Leaf, flatten, is_inexact
 from clipjax.weights.projection import Projection, as_projection
 

@@ -108,7 +108,7 @@ def _qk_clip(bound: Any) -> Any:
 
 def _capped(bound: Any) -> Any:
     return clipjax.project(
-        lambda tree: functional.clip_by_norm(tree, bound, clipjax.fan_in)
+        lambda tree: functional.clip_by_norm(tree, bound, axes=clipjax.fan_in)
     )
 
 
@@ -207,7 +207,7 @@ CLIPS = [
     ),
     clip(
         "adagc",
-        lambda b, **axes: clipjax.adagc(1.0, warmup_steps=1, max_norm=b, **axes),
+        lambda b, **axes: clipjax.adagc(1.0, warmup_steps=1, warmup_max_norm=b, **axes),
         o.of_leaves(),
         "leaf",
         warm=True,
@@ -260,12 +260,6 @@ STEPS = [
     step(
         "bounded",
         lambda b: clipjax.bounded(optax.identity(), clip=clipjax.clip_by_norm(b)),
-        o.of_leaves(),
-        "leaf",
-    ),
-    step(
-        "chain",
-        lambda b: clipjax.chain(clipjax.clip_by_norm(b), optax.identity()),
         o.of_leaves(),
         "leaf",
     ),

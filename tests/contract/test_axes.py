@@ -123,7 +123,7 @@ def test_functions_and_layers_take_axes_literally() -> None:
     def clipped(x: Any) -> Any:
         by_norm = [functional.clip_by_norm(x, 1.0, axes=axes) for axes in (0, (-1,))]
         each = functional.clip_by_norm(x, 1.0, axes=())  # each entry is a unit
-        norm = functional.unitwise_norms(x, 0)
+        norm = functional.unitwise_norms(x, axes=0)
         return [*by_norm, jax.vjp(layer, x)[1](x)[0]], each, norm
 
     wholes, each, norm = clipped(TREE["conv"]["bias"])

@@ -56,7 +56,6 @@ SAME_CODE = {
     "record_norms",
     "record_norms keep",
     "bounded",
-    "chain",
     "project",
 }
 OWN = {

@@ -182,7 +182,7 @@ def test_python_numbers_and_numpy_arrays_count() -> None:
         "int": 7,
         "matrix": np.zeros((1, 2), np.float32),
     }
-    tx = clipjax.chain(clipjax.clip_by_group_norm({"*": 1.0}))
+    tx = optax.chain(clipjax.clip_by_group_norm({"*": 1.0}))
     result, _ = tx.update(tree, tx.init(tree))
     assert result["int"] == 7
     assert all(isinstance(x, jax.Array) for x in result.values())

@@ -33,7 +33,6 @@ def test_a_traced_bound_below_0_counts_as_0() -> None:
         np.int64(3 * 10**9),
         np.int64(2**40),
         np.array(2**40),
-        np.longdouble(1e10),
     ],
 )
 def test_a_limit_that_int32_cannot_hold_clips_nothing(limit: Any) -> None:
@@ -67,23 +66,6 @@ def test_a_limit_that_int32_cannot_hold_clips_nothing(limit: Any) -> None:
         np.testing.assert_array_equal(result["w"], tree["w"])
 
 
-def test_a_callable_tree_is_a_schedule_if_it_takes_a_step() -> None:
-    """The gradients of an Equinox module are callable, too."""
-    gradients = jax.tree_util.Partial(jnp.matmul, np.ones((2, 3), np.float32))
-    for call in (
-        lambda: clipjax.clip_by_global_norm(gradients),
-        lambda: clipjax.max_norm(gradients),
-        lambda: functional.clip_by_global_norm(1.0, gradients),
-    ):
-        with pytest.raises(TypeError, match="functions that clip a tree"):
-            call()
-    grads = np.float32([3.0, 4.0])
-    for one in (1.0, jnp.ones(())):
-        tx = clipjax.clip_by_global_norm(jax.tree_util.Partial(jnp.add, one))
-        clipped = tx.update(grads, tx.init(grads))[0]
-        np.testing.assert_allclose(clipped, grads / 5, rtol=2e-6)
-
-
 LIMITS = ((-0.1, 0.3), (0.1, 0.7), (-0.7, -0.3), (0.3, 0.3000001))
 
 
@@ -109,8 +91,6 @@ def test_whole_limits_beyond_float32_are_rounded_inward() -> None:
     limits = (
         2**24 + 3,
         np.int32(2**24 + 3),
-        jnp.int32(2**24 + 3),
-        lambda _: jnp.int32(2**24 + 3),
         lambda _: 2**24 + 3,
     )
 
@@ -140,7 +120,7 @@ def test_a_schedule_may_return_an_array() -> None:
 
     np.testing.assert_allclose(projected(1), [[0.6, 3], [0.8, 4]], rtol=1e-5)
     tx = clipjax.clip_by_global_norm(lambda step: jnp.ones(2))
-    with pytest.raises(ValueError, match="max_norm must be a scalar"):
+    with pytest.raises(TypeError, match="max_norm must be a schedule"):
         tx.init(kernel)
 
 

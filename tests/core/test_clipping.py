@@ -38,7 +38,7 @@ def test_the_norm_of_a_thousand_equal_leaves_is_exact() -> None:
 def test_in_float64_a_norm_ends_just_below_its_bound() -> None:
     x = np.random.default_rng(0).standard_normal((50, 40))
     with jax.enable_x64(True):
-        once = jax.jit(lambda x: functional.clip_by_norm(x, 0.7, 0))(x)
+        once = jax.jit(lambda x: functional.clip_by_norm(x, 0.7, axes=0))(x)
         assert once.dtype == np.float64
         norms = np.longdouble(np.asarray(once))
     norms = np.sqrt((norms**2).sum(axis=0))

@@ -252,7 +252,7 @@ MEASURING = {
     "projection": clipjax.max_norm(1.0, axes=None).apply,
     "global_norm": functional.global_norm,
     "leaf_norms": functional.leaf_norms,
-    "unitwise_norms": lambda tree: functional.unitwise_norms(tree, None),
+    "unitwise_norms": lambda tree: functional.unitwise_norms(tree, axes=None),
     "clip_by_norm": lambda tree: functional.clip_by_norm(tree, 1.0),
     "clip_by_global_norm": lambda tree: functional.clip_by_global_norm(tree, 1.0),
     "probe": lambda tree: clipjax.probe(tree, clipjax.tap(probe=True)),

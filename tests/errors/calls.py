@@ -12,7 +12,7 @@ from tests.contract.members import FIRST, USERS_OWN, Row
 
 # Parameters by their rules. A bound is at least 0, unless it is one of entries.
 BOUND_NAMES = {
-    *("max_norm", "max_norms", "bound", "radius", "threshold", "clipping"),
+    *("max_norm", "max_norms", "bound", "threshold", "clipping"),
     *("relative_bound", "z_threshold", "rate", "low", "high"),
 }
 NUMBER_NAMES = {  # finite
@@ -33,7 +33,6 @@ GIVEN = {
     "tree": "x",
 }
 WHOLE = {
-    "chain": "chain(clip)",
     "bounded": "bounded(sgd, clip=clip, nonfinite='skip')",
 }
 
@@ -98,7 +97,7 @@ AT_LEAST_1 = [each for each in COUNTS if each[0] not in ("warmup_steps", "rope")
 DECAYS = [each for each in FINITE if each[0] == "decay"]
 ORDERS = [call for _, _, call in calls_with({"ord"})]
 TRANSFORMATIONS = [(k, call) for _, k, call in calls_with({"optimizer"})]
-TRANSFORMATIONS += [("clip", "bounded(adam, clip=$)"), ("links[1]", "chain(clip, $)")]
+TRANSFORMATIONS += [("clip", "bounded(adam, clip=$)")]
 IN_ORDER = [
     call_of(name, low="$", high="1.0")
     for name, signature in SIGNATURES.items()
@@ -145,12 +144,12 @@ TAKE_A_TREE += [
     "violations($, max_norm(3.0, axes=None))",
     "functional.global_norm($)",
     "functional.leaf_norms($)",
-    "functional.unitwise_norms($, None)",
+    "functional.unitwise_norms($, axes=None)",
 ]
 STATES = [
     (name, WHOLE.get(name) or call_of(name))
     for name in of_kinds("clip", "step")
-    if name not in ("chain", "bounded")  # whose states are those of others
+    if name != "bounded"  # whose states are those of others
 ]
 REMEMBER = [each for each in STATES if FIRST[each[0]].remembers]
 SKIP = [each for each in STATES if FIRST[each[0]].skips]
@@ -171,8 +170,8 @@ BY_LEAF = [
 ]
 BY_UNIT = [
     ("max_norm", "clip_by_norm($, axes=0).init(params)"),
-    ("radius", "tangent_cone($).init(params)"),
-    ("radius", "max_norm($).apply(params)"),
+    ("tangent_cone($).init(params)"),
+    ("max_norm($).apply(params)"),
     ("high", "min_max_norm(0.5, $).apply(params)"),
     ("rate", "min_max_norm(0.5, 1.0, rate=$).init(params)"),
     ("rate", "keep_norm(rate=$, axes=0).init(params)"),
@@ -185,7 +184,7 @@ ATTENTION = [
     "max_norm(3.0).apply(attention)",
     "unit_norm().init(attention)",
     "tangent_cone(3.0).init(attention)",
-    "chain(adam, min_max_norm(0.0, 3.0)).init(attention)",
+    "optax.chain(adam, min_max_norm(0.0, 3.0)).init(attention)",
     "spectral_cap(1.0).apply(attention)",
 ]
 PATTERNS = [
@@ -196,6 +195,6 @@ PATTERNS = [
     ("patterns", "optax.masked(clip, matching($)).init(params)"),
     ("axes", "max_norm(3.0, axes={$: 0}).apply(params)"),
     ("flatten", "spectral_cap(1.0, flatten={$: (0, 1)}).apply(params)"),
-    ("radius", "max_norm({$: 1.0}).apply(params)"),
+    ("max_norm({$: 1.0}).apply(params)"),
     ("low", "min_max_norm({$: 1.0}, 2.0).apply(params)"),
 ]

@@ -805,11 +805,6 @@ THEMES = {
         ),
     ],
     "logits": [  # Attention logits.
-        of_value("qk_clip(query='a/b')", "query", "'a/b'", "component"),
-        *[
-            of_value(f"qk_clip({x})", "query and key must be two components")
-            for x in ("key=''", "query='key'", "key=None")
-        ],
         of_value(
             "qk_clip(query='q').init(heads)",
             "query, key: no layer has both 'q' and 'key'",
@@ -825,7 +820,7 @@ THEMES = {
             for logits, word in (
                 ("jnp.ones((2, 2))", "does not fit"),
                 ("1.0", "does not fit"),
-                ("{'b': jnp.ones(2)}", "'b' does not name one of the attention layers"),
+                ("{'b': jnp.ones(2)}", "'b' is not the whole path"),
                 ("{}", "max_logits: {} names none of the layers: 'a'"),
             )
         ],
@@ -836,7 +831,7 @@ THEMES = {
         ),
         of_value(  # nor the root
             f"qk_clip().apply({c.KERNELS} | {{'dec': heads}}, max_logits={{'dce': x}})",
-            "'dce' does not name one of the attention layers: 'dec', ''",
+            "'dce' is not the whole path of an attention layer, which are: 'dec', ''",
         ),
         of_value(  # logits of a batch: kernels are no stack of biases
             f"qk_clip().apply({c.KERNELS}, max_logits=jnp.ones((4, 2)))", "does not fit"
@@ -860,7 +855,7 @@ THEMES = {
                 ((4, 3, 2), 3),  # too much left, or nothing
             )
         ],
-        of_value("qk_clip(query='qk', key='qk')", "query and key", "'qk'"),
+        of_value("qk_clip(query='qk', key='qk').init(heads)", "query, key", "'qk'"),
         of_value("qk_clip().init(params)", "'query'", "'key'", "kernel"),
         of_value("qk_clip().apply(heads)", "max_logits", "largest logit"),
         of_value(
@@ -982,14 +977,16 @@ THEMES = {
         of_value(
             "named('a', sgd).update(grads, state_of(named('b', sgd)))", "name", "b"
         ),
-        of_value("unless_skipped(state_of(clip), x, x)", "opt_state", "no skip"),
         of_value(
-            "unless_skipped(state_of(skip_nonfinite(sgd)), x, x[1:])",
+            "unless_skipped(state_of(clip), new=x, old=x)", "opt_state", "no skip"
+        ),
+        of_value(
+            "unless_skipped(state_of(skip_nonfinite(sgd)), new=x, old=x[1:])",
             "new and old",
             "[(3,)] and [(2,)]",
         ),
         of_value(
-            "unless_skipped(state_of(skip_nonfinite(sgd)), x, {})",
+            "unless_skipped(state_of(skip_nonfinite(sgd)), new=x, old={})",
             "new and old",
             "structure",
         ),

@@ -143,7 +143,7 @@ def test_parameters_may_have_other_dtypes_than_their_gradients() -> None:
     """The metrics are of stacks of norms and of gammas, which are in one order."""
     with jax.enable_x64(True):
         kinds = {"a": np.float32, "b": np.float64, "c": np.float32}
-        tx = clipjax.adagc(1.04, warmup_steps=1, max_norm=math.inf)
+        tx = clipjax.adagc(1.04, warmup_steps=1, warmup_max_norm=math.inf)
         state = tx.init({key: np.ones(2, kind) for key, kind in kinds.items()})
         update = jax.jit(tx.update)
         for norm in (100.0, 1000.0):

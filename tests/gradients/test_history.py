@@ -29,8 +29,10 @@ RULES: dict[str, Any] = {
     "zclip-mean": clipjax.zclip(warmup_steps=4, mode="mean"),
     "zclip-percentile": clipjax.zclip(warmup_steps=4, mode="percentile"),
     "clip_by_lognormal": clipjax.clip_by_lognormal(0.5),
-    "adagc": clipjax.adagc(warmup_steps=4, max_norm=math.inf),
-    "adagc-axes": clipjax.adagc(axes=fan_in_or_all, warmup_steps=4, max_norm=math.inf),
+    "adagc": clipjax.adagc(warmup_steps=4, warmup_max_norm=math.inf),
+    "adagc-axes": clipjax.adagc(
+        axes=fan_in_or_all, warmup_steps=4, warmup_max_norm=math.inf
+    ),
 }
 
 
@@ -146,7 +148,7 @@ def test_max_norm_may_be_a_schedule_and_relative_bound_too() -> None:
     rules = {
         "zclip": clipjax.zclip(max_norm=falling),
         "clip_by_lognormal": clipjax.clip_by_lognormal(max_norm=falling),
-        "adagc": clipjax.adagc(max_norm=falling),
+        "adagc": clipjax.adagc(warmup_max_norm=falling),
         "relative": clipjax.adagc(
             lambda step: jnp.where(step < 6, 1.0, 0.5), warmup_steps=0, decay=0
         ),
@@ -223,7 +225,7 @@ def test_hyperparameters_can_be_injected() -> None:
             max_norm=optax.linear_schedule(8.0, 0.0, 4)
         ),
         "clip_by_quantile": inject(clipjax.clip_by_quantile)(initial_max_norm=2.0),
-        "adagc": inject(clipjax.adagc)(warmup_steps=1, max_norm=math.inf),
+        "adagc": inject(clipjax.adagc)(warmup_steps=1, warmup_max_norm=math.inf),
     }
     states = {name: tx.init(PARAMS) for name, tx in rules.items()}
     states["zclip"].hyperparams["z_threshold"] = jnp.zeros(())

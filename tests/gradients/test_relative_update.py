@@ -76,7 +76,7 @@ def test_what_is_not_finite_spreads_in_its_unit(value: float) -> None:
 def test_adamh_is_the_formula() -> None:
     """W <- R normalize(W - rate R normalize(u)), with Adam's direction u."""
     weights, rate = draw(0.0), 0.02
-    tx = clipjax.chain(
+    tx = optax.chain(
         optax.scale_by_adam(0.9, 0.99, eps=0.0),
         clipjax.relative_update(axes=AXES),
         optax.scale_by_learning_rate(rate),

@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import clipjax
+from clipjax.gradients.skipping import SkipTransformation
 
 INNER = optax.chain(
     clipjax.zclip(warmup_steps=2), optax.adam(lambda step: 0.1 / (1 + step))
@@ -134,7 +135,7 @@ def test_spikes_of_norms_and_losses_are_those_of_the_formula() -> None:
     norms = np.exp(rng.normal(scale=0.2, size=24)).tolist()
     losses = np.exp(rng.normal(scale=0.05, size=24)).tolist()
     norms[12], norms[13], losses[17] = 30.0, 40.0, 5.0
-    tx = clipjax.skip_spikes(optax.sgd(1.0), 7.0, window=8, warmup_steps=6)
+    tx = clipjax.skip_spikes(optax.sgd(1.0), z_threshold=7.0, window=8, warmup_steps=6)
     update, state = jax.jit(tx.update), tx.init(np.zeros(2))
     found: list[Any] = []
     for norm, loss in zip(norms, losses, strict=True):
@@ -377,3 +378,37 @@ def test_steps_without_a_loss_say_nothing_about_losses() -> None:
     for loss in np.float32([1.0, 0.9, 1.1]):
         _, state = update_spikes(ones, state, loss=loss)
     assert read(state, "skipped") == [0]
+
+
+@pytest.mark.parametrize("skip", [clipjax.skip_nonfinite, clipjax.skip_spikes])
+def test_a_skip_is_a_kind_of_its_own_that_optax_takes(skip: Any) -> None:
+    tx = skip(optax.sgd(0.1))
+    assert isinstance(tx, SkipTransformation)
+    assert isinstance(tx, optax.GradientTransformationExtraArgs)
+    init, update = tx
+    assert (init, update) == (tx.init, tx.update)
+    with pytest.raises(TypeError, match=r"write skip_\w+\(optax.chain\(clip, opti"):
+        skip(clipjax.clip_by_norm(1.0), optax.adam(1e-3))
+
+
+@pytest.mark.parametrize("skip", [clipjax.skip_nonfinite, clipjax.skip_spikes])
+def test_check_updates_skips_what_the_optimizer_breaks(skip: Any) -> None:
+    """Where the gradient is finite; a gradient that is not counts for itself alone."""
+
+    def divided(updates: Any, state: Any, params: Any = None) -> Any:
+        return jax.tree.map(lambda x: x / (x - 2), updates), state + 1
+
+    inner = optax.GradientTransformation(lambda params: jnp.zeros(()), divided)
+    counters = "skipped", "update_nonfinite_count", "nonfinite_count"
+    steps = np.float32([[1, 1], [1, 2], [1, np.nan], [3, 1]])
+    seen = {}
+    for checked in (False, True):
+        tx = skip(inner, check_updates=checked)
+        update, state, done = jax.jit(tx.update), tx.init(steps[0]), []
+        for grads in steps:
+            updates, state = update(grads, state)
+            done.append((np.isfinite(updates).all(), np.any(updates)))
+        seen[checked] = done, read(state, *counters), int(state.memory.inner)
+    fine, zero, broken = (True, True), (True, False), (False, True)
+    assert seen[True] == ([fine, zero, zero, fine], [2, 1, 1], 2)
+    assert seen[False] == ([fine, broken, zero, fine], [1, 0, 1], 3)

@@ -264,14 +264,3 @@ def test_the_derivative_at_zeros() -> None:
 
     np.testing.assert_array_equal(slopes(clipjax.clip_by_global_norm), 1)
     np.testing.assert_array_equal(slopes(optax.clip_by_global_norm), NAN)
-
-
-def test_a_projection_that_is_not_last_is_an_error() -> None:
-    """Optax takes the chain, and the weights leave the set."""
-    links = optax.keep_params_nonnegative(), optax.sgd(1.0)
-    w = jnp.array([1.0])
-    assert (
-        optax.apply_updates(w, clipped(optax.chain(*links), jnp.array([5.0]), w))[0] < 0
-    )
-    with pytest.raises(ValueError, match="must come after"):
-        clipjax.chain(clipjax.non_negative(), optax.sgd(1.0))

@@ -133,7 +133,7 @@ def test_a_thousand_steps_keep_norms(dtype: Any, error: float) -> None:
     """
     rng = np.random.default_rng(0)
     axes = {"whole": None, "stack": (1, 2)}
-    tx = clipjax.chain(
+    tx = optax.chain(
         clipjax.relative_update(axes=axes),
         optax.scale(0.01),
         clipjax.keep_norm(axes=axes),

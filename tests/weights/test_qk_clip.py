@@ -16,7 +16,7 @@ from clipjax.weights.qk_clip import qk_clip
 
 HEADS, DIM, WIDTH = 4, 8, 16
 TOKENS = np.random.default_rng(0).normal(size=(10, WIDTH))
-KEY_HEADS = pytest.mark.parametrize("key_heads", [HEADS, 2, 1, None])
+KEY_HEADS = pytest.mark.parametrize("key_heads", [HEADS, 2, 1])
 
 clip_to = jax.jit(
     lambda threshold, params, logits: qk_clip(threshold).apply(
@@ -25,10 +25,8 @@ clip_to = jax.jit(
 )
 
 
-def layer(
-    key_heads: int | None, seed: int = 0, dtype: Any = np.float32
-) -> dict[str, Any]:
-    """Draw the weights of a layer; None is a key with one head and no axis for it."""
+def layer(key_heads: int, seed: int = 0, dtype: Any = np.float32) -> dict[str, Any]:
+    """Draw the weights of a layer."""
     rng = np.random.default_rng(seed)
 
     def side(*heads: int) -> dict[str, Any]:
@@ -37,11 +35,7 @@ def layer(
             "bias": rng.normal(size=(*heads, DIM)),
         }
 
-    sides = {
-        "query": side(HEADS),
-        "key": side() if key_heads is None else side(key_heads),
-        "value": side(HEADS),
-    }
+    sides = {"query": side(HEADS), "key": side(key_heads), "value": side(HEADS)}
     return jax.tree.map(lambda x: x.astype(dtype), sides)
 
 
@@ -52,13 +46,12 @@ def largest(params: Any) -> np.ndarray:
         np.tensordot(TOKENS, one[side]["kernel"], 1) + one[side]["bias"]
         for side in ("query", "key")
     )
-    k = k[:, None] if k.ndim == 2 else k
     k = np.repeat(k, HEADS // k.shape[1], axis=1)
     return np.einsum("thd,shd->hts", q, k).max(axis=(1, 2)) / math.sqrt(DIM)
 
 
 @KEY_HEADS
-def test_every_head_ends_at_or_below_the_threshold(key_heads: int | None) -> None:
+def test_every_head_ends_at_or_below_the_threshold(key_heads: int) -> None:
     for seed in range(3):
         params = layer(key_heads, seed)
         before = largest(params)
@@ -120,7 +113,7 @@ def test_stacks_of_layers() -> None:
 
 
 def test_layers_by_path() -> None:
-    """Paths as Flax sows logits: below the layer's path, in tuples, several a layer."""
+    """Nested or not; and as Flax sows: in tuples below the layer, one for each call."""
     one = layer(HEADS)
     params = {
         "block_0": {"attention": one},
@@ -138,6 +131,9 @@ def test_layers_by_path() -> None:
         jax.tree.map(
             np.testing.assert_array_equal, clipped["block_0"]["attention"], one
         )
+    for part in ("attention", "block_1", "ock_1/attention", "block_1/attention_2"):
+        with pytest.raises(ValueError, match=f"max_logits: '{part}' is not the whole"):
+            qk_clip().apply(params, max_logits={part: high})
 
 
 def test_logits_that_clip_nothing() -> None:
@@ -156,14 +152,12 @@ def test_logits_that_clip_nothing() -> None:
 
 
 def test_extreme_thresholds() -> None:
-    for threshold in (0.0, -1.0, 1e-30):
-        clipped = clip_to(
-            threshold, layer(2), np.array([3e38, 1.0, 0.0, -1.0], np.float32)
-        )
+    logits = np.array([3e38, 1.0, 0.0, -1.0], np.float32)
+    for threshold in (0.0, 1e-30):
+        clipped = clip_to(threshold, layer(2), logits)
         assert all(np.isfinite(x).all() for x in jax.tree.leaves(clipped))
-        assert np.abs(clipped["key"]["kernel"][:, 0]).max() <= (
-            1e-33 if threshold > 0 else 0
-        )
+        largest = np.abs(clipped["key"]["kernel"][:, 0]).max()
+        assert largest <= (1e-33 if threshold > 0 else 0)
 
 
 def test_as_the_last_link_of_a_chain() -> None:

@@ -13,7 +13,7 @@ PARAMS, GRADS = {"w": np.ones_like(W)}, {"w": W}
 SGD = optax.inject_hyperparams(optax.sgd)(learning_rate=1.0)
 CLIP, PROJECTION = clipjax.clip_by_global_norm(1.0), clipjax.max_norm(1e3)
 WRAPPERS: dict[str, Any] = {
-    "chain": clipjax.chain(CLIP, SGD, PROJECTION),
+    "chain": optax.chain(CLIP, SGD, PROJECTION),
     "bounded": clipjax.bounded(SGD, clip=CLIP),
     "zero": clipjax.bounded(SGD, clip=CLIP, project=PROJECTION, nonfinite="zero"),
     "skip": clipjax.bounded(SGD, clip=CLIP, nonfinite="skip"),

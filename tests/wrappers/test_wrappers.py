@@ -74,7 +74,7 @@ def test_optimizers_that_wrap_others_train() -> None:
 
     half = optax.chain(clipjax.clip_by_global_norm(0.5), optax.sgd(0.2))
     assert trained(schedule_free(half, 0.2, b1=0.5)) < 0.3
-    assert trained(clipjax.chain(clipjax.clip_by_global_norm(0.5), muon(0.05))) < 0.3
+    assert trained(optax.chain(clipjax.clip_by_global_norm(0.5), muon(0.05))) < 0.3
     fast = optax.LookaheadParams.init_synced(PARAMS)
     tx = optax.lookahead(half, sync_period=3, slow_step_size=0.5)
     state, grads = tx.init(fast), GRADS
@@ -203,7 +203,7 @@ def test_nnx_optimizers_train_and_show_metrics(modes: Any) -> None:
 def test_equinox_and_haiku_parameters() -> None:
     eqx, hk = pytest.importorskip("equinox"), pytest.importorskip("haiku")
     model = eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(0))
-    tx = clipjax.chain(CLIP, optax.sgd(1.0), clipjax.max_norm(0.5, axes=1))
+    tx = optax.chain(CLIP, optax.sgd(1.0), clipjax.max_norm(0.5, axes=1))
     state = tx.init(eqx.filter(model, eqx.is_inexact_array))
 
     @eqx.filter_jit

@@ -1,1 +1,0 @@
-"""Old optimizer states in new chains."""

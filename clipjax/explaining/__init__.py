@@ -1,0 +1,1 @@
+"""Which operation, in which line, made a result NaN or infinite."""

@@ -1,0 +1,78 @@
+"""What of JAX is public in name only: read here, and nowhere else.
+
+Tried with JAX 0.10 and 0.12. `jax.extend.core` and the names of parameters of
+primitives may change with any minor version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+Jaxpr = core.Jaxpr
+Equation = core.JaxprEqn
+
+
+class Frame(NamedTuple):
+    """A line of code that was run."""
+
+    file: str
+    line: int
+    function: str
+
+
+def closed(jaxpr: Any) -> Any:
+    """Return a jaxpr with its constants."""
+    is_closed = isinstance(jaxpr, core.ClosedJaxpr)
+    return jaxpr if is_closed else core.ClosedJaxpr(jaxpr, ())
+
+
+def is_literal(variable: Any) -> bool:
+    """Whether an operand is a number in the program's text."""
+    return isinstance(variable, core.Literal)
+
+
+def is_inexact(aval: Any) -> bool:
+    """Whether an array's elements may be NaN: a reference is no array."""
+    has_dtype = hasattr(aval, "dtype") and hasattr(aval, "shape")
+    is_reference = type(aval).__name__ == "AbstractRef"
+    return has_dtype and not is_reference and jnp.issubdtype(aval.dtype, jnp.inexact)
+
+
+def bind(eqn: Equation, operands: Sequence[Any]) -> list[Any]:
+    """Run an equation on other operands."""
+    functions, params = (), eqn.primitive.get_bind_params(eqn.params)
+    if isinstance(params, tuple):
+        functions, params = params
+    with eqn.ctx.manager:  # the mesh, and the precision, of its call
+        outs = eqn.primitive.bind(*functions, *operands, **params)
+    return list(outs) if eqn.primitive.multiple_results else [outs]
+
+
+def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
+    """Return how many operands of a scan are constants, and how many are carried."""
+    if "num_consts" in params:  # before JAX 0.11
+        return params["num_consts"], params["num_carry"]
+    constants, carry, _ = params["ft_in"].unpack()
+    return len(constants), len(carry)
+
+
+def scopes(eqn: Equation) -> str:
+    """Return the transformations and named scopes around an equation."""
+    return str(eqn.source_info.name_stack)
+
+
+def frames(eqn: Equation) -> Iterator[Frame]:
+    """Return the lines that made an equation, innermost first."""
+    traceback = eqn.source_info.traceback
+    for each in traceback.frames if traceback else ():
+        yield Frame(each.file_name, each.line_num, each.function_name)
+
+
+def is_traced(x: Any) -> bool:
+    """Whether `x` stands for an array under a transformation."""
+    return isinstance(x, jax.core.Tracer)

@@ -1,0 +1,79 @@
+"""What is known of primitives; of any other, each output depends on each input."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from clipjax.explaining.internals import Equation, closed, is_inexact
+
+# The outputs are the inputs, in another form.
+SAME = frozenset(
+    ["reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "copy", "copy_p", "rev", "name", "sharding_constraint", "optimization_barrier", "mesh_cast", "pvary", "pcast", "stop_gradient"]
+)
+# An output is a part of an input, or the input rounded, and is called as the input is.
+PARTS = frozenset(["convert_element_type", "reduce_precision", "slice", "dynamic_slice"])
+# An element of the output depends on the elements of the inputs at its place.
+BY_PLACE = frozenset(
+    ["add", "sub", "mul", "div", "max", "min", "pow", "add_any", "atan2", "rem", "nextafter", "select_n", "clamp"]
+)
+# An infinity goes through unchanged, from one place to another.
+MOVES = SAME | PARTS
+MOVES |= frozenset(
+    ["select_n", "max", "min", "clamp", "concatenate", "pad", "gather", "scatter", "dynamic_update_slice", "sort", "select_and_gather_add", "reduce_max", "reduce_min", "cummax", "cummin", "top_k", "copy_start", "squeeze", "split"]
+)
+# Whatever is given as infinity to one of these is infinite, or NaN, afterwards.
+MULTIPLY = frozenset(["mul", "dot_general", "conv_general_dilated", "ragged_dot_general"])
+# Where the operand is at an end of the domain, values or slopes are not finite.
+HAS_ENDS = frozenset(
+    ["log", "log1p", "sqrt", "rsqrt", "cbrt", "acos", "acosh", "asin", "atanh", "pow", "lgamma", "digamma", "div", "integer_pow", "erf_inv"]
+)
+# They may have a jaxpr, which is no call that could be followed.
+WHOLE = frozenset(
+    ["shard_map", "pallas_call", "custom_linear_solve", "reduce", "reduce_window", "run_state", "core_map", "pmap"]
+)
+CALLEES = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
+
+
+def callee(eqn: Equation) -> Any:
+    """Return the jaxpr that an equation calls once, or None."""
+    if eqn.primitive.name in WHOLE:
+        return None
+    found = (eqn.params.get(key) for key in CALLEES)
+    return next((closed(jaxpr) for jaxpr in found if hasattr(jaxpr, "eqns")), None)
+
+
+def is_remat(eqn: Equation) -> bool:
+    """Whether an equation is computed again in the backward pass, to save memory."""
+    return eqn.primitive.name.startswith(("remat", "checkpoint"))
+
+
+def is_silent(eqn: Equation) -> bool:
+    """Whether an equation only prints, or calls the host without a result."""
+    name = eqn.primitive.name
+    return not eqn.outvars and ("callback" in name or name == "debug_print")
+
+
+def inexact_outputs(eqn: Equation) -> list[int]:
+    """Return the places of the outputs that may be NaN."""
+    return [k for k, v in enumerate(eqn.outvars) if is_inexact(v.aval)]
+
+
+def is_by_place(eqn: Equation) -> bool:
+    """Whether it is recorded which inputs are bad where the output is bad."""
+    operands = len(eqn.invars)  # one bit each of a float32
+    return eqn.primitive.name in BY_PLACE and 1 < operands < 20
+
+
+def has_least(eqn: Equation) -> bool:
+    """Whether the least element of the last operand is recorded."""
+    name = eqn.primitive.name
+    return name in HAS_ENDS and is_inexact(eqn.invars[_place(name)].aval)
+
+
+def judged_operand(eqn: Equation) -> int:
+    """Return the place of the operand that has ends: of `pow`, the base."""
+    return _place(eqn.primitive.name)
+
+
+def _place(name: str) -> int:
+    return 1 if name == "div" else 0

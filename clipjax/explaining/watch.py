@@ -1,0 +1,218 @@
+"""A program that does what another one does, and writes down how large things are.
+
+It runs under `jit`, since the compiler decides what is finite: it fuses and rounds.
+Each equation writes some numbers, in the order of the equations; those of a scan stand
+in rows, one for each iteration. :mod:`clipjax.explaining.walk` reads them in the same
+order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from clipjax.explaining.internals import (
+    Equation,
+    bind,
+    closed,
+    is_inexact,
+    is_literal,
+    scan_counts,
+)
+from clipjax.explaining.primitives import (
+    SAME,
+    callee,
+    has_least,
+    inexact_outputs,
+    is_by_place,
+    is_remat,
+    is_silent,
+    judged_operand,
+)
+
+# How many iterations of a while loop are written down in the first run.
+ROOM = 64
+
+
+def magnitude(x: jax.Array) -> jax.Array:
+    """Return the largest |x|, where NaN is larger than infinity.
+
+    It is a maximum of the bits: XLA on a CPU loses NaN in a maximum of floats.
+    """
+    if jnp.iscomplexobj(x):
+        x = jnp.stack([x.real, x.imag])
+    x = jnp.abs(x)
+    if x.dtype == jnp.float64:  # a finite one is to stay finite in float32
+        most = float(jnp.finfo(jnp.float32).max)
+        x = jnp.where(jnp.isfinite(x), jnp.minimum(x, most), x)
+    bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+    return lax.bitcast_convert_type(jnp.max(bits, initial=0), jnp.float32)
+
+
+def _least(eqn: Equation, x: jax.Array) -> jax.Array:
+    """Return the least element; of a divisor and of complex numbers, the least |x|."""
+    is_real = not jnp.iscomplexobj(x)
+    x = x if is_real and eqn.primitive.name != "div" else jnp.abs(x)
+    x = jnp.where(jnp.isnan(x), jnp.inf, x.astype(jnp.float32))
+    return jnp.min(x, initial=jnp.inf)
+
+
+def _met(eqn: Equation, operands: Sequence[Any], out: jax.Array) -> jax.Array:
+    """Return which operands are bad where the output is: operand k is bit k + 1.
+
+    Bit 0 says whether NaN arose where the first operand is -inf.
+    """
+    is_bad, name = ~jnp.isfinite(out), eqn.primitive.name
+    bits = jnp.zeros(out.shape, jnp.int32)
+    for place, (variable, x) in enumerate(zip(eqn.invars, operands, strict=True)):
+        if is_inexact(variable.aval):
+            meets = is_bad & ~jnp.isfinite(x)
+            if name == "select_n":
+                meets &= operands[0] == place - 1
+            bits |= jnp.where(meets, 2 << place, 0)
+    if name in ("add", "sub") and not jnp.iscomplexobj(out):
+        bits |= (jnp.isnan(out) & (operands[0] == -jnp.inf)).astype(jnp.int32)
+    axes = tuple(range(out.ndim))
+    return lax.reduce(bits, jnp.int32(0), lax.bitwise_or, axes).astype(jnp.float32)
+
+
+def _row(numbers: Sequence[jax.Array]) -> jax.Array:
+    """Return one vector of all numbers."""
+    return jnp.concatenate([jnp.zeros(0), *(jnp.ravel(x) for x in numbers)])
+
+
+class Watch:
+    """Runs jaxprs, and writes numbers.
+
+    `room` has the iterations of while loops that are to be written down; `widths` gets
+    the length of the rows of each loop. The keys of both are equations by identity.
+    """
+
+    def __init__(self, room: dict[int, int]) -> None:
+        self.room = room
+        self.widths: dict[int, int] = {}
+
+    def run(
+        self, jaxpr: Any, constants: Sequence[Any], arguments: Sequence[Any]
+    ) -> tuple[list[Any], jax.Array]:
+        """Return the results of a jaxpr, and its numbers."""
+        values = dict(zip(jaxpr.constvars, constants, strict=True))
+        values |= dict(zip(jaxpr.invars, arguments, strict=True))
+        numbers: list[jax.Array] = []
+
+        def read(variable: Any) -> Any:
+            if is_literal(variable):
+                return jnp.asarray(variable.val, variable.aval.dtype)
+            return values[variable]
+
+        for eqn in jaxpr.eqns:
+            outs = self._step(eqn, [read(v) for v in eqn.invars], numbers)
+            values.update(zip(eqn.outvars, outs, strict=True))
+        return [read(v) for v in jaxpr.outvars], _row(numbers)
+
+    def _step(
+        self, eqn: Equation, operands: list[Any], numbers: list[jax.Array]
+    ) -> list[Any]:
+        name = eqn.primitive.name
+        if name == "scan":
+            return self._scan(eqn, operands, numbers)
+        if name == "while":
+            return self._while(eqn, operands, numbers)
+        if name == "cond":
+            return self._cond(eqn, operands, numbers)
+        if is_silent(eqn):
+            return []
+        called = callee(eqn)
+        if called is not None:
+            if is_remat(eqn) and operands:  # or XLA would keep what it computes again
+                operands = lax.optimization_barrier(operands)
+            outs, row = self.run(called.jaxpr, called.consts, operands)
+            numbers.append(row)
+            return outs
+        outs = bind(eqn, operands)
+        if name not in SAME:
+            places = inexact_outputs(eqn)
+            numbers += [magnitude(outs[k]) for k in places]
+            if places and is_by_place(eqn):
+                numbers.append(_met(eqn, operands, outs[0]))
+            if places and has_least(eqn):
+                numbers.append(_least(eqn, operands[judged_operand(eqn)]))
+        return outs
+
+    def _scan(
+        self, eqn: Equation, operands: list[Any], numbers: list[jax.Array]
+    ) -> list[Any]:
+        params, body = eqn.params, closed(eqn.params["jaxpr"])
+        first, carried = scan_counts(params)
+        constants, rest = operands[:first], operands[first:]
+
+        def step(carry: list[Any], xs: list[Any]) -> Any:
+            outs, row = self.run(body.jaxpr, body.consts, [*constants, *carry, *xs])
+            sizes = [magnitude(x) for x in xs if is_inexact(x.aval)]
+            return outs[:carried], (outs[carried:], _row([*sizes, row]))
+
+        carry, (ys, rows) = lax.scan(
+            step,
+            rest[:carried],
+            rest[carried:],
+            length=params["length"],
+            reverse=params["reverse"],
+            unroll=params["unroll"],
+        )
+        self.widths[id(eqn)] = rows.shape[1]
+        numbers.append(rows)
+        return [*carry, *ys]
+
+    def _while(
+        self, eqn: Equation, operands: list[Any], numbers: list[jax.Array]
+    ) -> list[Any]:
+        params, room = eqn.params, self.room.get(id(eqn), ROOM)
+        of_test, of_body = params["cond_nconsts"], params["body_nconsts"]
+        tests, rest = operands[:of_test], operands[of_test:]
+        constants, carry = rest[:of_body], rest[of_body:]
+        test, body = params["cond_jaxpr"], params["body_jaxpr"]
+
+        def goes_on(state: Any) -> Any:
+            return self.run(test.jaxpr, test.consts, [*tests, *state[1]])[0][0]
+
+        def step(state: Any) -> Any:
+            count, carry, rows = state
+            outs, row = self.run(body.jaxpr, body.consts, [*constants, *carry])
+            rows = lax.dynamic_update_index_in_dim(rows, row, count, 0)
+            return count + 1, outs, rows
+
+        run = lambda carry: self.run(body.jaxpr, body.consts, [*constants, *carry])  # noqa: E731
+        width = jax.eval_shape(run, carry)[1].shape[0]
+        state = jnp.int32(0), carry, jnp.zeros((room, width))
+        count, carry, rows = lax.while_loop(goes_on, step, state)
+        self.widths[id(eqn)] = width
+        numbers += [count.astype(jnp.float32), rows]
+        return list(carry)
+
+    def _cond(
+        self, eqn: Equation, operands: list[Any], numbers: list[jax.Array]
+    ) -> list[Any]:
+        branches, given = eqn.params["branches"], operands[1:]
+        index = jnp.clip(operands[0].astype(jnp.int32), 0, len(branches) - 1)
+
+        def run(branch: Any) -> Any:
+            return lambda *given: self.run(branch.jaxpr, branch.consts, given)
+
+        rows = [jax.eval_shape(run(each), *given)[1] for each in branches]
+        width = max(row.shape[0] for row in rows)
+
+        def padded(branch: Any) -> Any:
+            def call(*given: Any) -> Any:
+                outs, row = run(branch)(*given)
+                return outs, jnp.pad(row, (0, width - row.shape[0]))
+
+            return call
+
+        outs, row = lax.switch(index, [padded(each) for each in branches], *given)
+        self.widths[id(eqn)] = width
+        numbers += [index.astype(jnp.float32), row]
+        return outs
