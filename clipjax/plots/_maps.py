@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -67,7 +67,7 @@ def heat_map(
     names = groups_of(columns, only)
     kind = kind_in([*names.values()])
     labels = [name.removeprefix(f"{kind}/") for name in names.values()]
-    norms = np.stack([_held(columns.values[key], columns.saw(key)) for key in names])
+    norms = np.stack([_held(columns.values, key) for key in names])
     ax = draw.new_axes(ax, height=1.4 + 0.3 * max(4, len(labels)))
     _cells(ax, norms, labels, f"norm of {kind}" if kind else "norm")
     places = [_place_of(columns, step) for step in bad]
@@ -85,10 +85,11 @@ def heat_map(
     return ax
 
 
-def _held(norms: np.ndarray, saw: np.ndarray) -> np.ndarray:
-    """Return norms with those of steps that were not seen from the step before."""
-    last = np.where(saw, np.arange(norms.size), 0)
-    return norms[np.maximum.accumulate(last)]
+def _held(values: Mapping[str, np.ndarray], key: str) -> np.ndarray:
+    """Return a norm, at steps that were not seen that of the step before."""
+    saw = runs.steps_taken(values, key)
+    last = np.where(saw, np.arange(saw.size), 0)
+    return values[key][np.maximum.accumulate(last)]
 
 
 def bad_steps(opt_state: Tree, *, ax: Any = None) -> Any:
@@ -155,14 +156,16 @@ def bad_steps(opt_state: Tree, *, ax: Any = None) -> Any:
         if _is_named(group, step)
     ]
     _draw_rings(ax, rings)
-    texts = [
-        f"{x.step}: loss {x.loss:.2g}"
-        if x.is_of_loss
-        else f"{x.step}: norm {x.norm:.2g}"
-        for x in steps
-    ]
+    texts = [_short(step) for step in steps]
     ax.set_xticks(range(len(steps)), texts, rotation=90)
     return ax
+
+
+def _short(step: BadStep) -> str:
+    """Return which step was bad, and how many bad steps came directly after it."""
+    value = f"loss {step.loss:.2g}" if step.is_of_loss else f"norm {step.norm:.2g}"
+    more = f", {step.followed_by} more" if step.followed_by else ""
+    return f"{step.step}: {value}{more}"
 
 
 # Thinner columns would not be seen beside others.
