@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from clipjax.explaining.causes import Cause, Input, in_words
-from clipjax.explaining.internals import Equation, is_inexact
+from clipjax.explaining.internals import is_inexact
 from clipjax.explaining.lines import Passes, line_of
 from clipjax.explaining.primitives import MULTIPLY, has_least, judged_operand
-from clipjax.explaining.walk import CONSTANT, Event, Value, ancestors
+from clipjax.explaining.walk import CONSTANT, Event, ancestors
 
 
 def first_causes(
@@ -39,7 +38,10 @@ def first_causes(
         return not reaches_nan, bool(event.given) and event.kind == "inf", event.order
 
     kept: dict[Any, Cause] = {}
-    for event in sorted(_accused(events), key=rank):
+    accused = {
+        id(event): event for last in results.values() for event in _accused(last)
+    }
+    for event in sorted(accused.values(), key=rank):
         cause = cause_of(event, passes, arguments)
         key = cause.file, cause.line, cause.operation, cause.began_in, cause.given
         if key in kept:
@@ -57,27 +59,21 @@ def _roots(event: Event) -> list[Event]:
     return [each for each in ancestors(event) if not each.parents]
 
 
-def _accused(events: Sequence[Event]) -> list[Event]:
-    """Return the events that are causes.
+def _accused(last: Event | None) -> list[Event]:
+    """Return the events that are causes of one result.
 
     An infinity that was given, as a mask, is one only where something multiplies by it,
-    or where nothing else is: otherwise what made NaN of it is the cause.
+    or where nothing else is: otherwise what made NaN of it is the cause. One that was
+    only moved to the result is none.
     """
+    events = sorted(ancestors(last), key=lambda event: event.order) if last else []
     roots = [event for event in events if not event.parents]
     causes = [event for event in roots if not _is_mild(event)]
-    of_mild = [
-        event
-        for event in events
-        if event.eqn is not None and event.parents and all(map(_is_mild, _roots(event)))
-    ]
-    first = [
-        event
-        for event in of_mild
-        if not any(each in of_mild for each in ancestors(event) if each is not event)
-    ]
-    if causes or first:
-        return [*causes, *first]
-    return [event for event in roots if event.used or event.kind == "nan"]
+    for event in events:
+        is_of_mild = event.eqn and event.parents and all(map(_is_mild, _roots(event)))
+        if is_of_mild and not any(each in causes for each in ancestors(event)):
+            causes.append(event)
+    return causes or [event for event in roots if event.used or event.kind == "nan"]
 
 
 def _is_mild(event: Event) -> bool:
@@ -91,9 +87,10 @@ def _is_mild(event: Event) -> bool:
 def cause_of(event: Event, passes: Passes, arguments: Mapping[str, Any]) -> Cause:
     """Return the cause that tells an event."""
     if event.given:
+        met_by = event.used or event.met_by
         what = _elements(arguments.get(event.given), event.kind)
         cause = Cause(event.kind, given=event.given, what=what)
-        return cause._replace(**line_of(event.used)._asdict()) if event.used else cause
+        return cause._replace(**line_of(met_by)._asdict()) if met_by else cause
     eqn = event.eqn
     began_in = passes.of(event)
     slope_of = passes.slope_of(event) if began_in == "backward" else ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,11 +16,8 @@ from clipjax.explaining.accused import first_causes, large_argument, large_opera
 from clipjax.explaining.causes import Cause
 from clipjax.explaining.internals import is_inexact, is_traced
 from clipjax.explaining.lines import Passes, decides
-from clipjax.explaining.walk import Event, Tape, Value, Walk, given, joined
+from clipjax.explaining.walk import TOLD, Event, Tape, Value, Walk, given, joined
 from clipjax.explaining.watch import Watch, magnitude
-
-# What is told of `usual` is this many times as large, or more.
-_TOLD = 3.0
 
 
 def explain(
@@ -218,11 +214,10 @@ def _larger(
     causes = [
         large_argument(name, times, *pair)
         for name, times, pair in zip(call.names, growths, pairs, strict=True)
-        if times >= _TOLD
+        if times > TOLD
     ]
-    grown = [each for each in walk.grown if each[0] >= _TOLD]
-    grown.sort(key=lambda each: -each[0])
-    return [
-        *causes,
-        *(large_operation(event, times, passes) for times, event in grown[:3]),
-    ]
+    lines: dict[Any, Cause] = {}
+    for times, event in sorted(walk.grown, key=lambda each: -each[0]):
+        cause = large_operation(event, times, passes)
+        lines.setdefault((cause.file, cause.line, cause.began_in), cause)
+    return [*causes, *list(lines.values())[:3]]

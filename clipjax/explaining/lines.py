@@ -153,6 +153,8 @@ class Passes:
     def of(self, event: Event) -> str:
         """Return "forward", "backward", or "update" for what uses gradients."""
         names = [scopes(eqn) for eqn in _outwards(event)]
+        if line_of(event).library.startswith(("optax ", "clipjax ")):
+            return "update"
         if _any("rematted_computation", names):
             name = event.eqn.primitive.name if event.eqn else ""
             sites = self._sites.get(_site(event.eqn), []) if event.eqn else []
@@ -169,17 +171,17 @@ class Passes:
         return _any("rematted_computation", [scopes(eqn) for eqn in _outwards(event)])
 
     def slope_of(self, event: Event) -> str:
-        """Return the operation whose slope an operation of the backward pass is."""
+        """Return the operation whose slope an operation of the backward pass is.
+
+        It has an operand in common with it, or stands on the same line.
+        """
         eqn = event.eqn
-        if eqn is None:
+        is_transposed = _any("transpose(", [scopes(each) for each in _outwards(event)])
+        if is_transposed and eqn.primitive.name != "div":
             return ""
-        near = [
-            each.primitive.name
-            for each in event.jaxpr.eqns
-            if id(each) in self._primal and _share(each, eqn)
-        ]
-        same_line = self._sites.get(_site(eqn), [])
-        for names in (near, same_line):
+        others = [each for each in event.jaxpr.eqns if each is not eqn]
+        near = [each.primitive.name for each in others if _share(each, eqn)]
+        for names in (near, self._sites.get(_site(eqn), [])):
             found = list(dict.fromkeys(name for name in names if name in HAS_ENDS))
             if found:
                 return " or ".join(found)
