@@ -46,7 +46,7 @@ def first_causes(
         key = cause.file, cause.line, cause.operation, cause.began_in, cause.given
         if key in kept:
             again = passes.is_again(event)
-            kept[key] = kept[key]._replace(count=kept[key].count + (not again))
+            kept[key] = kept[key]._replace(again=kept[key].again + (not again))
             continue
         later = to_nan.get(id(event))
         if later is not None:

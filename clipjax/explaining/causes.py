@@ -54,7 +54,7 @@ class Cause(NamedTuple):
     became_nan: Cause | None = None  # where the infinity became NaN
     handled: bool = False  # whether the result is finite, since a check caught it
     times: float = 1.0  # how many times as large as usual
-    count: int = 1  # how often the same line did it
+    again: int = 0  # how often the same line did it once more
     results: tuple[str, ...] = ()  # the paths of the bad results
 
     @property
@@ -76,7 +76,7 @@ class Cause(NamedTuple):
             text = f"the result is finite; a check of finiteness caught: {text}"
         if self.became_nan is not None:
             text += f"; it became nan {self._later(self.became_nan)}"
-        return text if self.count == 1 else f"{text} (and {self.count - 1} times more)"
+        return f"{text} (and {self.again} times more)" if self.again else text
 
     def _of_given(self) -> str:
         if self.kind == "large":

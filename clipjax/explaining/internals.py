@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 Equation = core.JaxprEqn
-_Closed: Any = core.ClosedJaxpr
+_Closed: Any = getattr(core, "ClosedJaxpr")  # noqa: B009 (its stubs lack it)
 
 
 class Frame(NamedTuple):

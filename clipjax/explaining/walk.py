@@ -353,7 +353,7 @@ def _mark_use(bad: list[Value], here: Event) -> None:
             event.used = event.used or here
 
 
-def _named(eqn: Equation, name: str) -> str:
+def _named(eqn: Any, name: str) -> str:
     """Return what an output is called, if its first operand has a name."""
     kind = eqn.primitive.name
     if kind == "slice" and eqn.params["start_indices"]:

@@ -4,7 +4,6 @@ import itertools
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 SIZE = 4
@@ -25,14 +24,11 @@ HARMLESS = (
     "h = h + jax.nn.softmax(jnp.where(LOWER, h, jnp.finfo(h.dtype).min))",
     "h = h - jax.nn.logsumexp(jnp.where(LOWER, h, -jnp.inf), axis=-1)[:, None]",
     "h = jnp.minimum(h, jnp.inf) + jnp.clip(h, -jnp.inf, 3.0)",
-    "h = jnp.where(LOWER, h, lax.stop_gradient(jnp.log(0 * h)))[::-1].at[:].add(0) * 0 + h"
-    ".clip(-9, 9)",
     "h = h + jnp.nan_to_num(lax.stop_gradient(jnp.exp(99 * jnp.abs(h) + 99)), posinf=0)",
     "h = h + jnp.exp(-lax.stop_gradient(jnp.exp(h + 200)))",
     "h = h + jnp.max(h[:0], initial=-jnp.inf).clip(-1)",
     "h = h + 1 / (1 + lax.stop_gradient(jnp.exp(h + 150)))",
 )
-HARMLESS = tuple(line for line in HARMLESS if "[::-1]" not in line)
 
 
 class Fault(NamedTuple):
@@ -49,14 +45,14 @@ FAULTS = (
     Fault("h = (h + 9).astype(jnp.float16) * 3e4 + 1", ("mul",)),
     Fault("h = (h * 1e30) @ (w * 1e30 + 1e30)", ("dot_general",)),
     Fault("h = jnp.arcsin(jnp.abs(h) + 2)", ("asin", "acos", "atan2", "asin")),
-    Fault("h = jnp.linalg.cholesky(-jnp.eye(4) * (1 + h[0, 0] ** 2)) + h", ("cholesky",)),
+    Fault("h = h + jnp.linalg.cholesky(-jnp.eye(4) - h[0, 0] ** 2)", ("cholesky",)),
     Fault("h = h + jnp.take(h, 9, axis=0, mode='fill')", ("gather",)),
-    Fault("h = jax.nn.softmax(jnp.where(LOWER & (h > 1e9), h, -jnp.inf)) + h", ("sub",)),
+    Fault(
+        "h = jax.nn.softmax(jnp.where(LOWER & (h > 1e9), h, -jnp.inf)) + h", ("sub",)
+    ),
     Fault("h = h * jnp.power(h * 0, -1.0)", ("pow", "div", "integer_pow")),
     Fault("h = h + h.sum() * 3e38 * 10", ("mul",)),
-    Fault(
-        "h = h + jnp.where(h > 99, jnp.sqrt(h * 0), 0)", ("div",), "backward"
-    ),
+    Fault("h = h + jnp.where(h > 99, jnp.sqrt(h * 0), 0)", ("div",), "backward"),
     Fault("h = h + jnp.linalg.norm(h - h)", ("div",), "backward"),
     Fault("h = h + jnp.where(h > 99, jnp.log(h * 0), 0)", ("div",), "backward"),
     Fault("h = h + 0 * jnp.std(h * 0)", ("div",), "backward"),
@@ -79,7 +75,7 @@ class Program(NamedTuple):
     args: tuple[Any, ...]
     line: int  # of the fault; 0 if there is none
     fault: Fault | None
-    iteration: tuple[int, int] | None
+    at: tuple[int, int | None] | None  # the only iteration that meets the fault
 
 
 def program(seed: int) -> Program:
@@ -87,7 +83,9 @@ def program(seed: int) -> Program:
     random = np.random.default_rng(seed)
     fault = FAULTS[random.integers(len(FAULTS))] if random.random() < 2 / 3 else None
     lines = [_pick(random) for _ in range(random.integers(2, 6))]
-    frame = random.choice(["plain", "scan", "remat scan", "cond", "jit", "while", "vmap"])
+    frame = random.choice(
+        ["plain", "scan", "remat scan", "cond", "jit", "while", "vmap"]
+    )
     if fault is not None and fault.began_in == "backward" and frame == "while":
         frame = "scan"
     place = int(random.integers(len(lines) + 1))
@@ -100,14 +98,21 @@ def program(seed: int) -> Program:
         lines[place] = f"h = lax.cond(i == {index}, fault, lambda h, w: h, h, w)"
     text = [*HEADER.splitlines()]
     if is_loop and fault is not None:
-        text += ["def fault(h, w):", f"    {fault.line}", "    return h.astype(w.dtype)"]
+        text += [
+            "def fault(h, w):",
+            f"    {fault.line}",
+            "    return h.astype(w.dtype)",
+        ]
     text += ["def block(h, w, i):", *(f"    {line}" for line in lines)]
     text += ["    return h.astype(jnp.float32)", *_frame(frame, random)]
     source = "\n".join(text) + "\n"
     space: dict[str, Any] = {}
     exec(compile(source, f"<program {seed}>", "exec"), space)
     key = jax.random.key(seed)
-    ws, x = jax.random.normal(key, (length, SIZE, SIZE)), jax.random.normal(key, (SIZE, SIZE))
+    ws, x = (
+        jax.random.normal(key, (length, SIZE, SIZE)),
+        jax.random.normal(key, (SIZE, SIZE)),
+    )
     run = jax.value_and_grad(space["loss"]) if frame != "while" else space["loss"]
     run = jax.jit(run)
     line = source.splitlines().index(f"    {fault.line}") + 1 if fault else 0
@@ -125,7 +130,10 @@ def _frame(frame: str, random: Any) -> list[str]:
         "plain": ["h = block(h, ws[0], 0)", "h = jnp.tanh(h @ ws[1])"],
         "jit": ["h = jax.jit(block)(h, ws[0], 0)", "h = jnp.tanh(h @ ws[1])"],
         "vmap": ["h = jax.vmap(block, (None, 0, None))(h, ws, 0).sum(0)"],
-        "cond": ["h = lax.cond(ws[0, 0, 0] > 99, lambda h: h, lambda h: block(h, ws[0], 0), h)"],
+        "cond": [
+            "step = lambda h: block(h, ws[0], 0)",
+            "h = lax.cond(h.sum() > 99, jnp.sin, step, h)",
+        ],
         "scan": [
             "h, _ = lax.scan(lambda h, wi: (block(h, *wi), h), h, (ws, jnp.arange(4)))"
         ],
@@ -138,7 +146,11 @@ def _frame(frame: str, random: Any) -> list[str]:
             "h = lax.while_loop(lambda c: c[0] < 4, step, (0, h))[1]",
         ],
     }[frame]
-    return ["def loss(ws, h):", *(f"    {line}" for line in body), "    return (h ** 2).mean()"]
+    return [
+        "def loss(ws, h):",
+        *(f"    {line}" for line in body),
+        "    return (h ** 2).mean()",
+    ]
 
 
 def programs(start: int, count: int) -> Any:
