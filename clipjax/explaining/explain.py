@@ -47,15 +47,14 @@ def explain(
         large as there, and at which lines sizes grew most, compared with it.
 
     Returns:
-      A list of `Cause(kind, operation, file, line, function, library, began_in,
-      iterations, inputs, given, ...)`, the first one first, empty if nothing was bad. `print` tells a
-      cause in a line. `began_in` is "forward", "backward" or "update". An iteration
-      `(3, 6)` is the one with index 3 of 6. `library` is the function which the line
-      calls, as "flax Linear". `given` is the path of an argument that was bad before
-      the call. `became_nan` is the cause that tells where the infinity became NaN.
-      `handled` says that the result is finite, since a check of finiteness, as in a
-      skip, has caught what is told. If the call is bad and the watched program is not,
-      the only cause is of the kind "unseen".
+      A list of causes, in the order in which they arose; it is empty if nothing was
+      bad. `print` tells a cause in a line. Of its fields, `began_in` is "forward",
+      "backward" or "update"; an iteration `(3, 6)` has the index 3 of 6; `library` is
+      the function that the line calls, as "flax Linear"; `given` is the path of an
+      argument that was bad before the call; `became_nan` is the cause that tells where
+      the infinity became NaN; `handled` says that the result is finite, since a check
+      of finiteness, as in a skip, caught what is told. If the call is bad, but the
+      watched program is not, the only cause has the kind "unseen".
 
     Raises:
       TypeError: an argument is traced: call it outside `jit`.
@@ -72,7 +71,8 @@ def explain(
       >>> def loss(w, x):
       ...     distance = jnp.sqrt(jnp.sum((x - w) ** 2))
       ...     return jnp.where(distance > 0, distance, 0.0)
-      >>> for cause in clipjax.explain(jax.value_and_grad(loss), jnp.ones(2), jnp.ones(2)):
+      >>> w = x = jnp.ones(2)
+      >>> for cause in clipjax.explain(jax.value_and_grad(loss), w, x):
       ...     print(cause)  # doctest: +NORMALIZE_WHITESPACE
       inf in the backward pass, at <doctest ...>:2 (loss): the slope of sqrt at 0
       (div of 0.5 and 0), after w; it became nan there (0 · inf)

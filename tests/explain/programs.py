@@ -24,7 +24,7 @@ HARMLESS = (
     "h = h + jax.nn.softmax(jnp.where(LOWER, h, jnp.finfo(h.dtype).min))",
     "h = h - jax.nn.logsumexp(jnp.where(LOWER, h, -jnp.inf), axis=-1)[:, None]",
     "h = jnp.minimum(h, jnp.inf) + jnp.clip(h, -jnp.inf, 3.0)",
-    "h = h + jnp.nan_to_num(lax.stop_gradient(jnp.exp(99 * jnp.abs(h) + 99)), posinf=0)",
+    "h = h + jnp.nan_to_num(lax.stop_gradient(jnp.exp(h + 200)), posinf=0)",
     "h = h + jnp.exp(-lax.stop_gradient(jnp.exp(h + 200)))",
     "h = h + jnp.max(h[:0], initial=-jnp.inf).clip(-1)",
     "h = h + 1 / (1 + lax.stop_gradient(jnp.exp(h + 150)))",
