@@ -29,7 +29,7 @@ def first_causes(
     to_nan: dict[int, Event] = {}
     for event in events:
         if event.eqn is not None and event.parents:
-            for root in _roots(event):
+            for root in event.roots:
                 to_nan.setdefault(id(root), event)
     nan = {name for name, event in results.items() if event and event.kind == "nan"}
 
@@ -55,10 +55,6 @@ def first_causes(
     return list(kept.values())
 
 
-def _roots(event: Event) -> list[Event]:
-    return [each for each in ancestors(event) if not each.parents]
-
-
 def _accused(last: Event | None) -> list[Event]:
     """Return the events that are causes of one result.
 
@@ -70,7 +66,7 @@ def _accused(last: Event | None) -> list[Event]:
     roots = [event for event in events if not event.parents]
     causes = [event for event in roots if not _is_mild(event)]
     for event in events:
-        is_of_mild = event.eqn and event.parents and all(map(_is_mild, _roots(event)))
+        is_of_mild = event.eqn and event.parents and all(map(_is_mild, event.roots))
         if is_of_mild and not any(each in causes for each in ancestors(event)):
             causes.append(event)
     return causes or [event for event in roots if event.used or event.kind == "nan"]
@@ -98,7 +94,7 @@ def cause_of(event: Event, passes: Passes, arguments: Mapping[str, Any]) -> Caus
     inputs = inputs_of(event)
     dtype = str(eqn.outvars[0].aval.dtype)
     given = (
-        {root.given for root in _roots(event)} - {"", CONSTANT} if event.parents else ()
+        {root.given for root in event.roots} - {"", CONSTANT} if event.parents else ()
     )
     is_named = any(each.name for each in inputs)
     near = [value.near for value in event.operands if value.near]

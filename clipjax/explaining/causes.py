@@ -26,7 +26,7 @@ class Input(NamedTuple):
         if self.greatest is None:
             return text
         if not self.shape and not self.name:
-            return f"{self.greatest:.3g}"
+            return f"{self.greatest if self.least is None else self.least:.3g}"
         if self.least is not None and math.isfinite(self.greatest):
             return f"{text}, least {self.least:.3g}"
         return f"{text} up to {self.greatest:.3g}"

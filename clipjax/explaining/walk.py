@@ -8,6 +8,7 @@ knows the event that its bad elements come from.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -74,6 +75,11 @@ class Event:
     given: str = ""  # the name of an argument, or "a constant"
     met_by: Event | None = None  # the first equation that it goes into
     used: Event | None = None  # the first one that does more than to move it
+
+    @functools.cached_property
+    def roots(self) -> list[Event]:
+        """The first events that it comes from."""
+        return [event for event in ancestors(self) if not event.parents]
 
 
 class Value(NamedTuple):
