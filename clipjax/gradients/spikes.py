@@ -240,17 +240,18 @@ def _compared(
       the values above which they are outliers.
     """
     level, std, is_log = _trends(past)
-    values = stack([seen, past.usual])
-    logarithms = jnp.log(jnp.maximum(values, _LEAST_VALUE))
-    value, usual = jnp.where(is_log, logarithms, values)
+
+    def on_scale(x: jax.Array) -> jax.Array:
+        return jnp.where(is_log, jnp.log(jnp.maximum(x, _LEAST_VALUE)), x)
+
     times = _LEAST_TIMES
     rise = jnp.where(is_log, math.log(times), (times - 1) * jnp.abs(level))
     highest = jnp.maximum(
         level + jnp.asarray(z_threshold, std.dtype) * std,
-        jnp.maximum(level, usual) + rise,
+        jnp.maximum(level, on_scale(past.usual)) + rise,
     )
     threshold = jnp.where(is_log, jnp.exp(highest), highest)
-    z_score = (value - level) / std
+    z_score = (on_scale(seen) - level) / std
     is_warm = past.held >= enough
     return jnp.where(is_warm, z_score, 0), jnp.where(is_warm, threshold, jnp.inf)
 
