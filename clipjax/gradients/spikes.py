@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Never, SupportsIndex
+import math
+from typing import Any, NamedTuple, Never, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -31,13 +32,14 @@ _STD_PER_MAD = 1.4826
 # noise is no outlier: bfloat16 rounds a loss in steps of up to 0.8%.
 _LEAST_STDS = (0.05, 0.01)
 
+# An outlier is above this many times its level, and this many times the last value that
+# was none: without noise, as on full batches, every rise is many standard deviations,
+# but it comes over several steps.
+_LEAST_TIMES = 3.0
+
 # The largest standard deviation of logarithms: 6 times this number makes exp(3) = 20.1
 # times the level an outlier, however much values vary.
 _MOST_STD = 0.5
-
-# The defaults, also for `record_norms`, which keeps what `skip_spikes` would skip.
-Z_THRESHOLD = 6.0
-WINDOW = 64
 
 # With 16 values and more there is a trend. The trend may end, so the level is at least
 # the median of the last 16 values.
@@ -45,6 +47,16 @@ _RECENT = 16
 
 # This number replaces values of 0 and less, which have no logarithm.
 _LEAST_VALUE = 1e-30
+
+
+class Past(NamedTuple):
+    """What a norm and a loss are compared with: arrays `(2, size)`, `(2,)`, `(2,)`."""
+
+    values: jax.Array  # as in `Window`
+    held: jax.Array
+    # float: the norm and the loss of the last step that was no outlier; infinite before
+    # it
+    usual: jax.Array
 
 
 def skip_spikes(
@@ -60,26 +72,33 @@ def skip_spikes(
     """Skip every step whose gradients or loss are far larger than usual, or not finite.
 
     Use it around the whole optimizer when corrupted batches give finite gradients that
-    a clip would still apply. A step is an outlier if the logarithm of its norm is more
-    than `z_threshold` standard deviations above the trend of the last norms, whose
-    logarithms are y[1] (the oldest) to y[k]:
+    a clip would still apply. A step is an outlier if its norm jumps, which means that
+    it is above all three of
+
+        exp(level + z_threshold * std),  3 * exp(level),  3 * usual
+
+    Here `usual` is the norm of the last step that was no outlier, while the level and
+    the standard deviation are those of the trend of the last norms, whose logarithms
+    are y[1] (the oldest) to y[k]:
 
         b = median of (y[i + k - h] - y[i]) / (k - h),  h = k // 2, i = 1 … h
         e[i] = y[i] + b (k + 1 - i)
         level = max(median of e, median of the last 16 y)
-        z = (log(norm) - level) / (1.4826 median of |e - median of e|)
+        std = 1.4826 median of |e - median of e|, at least 0.05 and at most 0.5
 
-    With fewer than 16 norms b is 0. The slope b keeps the norms of the first steps,
-    which fall fast, from being taken for noise. Losses are compared in the same way,
-    but without logarithms if a loss in the window is not positive. The standard
-    deviation of the logarithms counts as at least 0.05 for norms and 0.01 for losses,
-    and as at most 0.5: with the default `z_threshold`, a norm above exp(6 * 0.5) = 20.1
-    times the level is always an outlier.
+    The slope b, which is 0 with fewer than 16 norms, keeps the norms of the first
+    steps, which fall fast, from being taken for noise. The other two conditions keep
+    the steps of runs with little noise: on full batches, every small rise is many
+    standard deviations, and large swings rise over several steps.
+
+    Losses are compared in the same way, with a standard deviation of at least 0.01. If
+    a loss in the window is not positive, they are compared without logarithms, and
+    `level + 2 |level|` and `usual + 2 |level|` take the place of the three times.
 
     Args:
       optimizer: a gradient transformation, usually a whole chain.
-      z_threshold: the number of standard deviations above the trend from which on a
-        value is an outlier, a scalar `Bound`, 6.0 by default.
+      z_threshold: the number of standard deviations that an outlier is above the level,
+        a scalar `Bound`, 6.0 by default.
       max_norm: the norm above which a step is always an outlier, a scalar `Bound`;
         infinity, the default, means no such norm.
       window: the number of last norms, and of last losses, to keep, 64 by default.
@@ -88,6 +107,8 @@ def skip_spikes(
         16, or half of `window` if `window` is below 32.
       max_consecutive: the number of steps in a row that may be skipped, as in
         :func:`skip_nonfinite`; None, the default, means no limit.
+      check_updates: whether a step is also skipped if its updates are not finite, as in
+        :func:`skip_nonfinite`; False by default.
 
     Returns:
       A gradient transformation with the metrics of :func:`skip_nonfinite`, the numbers
@@ -96,16 +117,19 @@ def skip_spikes(
       the loss that `update(grads, state, params, loss=loss)` gets.
 
     Raises:
-      TypeError: `optimizer` is not a gradient transformation; in `update`, `loss` is
-        not a real scalar.
+      TypeError: `optimizer` is not a gradient transformation, or not the only
+        positional argument; in `update`, `loss` is not a real scalar.
       ValueError: `warmup_steps` is above `window`.
 
-    There is a window of norms and a window of losses. If the norm or the loss of a step
-    is not finite, neither of the two enters its window. A norm of 0 does not enter the
-    window of norms, and a loss of 0 does not enter the window of losses. Outliers do
-    enter, since a few of them cannot move a median. If norms stay at a new level, steps
-    are applied again after at most 9 skipped steps, whatever the level is. A longer run
-    of outliers is taken for a new level, too.
+    An outlier is applied if norm and loss are, bit for bit, those of the step before:
+    the same data have come again, so there is no other batch to wait for. `max_norm`
+    makes no such exception.
+
+    If the norm or the loss of a step is not finite, neither of the two enters its
+    window, and a norm or loss of 0 does not either. Outliers do enter, since a few of
+    them cannot move a median. If norms stay at a new level, steps are applied again
+    after at most 9 skipped steps, whatever the level is. A longer run of outliers is
+    taken for a new level, too.
 
     References:
       Leys et al., 2013, Detecting outliers: do not use standard deviation around the
@@ -114,7 +138,8 @@ def skip_spikes(
 
     See Also:
       :func:`skip_nonfinite` skips only steps that are not finite; :func:`zclip` clips
-      outliers; :func:`record_norms` keeps the last outlier steps.
+      outliers; :func:`record_norms` keeps the last outlier steps; :func:`explain`, on
+      the batch that was just skipped, replays exactly that step.
 
     Example:
       >>> import clipjax, optax, jax.numpy as jnp
@@ -155,20 +180,21 @@ def skip_spikes(
     )
 
 
-def no_past(window: Any, dtype: jnp.dtype) -> Window:
-    """Return the windows of norms and losses before the first step."""
+def no_past(window: Any, dtype: jnp.dtype) -> Past:
+    """Return what norms and losses are compared with before the first step."""
     # A loss may be float64 wherever that is enabled.
-    return empty_window(window, np.promote_types(dtype, jnp.result_type(float)), (2,))
+    wide = np.promote_types(dtype, jnp.result_type(float))
+    return Past(*empty_window(window, wide, (2,)), jnp.full(2, jnp.inf, wide))
 
 
 def compare(
     norm: jax.Array,
     loss: jax.Array | None,
-    past: Window,
+    past: Past,
     enough: Any = None,
-    z_threshold: Any = Z_THRESHOLD,
+    z_threshold: Any = 6.0,
     max_norm: Any = jnp.inf,
-) -> tuple[jax.Array, Window, dict[str, jax.Array]]:
+) -> tuple[jax.Array, Past, dict[str, jax.Array]]:
     """Compare a norm and a loss with those of the past.
 
     Returns:
@@ -180,45 +206,57 @@ def compare(
     # Both windows at once, which takes half as many kernels.
     each = [norm, 0 if loss is None else loss]
     seen = stack([jnp.asarray(x, dtype) for x in each])
+    is_given = np.array([True, loss is not None])
+    finite = jnp.isfinite(seen)
     z_scores, thresholds = _compared(seen, past, enough, z_threshold)
     limits = stack([jnp.asarray(x, dtype) for x in (max_norm, jnp.inf)])
     thresholds = jnp.minimum(thresholds, limits)
-    finite = jnp.isfinite(seen)
-    is_given = np.array([True, loss is not None])
-    spikes = finite & (seen > thresholds) & is_given
-    z_scores = jnp.where(is_given, z_scores, 0)
+    # The same data have come again, so that there are no others to wait for.
+    again = ((seen == past.values[:, -1]) | ~is_given).all()
+    above = finite & is_given & (seen > thresholds)
+    spikes = above & (~again | (seen > limits))
     metrics = {
         "norm_spike_count": spikes[0].astype(np.int32),
         "loss_spike_count": spikes[1].astype(np.int32),
         "z_score": z_scores[0],
         "threshold": thresholds[0],
         "loss": seen[1],
-        "loss_z_score": z_scores[1],
+        "loss_z_score": jnp.where(is_given[1], z_scores[1], 0),
         "loss_threshold": thresholds[1],
     }
     enters = finite.all() & stack([norm > 0, seen[1] != 0])
-    return spikes[0] | spikes[1], enter(past, seen, enters), metrics
+    window = enter(Window(past.values, past.held), seen, enters)
+    usual = jnp.where(enters & ~above.any(), seen, past.usual)
+    return spikes[0] | spikes[1], Past(*window, usual), metrics
 
 
 def _compared(
-    seen: jax.Array, past: Window, enough: Any, z_threshold: Any
+    seen: jax.Array, past: Past, enough: Any, z_threshold: Any
 ) -> tuple[jax.Array, jax.Array]:
     """Compare a norm and a loss, `(2,)`, with the trends of past norms and losses.
 
     Returns:
       The numbers of standard deviations by which the two are above their levels, and
-      the values that are `z_threshold` standard deviations above them.
+      the values above which they are outliers.
     """
     level, std, is_log = _trends(past)
-    highest = level + jnp.asarray(z_threshold, std.dtype) * std
+
+    def on_scale(x: jax.Array) -> jax.Array:
+        return jnp.where(is_log, jnp.log(jnp.maximum(x, _LEAST_VALUE)), x)
+
+    times = _LEAST_TIMES
+    rise = jnp.where(is_log, math.log(times), (times - 1) * jnp.abs(level))
+    highest = jnp.maximum(
+        level + jnp.asarray(z_threshold, std.dtype) * std,
+        jnp.maximum(level, on_scale(past.usual)) + rise,
+    )
     threshold = jnp.where(is_log, jnp.exp(highest), highest)
-    logarithm = jnp.log(jnp.maximum(seen, _LEAST_VALUE))
-    z_score = (jnp.where(is_log, logarithm, seen) - level) / std
+    z_score = (on_scale(seen) - level) / std
     is_warm = past.held >= enough
     return jnp.where(is_warm, z_score, 0), jnp.where(is_warm, threshold, jnp.inf)
 
 
-def _trends(past: Window) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _trends(past: Past) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return levels and standard deviations of past norms and losses, `(2,)` each.
 
     The third result says for which of the two they are those of logarithms.
