@@ -183,14 +183,15 @@ class Watch:
         def goes_on(state: Any) -> Any:
             return self.run(test.jaxpr, test.consts, [*tests, *state[1]])[0][0]
 
+        def once(carry: Any) -> Any:
+            return self.run(body.jaxpr, body.consts, [*constants, *carry])
+
         def step(state: Any) -> Any:
             count, carry, rows = state
-            outs, row = self.run(body.jaxpr, body.consts, [*constants, *carry])
-            rows = lax.dynamic_update_index_in_dim(rows, row, count, 0)
-            return count + 1, outs, rows
+            outs, row = once(carry)
+            return count + 1, outs, lax.dynamic_update_index_in_dim(rows, row, count, 0)
 
-        run = lambda carry: self.run(body.jaxpr, body.consts, [*constants, *carry])  # noqa: E731
-        width = jax.eval_shape(run, carry)[1].shape[0]
+        width = jax.eval_shape(once, carry)[1].shape[0]
         state = jnp.int32(0), carry, jnp.zeros((room, width))
         count, carry, rows = lax.while_loop(goes_on, step, state)
         self.widths[id(eqn)] = width
