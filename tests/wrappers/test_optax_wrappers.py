@@ -300,7 +300,7 @@ def test_what_must_see_bad_steps_raises_inside_a_skip() -> None:
     params = {"w": jnp.ones((4, 3))}
     monitor = optax.chain(ADAM, optax.monitor({"norm": optax.tree.norm}))
     recorder = optax.chain(clipjax.record_norms(keep=2), ADAM)
-    for link, error in ((monitor, "structure"), (recorder, "Put it outside")):
+    for link, error in ((monitor, "structure|mismatch"), (recorder, "Put it outside")):
         tx = clipjax.skip_nonfinite(link)
         with pytest.raises(ValueError, match=error):
             jax.eval_shape(lambda p, tx=tx: tx.update(p, tx.init(p), p), params)
