@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from clipjax._core.aliases import Metrics, Scalar, Tree
-from clipjax._core.leaves import as_array, nodes_where
+from clipjax._core.leaves import nodes_where, unboxed
 from clipjax._core.messages import short_repr
 from clipjax._core.states import (
     MetricsState,
@@ -24,33 +24,34 @@ from clipjax._core.states import (
 def metrics(opt_state: Tree) -> dict[str, jax.Array]:
     """Read what clipjax's transformations did, as a flat dict of scalars.
 
-    Use it after each step, and give the result to any logger. A list of the results of
-    all steps is a history, for :func:`series` and `plots`. For a logger that takes
-    floats, write `{key: float(x) for key, x in
-    jax.device_get(metrics(state)).items()}`.
+    Use it after each step, inside or outside of `jit`, and give the result to any
+    logger. One that takes floats gets `{key: float(x) for key, x in
+    jax.device_get(metrics(state)).items()}`. A list of the results of all steps is a
+    history, which :func:`series` and `plots` take.
 
     Args:
       opt_state: an optimizer state, however its parts are nested (`chain`, `masked`,
-        `partition`, `MultiSteps`, `inject_hyperparams`, …), or a tree that contains
-        one, such as a Flax `TrainState`, an `nnx.Optimizer`, or the content of a
-        checkpoint that Orbax restored without a template.
+        `partition`, `MultiSteps`, `inject_hyperparams`, …), or anything that contains
+        one, such as a Flax `TrainState`, an `nnx.Optimizer`, or a checkpoint, also as
+        dicts and lists.
 
     Returns:
-      A dict from `"<transformation>/<metric>"` to scalar arrays. The metrics of a
-      second transformation of one kind begin with `<transformation>_1/`, and so on. A
-      clip has the metrics `norm`, the norm before the clip, `norm_after` and `scale`,
-      the factor of the clip, all three at the last step; `clipped_fraction`, the
-      fraction of all steps that were clipped; `nonfinite_count`, the number of steps
-      whose norm was not finite; and `steps`. If a clip measures several norms, `norm`
-      is the largest of them, and `scale` is the smallest factor.
+      A dict from `"<transformation>/<metric>"` to scalar arrays, where the second
+      transformation of a kind is `<transformation>_1`. A clip has, of the last step,
+      `norm`, the norm before the clip, `norm_after`, and the factor `scale`; and of all
+      steps `clipped_fraction`, the fraction of them that were clipped,
+      `nonfinite_count`, the number of norms that were not finite, and `steps`. If a
+      clip measures several norms, `norm` is the largest and `scale` the smallest
+      factor.
 
     Raises:
       ValueError: `opt_state` contains no state with metrics.
 
-    The arrays are copies, so that the state may be donated to the next step. In a state
-    that is restored without a template, fields are in the order of their names. This
-    order may differ from the order of the chain, so that for `optax.contrib.sam`, which
-    has two optimizers, `<transformation>/` and `<transformation>_1/` may be swapped.
+    When the last step was skipped, whatever the skip wraps did not see it, so its
+    values of the last step are NaN; the skip's own are those of the skipped step, and
+    counts and fractions stay. (`jax_debug_nans` would stop at such a NaN, so with it
+    these values are those of the step before.) The arrays are copies, because the state
+    may be donated to the next step.
 
     See Also:
       :func:`series` reads one metric of a run; :func:`named` tells transformations of
@@ -71,44 +72,55 @@ def metrics(opt_state: Tree) -> dict[str, jax.Array]:
             f"{short_repr(opt_state)}; pass the state that tx.init and "
             "tx.update return. Projections and Optax's own transformations have none: "
             "add a clip of clipjax, nonfinite='skip' or record_norms(), and go on from "
-            "the state of another chain by clipjax.adopt(old, tx.init(params))"
+            "the state of another chain by clipjax.adopt(old, into=tx.init(params))"
         )
     found = {
         f"{label}/{key}": value
-        for label, state in known.items()
-        for key, value in _read(state).items()
+        for label, each in known.items()
+        for key, value in _read(each).items()
     }
     return dict(sorted(found.items()))  # sorted, as a jitted function returns them
 
 
-def labeled_states_in(tree: Tree) -> dict[str, MetricsState]:
+class Found(NamedTuple):
+    """A state that was found in a tree."""
+
+    prefix: str  # what :func:`named` puts before its name
+    state: MetricsState
+    # How many steps in a row each skip around it skipped, which froze it.
+    skips: tuple[jax.Array, ...]
+
+
+def labeled_states_in(tree: Tree) -> dict[str, Found]:
     """Return the states in a tree by what their metrics begin with."""
-    labeled: dict[str, MetricsState] = {}
-    for prefix, state in named_states_in(tree):
-        name = prefix + name_of(state)
+    labeled: dict[str, Found] = {}
+    for found in states_in(tree):
+        name = found.prefix + name_of(found.state)
         numbered = (f"{name}_{i}" if i else name for i in itertools.count())
-        labeled[next(x for x in numbered if x not in labeled)] = state
+        labeled[next(x for x in numbered if x not in labeled)] = found
     return labeled
 
 
-def states_in(tree: Tree) -> list[MetricsState]:
+def states_in(tree: Tree) -> list[Found]:
     """Return the states in a tree, outer states before those in their memories."""
-    return [state for _, state in named_states_in(tree)]
+    return list(_states_in(unboxed(tree), "", ()))
 
 
-def named_states_in(tree: Tree, prefix: str = "") -> Iterator[tuple[str, MetricsState]]:
-    """Yield the states in a tree, each with what :func:`named` puts before its name."""
-
+def _states_in(
+    tree: Tree, prefix: str, skips: tuple[jax.Array, ...]
+) -> Iterator[Found]:
     def is_state(node: Any) -> bool:
         return bool(_named_state(node) or _metrics_state(node))
 
     for node in nodes_where(is_state, tree):
         if named := _named_state(node):
             ((name, inner),) = named.named.items()
-            yield from named_states_in(inner, f"{prefix}{name}/")
+            yield from _states_in(inner, f"{prefix}{name}/", skips)
         elif state := _metrics_state(node):
-            yield prefix, state
-            yield from named_states_in(state.memory, prefix)
+            yield Found(prefix, state, skips)
+            in_a_row = _in_a_row(state)
+            within = skips if in_a_row is None else (*skips, in_a_row)
+            yield from _states_in(state.memory, prefix, within)
 
 
 def restored(kind: Any, needed: Iterable[str], node: Any) -> Any:
@@ -142,23 +154,23 @@ def _has_one(named: Any) -> bool:
     return isinstance(named, Mapping) and len(named) == 1
 
 
-def logged_in(state: MetricsState) -> dict[str, jax.Array]:
+def logged_in(state: MetricsState) -> Mapping[str, jax.Array]:
     """Return the metrics in a state, none if it is of a tree without leaves."""
     (kept,) = state.metrics.values()
-    if not isinstance(kept, Mapping):
-        return {}
-    return {key: as_array(x) for key, x in kept.items()}
+    return kept if isinstance(kept, Mapping) else {}
 
 
-def _read(state: MetricsState) -> Metrics:
+def _read(found: Found) -> Metrics:
     """Return the metrics of one state."""
-    step, in_a_row = as_array(state.step), _in_a_row(state)
-    return _from_scalars(step, logged_in(state), in_a_row)
+    state = found.state
+    # There, NaN would raise where nothing is wrong.
+    skips = () if jax.config.jax_debug_nans else found.skips
+    return _from_scalars(state.step, dict(logged_in(state)), _in_a_row(state), skips)
 
 
 def skipped_in(opt_state: Tree) -> list[jax.Array]:
     """Return for each skip in a state whether its last step was skipped."""
-    counts = [_in_a_row(state) for state in states_in(opt_state)]
+    counts = [_in_a_row(found.state) for found in states_in(opt_state)]
     return [count > 0 for count in counts if count is not None]
 
 
@@ -168,29 +180,37 @@ def _in_a_row(state: MetricsState) -> Any:
     The memory of a user's own transformation may have a field with the same name.
     """
     skip = restored(SkipMemory, ["in_a_row"], state.memory)
-    if skip and "skipped" in logged_in(state):
-        return as_array(skip.in_a_row)
-    return None
+    return skip.in_a_row if skip and "skipped" in logged_in(state) else None
 
 
 # Jitted, since outside of jit constants would be transferred to the device, which
 # transfer guards forbid.
 @jax.jit
-def _from_scalars(step: Scalar, kept: Metrics, in_a_row: Any) -> Metrics:
+def _from_scalars(
+    step: Scalar, kept: Metrics, in_a_row: Any, skips: tuple[jax.Array, ...]
+) -> Metrics:
     """Return metrics from the scalars in a state, in buffers of their own."""
     found = {"steps": jnp.copy(step)}
+    of_last = {key: x for key, x in kept.items() if _is_float(x)}
     if in_a_row is not None:
-        found["skipped_last"] = (in_a_row > 0).astype(np.float32)
+        of_last["skipped_last"] = (in_a_row > 0).astype(np.float32)
         found["skipped_in_a_row"] = jnp.abs(in_a_row).astype(np.float32)
+    if {"norm", "scale"} <= of_last.keys():
+        of_last.setdefault("norm_after", of_last["norm"] * of_last["scale"])
     for key, x in kept.items():
         if x.dtype == np.uint32:
             found[f"{key}_fraction"] = _fraction(x, step)
-        else:
+        elif key not in of_last:
             found[key] = jnp.copy(x)
-    floats = {key for key, x in found.items() if jnp.issubdtype(x.dtype, jnp.floating)}
-    if {"norm", "scale"} <= floats:
-        found.setdefault("norm_after", found["norm"] * found["scale"])
-    return found
+    # A skip froze the values of the step before it.
+    is_frozen: Any = False
+    for count in skips:
+        is_frozen |= count > 0
+    return found | {key: jnp.where(is_frozen, jnp.nan, x) for key, x in of_last.items()}
+
+
+def _is_float(x: jax.Array) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jnp.floating))
 
 
 def _fraction(count: jax.Array, step: Scalar) -> jax.Array:

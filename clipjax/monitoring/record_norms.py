@@ -22,7 +22,13 @@ from clipjax.gradients import spikes
 from clipjax.gradients.past_norms import norm_dtype
 from clipjax.gradients.skipping import loss_of
 from clipjax.gradients.window import Window, check_size
-from clipjax.monitoring.groups import by_group, joined, names_of_norms, norms_of
+from clipjax.monitoring.groups import (
+    LARGEST,
+    by_group,
+    joined,
+    names_of_norms,
+    norms_of,
+)
 from clipjax.monitoring.taps import tapped
 
 _PASSES = ("forward", "backward")  # what probes see
@@ -43,8 +49,8 @@ def record_norms(
     ord: Ord = None,
     stacked: str | Sequence[str] = (),
     keep: SupportsIndex = 0,
-    z_threshold: Bound = spikes.Z_THRESHOLD,
-    window: SupportsIndex = spikes.WINDOW,
+    z_threshold: Bound = 6.0,
+    window: SupportsIndex = 64,
     probes: Mapping[str, SupportsIndex] | None = None,
 ) -> Recorder:
     """Record norms for a logger, and change nothing.
@@ -53,54 +59,47 @@ def record_norms(
     by layer, and with `keep` to find the layer in which a step broke.
 
     Args:
-      groups: which leaves share a norm. With None, the default, the whole tree has one
-        norm. With `"leaf"`, each leaf has a norm of its own. With an int n, leaves
-        share a norm if the first n components of their paths are the same, so that 1
-        gives a norm for each top-level module. With path patterns, a leaf belongs to
-        the first pattern that matches it, and leaves that no pattern matches are left
-        out.
-      of: what is measured, one or several of `"updates"` (the default), `"params"`, and
-        `"ratio"`. The parameters are those before the update. The ratio is the norm of
-        the updates divided by the norm of the parameters, 0 where the updates are 0,
-        and infinite where only the parameters are 0. For the ratio, place
-        `record_norms` at the end of a chain.
-      name: the name of the updates in the metrics, "updates" by default; write
-        `"gradients"` in front of a clip.
+      groups: which leaves share a norm: all of them (None, the default), none
+        (`"leaf"`), those whose paths begin with the same n components (an int n, so
+        that 1 is for top-level modules), or those that a path pattern matches. Of
+        several patterns the first match counts, and other leaves are left out.
+      of: one or several of `"updates"`, the default, `"params"`, as they are before the
+        update, and `"ratio"`, the norm of the updates divided by that of the
+        parameters. Where the updates are 0, so is the ratio. It is of use at the end of
+        a chain, where the updates are what the weights get.
+      name: what the updates are called in the metrics, `"updates"` by default;
+        `"gradients"` fits in front of a clip.
       ord: the order of the norms: 1, 2 (the default), any p >= 1, or `jax.numpy.inf`.
       stacked: path patterns of leaves that stack layers along their first axis, as
-        `nn.scan` and `nnx.vmap` make them; none by default. Each layer is a group of
-        its own, `<group>/<index>`, and `<group>` has the leaves that are not stacked.
-        All stacks of a group must have the same number of layers.
-      keep: how many of the last bad steps to keep in the state for :func:`bad_steps`; 0
-        by default. A step is bad if its norm is not finite, if the loss that
-        `update(..., loss=loss)` gets is not finite, or if :func:`skip_spikes` would
-        skip it. Place `record_norms` outside `skip_*`: the inner state does not change
-        at skipped steps.
-      z_threshold: the number of standard deviations above the trend beyond which `keep`
-        counts a norm or a loss as an outlier, as in :func:`skip_spikes`; a scalar
-        `Bound`, 6.0 by default.
-      window: the number of last norms and losses with which `keep` compares, 64 by
-        default.
-      probes: a mapping from a name for each :func:`probe` of the model, in the order of
-        the forward pass, to the number of layers of its tap: `{"embed": 0, "blocks":
-        12}`, where 0 is for a tap without layers. None, the default, means that there
-        are no probes. Pass the gradients with respect to the taps as `update(...,
-        taps={"embed": …, "blocks": …})`. The norms that probes measured are recorded as
-        `forward/<probe>/<layer>` and `backward/<probe>/<layer>`. A norm is infinite if
-        an element is not finite, and 0 at a step without `taps`.
+        `nn.scan` and `nnx.vmap` make them; none by default. Each layer becomes a group
+        `<group>/<index>`, so all stacks of a group need the same number of layers.
+      keep: how many bad steps to keep in the state for :func:`bad_steps`, 0 by default.
+        A step is bad if its norm is not finite, if the loss that `update(...,
+        loss=loss)` gets is not finite, or if :func:`skip_spikes` would skip it. The
+        last ones are kept; but where bad steps come in a row, its first stays and the
+        oldest of the others makes room. A skip must not wrap the recorder, because it
+        would freeze it at exactly these steps.
+      z_threshold: how many standard deviations above the trend a norm or a loss is an
+        outlier for `keep`, as in :func:`skip_spikes`; a scalar `Bound`, 6.0 by default.
+      window: the number of past norms and losses for that trend, 64 by default.
+      probes: the name of each :func:`probe` of the model, in the order of the forward
+        pass, mapped to the number of layers of its tap, or to 0 for a single one:
+        `{"embed": 0, "blocks": 12}`. None, the default, is for none. Every update then
+        needs the gradients with respect to the taps, `update(..., taps={"embed": …,
+        "blocks": …})`. The metrics get `forward/<probe>/<layer>` and
+        `backward/<probe>/<layer>`, which are infinite where an element is not finite.
 
     Returns:
-      A gradient transformation that returns the updates as they are, with the metrics
-      `record_norms/<name>`, or `record_norms/<name>/<group>` for groups. With
-      `"params"` or `"ratio"`, `update` needs the parameters.
+      A gradient transformation that passes the updates on, with the metrics
+      `record_norms/<name>`, or `record_norms/<name>/<group>` for groups. For `"params"`
+      and `"ratio"`, `update` needs the parameters.
 
     Raises:
       TypeError: `name` is not a string, or `groups` has none of the four forms.
       ValueError: two norms would have one name; `keep` is given and `of` leaves the
         updates out, or `ord` is not 2. In `init` or `update`: a pattern matches no
-        leaf; the parameters are missing; the stacks of a group differ in length, or a
-        stack is a scalar; `record_norms` with `keep` is wrapped by a skip; `taps` do
-        not fit `probes`.
+        leaf; the parameters are missing; the stacks of a group differ in length; a skip
+        wraps `record_norms` with `keep`; `taps` are missing, or do not fit `probes`.
 
     See Also:
       :func:`bad_steps` reads what `keep` has kept; :func:`metrics` reads the norms;
@@ -156,7 +155,7 @@ def record_norms(
         of_probes = dict.fromkeys(_PASSES, _names_of(lengths)) if lengths else {}
         return names_of_norms(dict.fromkeys(labels, own) | of_probes)
 
-    def norms_in(updates: Leaves, params: Tree, taps: Any = None) -> jax.Array:
+    def norms_in(updates: Leaves, params: Tree, taps: Any) -> jax.Array:
         found = {}
         if {*measured} != {"params"}:
             found["updates"] = norms_of(groups_in(updates), order)
@@ -170,7 +169,9 @@ def record_norms(
         return lax.stop_gradient(joined(each + _norms_of_probes(lengths, taps)))
 
     def measure(updates: Leaves, params: Tree, step: Step, memory: Memory) -> Metrics:
-        return _by_name(names_in(updates), norms_in(updates, params))
+        shapes = _shapes_of_taps(lengths).items()
+        taps = {name: jnp.zeros(shape, np.float32) for name, shape in shapes}
+        return _by_name(names_in(updates), norms_in(updates, params, taps))
 
     def remember(params: Leaves) -> Any:
         if not is_known:
@@ -186,7 +187,7 @@ def record_norms(
         if is_known and step is not None:
             check_same("keep", 0 if kept is None else kept.steps.size, size)
         if kept is not None:
-            sizes = kept.rows.shape[-1] - 3, norms.size
+            sizes = kept.rows.shape[-1] - 4, norms.size
             check_same("state", *(f"{size} norms" for size in sizes))
             norm = lax.stop_gradient(tree_norm(updates.inexact))
             check_size(kept.past, length)
@@ -216,6 +217,10 @@ def _check_probes(probes: Any) -> dict[str, int]:
     }
 
 
+def _shapes_of_taps(lengths: dict[str, int]) -> dict[str, tuple[int, ...]]:
+    return {name: (n, 6) if n else (6,) for name, n in lengths.items()}
+
+
 def _names_of(lengths: dict[str, int]) -> list[str]:
     """Return the names of the layers of all probes."""
     return [
@@ -229,19 +234,23 @@ def _norms_of_probes(lengths: dict[str, int], taps: Any) -> list[jax.Array]:
     """Return the norms that probes saw, by pass: infinite if not all is finite."""
     if not lengths:
         return []
-    wanted = {name: (n, 6) if n else (6,) for name, n in lengths.items()}
-    if taps is None:
-        taps = {name: jnp.zeros(shape, np.float32) for name, shape in wanted.items()}
+    wanted = _shapes_of_taps(lengths)
     is_mapping = isinstance(taps, Mapping)
     given = {name: np.shape(x) for name, x in taps.items()} if is_mapping else taps
     if not is_mapping or given != wanted:
         raise ValueError(
-            "taps must be the gradients with respect to clipjax.tap(…, probe=True), of "
-            f"the shapes {wanted} that probes= says, got {short_repr(given)}"
+            "taps: record_norms has probes, so write update(..., taps=...) with the "
+            "gradients with respect to clipjax.tap(..., probe=True), of the shapes "
+            f"{wanted} that probes= says; got {short_repr(given)}"
         )
     seen = tapped(concatenate(jnp.atleast_2d(taps[x]) for x in lengths))
+    # The sum of squares of a mask, which is finite, may overflow.
     return [
-        jnp.where(seen[f"{of}_nonfinite_count"] > 0, jnp.inf, seen[f"{of}_norm"])
+        jnp.where(
+            seen[f"{of}_nonfinite_count"] > 0,
+            jnp.inf,
+            jnp.minimum(seen[f"{of}_norm"], LARGEST),
+        )
         for of in _PASSES
     ]
 
@@ -276,12 +285,15 @@ def _no_steps(size: int, names: Sequence[str], past: Window) -> BadSteps:
     """Return the memory before the first step."""
     place = {name: i for i, name in enumerate(sorted(names))}
     order = [place[name] for name in names] or [0]
+    dtype = past.values.dtype
     return BadSteps(
         past,
-        jnp.zeros((), np.int32),
-        jnp.zeros(size, np.int32),
-        jnp.zeros((size, 3 + len(names)), past.values.dtype),
-        jnp.array(order, np.int32),
+        held=jnp.zeros((), np.int32),
+        steps=jnp.zeros(size, np.int32),
+        followed_by=jnp.full(size, -1, np.int32),
+        rows=jnp.zeros((size, 4 + len(names)), dtype),
+        order=jnp.array(order, np.int32),
+        usual=jnp.zeros(len(order), dtype),
     )
 
 
@@ -293,18 +305,36 @@ def _with_step(
     z_threshold: Any,
     norms: jax.Array,
 ) -> BadSteps:
-    """Return the memory after a step, which takes in the step if it is bad."""
+    """Return the memory after a step, which takes in the step if it is bad.
+
+    The oldest one makes room, but the first of a row only after its followers.
+    """
     spike, past, seen = spikes.compare(norm, loss, kept.past, z_threshold=z_threshold)
     is_bad = spike | ~jnp.isfinite(norm) | ~jnp.isfinite(seen["loss"])
-    numbers = [norm, seen["threshold"], UNKNOWN if loss is None else loss]
+    known_loss = UNKNOWN if loss is None else loss
+    numbers = [norm, seen["threshold"], known_loss, seen["loss_threshold"]]
     row = stack([jnp.asarray(x, kept.rows.dtype) for x in numbers])
-    row = concatenate([row, norms.astype(row.dtype)])
+    norms = norms.astype(row.dtype)
+
+    was_bad = kept.steps + kept.followed_by == step - 1
+    leads = is_bad & was_bad & (kept.followed_by >= 0)
+    follows = leads.any()
+    followed_by = kept.followed_by + leads.astype(np.int32)
+    enters = is_bad & ~follows if kept.steps.size == 1 else is_bad
+    # The second one follows the oldest, or there is no step in its place.
+    oldest_stays = (kept.followed_by[1:2] < 0).any()
+    moves = enters & ((np.arange(kept.steps.size) > 0) | ~oldest_stays)
 
     def after(old: jax.Array, new: Any) -> jax.Array:
         newest = jnp.asarray(new, old.dtype)[None]
-        return jnp.where(is_bad, concatenate([old[1:], newest]), old)
+        moved = concatenate([old[1:], newest])
+        return jnp.where(moves.reshape(-1, *[1] * (old.ndim - 1)), moved, old)
 
-    more = jnp.minimum(kept.held + 1, kept.steps.size)
-    count = jnp.where(is_bad, more, kept.held)
-    steps, rows = after(kept.steps, step), after(kept.rows, row)
-    return kept._replace(past=past, held=count, steps=steps, rows=rows)
+    return kept._replace(
+        past=past,
+        held=jnp.minimum(kept.held + enters.astype(np.int32), kept.steps.size),
+        steps=after(kept.steps, step),
+        followed_by=after(followed_by, jnp.where(follows, -1, 0)),
+        rows=after(kept.rows, concatenate([row, norms])),
+        usual=jnp.where(is_bad, kept.usual, norms) if norms.size else kept.usual,
+    )

@@ -977,14 +977,16 @@ THEMES = {
         of_value(
             "named('a', sgd).update(grads, state_of(named('b', sgd)))", "name", "b"
         ),
-        of_value("unless_skipped(state_of(clip), x, x)", "opt_state", "no skip"),
         of_value(
-            "unless_skipped(state_of(skip_nonfinite(sgd)), x, x[1:])",
+            "unless_skipped(state_of(clip), new=x, old=x)", "opt_state", "no skip"
+        ),
+        of_value(
+            "unless_skipped(state_of(skip_nonfinite(sgd)), new=x, old=x[1:])",
             "new and old",
             "[(3,)] and [(2,)]",
         ),
         of_value(
-            "unless_skipped(state_of(skip_nonfinite(sgd)), x, {})",
+            "unless_skipped(state_of(skip_nonfinite(sgd)), new=x, old={})",
             "new and old",
             "structure",
         ),
@@ -1026,7 +1028,14 @@ THEMES = {
         ),
         of_type("bounded(adam, clip)", "bounded", "positional", "clip="),
         of_type("bounded(adam, 1.0)", "clip=", "got 1.0"),
-        of_type("clip.update({'e': sparse}, None)", "leaf 'e'", "todense"),
+        of_type("clip.update({'e': sparse}, None)", "leaf 'e'", "optax.masked"),
+        of_type(
+            "clip.init({'e': jnp.ones(2, 'float8_e4m3fn')})",
+            "leaf 'e' is float8_e4m3fn",
+            "optax.masked",
+        ),
+        of_type("clip.update(x, state_of(clip), x, 1.0)", "loss=loss", "1.0"),
+        of_value("clip.update({'a': x}, None, {'b': x})", "params", "no leaf at a"),
         of_type("bounded(adam, clipping=clip)", "bounded", "'clipping'"),
     ],
 }
