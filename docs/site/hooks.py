@@ -54,9 +54,7 @@ TAG = re.compile(r"<[^>]+>")
 
 # Scripts from other hosts, such as the MathJax that a notebook would load.
 FOREIGN = re.compile(
-    r'<script[^>]*\bsrc="https?://[^>]*>\s*</script>|'
-    r"<!-- Load mathjax -->.*?<!-- End of mathjax configuration -->",
-    re.DOTALL | re.IGNORECASE,
+    r"<script[^>]*(?:mathjax|src=.https?:)[^>]*>.*?</script>", re.DOTALL
 )
 
 # Pages that were, and where their readers go.

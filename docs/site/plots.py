@@ -24,7 +24,12 @@ def run():
     rng = np.random.default_rng(0)
     tx = optax.chain(
         clipjax.record_norms("leaf", keep=8),
-        clipjax.skip_spikes(clipjax.bounded(optax.adam(1e-3), clip=clipjax.zclip())),
+        clipjax.skip_spikes(
+            clipjax.bounded(
+                optax.adam(1e-3),
+                clip=clipjax.clip_by_quantile(0.9, initial_max_norm=80.0),
+            )
+        ),
     )
     params = {name: jnp.zeros(4) for name in LAYERS}
     state, history, update = tx.init(params), [], jax.jit(tx.update)
@@ -46,7 +51,7 @@ def main():
     order = [f"*/{name}" for name in LAYERS]
     bad = clipjax.bad_steps(state)
     drawings = {
-        "norms": lambda ax: plots.norms(history, name="zclip", ax=ax),
+        "norms": lambda ax: plots.norms(history, name="clip_by_quantile", ax=ax),
         "group_norms": lambda ax: plots.group_norms(history, ax=ax),
         "heat_map": lambda ax: plots.heat_map(history, only=order, bad=bad, ax=ax),
         "bad_steps": lambda ax: plots.bad_steps(state, ax=ax),
