@@ -13,7 +13,9 @@ PROSE = re.compile(
     re.MULTILINE,
 )
 # Words of signatures, which hooks.py links to the sections that explain them.
-WORD = re.compile(r"(?<![\[`])`(?P<name>Bounds?|Axes|Where|Ord)`(?!`)")
+WORD = re.compile(
+    r"(?<![\[`])`(?P<name>Bounds?|Axes|Where|Ord|BadStep|Violation|Cause)`(?!`)"
+)
 WORDS = {
     "Bound": "_core.aliases.Bound",
     "Bounds": "_core.aliases.Bounds",
