@@ -21,7 +21,7 @@ from clipjax._core.states import UNKNOWN, BadSteps, check_same
 from clipjax.gradients import spikes
 from clipjax.gradients.past_norms import norm_dtype
 from clipjax.gradients.skipping import loss_of
-from clipjax.gradients.window import Window, check_size
+from clipjax.gradients.window import check_size
 from clipjax.monitoring.groups import (
     LARGEST,
     by_group,
@@ -281,7 +281,7 @@ def _ratio(norm: jax.Array, of: jax.Array) -> jax.Array:
     return jnp.where(some, norm, 0) / jnp.where(some, of, 1)
 
 
-def _no_steps(size: int, names: Sequence[str], past: Window) -> BadSteps:
+def _no_steps(size: int, names: Sequence[str], past: spikes.Past) -> BadSteps:
     """Return the memory before the first step."""
     place = {name: i for i, name in enumerate(sorted(names))}
     order = [place[name] for name in names] or [0]
