@@ -133,12 +133,6 @@ def test_the_readme_quotes_what_its_example_printed():
     printed = (ROOT / "docs" / "images" / "digits.txt").read_text()
     readme = " ".join((ROOT / "README.md").read_text().split())
     (caption,) = re.findall(r"\[start:caption\] -->(.*?)<!--", readme)
-    caption = caption.replace("`", "")
-    rows = re.findall(r"^  (\S.*?) +(\S+%) \((\S+%)\)$", printed, re.MULTILINE)
-    assert len(rows) == 3
-    for name, mean, worst in rows:
-        of_worst = f" (worst seed {worst})" if worst != mean else ""
-        assert f"{name} {mean}{of_worst}" in caption
-    assert {*re.findall(r"\d+\.\d%", caption)} <= {x for row in rows for x in row}
-    (text,) = re.findall("```text (.*?) ```", readme)
-    assert f"  {text}\n" in printed
+    means = re.findall(r"^  \S.*? +(\d+%) \(", printed, re.MULTILINE)
+    assert len(means) == 3
+    assert re.findall(r"\d+%", caption) == means
