@@ -1,13 +1,12 @@
 """What the site adds to pages that can also be read in the repository."""
 
 import html as markup
-import importlib
-import inspect
 import re
 import textwrap
 from pathlib import Path
 from typing import Any
 
+import griffe
 from latex2mathml.converter import convert
 from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File
@@ -109,7 +108,12 @@ def on_page_markdown(markdown: str, config: Any, **_: Any) -> str:
     admonitions, sections between `<!-- tabs -->` and `<!-- end of tabs -->` become
     tabs, and formulas become MathML, which browsers draw without a script.
     """
-    markdown = LISTED.sub(lambda match: _listed(match[1], config), markdown)
+    if LISTED.search(markdown):
+        root = Path(config.config_file_path).parent
+        package = griffe.load("clipjax", search_paths=[root], resolve_aliases=True)
+        markdown = LISTED.sub(
+            lambda match: _listed(match[1], package, config), markdown
+        )
     markdown = OUTSIDE.sub(
         lambda match: f"]({config.repo_url}/blob/main/{match['path']})", markdown
     )
@@ -129,17 +133,15 @@ def on_page_markdown(markdown: str, config: Any, **_: Any) -> str:
     )
 
 
-def _listed(page: str, config: Any) -> str:
+def _listed(page: str, package: griffe.Object, config: Any) -> str:
     """Return one line for each function of a page of the reference."""
     text = (Path(config.docs_dir) / "reference" / page).read_text(encoding="utf-8")
     lines = []
     for name in ENTRY.findall(text):
-        module, _, function = f"clipjax.{name}".rpartition(".")
-        found = getattr(importlib.import_module(module), function)
-        if inspect.isclass(found) or not callable(found):
-            continue
-        first = inspect.getdoc(found).partition("\n")[0].rstrip(".")
-        lines.append(f"- [`{name}`]({page}#clipjax.{name}): {_lower(first)}\n")
+        found = package[name]
+        if found.is_function and found.docstring:
+            first = found.docstring.value.partition("\n")[0].rstrip(".")
+            lines.append(f"- [`{name}`]({page}#clipjax.{name}): {_lower(first)}\n")
     return "".join(lines)
 
 
