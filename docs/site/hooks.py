@@ -56,6 +56,8 @@ FOREIGN = re.compile(
     r"<script[^>]*(?:mathjax|src=.https?:)[^>]*>.*?</script>", re.DOTALL
 )
 
+PICTURE_ELSEWHERE = re.compile(r'<img alt="([^"]*)" src="https?:[^>]*>')
+
 # Pages that were, and where their readers go.
 MOVED = {
     "adaptive": "choosing",
@@ -186,7 +188,7 @@ def _with_copy(block: re.Match[str]) -> str:
 
 def on_post_page(output: str, **_: Any) -> str:
     """Load nothing from other hosts."""
-    return FOREIGN.sub("", output)
+    return PICTURE_ELSEWHERE.sub(r"\1", FOREIGN.sub("", output))
 
 
 def on_post_build(config: Any, **_: Any) -> None:
