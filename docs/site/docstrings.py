@@ -13,7 +13,9 @@ PROSE = re.compile(
     re.MULTILINE,
 )
 # Words of signatures, which hooks.py links to the sections that explain them.
-WORD = re.compile(r"(?<![\[`])`(?P<name>Bounds?|Axes|Where|Ord)`(?!`)")
+WORD = re.compile(
+    r"(?<![\[`])`(?P<name>Bounds?|Axes|Where|Ord|BadStep|Violation|Cause)`(?!`)"
+)
 WORDS = {
     "Bound": "_core.aliases.Bound",
     "Bounds": "_core.aliases.Bounds",
@@ -21,7 +23,14 @@ WORDS = {
     "Ord": "_core.aliases.Ord",
     "Where": "weights.box.Where",
     "Projection": "weights.projection.Projection",
+    "Recorder": "monitoring.record_norms.Recorder",
+    "SkipTransformation": "gradients.skipping.SkipTransformation",
+    "BadStep": "monitoring.bad_steps.BadStep",
+    "Violation": "weights.violations.Violation",
+    "Cause": "explaining.causes.Cause",
 }
+# What functions return as a record. The comments of its fields say what they are.
+RECORDS = ("BadStep", "Violation", "Cause", "Input")
 # Modules whose functions have an entry of their own.
 MODULES = ("functional", "flax", "equinox", "plots")
 ERRORS = re.compile(r"^( +)TypeError, ValueError: ", re.MULTILINE)
@@ -55,6 +64,8 @@ class Docstrings(griffe.Extension):
                     text,
                 )
                 text = re.sub(r"^Example:$", "Examples:", text, flags=re.MULTILINE)
+                if item.name in RECORDS:
+                    text += f"\n\n{fields_of(item)}"
                 if not item.is_module and item.parent.is_module:
                     lines = f"#L{item.lineno}-L{item.endlineno}"
                     file = item.relative_package_filepath
@@ -64,3 +75,21 @@ class Docstrings(griffe.Extension):
                 visit(member)
 
         visit(pkg)
+
+
+def fields_of(record: griffe.Class) -> str:
+    """Return a list of the fields of a record, with the comments at and above each."""
+    lines = record.filepath.read_text(encoding="utf-8").splitlines()
+    fields = []
+    for field in record.attributes.values():
+        above, row = [], field.lineno - 2
+        while lines[row].strip().startswith("#"):
+            above.insert(0, lines[row])
+            row -= 1
+        beside = lines[field.lineno - 1].partition("#")[1:]
+        comments = [each.strip(" #") for each in (*above, "".join(beside))]
+        text = " ".join(each for each in comments if each and "noqa" not in each)
+        fields.append(
+            f"- `{field.name}`: {field.annotation}" + f"; {text}" * bool(text)
+        )
+    return "\n".join(fields)
