@@ -51,17 +51,21 @@ class BadSteps(NamedTuple):
     past: Memory  # the windows of norms and losses that a step is compared with
     held: Scalar  # int32: how many are kept
     steps: jax.Array  # int32 (n,): how many updates there were before each
-    # float (n, 3 + names): norm, threshold, loss, and all norms in the model's order
+    # int32 (n,): how many bad steps came directly after the first of a row; -1 for
+    # these, and where no step is kept.
+    followed_by: jax.Array
+    # float (n, 4 + names): norm, threshold, loss, its threshold, and then all norms, in
+    # the order of the model.
     rows: jax.Array
     # int32 (names,): the place of the name of each norm among the sorted names, since
     # JAX sorts the keys of the metrics. One 0 if there are none: Orbax saves no array
     # without elements.
     order: jax.Array
+    usual: jax.Array  # float (names,), likewise: the norms at the last fine step
 
 
-# What the rows of bad steps have in place of a loss that was not given, and of the norm
-# of a group that was not measured then. NaN would raise under `jax_debug_nans` where
-# nothing is wrong, and infinity may be a loss.
+# What a row has in place of a loss that was not given. NaN would raise under
+# `jax_debug_nans` where nothing is wrong, and infinity may be a loss.
 UNKNOWN = -(2.0**127)
 
 

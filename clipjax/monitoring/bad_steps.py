@@ -5,25 +5,17 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from clipjax._core.aliases import Tree
-from clipjax._core.leaves import as_array
 from clipjax._core.messages import a_few, short_repr
 from clipjax._core.states import UNKNOWN, BadSteps, MetricsState
+from clipjax.monitoring.groups import LARGEST
 from clipjax.monitoring.metrics import labeled_states_in, logged_in, restored
-
-
-class Place(NamedTuple):
-    """Where a step broke; all is "" if that is not known."""
-
-    words: str = ""
-    layer: str = ""  # the only one that the words name, or the one with the most norm
-    began_in: str = ""  # "forward" or "backward", the pass, or "loss"
 
 
 class BadStep(NamedTuple):
@@ -34,13 +26,15 @@ class BadStep(NamedTuple):
     # The norm above which a step is an outlier; infinite in the first steps.
     threshold: float
     loss: float | None  # None if `update` got none
+    loss_threshold: float | None  # likewise for the loss
     groups: dict[str, float]  # the norm of each group, by name
+    # How many bad steps came directly after it; 0 for those steps themselves.
+    followed_by: int = 0
     # The norms that probes saw, in the order of the model; infinite if an element is
-    # not finite. They are empty if there are no probes, or if their taps were not
-    # given.
+    # not finite. They are empty if there are no probes.
     forward: dict[str, float] = {}  # noqa: RUF012
     backward: dict[str, float] = {}  # noqa: RUF012
-    # The norms that probes saw in the forward pass of the last step, if it was not bad.
+    # The norms that probes saw in the forward pass of the last step that was not bad.
     usual: dict[str, float] = {}  # noqa: RUF012
     recorder: str = "record_norms"  # what the metrics of its `record_norms` begin with
 
@@ -50,180 +44,164 @@ class BadStep(NamedTuple):
         return self.norm <= self.threshold and self.norm < math.inf
 
     def __str__(self) -> str:
-        text = f"step {self.step}: "
-        if self.loss is not None and self.is_of_loss:
-            why = ", an outlier" if math.isfinite(self.loss) else ""
-            text += f"loss {self.loss:.2g}{why}; "
-        text += f"norm {self.norm:.2g}"
-        text += (
-            f", usual up to {self.threshold:.2g}" if self.threshold < math.inf else ""
-        )
-        words = [place.words for place in places_of(self)]
-        return "; ".join(filter(None, (text, *words)))
+        parts = [_compared("norm", self.norm, self.threshold)]
+        if self.loss is not None and self.loss_threshold is not None:
+            is_usual = math.isfinite(self.loss) and self.loss <= self.loss_threshold
+            if not is_usual:
+                parts.insert(0, _compared("loss", self.loss, self.loss_threshold))
+        parts += [place.text for place in places_of(self) if place.text]
+        if self.followed_by:
+            parts.append(f"followed by {self.followed_by} more")
+        return f"step {self.step}: {'; '.join(parts)}"
+
+
+def _compared(name: str, value: float, threshold: float) -> str:
+    usual = f", usual up to {threshold:.2g}" if threshold < math.inf else ""
+    return f"{name} {value:.2g}{usual}"
+
+
+class Place(NamedTuple):
+    """What is known of the place where a step broke; nothing by default."""
+
+    text: str = ""
+    layer: str = ""  # the layer or the group that the text names, if it is one
 
 
 def places_of(step: BadStep) -> tuple[Place, Place]:
-    """Return what probes tell of the place, and what groups tell beyond it."""
-    place = place_of_probes(step)
-    is_told = place.words and _no_group_is_finite(step)
+    """Return what probes tell of the place where a step broke, and what groups tell."""
+    by_probes = _place_by_probes(step)
+    # The gradient of unused weights is 0, and so finite wherever the step broke.
+    used = {name: norm for name, norm in step.groups.items() if norm != 0}
+    bad = [name for name, norm in used.items() if not math.isfinite(norm)]
+    none_is_finite = len(bad) == len(used) > 1
+    is_told = bool(by_probes.text) and none_is_finite
     if is_told or step.is_of_loss or not step.groups:
-        return place, Place()
-    return place, _place_of_groups(step)
-
-
-def _used_in(step: BadStep) -> dict[str, float]:
-    """Return the groups whose gradient is not 0, as that of unused weights is.
-
-    A gradient of 0 is finite wherever the step broke.
-    """
-    return {name: norm for name, norm in step.groups.items() if norm != 0}
-
-
-def _no_group_is_finite(step: BadStep) -> bool:
-    norms = _used_in(step).values()
-    return len(norms) > 1 and not any(map(math.isfinite, norms))
-
-
-def place_of_probes(step: BadStep) -> Place:
-    """Return what probes tell of the place where the step broke.
-
-    The forward pass goes from the first layer to the last, and the backward pass
-    from the last to the first: the first layer in time that is not finite is the
-    place.
-    """
-    bad_forward, bad_backward = (
-        [name for name, norm in norms.items() if not math.isfinite(norm)]
-        for norms in (step.forward, step.backward)
-    )
-    if bad_forward:
-        name = bad_forward[0]
-        return Place(f"first in the forward pass, at {name}", name, "forward")
-    if not bad_backward:
-        return _unusual(step.forward, step.usual)
-    name = bad_backward[-1]
-    if step.loss is not None and not math.isfinite(step.loss):
-        return Place(f"in the loss, or after {name}", began_in="loss")
-    *_, last = (key for key, norm in step.backward.items() if norm != 0)
-    if name != last or any(map(math.isfinite, _used_in(step).values())):
-        return Place(f"in the backward pass, at {name}", name, "backward")
-    # No weights after the last probe show whether their gradients are finite.
-    words = f"in the loss, or in the backward pass from the loss to {name}"
-    if step.loss is not None:
-        words = f"in the backward pass, from the loss to {name}"
-    return Place(words, began_in="loss")
-
-
-def _place_of_groups(step: BadStep) -> Place:
-    """Return what groups tell of the place where the step broke."""
-    bad = [name for name, norm in step.groups.items() if not math.isfinite(norm)]
-    if _no_group_is_finite(step):
-        but = " but those of norm 0" if len(_used_in(step)) < len(step.groups) else ""
-        return Place(
-            f"no group{but} is finite: it broke in the loss or in the forward pass"
-        )
+        return by_probes, Place()
+    if none_is_finite:
+        text = "no group is finite: it broke in the loss or in the forward pass"
+        return by_probes, Place(text)
     if bad:
-        layer = bad[0] if len(bad) == 1 else ""
-        return Place(_boundary(list(_used_in(step)), bad), layer)
-    if not math.isfinite(step.norm) and math.hypot(*step.groups.values()) < _MOST:
-        return Place("all groups are finite: it broke in weights outside of the groups")
-    name, largest = max(step.groups.items(), key=lambda item: item[1])
-    if not math.isfinite(step.norm):
-        return Place(f"largest in {name}", name)
-    # The squares of the norms of all groups add up to the square of the norm.
-    return Place(f"{(largest / step.norm) ** 2:.0%} of it in {name}", name)
+        only = bad[0] if len(bad) == 1 else ""
+        return by_probes, Place(f"not finite in {_listed(list(used), bad)}", only)
+    return by_probes, _place_of_most(step)
+
+
+def _place_by_probes(step: BadStep) -> Place:
+    """Return the first layer in time that is not finite, and is so at usual steps.
+
+    The forward pass goes from the first layer to the last, and the backward pass from
+    the last to the first.
+    """
+    forward, backward = (
+        [
+            name
+            for name, norm in norms.items()
+            if not math.isfinite(norm) and math.isfinite(usual.get(name, 0))
+        ]
+        for norms, usual in ((step.forward, step.usual), (step.backward, {}))
+    )
+    if forward:
+        return Place(f"first in the forward pass, at {forward[0]}", forward[0])
+    if not backward:
+        return _place_of_growth(step)
+    name = backward[-1]
+    if step.loss is not None and not math.isfinite(step.loss):
+        return Place(f"in the loss, or after {name}")
+    *_, last = (key for key, norm in step.backward.items() if norm != 0)
+    some_is_finite = any(math.isfinite(x) for x in step.groups.values() if x != 0)
+    if name != last or some_is_finite:
+        return Place(f"in the backward pass, at {name}", name)
+    # No weights after the last probe show whether their gradients are finite.
+    if step.loss is None:
+        return Place(
+            f"in the loss, or in the backward pass from it to {name}; with loss=, "
+            "update would tell which"
+        )
+    return Place(f"in the backward pass, from the loss to {name}")
 
 
 # The text names a layer at which activations grow this many times more than usual.
 _TOLD = 10
 
-# A larger norm of finite elements is infinite in float32.
-_MOST = 1.8e19
 
-
-def _unusual(norms: dict[str, float], usual: dict[str, float]) -> Place:
-    """Say at which layer activations grew most, compared with a usual step."""
-    times = [1.0]
-    for name, norm in norms.items():
-        is_known = 0 < usual.get(name, 0) < math.inf
-        times.append(norm / usual[name] if is_known else 0.0)
-    pairs = zip(itertools.pairwise(times), norms, strict=True)
+def _place_of_growth(step: BadStep) -> Place:
+    """Return the layer at which activations grew most, compared with a usual step."""
+    times, names = [1.0], []
+    for name, norm in step.forward.items():
+        usual = step.usual.get(name, 0)
+        if min(norm, usual) >= LARGEST:  # as of a mask, at all steps
+            continue
+        is_known = usual > 0 and max(norm, usual) < LARGEST
+        times.append(norm / usual if is_known else 0.0)
+        names.append(name)
+    pairs = zip(itertools.pairwise(times), names, strict=True)
     growths = [(now / was, name) for (was, now), name in pairs if was > 0]
     most, name = max(growths, default=(0.0, ""))
     if most <= _TOLD:
         return Place()
-    # In front of the first layer, nothing is known that it could grow from.
-    what = "norm" if name == next(iter(norms)) else "growth"
-    words = f"{most:.0f} times its usual {what} at {name}, in the forward pass"
-    return Place(words, name, "forward")
+    text = f"{most:.0f} times its usual growth at {name}, in the forward pass"
+    return Place(text, name)
 
 
-_LAST_NUMBER = re.compile(r"(.*?)(\d+)(\D*)")
+def _place_of_most(step: BadStep) -> Place:
+    """Return the group with most of the norm, where all groups are finite."""
+    name, largest = max(step.groups.items(), key=lambda item: item[1])
+    if math.isfinite(step.norm):
+        # The squares of the norms of all groups add up to the square of the norm.
+        return Place(f"{(largest / step.norm) ** 2:.0%} of it in {name}", name)
+    if math.hypot(*step.groups.values()) < LARGEST:
+        return Place("all groups are finite: it broke in weights outside of the groups")
+    return Place(f"largest in {name}", name)
 
 
-def _boundary(names: list[str], bad: list[str]) -> str:
-    """Say which groups are not finite, and from which layer on groups are finite.
+def _listed(names: Sequence[str], bad: Sequence[str]) -> str:
+    """List the bad names, those that follow each other as `first to last`.
 
-    The backward pass goes from the last layer to the first. Where it breaks, the
-    gradients of that layer, or of the layers before it, are not finite, and the
-    gradients of the layers after it are finite. Names that differ in a number are
-    layers in the order of the number.
+    Names are in the order of the numbers in them, as layers are.
     """
-    layers: dict[Any, dict[Any, str]] = {}
-    for name in names:
-        found = _LAST_NUMBER.fullmatch(name)
-        before, number, after = found.groups() if found else (name, "0", "")
-        of_stack = layers.setdefault((before, after, bool(found)), {})
-        of_stack[int(number), number] = name
-    broken, fine = [], []
-    for stack in layers.values():
-        in_order = [stack[number] for number in sorted(stack)]
-        some = [name for name in in_order if name in bad]
-        if not some:
-            continue
-        count = len(some)
-        is_start = some == in_order[:count]
-        is_range = is_start and count > 1
-        between = "and" if count == 2 else "to"
-        broken += [f"{some[0]} {between} {some[-1]}"] if is_range else some
-        fine += in_order[count : count + 1] if is_start else []
-    text = f"not finite in {a_few(broken, 3)}"
-    return f"{text}; fine from {a_few(fine, 3)} on" if fine else text
+    parts = {name: re.split(r"(\d+)", name) for name in names}
+    ordered = sorted(
+        names, key=lambda x: [int(y) if y.isdecimal() else y for y in parts[x]]
+    )
+    runs = [
+        list(run)
+        for is_bad, run in itertools.groupby(ordered, bad.__contains__)
+        if is_bad
+    ]
+    return a_few([x[0] if len(x) == 1 else f"{x[0]} to {x[-1]}" for x in runs], 3)
 
 
 def bad_steps(opt_state: Tree) -> list[BadStep]:
     """Return the bad steps that `record_norms(keep=n)` has kept, oldest first.
 
-    Use it after a run broke, or later on a checkpoint of the run, to find which step
-    broke, and in which layer.
+    Use it when a run broke, or later on one of its checkpoints, to see which step broke
+    first, and in which layer.
 
     Args:
       opt_state: an optimizer state, or a tree that contains one, such as a checkpoint,
         as in :func:`metrics`.
 
     Returns:
-      A list of `BadStep(step, norm, threshold, loss, groups, forward, backward, usual,
-      recorder)`, empty if there was none. `step` is the number of updates before the
-      bad step, so the first step of a run is step 0. `loss` is None if `update` got
-      none. `groups` maps the names of groups to their norms, and `forward` and
-      `backward` map the names of probes to the norms that they saw. `usual` has the
-      norms that probes saw in the forward pass of the last step of the run, if that
-      step was not bad. `recorder` is what the metrics of the `record_norms` that kept
-      the step begin with.
+      A list of `BadStep`, empty if no step was bad. `step` counts from 0, `norm` is the
+      norm of all gradients and `threshold` the norm above which a step is an outlier;
+      `loss` and `loss_threshold` are the same for the loss, or None where `update` got
+      none. `groups` has the norm of each group by name, `forward` and `backward` what
+      each probe saw, and `usual` what they saw in the forward pass of the last step
+      that was not bad. `followed_by` is the number of bad steps directly after the
+      first of a row, and `recorder` is what the metrics of its `record_norms` begin
+      with.
 
     Raises:
       TypeError: `opt_state` is traced, or has shapes in place of arrays.
       ValueError: no `record_norms` in `opt_state` keeps steps; the state is stacked, as
         `vmap` makes it.
 
-    If the norm of a bad step is an outlier, the text that `print` shows names the group
-    with the largest part of the squared norm. If the norm is not finite, the text names
-    the groups that are not finite, and the layer from which on all groups are finite:
-    the backward pass broke at the layer before it. If no group is finite, the text says
-    that the step broke in the loss or in the forward pass, since gradients do not tell
-    the layer then. A group whose norm is 0, such as a group of weights that the step
-    does not use, is left out of this search. With probes, the text says in which pass
-    and at which layer the first NaN or infinity arose. Pass `loss=` to `update`, too,
-    so that the text can tell the loss from the last layer.
+    `print` of a step is one line. For an outlier it names the group with the largest
+    part of the squared norm. Otherwise it lists the groups that are not finite: the
+    backward pass, which goes from the last layer to the first, broke where they begin.
+    If no group is finite, the step broke in the loss or in the forward pass, where only
+    probes can tell the layer; and because the loss comes after the last probe, pass
+    `loss=` to `update`, too. Groups whose norm is 0 say nothing, so they are left out.
 
     See Also:
       :func:`record_norms` keeps the steps; :func:`probe` finds the layer in both
@@ -245,10 +223,10 @@ def bad_steps(opt_state: Tree) -> list[BadStep]:
       step 2: norm nan; not finite in head
     """
     kept = [
-        (label, name, bad, state)
-        for label, state in labeled_states_in(opt_state).items()
-        if isinstance(state.memory, Mapping)
-        for name, node in state.memory.items()
+        (label, name, bad, found.state)
+        for label, found in labeled_states_in(opt_state).items()
+        if isinstance(found.state.memory, Mapping)
+        for name, node in found.state.memory.items()
         if (bad := restored(BadSteps, BadSteps._fields, node))
     ]
     if not kept:
@@ -265,49 +243,47 @@ def _steps_in(
     label: str, name: str, kept: BadSteps, state: MetricsState
 ) -> list[BadStep]:
     """Return the steps in a memory, whose updates are called `name` in the metrics."""
-    needed = kept.held, kept.steps, kept.rows, kept.order, state.step
-    arrays = [*map(as_array, needed)], logged_in(state)
-    for x in jax.tree.leaves(arrays):
+    logged = logged_in(state)
+    for x in jax.tree.leaves((kept, logged)):
         is_traced = isinstance(x, jax.core.Tracer)
         if is_traced or not isinstance(x, jax.Array | np.ndarray | np.generic):
             raise TypeError(
                 "opt_state: it must have known arrays: call bad_steps outside jit, got "
                 f"{short_repr(x)}"
             )
-    (count, steps, rows, order, total), last = jax.device_get(arrays)
-    if np.ndim(count):
+    known: Any = jax.device_get(kept)
+    if np.ndim(known.held):
         raise ValueError(
-            f"opt_state: it is stacked, of shape {np.shape(count)}; take one, as in "
-            "jax.tree.map(lambda x: x[0], opt_state)"
+            f"opt_state: it is stacked, of shape {np.shape(known.held)}; take one, as "
+            "in jax.tree.map(lambda x: x[0], opt_state)"
         )
-    in_text_order = sorted(name for name, x in last.items() if x.dtype.kind == "f")
-    names = [in_text_order[i] for i in order[: len(in_text_order)]]
-    last_is_bad = count > 0 and steps[-1] == total - 1
-    of_last = {name: float(last[name]) for name in names}
-    usual = {} if last_is_bad else _groups_of("forward", of_last)
-    usual = usual if any(usual.values()) else {}
+    in_text_order = sorted(key for key, x in logged.items() if x.dtype.kind == "f")
+    names = [in_text_order[i] for i in known.order[: len(in_text_order)]]
+    usual = dict(zip(names, map(float, known.usual), strict=False))
+    usual_of_probes = _norms_of("forward", usual)
     found = []
-    for place in range(len(steps) - count, len(steps)):
-        norm, threshold, loss, *norms = map(float, rows[place])
-        pairs = zip(names, norms, strict=True)
-        named = {name: norm for name, norm in pairs if norm != UNKNOWN}
-        forward, backward = (_groups_of(of, named) for of in ("forward", "backward"))
-        given = any((*forward.values(), *backward.values()))
+    for i in range(len(known.steps) - known.held, len(known.steps)):
+        norm, threshold, loss, loss_threshold, *rest = map(float, known.rows[i])
+        norms = dict(zip(names, rest, strict=True))
+        has_loss = loss != UNKNOWN
         step = BadStep(
-            step=int(steps[place]),
+            step=int(known.steps[i]),
             norm=norm,
             threshold=threshold,
-            loss=None if loss == UNKNOWN else loss,
-            groups=_groups_of(name, named),
+            loss=loss if has_loss else None,
+            loss_threshold=loss_threshold if has_loss else None,
+            groups=_norms_of(name, norms),
+            followed_by=max(0, int(known.followed_by[i])),
+            forward=_norms_of("forward", norms),
+            backward=_norms_of("backward", norms),
+            usual=usual_of_probes if any(usual_of_probes.values()) else {},
             recorder=label,
         )
-        if given:
-            step = step._replace(forward=forward, backward=backward, usual=usual)
         found.append(step)
     return found
 
 
-def _groups_of(name: str, norms: dict[str, float]) -> dict[str, float]:
+def _norms_of(name: str, norms: dict[str, float]) -> dict[str, float]:
     """Return the norms of the groups of what is called `name` in the metrics."""
     own = {
         key[len(name) + 1 :]: norm

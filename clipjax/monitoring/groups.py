@@ -31,6 +31,9 @@ from clipjax._core.norms import (
 )
 from clipjax._core.units import check_whole
 
+# A larger norm of finite elements would be infinite in float32.
+LARGEST = 2.0**64
+
 
 class Group(NamedTuple):
     """Leaves that share a norm, or stacks that share one for each of their layers."""

@@ -185,22 +185,11 @@ def label_of(columns: Mapping[str, Any], key: str) -> str | None:
 
 
 def steps_taken(columns: Mapping[str, Any], key: str) -> np.ndarray:
-    """Return for each step whether the transformation of a metric saw it, as bools.
-
-    Its counter rises at such a step. Where the counter stays, as in a run that begins
-    with a new state each time, other metrics tell by a change.
-    """
+    """Return for each step whether the counter of a metric's transformation rose."""
     label = label_of(columns, key)
     if label is None:
         return np.ones(per_step(columns, key).shape, bool)
-    taken = np.diff(per_step(columns, f"{label}/steps", key), prepend=0) != 0
-    for other in columns:
-        if other.startswith(f"{label}/") and not taken.all():
-            values = per_step(columns, other, key)
-            # A metric that is NaN at both steps may not have changed.
-            both_nan = np.isnan(values[1:]) & np.isnan(values[:-1])
-            taken[1:] |= (values[1:] != values[:-1]) & ~both_nan
-    return taken
+    return np.diff(per_step(columns, f"{label}/steps", key), prepend=0) != 0
 
 
 def _numbers(name: str, values: Any) -> np.ndarray:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from clipjax._core.aliases import Metrics, Scalar, Tree
-from clipjax._core.leaves import as_array, nodes_where
+from clipjax._core.leaves import nodes_where, unboxed
 from clipjax._core.messages import short_repr
 from clipjax._core.states import (
     MetricsState,
@@ -71,44 +71,55 @@ def metrics(opt_state: Tree) -> dict[str, jax.Array]:
             f"{short_repr(opt_state)}; pass the state that tx.init and "
             "tx.update return. Projections and Optax's own transformations have none: "
             "add a clip of clipjax, nonfinite='skip' or record_norms(), and go on from "
-            "the state of another chain by clipjax.adopt(old, tx.init(params))"
+            "the state of another chain by clipjax.adopt(old, into=tx.init(params))"
         )
     found = {
         f"{label}/{key}": value
-        for label, state in known.items()
-        for key, value in _read(state).items()
+        for label, each in known.items()
+        for key, value in _read(each).items()
     }
     return dict(sorted(found.items()))  # sorted, as a jitted function returns them
 
 
-def labeled_states_in(tree: Tree) -> dict[str, MetricsState]:
+class Found(NamedTuple):
+    """A state that was found in a tree."""
+
+    prefix: str  # what :func:`named` puts before its name
+    state: MetricsState
+    # How many steps in a row each skip around it skipped, which froze it.
+    skips: tuple[jax.Array, ...]
+
+
+def labeled_states_in(tree: Tree) -> dict[str, Found]:
     """Return the states in a tree by what their metrics begin with."""
-    labeled: dict[str, MetricsState] = {}
-    for prefix, state in named_states_in(tree):
-        name = prefix + name_of(state)
+    labeled: dict[str, Found] = {}
+    for found in states_in(tree):
+        name = found.prefix + name_of(found.state)
         numbered = (f"{name}_{i}" if i else name for i in itertools.count())
-        labeled[next(x for x in numbered if x not in labeled)] = state
+        labeled[next(x for x in numbered if x not in labeled)] = found
     return labeled
 
 
-def states_in(tree: Tree) -> list[MetricsState]:
+def states_in(tree: Tree) -> list[Found]:
     """Return the states in a tree, outer states before those in their memories."""
-    return [state for _, state in named_states_in(tree)]
+    return list(_states_in(unboxed(tree), "", ()))
 
 
-def named_states_in(tree: Tree, prefix: str = "") -> Iterator[tuple[str, MetricsState]]:
-    """Yield the states in a tree, each with what :func:`named` puts before its name."""
-
+def _states_in(
+    tree: Tree, prefix: str, skips: tuple[jax.Array, ...]
+) -> Iterator[Found]:
     def is_state(node: Any) -> bool:
         return bool(_named_state(node) or _metrics_state(node))
 
     for node in nodes_where(is_state, tree):
         if named := _named_state(node):
             ((name, inner),) = named.named.items()
-            yield from named_states_in(inner, f"{prefix}{name}/")
+            yield from _states_in(inner, f"{prefix}{name}/", skips)
         elif state := _metrics_state(node):
-            yield prefix, state
-            yield from named_states_in(state.memory, prefix)
+            yield Found(prefix, state, skips)
+            in_a_row = _in_a_row(state)
+            within = skips if in_a_row is None else (*skips, in_a_row)
+            yield from _states_in(state.memory, prefix, within)
 
 
 def restored(kind: Any, needed: Iterable[str], node: Any) -> Any:
@@ -142,23 +153,23 @@ def _has_one(named: Any) -> bool:
     return isinstance(named, Mapping) and len(named) == 1
 
 
-def logged_in(state: MetricsState) -> dict[str, jax.Array]:
+def logged_in(state: MetricsState) -> Mapping[str, jax.Array]:
     """Return the metrics in a state, none if it is of a tree without leaves."""
     (kept,) = state.metrics.values()
-    if not isinstance(kept, Mapping):
-        return {}
-    return {key: as_array(x) for key, x in kept.items()}
+    return kept if isinstance(kept, Mapping) else {}
 
 
-def _read(state: MetricsState) -> Metrics:
+def _read(found: Found) -> Metrics:
     """Return the metrics of one state."""
-    step, in_a_row = as_array(state.step), _in_a_row(state)
-    return _from_scalars(step, logged_in(state), in_a_row)
+    state = found.state
+    # There, NaN would raise where nothing is wrong.
+    skips = () if jax.config.jax_debug_nans else found.skips
+    return _from_scalars(state.step, dict(logged_in(state)), _in_a_row(state), skips)
 
 
 def skipped_in(opt_state: Tree) -> list[jax.Array]:
     """Return for each skip in a state whether its last step was skipped."""
-    counts = [_in_a_row(state) for state in states_in(opt_state)]
+    counts = [_in_a_row(found.state) for found in states_in(opt_state)]
     return [count > 0 for count in counts if count is not None]
 
 
@@ -168,29 +179,37 @@ def _in_a_row(state: MetricsState) -> Any:
     The memory of a user's own transformation may have a field with the same name.
     """
     skip = restored(SkipMemory, ["in_a_row"], state.memory)
-    if skip and "skipped" in logged_in(state):
-        return as_array(skip.in_a_row)
-    return None
+    return skip.in_a_row if skip and "skipped" in logged_in(state) else None
 
 
 # Jitted, since outside of jit constants would be transferred to the device, which
 # transfer guards forbid.
 @jax.jit
-def _from_scalars(step: Scalar, kept: Metrics, in_a_row: Any) -> Metrics:
+def _from_scalars(
+    step: Scalar, kept: Metrics, in_a_row: Any, skips: tuple[jax.Array, ...]
+) -> Metrics:
     """Return metrics from the scalars in a state, in buffers of their own."""
     found = {"steps": jnp.copy(step)}
+    of_last = {key: x for key, x in kept.items() if _is_float(x)}
     if in_a_row is not None:
-        found["skipped_last"] = (in_a_row > 0).astype(np.float32)
+        of_last["skipped_last"] = (in_a_row > 0).astype(np.float32)
         found["skipped_in_a_row"] = jnp.abs(in_a_row).astype(np.float32)
+    if {"norm", "scale"} <= of_last.keys():
+        of_last.setdefault("norm_after", of_last["norm"] * of_last["scale"])
     for key, x in kept.items():
         if x.dtype == np.uint32:
             found[f"{key}_fraction"] = _fraction(x, step)
-        else:
+        elif key not in of_last:
             found[key] = jnp.copy(x)
-    floats = {key for key, x in found.items() if jnp.issubdtype(x.dtype, jnp.floating)}
-    if {"norm", "scale"} <= floats:
-        found.setdefault("norm_after", found["norm"] * found["scale"])
-    return found
+    # A skip froze the values of the step before it.
+    is_frozen: Any = False
+    for count in skips:
+        is_frozen |= count > 0
+    return found | {key: jnp.where(is_frozen, jnp.nan, x) for key, x in of_last.items()}
+
+
+def _is_float(x: jax.Array) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jnp.floating))
 
 
 def _fraction(count: jax.Array, step: Scalar) -> jax.Array:

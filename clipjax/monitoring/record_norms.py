@@ -22,7 +22,13 @@ from clipjax.gradients import spikes
 from clipjax.gradients.past_norms import norm_dtype
 from clipjax.gradients.skipping import loss_of
 from clipjax.gradients.window import Window, check_size
-from clipjax.monitoring.groups import by_group, joined, names_of_norms, norms_of
+from clipjax.monitoring.groups import (
+    LARGEST,
+    by_group,
+    joined,
+    names_of_norms,
+    norms_of,
+)
 from clipjax.monitoring.taps import tapped
 
 _PASSES = ("forward", "backward")  # what probes see
@@ -156,7 +162,7 @@ def record_norms(
         of_probes = dict.fromkeys(_PASSES, _names_of(lengths)) if lengths else {}
         return names_of_norms(dict.fromkeys(labels, own) | of_probes)
 
-    def norms_in(updates: Leaves, params: Tree, taps: Any = None) -> jax.Array:
+    def norms_in(updates: Leaves, params: Tree, taps: Any) -> jax.Array:
         found = {}
         if {*measured} != {"params"}:
             found["updates"] = norms_of(groups_in(updates), order)
@@ -170,7 +176,9 @@ def record_norms(
         return lax.stop_gradient(joined(each + _norms_of_probes(lengths, taps)))
 
     def measure(updates: Leaves, params: Tree, step: Step, memory: Memory) -> Metrics:
-        return _by_name(names_in(updates), norms_in(updates, params))
+        shapes = _shapes_of_taps(lengths).items()
+        taps = {name: jnp.zeros(shape, np.float32) for name, shape in shapes}
+        return _by_name(names_in(updates), norms_in(updates, params, taps))
 
     def remember(params: Leaves) -> Any:
         if not is_known:
@@ -186,7 +194,7 @@ def record_norms(
         if is_known and step is not None:
             check_same("keep", 0 if kept is None else kept.steps.size, size)
         if kept is not None:
-            sizes = kept.rows.shape[-1] - 3, norms.size
+            sizes = kept.rows.shape[-1] - 4, norms.size
             check_same("state", *(f"{size} norms" for size in sizes))
             norm = lax.stop_gradient(tree_norm(updates.inexact))
             check_size(kept.past, length)
@@ -216,6 +224,10 @@ def _check_probes(probes: Any) -> dict[str, int]:
     }
 
 
+def _shapes_of_taps(lengths: dict[str, int]) -> dict[str, tuple[int, ...]]:
+    return {name: (n, 6) if n else (6,) for name, n in lengths.items()}
+
+
 def _names_of(lengths: dict[str, int]) -> list[str]:
     """Return the names of the layers of all probes."""
     return [
@@ -229,19 +241,23 @@ def _norms_of_probes(lengths: dict[str, int], taps: Any) -> list[jax.Array]:
     """Return the norms that probes saw, by pass: infinite if not all is finite."""
     if not lengths:
         return []
-    wanted = {name: (n, 6) if n else (6,) for name, n in lengths.items()}
-    if taps is None:
-        taps = {name: jnp.zeros(shape, np.float32) for name, shape in wanted.items()}
+    wanted = _shapes_of_taps(lengths)
     is_mapping = isinstance(taps, Mapping)
     given = {name: np.shape(x) for name, x in taps.items()} if is_mapping else taps
     if not is_mapping or given != wanted:
         raise ValueError(
-            "taps must be the gradients with respect to clipjax.tap(…, probe=True), of "
-            f"the shapes {wanted} that probes= says, got {short_repr(given)}"
+            "taps: record_norms has probes, so write update(..., taps=...) with the "
+            "gradients with respect to clipjax.tap(..., probe=True), of the shapes "
+            f"{wanted} that probes= says; got {short_repr(given)}"
         )
     seen = tapped(concatenate(jnp.atleast_2d(taps[x]) for x in lengths))
+    # The sum of squares of a mask, which is finite, may overflow.
     return [
-        jnp.where(seen[f"{of}_nonfinite_count"] > 0, jnp.inf, seen[f"{of}_norm"])
+        jnp.where(
+            seen[f"{of}_nonfinite_count"] > 0,
+            jnp.inf,
+            jnp.minimum(seen[f"{of}_norm"], LARGEST),
+        )
         for of in _PASSES
     ]
 
@@ -276,12 +292,15 @@ def _no_steps(size: int, names: Sequence[str], past: Window) -> BadSteps:
     """Return the memory before the first step."""
     place = {name: i for i, name in enumerate(sorted(names))}
     order = [place[name] for name in names] or [0]
+    dtype = past.values.dtype
     return BadSteps(
         past,
-        jnp.zeros((), np.int32),
-        jnp.zeros(size, np.int32),
-        jnp.zeros((size, 3 + len(names)), past.values.dtype),
-        jnp.array(order, np.int32),
+        held=jnp.zeros((), np.int32),
+        steps=jnp.zeros(size, np.int32),
+        followed_by=jnp.full(size, -1, np.int32),
+        rows=jnp.zeros((size, 4 + len(names)), dtype),
+        order=jnp.array(order, np.int32),
+        usual=jnp.zeros(len(order), dtype),
     )
 
 
@@ -293,18 +312,36 @@ def _with_step(
     z_threshold: Any,
     norms: jax.Array,
 ) -> BadSteps:
-    """Return the memory after a step, which takes in the step if it is bad."""
+    """Return the memory after a step, which takes in the step if it is bad.
+
+    The oldest one makes room, but the first of a row only after its followers.
+    """
     spike, past, seen = spikes.compare(norm, loss, kept.past, z_threshold=z_threshold)
     is_bad = spike | ~jnp.isfinite(norm) | ~jnp.isfinite(seen["loss"])
-    numbers = [norm, seen["threshold"], UNKNOWN if loss is None else loss]
+    known_loss = UNKNOWN if loss is None else loss
+    numbers = [norm, seen["threshold"], known_loss, seen["loss_threshold"]]
     row = stack([jnp.asarray(x, kept.rows.dtype) for x in numbers])
-    row = concatenate([row, norms.astype(row.dtype)])
+    norms = norms.astype(row.dtype)
+
+    was_bad = kept.steps + kept.followed_by == step - 1
+    leads = is_bad & was_bad & (kept.followed_by >= 0)
+    follows = leads.any()
+    followed_by = kept.followed_by + leads.astype(np.int32)
+    enters = is_bad & ~follows if kept.steps.size == 1 else is_bad
+    # The second one follows the oldest, or there is no step in its place.
+    oldest_stays = (kept.followed_by[1:2] < 0).any()
+    moves = enters & ((np.arange(kept.steps.size) > 0) | ~oldest_stays)
 
     def after(old: jax.Array, new: Any) -> jax.Array:
         newest = jnp.asarray(new, old.dtype)[None]
-        return jnp.where(is_bad, concatenate([old[1:], newest]), old)
+        moved = concatenate([old[1:], newest])
+        return jnp.where(moves.reshape(-1, *[1] * (old.ndim - 1)), moved, old)
 
-    more = jnp.minimum(kept.held + 1, kept.steps.size)
-    count = jnp.where(is_bad, more, kept.held)
-    steps, rows = after(kept.steps, step), after(kept.rows, row)
-    return kept._replace(past=past, held=count, steps=steps, rows=rows)
+    return kept._replace(
+        past=past,
+        held=jnp.minimum(kept.held + enters.astype(np.int32), kept.steps.size),
+        steps=after(kept.steps, step),
+        followed_by=after(followed_by, jnp.where(follows, -1, 0)),
+        rows=after(kept.rows, concatenate([row, norms])),
+        usual=jnp.where(is_bad, kept.usual, norms) if norms.size else kept.usual,
+    )

@@ -16,14 +16,14 @@ from clipjax.monitoring.metrics import skipped_in
 T = TypeVar("T")
 
 
-def unless_skipped(opt_state: Tree, new: T, old: T) -> T:
+def unless_skipped(opt_state: Tree, *, new: T, old: T) -> T:
     """Return a new value, or the old one if the last step was skipped.
 
     Use it for what a training step changes besides the weights and the optimizer state.
     The running statistics of batch norm, which the model changes in its forward pass,
-    would take in the NaN of a skipped step: `batch_stats =
-    clipjax.unless_skipped(opt_state, new_stats, batch_stats)`. Averages of weights, and
-    schedules that you keep yourself, need the same protection.
+    would take in the NaN of a skipped step: `stats = clipjax.unless_skipped(opt_state,
+    new=new_stats, old=stats)`. Averages of weights, and schedules that you keep
+    yourself, need the same protection.
 
     Args:
       opt_state: the optimizer state after the step, or a tree that contains it, as in

@@ -977,14 +977,16 @@ THEMES = {
         of_value(
             "named('a', sgd).update(grads, state_of(named('b', sgd)))", "name", "b"
         ),
-        of_value("unless_skipped(state_of(clip), x, x)", "opt_state", "no skip"),
         of_value(
-            "unless_skipped(state_of(skip_nonfinite(sgd)), x, x[1:])",
+            "unless_skipped(state_of(clip), new=x, old=x)", "opt_state", "no skip"
+        ),
+        of_value(
+            "unless_skipped(state_of(skip_nonfinite(sgd)), new=x, old=x[1:])",
             "new and old",
             "[(3,)] and [(2,)]",
         ),
         of_value(
-            "unless_skipped(state_of(skip_nonfinite(sgd)), x, {})",
+            "unless_skipped(state_of(skip_nonfinite(sgd)), new=x, old={})",
             "new and old",
             "structure",
         ),

@@ -39,7 +39,7 @@ def test_linen_keeps_the_statistics_of_the_last_good_step() -> None:
 
         (loss, new), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
         updates, state = TX.update(grads, state, params, loss=loss)
-        new = clipjax.unless_skipped(state, new, stats)
+        new = clipjax.unless_skipped(state, new=new, old=stats)
         return optax.apply_updates(params, updates), new, state
 
     params, stats = variables["params"], variables["batch_stats"]
@@ -65,7 +65,7 @@ def test_nnx_keeps_them() -> None:
         loss, grads = loss_of(model)
         optimizer.update(model, grads, loss=loss)
         new = nnx.state(model, nnx.BatchStat)
-        nnx.update(model, clipjax.unless_skipped(optimizer, new, old))
+        nnx.update(model, clipjax.unless_skipped(optimizer, new=new, old=old))
 
     step(model, optimizer, X[0])
     good = jax.device_get(nnx.to_pure_dict(nnx.state(model)))
@@ -95,7 +95,7 @@ def test_equinox_keeps_them() -> None:
 
         (loss, new), grads = eqx.filter_value_and_grad(loss_of, has_aux=True)(params)
         updates, state = TX.update(grads, state, params, loss=loss)
-        new = clipjax.unless_skipped(state, new, stats)
+        new = clipjax.unless_skipped(state, new=new, old=stats)
         return eqx.apply_updates(params, updates), new, state
 
     state = TX.init(params)
@@ -115,7 +115,7 @@ def test_any_skip_counts_and_two_of_them_may_disagree() -> None:
     _, fine = tx.update(params, tx.init(params), params)
     _, half = tx.update(params | {"b": NAN * params["b"]}, fine, params)
     for state, wanted in ((fine, 1), (half, 0)):
-        chosen = clipjax.unless_skipped(state, {"n": 1}, {"n": 0})
+        chosen = clipjax.unless_skipped(state, new={"n": 1}, old={"n": 0})
         assert chosen["n"] == wanted
 
 
@@ -126,8 +126,8 @@ def test_a_stacked_state_is_an_error_that_says_what_to_write() -> None:
     bad = weights.at[1, 0].set(NAN)
     _, state = jax.vmap(tx.update)(bad, jax.vmap(tx.init)(weights), weights)
     with pytest.raises(ValueError, match=r"opt_state.*stacked.*\(3,\).*jax.vmap"):
-        clipjax.unless_skipped(state, 2 * weights, weights)
-    chosen = jax.vmap(clipjax.unless_skipped)(state, 2 * weights, weights)
+        clipjax.unless_skipped(state, new=2 * weights, old=weights)
+    chosen = jax.vmap(clipjax.unless_skipped)(state, new=2 * weights, old=weights)
     np.testing.assert_array_equal(chosen[:, 0], [2, 1, 2])
 
 

@@ -99,16 +99,44 @@ def test_a_step_of_one_clip_is_none_of_another_of_its_name() -> None:
         np.testing.assert_array_equal(found, values)
 
 
-def test_norms_of_new_states_count_although_their_steps_are_the_same() -> None:
-    """And all metrics of a transformation have the same steps."""
-    tx = clipjax.record_norms(["a", "b"])
-    history = []
-    for a, b in ((1.0, 1.0), (2.0, 1.0), (2.0, 1.0), (2.0, NAN), (2.0, NAN)):
-        grads = {"a": jnp.array([a]), "b": jnp.array([b])}
-        history.append(clipjax.metrics(tx.update(grads, tx.init(grads))[1]))
-    for group, values in {"a": [1, 2, NAN, 2, NAN], "b": [1, 1, NAN, NAN, NAN]}.items():
-        found = clipjax.series(history, f"record_norms/updates/{group}")
-        np.testing.assert_array_equal(found, values)
+def test_a_log_of_every_tenth_step_tells_the_truth_at_a_skipped_step() -> None:
+    """With the clip within the skip and in front of it; counters go on."""
+    clip = clipjax.clip_by_global_norm(1.0)
+    within = clipjax.bounded(optax.sgd(0.1), clip=clip, nonfinite="skip")
+    before = optax.chain(clip, clipjax.skip_nonfinite(optax.sgd(0.1)))
+    found = []
+    for tx in (within, before):
+        read, state = jax.jit(clipjax.metrics), tx.init(jnp.zeros(1))
+        history = []
+        for i in range(21):
+            norm = NAN if i in (10, 20) else 100.0 + i
+            _, state = tx.update(jnp.array([norm]), state, jnp.zeros(1))
+            history.append(read(state))
+        row = jax.device_get(history[-1])
+        for name in ("norm", "norm_after", "scale"):
+            assert np.isnan(row[f"clip_by_global_norm/{name}"]), name
+        steps = 19 if tx is within else 21
+        assert row["clip_by_global_norm/steps"] == steps
+        assert row["clip_by_global_norm/clipped_fraction"] == np.float32(19 / steps)
+        assert row["skip_nonfinite/skipped"] == 2
+        found.append(clipjax.series(history[::10], "clip_by_global_norm"))
+    np.testing.assert_array_equal(found, [[100, NAN, NAN]] * 2)
+
+
+def test_what_an_outer_skip_froze_is_not_shown() -> None:
+    inner = clipjax.skip_spikes(clipjax.clip_by_global_norm(1.0), max_norm=5.0)
+    tx = clipjax.skip_nonfinite(inner)
+    state = tx.init(jnp.zeros(1))
+    for norm, seen, clipped in ((2, 2, 2), (7, 7, NAN), (NAN, NAN, NAN), (3, 3, 3)):
+        _, state = tx.update(jnp.array([float(norm)]), state)
+        row = clipjax.metrics(state)
+        np.testing.assert_array_equal(row["skip_nonfinite/norm"], norm)
+        np.testing.assert_array_equal(row["skip_spikes/norm"], seen)
+        np.testing.assert_array_equal(row["clip_by_global_norm/norm"], clipped)
+    assert row["skip_spikes/skipped"] == 1
+    with jax.debug_nans(True):  # where nothing is wrong, NaN would raise
+        _, state = tx.update(jnp.array([7.0]), state)
+        assert clipjax.metrics(state)["clip_by_global_norm/norm"] == 3
 
 
 def test_rules_see_the_finite_norms_in_their_order() -> None:
