@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Never
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ import optax
 
 from clipjax._core.aliases import Memory, State, Step, Tree
 from clipjax._core.bounds import check_label, is_real
-from clipjax._core.leaves import Leaves, flatten, shapes_of
+from clipjax._core.leaves import Leaves, check_within, flatten, shapes_of
 from clipjax._core.messages import short_repr
 from clipjax._core.norms import warn_if_local
 from clipjax._core.states import (
@@ -85,9 +85,15 @@ def tree_transformation(
         return MetricsState(jnp.zeros((), np.int32), {name: metrics}, memory)
 
     def update(
-        updates: Tree, state: State, params: Tree = None, **extra: Any
+        updates: Tree, state: State, params: Tree = None, *args: Never, **extra: Any
     ) -> tuple[Tree, Any]:
+        if args:
+            raise TypeError(
+                "update takes the loss by name: update(grads, state, params, "
+                f"loss=loss), got {short_repr(args[0])}"
+            )
         warn_if_local()
+        check_within(updates, params)
         leaves = flatten(updates)
         is_stateless = state is None or isinstance(state, optax.EmptyState)
         if is_stateless and remember is None:

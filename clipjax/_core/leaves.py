@@ -60,7 +60,7 @@ def flatten(tree: Tree) -> Leaves:
     Python numbers and NumPy arrays become JAX arrays. A leaf that is no array, such as
     a function, raises an error.
     """
-    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_no_branch)
+    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_leaf)
     paths = without_boxes([path for path, _ in found])
     nodes = [node for _, node in found]
     is_absent = list(map(_is_absent, nodes))
@@ -83,8 +83,7 @@ def is_inexact(x: Any) -> bool:
 
 def path_name(path: Path) -> str:
     """Format a path, such as `"encoder/Dense_0/kernel"`."""
-    name = jax.tree_util.keystr(path, simple=True, separator="/")
-    return " ".join(name.splitlines())
+    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 _VALUE = GetAttrKey("value")
@@ -111,61 +110,59 @@ def without_boxes(paths: Sequence[Path]) -> list[Path]:
 def unboxed(tree: Tree) -> Tree:
     """Return a tree with the contents of boxes in their place."""
 
-    def child(node: Any) -> list[Any]:
+    def contents(node: Any) -> list[Any]:
         level = jax.tree_util.default_registry.flatten_one_level_with_keys(node)
-        children = level[0] if level else ()
-        is_box = [key for key, _ in children] == [_VALUE]
-        return [content for _, content in children if is_box]
+        children = list(level[0]) if level else []
+        return [child for key, child in children if [key] == [_VALUE] * len(children)]
 
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    if not any(path[-1:] == (_VALUE,) for path, _ in leaves):
+        return tree  # which saves the walk through all nodes
     return jax.tree.map(
-        lambda node: (child(node) or [node])[0],
+        lambda node: (contents(node) or [node])[0],
         tree,
-        is_leaf=lambda node: bool(child(node)),
+        is_leaf=lambda node: bool(contents(node)),
     )
-
-
-def as_array(x: Any) -> jax.Array:
-    """Return the array in a box of Flax NNX, or the array itself."""
-    return jax.tree.leaves(x)[0]
-
-
-def on_host(x: Any) -> Any:
-    """Return the array in a box as NumPy's, which mixes with arrays on any devices."""
-    array = as_array(x)
-    return array if isinstance(array, jax.core.Tracer) else jax.device_get(array)
 
 
 def _is_absent(node: Any) -> bool:
     return node is None or isinstance(node, optax.MaskedNode)
 
 
-def _has_duplicates(node: Any) -> bool:
-    """Return whether a node is a sparse array that may name an element twice."""
-    is_array = isinstance(node, jax.Array)
-    return not is_array and getattr(node, "unique_indices", None) is False
+def _is_sparse(node: Any) -> bool:
+    return not isinstance(node, jax.Array) and hasattr(node, "todense")
 
 
-def _is_no_branch(node: Any) -> bool:
-    return _is_absent(node) or _has_duplicates(node)
+def _is_leaf(node: Any) -> bool:
+    return _is_absent(node) or _is_sparse(node)
 
 
 def _array_at(path: Path, leaf: Any) -> Any:
+    array: Any
     # `init` takes shapes, as Optax's does; elsewhere JAX raises an error for them.
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
-        return leaf
-    if isinstance(leaf, bool | int | float | complex) or hasattr(leaf, "__jax_array__"):
-        return jnp.asarray(leaf)
-    if isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind not in "OSUMm":
-        return leaf if leaf.dtype == jax.dtypes.float0 else jnp.asarray(leaf)
-    if _has_duplicates(leaf):
+        array = leaf
+    elif isinstance(leaf, bool | int | float | complex):
+        array = jnp.asarray(leaf)
+    elif isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind not in "OSUMm":
+        array = leaf if leaf.dtype == jax.dtypes.float0 else jnp.asarray(leaf)
+    elif _is_sparse(leaf):
+        raise _unsupported(path, "is sparse")
+    else:
         raise TypeError(
-            f"leaf {path_name(path)!r} is sparse, and its indices may repeat, so that "
-            "its norm is not that of its data: pass .sum_duplicates() or .todense()"
+            f"leaf {path_name(path)!r} must be an array of numbers, got "
+            f"{type(leaf).__name__}: pass only the arrays, of an Equinox module "
+            "eqx.filter(model, eqx.is_inexact_array)"
         )
-    raise TypeError(
-        f"leaf {path_name(path)!r} must be an array of numbers, got "
-        f"{type(leaf).__name__}: pass only the arrays, of an Equinox module "
-        "eqx.filter(model, eqx.is_inexact_array)"
+    if array.dtype.itemsize == 1 and jnp.issubdtype(array.dtype, jnp.floating):
+        raise _unsupported(path, f"is {array.dtype}")
+    return array
+
+
+def _unsupported(path: Path, what: str) -> TypeError:
+    return TypeError(
+        f"leaf {path_name(path)!r} {what}: clipjax takes dense arrays, whose floats "
+        "have 16 bits or more; leave others out with optax.masked"
     )
 
 
@@ -175,26 +172,29 @@ def nodes_where(is_one: Callable[[Any], bool], tree: Tree) -> list[Any]:
 
 
 def shapes_of(function: Callable[[Leaves], Any], leaves: Leaves) -> Any:
-    """Return the shapes of what a function returns for leaves, without computing it.
+    """Return the shapes of what a function returns for leaves, without computing it."""
+    return jax.eval_shape(
+        lambda values: function(leaves._replace(values=values)), leaves.values
+    )
 
-    The function sees float leaves without their memory space, since arrays in host
-    memory cannot be mixed with others.
-    """
 
-    def shape_of(x: Any) -> Any:
-        sharding = (
-            None if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x).sharding
+def check_within(updates: Tree, params: Tree) -> None:
+    """Raise if updates have leaves where the parameters have none."""
+    structures: Any = [jax.tree.structure(tree) for tree in (updates, params)]
+    if params is None or structures[0] == structures[1]:
+        return
+    of_updates, of_params = (
+        without_boxes([path for path, _ in jax.tree_util.tree_leaves_with_path(tree)])
+        for tree in (updates, params)
+    )
+    known = {*of_params}
+    other = [path_name(path) for path in of_updates if path not in known]
+    if other:
+        raise ValueError(
+            "params: they must have the tree of the updates, but have no leaf at "
+            f"{a_few(other) or 'the root'}: write update(grads, state, params, "
+            "loss=loss), with the parameters that init got"
         )
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-    shapes = [shape_of(x) if is_inexact(x) else None for x in leaves.values]
-
-    def call(shapes: list[Any]) -> Any:
-        pairs = zip(shapes, leaves.values, strict=True)
-        values = [old if new is None else new for new, old in pairs]
-        return function(leaves._replace(values=values))
-
-    return jax.eval_shape(call, shapes)
 
 
 def beside(

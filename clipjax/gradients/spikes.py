@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Never, SupportsIndex
+import math
+from typing import Any, NamedTuple, Never, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -31,13 +32,14 @@ _STD_PER_MAD = 1.4826
 # noise is no outlier: bfloat16 rounds a loss in steps of up to 0.8%.
 _LEAST_STDS = (0.05, 0.01)
 
+# An outlier is above this many times its level, and this many times the last value that
+# was none: without noise, as on full batches, every rise is many standard deviations,
+# but it comes over several steps.
+_LEAST_TIMES = 3.0
+
 # The largest standard deviation of logarithms: 6 times this number makes exp(3) = 20.1
 # times the level an outlier, however much values vary.
 _MOST_STD = 0.5
-
-# The defaults, also for `record_norms`, which keeps what `skip_spikes` would skip.
-Z_THRESHOLD = 6.0
-WINDOW = 64
 
 # With 16 values and more there is a trend. The trend may end, so the level is at least
 # the median of the last 16 values.
@@ -45,6 +47,16 @@ _RECENT = 16
 
 # This number replaces values of 0 and less, which have no logarithm.
 _LEAST_VALUE = 1e-30
+
+
+class Past(NamedTuple):
+    """What a norm and a loss are compared with: arrays `(2, size)`, `(2,)`, `(2,)`."""
+
+    values: jax.Array  # as in `Window`
+    held: jax.Array
+    # float: the norm and the loss of the last step that was no outlier; infinite before
+    # it
+    usual: jax.Array
 
 
 def skip_spikes(
@@ -155,20 +167,21 @@ def skip_spikes(
     )
 
 
-def no_past(window: Any, dtype: jnp.dtype) -> Window:
-    """Return the windows of norms and losses before the first step."""
+def no_past(window: Any, dtype: jnp.dtype) -> Past:
+    """Return what norms and losses are compared with before the first step."""
     # A loss may be float64 wherever that is enabled.
-    return empty_window(window, np.promote_types(dtype, jnp.result_type(float)), (2,))
+    wide = np.promote_types(dtype, jnp.result_type(float))
+    return Past(*empty_window(window, wide, (2,)), jnp.full(2, jnp.inf, wide))
 
 
 def compare(
     norm: jax.Array,
     loss: jax.Array | None,
-    past: Window,
+    past: Past,
     enough: Any = None,
-    z_threshold: Any = Z_THRESHOLD,
+    z_threshold: Any = 6.0,
     max_norm: Any = jnp.inf,
-) -> tuple[jax.Array, Window, dict[str, jax.Array]]:
+) -> tuple[jax.Array, Past, dict[str, jax.Array]]:
     """Compare a norm and a loss with those of the past.
 
     Returns:
@@ -180,45 +193,56 @@ def compare(
     # Both windows at once, which takes half as many kernels.
     each = [norm, 0 if loss is None else loss]
     seen = stack([jnp.asarray(x, dtype) for x in each])
+    is_given = np.array([True, loss is not None])
+    finite = jnp.isfinite(seen)
     z_scores, thresholds = _compared(seen, past, enough, z_threshold)
     limits = stack([jnp.asarray(x, dtype) for x in (max_norm, jnp.inf)])
     thresholds = jnp.minimum(thresholds, limits)
-    finite = jnp.isfinite(seen)
-    is_given = np.array([True, loss is not None])
-    spikes = finite & (seen > thresholds) & is_given
-    z_scores = jnp.where(is_given, z_scores, 0)
+    # The same data have come again, so that there are no others to wait for.
+    again = ((seen == past.values[:, -1]) | ~is_given).all()
+    above = finite & is_given & (seen > thresholds)
+    spikes = above & (~again | (seen > limits))
     metrics = {
         "norm_spike_count": spikes[0].astype(np.int32),
         "loss_spike_count": spikes[1].astype(np.int32),
         "z_score": z_scores[0],
         "threshold": thresholds[0],
         "loss": seen[1],
-        "loss_z_score": z_scores[1],
+        "loss_z_score": jnp.where(is_given[1], z_scores[1], 0),
         "loss_threshold": thresholds[1],
     }
     enters = finite.all() & stack([norm > 0, seen[1] != 0])
-    return spikes[0] | spikes[1], enter(past, seen, enters), metrics
+    window = enter(Window(past.values, past.held), seen, enters)
+    usual = jnp.where(enters & ~above.any(), seen, past.usual)
+    return spikes[0] | spikes[1], Past(*window, usual), metrics
 
 
 def _compared(
-    seen: jax.Array, past: Window, enough: Any, z_threshold: Any
+    seen: jax.Array, past: Past, enough: Any, z_threshold: Any
 ) -> tuple[jax.Array, jax.Array]:
     """Compare a norm and a loss, `(2,)`, with the trends of past norms and losses.
 
     Returns:
       The numbers of standard deviations by which the two are above their levels, and
-      the values that are `z_threshold` standard deviations above them.
+      the values above which they are outliers.
     """
     level, std, is_log = _trends(past)
-    highest = level + jnp.asarray(z_threshold, std.dtype) * std
+    values = stack([seen, past.usual])
+    logarithms = jnp.log(jnp.maximum(values, _LEAST_VALUE))
+    value, usual = jnp.where(is_log, logarithms, values)
+    times = _LEAST_TIMES
+    rise = jnp.where(is_log, math.log(times), (times - 1) * jnp.abs(level))
+    highest = jnp.maximum(
+        level + jnp.asarray(z_threshold, std.dtype) * std,
+        jnp.maximum(level, usual) + rise,
+    )
     threshold = jnp.where(is_log, jnp.exp(highest), highest)
-    logarithm = jnp.log(jnp.maximum(seen, _LEAST_VALUE))
-    z_score = (jnp.where(is_log, logarithm, seen) - level) / std
+    z_score = (value - level) / std
     is_warm = past.held >= enough
     return jnp.where(is_warm, z_score, 0), jnp.where(is_warm, threshold, jnp.inf)
 
 
-def _trends(past: Window) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _trends(past: Past) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return levels and standard deviations of past norms and losses, `(2,)` each.
 
     The third result says for which of the two they are those of logarithms.

@@ -26,30 +26,25 @@ History: TypeAlias = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 def series(history: History, name: str) -> np.ndarray:
     """Return one metric of a run at all steps.
 
-    Use it to draw a metric, and to choose a threshold from the norms of a run. A usual
-    threshold is `np.nanquantile(values, 0.99)`.
+    Use it to draw a metric, or to choose a threshold from the norms of a run, such as
+    `np.nanquantile(values, 0.99)`.
 
     Args:
       history: what :func:`metrics` returned at each step: a list of dicts, or one dict
-        that a `scan` stacked. Other entries, such as a loss, may be among them.
-      name: the name of a metric, such as `"zclip/threshold"`. The name of a
-        transformation, such as `"zclip"`, stands for its metric `norm`.
+        that a `scan` stacked. A loss, and other entries of yours, may be among them.
+      name: the name of a metric, such as `"zclip/threshold"`, or of a transformation,
+        such as `"zclip"`, which stands for its `norm`.
 
     Returns:
-      A float64 array `(steps,)` of NumPy, with one value for each step. The value is
-      NaN at a step that the transformation did not see, because the step was skipped,
-      or because its gradients were only accumulated. If this is the first step of the
-      history, the value is that of the last update before the history began, if there
-      was one.
+      A float64 array `(steps,)` of NumPy. A step that the transformation did not see is
+      NaN, because it was skipped or its gradients were only accumulated. The names
+      `"skip_nonfinite"` and `"skip_spikes"` give the norms of all steps, skipped ones
+      too.
 
     Raises:
       TypeError: `history` has neither of the two forms, or is traced; the metric is not
         a real number at each step.
       ValueError: no metric has this name, or its steps have several numbers each.
-
-    The names `"skip_nonfinite"` and `"skip_spikes"` give the norms of all steps,
-    skipped steps included. `np.nanargmax(values)` is the step of the largest value, and
-    `np.mean(values > 1.0)` is the fraction of the steps whose value is above 1.
 
     See Also:
       :func:`suggest` replays the norms; :func:`metrics` returns a row of a history.
@@ -75,30 +70,27 @@ def suggest(
 ) -> dict[str, dict[str, float]]:
     """Replay the norms of a run through clips that follow past norms.
 
-    Use it to compare clips before the next run: which threshold each clip would have
-    had, and how many steps it would have clipped.
+    Use it to compare clips before the next run: which threshold each would have had,
+    and how many steps it would have clipped. It is a first guess, because a run with
+    another clip would have had other norms.
 
     Args:
-      norms: the norms, real numbers `(steps,)`, as :func:`series` returns them. Norms
+      norms: the norms, real numbers `(steps,)`, as :func:`series` returns them; those
         that are not finite are left out.
-      rules: a mapping from names to transformations that have a metric `threshold`.
-        None, the default, means `autoclip`, `zclip`, `clip_by_quantile` and
-        `clip_by_lognormal`, each with its default arguments.
+      rules: a mapping from names to transformations with one metric `threshold`. None,
+        the default, means `autoclip`, `zclip`, `clip_by_quantile` and
+        `clip_by_lognormal` with their default arguments.
 
     Returns:
-      A dict from the name of each rule to a dict with two entries. `"threshold"` is the
-      median of the finite thresholds of the rule over the last quarter of the steps, or
-      infinity if none of them is finite. `"clip_rate"` is the fraction of the steps
-      that the rule would have clipped.
+      For each rule a dict. Its `"threshold"` is the median of the finite thresholds
+      over the last quarter of the steps, infinity if there is none, and `"clip_rate"`
+      is the fraction of the steps that the rule would have clipped.
 
     Raises:
       TypeError: `norms` are not real numbers; `rules` is not a mapping; a rule is not a
         gradient transformation.
       ValueError: `norms` do not have the shape `(steps,)`, or none is finite; a rule
         does not have one metric `threshold`.
-
-    Take the result as a first guess: a run with another clip would have had other norms
-    than the norms that are replayed here.
 
     See Also:
       :func:`series` reads the norms of a run.

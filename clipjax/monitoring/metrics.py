@@ -24,33 +24,34 @@ from clipjax._core.states import (
 def metrics(opt_state: Tree) -> dict[str, jax.Array]:
     """Read what clipjax's transformations did, as a flat dict of scalars.
 
-    Use it after each step, and give the result to any logger. A list of the results of
-    all steps is a history, for :func:`series` and `plots`. For a logger that takes
-    floats, write `{key: float(x) for key, x in
-    jax.device_get(metrics(state)).items()}`.
+    Use it after each step, inside or outside of `jit`, and give the result to any
+    logger. One that takes floats gets `{key: float(x) for key, x in
+    jax.device_get(metrics(state)).items()}`. A list of the results of all steps is a
+    history, which :func:`series` and `plots` take.
 
     Args:
       opt_state: an optimizer state, however its parts are nested (`chain`, `masked`,
-        `partition`, `MultiSteps`, `inject_hyperparams`, …), or a tree that contains
-        one, such as a Flax `TrainState`, an `nnx.Optimizer`, or the content of a
-        checkpoint that Orbax restored without a template.
+        `partition`, `MultiSteps`, `inject_hyperparams`, …), or anything that contains
+        one, such as a Flax `TrainState`, an `nnx.Optimizer`, or a checkpoint, also as
+        dicts and lists.
 
     Returns:
-      A dict from `"<transformation>/<metric>"` to scalar arrays. The metrics of a
-      second transformation of one kind begin with `<transformation>_1/`, and so on. A
-      clip has the metrics `norm`, the norm before the clip, `norm_after` and `scale`,
-      the factor of the clip, all three at the last step; `clipped_fraction`, the
-      fraction of all steps that were clipped; `nonfinite_count`, the number of steps
-      whose norm was not finite; and `steps`. If a clip measures several norms, `norm`
-      is the largest of them, and `scale` is the smallest factor.
+      A dict from `"<transformation>/<metric>"` to scalar arrays, where the second
+      transformation of a kind is `<transformation>_1`. A clip has, of the last step,
+      `norm`, the norm before the clip, `norm_after`, and the factor `scale`; and of all
+      steps `clipped_fraction`, the fraction of them that were clipped,
+      `nonfinite_count`, the number of norms that were not finite, and `steps`. If a
+      clip measures several norms, `norm` is the largest and `scale` the smallest
+      factor.
 
     Raises:
       ValueError: `opt_state` contains no state with metrics.
 
-    The arrays are copies, so that the state may be donated to the next step. In a state
-    that is restored without a template, fields are in the order of their names. This
-    order may differ from the order of the chain, so that for `optax.contrib.sam`, which
-    has two optimizers, `<transformation>/` and `<transformation>_1/` may be swapped.
+    When the last step was skipped, whatever the skip wraps did not see it, so its
+    values of the last step are NaN; the skip's own are those of the skipped step, and
+    counts and fractions stay. (`jax_debug_nans` would stop at such a NaN, so with it
+    these values are those of the step before.) The arrays are copies, because the state
+    may be donated to the next step.
 
     See Also:
       :func:`series` reads one metric of a run; :func:`named` tells transformations of

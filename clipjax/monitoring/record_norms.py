@@ -49,8 +49,8 @@ def record_norms(
     ord: Ord = None,
     stacked: str | Sequence[str] = (),
     keep: SupportsIndex = 0,
-    z_threshold: Bound = spikes.Z_THRESHOLD,
-    window: SupportsIndex = spikes.WINDOW,
+    z_threshold: Bound = 6.0,
+    window: SupportsIndex = 64,
     probes: Mapping[str, SupportsIndex] | None = None,
 ) -> Recorder:
     """Record norms for a logger, and change nothing.
@@ -59,54 +59,47 @@ def record_norms(
     by layer, and with `keep` to find the layer in which a step broke.
 
     Args:
-      groups: which leaves share a norm. With None, the default, the whole tree has one
-        norm. With `"leaf"`, each leaf has a norm of its own. With an int n, leaves
-        share a norm if the first n components of their paths are the same, so that 1
-        gives a norm for each top-level module. With path patterns, a leaf belongs to
-        the first pattern that matches it, and leaves that no pattern matches are left
-        out.
-      of: what is measured, one or several of `"updates"` (the default), `"params"`, and
-        `"ratio"`. The parameters are those before the update. The ratio is the norm of
-        the updates divided by the norm of the parameters, 0 where the updates are 0,
-        and infinite where only the parameters are 0. For the ratio, place
-        `record_norms` at the end of a chain.
-      name: the name of the updates in the metrics, "updates" by default; write
-        `"gradients"` in front of a clip.
+      groups: which leaves share a norm: all of them (None, the default), none
+        (`"leaf"`), those whose paths begin with the same n components (an int n, so
+        that 1 is for top-level modules), or those that a path pattern matches. Of
+        several patterns the first match counts, and other leaves are left out.
+      of: one or several of `"updates"`, the default, `"params"`, as they are before the
+        update, and `"ratio"`, the norm of the updates divided by that of the
+        parameters. Where the updates are 0, so is the ratio. It is of use at the end of
+        a chain, where the updates are what the weights get.
+      name: what the updates are called in the metrics, `"updates"` by default;
+        `"gradients"` fits in front of a clip.
       ord: the order of the norms: 1, 2 (the default), any p >= 1, or `jax.numpy.inf`.
       stacked: path patterns of leaves that stack layers along their first axis, as
-        `nn.scan` and `nnx.vmap` make them; none by default. Each layer is a group of
-        its own, `<group>/<index>`, and `<group>` has the leaves that are not stacked.
-        All stacks of a group must have the same number of layers.
-      keep: how many of the last bad steps to keep in the state for :func:`bad_steps`; 0
-        by default. A step is bad if its norm is not finite, if the loss that
-        `update(..., loss=loss)` gets is not finite, or if :func:`skip_spikes` would
-        skip it. Place `record_norms` outside `skip_*`: the inner state does not change
-        at skipped steps.
-      z_threshold: the number of standard deviations above the trend beyond which `keep`
-        counts a norm or a loss as an outlier, as in :func:`skip_spikes`; a scalar
-        `Bound`, 6.0 by default.
-      window: the number of last norms and losses with which `keep` compares, 64 by
-        default.
-      probes: a mapping from a name for each :func:`probe` of the model, in the order of
-        the forward pass, to the number of layers of its tap: `{"embed": 0, "blocks":
-        12}`, where 0 is for a tap without layers. None, the default, means that there
-        are no probes. Pass the gradients with respect to the taps as `update(...,
-        taps={"embed": …, "blocks": …})`. The norms that probes measured are recorded as
-        `forward/<probe>/<layer>` and `backward/<probe>/<layer>`. A norm is infinite if
-        an element is not finite, and 0 at a step without `taps`.
+        `nn.scan` and `nnx.vmap` make them; none by default. Each layer becomes a group
+        `<group>/<index>`, so all stacks of a group need the same number of layers.
+      keep: how many bad steps to keep in the state for :func:`bad_steps`, 0 by default.
+        A step is bad if its norm is not finite, if the loss that `update(...,
+        loss=loss)` gets is not finite, or if :func:`skip_spikes` would skip it. The
+        last ones are kept; but where bad steps come in a row, its first stays and the
+        oldest of the others makes room. A skip must not wrap the recorder, because it
+        would freeze it at exactly these steps.
+      z_threshold: how many standard deviations above the trend a norm or a loss is an
+        outlier for `keep`, as in :func:`skip_spikes`; a scalar `Bound`, 6.0 by default.
+      window: the number of past norms and losses for that trend, 64 by default.
+      probes: the name of each :func:`probe` of the model, in the order of the forward
+        pass, mapped to the number of layers of its tap, or to 0 for a single one:
+        `{"embed": 0, "blocks": 12}`. None, the default, is for none. Every update then
+        needs the gradients with respect to the taps, `update(..., taps={"embed": …,
+        "blocks": …})`. The metrics get `forward/<probe>/<layer>` and
+        `backward/<probe>/<layer>`, which are infinite where an element is not finite.
 
     Returns:
-      A gradient transformation that returns the updates as they are, with the metrics
-      `record_norms/<name>`, or `record_norms/<name>/<group>` for groups. With
-      `"params"` or `"ratio"`, `update` needs the parameters.
+      A gradient transformation that passes the updates on, with the metrics
+      `record_norms/<name>`, or `record_norms/<name>/<group>` for groups. For `"params"`
+      and `"ratio"`, `update` needs the parameters.
 
     Raises:
       TypeError: `name` is not a string, or `groups` has none of the four forms.
       ValueError: two norms would have one name; `keep` is given and `of` leaves the
         updates out, or `ord` is not 2. In `init` or `update`: a pattern matches no
-        leaf; the parameters are missing; the stacks of a group differ in length, or a
-        stack is a scalar; `record_norms` with `keep` is wrapped by a skip; `taps` do
-        not fit `probes`.
+        leaf; the parameters are missing; the stacks of a group differ in length; a skip
+        wraps `record_norms` with `keep`; `taps` are missing, or do not fit `probes`.
 
     See Also:
       :func:`bad_steps` reads what `keep` has kept; :func:`metrics` reads the norms;

@@ -1028,7 +1028,14 @@ THEMES = {
         ),
         of_type("bounded(adam, clip)", "bounded", "positional", "clip="),
         of_type("bounded(adam, 1.0)", "clip=", "got 1.0"),
-        of_type("clip.update({'e': sparse}, None)", "leaf 'e'", "todense"),
+        of_type("clip.update({'e': sparse}, None)", "leaf 'e'", "optax.masked"),
+        of_type(
+            "clip.init({'e': jnp.ones(2, 'float8_e4m3fn')})",
+            "leaf 'e' is float8_e4m3fn",
+            "optax.masked",
+        ),
+        of_type("clip.update(x, state_of(clip), x, 1.0)", "loss=loss", "1.0"),
+        of_value("clip.update({'a': x}, None, {'b': x})", "params", "no leaf at a"),
         of_type("bounded(adam, clipping=clip)", "bounded", "'clipping'"),
     ],
 }

@@ -503,7 +503,6 @@ def test_a_skip_around_a_recorder_is_an_error() -> None:
     record = clipjax.record_norms(keep=2)
     hidden = optax.chain(optax.masked(record, {"a": True}), optax.sgd(1.0))
     for tx, name in (
-        (clipjax.bounded(optax.sgd(1.0), clip=record, nonfinite="skip"), "nonfinite"),
         (clipjax.skip_spikes(optax.chain(record, optax.sgd(1.0))), "spikes"),
         (clipjax.skip_nonfinite(hidden), "nonfinite"),
     ):

@@ -51,7 +51,7 @@ def gradients(seed: int, *, bad: bool = False) -> Any:
 
 
 def _own() -> optax.GradientTransformation:
-    def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:
+    def act(updates: Any, params: Any, step: Any, memory: Any, **extra: Any) -> Any:
         norm = optax.tree.norm(updates)
         metrics = {"norm": norm, "large": norm > memory, "calls": jnp.int32(1)}
         scaled = jax.tree.map(lambda x: x / (1 + memory), updates)
@@ -124,6 +124,14 @@ def members() -> dict[str, Any]:
 WITH_NAN = ("record_norms", "skip", "zero_nonfinite", "bounded", "chain")
 
 
+def extra(name: str) -> dict[str, Any]:
+    """Return what an update of a member needs by name."""
+    if name != "record_norms of probes":
+        return {}
+    rows = np.arange(18, dtype=np.float32).reshape(3, 6) * [1, 0, 1, 1, 0, 1]
+    return {"taps": {"blocks": rows[:2], "embed": rows[2]}}
+
+
 @functools.cache
 def _update(name: str) -> Any:
     return jax.jit(members()[name].update)
@@ -134,7 +142,8 @@ def run(name: str, state: Any, weights: Any, seeds: Any) -> tuple[Any, Any, list
     seen = []
     for seed in seeds:
         bad = name.startswith(WITH_NAN) and seed == 2
-        updates, state = _update(name)(gradients(seed, bad=bad), state, weights)
+        given = gradients(seed, bad=bad), state, weights
+        updates, state = _update(name)(*given, **extra(name))
         finite = jax.tree.map(jnp.nan_to_num, updates)  # a recorder passes a NaN on
         weights = optax.apply_updates(weights, finite)
         seen.append(updates)

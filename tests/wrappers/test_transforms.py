@@ -121,10 +121,6 @@ def test_strict_modes_and_leak_checks_find_nothing() -> None:
                 clipjax.clip_by_value(low=-1.0, high=bound),
                 clipjax.box(bound, np.inf),
             )
-            eight = jnp.ones(2, jnp.float8_e4m3fn)
-            jax.eval_shape(
-                lambda p, tx=of_entries[0]: tx.update(p, tx.init(p), p), eight
-            )
             for tx in (
                 *of_entries,
                 clipjax.tangent_cone(bound),
