@@ -13,7 +13,7 @@ RESOLUTIONS = {"oldest": "lowest-direct", "newest": "highest"}
 CLIENTS = sorted(path.stem for path in Path("tests/clients").glob("*_*.py"))
 
 
-@nox.session(python=["3.11", "3.12", "3.13"])
+@nox.session(python=["3.11", "3.12", "3.13", "3.14"])
 @nox.parametrize("versions", list(RESOLUTIONS))
 def tests(session: nox.Session, versions: str) -> None:
     """Run the tests, or those that follow `--`."""

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import keystr, tree_leaves_with_path
+from jax.tree_util import GetAttrKey, keystr, tree_leaves_with_path
 
 from clipjax._core.aliases import State, Tree
 from clipjax._core.leaves import nodes_where, unboxed
@@ -33,12 +33,12 @@ def adopt(
     a clip of Optax. Moments and counters go on, and what only the new chain has starts
     as its `init` made it.
 
-    A state of `old` becomes the state of the same type (with metrics: of the same
-    transformation) that has the same names around it: those of :func:`named`, the
-    labels of `optax.partition`, the keys of dicts. If there are several, their arrays'
-    paths and shapes tell which is which, then their order. Wrappers are looked through,
-    so that Adam may move into a skip or out of `optax.MultiSteps`. A name may also join
-    or leave, if it does so for all states of a type.
+    A state of `old` becomes the state of the same type, or of the same transformation
+    if it has metrics, with the same names around it: those of :func:`named`, the labels
+    of `optax.partition`, the keys of dicts. Of several such states, the paths and
+    shapes of their arrays tell which is which, and then their order. A name may join or
+    leave, but only for all states of a type at once. Wrappers do not matter, so Adam
+    may move into a skip, or out of `optax.MultiSteps`.
 
     Args:
       old: the optimizer state so far.
@@ -89,9 +89,9 @@ def adopt(
         before = _with_types_of(unboxed(like), before)
     elif jax.tree.leaves(before) and not _contains_states(before):
         raise TypeError(
-            "old has dicts, lists or arrays in place of states, as a checkpoint without "
-            "types restores them: pass like=, what init of the old chain returns; got "
-            f"{short_repr(old)}"
+            "old has dicts, lists or arrays in place of states, as a checkpoint "
+            "without types restores them: pass like=, what init of the old chain "
+            f"returns; got {short_repr(old)}"
         )
     given, wanted = (
         [each for each in _states(tree) if each.leaves] for tree in (before, fresh)
@@ -203,17 +203,19 @@ def _wrapped_by(state: Any) -> dict[Words, tuple[Names, Tree]]:
     if isinstance(state, NamedState):
         ((name, inner),) = state.named.items()
         return {("named", name): ((name,), inner)}
-    if isinstance(state, MetricsState) and isinstance(state.memory, SkipMemory):
-        return {("memory", "inner"): ((), state.memory.inner)}
+    if isinstance(state, MetricsState):
+        memory = state.memory
+        is_skip = isinstance(memory, SkipMemory)
+        return {("memory", "inner"): ((), memory.inner)} if is_skip else {}
     values = state._asdict()
-    fields = []
     if type(state).__module__.startswith("optax."):
         fields = [x for x in values if "inner" in x]
         fields = fields or [x for x in values if "state" in x]
-    fields = fields or [x for x in values if nodes_where(_is_called_state, values[x])]
+    else:
+        fields = [x for x in values if nodes_where(_is_called_state, values[x])]
     has_one = len(fields) == 1
     return {
-        (field,): (() if has_one else (jax.tree_util.GetAttrKey(field),), values[field])
+        (field,): (() if has_one else (GetAttrKey(field),), values[field])
         for field in fields
     }
 
@@ -404,7 +406,9 @@ def _check_is_fresh(states: list[_State]) -> None:
         (*each.path, *key): x
         for each in states
         for key, x in each.leaves.items()
-        if key in (("count",), ("step",)) and not isinstance(x, jax.core.Tracer)
+        if key in (("count",), ("step",))
+        and jnp.issubdtype(jnp.result_type(x), jnp.integer)
+        and not isinstance(x, jax.core.Tracer)
     }
     for path, count in jax.device_get(counts).items():
         if np.any(count):

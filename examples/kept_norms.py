@@ -151,29 +151,18 @@ def draw(results, seeds):
         style = {"color": color, "ls": line, "lw": 2.5}
         norm = norms[1].mean(axis=0)
         top.plot(norm, **style)
-        has_shared_line = name in ("AdamH", "MuonH")
-        words = "AdamH, MuonH" if has_shared_line else name
-        below = {"va": "top" if has_shared_line else "bottom", "ha": "right"}
-        top.annotate(
-            words,
-            (len(norm), norm[-1]),
-            (0, -6 if has_shared_line else 6),
-            textcoords="offset points",
-            color=color,
-            **below,
-        )
+        if name != "AdamH":
+            words, down = ("AdamH, MuonH", 18) if name == "MuonH" else (name, -6)
+            at = len(norm), norm[-1]
+            text = {"textcoords": "offset points", "ha": "right", "color": color}
+            top.annotate(words, at, (0, -down), **text)
         mean = losses.mean(axis=1)
         bottom.errorbar(
             rates, mean, losses.std(axis=1), fmt="o", capsize=4, elinewidth=2, **style
         )
-        bottom.annotate(
-            name,
-            (rates[-1], mean[-1]),
-            (8, 0),
-            textcoords="offset points",
-            color=color,
-            va="center",
-        )
+        end = 0 if name == "AdamW" else -1  # where there is room
+        at = rates[end], mean[end]
+        bottom.annotate(name, at, (7, 3), textcoords="offset points", color=color)
     seen = f"mean of {seeds} seeds"
     top.set(title="Norm of the first layer's matrices, at the middle rate")
     top.set(ylabel=f"norm, {seen}", ylim=(0, None), xlabel="step")

@@ -25,7 +25,7 @@ from sklearn.datasets import load_digits
 
 import clipjax
 
-WIDTH, BATCH, RADIUS = 256, 128, 1.5
+WIDTH, BATCH, BOUND = 256, 128, 1.5
 SPECS = {
     "w1": PartitionSpec(None, "model"),
     "b1": PartitionSpec("model"),
@@ -56,7 +56,7 @@ def train(mesh, steps, images, labels):
     tx = clipjax.bounded(
         optax.adam(3e-3),
         clip=clipjax.clip_by_global_norm(0.5),
-        project=clipjax.max_norm(RADIUS),
+        project=clipjax.max_norm(BOUND),
         nonfinite="skip",
     )
     shardings = {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
@@ -134,8 +134,8 @@ def main():
     (losses, history, params), (others, _, _) = results.values()
     print(f"largest difference of the losses: {np.abs(losses - others).max():.1e}")
     print(
-        "units beyond the radius: "
-        f"{len(clipjax.violations(params, clipjax.max_norm(RADIUS)))}"
+        "output units above the bound: "
+        f"{len(clipjax.violations(params, clipjax.max_norm(BOUND)))}"
     )
     save(args.plot, draw, losses, others)
 

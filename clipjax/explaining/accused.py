@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ def first_causes(
     to_nan: dict[int, Event] = {}
     for event in events:
         if event.eqn is not None and event.parents:
-            for root in _roots(event):
+            for root in event.roots:
                 to_nan.setdefault(id(root), event)
     nan = {name for name, event in results.items() if event and event.kind == "nan"}
 
@@ -38,12 +38,15 @@ def first_causes(
         return not reaches_nan, bool(event.given) and event.kind == "inf", event.order
 
     kept: dict[Any, Cause] = {}
-    for event in sorted(_accused(events), key=rank):
+    accused = {
+        id(event): event for last in results.values() for event in _accused(last)
+    }
+    for event in sorted(accused.values(), key=rank):
         cause = cause_of(event, passes, arguments)
         key = cause.file, cause.line, cause.operation, cause.began_in, cause.given
         if key in kept:
             again = passes.is_again(event)
-            kept[key] = kept[key]._replace(count=kept[key].count + (not again))
+            kept[key] = kept[key]._replace(again=kept[key].again + (not again))
             continue
         later = to_nan.get(id(event))
         if later is not None:
@@ -52,31 +55,21 @@ def first_causes(
     return list(kept.values())
 
 
-def _roots(event: Event) -> list[Event]:
-    return [each for each in ancestors(event) if not each.parents]
-
-
-def _accused(events: Sequence[Event]) -> list[Event]:
-    """Return the events that are causes.
+def _accused(last: Event | None) -> list[Event]:
+    """Return the events that are causes of one result.
 
     An infinity that was given, as a mask, is one only where something multiplies by it,
-    or where nothing else is: otherwise what made NaN of it is the cause.
+    or where nothing else is: otherwise what made NaN of it is the cause. One that was
+    only moved to the result is none.
     """
+    events = sorted(ancestors(last), key=lambda event: event.order) if last else []
     roots = [event for event in events if not event.parents]
     causes = [event for event in roots if not _is_mild(event)]
-    of_mild = [
-        event
-        for event in events
-        if event.eqn is not None and event.parents and all(map(_is_mild, _roots(event)))
-    ]
-    first = [
-        event
-        for event in of_mild
-        if not any(each in of_mild for each in ancestors(event) if each is not event)
-    ]
-    if causes or first:
-        return [*causes, *first]
-    return [event for event in roots if event.used or event.kind == "nan"]
+    for event in events:
+        is_of_mild = event.eqn and event.parents and all(map(_is_mild, event.roots))
+        if is_of_mild and not any(each in causes for each in ancestors(event)):
+            causes.append(event)
+    return causes or [event for event in roots if event.used or event.kind == "nan"]
 
 
 def _is_mild(event: Event) -> bool:
@@ -90,9 +83,10 @@ def _is_mild(event: Event) -> bool:
 def cause_of(event: Event, passes: Passes, arguments: Mapping[str, Any]) -> Cause:
     """Return the cause that tells an event."""
     if event.given:
+        met_by = event.used or event.met_by
         what = _elements(arguments.get(event.given), event.kind)
         cause = Cause(event.kind, given=event.given, what=what)
-        return cause._replace(**line_of(event.used)._asdict()) if event.used else cause
+        return cause._replace(**line_of(met_by)._asdict()) if met_by else cause
     eqn = event.eqn
     began_in = passes.of(event)
     slope_of = passes.slope_of(event) if began_in == "backward" else ""
@@ -100,7 +94,7 @@ def cause_of(event: Event, passes: Passes, arguments: Mapping[str, Any]) -> Caus
     inputs = inputs_of(event)
     dtype = str(eqn.outvars[0].aval.dtype)
     given = (
-        {root.given for root in _roots(event)} - {"", CONSTANT} if event.parents else ()
+        {root.given for root in event.roots} - {"", CONSTANT} if event.parents else ()
     )
     is_named = any(each.name for each in inputs)
     near = [value.near for value in event.operands if value.near]

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
+from clipjax.explaining.walk import CONSTANT
+
 
 class Input(NamedTuple):
     """An operand of an operation."""
@@ -24,7 +26,7 @@ class Input(NamedTuple):
         if self.greatest is None:
             return text
         if not self.shape and not self.name:
-            return f"{self.greatest:.3g}"
+            return f"{self.greatest if self.least is None else self.least:.3g}"
         if self.least is not None and math.isfinite(self.greatest):
             return f"{text}, least {self.least:.3g}"
         return f"{text} up to {self.greatest:.3g}"
@@ -52,7 +54,7 @@ class Cause(NamedTuple):
     became_nan: Cause | None = None  # where the infinity became NaN
     handled: bool = False  # whether the result is finite, since a check caught it
     times: float = 1.0  # how many times as large as usual
-    count: int = 1  # how often the same line did it
+    again: int = 0  # how often the same line did it once more
     results: tuple[str, ...] = ()  # the paths of the bad results
 
     @property
@@ -74,13 +76,15 @@ class Cause(NamedTuple):
             text = f"the result is finite; a check of finiteness caught: {text}"
         if self.became_nan is not None:
             text += f"; it became nan {self._later(self.became_nan)}"
-        return text if self.count == 1 else f"{text} (and {self.count - 1} times more)"
+        return f"{text} (and {self.again} times more)" if self.again else text
 
     def _of_given(self) -> str:
         if self.kind == "large":
             return (
                 f"{self.given} is {self.times:.3g} times as large as usual: {self.what}"
             )
+        if self.given == CONSTANT:
+            return f"{self.kind} from a constant, {self.place}"
         text = f"{self.kind} in {self.given}"
         text += f": {self.what}" if self.what else ""
         return f"{text}, first used {self.place}" if self.file else text
@@ -92,10 +96,8 @@ class Cause(NamedTuple):
         loops = "".join(_loop(*each) for each in self.iterations)
         start = f"{self.kind} in {where}{loops}, {self.place}: {self.what}"
         if self.kind == "large":
-            start = (
-                f"{self.what} grew to {self.times:.3g} times its usual size in {where}"
-                f"{loops}, {self.place}"
-            )
+            growth = f"{self.times:,.0f} times its usual growth"
+            start = f"{growth} in {where}{loops}, {self.place}: {self.what}"
         start += f"; the infinity is from {self.given}" if self.given else ""
         return f"{start}, after {self.after}" if self.after else start
 
@@ -130,7 +132,7 @@ def in_words(
         at = " at 0" if least == 0 else ""
         return f"the slope of {slope_of}{at} ({operation} of {operands})"
     if operation == "div" and least == 0:
-        return f"{'0 / 0' if kind == 'nan' else 'a division by 0'}, of {operands}"
+        return f"{'0 / 0' if kind == 'nan' else 'a division by 0'} (div of {operands})"
     if operation == "cholesky":
         return f"cholesky of {operands}, which is not positive definite"
     if operation == "gather" and kind == "nan":
@@ -143,10 +145,8 @@ def in_words(
 
 def _of_infinities(operation: str, operands: str, *, is_negative: bool) -> str:
     """Say how an operation made NaN of infinities."""
-    if operation in ("add", "sub", "add_any"):
-        sign = "-" if operation == "sub" else "+"
-        if is_negative and sign == "-":
-            return "-inf - -inf, as in a softmax of which a whole row is masked"
-        return f"{'-inf' if is_negative else 'inf'} {sign} {'inf' if sign == '+' or not is_negative else '-inf'}"
-    signs = {"mul": "0 · inf", "div": "inf / inf"}
+    if operation == "sub" and is_negative:
+        return "-inf - -inf, as in a softmax of which a whole row is masked"
+    signs = {"mul": "0 · inf", "div": "inf / inf", "sub": "inf - inf"}
+    signs |= dict.fromkeys(("add", "add_any"), "inf - inf")
     return signs.get(operation, f"{operation} of {operands}")

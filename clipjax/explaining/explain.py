@@ -16,17 +16,67 @@ from clipjax.explaining.accused import first_causes, large_argument, large_opera
 from clipjax.explaining.causes import Cause
 from clipjax.explaining.internals import is_inexact, is_traced
 from clipjax.explaining.lines import Passes, decides
-from clipjax.explaining.walk import Event, Tape, Value, Walk, given, joined
+from clipjax.explaining.walk import TOLD, Event, Tape, Value, Walk, given, joined
 from clipjax.explaining.watch import Watch, magnitude
-
-# What is told of `usual` is this many times as large, or more.
-_TOLD = 3.0
 
 
 def explain(
     function: Callable[..., Any], *args: Any, usual: Sequence[Any] | None = None
 ) -> list[Cause]:
-    """Return what made the result of a call NaN or infinite: the operation, its line."""
+    """Name the operation, and its line, that made a result NaN or infinite.
+
+    Use it after a step broke, with the arguments of that step: what was run is run once
+    more, watched, and nothing in the model has to change. A step that
+    :func:`skip_nonfinite` skipped left the weights as they were, so the call right
+    after it, with the same batch, is that step; after a crash, restore the last
+    checkpoint and give the batch that followed.
+
+    The call is compiled again with one number for each array, its largest magnitude.
+    From the bad results the answer goes back to the operations which made NaN or
+    infinity of finite inputs. Infinities that reach no result, as in a mask, are not
+    causes.
+
+    Args:
+      function: what was run: `jax.value_and_grad(loss)`, or a whole training step,
+        jitted or not. It is called once with copies of the arguments, to see which
+        results are bad, unless it prints or calls the host. Then its calls without
+        results are left out.
+      *args: its arguments. All that are no arrays are static.
+      usual: the arguments of a good step, of the same shapes, as a tuple. If nothing
+        is NaN or infinite, the answer tells which arguments are more than 3 times as
+        large as there, and at which lines sizes grew most, compared with it.
+
+    Returns:
+      A list of causes, in the order in which they arose; it is empty if nothing was
+      bad. `print` tells a cause in a line. Of its fields, `began_in` is "forward",
+      "backward" or "update"; an iteration `(3, 6)` has the index 3 of 6; `library` is
+      the function that the line calls, as "flax Linear"; `given` is the path of an
+      argument that was bad before the call; `became_nan` is the cause that tells where
+      the infinity became NaN; `handled` says that the result is finite, since a check
+      of finiteness, as in a skip, caught what is told. If the call is bad, but the
+      watched program is not, the only cause has the kind "unseen".
+
+    Raises:
+      TypeError: an argument is traced: call it outside `jit`.
+      ValueError: an argument was donated and is gone; `usual` has other shapes.
+
+    Kernels, `shard_map` and `custom_linear_solve` are named as a whole. What a rule of
+    `jax.custom_vjp` does has the line of the call, not that of the rule.
+
+    See Also:
+      :func:`bad_steps` says which step broke; :func:`skip_nonfinite` skips such steps.
+
+    Example:
+      >>> import clipjax, jax, jax.numpy as jnp
+      >>> def loss(w, x):
+      ...     distance = jnp.sqrt(jnp.sum((x - w) ** 2))
+      ...     return jnp.where(distance > 0, distance, 0.0)
+      >>> w = x = jnp.ones(2)
+      >>> for cause in clipjax.explain(jax.value_and_grad(loss), w, x):
+      ...     print(cause)  # doctest: +NORMALIZE_WHITESPACE
+      inf in the backward pass, at <doctest ...>:2 (loss): the slope of sqrt at 0
+      (div of 0.5 and 0), after w; it became nan there (0 · inf)
+    """
     call = _Call(function, args)
     with jax.debug_nans(False), jax.debug_infs(False):
         watched = _Watched(call)
@@ -51,6 +101,7 @@ class _Call:
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self.function = function
+        self.tree: Any
         paths, self.tree = tree_flatten_with_path(args)
         self.leaves = [leaf for _, leaf in paths]
         # Anything else may be static, and is closed over.
@@ -68,8 +119,8 @@ class _Call:
                 )
             if isinstance(x, jax.Array) and x.is_deleted():
                 raise ValueError(
-                    f"{name}: the array is deleted, since it was donated to a call. Call "
-                    "explain before that call, or with copies"
+                    f"{name}: the array is deleted, since it was donated to a call. "
+                    "Call explain before that call, or with copies"
                 )
 
     @property
@@ -122,7 +173,7 @@ def _labels(function: Callable[..., Any], paths: Sequence[Any]) -> list[str]:
 
 
 class _Watched:
-    """The watched program of a call; it is compiled once for all arrays of its shapes."""
+    """The watched program of a call, for all arrays of its shapes."""
 
     def __init__(self, call: _Call) -> None:
         self.call = call
@@ -206,7 +257,8 @@ def _larger(
     shapes = [jnp.shape(x) for x in call.arrays], [jnp.shape(x) for x in usual.arrays]
     if shapes[0] != shapes[1]:
         raise ValueError(
-            f"usual: its arrays must have the shapes of args, {shapes[0]}, got {shapes[1]}"
+            f"usual: its arrays must have the shapes of args, {shapes[0]}, got "
+            f"{shapes[1]}"
         )
     _, before = watched.walk(usual.arrays, {})
     usually = watched.sizes
@@ -217,11 +269,10 @@ def _larger(
     causes = [
         large_argument(name, times, *pair)
         for name, times, pair in zip(call.names, growths, pairs, strict=True)
-        if times >= _TOLD
+        if times > TOLD
     ]
-    grown = [each for each in walk.grown if each[0] >= _TOLD]
-    grown.sort(key=lambda each: -each[0])
-    return [
-        *causes,
-        *(large_operation(event, times, passes) for times, event in grown[:3]),
-    ]
+    lines: dict[Any, Cause] = {}
+    for times, event in sorted(walk.grown, key=lambda each: -each[0]):
+        cause = large_operation(event, times, passes)
+        lines.setdefault((cause.file, cause.line, cause.began_in), cause)
+    return [*causes, *list(lines.values())[:3]]

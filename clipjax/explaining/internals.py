@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-Jaxpr = core.Jaxpr
 Equation = core.JaxprEqn
+_Closed: Any = getattr(core, "ClosedJaxpr")  # noqa: B009 (its stubs lack it)
 
 
 class Frame(NamedTuple):
@@ -27,8 +27,7 @@ class Frame(NamedTuple):
 
 def closed(jaxpr: Any) -> Any:
     """Return a jaxpr with its constants."""
-    is_closed = isinstance(jaxpr, core.ClosedJaxpr)
-    return jaxpr if is_closed else core.ClosedJaxpr(jaxpr, ())
+    return jaxpr if isinstance(jaxpr, _Closed) else _Closed(jaxpr, ())
 
 
 def is_literal(variable: Any) -> bool:
@@ -68,7 +67,7 @@ def scopes(eqn: Equation) -> str:
 
 def frames(eqn: Equation) -> Iterator[Frame]:
     """Return the lines that made an equation, innermost first."""
-    traceback = eqn.source_info.traceback
+    traceback: Any = eqn.source_info.traceback
     for each in traceback.frames if traceback else ():
         yield Frame(each.file_name, each.line_num, each.function_name)
 

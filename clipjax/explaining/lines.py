@@ -80,6 +80,16 @@ def _short(frame: Frame) -> str:
     return first if rest else frame.function
 
 
+def _is_in_optimizer(event: Event) -> bool:
+    """Whether an `update` of Optax or clipjax has made an equation."""
+    return any(
+        "update" in frame.function
+        and _library(frame).startswith(("optax ", "clipjax "))
+        for eqn in _outwards(event)
+        for frame in frames(eqn)
+    )
+
+
 def _site(eqn: Equation) -> Frame | None:
     """Return the line that an equation stands for, in a library or not."""
     found = (each for each in frames(eqn) if _library(each) or _is_users(each))
@@ -133,17 +143,13 @@ class Passes:
                 self._enter(eqn, places)
 
     def _enter(self, eqn: Equation, places: list[int]) -> None:
-        name, called, everything = (
-            eqn.primitive.name,
-            callee(eqn),
-            range(len(eqn.outvars)),
-        )
+        name, called = eqn.primitive.name, callee(eqn)
         if name == "scan":
             carried = scan_counts(eqn.params)[1]
             body = closed(eqn.params["jaxpr"]).jaxpr
             self._find(body, {*range(carried), *places})
         elif name == "while":
-            self._find(eqn.params["body_jaxpr"].jaxpr, everything)
+            self._find(eqn.params["body_jaxpr"].jaxpr, range(len(eqn.outvars)))
         elif name == "cond":
             for branch in eqn.params["branches"]:
                 self._find(branch.jaxpr, places)
@@ -154,32 +160,31 @@ class Passes:
         """Return "forward", "backward", or "update" for what uses gradients."""
         names = [scopes(eqn) for eqn in _outwards(event)]
         if _any("rematted_computation", names):
-            name = event.eqn.primitive.name if event.eqn else ""
-            sites = self._sites.get(_site(event.eqn), []) if event.eqn else []
-            return "forward" if name in sites else "backward"
+            sites = self._sites.get(_site(event.eqn), [])
+            return "forward" if event.eqn.primitive.name in sites else "backward"
         if _any("transpose(", names):
             return "backward"
         if _any("jvp(", names):
             return "forward" if id(event.eqn) in self._primal else "backward"
         after = any(value.after_backward for value in event.operands)
-        return "update" if after else "forward"
+        return "update" if after or _is_in_optimizer(event) else "forward"
 
     def is_again(self, event: Event) -> bool:
         """Whether a remat computed an operation of the forward pass again."""
         return _any("rematted_computation", [scopes(eqn) for eqn in _outwards(event)])
 
     def slope_of(self, event: Event) -> str:
-        """Return the operation whose slope an operation of the backward pass is."""
+        """Return the operation whose slope an operation of the backward pass is.
+
+        It has an operand in common with it, or stands on the same line.
+        """
         eqn = event.eqn
-        if eqn is None:
+        is_transposed = _any("transpose(", [scopes(each) for each in _outwards(event)])
+        if is_transposed and eqn.primitive.name != "div":
             return ""
-        near = [
-            each.primitive.name
-            for each in event.jaxpr.eqns
-            if id(each) in self._primal and _share(each, eqn)
-        ]
-        same_line = self._sites.get(_site(eqn), [])
-        for names in (near, same_line):
+        others = [each for each in event.jaxpr.eqns if each is not eqn]
+        near = [each.primitive.name for each in others if _share(each, eqn)]
+        for names in (near, self._sites.get(_site(eqn), [])):
             found = list(dict.fromkeys(name for name in names if name in HAS_ENDS))
             if found:
                 return " or ".join(found)

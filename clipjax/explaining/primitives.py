@@ -7,30 +7,37 @@ from typing import Any
 from clipjax.explaining.internals import Equation, closed, is_inexact
 
 # The outputs are the inputs, in another form.
-SAME = frozenset(
-    ["reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "copy", "copy_p", "rev", "name", "sharding_constraint", "optimization_barrier", "mesh_cast", "pvary", "pcast", "stop_gradient"]
-)
-# An output is a part of an input, or the input rounded, and is called as the input is.
-PARTS = frozenset(["convert_element_type", "reduce_precision", "slice", "dynamic_slice"])
+SAME = {
+    *("reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "copy"),
+    *("copy_p", "rev", "name", "stop_gradient", "optimization_barrier"),
+    *("sharding_constraint", "mesh_cast", "pvary", "pcast"),
+}
+# The output is a part of the input, or the input rounded, and has its name.
+PARTS = {"convert_element_type", "reduce_precision", "slice", "dynamic_slice"}
 # An element of the output depends on the elements of the inputs at its place.
-BY_PLACE = frozenset(
-    ["add", "sub", "mul", "div", "max", "min", "pow", "add_any", "atan2", "rem", "nextafter", "select_n", "clamp"]
-)
+BY_PLACE = {
+    *("add", "sub", "mul", "div", "max", "min", "pow", "add_any", "atan2", "rem"),
+    *("nextafter", "select_n", "clamp"),
+}
 # An infinity goes through unchanged, from one place to another.
 MOVES = SAME | PARTS
-MOVES |= frozenset(
-    ["select_n", "max", "min", "clamp", "concatenate", "pad", "gather", "scatter", "dynamic_update_slice", "sort", "select_and_gather_add", "reduce_max", "reduce_min", "cummax", "cummin", "top_k", "copy_start", "squeeze", "split"]
-)
-# Whatever is given as infinity to one of these is infinite, or NaN, afterwards.
-MULTIPLY = frozenset(["mul", "dot_general", "conv_general_dilated", "ragged_dot_general"])
+MOVES |= {
+    *("select_n", "max", "min", "clamp", "concatenate", "pad", "gather", "scatter"),
+    *("dynamic_update_slice", "sort", "reduce_max", "reduce_min", "cummax", "cummin"),
+    *("top_k", "split"),
+}
+# An infinity that is given to one of these is no mask.
+MULTIPLY = {"mul", "dot_general", "conv_general_dilated", "ragged_dot_general"}
 # Where the operand is at an end of the domain, values or slopes are not finite.
-HAS_ENDS = frozenset(
-    ["log", "log1p", "sqrt", "rsqrt", "cbrt", "acos", "acosh", "asin", "atanh", "pow", "lgamma", "digamma", "div", "integer_pow", "erf_inv"]
-)
-# They may have a jaxpr, which is no call that could be followed.
-WHOLE = frozenset(
-    ["shard_map", "pallas_call", "custom_linear_solve", "reduce", "reduce_window", "run_state", "core_map", "pmap"]
-)
+HAS_ENDS = {
+    *("log", "log1p", "sqrt", "rsqrt", "cbrt", "pow", "integer_pow", "div"),
+    *("acos", "acosh", "asin", "atanh", "lgamma", "digamma", "erf_inv"),
+}
+# They may have a jaxpr that is no call, or none that can be followed.
+WHOLE = {
+    *("shard_map", "pallas_call", "custom_linear_solve", "reduce", "reduce_window"),
+    *("run_state", "core_map", "pmap"),
+}
 CALLEES = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
 
 

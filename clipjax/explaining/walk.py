@@ -8,6 +8,7 @@ knows the event that its bad elements come from.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -35,6 +36,8 @@ from clipjax.explaining.primitives import (
 from clipjax.explaining.watch import ROOM
 
 CONSTANT = "a constant"
+# What has grown this many times more than usual is told.
+TOLD = 3.0
 
 
 class Place(NamedTuple):
@@ -53,6 +56,9 @@ class Place(NamedTuple):
         return self._replace(iterations=(*self.iterations, (iteration, length)))
 
 
+NOWHERE = Place()
+
+
 @dataclasses.dataclass(eq=False)
 class Event:
     """Where something bad began; with neither `eqn` nor `given`, where two met."""
@@ -60,14 +66,20 @@ class Event:
     kind: str  # "nan" or "inf"
     parents: tuple[Event, ...] = ()
     jaxpr: Any = None
-    eqn: Equation | None = None
-    place: Place = Place()
+    eqn: Any = None
+    place: Place = NOWHERE
     operands: tuple[Value, ...] = ()
     met: int = 0  # the bits of `watch._met`
     least: float | None = None  # of the operand that has ends
     order: int = 0
     given: str = ""  # the name of an argument, or "a constant"
-    used: Event | None = None  # the first equation that does more than to move it
+    met_by: Event | None = None  # the first equation that it goes into
+    used: Event | None = None  # the first one that does more than to move it
+
+    @functools.cached_property
+    def roots(self) -> list[Event]:
+        """The first events that it comes from."""
+        return [event for event in ancestors(self) if not event.parents]
 
 
 class Value(NamedTuple):
@@ -155,7 +167,7 @@ class Walk:
         constants: Sequence[Any],
         arguments: Sequence[Value],
         tape: Tape,
-        place: Place = Place(),
+        place: Place = NOWHERE,
     ) -> list[Value]:
         """Return the values of the results of a jaxpr."""
         values = dict(zip(jaxpr.constvars, map(constant, constants), strict=True))
@@ -212,22 +224,21 @@ class Walk:
         here = Event(
             "", (), jaxpr, eqn, place, tuple(operands), met or 0, least, self._count
         )
-        if eqn.primitive.name not in MOVES and not all(
-            map(math.isfinite, sizes.values())
-        ):
-            for value in bad:
-                _mark_use(value, here)
+        if not all(map(math.isfinite, sizes.values())):
+            _mark_use(bad, here)
         if eqn.primitive.name == "is_finite" and operands[0].is_bad:
             seen = joined(operands)
             self.checks += [(jaxpr, here, seen)] if seen else []
         growth = self._growth(here, list(sizes.values()))
         like = self._like(eqn, operands)
-        outs = []
-        for k in range(len(eqn.outvars)):
-            size = sizes.get(k, 0.0)
-            event = None if math.isfinite(size) else _origin(here, size, bad)
-            outs.append(like._replace(size=size, event=event, growth=growth))
-        return outs
+        events = {
+            kind: _origin(here, kind, bad)
+            for kind in {_kind(size) for size in sizes.values()} - {""}
+        }
+        return [
+            like._replace(size=size, event=events.get(_kind(size)), growth=growth)
+            for size in (sizes.get(k, 0.0) for k in range(len(eqn.outvars)))
+        ]
 
     def _growth(self, here: Event, sizes: list[float]) -> float:
         """Return how many times as large as usual the outputs are."""
@@ -239,12 +250,14 @@ class Walk:
         pairs = zip(sizes, self.usual.get(key, ()), strict=False)
         times = max((now / was for now, was in pairs if now and was), default=1.0)
         before = max((value.growth for value in here.operands), default=1.0)
-        self.grown.append((times / max(before, 1.0), here))
+        if times > TOLD * max(before, 1.0):
+            self.grown.append((times / max(before, 1.0), here))
         return times
 
     def _like(self, eqn: Equation, operands: list[Value]) -> Value:
         """Return an output's value, but for its size."""
-        names = [value.name for value in operands if value.name]
+        pairs = zip(eqn.invars, operands, strict=True)
+        names = [value.name for v, value in pairs if value.name and is_inexact(v.aval)]
         nears = [value.near for value in operands if value.near]
         name = operands[0].name if operands else ""
         return Value(
@@ -309,8 +322,8 @@ class Walk:
 
 def given(size: float, name: str) -> Value:
     """Return the value of an argument, or of a constant, whose name is ""."""
-    kind = "nan" if math.isnan(size) else "inf"
-    event = None if math.isfinite(size) else Event(kind, given=name or CONSTANT)
+    kind = _kind(size)
+    event = Event(kind, given=name or CONSTANT) if kind else None
     return Value(size, event, name)
 
 
@@ -323,9 +336,13 @@ def constant(x: Any) -> Value:
     return given(float(np.max(np.abs(wide), initial=0.0)), "")
 
 
-def _origin(here: Event, size: float, bad: list[Value]) -> Event | None:
+def _kind(size: float) -> str:
+    """Return "nan", "inf", or "" for what is finite."""
+    return "nan" if math.isnan(size) else "inf" if math.isinf(size) else ""
+
+
+def _origin(here: Event, kind: str, bad: list[Value]) -> Event | None:
     """Return the event that a bad output comes from: what is here, or before it."""
-    kind = "nan" if math.isnan(size) else "inf"
     before = [value for value in bad if value.is_nan] if kind == "nan" else bad
     if before:
         return joined(before)
@@ -333,19 +350,21 @@ def _origin(here: Event, size: float, bad: list[Value]) -> Event | None:
     return dataclasses.replace(here, kind=kind, parents=(cause,) if cause else ())
 
 
-def _mark_use(value: Value, here: Event) -> None:
-    """Remember the first equation that does more than to move what was given."""
-    event = value.event
-    if event is not None and event.given and event.used is None:
-        event.used = here
+def _mark_use(bad: list[Value], here: Event) -> None:
+    """Remember the equation that made a bad result of what was given."""
+    given_ones = [value.event for value in bad if value.event and value.event.given]
+    for event in given_ones:
+        event.met_by = event.met_by or here
+        if here.eqn.primitive.name not in MOVES:
+            event.used = event.used or here
 
 
-def _named(eqn: Equation, name: str) -> str:
+def _named(eqn: Any, name: str) -> str:
     """Return what an output is called, if its first operand has a name."""
     kind = eqn.primitive.name
     if kind == "slice" and eqn.params["start_indices"]:
         start, limit = eqn.params["start_indices"][0], eqn.params["limit_indices"][0]
-        is_one = limit - start == 1 and eqn.invars[0].aval.shape[0] > 1
+        is_one = limit - start == 1 and len(eqn.outvars[0].aval.shape)
         return f"{name}[{start}]" if is_one else name
     if kind in PARTS:
         return name

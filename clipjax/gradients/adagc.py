@@ -117,7 +117,9 @@ def adagc(
             jnp.zeros_like(x) if isinstance(x, jax.ShapeDtypeStruct) else x
             for x in params.values
         ]
-        gammas = map_units(_infinity_like, norms_of(known, axes_of(params, axes)))
+        norms = norms_of(known, axes_of(params, axes))
+        # Infinities in the sharding of the norms; `jnp.full` would need to be told it.
+        gammas = map_units(lambda n: jnp.where(n < 0, n, jnp.inf), norms)
         # A box of Flax may have a sharding, which does not fit the norms.
         tree = unboxed(params.rebuild(gammas))
         return AdagcMemory(tree, jnp.zeros((), np.int32))
@@ -131,7 +133,9 @@ def adagc(
         treedef: Any = jax.tree.structure(memory.gammas)
         check_same("updates of adagc", *_shapes(gammas, unit_norms))
         # The metrics are computed from all leaves together, since a part for each leaf
-        # would be another kernel to compile.
+        # would be another kernel to compile. The factors are not: XLA on a CPU would
+        # compute the joined numbers anew in each leaf (JAX 0.12: 33 s in place of 7 s
+        # to compile 300 leaves).
         pairs = list(zip(unit_norms, gammas, strict=True))
         all_norms = _stacked(unit_norms)
         all_gammas = _stacked([gamma.astype(n.dtype) for n, gamma in pairs])
@@ -237,14 +241,3 @@ def _stacked(each: Sequence[jax.Array]) -> list[jax.Array]:
 def _shapes(*each: Sequence[jax.Array]) -> list[str]:
     """Return the shapes of gammas and of norms, as an error shows them."""
     return [f"norms of shapes {[x.shape for x in arrays]}" for arrays in each]
-
-
-def _infinity_like(norms: jax.Array) -> jax.Array:
-    """Return infinities in the shape and the sharding of norms, in a new buffer.
-
-    They are on the device, even if the norms are in host memory. `jnp.full` would need
-    to be told the mesh.
-    """
-    if jax.typeof(norms).memory_space == jax.memory.Space.Host:
-        norms = jax.device_put(norms, jax.memory.Space.Device)
-    return jnp.where(norms < 0, norms, jnp.inf)

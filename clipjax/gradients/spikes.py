@@ -72,26 +72,33 @@ def skip_spikes(
     """Skip every step whose gradients or loss are far larger than usual, or not finite.
 
     Use it around the whole optimizer when corrupted batches give finite gradients that
-    a clip would still apply. A step is an outlier if the logarithm of its norm is more
-    than `z_threshold` standard deviations above the trend of the last norms, whose
-    logarithms are y[1] (the oldest) to y[k]:
+    a clip would still apply. A step is an outlier if its norm jumps, which means that
+    it is above all three of
+
+        exp(level + z_threshold * std),  3 * exp(level),  3 * usual
+
+    Here `usual` is the norm of the last step that was no outlier, while the level and
+    the standard deviation are those of the trend of the last norms, whose logarithms
+    are y[1] (the oldest) to y[k]:
 
         b = median of (y[i + k - h] - y[i]) / (k - h),  h = k // 2, i = 1 … h
         e[i] = y[i] + b (k + 1 - i)
         level = max(median of e, median of the last 16 y)
-        z = (log(norm) - level) / (1.4826 median of |e - median of e|)
+        std = 1.4826 median of |e - median of e|, at least 0.05 and at most 0.5
 
-    With fewer than 16 norms b is 0. The slope b keeps the norms of the first steps,
-    which fall fast, from being taken for noise. Losses are compared in the same way,
-    but without logarithms if a loss in the window is not positive. The standard
-    deviation of the logarithms counts as at least 0.05 for norms and 0.01 for losses,
-    and as at most 0.5: with the default `z_threshold`, a norm above exp(6 * 0.5) = 20.1
-    times the level is always an outlier.
+    The slope b, which is 0 with fewer than 16 norms, keeps the norms of the first
+    steps, which fall fast, from being taken for noise. The other two conditions keep
+    the steps of runs with little noise: on full batches, every small rise is many
+    standard deviations, and large swings rise over several steps.
+
+    Losses are compared in the same way, with a standard deviation of at least 0.01. If
+    a loss in the window is not positive, they are compared without logarithms, and
+    `level + 2 |level|` and `usual + 2 |level|` take the place of the three times.
 
     Args:
       optimizer: a gradient transformation, usually a whole chain.
-      z_threshold: the number of standard deviations above the trend from which on a
-        value is an outlier, a scalar `Bound`, 6.0 by default.
+      z_threshold: the number of standard deviations that an outlier is above the level,
+        a scalar `Bound`, 6.0 by default.
       max_norm: the norm above which a step is always an outlier, a scalar `Bound`;
         infinity, the default, means no such norm.
       window: the number of last norms, and of last losses, to keep, 64 by default.
@@ -100,6 +107,8 @@ def skip_spikes(
         16, or half of `window` if `window` is below 32.
       max_consecutive: the number of steps in a row that may be skipped, as in
         :func:`skip_nonfinite`; None, the default, means no limit.
+      check_updates: whether a step is also skipped if its updates are not finite, as in
+        :func:`skip_nonfinite`; False by default.
 
     Returns:
       A gradient transformation with the metrics of :func:`skip_nonfinite`, the numbers
@@ -108,16 +117,19 @@ def skip_spikes(
       the loss that `update(grads, state, params, loss=loss)` gets.
 
     Raises:
-      TypeError: `optimizer` is not a gradient transformation; in `update`, `loss` is
-        not a real scalar.
+      TypeError: `optimizer` is not a gradient transformation, or not the only
+        positional argument; in `update`, `loss` is not a real scalar.
       ValueError: `warmup_steps` is above `window`.
 
-    There is a window of norms and a window of losses. If the norm or the loss of a step
-    is not finite, neither of the two enters its window. A norm of 0 does not enter the
-    window of norms, and a loss of 0 does not enter the window of losses. Outliers do
-    enter, since a few of them cannot move a median. If norms stay at a new level, steps
-    are applied again after at most 9 skipped steps, whatever the level is. A longer run
-    of outliers is taken for a new level, too.
+    An outlier is applied if norm and loss are, bit for bit, those of the step before:
+    the same data have come again, so there is no other batch to wait for. `max_norm`
+    makes no such exception.
+
+    If the norm or the loss of a step is not finite, neither of the two enters its
+    window, and a norm or loss of 0 does not either. Outliers do enter, since a few of
+    them cannot move a median. If norms stay at a new level, steps are applied again
+    after at most 9 skipped steps, whatever the level is. A longer run of outliers is
+    taken for a new level, too.
 
     References:
       Leys et al., 2013, Detecting outliers: do not use standard deviation around the
@@ -126,7 +138,8 @@ def skip_spikes(
 
     See Also:
       :func:`skip_nonfinite` skips only steps that are not finite; :func:`zclip` clips
-      outliers; :func:`record_norms` keeps the last outlier steps.
+      outliers; :func:`record_norms` keeps the last outlier steps; :func:`explain`, on
+      the batch that was just skipped, replays exactly that step.
 
     Example:
       >>> import clipjax, optax, jax.numpy as jnp

@@ -19,14 +19,6 @@ class Columns(NamedTuple):
     values: dict[str, np.ndarray]  # (steps,)
     labels: dict[str, str]  # by key, too
 
-    def saw(self, key: str) -> np.ndarray:
-        """Return at which steps the transformation of a metric saw a gradient.
-
-        It counts these steps. At others, such as those at which gradients are only
-        accumulated, its metrics are those of an earlier step.
-        """
-        return np.diff(self.values[f"{self.labels[key]}/steps"], prepend=0) != 0
-
 
 def columns_of(history: runs.History) -> Columns:
     """Return the metrics in a history, without a user's own entries."""

@@ -100,6 +100,8 @@ def legend_below(ax: Any, title: str) -> None:
     """
     handles, labels = ax.get_legend_handles_labels()
     by_label = dict(zip(labels, handles, strict=True))
+    if "not finite" in by_label:  # last, as it is no group
+        by_label["not finite"] = by_label.pop("not finite")
     style: dict[str, Any] = {"title": title, "labelcolor": ink(ax)}
     if ax.figure.get_layout_engine():
         size = ax.xaxis.label.get_size()  # in points; ticks and a label are in between

@@ -62,11 +62,11 @@ def norms(history: runs.History, *, name: str | None = None, ax: Any = None) -> 
     """
     columns = columns_of(history)
     key = key_of_norm(columns, name)
-    norm, saw = columns.values[key], columns.saw(key)
+    norm, saw = columns.values[key], runs.steps_taken(columns.values, key)
     skipped = np.zeros(norm.shape, bool)
     for skip in skips_around(columns, key):
         last = f"{skip}/skipped_last"
-        skipped |= (columns.values[last] > 0) & columns.saw(last)
+        skipped |= runs.steps_taken(columns.values, last) & (columns.values[last] > 0)
     steps = np.arange(norm.size)
     own = key.removesuffix("/norm")
     scale, limits = (columns.values.get(f"{own}/{x}") for x in ("scale", "threshold"))
@@ -153,7 +153,7 @@ def group_norms(
     names = groups_of(columns, only)
     kind = kind_in([*names.values()])
     labels = {key: name.removeprefix(f"{kind}/") for key, name in names.items()}
-    saw = {key: columns.saw(key) for key in names}
+    saw = {key: runs.steps_taken(columns.values, key) for key in names}
     points = {
         key: (np.flatnonzero(x), columns.values[key][x]) for key, x in saw.items()
     }
@@ -161,7 +161,7 @@ def group_norms(
     colors = draw.colored([*points], largest)
     ax = draw.new_axes(ax)
     for key, (x, y) in points.items():
-        style = {"color": draw.GREY, "lw": 0.6, "alpha": 0.6, "label": "_other"}
+        style = {"color": draw.GREY, "lw": 0.6, "zorder": 1.6, "label": "_other"}
         if key in colors:
             style = {"color": colors[key], "lw": 1.2, "label": labels[key]}
         draw.line(ax, x, y, **style)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -67,7 +67,7 @@ def heat_map(
     names = groups_of(columns, only)
     kind = kind_in([*names.values()])
     labels = [name.removeprefix(f"{kind}/") for name in names.values()]
-    norms = np.stack([_held(columns.values[key], columns.saw(key)) for key in names])
+    norms = np.stack([_held(columns.values, key) for key in names])
     ax = draw.new_axes(ax, height=1.4 + 0.3 * max(4, len(labels)))
     _cells(ax, norms, labels, f"norm of {kind}" if kind else "norm")
     places = [_place_of(columns, step) for step in bad]
@@ -85,10 +85,11 @@ def heat_map(
     return ax
 
 
-def _held(norms: np.ndarray, saw: np.ndarray) -> np.ndarray:
-    """Return norms with those of steps that were not seen from the step before."""
-    last = np.where(saw, np.arange(norms.size), 0)
-    return norms[np.maximum.accumulate(last)]
+def _held(values: Mapping[str, np.ndarray], key: str) -> np.ndarray:
+    """Return a norm, at steps that were not seen that of the step before."""
+    saw = runs.steps_taken(values, key)
+    last = np.where(saw, np.arange(saw.size), 0)
+    return values[key][np.maximum.accumulate(last)]
 
 
 def bad_steps(opt_state: Tree, *, ax: Any = None) -> Any:
@@ -127,7 +128,11 @@ def bad_steps(opt_state: Tree, *, ax: Any = None) -> Any:
     steps = find_bad_steps(opt_state)
     norms_of = [
         step.groups
-        | {f"{of}/{x}": y for of in _PASSES for x, y in getattr(step, of).items()}
+        | {
+            f"{of}/{x}": y
+            for of in ("forward", "backward")
+            for x, y in getattr(step, of).items()
+        }
         for step in steps
     ]
     names = [*dict.fromkeys(name for norms in norms_of for name in norms)]
@@ -141,10 +146,9 @@ def bad_steps(opt_state: Tree, *, ax: Any = None) -> Any:
     if not steps:
         return ax
     norms = [[each.get(name, 0) for each in norms_of] for name in names]
-    _cells(ax, np.array(norms), names, "norm")
-    groups = [
-        name.partition("/")[2] if name.startswith(_PASSES) else name for name in names
-    ]
+    mesh = _cells(ax, np.array(norms), names, "norm")
+    mesh.set(edgecolor=ax.get_facecolor(), linewidth=1)
+    groups = [x.removeprefix("forward/").removeprefix("backward/") for x in names]
     rings = [
         (x, row)
         for x, step in enumerate(steps)
@@ -152,24 +156,24 @@ def bad_steps(opt_state: Tree, *, ax: Any = None) -> Any:
         if _is_named(group, step)
     ]
     _draw_rings(ax, rings)
-    texts = [
-        f"{x.step}: loss {x.loss:.2g}"
-        if x.is_of_loss
-        else f"{x.step}: norm {x.norm:.2g}"
-        for x in steps
-    ]
+    texts = [_short(step) for step in steps]
     ax.set_xticks(range(len(steps)), texts, rotation=90)
     return ax
 
 
-_PASSES = ("forward", "backward")
+def _short(step: BadStep) -> str:
+    """Return which step was bad, and how many bad steps came directly after it."""
+    value = f"loss {step.loss:.2g}" if step.is_of_loss else f"norm {step.norm:.2g}"
+    more = f", {step.followed_by} more" if step.followed_by else ""
+    return f"{step.step}: {value}{more}"
+
 
 # Thinner columns would not be seen beside others.
 COLUMNS_PER_INCH = 30
 
 
-def _cells(ax: Any, norms: np.ndarray, names: Sequence[str], label: str) -> None:
-    """Draw a row of cells for each row of norms, and a color bar.
+def _cells(ax: Any, norms: np.ndarray, names: Sequence[str], label: str) -> Any:
+    """Draw a row of cells for each row of norms, and a color bar; return the cells.
 
     Blue is dark for large norms on a light ground, and light on a dark one.
     """
@@ -195,6 +199,7 @@ def _cells(ax: Any, norms: np.ndarray, names: Sequence[str], label: str) -> None
     if not finite.all():
         style = {"color": draw.NOT_FINITE, "fontsize": "small", "loc": "left"}
         bar.ax.set_title("not finite", **style)
+    return mesh
 
 
 def _is_named(group: str, step: BadStep) -> bool:

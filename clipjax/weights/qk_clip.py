@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple, SupportsIndex
 
 import jax
@@ -38,19 +39,19 @@ def qk_clip(
     grows to make up for a shared key, so the other logits of such a group shrink, too.
 
     Args:
-      threshold: the largest logit allowed, a `Bound`. An array broadcasts to the shape
-        of `max_logits`, `(heads,)` or `(layers, heads)`.
-      query: the name in front of the parameters of queries. In the path
-        `"encoder/attention/query/kernel"`, it is "query", and "encoder/attention" is
-        the path of the layer. Kernels are `(in, heads, head_dim)` and biases `(heads,
-        head_dim)`, as in Flax, and stacked layers have one more axis in front.
-      key: the name in front of the parameters of keys, in the same shapes. The number
-        of their heads divides that of the queries.
-      rope: for multi-head latent attention, how many elements at the end of a query
-        head meet the rotary key that all heads share, as in `qk_clip(query="wq_b",
-        key="wkv_b", rope=64)`. They take the whole factor, because the shared key must
-        not change. The elements of a key head after those that meet the query's are
-        the values of the attention, which are not scaled.
+      threshold: the largest logit allowed, a `Bound`, 100 by default. An array
+        broadcasts to the shape of `max_logits`, `(heads,)` or `(layers, heads)`.
+      query: the name of the layer that makes queries, "query" by default. In the path
+        `"encoder/attention/query/kernel"`, the part before it, "encoder/attention", is
+        the path of the attention layer. Kernels are `(in, heads, head_dim)` and biases
+        `(heads, head_dim)`, as in Flax, and a stack has one more axis in front.
+      key: the name of the layer that makes keys, "key" by default. Its parameters have
+        the same shapes, and the number of its heads divides that of the queries.
+      rope: for multi-head latent attention, as in `qk_clip(query="wq_b", key="wkv_b",
+        rope=64)`: how many elements at the end of a query head are multiplied with the
+        rotary key that all heads share; 0 by default. They take the whole factor,
+        because the shared key must not change. What a key head has beyond the elements
+        of the query that are left belongs to the values, which are not scaled.
 
     Returns:
       A :class:`Projection`. Its `apply`, and `update` in a chain, need `max_logits`:
@@ -92,19 +93,14 @@ def qk_clip(
     """
     bound = check_bound("threshold", threshold)
     rotary = check_count("rope", rope, 0, static=True)
-
-    def layers_of(weights: Leaves) -> dict[str, _Layer]:
-        layers = _layers_of(weights, query, key)
-        for path, layer in layers.items():
-            _check_heads(path, layer, rotary)
-        return layers
+    layers_of = functools.partial(_layers_of, query=query, key=key, rope=rotary)
 
     def clip(weights: Leaves, step: Step, max_logits: Any = None) -> list[Any]:
         if max_logits is None:
             raise ValueError(
                 "max_logits: qk_clip needs the largest logit of each head, as in "
                 "tx.update(grads, state, params, max_logits=max_logits), or in "
-                "qk_clip().apply(params, max_logits)"
+                "qk_clip().apply(params, max_logits=max_logits)"
             )
         most = bound.at(step)
         layers = layers_of(weights)
@@ -140,7 +136,7 @@ class _Layer(NamedTuple):
         return ", ".join(map(str, [*self.queries.values(), *self.keys.values()]))
 
 
-def _layers_of(weights: Leaves, query: str, key: str) -> dict[str, _Layer]:
+def _layers_of(weights: Leaves, query: str, key: str, rope: int) -> dict[str, _Layer]:
     """Return the layers that have both queries and keys, by path."""
     found: dict[str, _Layer] = {}
     leaves = weights.each
@@ -163,6 +159,8 @@ def _layers_of(weights: Leaves, query: str, key: str) -> dict[str, _Layer]:
             "heads, head_dim); reshape other kernels first. The leaves are: "
             f"{a_few(leaves)}"
         )
+    for path, layer in layers.items():
+        _check_heads(path, layer, rope)
     return layers
 
 

@@ -37,24 +37,22 @@ def spectral_cap(bound: Bounds, *, flatten: Flatten = None) -> Projection:
         U min(S, bound) Vᴴ,  where the matrix is U S Vᴴ
 
     Use it to bound the Lipschitz constant of layers, or to keep the singular values of
-    weights from growing during long training. Apply it every 10 or 100 steps, since it
-    takes 45 matrix products if the largest singular value is at most about twice the
-    bound, and 42 more for each further factor of about 2.5.
+    weights from growing during long training. It takes 45 matrix products where the
+    largest singular value is at most about twice the bound, and 42 more for each
+    further factor of about 2.5, so apply it every 10 or 100 steps.
 
     Args:
       bound: the bound on singular values, a `Bound`, or a mapping from path patterns to
-        such bounds. The first pattern that matches a leaf counts, and a leaf that no
-        pattern matches is not changed. An array broadcasts to the stack of matrices of
-        each leaf.
-      flatten: how to read leaves of rank 3 and more as matrices. The usual form is a
-        pair (axes of rows, axes of columns), each an int or a tuple. Along all other
-        axes, the leaf is a stack of matrices. `((0, 1, 2), 3)` is for a convolution (h,
-        w, in, out), and `(1, 2)`, rows 1 and columns 2, for stacked Dense layers
-        (layer, in, out). It may also be a rule `(path, leaf) -> pair`, or a mapping
-        from path patterns to these. `clipjax.SKIP` in place of a pair leaves a leaf as
-        it is. By default, and where no pattern matches, leaves of rank 2 are matrices,
-        leaves of lower ranks are not changed, and leaves of higher ranks raise an
-        error.
+        such bounds, of which the first that matches a leaf counts; other leaves are not
+        changed. An array broadcasts to the stack of matrices of each leaf.
+      flatten: how to read leaves of rank 3 and more as matrices: a pair (axes of rows,
+        axes of columns), each an int or a tuple. Along all other axes the leaf is a
+        stack of matrices. `((0, 1, 2), 3)` is for a convolution (h, w, in, out), and
+        `(1, 2)`, rows 1 and columns 2, for stacked Dense layers (layer, in, out). It
+        may also be a rule `(path, leaf) -> pair`, or a mapping from path patterns to
+        these, with `clipjax.SKIP` for a leaf that stays as it is. None stands for
+        leaves of rank 2, which are matrices; it leaves lower ranks as they are, and
+        raises an error for higher ones.
 
     Returns:
       A :class:`Projection`, which you apply directly, or put at the end of a chain.
@@ -186,19 +184,15 @@ def _check_flatten(flatten: Any) -> Any:
     is_mapping = isinstance(flatten, Mapping) and len(flatten) > 0
     if is_mapping and all(isinstance(pattern, str) for pattern in flatten):
         return {
-            pattern: _check_rule(each, f"flatten[{pattern!r}]")
+            pattern: _check_pair(each, f"flatten[{pattern!r}]")
             for pattern, each in flatten.items()
         }
-    return _check_rule(flatten, "flatten")
-
-
-def _check_rule(rule: Any, name: str) -> Any:
-    return rule if callable(rule) else _check_pair(rule, name)
+    return _check_pair(flatten, "flatten")
 
 
 def _check_pair(pair: Any, name: str) -> Any:
-    """Return a pair as a pair of tuples; return None and SKIP as they are."""
-    if pair is None or isinstance(pair, Skip):
+    """Return a pair as a pair of tuples; return None, SKIP and rules as they are."""
+    if pair is None or isinstance(pair, Skip) or callable(pair):
         return pair
     if isinstance(pair, tuple | list) and len(pair) == 2:
         sides = tuple(

@@ -1,7 +1,7 @@
 """An old state goes on in another chain: no moment is lost, doubled or misplaced."""
 
 import itertools
-import pickle
+from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -70,10 +70,6 @@ def moments(state: Any) -> list[Any]:
 # A run, and its checkpoint in each form.
 
 
-def by_pickle(state: Any, folder: Path) -> Any:
-    return pickle.loads(pickle.dumps(jax.device_get(state)))
-
-
 def by_msgpack(state: Any, folder: Path) -> Any:
     return serialization.msgpack_restore(serialization.to_bytes(state))
 
@@ -110,7 +106,7 @@ def train(
     return state, weights, losses
 
 
-@pytest.mark.parametrize("form", [None, by_pickle, by_msgpack, by_orbax])
+@pytest.mark.parametrize("form", [None, by_msgpack, by_orbax])
 def test_a_run_goes_on_as_if_the_chain_had_not_changed(
     form: Callable[[Any, Path], Any] | None, tmp_path: Path
 ) -> None:
@@ -223,27 +219,11 @@ class Agent:
     critic_state: Any
 
 
-class Both(NamedTuple):
-    policy_state: Any
-    critic_state: Any
-
-
-class Turned(NamedTuple):
-    critic_state: Any
-    policy_state: Any
-
-
-class Third(NamedTuple):
-    critic_state: Any
-    target_state: Any
-
-
-class Slower(NamedTuple):
-    mean_state: Any
-
-
-class Faster(NamedTuple):
-    mean_state: Any
+Both = namedtuple("Both", "policy_state critic_state")
+Turned = namedtuple("Turned", "critic_state policy_state")
+Third = namedtuple("Third", "critic_state target_state")
+Slower = namedtuple("Slower", "mean_state")
+Faster = namedtuple("Faster", "mean_state")
 
 
 @struct.dataclass
@@ -256,10 +236,6 @@ class Fast:
     m: Any
 
 
-def trace(value: int) -> Any:
-    return optax.TraceState(value * X)
-
-
 def part(name: str, state: Any) -> Any:
     return clipjax.named(name, optax.identity()).init(X)._replace(named={name: state})
 
@@ -270,7 +246,8 @@ def labeled(**states: Any) -> Any:
     )
 
 
-A, B, NEW, NO = trace(2), trace(3), trace(0), optax.EmptyState()
+A, B, NEW = (optax.TraceState(value * X) for value in (2, 3, 0))
+NO = optax.EmptyState()
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ def adagc(
     relative_bound=1.04,
     decay=0.99,
     warmup_steps=100,
-    max_norm=1.0,
+    warmup_max_norm=1.0,
     warmup_norms="before",
 ):
     """The norms after the clip, and the smallest bounds, of norms (steps, leaves)."""
@@ -32,7 +32,10 @@ def adagc(
     after, least = [], []
     for t, n in enumerate(norms):
         if t < warmup_steps:
-            clipped, bound = n * min(1, max_norm / np.linalg.norm(n)), max_norm
+            clipped, bound = (
+                n * min(1, warmup_max_norm / np.linalg.norm(n)),
+                warmup_max_norm,
+            )
             gamma = np.minimum(gamma, n if warmup_norms == "before" else clipped)
         else:
             bound = relative_bound * gamma
@@ -53,10 +56,10 @@ def leaf_norms(stacked: Any) -> np.ndarray:
 # A small bound clips every step of the warm-up, so that norms before and after differ.
 OPTIONS: list[dict[str, Any]] = [
     {},
-    {"warmup_norms": "after", "warmup_steps": 20, "max_norm": 0.1},
+    {"warmup_norms": "after", "warmup_steps": 20, "warmup_max_norm": 0.1},
     {"warmup_steps": 0},
-    {"warmup_steps": 1, "max_norm": math.inf},
-    {"relative_bound": 0.9, "decay": 0.8, "max_norm": 0.05, "warmup_steps": 7},
+    {"warmup_steps": 1, "warmup_max_norm": math.inf},
+    {"relative_bound": 0.9, "decay": 0.8, "warmup_max_norm": 0.05, "warmup_steps": 7},
 ]
 
 
@@ -95,7 +98,7 @@ def test_a_leaf_without_a_gradient_is_not_kept_at_zero() -> None:
 
 def test_units_of_a_leaf_follow_their_own_past() -> None:
     """A leaf of several layers is clipped as those in leaves of their own."""
-    rng, short = np.random.default_rng(3), {"warmup_steps": 5, "max_norm": 3.0}
+    rng, short = np.random.default_rng(3), {"warmup_steps": 5, "warmup_max_norm": 3.0}
     sizes = np.exp(0.5 * rng.standard_normal((30, 4))) * 10.0 ** np.arange(-2, 2)
     layers = (rng.standard_normal((1, 30, 4, 5, 3)) * sizes[:, :, None, None]).astype(
         np.float32

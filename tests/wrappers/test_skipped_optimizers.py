@@ -227,3 +227,25 @@ def test_finite_gradients_raise_nothing_under_debug_nans() -> None:
             _, state = update(grads, state, PARAMS, loss=size)
     # The square of the last norm is infinite.
     assert clipjax.metrics(state)["skip_nonfinite/skipped"] == 1
+
+
+def test_a_waiting_micro_batch_that_is_infinite_moves_nothing() -> None:
+    """`optax.MultiSteps` multiplies what its optimizer makes of it by 0."""
+    grads = np.float32([[1, 2], [np.inf, 1], [3, 4]])
+    weights = np.ones(2, np.float32)
+
+    def run(tx: Any) -> Any:
+        def step(carry: Any, grads: Any) -> Any:
+            updates, state = tx.update(grads, carry[1], carry[0])
+            weights = optax.apply_updates(carry[0], updates)
+            return (weights, state), weights
+
+        return lax.scan(step, (weights, tx.init(weights)), grads)[1]
+
+    def after(tx: Any) -> Any:
+        return np.asarray(jax.jit(lambda: run(tx))())
+
+    skips = clipjax.bounded(optax.sgd(0.5), nonfinite="skip", accumulate=2)
+    np.testing.assert_array_equal(after(skips), [[1, 1], [1, 1], [0, -0.5]])
+    of_optax = optax.MultiSteps(optax.sgd(0.5), 3).gradient_transformation()
+    np.testing.assert_array_equal(after(of_optax)[:2], [[1, 1], [np.nan, 1]])

@@ -1,0 +1,389 @@
+"""explain names the operation, the line, the pass and the iteration."""
+
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import clipjax
+from clipjax.explaining.watch import Watch
+
+X = jax.random.normal(jax.random.key(0), (8, 4))
+SQUARE = jnp.eye(4) + 0.1
+LAYERS = jnp.stack([SQUARE / 2] * 6)
+
+
+# Each function breaks in the line that ends in "# here".
+def overflow_in_a_scan(params: Any, x: Any) -> Any:
+    def block(x: Any, w: Any) -> Any:
+        h = x @ w  # here
+        return h - h.mean(), None
+
+    x, _ = lax.scan(jax.checkpoint(block), jnp.float16(x), jnp.float16(params))
+    return jnp.mean(x**2)
+
+
+def root_behind_where(w: Any, x: Any) -> Any:
+    h = jnp.maximum(x @ w, 0)
+    return jnp.where(h > 0, jnp.sqrt(h), 0).sum()  # here
+
+
+def norm_at_0(w: Any) -> Any:
+    return jnp.linalg.norm(w * 0)  # here
+
+
+def logarithm(w: Any, x: Any) -> Any:
+    return jnp.log(x @ w - 10).sum()  # here
+
+
+def slope_of_logarithm(w: Any) -> Any:
+    return jnp.where(w > 5, jnp.log(w - w), 0).sum()  # here
+
+
+def all_masked(w: Any, x: Any) -> Any:
+    scores = x @ w @ x.T
+    scores = jnp.where(jnp.tril(jnp.ones(scores.shape, bool), -1), scores, -jnp.inf)
+    return (jax.nn.softmax(scores) @ x).sum()  # here
+
+
+def masked_mean(x: Any, mask: Any) -> Any:
+    return (x * mask).sum() / mask.sum()  # here
+
+
+def not_definite(a: Any) -> Any:
+    return jnp.linalg.cholesky(a)[0, 0]  # here
+
+
+def exponential(w: Any, x: Any) -> Any:
+    return jnp.exp(100 * x @ w).sum()  # here
+
+
+def one_element(x: Any) -> Any:
+    return jnp.var(x, ddof=1)  # here
+
+
+def logit(q: Any, k: Any) -> Any:
+    scores = jnp.float16(q) @ jnp.float16(k).T  # here
+    return jax.nn.softmax(scores).sum()
+
+
+def nested_scans(x: Any) -> Any:
+    def inner(h: Any, i: Any) -> Any:
+        h = h + jnp.where(i == 13, jnp.log(-h * h), 0)  # here
+        return h, h.sum()
+
+    def outer(h: Any, i: Any) -> Any:
+        return lax.scan(inner, h, 4 * i + jnp.arange(4))
+
+    return lax.scan(outer, x, jnp.arange(5))[1]
+
+
+def doubled(x: Any) -> Any:
+    def step(c: Any) -> Any:
+        return c[0] + 1, c[1] * 2  # here
+
+    return lax.while_loop(lambda c: c[0] < 200, step, (0, x))[1]
+
+
+def branch(x: Any) -> Any:
+    def bad(x: Any) -> Any:
+        return jnp.sqrt(x - 100)  # here
+
+    return lax.cond(x.sum() > 1e9, lambda x: x, bad, x)
+
+
+@jax.custom_vjp
+def lame(x: Any) -> Any:
+    return x
+
+
+lame.defvjp(lambda x: (x, None), lambda _, g: (jnp.log(g * 0 - 1),))
+
+
+def rule(x: Any) -> Any:
+    return lame(x).sum()  # here
+
+
+def in_vmap(w: Any, x: Any) -> Any:
+    return jax.vmap(lambda row: jnp.sqrt(row @ w - 50))(x).sum()  # here
+
+
+def own_division(w: Any, mean: Any) -> Any:
+    gradient = jax.grad(lambda w: (w**2).sum())(w)
+    return w - gradient / jnp.sqrt(mean)  # here
+
+
+def calls_jit(w: Any, x: Any) -> Any:
+    @jax.jit
+    def inner(h: Any) -> Any:
+        return jnp.arctanh(h * 9)  # here
+
+    return inner(x @ w).sum()
+
+
+grad = jax.value_and_grad
+ONE = jnp.ones(1)
+TABLE = [
+    (
+        overflow_in_a_scan,
+        grad,
+        (LAYERS.at[3].mul(3e4), 30 * X),
+        "dot_general",
+        "forward",
+        ((3, 6),),
+    ),
+    (root_behind_where, grad, (SQUARE * 0, X), "div", "backward", ()),
+    (norm_at_0, grad, (X,), "div", "backward", ()),
+    (logarithm, grad, (SQUARE, X), "log", "forward", ()),
+    (slope_of_logarithm, grad, (X,), "div", "backward", ()),
+    (all_masked, grad, (SQUARE, X), "sub", "forward", ()),
+    (masked_mean, grad, (X, 0 * X), "div", "forward", ()),
+    (not_definite, jax.jit, (-SQUARE,), "cholesky", "forward", ()),
+    (exponential, grad, (SQUARE, X), "exp", "forward", ()),
+    (one_element, jax.jit, (ONE,), "", "", ()),
+    (logit, jax.jit, (400 * X, 400 * X), "dot_general", "forward", ()),
+    (nested_scans, jax.jit, (X,), "log", "forward", ((3, 5), (1, 4))),
+    (doubled, jax.jit, (ONE,), "mul", "forward", ((127, None),)),
+    (branch, jax.jit, (X,), "sqrt", "forward", ()),
+    (rule, grad, (X,), "log", "backward", ()),
+    (in_vmap, grad, (SQUARE, X), "sqrt", "forward", ()),
+    (own_division, jax.jit, (X * 0, 0 * X), "div", "update", ()),
+    (calls_jit, grad, (SQUARE, X), "atanh", "forward", ()),
+]
+
+
+def line_of(function: Any) -> int:
+    lines, start = inspect.getsourcelines(function)
+    return start + next(k for k, text in enumerate(lines) if text.endswith("# here\n"))
+
+
+@pytest.mark.parametrize("case", TABLE, ids=lambda case: case[0].__name__)
+def test_names_the_operation_its_line_pass_and_iteration(case: Any) -> None:
+    function, transformed, args, operation, began_in, iterations = case
+    cause = clipjax.explain(transformed(function), *args)[0]
+    assert cause.line == line_of(function), str(cause)
+    assert cause.operation == operation, str(cause)
+    assert cause.began_in == began_in, str(cause)
+    assert cause.iterations == iterations, str(cause)
+    assert cause.file == __file__
+    assert f"{cause.function})" in str(cause)
+
+
+def told(function: Any, *args: Any, **more: Any) -> list[str]:
+    return [str(cause) for cause in clipjax.explain(function, *args, **more)]
+
+
+def test_the_text_has_operands_limit_and_where_it_became_nan() -> None:
+    (text,) = told(grad(overflow_in_a_scan), LAYERS.at[3].mul(3e4), 30 * X)
+    assert "inf in the forward pass, iteration 3 of 6, at test_explain.py:" in text
+    assert "dot_general of float16[8, 4] up to" in text
+    assert "params[3] up to 1.65e+04; float16 ends at 65504" in text
+    assert text.count("became nan") == 1
+    (text,) = told(grad(root_behind_where), SQUARE * 0, X)
+    assert "the slope of sqrt at 0 (div of 0.5 and" in text
+    assert text.endswith("it became nan there (0 · inf)")
+    (text,) = told(grad(norm_at_0), X)
+    assert "by jax norm: the slope of sqrt at 0" in text
+    (text,) = told(grad(all_masked), SQUARE, X)
+    assert "by jax softmax: -inf - -inf, as in a softmax" in text
+    assert "0 / 0 (div of" in told(masked_mean, X, 0 * X)[0]
+    assert "which is not positive definite" in told(not_definite, -SQUARE)[0]
+    assert "nan from a constant, at " in told(one_element, ONE)[0]
+    assert "by jax var" in told(one_element, ONE)[0]
+    assert "least " in told(logarithm, SQUARE, X)[0]
+    assert "float16 ends at 65504" in told(logit, 400 * X, 400 * X)[0]
+
+
+def test_arguments_are_named_by_parameter_and_path() -> None:
+    def loss(params: Any, batch: Any) -> Any:
+        return ((batch["x"] @ params["w"]["kernel"]) ** 2).mean()
+
+    params, batch = {"w": {"kernel": SQUARE}}, {"x": X}
+    (cause,) = clipjax.explain(grad(loss), params, {"x": X.at[3, 2].set(jnp.nan)})
+    assert str(cause).startswith("nan in batch/x: 1 of 32 elements, first at [3, 2]")
+    (cause,) = clipjax.explain(
+        grad(loss), {"w": {"kernel": SQUARE.at[0, 1].set(jnp.inf)}}, batch
+    )
+    assert cause.given == "params/w/kernel"
+    assert cause.line == inspect.getsourcelines(loss)[1] + 1
+    assert set(cause.results) >= {"0", "1/w/kernel"}
+
+
+def best_of(x: Any) -> Any:
+    def step(best: Any, row: Any) -> Any:
+        return jnp.minimum(best, (row**2).sum()), best
+
+    return lax.scan(step, jnp.inf, x)
+
+
+HARMLESS = {
+    "mask of -inf": lambda x: jax.nn.softmax(
+        jnp.where(x > 0, x, -jnp.inf).at[:, 0].set(0)
+    ).sum(),
+    "mask of the least": lambda x: jax.nn.softmax(
+        x + jnp.eye(8, 4, -4) * jnp.finfo(x.dtype).min * jnp.full(4, 2.0)
+    ).sum(),
+    "unused side": lambda x: jnp.where(
+        x > 0, jnp.log(lax.stop_gradient(jnp.abs(x))), 0
+    ).sum(),
+    "empty maximum": lambda x: x.sum() + jnp.max(x[:0], initial=-jnp.inf).clip(0),
+    "clip to infinity": lambda x: jnp.clip(x, -jnp.inf, jnp.inf).sum(),
+    "exp of -inf": lambda x: jnp.exp(-jnp.exp(x + 200)).sum(),
+    "logsumexp of -inf": lambda x: (
+        jax.nn.logsumexp(jnp.array([-jnp.inf] * 3)).clip(0) + x.sum()
+    ),
+    "elements that are replaced": lambda x: jnp.nan_to_num(jnp.log(x - 99)).sum(),
+}
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_infinities_that_reach_no_result_accuse_nobody(name: str) -> None:
+    assert clipjax.explain(jax.jit(HARMLESS[name]), X) == []
+
+
+def test_a_state_that_keeps_infinities_accuses_nobody() -> None:
+    def remember(window: Any, x: Any) -> Any:
+        return jnp.concatenate([window[1:], x.sum()[None]]), x.mean()
+
+    window = jnp.full(8, jnp.inf)
+    assert clipjax.explain(jax.jit(remember), window, X) == []
+    causes = clipjax.explain(
+        jax.jit(lambda w, x: remember(w, jnp.log(x - 99))), window, X
+    )
+    assert [cause.operation for cause in causes] == ["log"]
+
+
+def test_a_skipped_step_is_told_as_handled() -> None:
+    def overflows(params: Any, state: Any, x: Any) -> Any:
+        gradient = jax.grad(lambda w: (x @ w * 1e30).sum() * 1e30)(params)
+        updates, state = skip.update(gradient, state, params)
+        return optax.apply_updates(params, updates), state
+
+    skip = optax.apply_if_finite(optax.sgd(0.1), 5)
+    (cause, *_) = clipjax.explain(jax.jit(overflows), SQUARE, skip.init(SQUARE), X)
+    assert cause.handled
+    assert cause.operation == "mul"
+    assert str(cause).startswith(
+        "the result is finite; a check of finiteness caught: inf"
+    )
+
+
+def test_donated_arguments_are_copied_and_deleted_ones_an_error() -> None:
+    step = jax.jit(lambda w, x: (w * 2, jnp.log(x @ w - 99)), donate_argnums=0)
+    w = SQUARE + 0
+    assert clipjax.explain(step, w, X)[0].operation == "log"
+    step(w, X)
+    with pytest.raises(
+        ValueError, match="w: the array is deleted, since it was donated"
+    ):
+        clipjax.explain(step, w, X)
+
+
+def test_a_call_under_jit_is_an_error() -> None:
+    with pytest.raises(TypeError, match="x: explain needs known arrays"):
+        jax.jit(lambda x: clipjax.explain(jnp.log, x))(X)
+
+
+def test_what_is_not_an_array_is_closed_over() -> None:
+    def loss(w: Any, activation: Any, power: int, name: str) -> Any:
+        return (activation(w - 9) ** power).sum() if name == "log" else w.sum()
+
+    assert clipjax.explain(loss, X, jnp.log, 2, "log")[0].operation == "log"
+
+
+def test_the_host_is_not_called_again(capfd: Any) -> None:
+    seen = []
+
+    def loss(x: Any) -> Any:
+        jax.debug.callback(seen.append, 1)
+        return jnp.log(x - 99).sum()
+
+    assert clipjax.explain(jax.jit(loss), X)[0].operation == "log"
+    jax.effects_barrier()
+    assert seen == []
+
+
+def test_unknown_primitives_are_named_whole() -> None:
+    auto = jax.sharding.AxisType.Auto
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(auto,))
+    spec = jax.sharding.PartitionSpec("d")
+
+    def loss(x: Any) -> Any:
+        apart = jax.shard_map(
+            lambda x: jnp.log(x - 99), mesh=mesh, in_specs=spec, out_specs=spec
+        )
+        return apart(x).sum()
+
+    (cause,) = clipjax.explain(loss, X)
+    assert cause.operation == "shard_map"
+
+
+def test_usual_arguments_show_what_is_larger_and_where_it_grows() -> None:
+    def loss(w: Any, x: Any) -> Any:
+        def block(x: Any, w: Any) -> Any:
+            h = jnp.sinh(x @ w)
+            return jnp.tanh(h) + 0.1 * h, None
+
+        return (lax.scan(block, x, w)[0] ** 2).mean()
+
+    first, *rest = clipjax.explain(
+        grad(loss), LAYERS.at[4].mul(9), X, usual=(LAYERS, X)
+    )
+    assert (first.kind, first.given) == ("large", "w")
+    assert first.times == pytest.approx(9)
+    assert rest[0].line == inspect.getsourcelines(loss)[1] + 2
+    assert rest[0].iterations[0][0] >= 4
+    assert clipjax.explain(grad(loss), LAYERS, X, usual=(LAYERS, X)) == []
+    with pytest.raises(ValueError, match="usual: its arrays must have the shapes"):
+        clipjax.explain(grad(loss), LAYERS, X, usual=(LAYERS, X[:2]))
+
+
+def test_the_watched_program_does_what_the_function_does() -> None:
+    """Values and gradients, through scans, loops, branches, remat and custom rules."""
+
+    def loss(w: Any, x: Any) -> Any:
+        x = lax.scan(jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), x.sum())), x, w)[0]
+        x = lax.fori_loop(0, 3, lambda i, x: x * 0.9 + i, x)
+        x = lax.cond(x.sum() > 0, jax.nn.softmax, jnp.sin, x)
+        x = jax.nn.relu(x - jnp.linalg.norm(x)) + jax.vmap(jnp.cumsum)(x)
+        return jnp.mean(jax.jit(jnp.var)(x) + x**2)
+
+    program = jax.make_jaxpr(grad(loss))(LAYERS, X)
+    run = jax.jit(lambda *xs: Watch({}).run(program.jaxpr, program.consts, xs)[0])
+    expected = jax.tree.leaves(jax.jit(grad(loss))(LAYERS, X))
+    for ours, theirs in zip(run(LAYERS, X), expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-6, atol=1e-7)
+
+
+def test_an_answer_that_watching_cannot_give_is_no_empty_list() -> None:
+    class Eager:  # bad where it is called, finite where it is traced
+        def __call__(self, x: Any) -> Any:
+            return x.sum() if isinstance(x, jax.core.Tracer) else x.sum() * jnp.nan
+
+    (cause,) = clipjax.explain(Eager(), X)
+    assert cause.kind == "unseen"
+    assert "the result: bad in the call, but finite when" in str(cause)
+
+
+def test_modules_that_change_in_place_are_results() -> None:
+    nnx = pytest.importorskip("flax.nnx")
+    model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-3, eps=0.0), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model: Any, optimizer: Any, x: Any) -> Any:
+        loss, gradient = nnx.value_and_grad(lambda m: (0 * m(x)).mean())(model)
+        optimizer.update(model, gradient)
+        return loss
+
+    causes = clipjax.explain(step, model, optimizer, X)
+    assert causes[0].operation == "div"
+    assert causes[0].began_in == "update"
+    assert causes[0].library == "optax scale_by_adam"
+    assert any(name.startswith("model/") for name in causes[0].results)
+    assert np.isfinite(np.asarray(model.kernel[...])).all()

@@ -1,0 +1,44 @@
+"""Random programs with one fault at a known line: see `programs`."""
+
+import jax
+import numpy as np
+import pytest
+
+import clipjax
+from tests.explain.programs import program
+
+
+def judged(seed: int) -> str:
+    """Return "right", "wrong", "finite", or "accused" if the result is finite."""
+    given = program(seed)
+    results = jax.tree.leaves(given.run(*given.args))
+    causes = clipjax.explain(given.run, *given.args)
+    if all(np.isfinite(x).all() for x in results):
+        return "accused" if causes else "finite"
+    assert given.fault is not None, given.source
+    first = causes[0]
+    is_right = (
+        (first.line, first.began_in) == (given.line, given.fault.began_in)
+        and first.operation in given.fault.operations
+        and first.iterations == (() if given.at is None else (given.at,))
+    )
+    return "right" if is_right else f"wrong: {first}"
+
+
+def check(seeds: range, least: float) -> None:
+    found = {seed: judged(seed) for seed in seeds}
+    right = sum(answer == "right" for answer in found.values())
+    wrong = {seed: text for seed, text in found.items() if text.startswith("wrong")}
+    assert "accused" not in found.values()
+    assert right >= least * (right + len(wrong)), wrong
+    assert right > len(seeds) / 3
+
+
+def test_the_fault_is_named_in_some_programs() -> None:
+    check(range(8), 1.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", range(0, 500, 50))
+def test_the_fault_is_named_in_98_of_100_programs(start: int) -> None:
+    check(range(start, start + 50), 0.98)
