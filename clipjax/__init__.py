@@ -7,7 +7,7 @@ from clipjax import functional
 from clipjax._adopt import adopt
 from clipjax._core.aliases import SKIP
 from clipjax._core.door import with_metrics
-from clipjax._core.units import fan_in
+from clipjax._core.norms import fan_in
 from clipjax._matching import matching
 from clipjax.backward.clips import (
     clip_gradient_by_global_norm,

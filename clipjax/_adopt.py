@@ -11,8 +11,7 @@ import numpy as np
 from jax.tree_util import GetAttrKey, keystr, tree_leaves_with_path
 
 from clipjax._core.aliases import State, Tree
-from clipjax._core.leaves import nodes_where, unboxed
-from clipjax._core.messages import a_few, short_repr
+from clipjax._core.leaves import a_few, nodes_where, short_repr, unboxed
 from clipjax._core.states import MetricsState, NamedState, SkipMemory, name_of
 
 Words: TypeAlias = tuple[str, ...]  # a path as text

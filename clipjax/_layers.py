@@ -6,9 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from clipjax._core.aliases import SKIP, Skip
-from clipjax._core.leaves import first_matches, flatten
-from clipjax._core.messages import short_repr
-from clipjax._core.units import check_axes
+from clipjax._core.leaves import first_matches, flatten, short_repr
+from clipjax._core.norms import check_axes
 
 
 class Param(NamedTuple):

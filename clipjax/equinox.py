@@ -12,8 +12,7 @@ from typing import Any
 import jax
 
 from clipjax._core.aliases import SKIP
-from clipjax._core.leaves import is_inexact, path_name
-from clipjax._core.messages import short_repr
+from clipjax._core.leaves import is_inexact, path_name, short_repr
 from clipjax._extra import extra
 from clipjax._layers import Param, axes_by_path
 

@@ -15,8 +15,7 @@ import numpy as np
 from jax.tree_util import DictKey
 
 from clipjax._core.aliases import SKIP, Path, Skip
-from clipjax._core.leaves import flatten, path_name
-from clipjax._core.messages import short_repr
+from clipjax._core.leaves import flatten, path_name, short_repr
 from clipjax._extra import extra
 from clipjax._layers import Param, axes_by_path
 

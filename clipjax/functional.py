@@ -22,11 +22,18 @@ from clipjax._core.bounds import (
     is_real,
     number,
 )
-from clipjax._core.clip import clip, clip_by_tree_norm
-from clipjax._core.entries import check_limits, clip_entries
+from clipjax._core.clip import check_limits, clip, clip_by_tree_norm, clip_entries
 from clipjax._core.leaves import flatten, is_inexact
-from clipjax._core.norms import norm_of, sum_dtype, tree_norm, warn_if_local
-from clipjax._core.units import axes_of, check_axes, map_units, norms_of
+from clipjax._core.norms import (
+    axes_of,
+    check_axes,
+    map_units,
+    norm_of,
+    norms_of,
+    sum_dtype,
+    tree_norm,
+    warn_if_local,
+)
 
 __all__ = [
     "clip_by_global_norm",

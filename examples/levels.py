@@ -58,7 +58,7 @@ def draw(norms, thresholds):
         ax.plot(seen, color=GREY, lw=0.6, label="norm")
         limits = np.where(np.isfinite(limits), limits, np.nan)
         ax.plot(limits, color=ORANGE, lw=1.5, label="threshold")
-        ax.set(title=name, yscale="log", ylim=(0.5, 8), yticks=[0.5, 1, 2, 4, 8])
+        ax.set(title=name, yscale="log", ylim=(0.5, 20), yticks=[0.5, 1, 2, 4, 8, 16])
         ax.yaxis.set_major_formatter("{x:g}")
         ax.minorticks_off()
     for ax in axes[-1]:

@@ -15,8 +15,7 @@ import numpy as np
 import optax
 
 from clipjax._core.aliases import Step
-from clipjax._core.leaves import Leaf, Leaves, check_patterns, of_each_leaf
-from clipjax._core.messages import short_repr, traced_error
+from clipjax._core.leaves import Leaf, Leaves, check_patterns, of_each_leaf, short_repr
 
 
 def is_real(value: Any) -> bool:
@@ -292,4 +291,13 @@ def check_transformation(name: str, value: Any) -> Any:
         hint = f": write clipjax.clip_by_global_norm({value})"
     raise TypeError(
         f"{name} must be a gradient transformation, got {short_repr(value)}{hint}"
+    )
+
+
+def traced_error(name: str, value: Any) -> TypeError:
+    """Return the error for a traced number on which the program itself depends."""
+    return TypeError(
+        f"{name} must be known before compiling: pass a Python value; with "
+        "optax.inject_hyperparams, name it in static_args; got "
+        f"{short_repr(value)}"
     )

@@ -12,8 +12,7 @@ import optax
 
 from clipjax._core.aliases import Memory, State, Step, Tree
 from clipjax._core.bounds import check_label, is_real
-from clipjax._core.leaves import Leaves, check_within, flatten, shapes_of
-from clipjax._core.messages import short_repr
+from clipjax._core.leaves import Leaves, check_within, flatten, shapes_of, short_repr
 from clipjax._core.norms import warn_if_local
 from clipjax._core.states import (
     MetricsState,

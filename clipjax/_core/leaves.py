@@ -14,7 +14,6 @@ import optax
 from jax.tree_util import GetAttrKey
 
 from clipjax._core.aliases import Path, Tree
-from clipjax._core.messages import a_few
 
 
 class Leaf(NamedTuple):
@@ -311,3 +310,18 @@ def of_each_leaf(argument: str, given: Any, leaves: Leaves, other: Any) -> list[
         return [given] * len(leaves.values)
     found = first_matches(argument, tuple(given), leaves)
     return [other if pattern is None else given[pattern] for pattern in found]
+
+
+_LONGEST = 80
+
+
+def short_repr(value: Any) -> str:
+    """Return the repr of a value on one line, cut to what an error message can hold."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+
+
+def a_few(names: Sequence[Any], count: int = 20) -> str:
+    """List the first names, and say how many more there are."""
+    more = f" and {len(names) - count} more" if len(names) > count else ""
+    return ", ".join(map(str, names[:count])) + more

@@ -12,7 +12,7 @@ import optax
 from jax import lax
 
 from clipjax._core.aliases import Memory, Metrics, Scalar, State, Tree
-from clipjax._core.messages import a_few
+from clipjax._core.leaves import a_few
 from clipjax._core.norms import sum_dtype
 
 _MOST = np.iinfo(np.int32).max
@@ -69,7 +69,7 @@ class BadSteps(NamedTuple):
 UNKNOWN = -(2.0**127)
 
 
-_ADOPT = "; to go on from another chain, call clipjax.adopt(old, tx.init(params))"
+_ADOPT = "; to go on from another chain, call clipjax.adopt(old, into=tx.init(params))"
 
 
 def check_state(name: str, state: State, kind: type[Any] = MetricsState) -> None:

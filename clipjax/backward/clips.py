@@ -17,11 +17,24 @@ from jax.typing import ArrayLike
 
 from clipjax._core.aliases import Axes
 from clipjax._core.bounds import fit_bound, number
-from clipjax._core.clip import clip, clip_by_tree_norm
-from clipjax._core.entries import check_limits, clip_entries, inward
+from clipjax._core.clip import (
+    check_limits,
+    clip,
+    clip_by_tree_norm,
+    clip_entries,
+    inward,
+)
 from clipjax._core.leaves import Leaf, Leaves, flatten, is_inexact
-from clipjax._core.norms import norm_of, over_devices, sum_dtype, warn_if_local
-from clipjax._core.units import axes_of, check_axes, map_units, norms_of
+from clipjax._core.norms import (
+    axes_of,
+    check_axes,
+    map_units,
+    norm_of,
+    norms_of,
+    over_devices,
+    sum_dtype,
+    warn_if_local,
+)
 from clipjax.monitoring import taps
 
 T = TypeVar("T")

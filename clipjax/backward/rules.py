@@ -12,8 +12,7 @@ from jax.typing import ArrayLike
 
 from clipjax._core.bounds import fit_bound, number
 from clipjax._core.clip import rescale
-from clipjax._core.leaves import Leaf, flatten, is_inexact
-from clipjax._core.messages import short_repr
+from clipjax._core.leaves import Leaf, flatten, is_inexact, short_repr
 from clipjax._core.norms import sum_dtype
 
 T = TypeVar("T")

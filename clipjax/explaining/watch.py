@@ -8,6 +8,7 @@ order.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,6 +39,7 @@ from clipjax.explaining.primitives import (
 ROOM = 64
 
 
+@jax.jit  # which traces it once for each shape
 def magnitude(x: jax.Array) -> jax.Array:
     """Return the largest |x|, where NaN is larger than infinity.
 
@@ -53,23 +55,25 @@ def magnitude(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(jnp.max(bits, initial=0), jnp.float32)
 
 
-def _least(eqn: Equation, x: jax.Array) -> jax.Array:
+@functools.partial(jax.jit, static_argnames="name")
+def _least(x: jax.Array, name: str) -> jax.Array:
     """Return the least element; of a divisor and of complex numbers, the least |x|."""
     is_real = not jnp.iscomplexobj(x)
-    x = x if is_real and eqn.primitive.name != "div" else jnp.abs(x)
+    x = x if is_real and name != "div" else jnp.abs(x)
     x = jnp.where(jnp.isnan(x), jnp.inf, x.astype(jnp.float32))
     return jnp.min(x, initial=jnp.inf)
 
 
-def _met(eqn: Equation, operands: Sequence[Any], out: jax.Array) -> jax.Array:
+@functools.partial(jax.jit, static_argnames="name")
+def _met(operands: Sequence[jax.Array], out: jax.Array, name: str) -> jax.Array:
     """Return which operands are bad where the output is: operand k is bit k + 1.
 
     Bit 0 says whether NaN arose where the first operand is -inf.
     """
-    is_bad, name = ~jnp.isfinite(out), eqn.primitive.name
+    is_bad = ~jnp.isfinite(out)
     bits = jnp.zeros(out.shape, jnp.int32)
-    for place, (variable, x) in enumerate(zip(eqn.invars, operands, strict=True)):
-        if is_inexact(variable.aval):
+    for place, x in enumerate(operands):
+        if is_inexact(x):
             meets = is_bad & ~jnp.isfinite(x)
             if name == "select_n":
                 meets &= operands[0] == place - 1
@@ -138,9 +142,9 @@ class Watch:
             places = inexact_outputs(eqn)
             numbers += [magnitude(outs[k]) for k in places]
             if places and is_by_place(eqn):
-                numbers.append(_met(eqn, operands, outs[0]))
+                numbers.append(_met(operands, outs[0], name))
             if places and has_least(eqn):
-                numbers.append(_least(eqn, operands[judged_operand(eqn)]))
+                numbers.append(_least(operands[judged_operand(eqn)], name))
         return outs
 
     def _scan(
@@ -179,14 +183,15 @@ class Watch:
         def goes_on(state: Any) -> Any:
             return self.run(test.jaxpr, test.consts, [*tests, *state[1]])[0][0]
 
+        def once(carry: Any) -> Any:
+            return self.run(body.jaxpr, body.consts, [*constants, *carry])
+
         def step(state: Any) -> Any:
             count, carry, rows = state
-            outs, row = self.run(body.jaxpr, body.consts, [*constants, *carry])
-            rows = lax.dynamic_update_index_in_dim(rows, row, count, 0)
-            return count + 1, outs, rows
+            outs, row = once(carry)
+            return count + 1, outs, lax.dynamic_update_index_in_dim(rows, row, count, 0)
 
-        run = lambda carry: self.run(body.jaxpr, body.consts, [*constants, *carry])  # noqa: E731
-        width = jax.eval_shape(run, carry)[1].shape[0]
+        width = jax.eval_shape(once, carry)[1].shape[0]
         state = jnp.int32(0), carry, jnp.zeros((room, width))
         count, carry, rows = lax.while_loop(goes_on, step, state)
         self.widths[id(eqn)] = width

@@ -16,9 +16,16 @@ from clipjax._core.bounds import check_bound, check_count, check_word, number
 from clipjax._core.clip import factor_to, metrics_of, rescaled, smallest_scale
 from clipjax._core.door import transformation
 from clipjax._core.leaves import Leaves, unboxed
-from clipjax._core.norms import smallest, stack, tree_norm
+from clipjax._core.norms import (
+    axes_of,
+    check_axes,
+    map_units,
+    norms_of,
+    present,
+    smallest,
+    tree_norm,
+)
 from clipjax._core.states import check_same
-from clipjax._core.units import axes_of, check_axes, map_units, norms_of, present
 from clipjax.gradients.past_norms import average, if_counted
 
 WarmupNorms = Literal["before", "after"]
@@ -233,7 +240,7 @@ def _stacked(each: Sequence[jax.Array]) -> list[jax.Array]:
         if x.size == 1:
             singles.setdefault(x.dtype, []).append(x.reshape(()))
     return [
-        *map(stack, singles.values()),
+        *map(jnp.stack, singles.values()),
         *(x for x in each if x.size != 1),
     ]
 

@@ -10,11 +10,16 @@ import optax
 
 from clipjax._core.aliases import Axes, Bound, Memory, Ord, Step, Tree
 from clipjax._core.bounds import check_bound, check_ord
-from clipjax._core.clip import clip_by_tree_norm, clip_by_unit_norms
+from clipjax._core.clip import (
+    check_limits,
+    clip_by_tree_norm,
+    clip_by_unit_norms,
+    clip_entries,
+    metrics_of_entries,
+)
 from clipjax._core.door import transformation
-from clipjax._core.entries import check_limits, clip_entries, metrics_of_entries
 from clipjax._core.leaves import Leaves
-from clipjax._core.units import axes_of, check_axes, map_units, norms_of, size_of_units
+from clipjax._core.norms import axes_of, check_axes, map_units, norms_of, size_of_units
 
 
 def clip_by_global_norm(

@@ -11,8 +11,13 @@ from clipjax._core.aliases import Bound, Memory, Metrics, Ord, Step, Tree
 from clipjax._core.bounds import check_bound, check_ord
 from clipjax._core.clip import clip, factor_to, metrics_of, smallest_scale
 from clipjax._core.door import transformation
-from clipjax._core.leaves import Leaves, check_patterns, first_matches, is_inexact
-from clipjax._core.messages import short_repr
+from clipjax._core.leaves import (
+    Leaves,
+    check_patterns,
+    first_matches,
+    is_inexact,
+    short_repr,
+)
 from clipjax._core.norms import largest, tree_norm
 
 

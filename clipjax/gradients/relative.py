@@ -19,7 +19,7 @@ from clipjax._core.bounds import check_bound, number
 from clipjax._core.clip import clip_by_unit_norms
 from clipjax._core.door import transformation
 from clipjax._core.leaves import Leaves, beside
-from clipjax._core.units import axes_of, check_axes, fan_in_or_all, map_units, norms_of
+from clipjax._core.norms import axes_of, check_axes, fan_in_or_all, map_units, norms_of
 
 # The smallest norm that is measured; no norm overflows when it is divided by it.
 _LEAST = 1e-18

@@ -12,10 +12,10 @@ from clipjax._core.aliases import AutoAxes, Memory, Step, Tree
 from clipjax._core.clip import factor_onto, rescaled
 from clipjax._core.door import transformation
 from clipjax._core.leaves import Leaves, beside
-from clipjax._core.norms import largest
-from clipjax._core.units import (
+from clipjax._core.norms import (
     axes_of,
     check_axes,
+    largest,
     map_units,
     norms_of,
     present,

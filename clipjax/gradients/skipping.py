@@ -12,8 +12,7 @@ from jax import lax
 from clipjax._core.aliases import Metrics, Scalar, Step, Tree
 from clipjax._core.bounds import check_count, check_transformation, is_real
 from clipjax._core.door import tree_transformation
-from clipjax._core.leaves import Leaves, flatten, is_inexact, nodes_where
-from clipjax._core.messages import short_repr
+from clipjax._core.leaves import Leaves, flatten, is_inexact, nodes_where, short_repr
 from clipjax._core.norms import over_devices, sum_dtype, tree_norm
 from clipjax._core.states import BadSteps, SkipMemory, old_if, saturating_add
 from clipjax.gradients.past_norms import norm_dtype

@@ -13,7 +13,6 @@ import optax
 
 from clipjax._core.aliases import Bound, Memory, Step
 from clipjax._core.bounds import check_bound, check_count
-from clipjax._core.norms import stack
 from clipjax.gradients.skipping import SkipTransformation, skipping
 from clipjax.gradients.window import (
     Window,
@@ -205,11 +204,11 @@ def compare(
     dtype = past.values.dtype
     # Both windows at once, which takes half as many kernels.
     each = [norm, 0 if loss is None else loss]
-    seen = stack([jnp.asarray(x, dtype) for x in each])
+    seen = jnp.stack([jnp.asarray(x, dtype) for x in each])
     is_given = np.array([True, loss is not None])
     finite = jnp.isfinite(seen)
     z_scores, thresholds = _compared(seen, past, enough, z_threshold)
-    limits = stack([jnp.asarray(x, dtype) for x in (max_norm, jnp.inf)])
+    limits = jnp.stack([jnp.asarray(x, dtype) for x in (max_norm, jnp.inf)])
     thresholds = jnp.minimum(thresholds, limits)
     # The same data have come again, so that there are no others to wait for.
     again = ((seen == past.values[:, -1]) | ~is_given).all()
@@ -224,7 +223,7 @@ def compare(
         "loss_z_score": jnp.where(is_given[1], z_scores[1], 0),
         "loss_threshold": thresholds[1],
     }
-    enters = finite.all() & stack([norm > 0, seen[1] != 0])
+    enters = finite.all() & jnp.stack([norm > 0, seen[1] != 0])
     window = enter(Window(past.values, past.held), seen, enters)
     usual = jnp.where(enters & ~above.any(), seen, past.usual)
     return spikes[0] | spikes[1], Past(*window, usual), metrics
@@ -240,17 +239,18 @@ def _compared(
       the values above which they are outliers.
     """
     level, std, is_log = _trends(past)
-    values = stack([seen, past.usual])
-    logarithms = jnp.log(jnp.maximum(values, _LEAST_VALUE))
-    value, usual = jnp.where(is_log, logarithms, values)
+
+    def on_scale(x: jax.Array) -> jax.Array:
+        return jnp.where(is_log, jnp.log(jnp.maximum(x, _LEAST_VALUE)), x)
+
     times = _LEAST_TIMES
     rise = jnp.where(is_log, math.log(times), (times - 1) * jnp.abs(level))
     highest = jnp.maximum(
         level + jnp.asarray(z_threshold, std.dtype) * std,
-        jnp.maximum(level, usual) + rise,
+        jnp.maximum(level, on_scale(past.usual)) + rise,
     )
     threshold = jnp.where(is_log, jnp.exp(highest), highest)
-    z_score = (value - level) / std
+    z_score = (on_scale(seen) - level) / std
     is_warm = past.held >= enough
     return jnp.where(is_warm, z_score, 0), jnp.where(is_warm, threshold, jnp.inf)
 
@@ -275,7 +275,7 @@ def _trends(past: Past) -> tuple[jax.Array, jax.Array, jax.Array]:
     places = past.values.shape[-1] - ago
     slopes = (y - at(y, jnp.maximum(places - apart, 0))) / apart.astype(y.dtype)
     last = jnp.minimum(count, _RECENT)
-    slope, recent = _median(stack([slopes, y]), jnp.stack([half, last]))
+    slope, recent = _median(jnp.stack([slopes, y]), jnp.stack([half, last]))
     slope = jnp.where(past.held >= _RECENT, slope, 0)
     # Each value carried to now along the slope.
     carried = y + slope[:, None] * ago.astype(y.dtype)

@@ -14,8 +14,15 @@ from clipjax._core.bounds import check_bound
 from clipjax._core.clip import least_inside, weak_like
 from clipjax._core.door import transformation
 from clipjax._core.leaves import Leaves, beside
-from clipjax._core.norms import largest, norm_of, over_devices, sum_dtype
-from clipjax._core.units import axes_of, check_axes, fan_in_of_matrices
+from clipjax._core.norms import (
+    axes_of,
+    check_axes,
+    fan_in_of_matrices,
+    largest,
+    norm_of,
+    over_devices,
+    sum_dtype,
+)
 
 
 def tangent_cone(

@@ -8,8 +8,7 @@ import numpy as np
 from jax import lax
 
 from clipjax._core.aliases import DType
-from clipjax._core.messages import traced_error
-from clipjax._core.norms import concatenate
+from clipjax._core.bounds import traced_error
 from clipjax._core.states import check_same
 
 
@@ -34,7 +33,7 @@ def enter(window: Window, value: jax.Array, enters: jax.Array) -> Window:
     """Return a window in which a value has replaced the oldest one, where `enters`."""
     values = jnp.asarray(window.values)  # NumPy's, if it was restored
     new = value.astype(values.dtype)[..., None]
-    moved = concatenate([values[..., 1:], new], axis=-1)
+    moved = jnp.concatenate([values[..., 1:], new], axis=-1)
     more = jnp.minimum(window.held + 1, values.shape[-1])
     return Window(
         jnp.where(enters[..., None], moved, values),

@@ -12,7 +12,7 @@ from jax import lax
 
 from clipjax._core.aliases import Bound, DType, Number, Scalar, Step
 from clipjax._core.bounds import check_bound, check_count, check_word, number
-from clipjax._core.messages import short_repr
+from clipjax._core.leaves import short_repr
 from clipjax.gradients.past_norms import average, clip_by_past_norms, is_counted
 
 ZclipMode = Literal["adaptive", "mean", "percentile"]

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from clipjax._core.aliases import Tree
-from clipjax._core.messages import a_few, short_repr
+from clipjax._core.leaves import a_few, short_repr
 from clipjax._core.states import UNKNOWN, BadSteps, MetricsState
 from clipjax.monitoring.groups import LARGEST
 from clipjax.monitoring.metrics import labeled_states_in, logged_in, restored

@@ -11,25 +11,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clipjax._core.bounds import check_count
+from clipjax._core.bounds import check_count, traced_error
 from clipjax._core.leaves import (
     Leaf,
     Leaves,
+    a_few,
     check_patterns,
     first_matches,
     is_inexact,
     path_name,
 )
-from clipjax._core.messages import a_few, traced_error
 from clipjax._core.norms import (
-    concatenate,
+    check_whole,
     replicated,
     root,
     sum_of,
     total,
     tree_total,
 )
-from clipjax._core.units import check_whole
 
 # A larger norm of finite elements would be infinite in float32.
 LARGEST = 2.0**64
@@ -123,7 +122,7 @@ def _powers_of_layers(stacks: list[Leaf], ord: float) -> jax.Array:
 def joined(arrays: Sequence[jax.Array]) -> jax.Array:
     """Return arrays as one, in the widest of their dtypes."""
     dtype = np.result_type(*(x.dtype for x in arrays))
-    return concatenate(x.astype(dtype) for x in arrays)
+    return jnp.concatenate([x.astype(dtype) for x in arrays])
 
 
 def names_of_norms(measured: Mapping[str, Sequence[str]]) -> list[str]:

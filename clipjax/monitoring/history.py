@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 
 from clipjax._core.aliases import State
 from clipjax._core.bounds import check_transformation, is_real
-from clipjax._core.messages import a_few, short_repr
+from clipjax._core.leaves import a_few, short_repr
 from clipjax.gradients.quantiles import autoclip, clip_by_quantile
 from clipjax.gradients.zclip import clip_by_lognormal, zclip
 from clipjax.monitoring.metrics import metrics, states_in

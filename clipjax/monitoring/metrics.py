@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from clipjax._core.aliases import Metrics, Scalar, Tree
-from clipjax._core.leaves import nodes_where, unboxed
-from clipjax._core.messages import short_repr
+from clipjax._core.leaves import nodes_where, short_repr, unboxed
 from clipjax._core.states import (
     MetricsState,
     NamedState,

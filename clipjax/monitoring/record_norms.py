@@ -12,16 +12,15 @@ import optax
 from jax import lax
 
 from clipjax._core.aliases import Bound, Memory, Metrics, Ord, Step, Tree
-from clipjax._core.bounds import check_bound, check_count, check_ord
+from clipjax._core.bounds import check_bound, check_count, check_ord, traced_error
 from clipjax._core.door import tree_transformation
-from clipjax._core.leaves import Leaves, beside
-from clipjax._core.messages import short_repr, traced_error
-from clipjax._core.norms import concatenate, stack, tree_norm
+from clipjax._core.leaves import Leaves, beside, short_repr
+from clipjax._core.norms import tree_norm
 from clipjax._core.states import UNKNOWN, BadSteps, check_same
 from clipjax.gradients import spikes
 from clipjax.gradients.past_norms import norm_dtype
 from clipjax.gradients.skipping import loss_of
-from clipjax.gradients.window import Window, check_size
+from clipjax.gradients.window import check_size
 from clipjax.monitoring.groups import (
     LARGEST,
     by_group,
@@ -243,7 +242,7 @@ def _norms_of_probes(lengths: dict[str, int], taps: Any) -> list[jax.Array]:
             "gradients with respect to clipjax.tap(..., probe=True), of the shapes "
             f"{wanted} that probes= says; got {short_repr(given)}"
         )
-    seen = tapped(concatenate(jnp.atleast_2d(taps[x]) for x in lengths))
+    seen = tapped(jnp.concatenate([jnp.atleast_2d(taps[x]) for x in lengths]))
     # The sum of squares of a mask, which is finite, may overflow.
     return [
         jnp.where(
@@ -281,7 +280,7 @@ def _ratio(norm: jax.Array, of: jax.Array) -> jax.Array:
     return jnp.where(some, norm, 0) / jnp.where(some, of, 1)
 
 
-def _no_steps(size: int, names: Sequence[str], past: Window) -> BadSteps:
+def _no_steps(size: int, names: Sequence[str], past: spikes.Past) -> BadSteps:
     """Return the memory before the first step."""
     place = {name: i for i, name in enumerate(sorted(names))}
     order = [place[name] for name in names] or [0]
@@ -313,7 +312,7 @@ def _with_step(
     is_bad = spike | ~jnp.isfinite(norm) | ~jnp.isfinite(seen["loss"])
     known_loss = UNKNOWN if loss is None else loss
     numbers = [norm, seen["threshold"], known_loss, seen["loss_threshold"]]
-    row = stack([jnp.asarray(x, kept.rows.dtype) for x in numbers])
+    row = jnp.stack([jnp.asarray(x, kept.rows.dtype) for x in numbers])
     norms = norms.astype(row.dtype)
 
     was_bad = kept.steps + kept.followed_by == step - 1
@@ -327,7 +326,7 @@ def _with_step(
 
     def after(old: jax.Array, new: Any) -> jax.Array:
         newest = jnp.asarray(new, old.dtype)[None]
-        moved = concatenate([old[1:], newest])
+        moved = jnp.concatenate([old[1:], newest])
         return jnp.where(moves.reshape(-1, *[1] * (old.ndim - 1)), moved, old)
 
     return kept._replace(
@@ -335,6 +334,6 @@ def _with_step(
         held=jnp.minimum(kept.held + enters.astype(np.int32), kept.steps.size),
         steps=after(kept.steps, step),
         followed_by=after(followed_by, jnp.where(follows, -1, 0)),
-        rows=after(kept.rows, concatenate([row, norms])),
+        rows=after(kept.rows, jnp.concatenate([row, norms])),
         usual=jnp.where(is_bad, kept.usual, norms) if norms.size else kept.usual,
     )

@@ -12,13 +12,10 @@ from jax import lax
 
 from clipjax._core.aliases import Tree
 from clipjax._core.bounds import check_count, is_real
-from clipjax._core.leaves import flatten
-from clipjax._core.messages import short_repr
+from clipjax._core.leaves import flatten, short_repr
 from clipjax._core.norms import (
-    concatenate,
     mesh_axes,
     on_all,
-    stack,
     sum_dtype,
     warn_if_local,
 )
@@ -193,7 +190,7 @@ def _forward(x: T, tap: jax.Array) -> tuple[T, Any]:
 
 def _backward(kept: Any, gradient: T) -> tuple[T, jax.Array]:
     of_forward, tap = kept
-    both = concatenate([of_forward, _statistics(gradient, tap)])
+    both = jnp.concatenate([of_forward, _statistics(gradient, tap)])
     return gradient, both.astype(tap.dtype)
 
 
@@ -238,4 +235,4 @@ def sums_of(seen: Sequence[Seen], tap: jax.Array) -> jax.Array:
 
 def _sums(numbers: Sequence[jax.Array]) -> jax.Array:
     """Return the sum of each array, in one array."""
-    return stack([jnp.sum(x, dtype=np.float32) for x in numbers])
+    return jnp.stack([jnp.sum(x, dtype=np.float32) for x in numbers])

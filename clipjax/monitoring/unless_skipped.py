@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from clipjax._core.aliases import Tree
-from clipjax._core.messages import short_repr
+from clipjax._core.leaves import short_repr
 from clipjax._core.states import old_if
 from clipjax.monitoring.metrics import skipped_in
 

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from clipjax._core.leaves import check_patterns, matches
-from clipjax._core.messages import a_few, short_repr
+from clipjax._core.leaves import a_few, check_patterns, matches, short_repr
 from clipjax.monitoring import history as runs
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from clipjax._core.messages import short_repr
+from clipjax._core.leaves import short_repr
 from clipjax._extra import extra
 
 with extra("plots"):

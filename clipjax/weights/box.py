@@ -14,9 +14,15 @@ from clipjax._core.bounds import (
     check_order,
     check_order_by_path,
 )
-from clipjax._core.entries import clip_entries
-from clipjax._core.leaves import Leaves, check_patterns, first_matches, is_inexact
-from clipjax._core.messages import a_few, short_repr
+from clipjax._core.clip import clip_entries
+from clipjax._core.leaves import (
+    Leaves,
+    a_few,
+    check_patterns,
+    first_matches,
+    is_inexact,
+    short_repr,
+)
 from clipjax.weights.projection import Projection, projection, written
 
 Where: TypeAlias = str | Sequence[str] | Callable[[Any, Any], bool] | None

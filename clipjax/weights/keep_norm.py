@@ -8,7 +8,7 @@ from clipjax._core.aliases import AutoAxes, Bound, Step
 from clipjax._core.bounds import check_bound
 from clipjax._core.clip import factor_onto
 from clipjax._core.leaves import Leaves, beside
-from clipjax._core.units import axes_of, check_axes, map_units, norms_of, whole_matrices
+from clipjax._core.norms import axes_of, check_axes, map_units, norms_of, whole_matrices
 from clipjax.weights.projection import (
     Projection,
     projection,

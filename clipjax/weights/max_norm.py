@@ -22,7 +22,7 @@ from clipjax._core.bounds import (
 )
 from clipjax._core.clip import factor_to, least_inside, margin, quotient_or_1
 from clipjax._core.leaves import Leaves
-from clipjax._core.units import (
+from clipjax._core.norms import (
     axes_of,
     check_axes,
     fan_in_of_matrices,

@@ -15,8 +15,14 @@ from jax import lax
 from clipjax._core.aliases import Scalar, State, Step, Tree
 from clipjax._core.bounds import is_real
 from clipjax._core.clip import rescaled
-from clipjax._core.leaves import Leaves, beside, flatten, is_inexact, shapes_of
-from clipjax._core.messages import short_repr
+from clipjax._core.leaves import (
+    Leaves,
+    beside,
+    flatten,
+    is_inexact,
+    shapes_of,
+    short_repr,
+)
 from clipjax._core.norms import sum_dtype, warn_if_local
 from clipjax._core.states import check_state
 

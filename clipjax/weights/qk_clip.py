@@ -13,8 +13,7 @@ from jax import lax
 from clipjax._core.aliases import Bound, Step
 from clipjax._core.bounds import check_bound, check_count, is_real
 from clipjax._core.clip import factor_to, rescaled
-from clipjax._core.leaves import Leaf, Leaves, is_inexact, path_name
-from clipjax._core.messages import a_few, short_repr
+from clipjax._core.leaves import Leaf, Leaves, a_few, is_inexact, path_name, short_repr
 from clipjax._core.norms import mesh_axes, over_devices, replicated
 from clipjax.weights.projection import Projection, projection, written
 

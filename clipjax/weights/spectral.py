@@ -14,10 +14,15 @@ import numpy as np
 from clipjax._core.aliases import Bounds, Skip, Step
 from clipjax._core.bounds import are_given, check_bounds, check_fits
 from clipjax._core.clip import rounding, weak_like
-from clipjax._core.leaves import Leaf, Leaves, is_inexact, of_each_leaf
-from clipjax._core.messages import a_few, short_repr
-from clipjax._core.norms import sum_dtype
-from clipjax._core.units import check_whole, positive_axes
+from clipjax._core.leaves import (
+    Leaf,
+    Leaves,
+    a_few,
+    is_inexact,
+    of_each_leaf,
+    short_repr,
+)
+from clipjax._core.norms import check_whole, positive_axes, sum_dtype
 from clipjax.weights import singular_values
 from clipjax.weights.projection import Projection, projection, written
 

@@ -73,8 +73,11 @@ def test_what_is_like_the_weights_is_mapped_and_nothing_else(name: str) -> None:
         is_mapped = any(part in jax.tree_util.keystr(path) for part in LIKE_WEIGHTS)
         np.testing.assert_array_equal(new, 2 * old if is_mapped else old)
 
+    taps = {"layers": clipjax.tap(3, probe=True)}
+    given = {"taps": taps} if "probes" in name else {}
+
     def next_state(state: Any) -> Any:
-        return tx.update(WEIGHTS, state, WEIGHTS)[1]
+        return tx.update(WEIGHTS, state, WEIGHTS, **given)[1]
 
     after = jax.eval_shape(next_state, mapped)
     assert jax.tree.structure(after) == jax.tree.structure(ones)

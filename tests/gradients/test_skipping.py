@@ -305,14 +305,6 @@ def test_zero_nonfinite_zeroes_what_is_not_finite_and_counts() -> None:
         np.testing.assert_array_equal(updates["w"], np.where(np.isfinite(w), w, 0))
         np.testing.assert_array_equal(updates["h"], clean["h"])
         assert read(state, "zeroed_entries", "nonfinite_steps") == [zeroed, zeroed]
-    # 2^31 bad entries at once, which XLA counts without making them
-    many = jax.jit(
-        lambda x: tx.update(jnp.broadcast_to(x, (2**16, 2**15)), tx.init(x))[1]
-    )(np.float32(np.nan))
-    assert (
-        read(many, "zeroed_entries")[0] > 2**31 - 200,
-        read(many, "nonfinite_steps"),
-    ) == (True, [1])
     z = np.array([1 + 2j, complex(np.nan, 1), complex(0, np.inf)], np.complex64)
     np.testing.assert_array_equal(tx.update(z, None)[0], [1 + 2j, 0, 0])
 

@@ -120,7 +120,6 @@ def states_of_all_kinds(_: Any) -> Any:
         np.int32,
         np.uint8,
         bool,
-        jnp.int4,
         jnp.bfloat16,
         np.float16,
         np.complex64,
@@ -168,7 +167,7 @@ def test_leaves_of_all_kinds() -> None:
         x != y
         for x, y in zip(bits(first.memory.inner), bits(state.memory.inner), strict=True)
     ]
-    assert sum(changed) >= 9  # all but the empty one and float0
+    assert sum(changed) >= 8  # all but the empty one and float0
     assert bits(after.memory.inner) == bits(state.memory.inner)
     assert bits(
         {name: x if x is None else x + updates[name] for name, x in params.items()}
