@@ -58,6 +58,18 @@ def _compare(shown: str, printed: str) -> str:
     return "" if same else f"shown:\n{shown}printed:\n{printed}"
 
 
+def _as_script(printed: str, page: Path) -> str:
+    """Name lines of a page as those of its block, saved as train.py."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+
+    def within_block(match: re.Match[str]) -> str:
+        line = int(match[1])
+        fence = max(i for i in range(line) if lines[i].startswith("```python"))
+        return f"train.py:{line - fence - 1}"
+
+    return re.sub(rf"\b{re.escape(page.name)}:(\d+)", within_block, printed)
+
+
 def _run(example: Example) -> str:
     """Run a block, and compare what it prints with its comments, if it has some."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
@@ -68,11 +80,10 @@ def _run(example: Example) -> str:
         for part in (match[1], match[2].replace("\n# ", "\n"))
     ]
     shown = [line for part in parts if part for line in part.strip().splitlines()]
-    return (
-        _compare("".join(f"{line}\n" for line in shown), out.getvalue())
-        if shown
-        else ""
-    )
+    if not shown:
+        return ""
+    printed = _as_script(out.getvalue(), Path(example.path))
+    return _compare("".join(f"{line}\n" for line in shown), printed)
 
 
 # The first tier, which judges a change in two minutes, is `testpaths`. The second has

@@ -116,7 +116,7 @@ def test_the_notebook_prints_what_it_shows():
     nbclient = pytest.importorskip("nbclient")
     notebook = nbformat.read(ROOT / "examples" / "quickstart.ipynb", as_version=4)
     shown = printed(notebook)
-    assert "first in the forward pass, at blocks/3" in shown
+    assert "forward pass, iteration 2 of 6" in shown
     nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
     assert OutputChecker().check_output(shown, printed(notebook), NUMBER), printed(
         notebook
