@@ -13,7 +13,7 @@ import pytest
 from jax.experimental.sparse import BCOO
 
 import clipjax
-from tests.errors.table import THEMES, Row
+from tests.errors.table import CALLS, Row
 
 
 @functools.cache
@@ -23,7 +23,6 @@ def names() -> dict[str, Any]:
     heads = {name: {"kernel": jnp.ones((4, 2, 3))} for name in ("query", "key")}
     return {name: getattr(clipjax, name) for name in clipjax.__all__} | {
         "clipjax": clipjax,
-        "functools": functools,
         "jax": jax,
         "jnp": jnp,
         "optax": optax,
@@ -32,6 +31,9 @@ def names() -> dict[str, Any]:
         "grads": params,
         "heads": heads,
         "attention": heads | {"out": params},
+        "kernels": {"query": jnp.ones((4, 2, 3)), "key": jnp.ones((4, 2, 3))},
+        "flat": {"query": jnp.ones((4, 4)), "key": jnp.ones((4, 4))},
+        "conv": {"conv": jnp.ones((2, 3, 4))},
         "other_shape": {"kernel": jnp.ones(3), "bias": jnp.ones(3)},
         "adam": optax.adam(1e-3),
         "sgd": optax.sgd(1e-3),
@@ -53,9 +55,6 @@ def outcome(call: str) -> Any:
         return eval(compile(ast.Expression(value.value), "<call>", "eval"), own)
     except Exception as error:
         return error
-
-
-CALLS = [row for rows in THEMES.values() for row in rows]
 
 
 def test_each_call_is_once_in_the_table_and_every_member_is() -> None:
