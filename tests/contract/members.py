@@ -398,6 +398,7 @@ USERS_OWN = {"replace_gradient"}
 OTHERS = {
     "adopt",
     "bad_steps",
+    "explain",
     "named",
     "probe",
     "unless_skipped",

@@ -95,6 +95,7 @@ FINITE = [(k, call) for _, k, call in calls_with(NUMBER_NAMES)]
 COUNTS = [(k, call) for _, k, call in calls_with(COUNT_NAMES)]
 AT_LEAST_1 = [each for each in COUNTS if each[0] not in ("warmup_steps", "rope")]
 DECAYS = [each for each in FINITE if each[0] == "decay"]
+RATES = [(k, call) for _, k, call in calls_with({"rate"})]
 ORDERS = [call for _, _, call in calls_with({"ord"})]
 TRANSFORMATIONS = [(k, call) for _, k, call in calls_with({"optimizer"})]
 TRANSFORMATIONS += [("clip", "bounded(adam, clip=$)")]
@@ -146,6 +147,17 @@ TAKE_A_TREE += [
     "functional.leaf_norms($)",
     "functional.unitwise_norms($, axes=None)",
 ]
+WITH_TWO_LIMITS = [
+    "clip_by_value(-1.0, 1.0).init($)",
+    "box(-1.0, 1.0).apply($)",
+    "non_negative().init($)",
+    "functional.clip_by_value($, -1.0, 1.0)",
+    "clip_gradient_by_value($, -1.0, 1.0)",
+]
+WITH_LOSS = [
+    f"tx = {name}(sgd); tx.update(grads, tx.init(params), params, loss=$)"
+    for name in ("skip_nonfinite", "skip_spikes")
+]
 STATES = [
     (name, WHOLE.get(name) or call_of(name))
     for name in of_kinds("clip", "step")
@@ -170,16 +182,13 @@ BY_LEAF = [
 ]
 BY_UNIT = [
     ("max_norm", "clip_by_norm($, axes=0).init(params)"),
-    ("tangent_cone($).init(params)"),
-    ("max_norm($).apply(params)"),
+    ("bound", "tangent_cone($).init(params)"),
+    ("bound", "max_norm($).apply(params)"),
     ("high", "min_max_norm(0.5, $).apply(params)"),
     ("rate", "min_max_norm(0.5, 1.0, rate=$).init(params)"),
     ("rate", "keep_norm(rate=$, axes=0).init(params)"),
     ("bound", "spectral_cap($).apply(params)"),
 ]
-CONV = "{'conv': jnp.ones((2, 3, 4))}"
-FLAT = "{'query': jnp.ones((4, 4)), 'key': jnp.ones((4, 4))}"
-KERNELS = "{'query': jnp.ones((4, 2, 3)), 'key': jnp.ones((4, 2, 3))}"
 ATTENTION = [
     "max_norm(3.0).apply(attention)",
     "unit_norm().init(attention)",
@@ -195,6 +204,6 @@ PATTERNS = [
     ("patterns", "optax.masked(clip, matching($)).init(params)"),
     ("axes", "max_norm(3.0, axes={$: 0}).apply(params)"),
     ("flatten", "spectral_cap(1.0, flatten={$: (0, 1)}).apply(params)"),
-    ("max_norm({$: 1.0}).apply(params)"),
+    ("bound", "max_norm({$: 1.0}).apply(params)"),
     ("low", "min_max_norm({$: 1.0}, 2.0).apply(params)"),
 ]

@@ -48,10 +48,8 @@ PROJECTIONS: dict[str, tuple[Projection, Any]] = {
     "max_norm": (clipjax.max_norm(1.0), MATRIX),
     "max_norm, dropping": (clipjax.max_norm(drop), MATRIX),
     "min_max_norm, rate": (clipjax.min_max_norm(0.2, 1.0, rate=0.99), MATRIX),
-    "min_max_norm, dropping": (clipjax.min_max_norm(0.1, drop), MATRIX),
     "unit_norm": (clipjax.unit_norm(), MATRIX),
     "box": (clipjax.box(-0.01, 0.01), MATRIX),
-    "box, dropping": (clipjax.box(-0.01, lambda step: drop(step) / 100), MATRIX),
     "non_negative": (clipjax.non_negative(), MATRIX),
     "spectral_cap": (clipjax.spectral_cap(1.0), MATRIX),
     "spectral_cap, dropping": (clipjax.spectral_cap(drop), MATRIX),
@@ -66,6 +64,12 @@ WRAPPERS = {
     "MultiSteps": (lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(), 2),
     "accumulate": (lambda tx: clipjax.bounded(tx, accumulate=2), 2),
 }
+# A wrapper meets an update, and not how it was made.
+PAIRS = [
+    (name, wrapper)
+    for name in PROJECTIONS
+    for wrapper in (WRAPPERS if name == "max_norm" else ["chain"])
+]
 
 
 def second_step(tx: Any, calls: int, params: Any, grads: Any, extra: Any) -> Any:
@@ -98,17 +102,10 @@ def results(request: Any) -> Any:
         for name, (params, grads) in given.items():
             project = PROJECTIONS[name][0]
             extra = {"max_logits": LOGITS} if name == "qk_clip" else {}
-            after = {
-                wrapper: second_step(
-                    wrap(optax.chain(optax.identity(), project)),
-                    calls,
-                    params,
-                    grads,
-                    extra,
-                )
-                for wrapper, (wrap, calls) in WRAPPERS.items()
-            }
-            found[name] = after
+            for wrapper in (wrapper for of, wrapper in PAIRS if of == name):
+                wrap, calls = WRAPPERS[wrapper]
+                tx = wrap(optax.chain(optax.identity(), project))
+                found[name, wrapper] = second_step(tx, calls, params, grads, extra)
         return found
 
     @jax.jit
@@ -130,14 +127,13 @@ def results(request: Any) -> Any:
     return given, moved, *jax.device_get((program(given), applied(sums)))
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("name", PROJECTIONS)
+@pytest.mark.parametrize(("name", "wrapper"), PAIRS)
 def test_weights_end_where_apply_brings_them(
     name: str, wrapper: str, results: Any
 ) -> None:
     given, moved, found, expected = results
     params, grads = given[name]
-    updates = found[name][wrapper]
+    updates = found[name, wrapper]
     ends = optax.apply_updates(params, updates)
     for x, end, want, before, update, grad in zip(
         *map(
@@ -162,21 +158,22 @@ def test_weights_end_where_apply_brings_them(
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_within_the_bound_a_whole_step_is_that_of_the_optimizer(dtype: str) -> None:
-    """Inside a program XLA leaves out the rounding of an update that is cast."""
-    if dtype == "float16" and jax.default_backend() == "gpu":
-        pytest.skip("XLA does not round the update of SGD alone (H200, JAX 0.11)")
+    """The update is rounded, and then the sum, as NumPy does it: a compiler may make
+    one FMA of the optimizer's own step.
+    """
     draws = np.random.default_rng(3)
-    sizes = (("w", 0.05), ("g", 1.0))
-    given = {key: size * draws.normal(size=(64, 48)) for key, size in sizes}
-    given = jax.tree.map(lambda x: jnp.asarray(x, dtype), given)
+    weights, grads = (
+        (size * draws.normal(size=(64, 48))).astype(jnp.dtype(dtype))
+        for size in (0.05, 1.0)
+    )
+    rate = np.asarray(-1e-2, dtype)
 
     @functools.partial(jax.jit, static_argnums=0)
-    def step(tx: Any, weights: Any, grads: Any) -> Any:
+    def step(project: Any, weights: Any, grads: Any) -> Any:
+        tx = optax.chain(optax.sgd(1e-2), project)
         updates, _ = tx.update(grads, tx.init(weights), weights)
         return optax.apply_updates(weights, updates)
 
-    sgd = optax.sgd(1e-2)
-    alone = step(sgd, given["w"], given["g"])
     for project in (clipjax.max_norm(100.0), clipjax.box(-100.0, 100.0)):
-        after = step(optax.chain(sgd, project), given["w"], given["g"])
-        np.testing.assert_array_equal(after, alone)
+        after = step(project, weights, grads)
+        np.testing.assert_array_equal(after, weights + rate * grads)
