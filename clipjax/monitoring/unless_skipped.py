@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import jax
 import jax.numpy as jnp
 
 from clipjax._core.aliases import Tree
-from clipjax._core.leaves import short_repr
 from clipjax._core.states import old_if
 from clipjax.monitoring.metrics import skipped_in
 
@@ -37,7 +35,7 @@ def unless_skipped(opt_state: Tree, *, new: T, old: T) -> T:
 
     Raises:
       ValueError: `opt_state` has no skip, or is stacked, where `jax.vmap` of this
-        function is needed; `new` and `old` differ in structure or shapes.
+        function is needed; `new` and `old` differ in structure.
 
     See Also:
       :func:`skip_nonfinite`, :func:`skip_spikes` and :func:`bounded`, which skip steps.
@@ -55,15 +53,6 @@ def unless_skipped(opt_state: Tree, *, new: T, old: T) -> T:
         raise ValueError(
             "opt_state: there is no skip in it; use nonfinite='skip', skip_nonfinite "
             "or skip_spikes"
-        )
-    structures: Any = [jax.tree.structure(each) for each in (new, old)]
-    shapes = [list(map(jnp.shape, jax.tree.leaves(each))) for each in (new, old)]
-    is_other = structures[0] != structures[1]
-    if is_other or shapes[0] != shapes[1]:
-        both = " and ".join(map(short_repr, structures if is_other else shapes))
-        raise ValueError(
-            "new and old must have the same structure and shapes, such as those of "
-            f"nnx.state(model, nnx.BatchStat), got {both}"
         )
     was_skipped = functools.reduce(jnp.logical_or, skipped)
     if was_skipped.ndim:
