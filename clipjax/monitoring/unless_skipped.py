@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import jax
 import jax.numpy as jnp
 
 from clipjax._core.aliases import Tree
+from clipjax._core.leaves import short_repr
 from clipjax._core.states import old_if
 from clipjax.monitoring.metrics import skipped_in
 
@@ -53,6 +55,12 @@ def unless_skipped(opt_state: Tree, *, new: T, old: T) -> T:
         raise ValueError(
             "opt_state: there is no skip in it; use nonfinite='skip', skip_nonfinite "
             "or skip_spikes"
+        )
+    structures: Any = [jax.tree.structure(each) for each in (new, old)]
+    if structures[0] != structures[1]:
+        raise ValueError(
+            "new and old must have the same structure, such as that of "
+            f"nnx.state(model, nnx.BatchStat), got {short_repr(structures)}"
         )
     was_skipped = functools.reduce(jnp.logical_or, skipped)
     if was_skipped.ndim:
