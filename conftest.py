@@ -33,7 +33,9 @@ from sybil.evaluators.python import PythonEvaluator
 from sybil.parsers.markdown import CodeBlockParser, SkipParser
 from xdist.scheduler import LoadFileScheduling
 
-collect_ignore = ["docs/site", "tests/clients"]  # what needs packages of its own
+# What needs packages of its own, and scripts that run when they are imported.
+collect_ignore = ["docs/site"]
+collect_ignore_glob = ["tests/clients/[!t]*.py"]
 
 
 def _enter(namespace: dict[str, Any]) -> None:

@@ -1,6 +1,3 @@
-# /// script
-# dependencies = ["equinox==0.13.8"]
-# ///
 """A network in Equinox' style, saved by its `tree_serialise_leaves`."""
 
 import equinox as eqx

@@ -1,6 +1,3 @@
-# /// script
-# dependencies = ["flax==0.12.12", "orbax-checkpoint"]
-# ///
 """A convolutional network on images of digits, as in Flax's first tutorial (NNX)."""
 
 import jax.numpy as jnp

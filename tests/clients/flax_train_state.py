@@ -1,6 +1,3 @@
-# /// script
-# dependencies = ["flax==0.12.12", "orbax-checkpoint"]
-# ///
 """NNX weights in a `TrainState` on a mesh, as in Flax's example of a large decoder."""
 
 import os

@@ -1,6 +1,3 @@
-# /// script
-# dependencies = ["dm-haiku==0.0.17", "orbax-checkpoint"]
-# ///
 """A network in Haiku's style, with batch norm."""
 
 import haiku as hk

@@ -1,6 +1,3 @@
-# /// script
-# dependencies = ["optimistix==0.1.0", "orbax-checkpoint"]
-# ///
 """A minimization of Optimistix with Optax's optimizers."""
 
 import equinox as eqx

@@ -25,20 +25,11 @@ def judged(seed: int) -> str:
     return "right" if is_right else f"wrong: {first}"
 
 
-def check(seeds: range, least: float) -> None:
-    found = {seed: judged(seed) for seed in seeds}
+@pytest.mark.slow
+def test_the_fault_is_named_in_98_of_100_programs() -> None:
+    found = {seed: judged(seed) for seed in range(50)}
     right = sum(answer == "right" for answer in found.values())
     wrong = {seed: text for seed, text in found.items() if text.startswith("wrong")}
     assert "accused" not in found.values()
-    assert right >= least * (right + len(wrong)), wrong
-    assert right > len(seeds) / 3
-
-
-def test_the_fault_is_named_in_some_programs() -> None:
-    check(range(8), 1.0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("start", range(0, 500, 50))
-def test_the_fault_is_named_in_98_of_100_programs(start: int) -> None:
-    check(range(start, start + 50), 0.98)
+    assert right >= 0.98 * (right + len(wrong)), wrong
+    assert right > len(found) / 3

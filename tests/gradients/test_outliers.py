@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import clipjax
 
@@ -55,6 +56,7 @@ def of_classes(params: Any, data: Any) -> Any:
     return jnp.mean(each)
 
 
+@pytest.mark.slow
 def test_full_batches_lose_at_most_one_step_in_a_hundred() -> None:
     """Without noise the smallest swing is many standard deviations."""
     steps = 3000
@@ -87,6 +89,7 @@ def test_full_batches_lose_at_most_one_step_in_a_hundred() -> None:
     assert np.sum(skipped, axis=-1).max() <= 0.01 * steps
 
 
+@pytest.mark.slow
 def test_young_runs_lose_at_most_one_step_in_two_thousand() -> None:
     """From the first step on, on small batches of a regression and of images."""
     steps, seeds = 100, 20

@@ -1,1 +1,0 @@
-"""Mistakes that the tests should find: `python -m tests.mutants`."""
