@@ -9,6 +9,7 @@ import optax
 from clipjax._core.aliases import State, Tree
 from clipjax._core.bounds import check_label, check_transformation
 from clipjax._core.states import NamedState, check_same, check_state
+from clipjax.gradients.skipping import SkipTransformation
 from clipjax.monitoring.record_norms import Recorder
 
 
@@ -59,6 +60,8 @@ def named(
         updates, after = inner.update(updates, state.named[name], params, **extra)
         return updates, NamedState({name: after})
 
-    # `bounded` refuses a recorder as a clip, a named one, too.
-    made = optax.GradientTransformationExtraArgs(init, update)
-    return Recorder(*made) if isinstance(tx, Recorder) else made
+    # Recorders and skips are known by their kinds.
+    kind: Any = optax.GradientTransformationExtraArgs
+    if isinstance(tx, Recorder | SkipTransformation):
+        kind = type(tx)
+    return kind(init, update)

@@ -293,6 +293,8 @@ bounded(adam, clip=skip_nonfinite(clip))
     ValueError: clip | skip | around bounded
 bounded(skip_spikes(adam), clip=clip)
     ValueError: optimizer | skip | around bounded
+bounded(named('a', skip_spikes(adam)), clip=clip)
+    ValueError: optimizer | around bounded
 bounded(adam, clip=record_norms(), nonfinite='skip')
     ValueError: clip | record_norms | in front
 bounded(max_norm(3.0))
