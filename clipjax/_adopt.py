@@ -164,7 +164,8 @@ class _State(NamedTuple):
         return self.kind[1]
 
     def __str__(self) -> str:
-        return f"{self.name} at {'/'.join(self.path)!r}"
+        where = f"at {'/'.join(self.path)!r}" if self.path else "at the top"
+        return f"{self.name} {where}"
 
 
 def _states(node: Tree, names: Names = (), path: Words = ()) -> Iterator[_State]:
@@ -427,7 +428,8 @@ def _check_lost(
     if kept:
         raise ValueError(
             f"old: into has no place for {a_few([text for _, text in kept])}. What may "
-            f"be left out is named in drop, as in drop=({kept[0][0]!r},)"
+            f"be left out is named in drop, as in drop=({kept[0][0]!r},); if the two "
+            "were swapped, write adopt(old, into=new)"
         )
     unused = sorted({*drop} - {name for name, _ in lost})
     if unused:

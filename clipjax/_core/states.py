@@ -69,7 +69,10 @@ class BadSteps(NamedTuple):
 UNKNOWN = -(2.0**127)
 
 
-_ADOPT = "; to go on from another chain, call clipjax.adopt(old, into=tx.init(params))"
+_ADOPT = (
+    "; to go on from another chain, call clipjax.adopt(old, into=tx.init(params)), "
+    "with like=tx.init(params) for what a checkpoint restored as dicts"
+)
 
 
 def check_state(name: str, state: State, kind: type[Any] = MetricsState) -> None:

@@ -155,17 +155,21 @@ def _place_of_most(step: BadStep) -> Place:
 
 
 def _listed(names: Sequence[str], bad: Sequence[str]) -> str:
-    """List the bad names, those that follow each other as `first to last`.
+    """List the bad names; layers that follow each other are `first to last`.
 
-    Names are in the order of the numbers in them, as layers are.
+    Layers are names that differ in a number alone.
     """
-    parts = {name: re.split(r"(\d+)", name) for name in names}
-    ordered = sorted(
-        names, key=lambda x: [int(y) if y.isdecimal() else y for y in parts[x]]
-    )
+
+    def order(name: str) -> list[Any]:
+        parts = re.split(r"(\d+)", name)
+        return [int(part) if part.isdecimal() else part for part in parts]
+
+    def run(name: str) -> tuple[bool, str]:
+        return name in bad, re.sub(r"\d+", "", name)
+
     runs = [
-        list(run)
-        for is_bad, run in itertools.groupby(ordered, bad.__contains__)
+        list(each)
+        for (is_bad, _), each in itertools.groupby(sorted(names, key=order), run)
         if is_bad
     ]
     return a_few([x[0] if len(x) == 1 else f"{x[0]} to {x[-1]}" for x in runs], 3)

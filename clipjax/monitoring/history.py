@@ -198,7 +198,8 @@ def _numbers(name: str, values: Any) -> np.ndarray:
         )
     if array.ndim != 1:
         hint = (
-            "; take one of many runs, such as x[0], or x[:, 0] if the steps come first"
+            "; take one of many runs, as in x[0], or x[:, 0] if the steps come first; "
+            "join nested scans by x.reshape(-1)"
         )
         raise ValueError(
             f"{name} must have shape (steps,), got {array.shape}"
