@@ -16,7 +16,6 @@ from clipjax.backward.clips import (
 )
 from clipjax.backward.rules import replace_gradient, scale_gradient
 from clipjax.composition import bounded
-from clipjax.explaining.explain import explain
 from clipjax.gradients.adagc import adagc
 from clipjax.gradients.clips import (
     clip_by_global_norm,
@@ -102,14 +101,18 @@ __all__ = [
 ]
 
 
-# Modules that need packages of an extra are imported on first use.
+# Modules that need packages of an extra are imported on first use, and so is `explain`,
+# which rests on more of JAX than a step of training does.
 if TYPE_CHECKING:
     from clipjax import equinox as equinox
     from clipjax import flax as flax
     from clipjax import plots as plots
+    from clipjax.explaining.explain import explain
 else:  # type checkers would accept any name
 
     def __getattr__(name: str) -> Any:
+        if name == "explain":
+            return importlib.import_module("clipjax.explaining.explain").explain
         if name not in ("equinox", "flax", "plots"):
             raise AttributeError(f"module 'clipjax' has no attribute {name!r}")
         try:

@@ -30,8 +30,9 @@ def matching(*patterns: str) -> Callable[[Any], Any]:
       ValueError: when the function is called, a pattern matches no leaf.
 
     See Also:
-      :func:`clip_by_group_norm` clips several groups; in clipjax's functions, `where`
-      takes the patterns themselves, and `axes` a mapping from patterns to axes.
+      :func:`clip_by_group_norm` clips several groups; the
+      `where` of :func:`box` takes the patterns themselves, and `axes` a mapping from
+      patterns to axes.
 
     Example:
       >>> import clipjax, jax.numpy as jnp, optax

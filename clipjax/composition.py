@@ -62,12 +62,10 @@ def bounded(
 
     Raises:
       TypeError: an argument is not a gradient transformation or, for `project`, not a
-        function of the weights; in `init`, a leaf is complex and `accumulate` is above
-        1.
+        function of the weights.
       ValueError: `nonfinite` is not one of the three words; a projection or a skip is
         passed as `clip` or `optimizer`; with `nonfinite="skip"`, a `record_norms` is
-        passed as `clip`, where it would be frozen at skipped steps; `optimizer` is an
-        `optax.MultiSteps` and there is a clip.
+        passed as `clip`, where it would be frozen at skipped steps.
 
     A skip belongs around all of this, because momentum would otherwise move the weights
     at a skipped step, and because a clipped gradient is never an outlier: write
@@ -101,12 +99,6 @@ def bounded(
             "clip: record_norms would be frozen at the steps that are skipped: put it "
             "in front, as in optax.chain(record_norms(...), bounded(...))"
         )
-    update = getattr(optimizer, "update", None)
-    if before and isinstance(getattr(update, "__self__", None), optax.MultiSteps):
-        raise ValueError(
-            "optimizer: bounded would clip each micro-batch before optax.MultiSteps "
-            "adds them up; use bounded(..., accumulate=k) instead"
-        )
     # A norm may overflow although all elements are finite.
     if nonfinite == "zero" and before:
         before.append(zero_nonfinite())
@@ -133,14 +125,11 @@ def _accumulating(
 
     def init(params: Tree) -> optax.MultiStepsState:
         leaves = flatten(params)
-        for leaf in leaves.each:
-            if is_inexact(leaf.value) and jnp.iscomplexobj(leaf.value):
-                raise TypeError(
-                    f"accumulate: {leaf} is complex; only real gradients are averaged"
-                )
-        # The mean is float64 where that is enabled.
+        # The mean is float64, or complex128, where that is enabled.
         mean = [
-            jnp.zeros_like(x, dtype=float) if is_inexact(x) else jnp.zeros(np.shape(x))
+            jnp.zeros_like(x, dtype=complex if jnp.iscomplexobj(x) else float)
+            if is_inexact(x)
+            else jnp.zeros(np.shape(x))
             for x in leaves.values
         ]
         first, steps = jnp.zeros((), np.int32), jnp.zeros((), np.int32)

@@ -311,9 +311,8 @@ def clip_by_global_norm(
     order = check_ord(ord)
     if norm is not None:
         norm = _given_norm(norm)
-    leaves = flatten(tree)
-    values, metrics = clip_by_tree_norm(leaves, bound, order, norm)
-    return leaves.rebuild(values), metrics["norm"]
+    clipped, metrics = clip_by_tree_norm(flatten(tree), bound, order, norm)
+    return clipped, metrics["norm"]
 
 
 def _given_norm(norm: ArrayLike) -> jax.Array:

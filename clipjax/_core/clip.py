@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from clipjax._core.aliases import DType, Metrics, Scalar
+from clipjax._core.aliases import DType, Metrics, Scalar, Tree
 from clipjax._core.bounds import check_order, fit_bound
 from clipjax._core.leaves import Leaf, Leaves, is_inexact, short_repr
 from clipjax._core.norms import (
@@ -51,12 +51,12 @@ def clip(
 
 def clip_by_tree_norm(
     leaves: Leaves, bound: Any, ord: float = 2, norm: Scalar | None = None
-) -> tuple[list[Any], Metrics]:
+) -> tuple[Tree, Metrics]:
     """Clip the norm of all leaves together: one factor for the leaves of each dtype."""
     norm = tree_norm(leaves.inexact, ord) if norm is None else norm
     shared = [norm if is_inexact(x) else None for x in leaves.values]
     values, _ = clip(leaves, shared, [bound] * len(shared))
-    return values, metrics_of(norm, factor_to(bound, norm))
+    return leaves.rebuild(values), metrics_of(norm, factor_to(bound, norm))
 
 
 def clip_by_unit_norms(
@@ -64,7 +64,7 @@ def clip_by_unit_norms(
     of: Sequence[Any],
     bound: Any,
     fit: Callable[[Any, jax.Array, Any], Any],
-) -> tuple[list[Any], Metrics]:
+) -> tuple[Tree, Metrics]:
     """Clip the norms of units, one entry a leaf, to a threshold that all leaves share.
 
     If the threshold is one number, the largest norm decides the metrics, so that they
@@ -72,11 +72,12 @@ def clip_by_unit_norms(
     """
     fitted = map_units(lambda norm, leaf: fit(bound, norm, leaf), of, leaves.each)
     values, factors = clip(leaves, of, fitted)
+    clipped = leaves.rebuild(values)
     most = largest(present(of))
     if jnp.ndim(bound) == 0:
-        return values, metrics_of(most, factor_to(bound, most))
+        return clipped, metrics_of(most, factor_to(bound, most))
     after = largest(present(map_units(jnp.multiply, of, factors)))
-    return values, metrics_of(most, smallest_scale(present(factors)), after)
+    return clipped, metrics_of(most, smallest_scale(present(factors)), after)
 
 
 def margin(dtype: DType) -> float:

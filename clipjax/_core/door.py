@@ -21,36 +21,12 @@ from clipjax._core.states import (
     next_metrics,
 )
 
-# act(updates, params: Tree, step, memory, **extra) -> (new updates, metrics, memory),
-# where updates are leaves, or a tree for an act of a user
+# act(updates: Leaves, params: Tree, step, memory, **extra) -> (tree, metrics, memory);
+# that of a user gets a tree in place of the leaves
 Act = Callable[..., tuple[Any, Any, Any]]
 
 
 def transformation(
-    name: str, act: Act, remember: Callable[[Leaves], Any] | None = None
-) -> optax.GradientTransformationExtraArgs:
-    """Make a transformation from what it does to leaves.
-
-    Args:
-      name: the first part of the names of its metrics.
-      act: a function `act(updates, params, step, memory, **extra)` that returns one
-        value for each leaf, a dict of metrics, and the next memory. The parameters are
-        a tree, or None.
-      remember: a function that makes the memory before the first step from the leaves
-        of the parameters.
-
-    Returns:
-      The transformation.
-    """
-
-    def act_on_tree(updates: Leaves, /, *args: Any, **extra: Any) -> Any:
-        values, metrics, memory = act(updates, *args, **extra)
-        return updates.rebuild(values), metrics, memory
-
-    return tree_transformation(name, act_on_tree, remember)
-
-
-def tree_transformation(
     name: str,
     act: Act,
     remember: Callable[[Leaves], Any] | None = None,
@@ -58,11 +34,22 @@ def tree_transformation(
     *,
     fixed_names: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
-    """Make a transformation whose `act` returns a tree of updates.
+    """Make a transformation from what it does to leaves.
 
-    `init` needs the shapes of the metrics: `measure(updates, params, step, memory)`
-    returns the metrics alone, if they are known without the rest of `act`. Without
-    `fixed_names`, the names of the metrics depend on the tree.
+    Args:
+      name: the first part of the names of its metrics.
+      act: a function `act(updates, params, step, memory, **extra)` that returns a tree
+        of updates, a dict of metrics, and the next memory. The parameters are a tree,
+        or None.
+      remember: a function that makes the memory before the first step from the leaves
+        of the parameters.
+      measure: a function `measure(updates, params, step, memory)` that returns the
+        metrics alone, if they are known without the rest of `act`: `init` needs their
+        shapes.
+      fixed_names: whether the names of the metrics are the same for every tree.
+
+    Returns:
+      The transformation.
     """
     measured = measure or (lambda *args: act(*args)[1])
 
@@ -184,7 +171,7 @@ def with_metrics(
         assert remember is not None
         return remember(leaves.rebuild(leaves.values))
 
-    return tree_transformation(
+    return transformation(
         name, act_on_leaves, remember and remember_tree, fixed_names=False
     )
 

@@ -47,10 +47,8 @@ def sum_dtype(dtype: DType) -> Any:
 
 def mesh_axes(x: Any) -> tuple[str, ...]:
     """Return the mesh axes over which x differs inside `shard_map`, from its type."""
-    kind = jax.typeof(x)
-    of_matter = getattr(kind, "mat", None)  # from JAX 0.10 on
-    names = getattr(kind, "vma", None) or getattr(of_matter, "varying", None)
-    return tuple(sorted(names or ()))
+    matter = getattr(jax.typeof(x), "mat", None)
+    return tuple(sorted(getattr(matter, "varying", None) or ()))
 
 
 def over_devices(

@@ -100,7 +100,7 @@ def clip_gradient_by_value(
             if is_inexact(leaf.value):
                 values[i] = clip_entries(leaf, low, high)
                 seen += [_seen(leaf, low, high)] if leaf.value.size else []
-        return values, seen
+        return gradient.rebuild(values), seen
 
     return _with_gradient(clip_values, tap, x, *limits)
 
@@ -181,7 +181,7 @@ def clip_gradient_by_norm(
         )
         values, _ = clip(gradient, of, fitted)
         rows = zip(of, fitted, gradient.values, strict=True)
-        return values, [
+        return gradient.rebuild(values), [
             (norm, norm > most) for norm, most, g in rows if norm is not None and g.size
         ]
 
@@ -230,9 +230,9 @@ def clip_gradient_by_global_norm(
     bound = number("max_norm", max_norm, "[0, inf]")
 
     def clip_tree(gradient: Leaves, bound: Any) -> Any:
-        values, metrics = clip_by_tree_norm(gradient, bound)
+        clipped, metrics = clip_by_tree_norm(gradient, bound)
         norm = metrics["norm"]
-        return values, [(norm, norm > jnp.asarray(bound, norm.dtype))]
+        return clipped, [(norm, norm > jnp.asarray(bound, norm.dtype))]
 
     return _with_gradient(clip_tree, tap, tree, bound)
 
@@ -243,7 +243,7 @@ def _fitted(name: str, limit: Any, x: jax.Array, leaf: Leaf) -> jax.Array:
 
 
 def _with_gradient(
-    change: Callable[..., tuple[list[Any], list[taps.Seen]]],
+    change: Callable[..., tuple[Any, list[taps.Seen]]],
     tap: jax.Array | None,
     tree: T,
     *limits: Any,
@@ -265,9 +265,7 @@ def _with_gradient(
     def changed(arrays: list[Any], gradient: Any) -> Any:
         pairs = zip(limits, arrays, strict=True)
         given = [a if b is None else b for a, b in pairs]
-        of_leaves = flatten(gradient)
-        values, seen = change(of_leaves, *given)
-        return of_leaves.rebuild(values), seen
+        return change(flatten(gradient), *given)
 
     def backward(kept: Any, gradient: Any) -> tuple[Any, None, Any]:
         arrays, tap = kept

@@ -176,7 +176,8 @@ def adagc(
         metrics["threshold"] = jnp.where(now.warming, now.cap, least)
         steps = if_counted(total, memory.steps, optax.safe_increment(memory.steps))
         new_memory = AdagcMemory(treedef.unflatten(new_gammas), steps)
-        return rescaled(updates.values, factors), metrics, new_memory
+        values = rescaled(updates.values, factors)
+        return updates.rebuild(values), metrics, new_memory
 
     return transformation("adagc", act, remember)
 

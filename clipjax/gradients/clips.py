@@ -256,6 +256,6 @@ def clip_by_value(
         values = [clip_entries(leaf, bottom, top) for leaf in updates.each]
         clipped = updates._replace(values=values)
         metrics = metrics_of_entries(updates.inexact, clipped.inexact, bottom, top)
-        return values, metrics, memory
+        return updates.rebuild(values), metrics, memory
 
     return transformation("clip_by_value", act)

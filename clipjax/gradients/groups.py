@@ -98,7 +98,7 @@ def clip_by_group_norm(
         metrics = _together(list(of_groups.values()))
         for pattern, of_group in of_groups.items():
             metrics |= {f"{pattern}/{key}": x for key, x in of_group.items()}
-        return values, metrics, memory
+        return updates.rebuild(values), metrics, memory
 
     return transformation("clip_by_group_norm", act)
 

@@ -59,7 +59,7 @@ def zero_nonfinite() -> optax.GradientTransformationExtraArgs:
         entries = jnp.minimum(zeroed, most).astype(np.int32)
         steps = (zeroed > 0).astype(np.int32)
         metrics = {"zeroed_entries": entries, "nonfinite_steps": steps}
-        return values, metrics, memory
+        return updates.rebuild(values), metrics, memory
 
     return transformation("zero_nonfinite", act)
 

@@ -42,8 +42,8 @@ def clip_by_past_norms(
         norm = tree_norm(updates.inexact)
         bound, new = bound_of(norm, memory, step)
         bound = jnp.asarray(bound, norm.dtype)
-        values, metrics = clip_by_tree_norm(updates, bound, norm=norm)
-        return values, metrics | {"threshold": bound}, if_counted(norm, memory, new)
+        clipped, metrics = clip_by_tree_norm(updates, bound, norm=norm)
+        return clipped, metrics | {"threshold": bound}, if_counted(norm, memory, new)
 
     return transformation(name, act, lambda params: initial(norm_dtype(params)))
 

@@ -87,7 +87,7 @@ def relative_update(
         wanted = norms_of(weights, where)
         values = rescaled(updates.values, map_units(factor_onto, wanted, of))
         ratios = present(map_units(_ratio, of, wanted))
-        return values, {"norm": largest(ratios)}, memory
+        return updates.rebuild(values), {"norm": largest(ratios)}, memory
 
     return transformation("relative_update", act)
 

@@ -11,7 +11,7 @@ from jax import lax
 
 from clipjax._core.aliases import Metrics, Scalar, Step, Tree
 from clipjax._core.bounds import check_count, check_transformation, is_real
-from clipjax._core.door import tree_transformation
+from clipjax._core.door import transformation
 from clipjax._core.leaves import Leaves, flatten, is_inexact, nodes_where, short_repr
 from clipjax._core.norms import over_devices, sum_dtype, tree_norm
 from clipjax._core.states import BadSteps, SkipMemory, old_if, saturating_add
@@ -117,7 +117,7 @@ def skipping(
         changed, state = unless(skipped, taken, memory.inner, state)
         return changed, metrics, after._replace(inner=state)
 
-    return SkipTransformation(*tree_transformation(name, act, remember, measure))
+    return SkipTransformation(*transformation(name, act, remember, measure))
 
 
 def unless(waits: Scalar, updates: Tree, old: Tree, new: Tree) -> tuple[Any, Any]:

@@ -49,10 +49,9 @@ _LEAST_VALUE = 1e-30
 
 
 class Past(NamedTuple):
-    """What a norm and a loss are compared with: arrays `(2, size)`, `(2,)`, `(2,)`."""
+    """What a norm and a loss are compared with, two of each."""
 
-    values: jax.Array  # as in `Window`
-    held: jax.Array
+    window: Window
     # float: the norm and the loss of the last step that was no outlier; infinite before
     # it
     usual: jax.Array
@@ -165,7 +164,7 @@ def skip_spikes(
     def compare_at(
         norm: Any, loss: Any, past: Memory, step: Step
     ) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
-        check_size(past, length)
+        check_size(past.window, length)
         return compare(norm, loss, past, enough, z_limit.at(step), norm_limit.at(step))
 
     return skipping(
@@ -183,7 +182,7 @@ def no_past(window: Any, dtype: jnp.dtype) -> Past:
     """Return what norms and losses are compared with before the first step."""
     # A loss may be float64 wherever that is enabled.
     wide = np.promote_types(dtype, jnp.result_type(float))
-    return Past(*empty_window(window, wide, (2,)), jnp.full(2, jnp.inf, wide))
+    return Past(empty_window(window, wide, (2,)), jnp.full(2, jnp.inf, wide))
 
 
 def compare(
@@ -200,8 +199,8 @@ def compare(
       Whether the step is an outlier, the next past, and metrics.
     """
     if enough is None:
-        enough = max(1, min(_RECENT, past.values.shape[-1] // 2))
-    dtype = past.values.dtype
+        enough = max(1, min(_RECENT, past.window.values.shape[-1] // 2))
+    dtype = past.window.values.dtype
     # Both windows at once, which takes half as many kernels.
     each = [norm, 0 if loss is None else loss]
     seen = jnp.stack([jnp.asarray(x, dtype) for x in each])
@@ -211,7 +210,7 @@ def compare(
     limits = jnp.stack([jnp.asarray(x, dtype) for x in (max_norm, jnp.inf)])
     thresholds = jnp.minimum(thresholds, limits)
     # The same data have come again, so that there are no others to wait for.
-    again = ((seen == past.values[:, -1]) | ~is_given).all()
+    again = ((seen == past.window.values[:, -1]) | ~is_given).all()
     above = finite & is_given & (seen > thresholds)
     spikes = above & (~again | (seen > limits))
     metrics = {
@@ -224,9 +223,9 @@ def compare(
         "loss_threshold": thresholds[1],
     }
     enters = finite.all() & jnp.stack([norm > 0, seen[1] != 0])
-    window = enter(Window(past.values, past.held), seen, enters)
+    window = enter(past.window, seen, enters)
     usual = jnp.where(enters & ~above.any(), seen, past.usual)
-    return spikes[0] | spikes[1], Past(*window, usual), metrics
+    return spikes[0] | spikes[1], Past(window, usual), metrics
 
 
 def _compared(
@@ -238,7 +237,7 @@ def _compared(
       The numbers of standard deviations by which the two are above their levels, and
       the values above which they are outliers.
     """
-    level, std, is_log = _trends(past)
+    level, std, is_log = _trends(past.window)
 
     def on_scale(x: jax.Array) -> jax.Array:
         return jnp.where(is_log, jnp.log(jnp.maximum(x, _LEAST_VALUE)), x)
@@ -251,11 +250,11 @@ def _compared(
     )
     threshold = jnp.where(is_log, jnp.exp(highest), highest)
     z_score = (on_scale(seen) - level) / std
-    is_warm = past.held >= enough
+    is_warm = past.window.held >= enough
     return jnp.where(is_warm, z_score, 0), jnp.where(is_warm, threshold, jnp.inf)
 
 
-def _trends(past: Past) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _trends(past: Window) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return levels and standard deviations of past norms and losses, `(2,)` each.
 
     The third result says for which of the two they are those of logarithms.

@@ -100,7 +100,7 @@ def tangent_cone(
         most_removed = largest(removed)
         removes = (most_removed > 0) & (most_removed < jnp.inf)
         metrics = {"norm": most_removed, "removed": removes}
-        return values, metrics, memory
+        return updates.rebuild(values), metrics, memory
 
     return transformation("tangent_cone", act)
 

@@ -59,6 +59,6 @@ def named(
         updates, after = inner.update(updates, state.named[name], params, **extra)
         return updates, NamedState({name: after})
 
-    # A named recorder may come after a projection, too.
+    # `bounded` refuses a recorder as a clip, a named one, too.
     made = optax.GradientTransformationExtraArgs(init, update)
     return Recorder(*made) if isinstance(tx, Recorder) else made

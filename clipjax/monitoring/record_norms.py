@@ -13,7 +13,7 @@ from jax import lax
 
 from clipjax._core.aliases import Bound, Memory, Metrics, Ord, Step, Tree
 from clipjax._core.bounds import check_bound, check_count, check_ord, traced_error
-from clipjax._core.door import tree_transformation
+from clipjax._core.door import transformation
 from clipjax._core.leaves import Leaves, beside, short_repr
 from clipjax._core.norms import tree_norm
 from clipjax._core.states import UNKNOWN, BadSteps, check_same
@@ -36,7 +36,7 @@ _PASSES = ("forward", "backward")  # what probes see
 class Recorder(optax.GradientTransformationExtraArgs):
     """The transformation that :func:`record_norms` returns.
 
-    It changes nothing, so it may come after a projection.
+    It belongs outside a skip, which would freeze it at the steps that it should see.
     """
 
 
@@ -189,7 +189,7 @@ def record_norms(
             sizes = kept.rows.shape[-1] - 4, norms.size
             check_same("state", *(f"{size} norms" for size in sizes))
             norm = lax.stop_gradient(tree_norm(updates.inexact))
-            check_size(kept.past, length)
+            check_size(kept.past.window, length)
             after = _with_step(
                 kept, step, norm, loss_of(extra), z_limit.at(step), norms
             )
@@ -199,7 +199,7 @@ def record_norms(
 
     remembers = size if is_known else True
     first = remember if remembers else None
-    made = tree_transformation("record_norms", act, first, measure, fixed_names=False)
+    made = transformation("record_norms", act, first, measure, fixed_names=False)
     return Recorder(*made)
 
 
@@ -284,7 +284,7 @@ def _no_steps(size: int, names: Sequence[str], past: spikes.Past) -> BadSteps:
     """Return the memory before the first step."""
     place = {name: i for i, name in enumerate(sorted(names))}
     order = [place[name] for name in names] or [0]
-    dtype = past.values.dtype
+    dtype = past.window.values.dtype
     return BadSteps(
         past,
         held=jnp.zeros((), np.int32),

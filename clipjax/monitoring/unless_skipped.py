@@ -37,7 +37,7 @@ def unless_skipped(opt_state: Tree, *, new: T, old: T) -> T:
 
     Raises:
       ValueError: `opt_state` has no skip, or is stacked, where `jax.vmap` of this
-        function is needed; `new` and `old` differ in structure or shapes.
+        function is needed; `new` and `old` differ in structure.
 
     See Also:
       :func:`skip_nonfinite`, :func:`skip_spikes` and :func:`bounded`, which skip steps.
@@ -57,13 +57,10 @@ def unless_skipped(opt_state: Tree, *, new: T, old: T) -> T:
             "or skip_spikes"
         )
     structures: Any = [jax.tree.structure(each) for each in (new, old)]
-    shapes = [list(map(jnp.shape, jax.tree.leaves(each))) for each in (new, old)]
-    is_other = structures[0] != structures[1]
-    if is_other or shapes[0] != shapes[1]:
-        both = " and ".join(map(short_repr, structures if is_other else shapes))
+    if structures[0] != structures[1]:
         raise ValueError(
-            "new and old must have the same structure and shapes, such as those of "
-            f"nnx.state(model, nnx.BatchStat), got {both}"
+            "new and old must have the same structure, such as that of "
+            f"nnx.state(model, nnx.BatchStat), got {short_repr(structures)}"
         )
     was_skipped = functools.reduce(jnp.logical_or, skipped)
     if was_skipped.ndim:

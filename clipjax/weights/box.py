@@ -23,7 +23,7 @@ from clipjax._core.leaves import (
     is_inexact,
     short_repr,
 )
-from clipjax.weights.projection import Projection, projection, written
+from clipjax.weights.projection import Projection, projection
 
 Where: TypeAlias = str | Sequence[str] | Callable[[Any, Any], bool] | None
 
@@ -72,7 +72,7 @@ def box(low: Bounds, high: Bounds, *, where: Where = None) -> Projection:
       >>> print(projected["bias"], projected["scale"])
       [ 3. -3.] [1.  0.5]
     """
-    return _box(written(box, low, high, where=where), low, high, where)
+    return _box("clipjax.box", low, high, where)
 
 
 def non_negative(*, where: Where = None) -> Projection:
@@ -106,7 +106,7 @@ def non_negative(*, where: Where = None) -> Projection:
       >>> print(clipjax.non_negative().apply(jnp.array([-1.0, 0.0, 2.0])))
       [0. 0. 2.]
     """
-    return _box(written(non_negative, where=where), 0.0, np.inf, where)
+    return _box("clipjax.non_negative", 0.0, np.inf, where)
 
 
 def _box(name: str, low: Any, high: Any, where: Where) -> Projection:

@@ -13,7 +13,6 @@ from clipjax.weights.projection import (
     Projection,
     projection,
     rescaled_weights,
-    written,
 )
 
 
@@ -68,7 +67,6 @@ def keep_norm(*, rate: Bound = 1.0, axes: AutoAxes = "auto") -> Projection:
        [0. 4.]]
     """
     rates = check_bound("rate", rate, "[0, 1]")
-    name = written(keep_norm, rate=rate, axes=axes)
     axes = check_axes(axes, auto=whole_matrices)
 
     def keep(weights: Leaves, step: Step, old: Any = None) -> list[Any]:
@@ -93,7 +91,7 @@ def keep_norm(*, rate: Bound = 1.0, axes: AutoAxes = "auto") -> Projection:
         return rescaled_weights(weights.values, factors)
 
     return projection(
-        name,
+        "clipjax.keep_norm",
         keep,
         scheduled=rates.scheduled,
         axes_of=lambda weights: axes_of(weights, axes),

@@ -33,7 +33,6 @@ from clipjax.weights.projection import (
     Projection,
     projection,
     rescaled_weights,
-    written,
 )
 
 Factor: TypeAlias = Callable[..., jax.Array]  # of (norms, dtype, *limits)
@@ -86,9 +85,8 @@ def max_norm(bound: Bounds, *, axes: AutoAxes = "auto") -> Projection:
        [0.8 0.4]]
     """
     bounds = check_bounds("bound", bound)
-    name = written(max_norm, bound, axes=axes)
     return _rescaling(
-        name,
+        "clipjax.max_norm",
         axes,
         [bounds],
         lambda norm, dtype, bound: factor_to(bound, norm, dtype),
@@ -148,8 +146,9 @@ def min_max_norm(
     highs = check_bounds("high", high, other=np.inf)
     check_order(low, high)
 
-    name = written(min_max_norm, low, high, rate=rate, axes=axes)
-    return _rescaling(name, axes, [lows, highs], _factor_between, [rates])
+    return _rescaling(
+        "clipjax.min_max_norm", axes, [lows, highs], _factor_between, [rates]
+    )
 
 
 def unit_norm(*, axes: AutoAxes = "auto") -> Projection:
@@ -187,8 +186,9 @@ def unit_norm(*, axes: AutoAxes = "auto") -> Projection:
        [0.8 0.8 0. ]]
     """
     both = [check_bounds("low", 1), check_bounds("high", 1)]
-    name = written(unit_norm, axes=axes)
-    return _rescaling(name, axes, both, functools.partial(_factor_between, rate=1))
+    return _rescaling(
+        "clipjax.unit_norm", axes, both, functools.partial(_factor_between, rate=1)
+    )
 
 
 def _rescaling(

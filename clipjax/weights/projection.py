@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -54,7 +53,7 @@ class Projection(optax.GradientTransformationExtraArgs):
     # A function that returns for each leaf the axes of its units, or SKIP; None if the
     # projection rescales no units.
     axes_of: Callable[[Leaves], Sequence[Any]] | None = None
-    text: str = "a projection"  # as a user wrote it
+    text: str = "a projection"  # its name
 
     def __repr__(self) -> str:
         return self.text
@@ -73,7 +72,7 @@ def projection(
     """Make a projection from a function of leaves that returns one value for each.
 
     Args:
-      text: the call that a user wrote.
+      text: the name of the function that makes it.
       function: `function(weights: Leaves, step, **needs) -> values`.
       scheduled: whether the function depends on the step.
       axes_of: returns the axes of the units that the function rescales.
@@ -158,17 +157,6 @@ def rescaled_weights(values: Sequence[Any], factors: Sequence[Any]) -> list[Any]
         for x, factor in zip(values, factors, strict=True)
     ]
     return rescaled(kept, factors)
-
-
-def written(function: Callable[..., Any], *args: Any, **options: Any) -> str:
-    """Return the call that made a projection, without options that are defaults."""
-    parameters = inspect.signature(function).parameters
-    shown = [short_repr(value) for value in args]
-    for key, value in options.items():
-        text = short_repr(value)
-        if text != repr(parameters[key].default):
-            shown.append(f"{key}={text}")
-    return f"clipjax.{function.__name__}({', '.join(shown)})"
 
 
 def applied(param: Any, update: Any) -> Any:
@@ -306,4 +294,4 @@ def as_projection(name: str, function: Any) -> Projection:
         rows = zip(weights.values, after.values, strict=True)
         return [new if is_inexact(old) else old for old, new in rows]
 
-    return projection(f"clipjax.project({short_repr(function)})", project_tree)
+    return projection("clipjax.project", project_tree)

@@ -15,7 +15,7 @@ from clipjax._core.bounds import check_bound, check_count, is_real
 from clipjax._core.clip import factor_to, rescaled
 from clipjax._core.leaves import Leaf, Leaves, a_few, is_inexact, path_name, short_repr
 from clipjax._core.norms import mesh_axes, over_devices, replicated
-from clipjax.weights.projection import Projection, projection, written
+from clipjax.weights.projection import Projection, projection
 
 
 def qk_clip(
@@ -115,9 +115,8 @@ def qk_clip(
                 factors[place] = scale
         return rescaled(weights.values, factors)
 
-    name = written(qk_clip, threshold, query=query, key=key, rope=rotary)
     return projection(
-        name,
+        "clipjax.qk_clip",
         clip,
         scheduled=bound.scheduled,
         needs=("max_logits",),

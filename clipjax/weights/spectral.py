@@ -24,7 +24,7 @@ from clipjax._core.leaves import (
 )
 from clipjax._core.norms import check_whole, positive_axes, sum_dtype
 from clipjax.weights import singular_values
-from clipjax.weights.projection import Projection, projection, written
+from clipjax.weights.projection import Projection, projection
 
 Sides: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 Flatten: TypeAlias = (
@@ -90,7 +90,6 @@ def spectral_cap(bound: Bounds, *, flatten: Flatten = None) -> Projection:
       [[1.  0. ]
        [0.  0.5]]
     """
-    name = written(spectral_cap, bound, flatten=flatten)
     bounds = check_bounds("bound", bound)
     flatten = _check_flatten(flatten)
 
@@ -101,7 +100,7 @@ def spectral_cap(bound: Bounds, *, flatten: Flatten = None) -> Projection:
             _capped(leaf, of, most) if of else leaf.value for leaf, of, most in rows
         ]
 
-    return projection(name, cap, scheduled=bounds.scheduled)
+    return projection("clipjax.spectral_cap", cap, scheduled=bounds.scheduled)
 
 
 def _capped(leaf: Leaf, sides: Sides, bound: Any) -> jax.Array:

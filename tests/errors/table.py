@@ -130,7 +130,7 @@ clip_by_group_norm({0: 1.0})
 functional.clip_by_global_norm(x, 1.0, norm=-5.0)
     ValueError: norm | -5.0
 skip_spikes(sgd, max_norm=unit_norm())
-    TypeError: max_norm | clipjax.unit_norm()
+    TypeError: max_norm | clipjax.unit_norm
 zclip(mode='clip')
     ValueError: mode | 'adaptive' | 'clip'
 zclip(mode=jax.device_get(x))
@@ -288,7 +288,7 @@ bounded(adam, clip=1.0)
 bounded(adam, clip=[clip_by_norm])
     TypeError: clip | clip_by_norm
 bounded(adam, clip=[clip, unit_norm()])
-    ValueError: clip | unit_norm() | project=
+    ValueError: clip | clipjax.unit_norm | project=
 bounded(adam, clip=skip_nonfinite(clip))
     ValueError: clip | skip | around bounded
 bounded(skip_spikes(adam), clip=clip)
@@ -296,15 +296,11 @@ bounded(skip_spikes(adam), clip=clip)
 bounded(adam, clip=record_norms(), nonfinite='skip')
     ValueError: clip | record_norms | in front
 bounded(max_norm(3.0))
-    ValueError: optimizer | max_norm(3.0) | project=
+    ValueError: optimizer | clipjax.max_norm | project=
 bounded(adam, project=clip)
     TypeError: project | a clip is no projection
 bounded(optax.MultiSteps(adam, 4))
     TypeError: optimizer | .gradient_transformation()
-bounded(optax.MultiSteps(adam, 4).gradient_transformation(), clip=clip)
-    ValueError: optimizer | optax.MultiSteps | accumulate=k
-bounded(adam, accumulate=2).init({'z': 1j * x})
-    TypeError: accumulate | 'z' | complex
 skip_spikes(clip, adam)
     TypeError: one positional argument | optax.chain(clip, optimizer)
 skip_nonfinite(record_norms(keep=2)).init(x)
@@ -324,7 +320,7 @@ max_norm(schedule).apply(params, 3)
 keep_norm().apply(params, params, old=params)
     TypeError: takes params, old, and
 max_norm(3.0).apply()
-    TypeError: clipjax.max_norm(3.0).apply() | 'params'
+    TypeError: clipjax.max_norm.apply() | 'params'
 named('a/b', clip)
     TypeError: name | 'a/b'
 named('a', 1.0)
@@ -412,7 +408,7 @@ adagc(axes=0).update({'kernel': jnp.ones((4, 5))},
 tx = bounded(sgd, accumulate=2); tx.update({'w': jnp.sin}, tx.init(x))
     TypeError: leaf 'w' | array of numbers
 tx = bounded(sgd, project=max_norm(1.0)); tx.update(grads, tx.init(params))
-    ValueError: params | clipjax.max_norm(1.0) needs them, as in tx.update(updates,
+    ValueError: params | clipjax.max_norm needs them, as in tx.update(updates,
 keep_norm().apply(params)
     ValueError: old | weights before the update
 violations(params, keep_norm())
@@ -561,7 +557,7 @@ bad_steps(jax.vmap(record_norms(keep=2).init)(x))
 unless_skipped(state_of(clip), new=x, old=x)
     ValueError: opt_state | no skip
 unless_skipped(state_of(skip_nonfinite(sgd)), new=x, old=x[1:])
-    ValueError: new and old | [(3,)] and [(2,)]
+    TypeError: same shapes | (3,) | (2,)
 unless_skipped(state_of(skip_nonfinite(sgd)), new=x, old={})
     ValueError: new and old | structure
 unless_skipped(jax.vmap(skip_nonfinite(sgd).init)(x), new=x, old=x)
