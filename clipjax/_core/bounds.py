@@ -45,7 +45,7 @@ def number(
         )
     low, high = map(float, interval[1:-1].split(","))
     if isinstance(value, jax.core.Tracer):
-        return _at_least(value, low)
+        return _at_least(_as_float(value), low)
     # The transfer is explicit, which transfer guards allow.
     known = np.asarray(jax.device_get(value), np.float64)
     above = low < known if interval[0] == "(" else low <= known
@@ -56,9 +56,10 @@ def number(
 
 
 def _as_float(value: Any) -> Any:
-    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "iu":
-        return value.astype(np.float64)
-    return float(value) if isinstance(value, int) else value
+    if isinstance(value, int | float):
+        return value if isinstance(value, float) else float(value)
+    # Python's float is float64 to NumPy, and what is usual to JAX.
+    return value.astype(float) if value.dtype.kind in "iu" else value
 
 
 def _at_least(value: Any, low: float) -> Any:

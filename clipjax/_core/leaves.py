@@ -178,9 +178,13 @@ def shapes_of(function: Callable[[Leaves], Any], leaves: Leaves) -> Any:
 
 
 def check_within(updates: Tree, params: Tree) -> None:
-    """Raise if updates have leaves where the parameters have none."""
+    """Raise if updates have leaves where the parameters have none.
+
+    Parameters of another type are those of a wrapper, such as `optax.lookahead`, whose
+    updates are for a part of them.
+    """
     structures: Any = [jax.tree.structure(tree) for tree in (updates, params)]
-    if params is None or structures[0] == structures[1]:
+    if type(params) is not type(updates) or structures[0] == structures[1]:
         return
     of_updates, of_params = (
         without_boxes([path for path, _ in jax.tree_util.tree_leaves_with_path(tree)])

@@ -30,9 +30,7 @@ def test_a_traced_bound_below_0_counts_as_0() -> None:
     "limit",
     [
         10**10,
-        np.int64(3 * 10**9),
         np.int64(2**40),
-        np.array(2**40),
     ],
 )
 def test_a_limit_that_int32_cannot_hold_clips_nothing(limit: Any) -> None:
@@ -85,29 +83,6 @@ def test_both_limits_are_rounded_inward() -> None:
                 assert x.min() >= low
                 assert x.max() <= high
             np.testing.assert_allclose([x.min(), x.max()], [low, high], rtol=2 * ulp)
-
-
-def test_whole_limits_beyond_float32_are_rounded_inward() -> None:
-    limits = (
-        2**24 + 3,
-        np.int32(2**24 + 3),
-        lambda _: 2**24 + 3,
-    )
-
-    @jax.jit
-    def clipped(x: Any) -> Any:
-        txs = [clipjax.clip_by_value(limit) for limit in limits]
-        boxes = [clipjax.box(-np.inf, limit) for limit in limits]
-        return [tx.update(x, tx.init(x))[0] for tx in txs], [
-            box.apply(x, step=0 if callable(limit) else None)
-            for box, limit in zip(boxes, limits, strict=True)
-        ]
-
-    by_value, by_box = clipped(np.float32([[3e7, -3e7]]))
-    for x in by_value:
-        np.testing.assert_array_equal(x, [[2.0**24 + 2, -(2.0**24) - 2]])
-    for x in by_box:
-        np.testing.assert_array_equal(x, [[2.0**24 + 2, -3e7]])
 
 
 def test_a_schedule_may_return_an_array() -> None:

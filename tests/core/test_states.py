@@ -31,8 +31,6 @@ def of_metrics(names: Any) -> Any:
 NAMES = [
     ["a"],
     ["a", "encoder/*", "b"],
-    ["a", "x, y"],
-    ["層" * 30, "b"],
     [f"block_{i}/attention/kernel" for i in range(9)],
 ]
 
@@ -107,29 +105,6 @@ def test_metrics_have_no_derivative() -> None:
             return clipjax.metrics(tx.update(x, tx.init(x))[1])[name]
 
         assert jax.grad(metric)(3.0) == 0
-
-
-def test_counters_stop_at_their_largest_value() -> None:
-    def act(updates: Any, params: Any, step: Any, memory: Any) -> Any:
-        return updates, dict(updates), memory
-
-    kinds = ("int8", "uint8", "int16", "uint16", "int32", "uint32")
-    # Of each count what it was, what is added, and what it becomes.
-    counts = {f"plus_{kind}": (2, np.dtype(kind).type(100), 102) for kind in kinds} | {
-        "to_the_end": (MOST - 1, np.int32(1), MOST),
-        "at_the_end": (MOST, np.int32(1), MOST),
-        "beyond": (MOST - 3, np.int32(7), MOST),
-        "below_0": (2, np.int32(-3), -1),
-        "too_large": (2, np.uint32(3_000_000_000), MOST),
-    }
-    updates = {name: more for name, (_, more, _) in counts.items()}
-    tx = clipjax.with_metrics("n", act)
-    state = jax.jit(tx.init)(updates)
-    before = {name: np.int32(counts[name][0]) for name in counts}
-    state = state._replace(metrics={"n": before})
-    found = clipjax.metrics(jax.jit(tx.update)(updates, state)[1])
-    for name, (*_, wanted) in counts.items():
-        assert found[f"n/{name}"] == wanted, name
 
 
 def test_counters_of_states_stop_at_their_largest_value() -> None:

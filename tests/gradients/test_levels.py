@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import clipjax
@@ -209,36 +208,3 @@ def test_long_averages_stay_beside_float64(decay: float) -> None:
         of_zclip.memory.moments.std, np.sqrt(variance), rtol=error
     )
     np.testing.assert_allclose(of_adagc.memory.gammas, mean, rtol=error)
-
-
-def test_counters_at_their_end_freeze_nothing() -> None:
-    """The window goes on, in the order of time."""
-    tx, zero = clipjax.autoclip(window=4), jnp.zeros(())
-    skip = clipjax.skip_spikes(optax.sgd(1.0), window=4)
-    update, update_skip = jax.jit(tx.update), jax.jit(skip.update)
-    states = [tx.init(zero), skip.init(zero)]
-    for norm in np.float32([5, 1, 2, 3, 4] * 4):
-        states = [
-            each(norm, state, zero)[1]
-            for each, state in zip((update, update_skip), states, strict=True)
-        ]
-    of_clip, of_skip = states[0].memory, states[1].memory.past
-    for values, held in (of_clip, (of_skip.values[0], of_skip.held[0])):
-        assert np.asarray(values).tolist() == [1, 2, 3, 4]
-        assert held == 4
-    most = np.iinfo(np.int32).max
-    worn = states[1]._replace(
-        memory=states[1].memory._replace(in_a_row=jnp.int32(most)),
-        step=jnp.int32(most),
-        metrics={
-            "skip_spikes": {
-                key: jnp.full_like(x, most) if x.dtype == np.int32 else x
-                for key, x in skip.init(zero).metrics["skip_spikes"].items()
-            }
-        },
-    )
-    _, worn = update_skip(np.float32(np.nan), worn, zero)
-    assert worn.memory.in_a_row == most
-    updates, worn = update_skip(np.float32(2.5), worn, zero)
-    assert updates == -2.5
-    assert clipjax.metrics(worn)["skip_spikes/skipped_in_a_row"] == 0

@@ -98,30 +98,3 @@ def test_adamh_is_the_formula() -> None:
             exact[k] = onto(w - rate * onto(u, w, k), w, k)
     for k, w in exact.items():
         np.testing.assert_allclose(params[k], w, rtol=2e-5, atol=2e-5)
-
-
-def test_a_clip_of_updates_that_follows_the_past() -> None:
-    """Between Adam and the rate, zclip limits a step that is far above the usual."""
-    tx = optax.chain(
-        optax.scale_by_adam(b2=0.999),
-        clipjax.zclip(warmup_steps=20),
-        optax.scale_by_learning_rate(1.0),
-    )
-    params = jnp.zeros(256)
-    keys = jax.random.split(jax.random.key(0), 200)
-    noise = jax.vmap(lambda key: jax.random.normal(key, (256,)))(keys)
-    grads = noise.at[150].multiply(100.0)
-
-    def step(state: Any, grads: Any) -> Any:
-        updates, state = tx.update(grads, state, params)
-        seen = clipjax.metrics(state)
-        return state, (jnp.linalg.norm(updates), seen["zclip/norm"])
-
-    _, (after, before) = jax.jit(
-        lambda grads: jax.lax.scan(step, tx.init(params), grads)
-    )(grads)
-    usual = np.median(before[100:150])
-    assert before[150] > 3 * usual
-    assert after[150] < 1.5 * usual
-    unclipped = np.asarray(after[100:150] == before[100:150])
-    assert unclipped.mean() > 0.8

@@ -9,7 +9,6 @@ import pytest
 
 import clipjax
 from clipjax import SKIP
-from tests.support import nnx_modes
 
 pytest.importorskip("flax")
 import flax.linen as nn
@@ -222,10 +221,9 @@ def test_stacks_of_linen_layers() -> None:
 
 
 class NNXModel(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs, *, tied: bool = True) -> None:
+    def __init__(self, rngs: nnx.Rngs) -> None:
         self.embed = nnx.Embed(11, 4, rngs=rngs)
-        if tied:
-            self.tied = self.embed
+        self.tied = self.embed
         self.layers = nnx.List(
             [nnx.Linear(4, 3, rngs=rngs), nnx.BatchNorm(4, rngs=rngs), nnx.PReLU()]
         )
@@ -293,22 +291,6 @@ def test_an_nnx_model_in_a_projection() -> None:
                 "are a",
             ):
                 unit_axes(stack)
-
-
-@pytest.mark.parametrize("modes", nnx_modes.MODES[1:])
-def test_axes_are_the_same_in_all_modes_of_nnx(modes: Any) -> None:
-    def found() -> Any:
-        # Without graphs no two modules may share a variable.
-        model = nnx.eval_shape(lambda: NNXModel(nnx.Rngs(0), tied=False))
-        axes = unit_axes(model, other={"w/*": 0})
-        shapes = jax.eval_shape(
-            clipjax.max_norm(0.3, axes=axes).apply, nnx.state(model, nnx.Param)
-        )
-        return axes, unit_axes(model, wrt=nnx.LoRAParam), nnx.to_pure_dict(shapes)
-
-    expected = found()
-    with nnx_modes.without(modes):
-        assert found() == expected
 
 
 def test_unknown_parameters_are_all_listed() -> None:

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from flax import nnx
 
 import clipjax
@@ -117,18 +116,6 @@ def test_any_skip_counts_and_two_of_them_may_disagree() -> None:
     for state, wanted in ((fine, 1), (half, 0)):
         chosen = clipjax.unless_skipped(state, new={"n": 1}, old={"n": 0})
         assert chosen["n"] == wanted
-
-
-def test_a_stacked_state_is_an_error_that_says_what_to_write() -> None:
-    """Its flags would be broadcast along the last axis of what is chosen."""
-    weights = jnp.ones((3, 3))
-    tx = clipjax.skip_nonfinite(optax.sgd(0.1))
-    bad = weights.at[1, 0].set(NAN)
-    _, state = jax.vmap(tx.update)(bad, jax.vmap(tx.init)(weights), weights)
-    with pytest.raises(ValueError, match=r"opt_state.*stacked.*\(3,\).*jax.vmap"):
-        clipjax.unless_skipped(state, new=2 * weights, old=weights)
-    chosen = jax.vmap(clipjax.unless_skipped)(state, new=2 * weights, old=weights)
-    np.testing.assert_array_equal(chosen[:, 0], [2, 1, 2])
 
 
 def test_a_restored_skip_of_an_optimizer_without_a_state_is_known() -> None:

@@ -160,7 +160,7 @@ def test_a_spike_of_an_activation_is_told() -> None:
 
 
 # A mask of what is not attended to, in the second of three layers, and what breaks.
-FILLS = {"-inf": -INF, "finfo": float(jnp.finfo(np.float32).min), "1e18": -1e18}
+FILLS = {"-inf": -INF, "finfo": float(jnp.finfo(np.float32).min)}
 
 
 @pytest.mark.parametrize("fill", FILLS)
@@ -279,17 +279,3 @@ def test_metrics_have_what_probes_saw() -> None:
     for of in ("forward", "backward"):
         norms = [found[f"record_norms/{of}/blocks/{i}"] for i in range(LAYERS)]
         np.testing.assert_allclose(norms, seen[f"{of}_norm"], rtol=1e-6)
-
-
-def test_other_taps_than_the_probes_are_an_error() -> None:
-    grads = jax.tree.map(np.float32, PARAMS)
-    state = RECORD.init(grads)
-    blocks = clipjax.tap(LAYERS, probe=True)
-    few = {"blocks": blocks[:3], "embed": blocks[0]}
-    for given in ({"taps": {"blocks": blocks}}, {"taps": few}, {"taps": blocks}, {}):
-        with pytest.raises(ValueError, match=r"taps: .*taps=\.\.\..*'embed': \(6,\)"):
-            RECORD.update(grads, state, **given)
-    with pytest.raises(TypeError, match=r"tap must be clipjax\.tap\(probe=True\)"):
-        clipjax.probe(jnp.ones(3), clipjax.tap())
-    with pytest.raises(TypeError, match="probes must be a mapping"):
-        clipjax.record_norms(probes=["blocks"])

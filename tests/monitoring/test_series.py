@@ -47,7 +47,7 @@ def test_a_history_outlives_states_that_are_donated(inside: bool) -> None:
     np.testing.assert_array_equal(steps, np.arange(1, 10))
 
 
-@pytest.mark.parametrize("prefix", ["", "train/", "record_norms_of/"])
+@pytest.mark.parametrize("prefix", ["", "train/"])
 @pytest.mark.parametrize(
     ("accumulate", "of_clip"),
     [

@@ -14,7 +14,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 import clipjax
 from benchmarks.platforms import devices_of
-from tests.contract.members import FIRST
 from tests.devices.test_layouts import BOTH, KINDS, LAYOUTS, UNITS
 from tests.support.platforms import compiled_for_tpu, skip_where_missing
 
@@ -86,25 +85,6 @@ def test_norms_of_units_send_only_norms(kind: AxisType) -> None:
         found = sent(all_members, both, both)
         assert set(found) == {"all-reduce"}
         assert found["all-reduce"] < FEW * len(UNITS)
-
-
-@functools.cache
-def sent_anyway(of_weights: int, of_grads: int) -> int:
-    trees = shapes(AxisType.Auto, of_grads), shapes(AxisType.Auto, of_weights)
-    return sent(lambda grads, params: [grads], *trees).total()
-
-
-@pytest.mark.parametrize("name", UNITS)
-def test_gradients_sharded_unlike_the_weights_move_once(name: str) -> None:
-    """A clip chooses between a gradient and its product, of which XLA moves each, as
-    for Optax's clip; the cone does so with gradients and with weights.
-    """
-    clips = FIRST.get(name) and FIRST[name].kind != "projection"
-    times = 4 if name == "tangent_cone" else 2 if clips else 1
-    for of_weights, of_grads in ((0, 2), (3, 1)):
-        trees = shapes(AxisType.Auto, of_grads), shapes(AxisType.Auto, of_weights)
-        found = sent(functools.partial(updates, UNITS[name]), *trees)
-        assert found.total() < times * sent_anyway(of_weights, of_grads) + FEW, found
 
 
 def test_a_skip_and_norms_of_layers_share_the_reductions_of_a_clip() -> None:
