@@ -47,8 +47,10 @@ def in_tree(row: Row, tree: Any, kind: Any) -> Any:
 
 
 # Rows that call the code of another row, which is differentiated there. So do all
-# functions of trees.
+# functions of trees. Clips that follow the past are in gradients/test_history.py.
 SAME_CODE = {
+    *(row.id for row in ROWS if row.remembers),
+    "min_max_norm",
     "clip_by_rms axes=0",
     "clip_by_value low, high",
     "clip_by_value 0.1",
