@@ -20,20 +20,11 @@ from clipjax.explaining.internals import (
     Equation,
     bind,
     closed,
+    interpret,
     is_inexact,
-    is_literal,
     scan_counts,
 )
-from clipjax.explaining.primitives import (
-    SAME,
-    callee,
-    has_least,
-    inexact_outputs,
-    is_by_place,
-    is_remat,
-    is_silent,
-    judged_operand,
-)
+from clipjax.explaining.primitives import callee, is_remat, is_silent, measured
 
 # How many iterations of a while loop are written down in the first run.
 ROOM = 64
@@ -71,22 +62,39 @@ def _met(operands: Sequence[jax.Array], out: jax.Array, name: str) -> jax.Array:
     Bit 0 says whether NaN arose where the first operand is -inf.
     """
     is_bad = ~jnp.isfinite(out)
-    bits = jnp.zeros(out.shape, jnp.int32)
+    bits = jnp.float32(0)
     for place, x in enumerate(operands):
         if is_inexact(x):
             meets = is_bad & ~jnp.isfinite(x)
             if name == "select_n":
                 meets &= operands[0] == place - 1
-            bits |= jnp.where(meets, 2 << place, 0)
+            bits += jnp.where(jnp.any(meets), 2.0 * 2**place, 0.0)
     if name in ("add", "sub") and not jnp.iscomplexobj(out):
-        bits |= (jnp.isnan(out) & (operands[0] == -jnp.inf)).astype(jnp.int32)
-    axes = tuple(range(out.ndim))
-    return lax.reduce(bits, jnp.int32(0), lax.bitwise_or, axes).astype(jnp.float32)
+        is_negative = jnp.any(jnp.isnan(out) & (operands[0] == -jnp.inf))
+        bits += jnp.where(is_negative, 1.0, 0.0)
+    return bits
 
 
 def _row(numbers: Sequence[jax.Array]) -> jax.Array:
     """Return one vector of all numbers."""
     return jnp.concatenate([jnp.zeros(0), *(jnp.ravel(x) for x in numbers)])
+
+
+def _measure(
+    eqn: Equation, operands: Sequence[jax.Array], outs: Sequence[jax.Array]
+) -> list[jax.Array]:
+    """Return the numbers of one operation."""
+    name, what = eqn.primitive.name, measured(eqn)
+    numbers = [magnitude(outs[k]) for k in what.outputs]
+    if what.by_place:
+        numbers.append(_met(operands, outs[0], name))
+    if what.judged is not None:
+        numbers.append(_least(operands[what.judged], name))
+    return numbers
+
+
+def _known(x: Any, aval: Any) -> jax.Array:
+    return x if isinstance(x, jax.Array) else jnp.asarray(x, aval.dtype)
 
 
 class Watch:
@@ -104,52 +112,36 @@ class Watch:
         self, jaxpr: Any, constants: Sequence[Any], arguments: Sequence[Any]
     ) -> tuple[list[Any], jax.Array]:
         """Return the results of a jaxpr, and its numbers."""
-        values = dict(zip(jaxpr.constvars, constants, strict=True))
-        values |= dict(zip(jaxpr.invars, arguments, strict=True))
         numbers: list[jax.Array] = []
 
-        def read(variable: Any) -> Any:
-            if is_literal(variable):
-                return jnp.asarray(variable.val, variable.aval.dtype)
-            return values[variable]
-
-        for eqn in jaxpr.eqns:
-            outs = self._step(eqn, [read(v) for v in eqn.invars], numbers)
-            values.update(zip(eqn.outvars, outs, strict=True))
-        return [read(v) for v in jaxpr.outvars], _row(numbers)
-
-    def _step(
-        self, eqn: Equation, operands: list[Any], numbers: list[jax.Array]
-    ) -> list[Any]:
-        name = eqn.primitive.name
-        if name == "scan":
-            return self._scan(eqn, operands, numbers)
-        if name == "while":
-            return self._while(eqn, operands, numbers)
-        if name == "cond":
-            return self._cond(eqn, operands, numbers)
-        if is_silent(eqn):
-            return []
-        called = callee(eqn)
-        if called is not None:
-            if is_remat(eqn) and operands:  # or XLA would keep what it computes again
-                operands = lax.optimization_barrier(operands)
-            outs, row = self.run(called.jaxpr, called.consts, operands)
-            numbers.append(row)
+        def step(eqn: Equation, operands: list[Any]) -> list[Any]:
+            outs, new = self._step(eqn, operands)
+            numbers.extend(new)
             return outs
-        outs = bind(eqn, operands)
-        if name not in SAME:
-            places = inexact_outputs(eqn)
-            numbers += [magnitude(outs[k]) for k in places]
-            if places and is_by_place(eqn):
-                numbers.append(_met(operands, outs[0], name))
-            if places and has_least(eqn):
-                numbers.append(_least(operands[judged_operand(eqn)], name))
-        return outs
 
-    def _scan(
-        self, eqn: Equation, operands: list[Any], numbers: list[jax.Array]
-    ) -> list[Any]:
+        outs = interpret(jaxpr, constants, arguments, _known, step)
+        return outs, _row(numbers)
+
+    def _step(self, eqn: Equation, operands: list[Any]) -> Any:
+        """Return the outputs of an equation, and its numbers."""
+        name, called = eqn.primitive.name, callee(eqn)
+        if name == "scan":
+            return self._scan(eqn, operands)
+        if name == "while":
+            return self._while(eqn, operands)
+        if name == "cond":
+            return self._cond(eqn, operands)
+        if is_silent(eqn):
+            return [], []
+        if called is None:
+            outs = bind(eqn, operands)
+            return outs, _measure(eqn, operands, outs)
+        if is_remat(eqn) and operands:  # or XLA would keep what it computes again
+            operands = lax.optimization_barrier(operands)
+        outs, row = self.run(called.jaxpr, called.consts, operands)
+        return outs, [row]
+
+    def _scan(self, eqn: Equation, operands: list[Any]) -> Any:
         params, body = eqn.params, closed(eqn.params["jaxpr"])
         first, carried = scan_counts(params)
         constants, rest = operands[:first], operands[first:]
@@ -168,12 +160,9 @@ class Watch:
             unroll=params["unroll"],
         )
         self.widths[id(eqn)] = rows.shape[1]
-        numbers.append(rows)
-        return [*carry, *ys]
+        return [*carry, *ys], [rows]
 
-    def _while(
-        self, eqn: Equation, operands: list[Any], numbers: list[jax.Array]
-    ) -> list[Any]:
+    def _while(self, eqn: Equation, operands: list[Any]) -> Any:
         params, room = eqn.params, self.room.get(id(eqn), ROOM)
         of_test, of_body = params["cond_nconsts"], params["body_nconsts"]
         tests, rest = operands[:of_test], operands[of_test:]
@@ -195,29 +184,25 @@ class Watch:
         state = jnp.int32(0), carry, jnp.zeros((room, width))
         count, carry, rows = lax.while_loop(goes_on, step, state)
         self.widths[id(eqn)] = width
-        numbers += [count.astype(jnp.float32), rows]
-        return list(carry)
+        return list(carry), [count.astype(jnp.float32), rows]
 
-    def _cond(
-        self, eqn: Equation, operands: list[Any], numbers: list[jax.Array]
-    ) -> list[Any]:
-        branches, given = eqn.params["branches"], operands[1:]
+    def _cond(self, eqn: Equation, operands: list[Any]) -> Any:
+        branches = eqn.params["branches"]
         index = jnp.clip(operands[0].astype(jnp.int32), 0, len(branches) - 1)
 
-        def run(branch: Any) -> Any:
+        def runs(branch: Any) -> Any:
             return lambda *given: self.run(branch.jaxpr, branch.consts, given)
 
-        rows = [jax.eval_shape(run(each), *given)[1] for each in branches]
-        width = max(row.shape[0] for row in rows)
-
         def padded(branch: Any) -> Any:
-            def call(*given: Any) -> Any:
-                outs, row = run(branch)(*given)
+            def run(*given: Any) -> Any:
+                outs, row = runs(branch)(*given)
                 return outs, jnp.pad(row, (0, width - row.shape[0]))
 
-            return call
+            return run
 
-        outs, row = lax.switch(index, [padded(each) for each in branches], *given)
-        self.widths[id(eqn)] = width
-        numbers += [index.astype(jnp.float32), row]
-        return outs
+        rows = [jax.eval_shape(runs(each), *operands[1:])[1] for each in branches]
+        self.widths[id(eqn)] = width = max(row.shape[0] for row in rows)
+        outs, row = lax.switch(
+            index, [padded(each) for each in branches], *operands[1:]
+        )
+        return outs, [index.astype(jnp.float32), row]
