@@ -121,13 +121,16 @@ def cause_of(event: Event, passes: Passes, arguments: Mapping[str, Any]) -> Caus
 def _inputs(event: Event) -> tuple[Input, ...]:
     """Return what is known of the operands of an operation."""
     eqn, judged = event.eqn, measured(event.eqn).judged
+    least = event.least
+    if least is not None and least > 0 and event.name != "div":
+        judged = None  # it is not at an end of the domain
     return tuple(
         Input(
             value.name,
             str(getattr(v.aval, "dtype", v.aval)),
             tuple(getattr(v.aval, "shape", ())),
             value.size if is_inexact(v.aval) else None,
-            event.least if k == judged else None,
+            least if k == judged else None,
         )
         for k, (v, value) in enumerate(zip(eqn.invars, event.operands, strict=True))
     )

@@ -25,7 +25,8 @@ class Input(NamedTuple):
             return text
         if not self.shape and not self.name:
             return f"{self.greatest if self.least is None else self.least:.3g}"
-        if self.least is not None and math.isfinite(self.greatest):
+        is_known = math.isfinite(self.greatest) or self.least == -math.inf
+        if self.least is not None and is_known:
             return f"{text}, least {self.least:.3g}"
         return f"{text} up to {self.greatest:.3g}"
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path
 
+from clipjax._core.leaves import short_repr
 from clipjax._core.states import SkipMemory
 from clipjax.explaining.accused import first_causes, larger
 from clipjax.explaining.causes import Cause
@@ -49,8 +50,8 @@ def explain(
         large as there, and at which lines sizes grew most, compared with it.
 
     Returns:
-      A list of causes, in the order in which they arose; it is empty if nothing was
-      bad. `print` tells a cause in a line. Of its fields, `began_in` is "forward",
+      A list of causes, those of a NaN before those of infinities, each in the order of
+      the program; it is empty if nothing was bad. `print` tells a cause in a line. Of its fields, `began_in` is "forward",
       "backward" or "update"; an iteration `(3, 6)` has the index 3 of 6; `library` is
       the function that the line calls, as "flax Linear"; `given` is the path of an
       argument that was bad before the call; `became_nan` is the cause that tells where
@@ -60,7 +61,8 @@ def explain(
       the kind "unseen".
 
     Raises:
-      TypeError: an argument is traced: call it outside `jit`.
+      TypeError: `function` is not a function; an argument is traced: call it outside
+        `jit`.
       ValueError: an argument was donated and is gone; `usual` has other shapes.
 
     Kernels, `shard_map` and `custom_linear_solve` are named as a whole. What a rule of
@@ -108,6 +110,11 @@ class _Call:
     """A function of arrays, and those that it is called with."""
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        if not callable(function):
+            raise TypeError(
+                "function must be a function, such as jax.grad(loss): pass it and its "
+                f"arguments apart, got {short_repr(function)}"
+            )
         self.function = function
         self.tree: Any
         paths, self.tree = tree_flatten_with_path(args)
@@ -133,7 +140,7 @@ class _Call:
         shapes, others = (list(map(jnp.shape, x.arrays)) for x in (self, usual))
         if shapes != others:
             raise ValueError(
-                f"usual: its arrays must have the shapes of args, {shapes}, got "
+                f"usual must be a tuple of arguments of the shapes {shapes}, got "
                 f"{others}"
             )
 

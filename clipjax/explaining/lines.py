@@ -87,8 +87,8 @@ def _library(frame: Frame) -> str:
 
 
 def _short(frame: Frame) -> str:
-    """Return the name of a function: that of its class or maker, if it has one."""
-    return frame.function.partition(".")[0]
+    """Return the name of a function, or that of its class."""
+    return frame.function.rpartition("<locals>.")[2].partition(".")[0]
 
 
 def _site(eqn: Equation) -> Frame | None:
