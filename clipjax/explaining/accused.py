@@ -2,140 +2,139 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from clipjax.explaining.causes import Cause, Input, in_words
+from clipjax.explaining.causes import Cause, Input
 from clipjax.explaining.internals import is_inexact
-from clipjax.explaining.lines import Passes, line_of
-from clipjax.explaining.primitives import MULTIPLY, has_least, judged_operand
-from clipjax.explaining.walk import CONSTANT, Event, ancestors
+from clipjax.explaining.lines import Line, Passes, is_again, line_of
+from clipjax.explaining.primitives import MOVES, MULTIPLY, measured
+from clipjax.explaining.walk import CONSTANT, Event
+
+# How many operands a text tells.
+TOLD = 3
+# What is more than this many times as large as usual is told, for some lines.
+LARGE, MOST = 3.0, 3
 
 
 def first_causes(
-    results: Mapping[str, Event | None], passes: Passes, arguments: Mapping[str, Any]
+    results: Mapping[str, Event], passes: Passes, arguments: Mapping[str, Any]
 ) -> list[Cause]:
     """Return what bad results come from, one cause for each line."""
-    found: dict[int, Event] = {}
-    names: dict[int, list[str]] = {}
+    names: dict[int, list[str]] = {}  # the results that come from an event
+    became_nan: dict[int, Event] = {}
+    accused: dict[int, Event] = {}
     for name, last in results.items():
-        for event in ancestors(last) if last else ():
-            found[id(event)] = event
+        for event in sorted(last.ancestors, key=lambda event: event.order):
             names.setdefault(id(event), []).append(name)
-    events = sorted(found.values(), key=lambda event: event.order)
-    to_nan: dict[int, Event] = {}
-    for event in events:
-        if event.eqn is not None and event.parents:
-            for root in event.roots:
-                to_nan.setdefault(id(root), event)
-    nan = {name for name, event in results.items() if event and event.kind == "nan"}
+            if event.eqn is not None and event.parents:
+                for root in event.roots:
+                    became_nan.setdefault(id(root), event)
+        accused |= {id(event): event for event in _accused(last, passes)}
+    nan = {name for name, event in results.items() if event.kind == "nan"}
 
     def rank(event: Event) -> tuple[bool, bool, int]:
-        reaches_nan = not nan.isdisjoint(names[id(event)])
-        return not reaches_nan, bool(event.given) and event.kind == "inf", event.order
+        never_nan = nan.isdisjoint(names[id(event)])
+        return never_nan, bool(event.given) and event.kind == "inf", event.order
 
-    kept: dict[Any, Cause] = {}
-    accused = {
-        id(event): event for last in results.values() for event in _accused(last)
-    }
+    causes: dict[Any, Cause] = {}
     for event in sorted(accused.values(), key=rank):
         cause = cause_of(event, passes, arguments)
         key = cause.file, cause.line, cause.operation, cause.began_in, cause.given
-        if key in kept:
-            again = passes.is_again(event)
-            kept[key] = kept[key]._replace(again=kept[key].again + (not again))
+        if key in causes:
+            first = causes[key]
+            causes[key] = first._replace(again=first.again + (not is_again(event)))
             continue
-        later = to_nan.get(id(event))
-        if later is not None:
-            cause = cause._replace(became_nan=cause_of(later, passes, arguments))
-        kept[key] = cause._replace(results=tuple(names[id(event)]))
-    return list(kept.values())
+        lines = [(each.file, each.line) for each in causes.values()]
+        if cause.began_in == "backward" and (cause.file, cause.line) in lines:
+            continue  # one fault often breaks several slopes of a line
+        if id(event) in became_nan:
+            later = cause_of(became_nan[id(event)], passes, arguments)
+            cause = cause._replace(became_nan=later)
+        causes[key] = cause._replace(results=tuple(names[id(event)]))
+    return list(causes.values())
 
 
-def _accused(last: Event | None) -> list[Event]:
+def _accused(last: Event, passes: Passes) -> list[Event]:
     """Return the events that are causes of one result.
 
     An infinity that was given, as a mask, is one only where something multiplies by it,
     or where nothing else is: otherwise what made NaN of it is the cause. One that was
-    only moved to the result is none.
+    only moved to the result is none. Where the forward pass broke, the backward pass
+    breaks as well, and is none.
     """
-    events = sorted(ancestors(last), key=lambda event: event.order) if last else []
+    events = sorted(last.ancestors, key=lambda event: event.order)
     roots = [event for event in events if not event.parents]
     causes = [event for event in roots if not _is_mild(event)]
     for event in events:
         is_of_mild = event.eqn and event.parents and all(map(_is_mild, event.roots))
-        if is_of_mild and not any(each in causes for each in ancestors(event)):
+        if is_of_mild and not any(each in causes for each in event.ancestors):
             causes.append(event)
-    return causes or [event for event in roots if event.used or event.kind == "nan"]
+    began_in = {id(event): passes.of(event) for event in causes if event.eqn}
+    if "forward" in began_in.values():
+        return [e for e in causes if began_in.get(id(e)) != "backward"]
+    return causes or [e for e in roots if e.kind == "nan" or _is_used(e)]
+
+
+def _is_used(event: Event) -> bool:
+    """Whether what was given came into more than another place in an array."""
+    return event.used is not None and event.used.name not in MOVES
 
 
 def _is_mild(event: Event) -> bool:
+    """Whether it was given, and may be meant."""
     if not event.given:
         return False
-    if event.given == CONSTANT or event.used is None:
+    if event.given == CONSTANT or not _is_used(event):
         return True
-    return event.kind == "inf" and event.used.eqn.primitive.name not in MULTIPLY
+    return event.kind == "inf" and event.used.name not in MULTIPLY
 
 
 def cause_of(event: Event, passes: Passes, arguments: Mapping[str, Any]) -> Cause:
     """Return the cause that tells an event."""
     if event.given:
-        met_by = event.used or event.met_by
-        what = _elements(arguments.get(event.given), event.kind)
-        cause = Cause(event.kind, given=event.given, what=what)
-        return cause._replace(**line_of(met_by)._asdict()) if met_by else cause
-    eqn = event.eqn
-    began_in = passes.of(event)
+        line = line_of(event.used) if event.used else Line()
+        what = _elements(arguments.get(event.given, 0.0), event.kind)
+        return Cause(event.kind, **line._asdict(), given=event.given, what=what)
+    inputs, began_in = _inputs(event), passes.of(event)
     slope_of = passes.slope_of(event) if began_in == "backward" else ""
-    name = eqn.primitive.name
-    inputs = inputs_of(event)
-    dtype = str(eqn.outvars[0].aval.dtype)
-    given = (
-        {root.given for root in event.roots} - {"", CONSTANT} if event.parents else ()
-    )
+    roots = {root.given for root in event.roots if event.parents} - {"", CONSTANT}
     is_named = any(each.name for each in inputs)
-    near = [value.near for value in event.operands if value.near]
+    nears = [value.near for value in event.operands if value.near]
     return Cause(
         event.kind,
-        operation=name,
+        event.name,
         **line_of(event)._asdict(),
         began_in=began_in,
         iterations=event.place.iterations,
         inputs=inputs,
-        given=" and ".join(sorted(given)),
-        after="" if is_named or not near else near[-1],
-        slope_of=slope_of,
-        what=in_words(
-            name, slope_of, event.kind, inputs, dtype, is_negative=bool(event.met & 1)
-        ),
+        given=" and ".join(sorted(roots)),
+        after=nears[-1] if nears and not is_named else "",
+        what=_in_words(event, inputs, slope_of),
     )
 
 
-def inputs_of(event: Event) -> tuple[Input, ...]:
+def _inputs(event: Event) -> tuple[Input, ...]:
     """Return what is known of the operands of an operation."""
-    eqn, inputs = event.eqn, []
-    for k, (variable, value) in enumerate(zip(eqn.invars, event.operands, strict=True)):
-        aval = variable.aval
-        has_ends = has_least(eqn) and k == judged_operand(eqn)
-        inputs.append(
-            Input(
-                value.name,
-                str(getattr(aval, "dtype", aval)),
-                tuple(getattr(aval, "shape", ())),
-                value.size if is_inexact(aval) else None,
-                event.least if has_ends else None,
-            )
+    eqn, judged = event.eqn, measured(event.eqn).judged
+    return tuple(
+        Input(
+            value.name,
+            str(getattr(v.aval, "dtype", v.aval)),
+            tuple(getattr(v.aval, "shape", ())),
+            value.size if is_inexact(v.aval) else None,
+            event.least if k == judged else None,
         )
-    return tuple(inputs)
+        for k, (v, value) in enumerate(zip(eqn.invars, event.operands, strict=True))
+    )
 
 
 def _elements(x: Any, kind: str) -> str:
     """Say how many elements of an argument are bad, and where the first is."""
-    if x is None:
-        return ""
     flags = jnp.isnan(x) if kind == "nan" else jnp.isinf(x)
     if not flags.ndim:
         return ""
@@ -144,13 +143,69 @@ def _elements(x: Any, kind: str) -> str:
     return f"{int(flags.sum())} of {flags.size} elements, first at [{place}]"
 
 
-def large_argument(name: str, times: float, size: float, usual: float) -> Cause:
-    """Return the cause that tells of an argument that is larger than usual."""
-    what = f"up to {size:.3g}, usually {usual:.3g}"
-    return Cause("large", given=name, times=times, what=what)
+def _in_words(event: Event, inputs: tuple[Input, ...], slope_of: str) -> str:
+    """Say what an operation did."""
+    name, kind, least = event.name, event.kind, event.least
+    dtype = event.eqn.outvars[0].aval.dtype
+    operands = " and ".join(map(str, inputs[:TOLD]))
+    operands += f" and {len(inputs) - TOLD} more" if len(inputs) > TOLD else ""
+    plain = f"{name} of {operands}"
+    if kind == "nan" and any(math.isinf(value.size) for value in event.operands):
+        if name == "sub" and event.met & 1:
+            return "-inf - -inf, as in a softmax of which a whole row is masked"
+        signs = {"mul": "0 · inf", "div": "inf / inf"}
+        signs |= dict.fromkeys(("add", "add_any", "sub"), "inf - inf")
+        return signs.get(name, plain)
+    if slope_of:
+        return f"the slope of {slope_of}{' at 0' if least == 0 else ''} ({plain})"
+    if name == "div" and least == 0:
+        return f"{'0 / 0' if kind == 'nan' else 'a division by 0'} ({plain})"
+    if name == "cholesky":
+        return f"{plain}, which is not positive definite"
+    if name == "gather" and kind == "nan":
+        return f"{plain}, with an index out of bounds"
+    if kind == "inf" and least != 0:
+        return f"{plain}; {dtype} ends at {float(jnp.finfo(dtype).max):.6g}"
+    return plain
 
 
-def large_operation(event: Event, times: float, passes: Passes) -> Cause:
-    """Return the cause that tells where sizes grow more than usual."""
-    cause = cause_of(event, passes, {})
-    return cause._replace(kind="large", times=times)
+def larger(
+    arguments: Mapping[str, tuple[float, float]],
+    operations: Sequence[tuple[Event, Event]],
+    passes: Passes,
+) -> list[Cause]:
+    """Return the arguments that are larger than usual, and where sizes grow most.
+
+    Args:
+      arguments: the size of each, and the usual one.
+      operations: each with the same one in a usual call.
+      passes: tells the passes apart.
+    """
+    causes = [
+        Cause("large", given=name, times=size / usual, what=_than(size, usual))
+        for name, (size, usual) in arguments.items()
+        if _times(size, usual) > LARGE
+    ]
+    growths = [(_growth(event, usual), event) for event, usual in operations]
+    lines: dict[Any, Cause] = {}
+    for times, event in sorted(growths, key=lambda each: -each[0]):
+        if times > LARGE:
+            cause = cause_of(event, passes, {})._replace(kind="large", times=times)
+            lines.setdefault((cause.file, cause.line, cause.began_in), cause)
+    return [*causes, *list(lines.values())[:MOST]]
+
+
+def _than(size: float, usual: float) -> str:
+    return f"up to {size:.3g}, usually {usual:.3g}"
+
+
+def _times(size: float, usual: float) -> float:
+    return size / usual if size and usual else 1.0
+
+
+def _growth(now: Event, usual: Event) -> float:
+    """Return how many times as much as usual an operation made its inputs grow."""
+    operands = zip(now.operands, usual.operands, strict=True)
+    before = [_times(x.size, y.size) for x, y in operands]
+    after = map(_times, now.sizes, usual.sizes)
+    return max(after, default=1.0) / max(1.0, *before)

@@ -6,8 +6,6 @@ import math
 from pathlib import Path
 from typing import NamedTuple
 
-import jax.numpy as jnp
-
 from clipjax.explaining.walk import CONSTANT
 
 
@@ -21,8 +19,8 @@ class Input(NamedTuple):
     least: float | None = None  # the least element, where that matters, as for a log
 
     def __str__(self) -> str:
-        shape = f"{self.dtype}[{', '.join(map(str, self.shape))}]"
-        text = self.name or (shape if self.shape else self.dtype)
+        shape = f"[{', '.join(map(str, self.shape))}]" if self.shape else ""
+        text = self.name or self.dtype + shape
         if self.greatest is None:
             return text
         if not self.shape and not self.name:
@@ -49,7 +47,6 @@ class Cause(NamedTuple):
     inputs: tuple[Input, ...] = ()
     given: str = ""  # the argument that was bad, or "a constant"
     after: str = ""  # the argument that was used last on the way to it
-    slope_of: str = ""  # in the backward pass: the operation it differentiates
     what: str = ""  # the operation and its inputs, in words
     became_nan: Cause | None = None  # where the infinity became NaN
     handled: bool = False  # whether the result is finite, since a check caught it
@@ -57,20 +54,7 @@ class Cause(NamedTuple):
     again: int = 0  # how often the same line did it once more
     results: tuple[str, ...] = ()  # the paths of the bad results
 
-    @property
-    def place(self) -> str:
-        """The line, with its function, and the library function that it calls."""
-        if not self.file:
-            return "at an unknown line"
-        text = f"at {Path(self.file).name}:{self.line} ({self.function})"
-        return f"{text}, by {self.library}" if self.library else text
-
     def __str__(self) -> str:
-        if self.kind == "unseen":
-            return (
-                f"{', '.join(self.results)}: bad in the call, but finite when the same "
-                "program is watched, since watching changes how XLA fuses and rounds"
-            )
         text = self._of_operation() if self.operation else self._of_given()
         if self.handled:
             text = f"the result is finite; a check of finiteness caught: {text}"
@@ -79,74 +63,46 @@ class Cause(NamedTuple):
         return f"{text} (and {self.again} times more)" if self.again else text
 
     def _of_given(self) -> str:
-        if self.kind == "large":
+        if self.kind == "unseen":
             return (
-                f"{self.given} is {self.times:.3g} times as large as usual: {self.what}"
+                f"{', '.join(self.results)}: bad in the call, but finite when the same "
+                "program is watched, since watching changes how XLA fuses and rounds"
             )
+        if self.kind == "large":
+            times = f"{self.times:.3g} times as large as usual"
+            return f"{self.given} is {times}: {self.what}"
         if self.given == CONSTANT:
-            return f"{self.kind} from a constant, {self.place}"
+            return f"{self.kind} from a constant{self._place()}"
         text = f"{self.kind} in {self.given}"
         text += f": {self.what}" if self.what else ""
-        return f"{text}, first used {self.place}" if self.file else text
+        return f"{text}, first used{self._place()[1:]}" if self.file else text
 
     def _of_operation(self) -> str:
-        where = (
-            "the update" if self.began_in == "update" else f"the {self.began_in} pass"
-        )
-        loops = "".join(_loop(*each) for each in self.iterations)
-        start = f"{self.kind} in {where}{loops}, {self.place}: {self.what}"
-        if self.kind == "large":
-            growth = f"{self.times:,.0f} times its usual growth"
-            start = f"{growth} in {where}{loops}, {self.place}: {self.what}"
-        start += f"; the infinity is from {self.given}" if self.given else ""
-        return f"{start}, after {self.after}" if self.after else start
+        what = self.kind
+        if what == "large":
+            what = f"{self.times:,.0f} times its usual growth"
+        text = f"{what} in {self._pass()}"
+        for index, length in self.iterations:
+            text += f", iteration {index} of {length}" if length else ""
+            text += f", iteration {index}" if not length else ""
+        text += f"{self._place()}: {self.what}"
+        text += f"; the infinity is from {self.given}" if self.given else ""
+        return f"{text}, after {self.after}" if self.after else text
 
     def _later(self, nan: Cause) -> str:
         if (nan.file, nan.line) == (self.file, self.line):
             return f"there ({nan.what})"
-        is_same = nan.began_in == self.began_in
-        where = "" if is_same else f"in the {nan.began_in} pass, "
-        return f"{where}{nan.place} ({nan.what})"
+        where = "" if nan.began_in == self.began_in else f"in {nan._pass()}, "
+        return f"{where}{nan._place()[2:]} ({nan.what})"
 
+    def _pass(self) -> str:
+        return (
+            "the update" if self.began_in == "update" else f"the {self.began_in} pass"
+        )
 
-def _loop(index: int, length: int | None) -> str:
-    return f", iteration {index} of {length}" if length else f", iteration {index}"
-
-
-def in_words(
-    operation: str,
-    slope_of: str,
-    kind: str,
-    inputs: tuple[Input, ...],
-    dtype: str,
-    *,
-    is_negative: bool,
-) -> str:
-    """Say what an operation did: `is_negative` if NaN arose of -inf."""
-    operands = " and ".join(map(str, inputs))
-    least = next((each.least for each in inputs if each.least is not None), None)
-    is_infinite = any(math.isinf(each.greatest or 0.0) for each in inputs)
-    if kind == "nan" and is_infinite:
-        return _of_infinities(operation, operands, is_negative=is_negative)
-    if slope_of:
-        at = " at 0" if least == 0 else ""
-        return f"the slope of {slope_of}{at} ({operation} of {operands})"
-    if operation == "div" and least == 0:
-        return f"{'0 / 0' if kind == 'nan' else 'a division by 0'} (div of {operands})"
-    if operation == "cholesky":
-        return f"cholesky of {operands}, which is not positive definite"
-    if operation == "gather" and kind == "nan":
-        return f"gather of {operands}, with an index out of bounds"
-    if kind == "inf" and least != 0:
-        end = float(jnp.finfo(dtype).max)
-        return f"{operation} of {operands}; {dtype} ends at {end:.6g}"
-    return f"{operation} of {operands}"
-
-
-def _of_infinities(operation: str, operands: str, *, is_negative: bool) -> str:
-    """Say how an operation made NaN of infinities."""
-    if operation == "sub" and is_negative:
-        return "-inf - -inf, as in a softmax of which a whole row is masked"
-    signs = {"mul": "0 · inf", "div": "inf / inf", "sub": "inf - inf"}
-    signs |= dict.fromkeys(("add", "add_any"), "inf - inf")
-    return signs.get(operation, f"{operation} of {operands}")
+    def _place(self) -> str:
+        """Return the line, with its function and the library function it calls."""
+        if not self.file:
+            return ""
+        text = f", at {Path(self.file).name}:{self.line} ({self.function})"
+        return f"{text}, by {self.library}" if self.library else text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,12 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from clipjax.explaining.accused import first_causes, large_argument, large_operation
+from clipjax._core.states import SkipMemory
+from clipjax.explaining.accused import first_causes, larger
 from clipjax.explaining.causes import Cause
 from clipjax.explaining.internals import is_inexact, is_traced
 from clipjax.explaining.lines import Passes, decides
-from clipjax.explaining.walk import TOLD, Event, Tape, Value, Walk, given, joined
+from clipjax.explaining.walk import Event, Tape, Value, Walk, given, joined
 from clipjax.explaining.watch import Watch, magnitude
+from clipjax.monitoring.metrics import labeled_states_in
 
 
 def explain(
@@ -79,21 +81,26 @@ def explain(
     """
     call = _Call(function, args)
     with jax.debug_nans(False), jax.debug_infs(False):
-        watched = _Watched(call)
-        results, walk = watched.walk(call.arrays)
-        bad = _bad_names(call, watched, results)
-        passes = Passes(watched.program.jaxpr)
-        seen = {name: results[name] for name in bad if results[name].is_bad}
+        program = _Program(call)
+        results, walk = program.walk(call.arrays)
+        bad = [name for name, value in results.items() if value.is_bad]
+        if not program.jaxpr.effects:  # or the host would be called again
+            bad = [name for name in call.bad_results() if name in results]
+        events = {name: results[name].event for name in bad}
+        seen = {name: event for name, event in events.items() if event}
         if bad and not seen:
             return [Cause("unseen", results=tuple(bad))]
-        events = {name: joined([value]) for name, value in seen.items()}
+        passes = Passes(program.jaxpr.jaxpr)
+        causes = first_causes(seen or _checked(walk), passes, call.named)
         if not bad:
-            events = _checked(walk)
-        causes = first_causes(events, passes, call.named)
-        causes = [cause._replace(handled=not bad) for cause in causes]
+            causes = [each._replace(handled=True, results=()) for each in causes]
         if causes or usual is None:
             return causes
-        return _larger(watched, call, _Call(function, tuple(usual)), passes)
+        usually = _Call(function, tuple(usual))
+        call.check_shapes(usually)
+        pairs = _pairs(walk, program.walk(usually.arrays)[1])
+        sizes = zip(map(_size, call.arrays), map(_size, usually.arrays), strict=True)
+        return larger(dict(zip(call.names, sizes, strict=True)), pairs, passes)
 
 
 class _Call:
@@ -105,14 +112,11 @@ class _Call:
         paths, self.tree = tree_flatten_with_path(args)
         self.leaves = [leaf for _, leaf in paths]
         # Anything else may be static, and is closed over.
-        arrays = jax.Array | np.ndarray | np.generic
-        self.places = [
-            k for k, leaf in enumerate(self.leaves) if isinstance(leaf, arrays)
-        ]
+        self.places = [k for k, leaf in enumerate(self.leaves) if _is_array(leaf)]
         self.arrays = [self.leaves[k] for k in self.places]
-        labels = _labels(function, [path for path, _ in paths])
-        self.names = [labels[k] for k in self.places]
-        for name, x in zip(self.names, self.arrays, strict=True):
+        self.names = [_argument(function, paths[k][0]) for k in self.places]
+        self.named = dict(zip(self.names, self.arrays, strict=True))
+        for name, x in self.named.items():
             if is_traced(x):
                 raise TypeError(
                     f"{name}: explain needs known arrays: call it outside jit"
@@ -123,29 +127,63 @@ class _Call:
                     "Call explain before that call, or with copies"
                 )
 
-    @property
-    def named(self) -> dict[str, Any]:
-        """The arrays by name."""
-        return dict(zip(self.names, self.arrays, strict=True))
+    def check_shapes(self, usual: _Call) -> None:
+        """Raise if the arrays of another call have other shapes."""
+        shapes, others = (list(map(jnp.shape, x.arrays)) for x in (self, usual))
+        if shapes != others:
+            raise ValueError(
+                f"usual: its arrays must have the shapes of args, {shapes}, got "
+                f"{others}"
+            )
 
-    def run(self, *arrays: Any) -> dict[str, Any]:
+    def run(self, arrays: Sequence[Any]) -> dict[str, Any]:
         """Return the results by path; what was changed in place is one, too."""
         leaves = list(self.leaves)
         for k, x in zip(self.places, arrays, strict=True):
             leaves[k] = x
         args = self.tree.unflatten(leaves)
-        outs, _ = tree_flatten_with_path(self.function(*args))
-        found = {_path(path) or "the result": x for path, x in outs}
+        outs = self.function(*args)
+        found = {
+            _path(path) or "the result": x
+            for path, x in tree_flatten_with_path(outs)[0]
+        }
         after = jax.tree.leaves(args)
         for name, k in zip(self.names, self.places, strict=True):
             if after[k] is not leaves[k]:
                 found[f"{name} afterwards"] = after[k]
-        return {name: x for name, x in found.items() if _is_number(x)}
+        return _without_statistics(found, (outs, args))
+
+    def bad_results(self) -> list[str]:
+        """Return the paths of the results that are NaN or infinite."""
+        copies = [x.copy() for x in self.arrays]  # they may be donated
+        found = self.run(copies)
+        return [name for name, x in found.items() if not np.isfinite(_size(x))]
 
 
-def _is_number(x: Any) -> bool:
-    is_array = isinstance(x, jax.Array | np.ndarray | np.generic | float | complex)
-    return is_array and is_inexact(jnp.asarray(x))
+def _is_array(x: Any) -> bool:
+    return isinstance(x, jax.Array | np.ndarray | np.generic)
+
+
+def _without_statistics(results: dict[str, Any], tree: Any) -> dict[str, Any]:
+    """Leave out what is no number, and what clipjax's states in a tree remember.
+
+    A skip logs the norm of the step that it skipped, and a window has infinities where
+    no step has been.
+    """
+    labels = labeled_states_in(tree)
+    own: set[int] = set()
+    for label in labels.values():
+        memory: Any = label.state.memory
+        memory = memory.past if isinstance(memory, SkipMemory) else memory
+        own |= set(map(id, jax.tree.leaves((label.state.metrics, memory))))
+    return {
+        name: x
+        for name, x in results.items()
+        if (_is_array(x) or isinstance(x, float | complex))
+        and is_inexact(jnp.asarray(x))
+        and id(x) not in own
+        and not any(f"/{label}/" in f"/{name}" for label in labels)
+    }
 
 
 def _path(path: Sequence[Any]) -> str:
@@ -153,126 +191,73 @@ def _path(path: Sequence[Any]) -> str:
     return re.sub(r"/(value|raw_value)$", "", text)  # of Flax NNX's variables
 
 
-def _labels(function: Callable[..., Any], paths: Sequence[Any]) -> list[str]:
-    """Return the names of arguments, as the function's signature has them."""
+def _argument(function: Callable[..., Any], path: Sequence[Any]) -> str:
+    """Return the name of an argument, as the function's signature has it."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # built-in functions have none
         parameters = []
-    by_place = (
-        inspect.Parameter.POSITIONAL_ONLY,
-        inspect.Parameter.POSITIONAL_OR_KEYWORD,
-    )
-    known = [each.name for each in parameters if each.kind in by_place]
-    labels = []
-    for path in paths:
-        k = path[0].idx
-        name = known[k] if k < len(known) else f"args[{k}]"
-        labels.append("/".join(filter(None, (name, _path(path[1:])))))
-    return labels
+    k = path[0].idx
+    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    is_named = k < len(parameters) and parameters[k].kind in kinds
+    name = parameters[k].name if is_named else f"args[{k}]"
+    return "/".join(filter(None, (name, _path(path[1:]))))
 
 
-class _Watched:
-    """The watched program of a call, for all arrays of its shapes."""
+class _Program:
+    """The program of a call, which is watched with any arrays of its shapes."""
 
     def __init__(self, call: _Call) -> None:
-        self.call = call
-        self.results: list[str] = []
+        self.names, self.results = call.names, list[str]()
 
         def results_of(*arrays: Any) -> list[Any]:
-            results = call.run(*arrays)
-            self.results = list(results)
-            return list(results.values())
+            found = call.run(arrays)
+            self.results = list(found)
+            return list(found.values())
 
-        self.program = jax.make_jaxpr(results_of)(*call.arrays)
-        self._compile({})
+        self.jaxpr = jax.make_jaxpr(results_of)(*call.arrays)
+        self._watch({})
 
-    def _compile(self, room: dict[int, int]) -> None:
+    def _watch(self, room: dict[int, int]) -> None:
         self.watch = Watch(room)
-        jaxpr = self.program.jaxpr
+        jaxpr = self.jaxpr.jaxpr
+        self.run = jax.jit(lambda *given: self.watch.run(jaxpr, *given)[1])
 
-        def watched(constants: Sequence[Any], arrays: Sequence[Any]) -> Any:
-            _, numbers = self.watch.run(jaxpr, constants, arrays)
-            return [_size(x) for x in constants], [_size(x) for x in arrays], numbers
-
-        self.run = jax.jit(watched)
-
-    def walk(
-        self, arrays: Sequence[Any], usual: Any = None, growths: Sequence[float] = ()
-    ) -> tuple[dict[str, Value], Walk]:
+    def walk(self, arrays: list[Any]) -> tuple[dict[str, Value], Walk]:
         """Return the values of the results, and the walk that found them."""
-        jaxpr = self.program.jaxpr
+        arguments = [
+            given(_size(x), name) for name, x in zip(self.names, arrays, strict=True)
+        ]
         while True:
-            found = jax.device_get(self.run(self.program.consts, list(arrays)))
-            of_constants, self.sizes, numbers = found
-            walk = Walk(self.watch.widths, self.watch.room, usual)
-            constants = [given(float(size), "") for size in of_constants]
-            arguments = [
-                given(float(size), name)
-                for size, name in zip(self.sizes, self.call.names, strict=True)
-            ]
-            if growths:
-                pairs = zip(arguments, growths, strict=True)
-                arguments = [value._replace(growth=times) for value, times in pairs]
-            values = walk.run(jaxpr, constants, arguments, Tape(numbers))
+            numbers = jax.device_get(self.run(self.jaxpr.consts, arrays))
+            walk = Walk(self.watch.widths, self.watch.room)
+            values = walk.run(
+                self.jaxpr.jaxpr, self.jaxpr.consts, arguments, Tape(numbers)
+            )
             if not walk.short:
                 return dict(zip(self.results, values, strict=True)), walk
-            self._compile({**self.watch.room, **walk.short})
+            self._watch({**self.watch.room, **walk.short})
 
 
-def _size(x: Any) -> Any:
-    return magnitude(x) if is_inexact(x) else jnp.float32(0)
+def _size(x: Any) -> float:
+    x = jnp.asarray(x)
+    return float(magnitude(x)) if is_inexact(x) else 0.0
 
 
-def _bad_names(
-    call: _Call, watched: _Watched, results: Mapping[str, Value]
-) -> list[str]:
-    """Return the results that are bad in the call itself, run on copies.
-
-    A program that calls the host is not called again; then the watched results count.
-    """
-    if watched.program.effects:
-        return [name for name, value in results.items() if value.is_bad]
-    copies = [
-        x.copy() if isinstance(x, jax.Array | np.ndarray) else x for x in call.arrays
-    ]
-    found = call.run(*copies)
-    sizes = jax.device_get(
-        jax.jit(lambda xs: [_size(x) for x in xs])(list(found.values()))
-    )
-    pairs = zip(found, sizes, strict=True)
-    return [name for name, size in pairs if not np.isfinite(size) and name in results]
-
-
-def _checked(walk: Walk) -> dict[str, Event | None]:
+def _checked(walk: Walk) -> dict[str, Event]:
     """Return what checks of finiteness saw that decide about more than an element."""
-    found = [event for jaxpr, check, event in walk.checks if decides(jaxpr, check)]
-    return {str(k): event for k, event in enumerate(found)}
+    checks = [each for each in walk.operations if each.name == "is_finite"]
+    events = [joined(check.operands) for check in checks if decides(check)]
+    return {str(k): event for k, event in enumerate(events) if event}
 
 
-def _larger(
-    watched: _Watched, call: _Call, usual: _Call, passes: Passes
-) -> list[Cause]:
-    """Return the arguments that are larger than usual, and where sizes grow most."""
-    shapes = [jnp.shape(x) for x in call.arrays], [jnp.shape(x) for x in usual.arrays]
-    if shapes[0] != shapes[1]:
-        raise ValueError(
-            f"usual: its arrays must have the shapes of args, {shapes[0]}, got "
-            f"{shapes[1]}"
-        )
-    _, before = watched.walk(usual.arrays, {})
-    usually = watched.sizes
-    watched.walk(call.arrays)
-    pairs = list(zip(watched.sizes, usually, strict=True))
-    growths = [float(x / u) if x and u else 1.0 for x, u in pairs]
-    _, walk = watched.walk(call.arrays, before.sizes, growths)
-    causes = [
-        large_argument(name, times, *pair)
-        for name, times, pair in zip(call.names, growths, pairs, strict=True)
-        if times > TOLD
-    ]
-    lines: dict[Any, Cause] = {}
-    for times, event in sorted(walk.grown, key=lambda each: -each[0]):
-        cause = large_operation(event, times, passes)
-        lines.setdefault((cause.file, cause.line, cause.began_in), cause)
-    return [*causes, *list(lines.values())[:3]]
+def _pairs(now: Walk, usual: Walk) -> list[tuple[Event, Event]]:
+    """Return the operations of two calls of a program that run in both."""
+
+    def by_place(walk: Walk) -> dict[Any, Event]:
+        places = [event.place for event in walk.operations]
+        keys = [((*map(id, place.eqns),), place.iterations) for place in places]
+        return dict(zip(keys, walk.operations, strict=True))
+
+    others = by_place(usual)
+    return [(event, others[k]) for k, event in by_place(now).items() if k in others]

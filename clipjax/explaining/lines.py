@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,9 +22,13 @@ from clipjax.explaining.internals import (
 from clipjax.explaining.primitives import HAS_ENDS, callee
 from clipjax.explaining.walk import Event
 
-_JAX = str(Path(jax.__file__).parent)
-_OWN = str(Path(__file__).parent.parent)
-_INSTALLED = tuple(sysconfig.get_path(key) for key in ("purelib", "platlib", "stdlib"))
+_HERE = Path(__file__).parent
+_FOLDERS = {
+    Path(jax.__file__).parent: "jax",
+    _HERE.parent: "clipjax",
+    Path(sysconfig.get_path("stdlib")): "python",
+    Path(sysconfig.get_path("platstdlib")): "python",
+}
 # Functions of JAX that people call by name; the rest of JAX is machinery.
 _CALLED = re.compile(r"_src/(nn|scipy|ops|image|numpy/(linalg|reductions|fft))\b")
 
@@ -41,9 +45,9 @@ class Line(NamedTuple):
 def line_of(event: Event) -> Line:
     """Return the innermost line of the user's around an equation."""
     library, last = "", Line()
-    for eqn in _outwards(event):
-        for frame in frames(eqn):
-            if _is_users(frame):
+    for eqn in event.place.eqns:
+        for frame in _frames(eqn):
+            if not _package(frame):
                 return Line(frame.file, frame.line, _short(frame), library)
             name = _library(frame)
             if name and (not library or library.startswith("jax ")):
@@ -53,63 +57,57 @@ def line_of(event: Event) -> Line:
     return last
 
 
-def _outwards(event: Event) -> list[Equation]:
-    callers = [eqn for _, eqn in event.place.calls]
-    return [*([event.eqn] if event.eqn else []), *callers[::-1]]
+def _frames(eqn: Equation) -> Iterator[Frame]:
+    """Return the lines that made an equation, up to the call of `explain`."""
+    for frame in frames(eqn):
+        if Path(frame.file).parent == _HERE:
+            return
+        yield frame
 
 
-def _is_users(frame: Frame) -> bool:
-    is_installed = frame.file.startswith((*_INSTALLED, _JAX, _OWN))
-    return not is_installed and not frame.file.startswith("<frozen")
+def _package(frame: Frame) -> str:
+    """Return the installed package that a line is of, or "" if it is the user's."""
+    path = Path(frame.file)
+    for folder in ("site-packages", "dist-packages"):
+        if folder in path.parts:
+            return path.parts[path.parts.index(folder) + 1]
+    if frame.file.startswith("<frozen"):
+        return "python"
+    found = (name for folder, name in _FOLDERS.items() if folder in path.parents)
+    return next(found, "")
 
 
 def _library(frame: Frame) -> str:
     """Return how a library's function is called, or "" if it is machinery."""
-    if frame.file.startswith(_JAX):
-        is_called = _CALLED.search(frame.file)
-        return f"jax {_short(frame).lstrip('_')}" if is_called else ""
-    for folder in _INSTALLED[:2]:
-        if frame.file.startswith(folder):
-            return f"{Path(frame.file).relative_to(folder).parts[0]} {_short(frame)}"
-    return f"clipjax {_short(frame)}" if frame.file.startswith(_OWN) else ""
+    package = _package(frame)
+    is_machinery = package == "jax" and not _CALLED.search(Path(frame.file).as_posix())
+    if package in ("", "python") or is_machinery:
+        return ""
+    return f"{package} {_short(frame).lstrip('_')}"
 
 
 def _short(frame: Frame) -> str:
     """Return the name of a function: that of its class or maker, if it has one."""
-    first, _, rest = frame.function.partition(".")
-    return first if rest else frame.function
-
-
-def _is_in_optimizer(event: Event) -> bool:
-    """Whether an `update` of Optax or clipjax has made an equation."""
-    return any(
-        "update" in frame.function
-        and _library(frame).startswith(("optax ", "clipjax "))
-        for eqn in _outwards(event)
-        for frame in frames(eqn)
-    )
+    return frame.function.partition(".")[0]
 
 
 def _site(eqn: Equation) -> Frame | None:
     """Return the line that an equation stands for, in a library or not."""
-    found = (each for each in frames(eqn) if _library(each) or _is_users(each))
+    found = (each for each in _frames(eqn) if _library(each) or not _package(each))
     return next(found, None)
 
 
-def decides(jaxpr: Any, check: Event) -> bool:
+def decides(check: Event) -> bool:
     """Whether a check of finiteness is about more than single elements.
 
     The checks in JAX's own functions, as in `logsumexp`, do not count.
     """
     site = _site(check.eqn)
-    if site is None or site.file.startswith(_JAX):
+    if site is None or _package(site) == "jax":
         return False
-    flags = check.eqn.outvars[0]
-    users = [eqn for eqn in jaxpr.eqns if flags in eqn.invars]
-    by_element = {"select_n", "jit"}
-    return not flags.aval.shape or not any(
-        u.primitive.name in by_element for u in users
-    )
+    (flags,), (jaxpr, _) = check.eqn.outvars, check.place.path[-1]
+    users = {eqn.primitive.name for eqn in jaxpr.eqns if flags in eqn.invars}
+    return not flags.aval.shape or users.isdisjoint({"select_n", "jit", "pjit"})
 
 
 class Passes:
@@ -121,8 +119,7 @@ class Passes:
     """
 
     def __init__(self, program: Any) -> None:
-        self._primal: set[int] = set()
-        self._sites: dict[Frame | None, list[str]] = {}
+        self._primal: dict[int, Equation] = {}
         self._find(program, range(len(program.outvars)))
 
     def _find(self, jaxpr: Any, results: Iterable[int]) -> None:
@@ -137,66 +134,84 @@ class Passes:
             places = [k for k, v in enumerate(eqn.outvars) if v in need]
             # The loss is used by nothing where only gradients are returned.
             if places or used.isdisjoint(eqn.outvars):
-                self._primal.add(id(eqn))
-                self._sites.setdefault(_site(eqn), []).append(eqn.primitive.name)
+                self._primal[id(eqn)] = eqn
                 need.update(v for v in eqn.invars if not is_literal(v))
-                self._enter(eqn, places)
-
-    def _enter(self, eqn: Equation, places: list[int]) -> None:
-        name, called = eqn.primitive.name, callee(eqn)
-        if name == "scan":
-            carried = scan_counts(eqn.params)[1]
-            body = closed(eqn.params["jaxpr"]).jaxpr
-            self._find(body, {*range(carried), *places})
-        elif name == "while":
-            self._find(eqn.params["body_jaxpr"].jaxpr, range(len(eqn.outvars)))
-        elif name == "cond":
-            for branch in eqn.params["branches"]:
-                self._find(branch.jaxpr, places)
-        elif called is not None:
-            self._find(called.jaxpr, places)
+                for inner, inner_places in _called(eqn, places):
+                    self._find(inner, inner_places)
 
     def of(self, event: Event) -> str:
         """Return "forward", "backward", or "update" for what uses gradients."""
-        names = [scopes(eqn) for eqn in _outwards(event)]
-        if _any("rematted_computation", names):
-            sites = self._sites.get(_site(event.eqn), [])
-            return "forward" if event.eqn.primitive.name in sites else "backward"
-        if _any("transpose(", names):
+        names = _scopes(event)
+        if "rematted_computation" in names:
+            again = event.name in self._names_at(_site(event.eqn))
+            return "forward" if again else "backward"
+        if "transpose(" in names:
             return "backward"
-        if _any("jvp(", names):
+        if "jvp(" in names:
             return "forward" if id(event.eqn) in self._primal else "backward"
         after = any(value.after_backward for value in event.operands)
         return "update" if after or _is_in_optimizer(event) else "forward"
 
-    def is_again(self, event: Event) -> bool:
-        """Whether a remat computed an operation of the forward pass again."""
-        return _any("rematted_computation", [scopes(eqn) for eqn in _outwards(event)])
+    def _names_at(self, site: Frame | None) -> list[str]:
+        """Return the operations of the forward pass in a line."""
+        primal = self._primal.values()
+        return [eqn.primitive.name for eqn in primal if _site(eqn) == site]
 
     def slope_of(self, event: Event) -> str:
         """Return the operation whose slope an operation of the backward pass is.
 
-        It has an operand in common with it, or stands on the same line.
+        It stands on the same line, if possible next to it in the dataflow.
         """
-        eqn = event.eqn
-        is_transposed = _any("transpose(", [scopes(each) for each in _outwards(event)])
-        if is_transposed and eqn.primitive.name != "div":
+        if "transpose(" in _scopes(event) and event.name != "div":
             return ""
-        others = [each for each in event.jaxpr.eqns if each is not eqn]
-        near = [each.primitive.name for each in others if _share(each, eqn)]
-        for names in (near, self._sites.get(_site(eqn), [])):
-            found = list(dict.fromkeys(name for name in names if name in HAS_ENDS))
+        jaxpr, eqn = event.place.path[-1]
+        site, mine = _site(eqn), _variables(eqn)
+        near = [
+            each.primitive.name
+            for each in jaxpr.eqns
+            if each is not eqn and mine & _variables(each) and _site(each) == site
+        ]
+        for names in (near, self._names_at(site)):
+            found = [name for name in names if name in HAS_ENDS]
+            # The slope of a quotient has a power; other slopes have a quotient.
+            is_power = event.name == "integer_pow"
+            found.sort(key=lambda name: (name in ("div", "integer_pow")) != is_power)
             if found:
-                return " or ".join(found)
+                return found[0]
         return ""
 
 
-def _any(part: str, names: list[str]) -> bool:
-    return any(part in name for name in names)
+def _variables(eqn: Equation) -> set[Any]:
+    return {*eqn.outvars, *(v for v in eqn.invars if not is_literal(v))}
 
 
-def _share(one: Equation, other: Equation) -> bool:
-    """Whether equations of one line have an operand in common, or follow each other."""
-    operands = {v for v in other.invars if not is_literal(v)}
-    mine = {v for v in (*one.invars, *one.outvars) if not is_literal(v)}
-    return not operands.isdisjoint(mine) and _site(one) == _site(other)
+def _called(eqn: Equation, places: list[int]) -> list[tuple[Any, Iterable[int]]]:
+    """Return the jaxprs that an equation calls, with the results that are needed."""
+    name, params, called = eqn.primitive.name, eqn.params, callee(eqn)
+    if name == "scan":
+        carried = scan_counts(params)[1]
+        return [(closed(params["jaxpr"]).jaxpr, {*range(carried), *places})]
+    if name == "while":
+        return [(params["body_jaxpr"].jaxpr, range(len(eqn.outvars)))]
+    if name == "cond":
+        return [(branch.jaxpr, places) for branch in params["branches"]]
+    return [(called.jaxpr, places)] if called is not None else []
+
+
+def _scopes(event: Event) -> str:
+    """Return the transformations and named scopes around an operation."""
+    return " ".join(map(scopes, event.place.eqns))
+
+
+def is_again(event: Event) -> bool:
+    """Whether a remat computed an operation of the forward pass again."""
+    return "rematted_computation" in _scopes(event)
+
+
+def _is_in_optimizer(event: Event) -> bool:
+    """Whether an `update` of Optax or clipjax has made an equation."""
+    return any(
+        "update" in frame.function and _package(frame) in ("optax", "clipjax")
+        for eqn in event.place.eqns
+        for frame in _frames(eqn)
+    )

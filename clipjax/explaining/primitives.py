@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from clipjax.explaining.internals import Equation, closed, is_inexact
 
-# The outputs are the inputs, in another form.
+# The output is the input, in another form.
 SAME = {
     *("reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "copy"),
     *("copy_p", "rev", "name", "stop_gradient", "optimization_barrier"),
@@ -41,6 +41,26 @@ WHOLE = {
 CALLEES = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
 
 
+class Measured(NamedTuple):
+    """What is written down of an equation."""
+
+    outputs: tuple[int, ...] = ()  # the places of those whose magnitude is
+    by_place: bool = False  # whether is, which inputs are bad where the output is
+    judged: int | None = None  # the place of the input whose least element is
+
+
+def measured(eqn: Equation) -> Measured:
+    """Return what is written down of an equation."""
+    name = eqn.primitive.name
+    outputs = tuple(k for k, v in enumerate(eqn.outvars) if is_inexact(v.aval))
+    if name in SAME or not outputs:
+        return Measured()
+    # One bit for each operand has to fit a float32.
+    by_place = name in BY_PLACE and 1 < len(eqn.invars) < 20
+    judged = None if name not in HAS_ENDS else 1 if name == "div" else 0
+    return Measured(outputs, by_place, judged)
+
+
 def callee(eqn: Equation) -> Any:
     """Return the jaxpr that an equation calls once, or None."""
     if eqn.primitive.name in WHOLE:
@@ -58,29 +78,3 @@ def is_silent(eqn: Equation) -> bool:
     """Whether an equation only prints, or calls the host without a result."""
     name = eqn.primitive.name
     return not eqn.outvars and ("callback" in name or name == "debug_print")
-
-
-def inexact_outputs(eqn: Equation) -> list[int]:
-    """Return the places of the outputs that may be NaN."""
-    return [k for k, v in enumerate(eqn.outvars) if is_inexact(v.aval)]
-
-
-def is_by_place(eqn: Equation) -> bool:
-    """Whether it is recorded which inputs are bad where the output is bad."""
-    operands = len(eqn.invars)  # one bit each of a float32
-    return eqn.primitive.name in BY_PLACE and 1 < operands < 20
-
-
-def has_least(eqn: Equation) -> bool:
-    """Whether the least element of the last operand is recorded."""
-    name = eqn.primitive.name
-    return name in HAS_ENDS and is_inexact(eqn.invars[_place(name)].aval)
-
-
-def judged_operand(eqn: Equation) -> int:
-    """Return the place of the operand that has ends: of `pow`, the base."""
-    return _place(eqn.primitive.name)
-
-
-def _place(name: str) -> int:
-    return 1 if name == "div" else 0

@@ -24,16 +24,7 @@ from clipjax.explaining.internals import (
     is_literal,
     scan_counts,
 )
-from clipjax.explaining.primitives import (
-    SAME,
-    callee,
-    has_least,
-    inexact_outputs,
-    is_by_place,
-    is_remat,
-    is_silent,
-    judged_operand,
-)
+from clipjax.explaining.primitives import callee, is_remat, is_silent, measured
 
 # How many iterations of a while loop are written down in the first run.
 ROOM = 64
@@ -89,6 +80,19 @@ def _row(numbers: Sequence[jax.Array]) -> jax.Array:
     return jnp.concatenate([jnp.zeros(0), *(jnp.ravel(x) for x in numbers)])
 
 
+def _measure(
+    eqn: Equation, operands: Sequence[jax.Array], outs: Sequence[jax.Array]
+) -> list[jax.Array]:
+    """Return the numbers of one operation."""
+    name, what = eqn.primitive.name, measured(eqn)
+    numbers = [magnitude(outs[k]) for k in what.outputs]
+    if what.by_place:
+        numbers.append(_met(operands, outs[0], name))
+    if what.judged is not None:
+        numbers.append(_least(operands[what.judged], name))
+    return numbers
+
+
 class Watch:
     """Runs jaxprs, and writes numbers.
 
@@ -114,42 +118,31 @@ class Watch:
             return values[variable]
 
         for eqn in jaxpr.eqns:
-            outs = self._step(eqn, [read(v) for v in eqn.invars], numbers)
+            outs, new = self._step(eqn, [read(v) for v in eqn.invars])
             values.update(zip(eqn.outvars, outs, strict=True))
+            numbers += new
         return [read(v) for v in jaxpr.outvars], _row(numbers)
 
-    def _step(
-        self, eqn: Equation, operands: list[Any], numbers: list[jax.Array]
-    ) -> list[Any]:
-        name = eqn.primitive.name
+    def _step(self, eqn: Equation, operands: list[Any]) -> Any:
+        """Return the outputs of an equation, and its numbers."""
+        name, called = eqn.primitive.name, callee(eqn)
         if name == "scan":
-            return self._scan(eqn, operands, numbers)
+            return self._scan(eqn, operands)
         if name == "while":
-            return self._while(eqn, operands, numbers)
+            return self._while(eqn, operands)
         if name == "cond":
-            return self._cond(eqn, operands, numbers)
+            return self._cond(eqn, operands)
         if is_silent(eqn):
-            return []
-        called = callee(eqn)
-        if called is not None:
-            if is_remat(eqn) and operands:  # or XLA would keep what it computes again
-                operands = lax.optimization_barrier(operands)
-            outs, row = self.run(called.jaxpr, called.consts, operands)
-            numbers.append(row)
-            return outs
-        outs = bind(eqn, operands)
-        if name not in SAME:
-            places = inexact_outputs(eqn)
-            numbers += [magnitude(outs[k]) for k in places]
-            if places and is_by_place(eqn):
-                numbers.append(_met(operands, outs[0], name))
-            if places and has_least(eqn):
-                numbers.append(_least(operands[judged_operand(eqn)], name))
-        return outs
+            return [], []
+        if called is None:
+            outs = bind(eqn, operands)
+            return outs, _measure(eqn, operands, outs)
+        if is_remat(eqn) and operands:  # or XLA would keep what it computes again
+            operands = lax.optimization_barrier(operands)
+        outs, row = self.run(called.jaxpr, called.consts, operands)
+        return outs, [row]
 
-    def _scan(
-        self, eqn: Equation, operands: list[Any], numbers: list[jax.Array]
-    ) -> list[Any]:
+    def _scan(self, eqn: Equation, operands: list[Any]) -> Any:
         params, body = eqn.params, closed(eqn.params["jaxpr"])
         first, carried = scan_counts(params)
         constants, rest = operands[:first], operands[first:]
@@ -168,12 +161,9 @@ class Watch:
             unroll=params["unroll"],
         )
         self.widths[id(eqn)] = rows.shape[1]
-        numbers.append(rows)
-        return [*carry, *ys]
+        return [*carry, *ys], [rows]
 
-    def _while(
-        self, eqn: Equation, operands: list[Any], numbers: list[jax.Array]
-    ) -> list[Any]:
+    def _while(self, eqn: Equation, operands: list[Any]) -> Any:
         params, room = eqn.params, self.room.get(id(eqn), ROOM)
         of_test, of_body = params["cond_nconsts"], params["body_nconsts"]
         tests, rest = operands[:of_test], operands[of_test:]
@@ -195,29 +185,25 @@ class Watch:
         state = jnp.int32(0), carry, jnp.zeros((room, width))
         count, carry, rows = lax.while_loop(goes_on, step, state)
         self.widths[id(eqn)] = width
-        numbers += [count.astype(jnp.float32), rows]
-        return list(carry)
+        return list(carry), [count.astype(jnp.float32), rows]
 
-    def _cond(
-        self, eqn: Equation, operands: list[Any], numbers: list[jax.Array]
-    ) -> list[Any]:
-        branches, given = eqn.params["branches"], operands[1:]
+    def _cond(self, eqn: Equation, operands: list[Any]) -> Any:
+        branches = eqn.params["branches"]
         index = jnp.clip(operands[0].astype(jnp.int32), 0, len(branches) - 1)
 
-        def run(branch: Any) -> Any:
+        def runs(branch: Any) -> Any:
             return lambda *given: self.run(branch.jaxpr, branch.consts, given)
 
-        rows = [jax.eval_shape(run(each), *given)[1] for each in branches]
-        width = max(row.shape[0] for row in rows)
-
         def padded(branch: Any) -> Any:
-            def call(*given: Any) -> Any:
-                outs, row = run(branch)(*given)
+            def run(*given: Any) -> Any:
+                outs, row = runs(branch)(*given)
                 return outs, jnp.pad(row, (0, width - row.shape[0]))
 
-            return call
+            return run
 
-        outs, row = lax.switch(index, [padded(each) for each in branches], *given)
-        self.widths[id(eqn)] = width
-        numbers += [index.astype(jnp.float32), row]
-        return outs
+        rows = [jax.eval_shape(runs(each), *operands[1:])[1] for each in branches]
+        self.widths[id(eqn)] = width = max(row.shape[0] for row in rows)
+        outs, row = lax.switch(
+            index, [padded(each) for each in branches], *operands[1:]
+        )
+        return outs, [index.astype(jnp.float32), row]

@@ -1,5 +1,7 @@
 """explain names the operation, the line, the pass and the iteration."""
 
+import functools
+import importlib
 import inspect
 from typing import Any
 
@@ -212,6 +214,8 @@ def test_arguments_are_named_by_parameter_and_path() -> None:
     assert cause.given == "params/w/kernel"
     assert cause.line == inspect.getsourcelines(loss)[1] + 1
     assert set(cause.results) >= {"0", "1/w/kernel"}
+    (cause,) = clipjax.explain(functools.partial(loss, params), {"x": jnp.nan * X})
+    assert cause.given == "batch/x"
 
 
 def best_of(x: Any) -> Any:
@@ -258,19 +262,87 @@ def test_a_state_that_keeps_infinities_accuses_nobody() -> None:
     assert [cause.operation for cause in causes] == ["log"]
 
 
-def test_a_skipped_step_is_told_as_handled() -> None:
-    def overflows(params: Any, state: Any, x: Any) -> Any:
-        gradient = jax.grad(lambda w: (x @ w * 1e30).sum() * 1e30)(params)
-        updates, state = skip.update(gradient, state, params)
-        return optax.apply_updates(params, updates), state
+SKIPS = {
+    "Optax": optax.apply_if_finite(optax.sgd(0.1), 5),
+    "skip_nonfinite": clipjax.skip_nonfinite(optax.sgd(0.1)),
+    "bounded": optax.chain(
+        clipjax.record_norms(keep=3),
+        clipjax.bounded(
+            optax.sgd(0.1),
+            clip=clipjax.clip_by_global_norm(1.0),
+            nonfinite="skip",
+        ),
+    ),
+}
 
-    skip = optax.apply_if_finite(optax.sgd(0.1), 5)
-    (cause, *_) = clipjax.explain(jax.jit(overflows), SQUARE, skip.init(SQUARE), X)
+
+@pytest.mark.parametrize("name", SKIPS)
+def test_a_skipped_step_is_told_as_handled(name: str) -> None:
+    """Although clipjax's states keep the norm of the step that was skipped."""
+    skip = SKIPS[name]
+
+    def step(params: Any, state: Any, x: Any, scale: Any) -> Any:
+        gradient = jax.grad(lambda w: (x @ w * scale).sum() * scale)(params)
+        updates, state = skip.update(gradient, state, params)
+        metrics = {} if name == "Optax" else clipjax.metrics(state)
+        return optax.apply_updates(params, updates), state, metrics
+
+    state, fine, large = skip.init(SQUARE), jnp.ones(()), jnp.full((), 1e30)
+    (cause, *_) = clipjax.explain(jax.jit(step), SQUARE, state, X, large)
     assert cause.handled
     assert cause.operation == "mul"
     assert str(cause).startswith(
         "the result is finite; a check of finiteness caught: inf"
     )
+    assert clipjax.explain(jax.jit(step), SQUARE, state, X, fine) == []
+
+
+def test_the_line_is_not_in_an_installed_package(
+    tmp_path: Any, monkeypatch: Any
+) -> None:
+    """Wherever it is installed."""
+    for folder in ("site-packages", "dist-packages"):
+        package = tmp_path / folder / f"toy_{folder[:4]}"
+        package.mkdir(parents=True)
+        (package / "__init__.py").write_text(
+            "import jax.numpy as jnp\ndef root(x):\n    return jnp.sqrt(x)\n"
+        )
+        monkeypatch.syspath_prepend(package.parent)
+        root = importlib.import_module(package.name).root
+        start = inspect.currentframe().f_lineno  # type: ignore[union-attr]
+        (cause,) = clipjax.explain(lambda x, root=root: root(x).sum(), -(X**2))
+        assert (cause.file, cause.line) == (__file__, start + 1)
+        assert cause.library == f"{package.name} root"
+
+
+def test_a_function_without_a_line_of_its_own_gets_none() -> None:
+    (cause,) = clipjax.explain(jnp.log, jnp.zeros(2))
+    assert (cause.file, cause.line) == ("", 0)
+    assert str(cause) == "inf in the forward pass: log of x, least 0"
+
+
+def test_one_fault_is_one_cause() -> None:
+    """Where a function has no value, its slope is infinite as well."""
+
+    def unit(x: Any) -> Any:
+        length = jnp.sqrt((x**2).sum())
+        return (x / length).sum()
+
+    for function in (unit, lambda x: jnp.log(x).sum(), lambda x: (1 / x).sum()):
+        (cause,) = clipjax.explain(grad(function), jnp.zeros(2))
+        assert cause.began_in == "forward"
+
+    def guarded(x: Any) -> Any:
+        return jnp.where(x > 0, x / jnp.sqrt(x), 0).sum()
+
+    (cause,) = clipjax.explain(grad(guarded), jnp.zeros(2))
+    assert "the slope of div at 0" in cause.what
+
+
+def test_at_most_three_operands_are_told() -> None:
+    (text,) = told(lambda a: jnp.linalg.solve(a, X.T), 0 * SQUARE)
+    assert "custom_linear_solve of a up to 0 and" in text
+    assert text.endswith(" and 4 more")
 
 
 def test_donated_arguments_are_copied_and_deleted_ones_an_error() -> None:
