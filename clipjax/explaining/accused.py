@@ -89,7 +89,7 @@ def _is_mild(event: Event) -> bool:
     """Whether it was given, and may be meant."""
     if not event.given:
         return False
-    if event.given == CONSTANT or not _is_used(event):
+    if event.given == CONSTANT or event.used is None or event.used.name in MOVES:
         return True
     return event.kind == "inf" and event.used.name not in MULTIPLY
 

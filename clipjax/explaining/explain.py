@@ -55,8 +55,9 @@ def explain(
       the function that the line calls, as "flax Linear"; `given` is the path of an
       argument that was bad before the call; `became_nan` is the cause that tells where
       the infinity became NaN; `handled` says that the result is finite, since a check
-      of finiteness, as in a skip, caught what is told. If the call is bad, but the
-      watched program is not, the only cause has the kind "unseen".
+      of finiteness, as in a skip, caught what is told (what clipjax's states log is no
+      result). If the call is bad, but the watched program is not, the only cause has
+      the kind "unseen".
 
     Raises:
       TypeError: an argument is traced: call it outside `jit`.
@@ -230,7 +231,7 @@ class _Program:
         ]
         while True:
             numbers = jax.device_get(self.run(self.jaxpr.consts, arrays))
-            walk = Walk(self.watch.widths, self.watch.room)
+            walk = Walk(self.watch)
             values = walk.run(
                 self.jaxpr.jaxpr, self.jaxpr.consts, arguments, Tape(numbers)
             )

@@ -6,7 +6,7 @@ primitives may change with any minor version.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +28,35 @@ class Frame(NamedTuple):
 def closed(jaxpr: Any) -> Any:
     """Return a jaxpr with its constants."""
     return jaxpr if isinstance(jaxpr, _Closed) else _Closed(jaxpr, ())
+
+
+def interpret(
+    jaxpr: Any,
+    constants: Sequence[Any],
+    arguments: Sequence[Any],
+    known: Callable[[Any, Any], Any],
+    step: Callable[[Equation, list[Any]], Sequence[Any]],
+) -> list[Any]:
+    """Return the results of a jaxpr for values of any kind.
+
+    Args:
+      jaxpr: the program.
+      constants: its constants.
+      arguments: the values of its inputs.
+      known: makes a value of a constant, or of a number in the text, and its type.
+      step: makes the outputs of an equation from the values of its operands.
+    """
+    pairs = zip(jaxpr.constvars, constants, strict=True)
+    values = {v: known(x, v.aval) for v, x in pairs}
+    values |= dict(zip(jaxpr.invars, arguments, strict=True))
+
+    def read(v: Any) -> Any:
+        return known(v.val, v.aval) if is_literal(v) else values[v]
+
+    for eqn in jaxpr.eqns:
+        outs = step(eqn, [read(v) for v in eqn.invars])
+        values.update(zip(eqn.outvars, outs, strict=True))
+    return [read(v) for v in jaxpr.outvars]
 
 
 def is_literal(variable: Any) -> bool:

@@ -17,8 +17,8 @@ import numpy as np
 from clipjax.explaining.internals import (
     Equation,
     closed,
+    interpret,
     is_inexact,
-    is_literal,
     scan_counts,
     scopes,
 )
@@ -30,7 +30,7 @@ from clipjax.explaining.primitives import (
     is_silent,
     measured,
 )
-from clipjax.explaining.watch import ROOM, magnitude
+from clipjax.explaining.watch import ROOM, Watch, magnitude
 
 CONSTANT = "a constant"
 
@@ -145,8 +145,8 @@ class Tape:
 class Walk:
     """Reads what a watched program has written."""
 
-    def __init__(self, widths: dict[int, int], room: dict[int, int]) -> None:
-        self.widths, self.room = widths, room
+    def __init__(self, watch: Watch) -> None:
+        self.watch = watch
         self.short: dict[int, int] = {}  # loops with more iterations than were written
         self.operations: list[Event] = []
 
@@ -159,20 +159,11 @@ class Walk:
         place: Place = NOWHERE,
     ) -> list[Value]:
         """Return the values of the results of a jaxpr."""
-        pairs = zip(jaxpr.constvars, constants, strict=True)
-        values = {v: _constant(x, v.aval) for v, x in pairs}
-        values |= dict(zip(jaxpr.invars, arguments, strict=True))
 
-        def read(variable: Any) -> Value:
-            if is_literal(variable):
-                return _constant(variable.val, variable.aval)
-            return values[variable]
+        def step(eqn: Equation, operands: list[Value]) -> list[Value]:
+            return self._step(eqn, operands, tape, place.at(jaxpr, eqn))
 
-        for eqn in jaxpr.eqns:
-            operands = [read(v) for v in eqn.invars]
-            outs = self._step(eqn, operands, tape, place.at(jaxpr, eqn))
-            values.update(zip(eqn.outvars, outs, strict=True))
-        return [read(v) for v in jaxpr.outvars]
+        return interpret(jaxpr, constants, arguments, _constant, step)
 
     def _step(
         self, eqn: Equation, operands: list[Value], tape: Tape, place: Place
@@ -185,7 +176,7 @@ class Walk:
             return self._while(eqn, operands, tape, place)
         if name == "cond":
             called, operands = eqn.params["branches"][int(tape.one())], operands[1:]
-            (tape,) = tape.rows(1, self.widths[id(eqn)])
+            (tape,) = tape.rows(1, self.watch.widths[id(eqn)])
         if is_silent(eqn):
             return []
         if called is not None:
@@ -202,7 +193,7 @@ class Walk:
         constants, rest = operands[:first], operands[first:]
         carry, xs = rest[:carried], rest[carried:]
         of_xs = body.jaxpr.invars[first + carried :]
-        rows = tape.rows(length, self.widths[id(eqn)])
+        rows = tape.rows(length, self.watch.widths[id(eqn)])
         ys: list[list[Value]] = [[] for _ in range(length)]
         for i in range(length)[:: -1 if params["reverse"] else 1]:
             parts = [
@@ -220,12 +211,12 @@ class Walk:
     def _while(
         self, eqn: Equation, operands: list[Value], tape: Tape, place: Place
     ) -> list[Value]:
-        params, room = eqn.params, self.room.get(id(eqn), ROOM)
+        params, room = eqn.params, self.watch.room.get(id(eqn), ROOM)
         rest = operands[params["cond_nconsts"] :]
         first, body = params["body_nconsts"], params["body_jaxpr"]
         constants, carry = rest[:first], rest[first:]
         count = int(tape.one())
-        rows = tape.rows(room, self.widths[id(eqn)])
+        rows = tape.rows(room, self.watch.widths[id(eqn)])
         if count > room:
             self.short[id(eqn)] = max(count, self.short.get(id(eqn), 0))
         for i, row in enumerate(rows[:count]):

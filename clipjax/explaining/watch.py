@@ -20,8 +20,8 @@ from clipjax.explaining.internals import (
     Equation,
     bind,
     closed,
+    interpret,
     is_inexact,
-    is_literal,
     scan_counts,
 )
 from clipjax.explaining.primitives import callee, is_remat, is_silent, measured
@@ -62,17 +62,17 @@ def _met(operands: Sequence[jax.Array], out: jax.Array, name: str) -> jax.Array:
     Bit 0 says whether NaN arose where the first operand is -inf.
     """
     is_bad = ~jnp.isfinite(out)
-    bits = jnp.zeros(out.shape, jnp.int32)
+    bits = jnp.float32(0)
     for place, x in enumerate(operands):
         if is_inexact(x):
             meets = is_bad & ~jnp.isfinite(x)
             if name == "select_n":
                 meets &= operands[0] == place - 1
-            bits |= jnp.where(meets, 2 << place, 0)
+            bits += jnp.where(jnp.any(meets), 2.0 * 2**place, 0.0)
     if name in ("add", "sub") and not jnp.iscomplexobj(out):
-        bits |= (jnp.isnan(out) & (operands[0] == -jnp.inf)).astype(jnp.int32)
-    axes = tuple(range(out.ndim))
-    return lax.reduce(bits, jnp.int32(0), lax.bitwise_or, axes).astype(jnp.float32)
+        is_negative = jnp.any(jnp.isnan(out) & (operands[0] == -jnp.inf))
+        bits += jnp.where(is_negative, 1.0, 0.0)
+    return bits
 
 
 def _row(numbers: Sequence[jax.Array]) -> jax.Array:
@@ -93,6 +93,10 @@ def _measure(
     return numbers
 
 
+def _known(x: Any, aval: Any) -> jax.Array:
+    return x if isinstance(x, jax.Array) else jnp.asarray(x, aval.dtype)
+
+
 class Watch:
     """Runs jaxprs, and writes numbers.
 
@@ -108,20 +112,15 @@ class Watch:
         self, jaxpr: Any, constants: Sequence[Any], arguments: Sequence[Any]
     ) -> tuple[list[Any], jax.Array]:
         """Return the results of a jaxpr, and its numbers."""
-        values = dict(zip(jaxpr.constvars, constants, strict=True))
-        values |= dict(zip(jaxpr.invars, arguments, strict=True))
         numbers: list[jax.Array] = []
 
-        def read(variable: Any) -> Any:
-            if is_literal(variable):
-                return jnp.asarray(variable.val, variable.aval.dtype)
-            return values[variable]
+        def step(eqn: Equation, operands: list[Any]) -> list[Any]:
+            outs, new = self._step(eqn, operands)
+            numbers.extend(new)
+            return outs
 
-        for eqn in jaxpr.eqns:
-            outs, new = self._step(eqn, [read(v) for v in eqn.invars])
-            values.update(zip(eqn.outvars, outs, strict=True))
-            numbers += new
-        return [read(v) for v in jaxpr.outvars], _row(numbers)
+        outs = interpret(jaxpr, constants, arguments, _known, step)
+        return outs, _row(numbers)
 
     def _step(self, eqn: Equation, operands: list[Any]) -> Any:
         """Return the outputs of an equation, and its numbers."""

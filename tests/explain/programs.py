@@ -83,8 +83,8 @@ def program(seed: int) -> Program:
     random = np.random.default_rng(seed)
     fault = FAULTS[random.integers(len(FAULTS))] if random.random() < 2 / 3 else None
     lines = [_pick(random) for _ in range(random.integers(2, 6))]
-    frame = random.choice(
-        ["plain", "scan", "remat scan", "cond", "jit", "while", "vmap"]
+    frame = str(
+        random.choice(["plain", "scan", "remat scan", "cond", "jit", "while", "vmap"])
     )
     if fault is not None and fault.began_in == "backward" and frame == "while":
         frame = "scan"

@@ -369,7 +369,7 @@ def test_what_is_not_an_array_is_closed_over() -> None:
 
 
 def test_the_host_is_not_called_again(capfd: Any) -> None:
-    seen = []
+    seen: list[int] = []
 
     def loss(x: Any) -> Any:
         jax.debug.callback(seen.append, 1)
