@@ -51,14 +51,14 @@ def explain(
 
     Returns:
       A list of causes, those of a NaN before those of infinities, each in the order of
-      the program; it is empty if nothing was bad. `print` tells a cause in a line. Of its fields, `began_in` is "forward",
-      "backward" or "update"; an iteration `(3, 6)` has the index 3 of 6; `library` is
-      the function that the line calls, as "flax Linear"; `given` is the path of an
-      argument that was bad before the call; `became_nan` is the cause that tells where
-      the infinity became NaN; `handled` says that the result is finite, since a check
-      of finiteness, as in a skip, caught what is told (what clipjax's states log is no
-      result). If the call is bad, but the watched program is not, the only cause has
-      the kind "unseen".
+      the program; it is empty if nothing was bad. `print` tells a cause in a line. Of
+      its fields, `began_in` is "forward", "backward" or "update"; an iteration `(3, 6)`
+      has the index 3 of 6; `library` is the function that the line calls, as "flax
+      Linear"; `given` is the path of an argument that was bad before the call;
+      `became_nan` is the cause that tells where the infinity became NaN; `handled` says
+      that the result is finite, since a check of finiteness, as in a skip, caught what
+      is told (what clipjax's states log is no result). If the call is bad, but the
+      watched program is not, the only cause has the kind "unseen".
 
     Raises:
       TypeError: `function` is not a function; an argument is traced: call it outside

@@ -48,10 +48,10 @@ def line_of(event: Event) -> Line:
     for eqn in event.place.eqns:
         for frame in _frames(eqn):
             if not _package(frame):
-                return Line(frame.file, frame.line, _short(frame), library)
+                return Line(frame.file, frame.line, _own(frame), library)
             name = _library(frame)
             if name and (not library or library.startswith("jax ")):
-                library, last = name, Line(frame.file, frame.line, _short(frame))
+                library, last = name, Line(frame.file, frame.line, _own(frame))
         if not library and eqn.primitive.name in ("jit", "pjit"):
             library = f"jax {eqn.params['name'].lstrip('_')}"
     return last
@@ -87,7 +87,12 @@ def _library(frame: Frame) -> str:
 
 
 def _short(frame: Frame) -> str:
-    """Return the name of a function, or that of its class."""
+    """Return the name of a library's function: that of its class or maker."""
+    return frame.function.partition(".")[0]
+
+
+def _own(frame: Frame) -> str:
+    """Return the name of a user's function, or that of its class."""
     return frame.function.rpartition("<locals>.")[2].partition(".")[0]
 
 

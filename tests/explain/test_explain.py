@@ -411,7 +411,7 @@ def test_usual_arguments_show_what_is_larger_and_where_it_grows() -> None:
     assert rest[0].line == inspect.getsourcelines(loss)[1] + 2
     assert rest[0].iterations[0][0] >= 4
     assert clipjax.explain(grad(loss), LAYERS, X, usual=(LAYERS, X)) == []
-    with pytest.raises(ValueError, match="usual: its arrays must have the shapes"):
+    with pytest.raises(ValueError, match="usual must be a tuple of arguments"):
         clipjax.explain(grad(loss), LAYERS, X, usual=(LAYERS, X[:2]))
 
 
