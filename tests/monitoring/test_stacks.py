@@ -89,13 +89,13 @@ def norm_of(leaves: Any) -> float:
     return float(np.sqrt(sum(np.sum(np.asarray(x, np.float64) ** 2) for x in leaves)))
 
 
-def test_a_thousand_stacks_of_a_group_are_added_in_pairs() -> None:
-    """One after the other, their squares would be off by 5e-6."""
-    tree = {f"l{i}": jnp.full((2, 1), 1.001) for i in range(1000)}
+def test_many_stacks_of_a_group_are_added_in_pairs() -> None:
+    """One after the other, the norm of these would be off by 1.5e-6."""
+    tree = {f"l{i}": jnp.full((2, 1), 1.5655) for i in range(200)}
     record = clipjax.record_norms(["*"], stacked="*")
     _, state = jax.jit(record.update)(tree, record.init(tree))
     found = clipjax.metrics(state)["record_norms/updates/*/0"]
-    wanted = 1000**0.5 * float(np.float32(1.001))
+    wanted = 200**0.5 * float(np.float32(1.5655))
     np.testing.assert_allclose(found, wanted, rtol=5e-7)
 
 

@@ -191,7 +191,3 @@ def test_orbax_restores_a_state(tmp_path: Path) -> None:
     jax.tree.map(
         np.testing.assert_array_equal, pickle.loads(pickle.dumps(state)), state
     )
-
-
-def test_a_projection_is_printed_as_it_is_written() -> None:
-    assert repr(clipjax.max_norm(1.0, axes=0)) == "clipjax.max_norm(1.0, axes=0)"
