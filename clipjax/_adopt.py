@@ -58,7 +58,7 @@ def adopt(
       TypeError: `old`, `into` or `like` is not a state of arrays; `old` has dicts and
         lists in place of states, and there is no `like`; `drop` is a single string.
       ValueError: `into` has no place for something that `drop` does not name; nothing
-        that is left out has a name in `drop`; it is not plain which state becomes which
+        that is left out has a name in `drop`; it is ambiguous which state becomes which
         (the message says how many there are); two arrays differ in shape, or a layer
         has another name; `into` has already been updated, as if the two were swapped;
         the paths of `like` are not those of `old`.

@@ -119,9 +119,9 @@ def skip_spikes(
         positional argument; in `update`, `loss` is not a real scalar.
       ValueError: `warmup_steps` is above `window`.
 
-    An outlier is applied if norm and loss are, bit for bit, those of the last step with
-    finite ones: the same data have come again, so there is no other batch to wait for.
-    `max_norm` makes no such exception.
+    An outlier is applied after all if its norm and loss equal, bit for bit, those of
+    the last finite step: the same data have come again, so there is no other batch to
+    wait for. `max_norm` makes no such exception.
 
     If the norm or the loss of a step is not finite, neither of the two enters its
     window, and a norm or loss of 0 does not either. Outliers do enter, since a few of
