@@ -162,8 +162,9 @@ def logged_in(state: MetricsState) -> Mapping[str, jax.Array]:
 def _read(found: Found) -> Metrics:
     """Return the metrics of one state."""
     state = found.state
+    config: Any = jax.config  # its type names this flag from JAX 0.12 on
     # There, NaN would raise where nothing is wrong.
-    skips = () if jax.config.jax_debug_nans else found.skips
+    skips = () if config.jax_debug_nans else found.skips
     return _from_scalars(state.step, dict(logged_in(state)), _in_a_row(state), skips)
 
 
