@@ -13,7 +13,8 @@ steps that are not finite and records the norm of every layer; Optax's clip and 
 wrapped by `apply_if_finite`, which skips these steps, too; and Optax's clip and Adam
 alone. Each has the learning rate and the threshold that are best on held-out digits;
 nothing is chosen on the test set. The picture shows the record of the first seed, and
-what is printed is saved beside it.
+what is printed is saved beside it. The arguments of its first gradient that is not
+finite are kept, so that `explain` can name the line.
 """
 
 import argparse
@@ -119,6 +120,16 @@ def logits_of(params, taps, x):
     return jnp.float32(x) @ params["head"]["w"]
 
 
+def loss_of(params, taps, x, y, weight):
+    """Return the mean loss of a batch, times a weight."""
+    logits = logits_of(params, taps, x)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, y)
+    return weight * losses.mean()
+
+
+grad_fn = jax.value_and_grad(loss_of, argnums=(0, 1))
+
+
 def show_progress():
     """Make the bar longer, by one mark for EVERY steps."""
     print("#", end="", flush=True)
@@ -129,7 +140,8 @@ def train(tx, sets, kinds, seed):
 
     Returns:
       The metrics of each step, if there are some; the accuracies on held-out digits and
-      on the test set, (steps / EVERY, 2); and the last state of the optimizer.
+      on the test set, (steps / EVERY, 2); the last state of the optimizer; and the
+      arguments of the first gradient that was not finite.
     """
     tx = optax.with_extra_args_support(tx)
     (train_x, train_y), *others = sets
@@ -137,29 +149,28 @@ def train(tx, sets, kinds, seed):
     rows = jax.random.randint(of_rows, (len(kinds), BATCH), 0, len(train_y))
     no_taps = clipjax.tap(LAYERS, probe=True)
 
-    def loss_of(params, taps, x, y, weight):
-        logits = logits_of(params, taps, x)
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, y)
-        return weight * losses.mean()
+    def batch(rows, kind):
+        x = jnp.asarray(BRIGHTNESS)[kind] * train_x[rows]
+        y = (train_y[rows] + (kind > 0)) % 10
+        return x, y, jnp.asarray(WEIGHT)[kind]
 
     def accuracy(params, x, y):
         return jnp.mean(logits_of(params, no_taps, x).argmax(-1) == y)
 
     def step(carry, inputs):
-        params, state = carry
-        rows, kind = inputs
-        x = jnp.asarray(BRIGHTNESS)[kind] * train_x[rows]
-        y = (train_y[rows] + (kind > 0)) % 10
-        grad_fn = jax.value_and_grad(loss_of, argnums=(0, 1))
-        weight = jnp.asarray(WEIGHT)[kind]
-        loss, (grads, taps) = grad_fn(params, no_taps, x, y, weight)
+        params, state, kept, is_kept = carry
+        args = params, no_taps, *batch(*inputs)
+        loss, (grads, taps) = grad_fn(*args)
+        keep = ~jnp.isfinite(optax.tree.norm(grads)) & ~is_kept
+        kept = jax.tree.map(lambda new, old: jnp.where(keep, new, old), args, kept)
         extra = {"loss": loss, "taps": {"blocks": taps}}
         updates, state = tx.update(grads, state, params, **extra)
         try:
             history = clipjax.metrics(state)
         except ValueError:  # Optax has none
             history = {}
-        return (optax.apply_updates(params, updates), state), history
+        params = optax.apply_updates(params, updates)
+        return (params, state, kept, is_kept | keep), history
 
     def some_steps(carry, inputs):
         jax.debug.callback(show_progress)
@@ -167,11 +178,12 @@ def train(tx, sets, kinds, seed):
         return carry, (history, jnp.stack([accuracy(carry[0], *x) for x in others]))
 
     params = first_params(key)
+    kept = params, no_taps, *batch(rows[0], kinds[0])
     parts = rows.reshape(-1, EVERY, BATCH), kinds.reshape(-1, EVERY)
-    (_, state), (history, right) = jax.lax.scan(
-        some_steps, (params, tx.init(params)), parts
+    (_, state, kept, _), (history, right) = jax.lax.scan(
+        some_steps, (params, tx.init(params), kept, False), parts
     )
-    return {key: x.reshape(-1) for key, x in history.items()}, right, state
+    return {key: x.reshape(-1) for key, x in history.items()}, right, state, kept
 
 
 def best_of(make, settings, sets, kinds, before):
@@ -180,29 +192,31 @@ def best_of(make, settings, sets, kinds, before):
     Where all end with the same accuracy, as at chance, it is the one chosen before.
 
     Returns:
-      The index of the setting; the test accuracies, (seeds, steps / EVERY); and the
-      history and the last state of the first seed.
+      The index of the setting; the test accuracies, (seeds, steps / EVERY); and of the
+      first seed the history, the last state, and the arguments that were kept.
     """
 
     def one(setting, seed):
         return train(make(*setting), sets, kinds, seed)
 
     every = jax.jit(jax.vmap(jax.vmap(one, (None, 0)), (0, None)))
-    history, right, state = every(jnp.float32(settings), SEEDS)
+    history, right, *rest = every(jnp.float32(settings), SEEDS)
     held_out, test = np.moveaxis(np.asarray(right), -1, 0)
     scores = [(x[:, -LAST:].mean(), i == before) for i, x in enumerate(held_out)]
     best = scores.index(max(scores))
-    first = jax.tree.map(lambda x: x[best, 0], (history, state))
+    first = jax.tree.map(lambda x: x[best, 0], (history, *rest))
     return best, test[best], *jax.device_get(first)
 
 
-def summary(accuracies, bad):
+def summary(accuracies, bad, causes):
     """Return what the run showed, in words."""
     lines = ["Test accuracy at the end, mean of five seeds (worst seed):"]
     for name, each in accuracies.items():
         ends = each[:, -LAST:].mean(1)
         lines.append(f"  {name:32} {ends.mean():.0%} ({ends.min():.0%})")
     lines += ["", "Bad steps of clipjax, first seed:", *(f"  {step}" for step in bad)]
+    lines += ["", "Its first gradient that is not finite, explained:"]
+    lines += [f"  {cause}" for cause in causes]
     return "\n".join(lines)
 
 
@@ -246,9 +260,9 @@ def main():
         )
         jax.effects_barrier()
         print("|")
-    history, state = records["clipjax"]
+    history, state, kept = records["clipjax"]
     bad = clipjax.bad_steps(state)
-    text = summary(accuracies, bad)
+    text = summary(accuracies, bad, clipjax.explain(grad_fn, *kept))
     print(f"\n{text}")
     path = Path(args.plot)
     path.with_suffix(".txt").write_text(f"{text}\n")

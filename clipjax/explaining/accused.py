@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from clipjax.explaining.causes import Cause, Input
-from clipjax.explaining.internals import is_inexact
-from clipjax.explaining.lines import Line, Passes, is_again, line_of
+from clipjax.explaining.internals import is_inexact, is_literal
+from clipjax.explaining.lines import Line, Passes, is_again, is_in_softmax, line_of
 from clipjax.explaining.primitives import MOVES, MULTIPLY, measured
 from clipjax.explaining.walk import CONSTANT, Event
 
@@ -101,7 +101,8 @@ def cause_of(event: Event, passes: Passes, arguments: Mapping[str, Any]) -> Caus
         what = _elements(arguments.get(event.given, 0.0), event.kind)
         return Cause(event.kind, **line._asdict(), given=event.given, what=what)
     inputs, began_in = _inputs(event), passes.of(event)
-    slope_of = passes.slope_of(event) if began_in == "backward" else ""
+    is_slope = began_in == "backward" and event.least == 0
+    slope_of = passes.slope_of(event) if is_slope else ""
     roots = {root.given for root in event.roots if event.parents} - {"", CONSTANT}
     is_named = any(each.name for each in inputs)
     nears = [value.near for value in event.operands if value.near]
@@ -130,10 +131,16 @@ def _inputs(event: Event) -> tuple[Input, ...]:
             str(getattr(v.aval, "dtype", v.aval)),
             tuple(getattr(v.aval, "shape", ())),
             value.size if is_inexact(v.aval) else None,
-            least if k == judged else None,
+            least if k == judged else _signed(v),
         )
         for k, (v, value) in enumerate(zip(eqn.invars, event.operands, strict=True))
     )
+
+
+def _signed(v: Any) -> float | None:
+    """Return a number in the program's text, of which a value has no sign."""
+    is_real = is_literal(v) and jnp.issubdtype(v.aval.dtype, jnp.floating)
+    return float(v.val) if is_real else None
 
 
 def _elements(x: Any, kind: str) -> str:
@@ -155,12 +162,14 @@ def _in_words(event: Event, inputs: tuple[Input, ...], slope_of: str) -> str:
     plain = f"{name} of {operands}"
     if kind == "nan" and any(math.isinf(value.size) for value in event.operands):
         if name == "sub" and event.met & 1:
-            return "-inf - -inf, as in a softmax of which a whole row is masked"
+            is_masked = is_in_softmax(event)
+            row = "; a whole row of the softmax is masked" if is_masked else ""
+            return f"-inf - -inf{row}"
         signs = {"mul": "0 · inf", "div": "inf / inf"}
         signs |= dict.fromkeys(("add", "add_any", "sub"), "inf - inf")
         return signs.get(name, plain)
     if slope_of:
-        return f"the slope of {slope_of}{' at 0' if least == 0 else ''} ({plain})"
+        return f"the slope of {slope_of} at 0 ({plain})"
     if name == "div" and least == 0:
         return f"{'0 / 0' if kind == 'nan' else 'a division by 0'} ({plain})"
     if name == "cholesky":

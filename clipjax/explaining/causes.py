@@ -61,7 +61,8 @@ class Cause(NamedTuple):
             text = f"the result is finite; a check of finiteness caught: {text}"
         if self.became_nan is not None:
             text += f"; it became nan {self._later(self.became_nan)}"
-        return f"{text} (and {self.again} times more)" if self.again else text
+        more = "once" if self.again == 1 else f"{self.again} times"
+        return f"{text} (and {more} more)" if self.again else text
 
     def _of_given(self) -> str:
         if self.kind == "unseen":

@@ -44,7 +44,8 @@ def explain(
         jitted or not. It is called once with copies of the arguments, to see which
         results are bad, unless it prints or calls the host. Then its calls without
         results are left out.
-      *args: its arguments. Those that are not arrays are static.
+      *args: its arguments. Those that are not arrays are static. For an argument that
+        is given by name, pass `functools.partial(function, name=value)`.
       usual: the arguments of a good step, of the same shapes, as a tuple. If nothing
         is NaN or infinite, the answer tells which arguments are more than 3 times as
         large as there, and at which lines sizes grew most, compared with it.

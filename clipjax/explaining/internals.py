@@ -73,11 +73,9 @@ def is_inexact(aval: Any) -> bool:
 
 def bind(eqn: Equation, operands: Sequence[Any]) -> list[Any]:
     """Run an equation on other operands."""
-    functions, params = (), eqn.primitive.get_bind_params(eqn.params)
-    if isinstance(params, tuple):
-        functions, params = params
+    params = eqn.primitive.get_bind_params(eqn.params)
     with eqn.ctx.manager:  # the mesh, and the precision, of its call
-        outs = eqn.primitive.bind(*functions, *operands, **params)
+        outs = eqn.primitive.bind(*operands, **params)
     return list(outs) if eqn.primitive.multiple_results else [outs]
 
 

@@ -52,7 +52,7 @@ def line_of(event: Event) -> Line:
             name = _library(frame)
             if name and (not library or library.startswith("jax ")):
                 library, last = name, Line(frame.file, frame.line, _own(frame))
-        if not library and eqn.primitive.name in ("jit", "pjit"):
+        if not library and eqn.primitive.name == "jit":
             library = f"jax {eqn.params['name'].lstrip('_')}"
     return last
 
@@ -112,7 +112,7 @@ def decides(check: Event) -> bool:
         return False
     (flags,), (jaxpr, _) = check.eqn.outvars, check.place.path[-1]
     users = {eqn.primitive.name for eqn in jaxpr.eqns if flags in eqn.invars}
-    return not flags.aval.shape or users.isdisjoint({"select_n", "jit", "pjit"})
+    return not flags.aval.shape or users.isdisjoint({"select_n", "jit"})
 
 
 class Passes:
@@ -213,10 +213,18 @@ def is_again(event: Event) -> bool:
     return "rematted_computation" in _scopes(event)
 
 
+def is_in_softmax(event: Event) -> bool:
+    """Whether a function that has it in its name has made an equation."""
+    return any("softmax" in frame.function for frame in _all_frames(event))
+
+
 def _is_in_optimizer(event: Event) -> bool:
     """Whether an `update` of Optax or clipjax has made an equation."""
     return any(
         "update" in frame.function and _package(frame) in ("optax", "clipjax")
-        for eqn in event.place.eqns
-        for frame in _frames(eqn)
+        for frame in _all_frames(event)
     )
+
+
+def _all_frames(event: Event) -> Iterator[Frame]:
+    return (frame for eqn in event.place.eqns for frame in _frames(eqn))

@@ -8,9 +8,8 @@ from clipjax.explaining.internals import Equation, closed, is_inexact
 
 # The output is the input, in another form.
 SAME = {
-    *("reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "copy"),
-    *("copy_p", "rev", "name", "stop_gradient", "optimization_barrier"),
-    *("sharding_constraint", "mesh_cast", "pvary", "pcast"),
+    *("reshape", "transpose", "squeeze", "broadcast_in_dim", "copy", "rev", "name"),
+    *("optimization_barrier", "sharding_constraint", "reshard", "pvary"),
 }
 # The output is a part of the input, or the input rounded, and has its name.
 PARTS = {"convert_element_type", "reduce_precision", "slice", "dynamic_slice"}
@@ -36,7 +35,7 @@ HAS_ENDS = {
 # They may have a jaxpr that is no call, or none that can be followed.
 WHOLE = {
     *("shard_map", "pallas_call", "custom_linear_solve", "reduce", "reduce_window"),
-    *("run_state", "core_map", "pmap"),
+    *("run_state", "core_map"),
 }
 CALLEES = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
 

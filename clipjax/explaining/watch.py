@@ -52,7 +52,7 @@ def _least(x: jax.Array, name: str) -> jax.Array:
     is_real = not jnp.iscomplexobj(x)
     x = x if is_real and name != "div" else jnp.abs(x)
     x = jnp.where(jnp.isnan(x), jnp.inf, x.astype(jnp.float32))
-    return jnp.min(x, initial=jnp.inf)
+    return jnp.min(x, initial=jnp.inf) + 0.0  # no -0
 
 
 @functools.partial(jax.jit, static_argnames="name")

@@ -14,6 +14,8 @@ from jax import lax
 
 import clipjax
 from clipjax.explaining.watch import Watch
+from tests.contract.members import FIRST
+from tests.support.programs import apply, start, tree_of, weights_of
 
 X = jax.random.normal(jax.random.key(0), (8, 4))
 SQUARE = jnp.eye(4) + 0.1
@@ -51,6 +53,10 @@ def all_masked(w: Any, x: Any) -> Any:
     scores = x @ w @ x.T
     scores = jnp.where(jnp.tril(jnp.ones(scores.shape, bool), -1), scores, -jnp.inf)
     return (jax.nn.softmax(scores) @ x).sum()  # here
+
+
+def two_infinities(x: Any) -> Any:
+    return (jnp.log(0 * x) - jnp.log(0 * x)).sum()
 
 
 def masked_mean(x: Any, mask: Any) -> Any:
@@ -192,7 +198,9 @@ def test_the_text_has_operands_limit_and_where_it_became_nan() -> None:
     (text,) = told(grad(norm_at_0), X)
     assert "by jax norm: the slope of sqrt at 0" in text
     (text,) = told(grad(all_masked), SQUARE, X)
-    assert "by jax softmax: -inf - -inf, as in a softmax" in text
+    assert ": -inf - -inf; a whole row of the softmax is masked, after x" in text
+    (text,) = told(two_infinities, X)
+    assert text.endswith("it became nan there (-inf - -inf) (and once more)")
     assert "0 / 0 (div of" in told(masked_mean, X, 0 * X)[0]
     assert "which is not positive definite" in told(not_definite, -SQUARE)[0]
     assert "nan from a constant, at " in told(one_element, ONE)[0]
@@ -425,11 +433,38 @@ def test_the_watched_program_does_what_the_function_does() -> None:
         x = jax.nn.relu(x - jnp.linalg.norm(x)) + jax.vmap(jnp.cumsum)(x)
         return jnp.mean(jax.jit(jnp.var)(x) + x**2)
 
-    program = jax.make_jaxpr(grad(loss))(LAYERS, X)
-    run = jax.jit(lambda *xs: Watch({}).run(program.jaxpr, program.consts, xs)[0])
-    expected = jax.tree.leaves(jax.jit(grad(loss))(LAYERS, X))
-    for ours, theirs in zip(run(LAYERS, X), expected, strict=True):
+    for ours, theirs in watched_and_not(grad(loss), LAYERS, X):
         np.testing.assert_allclose(ours, theirs, rtol=2e-6, atol=1e-7)
+
+
+def watched_and_not(function: Any, *args: Any) -> Any:
+    """Return pairs of each result with the same one of a watched program."""
+    program = jax.make_jaxpr(function)(*args)
+    run = jax.jit(lambda *xs: Watch({}).run(program.jaxpr, program.consts, xs)[0])
+    watched = run(*jax.tree.leaves(args))
+    return zip(watched, jax.tree.leaves(jax.jit(function)(*args)), strict=True)
+
+
+@pytest.mark.slow
+def test_the_watched_program_does_what_every_member_does() -> None:
+    """And the same derivatives."""
+    rows = list(FIRST.values())
+    trees = [tree_of(row, seed=2) for row in rows]
+    params = [weights_of(row) for row in rows]
+    states = list(map(start, rows, trees, params, [0.5] * len(rows)))
+
+    def results(trees: Any) -> Any:
+        args = zip(rows, trees, states, params, strict=True)
+        return [apply(row, *each, 0.5)[0] for row, *each in args]
+
+    def results_and_slopes(trees: Any) -> Any:
+        outs, transposed = jax.vjp(results, trees)
+        return outs, transposed(outs)
+
+    for ours, theirs in watched_and_not(results_and_slopes, trees):
+        rounding = float(jnp.finfo(theirs.dtype).eps) * np.abs(theirs).max()
+        ours, theirs = (np.asarray(x, np.float64) for x in (ours, theirs))
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=4 * rounding)
 
 
 def test_an_answer_that_watching_cannot_give_is_no_empty_list() -> None:
