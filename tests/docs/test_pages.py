@@ -136,3 +136,13 @@ def test_the_readme_quotes_what_its_example_printed():
     means = re.findall(r"^  \S.*? +(\d+%) \(", printed, re.MULTILINE)
     assert len(means) == 3
     assert re.findall(r"\d+%", caption) == means
+
+
+def test_every_page_of_the_site_is_listed_for_language_models():
+    config = (ROOT / "mkdocs.yml").read_text()
+    plan, _, rest = config.partition("theme:")
+    page = r"(?<=[\s\[])[\w/*-]+\.md"
+    pages = set(re.findall(page, plan.partition("nav:")[2])) - {"index.md"}
+    listed = set(re.findall(page, rest.partition("llmstxt:")[2]))
+    in_reference = {name for name in pages if name.startswith("reference/")}
+    assert (listed - {"reference/*.md"}) | in_reference == pages
