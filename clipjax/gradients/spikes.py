@@ -91,7 +91,8 @@ def skip_spikes(
 
     Losses are compared in the same way, with a standard deviation of at least 0.01. If
     a loss in the window is not positive, they are compared without logarithms, and
-    `level + 2 |level|` and `usual + 2 |level|` take the place of the three times.
+    `level + 2 |level|` and `usual + 2 |level|` take the place of the second and the
+    third number.
 
     Args:
       optimizer: a gradient transformation, usually a whole chain.
