@@ -42,8 +42,8 @@ def explain(
     Args:
       function: what was run: `jax.value_and_grad(loss)`, or a whole training step,
         jitted or not. It is called once with copies of the arguments, to see which
-        results are bad, unless it prints or calls the host. Then its calls without
-        results are left out.
+        results are bad. If it prints or calls the host, this call is not made, and
+        calls of the host that return nothing are left out.
       *args: its arguments. Those that are not arrays are static.
       usual: the arguments of a good step, of the same shapes, as a tuple. If nothing
         is NaN or infinite, the answer tells which arguments are more than 3 times as
