@@ -37,7 +37,8 @@ def adopt(
     those of :func:`named`, the labels of `optax.partition`, the keys of dicts. Where
     there are several such states, the paths and shapes of their arrays decide, and then
     their order. A name may join or leave, but only for all states of a type at once.
-    Wrappers do not matter, so Adam may move into a skip, or out of `optax.MultiSteps`.
+    Wrappers do not matter, so Adam may move into a skip, or out of `optax.MultiSteps`;
+    the state of a wrapper that leaves is named in `drop`.
 
     Args:
       old: the optimizer state so far.
