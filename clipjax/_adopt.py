@@ -32,12 +32,13 @@ def adopt(
     a clip of Optax. Moments and counters go on, and what only the new chain has starts
     as its `init` made it.
 
-    A state of `old` becomes the state of the same type, or of the same transformation
-    if it has metrics, with the same names around it: those of :func:`named`, the labels
-    of `optax.partition`, the keys of dicts. Of several such states, the paths and
-    shapes of their arrays tell which is which, and then their order. A name may join or
-    leave, but only for all states of a type at once. Wrappers do not matter, so Adam
-    may move into a skip, or out of `optax.MultiSteps`.
+    A state of `old` takes the place of the state in `into` that has the same type (or,
+    if it has metrics, is of the same transformation) and the same names around it:
+    those of :func:`named`, the labels of `optax.partition`, the keys of dicts. Where
+    there are several such states, the paths and shapes of their arrays decide, and then
+    their order. A name may join or leave, but only for all states of a type at once.
+    Wrappers do not matter, so Adam may move into a skip, or out of `optax.MultiSteps`;
+    the state of a wrapper that leaves is named in `drop`.
 
     Args:
       old: the optimizer state so far.
@@ -57,11 +58,11 @@ def adopt(
     Raises:
       TypeError: `old`, `into` or `like` is not a state of arrays; `old` has dicts and
         lists in place of states, and there is no `like`; `drop` is a single string.
-      ValueError: `into` has no place for something that `drop` does not name; nothing
-        that is left out has a name in `drop`; it is ambiguous which state becomes which
-        (the message says how many there are); two arrays differ in shape, or a layer
-        has another name; `into` has already been updated, as if the two were swapped;
-        the paths of `like` are not those of `old`.
+      ValueError: `into` has no place for something that `drop` does not name; `drop`
+        has a name of which nothing is left out; it is ambiguous which state becomes
+        which (the message says how many there are); two arrays differ in shape, or a
+        layer has another name; `into` has already been updated, as if the two were
+        swapped; the paths of `like` are not those of `old`.
 
     See Also:
       :func:`named`, for two transformations of one kind.

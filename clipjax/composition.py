@@ -69,8 +69,8 @@ def bounded(
 
     A skip belongs around all of this, because momentum would otherwise move the weights
     at a skipped step, and because a clipped gradient is never an outlier: write
-    `nonfinite="skip"`, or `skip_spikes(bounded(...))`. What is written here by hand is
-    `optax.chain(clip, optimizer, project)`.
+    `nonfinite="skip"`, or `skip_spikes(bounded(...))`. Without the skip, the same chain
+    by hand is `optax.chain(clip, optimizer, project)`.
 
     See Also:
       :func:`skip_spikes` also skips outlier steps; :func:`violations` finds what a

@@ -63,10 +63,10 @@ def unit_axes(
     Raises:
       TypeError: `model` is not a Flax module; arguments are given for NNX; `other` is
         not a mapping to axes.
-      ValueError: parameters belong to layers that are not known, or their sizes do not
-        tell which axis is a stack, as for 4 layers (4, out): the error lists all of
-        these parameters, so that you can add them to `other`. Or a pattern in `other`
-        matches nothing.
+      ValueError: a pattern in `other` matches nothing; parameters belong to layers that
+        are not known, or their sizes do not tell which axis is a stack, as for 4 layers
+        (4, out). The error lists all of these parameters, so that you can add them to
+        `other`.
 
     See Also:
       :func:`clipjax.fan_in` suits Dense and convolutions;

@@ -28,22 +28,22 @@ def explain(
 ) -> list[Cause]:
     """Name the operation, and its line, that made a result NaN or infinite.
 
-    Use it after a step broke, with the arguments of that step: what was run is run once
-    more, watched, and nothing in the model has to change. A step that
+    Use it after a step broke, with the arguments of that step: the call is run once
+    more and watched, and nothing in the model has to change. A step that
     :func:`skip_nonfinite` skipped left the weights as they were, so the call right
     after it, with the same batch, is that step; after a crash, restore the last
     checkpoint and give the batch that followed.
 
-    The call is compiled again with one number for each array, its largest magnitude.
-    From the bad results the answer goes back to the operations which made NaN or
-    infinity of finite inputs. Infinities that reach no result, as in a mask, are not
-    causes.
+    The call is compiled again, with one more result for each array: its largest
+    magnitude. From the bad results, `explain` goes back to the operations that made NaN
+    or infinity out of finite inputs. Infinities that reach no result, as in a mask, are
+    not causes.
 
     Args:
       function: what was run: `jax.value_and_grad(loss)`, or a whole training step,
         jitted or not. It is called once with copies of the arguments, to see which
-        results are bad, unless it prints or calls the host. Then its calls without
-        results are left out.
+        results are bad. If it prints or calls the host, this call is not made, and
+        calls of the host that return nothing are left out.
       *args: its arguments. Those that are not arrays are static. For an argument that
         is given by name, pass `functools.partial(function, name=value)`.
       usual: the arguments of a good step, of the same shapes, as a tuple. If nothing
@@ -52,22 +52,23 @@ def explain(
 
     Returns:
       A list of causes, those of a NaN before those of infinities, each in the order of
-      the program; it is empty if nothing was bad. `print` tells a cause in a line. Of
-      its fields, `began_in` is "forward", "backward" or "update"; an iteration `(3, 6)`
-      has the index 3 of 6; `library` is the function that the line calls, as "flax
-      Linear"; `given` is the path of an argument that was bad before the call;
-      `became_nan` is the cause that tells where the infinity became NaN; `handled` says
-      that the result is finite, since a check of finiteness, as in a skip, caught what
-      is told (what clipjax's states log is no result). If the call is bad, but the
-      watched program is not, the only cause has the kind "unseen".
+      the program; it is empty if nothing was bad. `print` writes a cause in a line.
+      Some of its fields: `began_in` is "forward", "backward" or "update"; an iteration
+      `(3, 6)` has the index 3 of 6; `library` is the library function that the line
+      calls, such as "flax Linear"; `given` is the path of an argument that was bad
+      before the call; and `became_nan` is the cause that says where the infinity became
+      NaN. `handled` is true if the result is finite because a check of finiteness, as
+      in a skip, caught the cause; what clipjax's states log does not count as a result.
+      If the call is bad, but the watched program is not, the only cause has the kind
+      "unseen".
 
     Raises:
       TypeError: `function` is not a function; an argument is traced: call it outside
         `jit`.
       ValueError: an argument was donated and is gone; `usual` has other shapes.
 
-    Kernels, `shard_map` and `custom_linear_solve` are named as a whole. What a rule of
-    `jax.custom_vjp` does has the line of the call, not that of the rule.
+    Kernels, `shard_map` and `custom_linear_solve` are named as a whole. An operation in
+    the rule of a `jax.custom_vjp` gets the line of the call, not that of the rule.
 
     See Also:
       :func:`bad_steps` says which step broke; :func:`skip_nonfinite` skips such steps.

@@ -60,8 +60,8 @@ def adaptive_grad_clip(
         axes; in `update`, `params` are missing, or differ from the gradients in
         structure or shape.
 
-    Equals the rule of the paper and of timm and, for finite gradients,
-    `optax.adaptive_grad_clip` with two exceptions: Optax takes a kernel of which only
+    Equals the rule of the paper and of timm. For finite gradients it also equals
+    `optax.adaptive_grad_clip`, with two exceptions: Optax takes a kernel of which only
     the last axis is longer than 1, as in (1, out), for one vector, and reduces only the
     first axis of rank 3.
 

@@ -85,13 +85,14 @@ def skip_spikes(
         std = 1.4826 median of |e - median of e|, at least 0.05 and at most 0.5
 
     The slope b, which is 0 with fewer than 16 norms, keeps the norms of the first
-    steps, which fall fast, from being taken for noise. The other two conditions keep
-    the steps of runs with little noise: on full batches, every small rise is many
-    standard deviations, and large swings rise over several steps.
+    steps, which fall fast, from being taken for noise. The other two conditions let the
+    steps of runs with little noise pass: on full batches, every small rise is many
+    standard deviations, and large swings build up over several steps.
 
     Losses are compared in the same way, with a standard deviation of at least 0.01. If
     a loss in the window is not positive, they are compared without logarithms, and
-    `level + 2 |level|` and `usual + 2 |level|` take the place of the three times.
+    `level + 2 |level|` and `usual + 2 |level|` take the place of the second and the
+    third number.
 
     Args:
       optimizer: a gradient transformation, usually a whole chain.

@@ -32,9 +32,9 @@ def tangent_cone(
 
         g - w * ⟨g, w⟩ / |w|²   where |w| >= bound and ⟨g, w⟩ < 0
 
-    A norm just below the bound, where :func:`max_norm` leaves weights, counts as at
-    the bound: up to 4e-6 of it below in float32, 0.2% in float16, 1.6% in bfloat16.
-    Use it together with :func:`max_norm` and an optimizer that has moments:
+    A norm also counts as at the bound if it is just below, where :func:`max_norm`
+    leaves weights: by up to 4e-6 of the bound in float32, 0.2% in float16, and 1.6% in
+    bfloat16. Use it together with :func:`max_norm` and an optimizer that has moments:
     :func:`max_norm` undoes the outward part of a step, but cannot remove that part from
     the moments. Give both functions the same bound and axes:
     `clipjax.bounded(optax.adam(1e-3), clip=clipjax.tangent_cone(3.0),

@@ -39,18 +39,18 @@ def metrics(opt_state: Tree) -> dict[str, jax.Array]:
       transformation of a kind is `<transformation>_1`. A clip has, of the last step,
       `norm`, the norm before the clip, `norm_after`, and the factor `scale`; and of all
       steps `clipped_fraction`, the fraction of them that were clipped,
-      `nonfinite_count`, the number of norms that were not finite, and `steps`. If a
-      clip measures several norms, `norm` is the largest and `scale` the smallest
-      factor.
+      `nonfinite_count`, the number of steps at which a norm was not finite, and
+      `steps`, the number of all steps. If a clip measures several norms, `norm` is the
+      largest and `scale` the smallest factor.
 
     Raises:
       ValueError: `opt_state` contains no state with metrics.
 
     When the last step was skipped, whatever the skip wraps did not see it, so its
-    values of the last step are NaN; the skip's own are those of the skipped step, and
-    counts and fractions stay. (`jax_debug_nans` would stop at such a NaN, so with it
-    these values are those of the step before.) The arrays are copies, because the state
-    may be donated to the next step.
+    values of the last step are NaN, and its counts and fractions stay.
+    (`jax_debug_nans` would stop at such a NaN, so with it these values are those of the
+    step before.) The skip's own metrics are those of the skipped step. The arrays are
+    copies, because the state may be donated to the next step.
 
     See Also:
       :func:`series` reads one metric of a run; :func:`named` tells transformations of

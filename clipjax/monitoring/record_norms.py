@@ -75,11 +75,12 @@ def record_norms(
       keep: how many bad steps to keep in the state for :func:`bad_steps`, 0 by default.
         A step is bad if its norm is not finite, if the loss that `update(...,
         loss=loss)` gets is not finite, or if :func:`skip_spikes` would skip it. The
-        last ones are kept; but where bad steps come in a row, its first stays and the
-        oldest of the others makes room. A skip must not wrap the recorder, because it
-        would freeze it at exactly these steps.
-      z_threshold: how many standard deviations above the trend a norm or a loss is an
-        outlier for `keep`, as in :func:`skip_spikes`; a scalar `Bound`, 6.0 by default.
+        last ones are kept, but where bad steps come in a row, the first of the row
+        stays and the oldest of the others makes room. A skip must not wrap
+        `record_norms`, which would then be frozen at exactly these steps.
+      z_threshold: how many standard deviations above the trend a norm or a loss has to
+        be to count as an outlier for `keep`, as in :func:`skip_spikes`; a scalar
+        `Bound`, 6.0 by default.
       window: the number of past norms and losses for that trend, 64 by default.
       probes: the name of each :func:`probe` of the model, in the order of the forward
         pass, mapped to the number of layers of its tap, or to 0 for a single one:

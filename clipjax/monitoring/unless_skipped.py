@@ -36,8 +36,8 @@ def unless_skipped(opt_state: Tree, *, new: T, old: T) -> T:
       dtypes of `new`.
 
     Raises:
-      ValueError: `opt_state` has no skip, or is stacked, where `jax.vmap` of this
-        function is needed; `new` and `old` differ in structure.
+      ValueError: `opt_state` has no skip, or is stacked, as `vmap` makes it (then call
+        `jax.vmap` of this function); `new` and `old` differ in structure.
 
     See Also:
       :func:`skip_nonfinite`, :func:`skip_spikes` and :func:`bounded`, which skip steps.

@@ -42,7 +42,8 @@ class Projection(optax.GradientTransformationExtraArgs):
     `params = max_norm(3.0).apply(params)` projects the weights. As the last
     transformation of a chain, a projection changes the update so that the weights end
     where `apply` would bring them: `optax.chain(optax.adam(1e-3), max_norm(3.0))`. A
-    transformation after it would move the weights again; :func:`violations` tells.
+    transformation after it would move the weights again; :func:`violations` finds out
+    whether one did.
     """
 
     # apply(params, *, step=None): the projected weights. `step` is needed if a bound is

@@ -29,9 +29,10 @@ def qk_clip(
 
         w * sqrt(min(1, threshold / S)),  S the largest logit of the head
 
-    Here w is a weight of the queries or of the keys. A logit is linear in both, so a
-    largest logit above `threshold` becomes `threshold`. Use it when attention logits
-    grow during training until the softmax saturates, as they do above all with Muon.
+    Here w is a weight of the queries or of the keys. A logit is linear in both, so if
+    the largest logit of a head is above `threshold`, it becomes `threshold`. Use it
+    when attention logits grow during training until the softmax saturates, as they do
+    above all with Muon.
 
     Where several query heads share a key head, the largest of their logits decides how
     the key is scaled, and a query head that needs more is scaled by the rest. No weight
@@ -67,8 +68,8 @@ def qk_clip(
         sizes do not tell which elements meet, as in a fused kernel; `max_logits` is
         missing, does not fit the heads, or names no layer.
 
-    In a checked `shard_map`, the largest logits over all devices count. Only along a
-    mesh axis that splits the weights they are not combined, because it is taken to
+    In a checked `shard_map`, the largest logits over all devices count. They are not
+    combined along a mesh axis that splits the weights, because such an axis is taken to
     split the heads: with FSDP, pass `lax.pmax(max_logits, axis_name)`. With
     `accumulate=k`, pass the largest logits of all k micro-batches with the last one.
 
