@@ -9,11 +9,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from clipjax.explaining.causes import Cause, Input
+from clipjax.explaining.causes import Bad, Cause, Input
 from clipjax.explaining.internals import is_inexact, is_literal
 from clipjax.explaining.lines import Line, Passes, is_again, is_in_softmax, line_of
 from clipjax.explaining.primitives import MOVES, MULTIPLY, measured
-from clipjax.explaining.walk import CONSTANT, Event
+from clipjax.explaining.walk import CONSTANT, Event, kind_of
 
 # How many operands a text tells.
 TOLD = 3
@@ -98,8 +98,8 @@ def cause_of(event: Event, passes: Passes, arguments: Mapping[str, Any]) -> Caus
     """Return the cause that tells an event."""
     if event.given:
         line = line_of(event.used) if event.used else Line()
-        what = _elements(arguments.get(event.given, 0.0), event.kind)
-        return Cause(event.kind, **line._asdict(), given=event.given, what=what)
+        bad = _bad_of(arguments.get(event.given), event.kind)
+        return Cause(event.kind, **line._asdict(), given=event.given, bad=bad)
     inputs, began_in = _inputs(event), passes.of(event)
     is_slope = began_in == "backward" and event.least == 0
     slope_of = passes.slope_of(event) if is_slope else ""
@@ -116,6 +116,7 @@ def cause_of(event: Event, passes: Passes, arguments: Mapping[str, Any]) -> Caus
         given=" and ".join(sorted(roots)),
         after=nears[-1] if nears and not is_named else "",
         what=_in_words(event, inputs, slope_of),
+        bad=_bad_in(event),
     )
 
 
@@ -143,20 +144,35 @@ def _signed(v: Any) -> float | None:
     return float(v.val) if is_real else None
 
 
-def _elements(x: Any, kind: str) -> str:
-    """Say how many elements of an argument are bad, and where the first is."""
-    flags = jnp.isnan(x) if kind == "nan" else jnp.isinf(x)
-    if not flags.ndim:
-        return ""
-    first = np.unravel_index(int(jnp.argmax(flags)), flags.shape)
-    place = ", ".join(str(int(i)) for i in first)
-    return f"{int(flags.sum())} of {flags.size} elements, first at [{place}]"
+def _bad_of(x: Any, kind: str) -> Bad | None:
+    """Return which elements of an argument are bad; None for a constant."""
+    if x is None:
+        return None
+    flags = np.asarray(jnp.isnan(x) if kind == "nan" else jnp.isinf(x))
+    return Bad(int(flags.sum()), flags.shape, _index(int(flags.argmax()), flags.shape))
+
+
+def _bad_in(event: Event) -> Bad | None:
+    """Return which elements of an output are bad."""
+    places = measured(event.eqn).outputs
+    for k, each in zip(places, event.outputs, strict=True):
+        if event.kind and kind_of(each.size) == event.kind:
+            count, first = each.nan if event.kind == "nan" else each.inf
+            aval = event.eqn.outvars[k].aval
+            is_over = event.kind == "inf" and event.least != 0
+            limit = float(jnp.finfo(aval.dtype).max) if is_over else None
+            index = _index(first, aval.shape)
+            return Bad(count, aval.shape, index, str(aval.dtype), limit)
+    return None
+
+
+def _index(place: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(int(i) for i in np.unravel_index(place, shape))
 
 
 def _in_words(event: Event, inputs: tuple[Input, ...], slope_of: str) -> str:
     """Say what an operation did."""
     name, kind, least = event.name, event.kind, event.least
-    dtype = event.eqn.outvars[0].aval.dtype
     operands = " and ".join(map(str, inputs[:TOLD]))
     operands += f" and {len(inputs) - TOLD} more" if len(inputs) > TOLD else ""
     plain = f"{name} of {operands}"
@@ -176,8 +192,6 @@ def _in_words(event: Event, inputs: tuple[Input, ...], slope_of: str) -> str:
         return f"{plain}, which is not positive definite"
     if name == "gather" and kind == "nan":
         return f"{plain}, with an index out of bounds"
-    if kind == "inf" and least != 0:
-        return f"{plain}; {dtype} ends at {float(jnp.finfo(dtype).max):.6g}"
     return plain
 
 
@@ -219,5 +233,6 @@ def _growth(now: Event, usual: Event) -> float:
     """Return how many times as much as usual an operation made its inputs grow."""
     operands = zip(now.operands, usual.operands, strict=True)
     before = [_times(x.size, y.size) for x, y in operands]
-    after = map(_times, now.sizes, usual.sizes)
+    outputs = zip(now.outputs, usual.outputs, strict=True)
+    after = [_times(x.size, y.size) for x, y in outputs]
     return max(after, default=1.0) / max(1.0, *before)

@@ -23,12 +23,31 @@ class Input(NamedTuple):
         text = self.name or self.dtype + shape
         if self.greatest is None:
             return text
-        if not self.shape and not self.name:
-            return f"{self.greatest if self.least is None else self.least:.3g}"
+        signed = 0.0 if self.greatest == 0 else self.least
+        if not self.shape and not self.name and signed is not None:
+            return f"{signed:.3g}"
         is_known = math.isfinite(self.greatest) or self.least == -math.inf
         if self.least is not None and is_known:
             return f"{text}, least {self.least:.3g}"
         return f"{text} up to {self.greatest:.3g}"
+
+
+class Bad(NamedTuple):
+    """Which elements of an array are bad."""
+
+    elements: int  # how many
+    shape: tuple[int, ...]
+    first: tuple[int, ...]  # the index of the first one
+    dtype: str = ""
+    limit: float | None = None  # where the dtype ends, if that made them infinite
+
+    def __str__(self) -> str:
+        size = math.prod(self.shape)
+        if self.elements == size:
+            return f"all {size} elements"
+        place = f"at [{', '.join(map(str, self.first))}]"
+        first = place if self.elements == 1 else f"first {place}"
+        return f"{self.elements} of {size} elements, {first}"
 
 
 class Cause(NamedTuple):
@@ -49,6 +68,7 @@ class Cause(NamedTuple):
     given: str = ""  # the argument that was bad, or "a constant"
     after: str = ""  # the argument that was used last on the way to it
     what: str = ""  # the operation and its inputs, in words
+    bad: Bad | None = None  # the elements that were NaN or infinite
     became_nan: Cause | None = None  # where the infinity became NaN
     handled: bool = False  # whether the result is finite, since a check caught it
     times: float = 1.0  # how many times as large as usual
@@ -76,7 +96,7 @@ class Cause(NamedTuple):
         if self.given == CONSTANT:
             return f"{self.kind} from a constant{self._place()}"
         text = f"{self.kind} in {self.given}"
-        text += f": {self.what}" if self.what else ""
+        text += f": {self.bad}" if self.bad and self.bad.shape else ""
         return f"{text}, first used{self._place()[1:]}" if self.file else text
 
     def _of_operation(self) -> str:
@@ -88,6 +108,10 @@ class Cause(NamedTuple):
             text += f", iteration {index} of {length}" if length else ""
             text += f", iteration {index}" if not length else ""
         text += f"{self._place()}: {self.what}"
+        if self.bad is not None and self.bad.shape:
+            text += f", in {self.bad}"
+        if self.bad is not None and self.bad.limit is not None:
+            text += f"; {self.bad.dtype} ends at {self.bad.limit:.6g}"
         text += f"; the infinity is from {self.given}" if self.given else ""
         return f"{text}, after {self.after}" if self.after else text
 

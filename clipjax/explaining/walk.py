@@ -60,6 +60,16 @@ class Place(NamedTuple):
 NOWHERE = Place()
 
 
+class Output(NamedTuple):
+    """What was written down of an output."""
+
+    size: float = 0.0  # the largest magnitude
+    # How many elements are NaN, how many are infinite, and the place of the first of
+    # them, as if the array had one axis.
+    nan: tuple[int, int] = (0, 0)
+    inf: tuple[int, int] = (0, 0)
+
+
 @dataclasses.dataclass(eq=False)
 class Event:
     """An operation that ran, or an array that was given, as what made things bad.
@@ -71,7 +81,7 @@ class Event:
     parents: tuple[Event, ...] = ()  # where the infinities that it met come from
     place: Place = NOWHERE
     operands: tuple[Value, ...] = ()
-    sizes: tuple[float, ...] = ()  # of its outputs
+    outputs: tuple[Output, ...] = ()
     met: int = 0  # the bits of `watch._met`
     least: float | None = None  # of the operand that is judged
     order: int = 0
@@ -123,7 +133,7 @@ class Value(NamedTuple):
 
 
 class Tape:
-    """Numbers that are read one after the other."""
+    """Numbers that are read one after the other: counts, or the bits of float32."""
 
     def __init__(self, numbers: np.ndarray) -> None:
         self.numbers, self.at = numbers, 0
@@ -133,9 +143,17 @@ class Tape:
         self.at += count
         return self.numbers[self.at - count : self.at]
 
-    def one(self) -> float:
-        """Return the next number."""
-        return float(self.take(1)[0])
+    def count(self) -> int:
+        """Return the next number as a whole one."""
+        return int(self.take(1)[0])
+
+    def pair(self) -> tuple[int, int]:
+        """Return the next two numbers as whole ones."""
+        return self.count(), self.count()
+
+    def size(self) -> float:
+        """Return the next number as a float."""
+        return float(self.take(1).view(np.float32)[0])
 
     def rows(self, count: int, width: int) -> list[Tape]:
         """Return the tapes of some iterations."""
@@ -175,7 +193,7 @@ class Walk:
         if name == "while":
             return self._while(eqn, operands, tape, place)
         if name == "cond":
-            called, operands = eqn.params["branches"][int(tape.one())], operands[1:]
+            called, operands = eqn.params["branches"][tape.count()], operands[1:]
             (tape,) = tape.rows(1, self.watch.widths[id(eqn)])
         if is_silent(eqn):
             return []
@@ -197,7 +215,7 @@ class Walk:
         ys: list[list[Value]] = [[] for _ in range(length)]
         for i in range(length)[:: -1 if params["reverse"] else 1]:
             parts = [
-                _part(x, i, rows[i].one() if is_inexact(v.aval) else 0.0)
+                _part(x, i, rows[i].size() if is_inexact(v.aval) else 0.0)
                 for x, v in zip(xs, of_xs, strict=True)
             ]
             arguments, during = [*constants, *carry, *parts], place.during(i, length)
@@ -215,7 +233,7 @@ class Walk:
         rest = operands[params["cond_nconsts"] :]
         first, body = params["body_nconsts"], params["body_jaxpr"]
         constants, carry = rest[:first], rest[first:]
-        count = int(tape.one())
+        count = tape.count()
         rows = tape.rows(room, self.watch.widths[id(eqn)])
         if count > room:
             self.short[id(eqn)] = max(count, self.short.get(id(eqn), 0))
@@ -228,12 +246,13 @@ class Walk:
         self, eqn: Equation, operands: list[Value], tape: Tape, place: Place
     ) -> list[Value]:
         what = measured(eqn)
+        outputs = [Output(tape.size(), tape.pair(), tape.pair()) for _ in what.outputs]
         here = Event(
             place=place,
             operands=tuple(operands),
-            sizes=tuple(map(float, tape.take(len(what.outputs)))),
-            met=int(tape.one()) if what.by_place else 0,
-            least=tape.one() if what.judged is not None else None,
+            outputs=tuple(outputs),
+            met=tape.count() if what.by_place else 0,
+            least=tape.size() if what.judged is not None else None,
             order=len(self.operations),
         )
         self.operations.append(here)
@@ -242,26 +261,26 @@ class Walk:
             for k, value in enumerate(operands)
             if value.is_bad and (not what.by_place or here.met & (2 << k))
         ]
-        sizes = dict(zip(what.outputs, here.sizes, strict=True))
-        kinds = {_kind(size) for size in here.sizes} - {""}
+        sizes = {k: each.size for k, each in zip(what.outputs, outputs, strict=True)}
+        kinds = {kind_of(size) for size in sizes.values()} - {""}
         if kinds:
             _mark_use(bad, here)
         events = {kind: _origin(here, kind, bad) for kind in kinds}
         like = _like(eqn, operands)
         return [
-            like._replace(size=size, event=events.get(_kind(size)))
+            like._replace(size=size, event=events.get(kind_of(size)))
             for size in (sizes.get(k, 0.0) for k in range(len(eqn.outvars)))
         ]
 
 
-def _kind(size: float) -> str:
+def kind_of(size: float) -> str:
     """Return "nan", "inf", or "" for what is finite."""
     return "nan" if math.isnan(size) else "inf" if math.isinf(size) else ""
 
 
 def given(size: float, name: str = "") -> Value:
     """Return the value of an argument, or of a constant, which has no name."""
-    kind = _kind(size)
+    kind = kind_of(size)
     event = Event(kind, given=name or CONSTANT) if kind else None
     return Value(size, event, name)
 
@@ -283,7 +302,7 @@ def joined(values: Iterable[Value]) -> Event | None:
 
 def _origin(here: Event, kind: str, bad: list[Value]) -> Event | None:
     """Return the event that a bad output comes from: what is here, or before it."""
-    before = [value for value in bad if _kind(value.size) == "nan" or kind == "inf"]
+    before = [value for value in bad if kind_of(value.size) == "nan" or kind == "inf"]
     if before:
         return joined(before)
     cause = joined(bad)
@@ -328,7 +347,7 @@ def _part(stack: Value, i: int, size: float) -> Value:
     if stack.each:
         return stack.each[i]
     name = f"{stack.name}[{i}]" if stack.name else ""
-    event = stack.event if _kind(size) else None
+    event = stack.event if kind_of(size) else None
     return stack._replace(size=size, event=event, name=name)
 
 

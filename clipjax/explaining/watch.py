@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from clipjax.explaining.internals import (
@@ -30,54 +31,96 @@ from clipjax.explaining.primitives import callee, is_remat, is_silent, measured
 ROOM = 64
 
 
-@jax.jit  # which traces it once for each shape
-def magnitude(x: jax.Array) -> jax.Array:
-    """Return the largest |x|, where NaN is larger than infinity.
+LAST = np.uint32(2**32 - 1)
 
-    It is a maximum of the bits: XLA on a CPU loses NaN in a maximum of floats.
+
+def _bits(x: jax.Array) -> jax.Array:
+    """Return |x|, or the larger part of a complex number, as the bits of a float32.
+
+    Those of NaN are above those of infinity, and these above those of numbers. XLA on a
+    CPU loses NaN in a maximum of floats.
     """
     if jnp.iscomplexobj(x):
-        x = jnp.stack([x.real, x.imag])
+        return jnp.maximum(_bits(x.real), _bits(x.imag))
     x = jnp.abs(x)
     if x.dtype == jnp.float64:  # a finite one is to stay finite in float32
         most = float(jnp.finfo(jnp.float32).max)
         x = jnp.where(jnp.isfinite(x), jnp.minimum(x, most), x)
-    bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
-    return lax.bitcast_convert_type(jnp.max(bits, initial=0), jnp.float32)
+    return lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
 
 
-@functools.partial(jax.jit, static_argnames="name")
-def _least(x: jax.Array, name: str) -> jax.Array:
-    """Return the least element; of a divisor and of complex numbers, the least |x|."""
-    is_real = not jnp.iscomplexobj(x)
-    x = x if is_real and name != "div" else jnp.abs(x)
-    x = jnp.where(jnp.isnan(x), jnp.inf, x.astype(jnp.float32))
-    return jnp.min(x, initial=jnp.inf) + 0.0  # no -0
-
-
-@functools.partial(jax.jit, static_argnames="name")
 def _met(operands: Sequence[jax.Array], out: jax.Array, name: str) -> jax.Array:
     """Return which operands are bad where the output is: operand k is bit k + 1.
 
     Bit 0 says whether NaN arose where the first operand is -inf.
     """
     is_bad = ~jnp.isfinite(out)
-    bits = jnp.float32(0)
+    bits = jnp.zeros(out.shape, jnp.uint32)
     for place, x in enumerate(operands):
         if is_inexact(x):
             meets = is_bad & ~jnp.isfinite(x)
             if name == "select_n":
                 meets &= operands[0] == place - 1
-            bits += jnp.where(jnp.any(meets), 2.0 * 2**place, 0.0)
+            bits |= jnp.where(meets, jnp.uint32(2 << place), jnp.uint32(0))
     if name in ("add", "sub") and not jnp.iscomplexobj(out):
-        is_negative = jnp.any(jnp.isnan(out) & (operands[0] == -jnp.inf))
-        bits += jnp.where(is_negative, 1.0, 0.0)
+        is_negative = jnp.isnan(out) & (operands[0] == -jnp.inf)
+        bits |= is_negative.astype(jnp.uint32)
     return bits
+
+
+def _signed(x: jax.Array, name: str) -> jax.Array:
+    """Return what the least element is of: of divisors and complex numbers, |x|."""
+    is_real = not jnp.iscomplexobj(x)
+    x = x if is_real and name != "div" else jnp.abs(x)
+    return jnp.where(jnp.isnan(x), jnp.inf, x.astype(jnp.float32)) + 0.0  # no -0
+
+
+@functools.partial(jax.jit, static_argnames="name")  # which traces it once for a shape
+def _numbers(
+    out: jax.Array,
+    operands: Sequence[jax.Array] = (),
+    judged: jax.Array | None = None,
+    name: str = "",
+) -> jax.Array:
+    """Return what is written down of an array that an operation made.
+
+    These are its largest magnitude; how many elements are NaN, and the place of the
+    first of them; the same of infinities; then the bits of `_met`, if there are
+    operands, and the least element of the one that is judged. They are one reduction:
+    with one for each, fewer of them took 1.7 times as long as the step, in place of 1.2
+    times (a decoder, JAX 0.12 on a CPU).
+    """
+    places = lax.iota(jnp.uint32, out.size).reshape(out.shape)
+    parts: list[Any] = [(_bits(out), 0, jnp.maximum)]
+    for flags in (jnp.isnan(out), jnp.isinf(out)):
+        parts.append((flags, 0, jnp.add))
+        parts.append((jnp.where(flags, places, LAST), LAST, jnp.minimum))
+    if operands:
+        parts.append((_met(operands, out, name), 0, jnp.bitwise_or))
+    arrays, starts, functions = map(list, zip(*parts, strict=True))
+    arrays = [x.astype(jnp.uint32) for x in arrays]
+    starts = [np.uint32(x) for x in starts]
+    if judged is not None:
+        arrays.append(jnp.broadcast_to(_signed(judged, name), out.shape))
+        starts.append(np.float32(jnp.inf))
+        functions.append(jnp.minimum)
+
+    def both(xs: Any, ys: Any) -> Any:
+        return [f(x, y) for f, x, y in zip(functions, xs, ys, strict=True)]
+
+    numbers = lax.reduce(arrays, starts, both, tuple(range(out.ndim)))
+    return jnp.stack([lax.bitcast_convert_type(x, jnp.uint32) for x in numbers])
+
+
+def magnitude(x: jax.Array) -> jax.Array:
+    """Return the largest |x|, where NaN is larger than infinity."""
+    return lax.bitcast_convert_type(_numbers(x)[0], jnp.float32)
 
 
 def _row(numbers: Sequence[jax.Array]) -> jax.Array:
     """Return one vector of all numbers."""
-    return jnp.concatenate([jnp.zeros(0), *(jnp.ravel(x) for x in numbers)])
+    empty = jnp.zeros(0, jnp.uint32)
+    return jnp.concatenate([empty, *(jnp.ravel(x) for x in numbers)])
 
 
 def _measure(
@@ -85,12 +128,9 @@ def _measure(
 ) -> list[jax.Array]:
     """Return the numbers of one operation."""
     name, what = eqn.primitive.name, measured(eqn)
-    numbers = [magnitude(outs[k]) for k in what.outputs]
-    if what.by_place:
-        numbers.append(_met(operands, outs[0], name))
-    if what.judged is not None:
-        numbers.append(_least(operands[what.judged], name))
-    return numbers
+    by_place = operands if what.by_place else ()
+    judged = None if what.judged is None else operands[what.judged]
+    return [_numbers(outs[k], by_place, judged, name) for k in what.outputs]
 
 
 def _known(x: Any, aval: Any) -> jax.Array:
@@ -148,7 +188,7 @@ class Watch:
 
         def step(carry: list[Any], xs: list[Any]) -> Any:
             outs, row = self.run(body.jaxpr, body.consts, [*constants, *carry, *xs])
-            sizes = [magnitude(x) for x in xs if is_inexact(x.aval)]
+            sizes = [_numbers(x)[:1] for x in xs if is_inexact(x.aval)]
             return outs[:carried], (outs[carried:], _row([*sizes, row]))
 
         carry, (ys, rows) = lax.scan(
@@ -181,10 +221,10 @@ class Watch:
             return count + 1, outs, lax.dynamic_update_index_in_dim(rows, row, count, 0)
 
         width = jax.eval_shape(once, carry)[1].shape[0]
-        state = jnp.int32(0), carry, jnp.zeros((room, width))
+        state = jnp.uint32(0), carry, jnp.zeros((room, width), jnp.uint32)
         count, carry, rows = lax.while_loop(goes_on, step, state)
         self.widths[id(eqn)] = width
-        return list(carry), [count.astype(jnp.float32), rows]
+        return list(carry), [count, rows]
 
     def _cond(self, eqn: Equation, operands: list[Any]) -> Any:
         branches = eqn.params["branches"]
@@ -205,4 +245,4 @@ class Watch:
         outs, row = lax.switch(
             index, [padded(each) for each in branches], *operands[1:]
         )
-        return outs, [index.astype(jnp.float32), row]
+        return outs, [index.astype(jnp.uint32), row]
