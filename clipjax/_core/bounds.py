@@ -56,8 +56,8 @@ def number(
 
 
 def _as_float(value: Any) -> Any:
-    if isinstance(value, int | float):
-        return value if isinstance(value, float) else float(value)
+    if np.ndim(value) == 0 and not isinstance(value, jax.Array):
+        return float(value)  # NumPy's float64 would widen float32 where x64 is enabled
     # Python's float is float64 to NumPy, and what is usual to JAX.
     return value.astype(float) if value.dtype.kind in "iu" else value
 
