@@ -97,6 +97,6 @@ def adaptive_grad_clip(
             norms_of(updates.values, where),
             norms_of(weights, where),
         )
-        return *clip_by_unit_norms(updates, of, bound.at(step), bound.fit), memory
+        return *clip_by_unit_norms(updates, of, bound.at(step), bound.name), memory
 
     return transformation("adaptive_grad_clip", act)
