@@ -197,8 +197,7 @@ def record_norms(
         metrics = _by_name(names_in(updates), norms)
         return updates.rebuild(updates.values), metrics, memory
 
-    remembers = size if is_known else True
-    first = remember if remembers else None
+    first = remember if not is_known or size else None
     made = transformation("record_norms", act, first, measure, fixed_names=False)
     return Recorder(*made)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,8 +34,6 @@ from clipjax.weights.projection import (
     projection,
     rescaled_weights,
 )
-
-Factor: TypeAlias = Callable[..., jax.Array]  # of (norms, dtype, *limits)
 
 
 def max_norm(bound: Bounds, *, axes: AutoAxes = "auto") -> Projection:
@@ -195,7 +193,7 @@ def _rescaling(
     name: str,
     axes: Any,
     limits: Sequence[CheckedBound],
-    factor: Factor,
+    factor: Callable[..., jax.Array],
     rates: Sequence[CheckedBound] = (),
 ) -> Projection:
     """Make the projection that multiplies units by `factor(norms, dtype, *limits)`.
