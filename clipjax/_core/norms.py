@@ -5,8 +5,6 @@ leaf, as the reduced `axes` say. Functions of one leaf are jitted, so that JAX t
 them once for each shape and not once for each leaf.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import operator

@@ -1,7 +1,5 @@
 """States: the step, the metrics, and what a transformation itself remembers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """The norms of groups of leaves, and of the layers of stacks."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """The columns of a history: the metrics of each transformation at all steps."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
