@@ -199,7 +199,7 @@ def clip_by_value(
       >>> functional.clip_by_value(jnp.array([-3.0, 0.5, 3.0]), 1.0)
       Array([-1. ,  0.5,  1. ], dtype=float32)
     """
-    limits = check_limits(bound, high, low, functools.partial(number, shape=None))
+    limits = check_limits(bound, high, low, functools.partial(number, scalar=False))
     leaves = flatten(tree)
     return leaves.rebuild([clip_entries(leaf, *limits) for leaf in leaves.each])
 
@@ -245,7 +245,7 @@ def clip_by_norm(
        [0.3 0.4]]
     """
     warn_if_local()
-    bound = number("max_norm", max_norm, "[0, inf]", None)
+    bound = number("max_norm", max_norm, "[0, inf]", scalar=False)
     leaves = flatten(tree)
     where = axes_of(leaves, check_axes(axes), least_rank=0)
     of = norms_of(leaves.values, where, check_ord(ord))

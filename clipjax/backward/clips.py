@@ -84,7 +84,7 @@ def clip_gradient_by_value(
       1.0
     """
     warn_if_local()
-    limits = check_limits(bound, high, low, functools.partial(number, shape=None))
+    limits = check_limits(bound, high, low, functools.partial(number, scalar=False))
 
     def clip_values(gradient: Leaves, low: Any, high: Any) -> Any:
         values = [clip_entries(leaf, low, high) for leaf in gradient.each]
@@ -149,7 +149,7 @@ def clip_gradient_by_norm(
       [0.6 0.8]
     """
     warn_if_local()
-    bound = number("max_norm", max_norm, "[0, inf]", None)
+    bound = number("max_norm", max_norm, "[0, inf]", scalar=False)
     axes = check_axes(axes)
 
     def clip_units(gradient: Leaves, bound: Any) -> Any:
