@@ -39,8 +39,7 @@ from clipjax.monitoring.record_norms import record_norms
 from clipjax.monitoring.taps import probe, tap, tapped
 from clipjax.monitoring.unless_skipped import unless_skipped
 from clipjax.weights.box import box, non_negative
-from clipjax.weights.keep_norm import keep_norm
-from clipjax.weights.max_norm import max_norm, min_max_norm, unit_norm
+from clipjax.weights.norms import keep_norm, max_norm, min_max_norm, unit_norm
 from clipjax.weights.projection import project
 from clipjax.weights.qk_clip import qk_clip
 from clipjax.weights.spectral import spectral_cap
