@@ -26,8 +26,7 @@ from clipjax.gradients.clips import (
 from clipjax.gradients.groups import clip_by_group_norm
 from clipjax.gradients.nonfinite import skip_nonfinite, zero_nonfinite
 from clipjax.gradients.quantiles import autoclip, clip_by_quantile
-from clipjax.gradients.relative import adaptive_grad_clip
-from clipjax.gradients.relative_update import relative_update
+from clipjax.gradients.relative import adaptive_grad_clip, relative_update
 from clipjax.gradients.spikes import skip_spikes
 from clipjax.gradients.tangent_cone import tangent_cone
 from clipjax.gradients.zclip import clip_by_lognormal, zclip
