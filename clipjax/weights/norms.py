@@ -89,11 +89,10 @@ def max_norm(bound: Bounds, *, axes: AutoAxes = "auto") -> Projection:
       [[0.6 0.3]
        [0.8 0.4]]
     """
-    bounds = check_bounds("bound", bound)
     return _rescaling(
         "clipjax.max_norm",
         axes,
-        [bounds],
+        [check_bounds("bound", bound)],
         lambda norm, dtype, bound: factor_to(bound, norm, dtype),
     )
 
