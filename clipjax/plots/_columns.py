@@ -106,7 +106,7 @@ def _recorded(columns: Columns) -> dict[str, str]:
         key: key
         for key, label in columns.labels.items()
         if label.rpartition("/")[2].startswith("record_norms")
-        and key != f"{label}/steps"
+        and key not in (f"{label}/steps", f"{label}/nonfinite_count")
     }
 
 
