@@ -231,7 +231,7 @@ def check_count(name: str, value: Any, least: int, *, static: bool = False) -> A
     except TypeError:
         count = None
     if count is None:
-        raise TypeError(f"{name} must be a whole number, got {short_repr(value)}")
+        raise TypeError(f"{name} must be an int, got {short_repr(value)}")
     if not least <= count < 2**31:
         raise ValueError(
             f"{name} must be a whole number in [{least}, 2**31), got "
