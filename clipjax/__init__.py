@@ -26,8 +26,7 @@ from clipjax.gradients.clips import (
 from clipjax.gradients.groups import clip_by_group_norm
 from clipjax.gradients.nonfinite import skip_nonfinite, zero_nonfinite
 from clipjax.gradients.quantiles import autoclip, clip_by_quantile
-from clipjax.gradients.relative import adaptive_grad_clip
-from clipjax.gradients.relative_update import relative_update
+from clipjax.gradients.relative import adaptive_grad_clip, relative_update
 from clipjax.gradients.spikes import skip_spikes
 from clipjax.gradients.tangent_cone import tangent_cone
 from clipjax.gradients.zclip import clip_by_lognormal, zclip
@@ -39,8 +38,7 @@ from clipjax.monitoring.record_norms import record_norms
 from clipjax.monitoring.taps import probe, tap, tapped
 from clipjax.monitoring.unless_skipped import unless_skipped
 from clipjax.weights.box import box, non_negative
-from clipjax.weights.keep_norm import keep_norm
-from clipjax.weights.max_norm import max_norm, min_max_norm, unit_norm
+from clipjax.weights.norms import keep_norm, max_norm, min_max_norm, unit_norm
 from clipjax.weights.projection import project
 from clipjax.weights.qk_clip import qk_clip
 from clipjax.weights.spectral import spectral_cap

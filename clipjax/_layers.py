@@ -23,9 +23,8 @@ class Param(NamedTuple):
 
     def __str__(self) -> str:
         of = f"{self.name!r} of {type(self.layer).__name__}"
-        why = f"itself of shape {self.own_shape}: which axes are a stack?"
-        if self.axes is None:
-            why = "which is not known"
+        stacked = f"itself of shape {self.own_shape}: which axes are a stack?"
+        why = "which is not known" if self.axes is None else stacked
         return f"{self.path} of shape {self.shape}: {of}, {why}"
 
 

@@ -15,19 +15,12 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from clipjax._core.aliases import Axes, Ord, Tree
-from clipjax._core.bounds import (
-    check_fits,
-    check_ord,
-    fit_bound,
-    is_real,
-    number,
-)
+from clipjax._core.bounds import check_fits, check_ord, is_real, number
 from clipjax._core.clip import check_limits, clip, clip_by_tree_norm, clip_entries
 from clipjax._core.leaves import flatten, is_inexact
 from clipjax._core.norms import (
     axes_of,
     check_axes,
-    map_units,
     norm_of,
     norms_of,
     sum_dtype,
@@ -206,7 +199,7 @@ def clip_by_value(
       >>> functional.clip_by_value(jnp.array([-3.0, 0.5, 3.0]), 1.0)
       Array([-1. ,  0.5,  1. ], dtype=float32)
     """
-    limits = check_limits(bound, high, low, functools.partial(number, shape=None))
+    limits = check_limits(bound, high, low, functools.partial(number, scalar=False))
     leaves = flatten(tree)
     return leaves.rebuild([clip_entries(leaf, *limits) for leaf in leaves.each])
 
@@ -252,14 +245,12 @@ def clip_by_norm(
        [0.3 0.4]]
     """
     warn_if_local()
-    bound = number("max_norm", max_norm, "[0, inf]", None)
+    bound = number("max_norm", max_norm, "[0, inf]", scalar=False)
     leaves = flatten(tree)
     where = axes_of(leaves, check_axes(axes), least_rank=0)
     of = norms_of(leaves.values, where, check_ord(ord))
-    fitted = map_units(
-        lambda norm, leaf: fit_bound("max_norm", bound, norm, leaf), of, leaves.each
-    )
-    return leaves.rebuild(clip(leaves, of, fitted)[0])
+    values, _ = clip(leaves, of, [bound] * len(of))
+    return leaves.rebuild(values)
 
 
 def clip_by_global_norm(

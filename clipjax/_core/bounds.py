@@ -29,17 +29,17 @@ def is_real(value: Any) -> bool:
 
 
 def number(
-    name: str, value: Any, interval: str, shape: Any = (), *, more: str = ""
+    name: str, value: Any, interval: str, *, scalar: bool = True, more: str = ""
 ) -> Any:
     """Return a real number in an interval, such as "[0, 1)", or raise an error.
 
-    With `shape=None`, the value may be an array of such numbers. Errors say what `more`
-    it may be. Whole numbers of Python and NumPy become floats, since JAX would take
-    them for int32, which wraps above 2^31. A traced number is raised to the lower end
-    of the interval, so that a negative threshold clips to 0 and flips no sign.
+    If it need not be `scalar`, it may be an array of such numbers. Errors say what
+    `more` it may be. Whole numbers of Python and NumPy become floats, since JAX would
+    take them for int32, which wraps above 2^31. A traced number is raised to the lower
+    end of the interval, so that a negative threshold clips to 0 and flips no sign.
     """
-    if not is_real(value) or (shape == () and np.ndim(value)):
-        form = "a number" if shape == () else "a number or an array"
+    if not is_real(value) or (scalar and np.ndim(value)):
+        form = "a number" if scalar else "a number or an array"
         raise TypeError(
             f"{name} must be {form} in {interval}{more}, got {short_repr(value)}"
         )
@@ -56,8 +56,8 @@ def number(
 
 
 def _as_float(value: Any) -> Any:
-    if isinstance(value, int | float):
-        return value if isinstance(value, float) else float(value)
+    if np.ndim(value) == 0 and not isinstance(value, jax.Array):
+        return float(value)  # NumPy's float64 would widen float32 where x64 is enabled
     # Python's float is float64 to NumPy, and what is usual to JAX.
     return value.astype(float) if value.dtype.kind in "iu" else value
 
@@ -137,8 +137,7 @@ def check_bound(
     """
     low = float(interval[1:].split(",")[0])
     if not callable(bound):
-        shape = () if scalar else None
-        bound = number(name, bound, interval, shape, more=", or a schedule")
+        bound = number(name, bound, interval, scalar=scalar, more=", or a schedule")
     return CheckedBound(name, low, bound, is_scalar=scalar)
 
 
@@ -232,7 +231,7 @@ def check_count(name: str, value: Any, least: int, *, static: bool = False) -> A
     except TypeError:
         count = None
     if count is None:
-        raise TypeError(f"{name} must be a whole number, got {short_repr(value)}")
+        raise TypeError(f"{name} must be an int, got {short_repr(value)}")
     if not least <= count < 2**31:
         raise ValueError(
             f"{name} must be a whole number in [{least}, 2**31), got "

@@ -27,25 +27,27 @@ from clipjax._core.norms import (
 
 
 def clip(
-    leaves: Leaves, of: Sequence[Any], bounds: Sequence[Any]
+    leaves: Leaves, of: Sequence[Any], bounds: Sequence[Any], name: str = "max_norm"
 ) -> tuple[list[Any], list[Any]]:
     """Clip the norms `of` leaves to thresholds; None stands for a leaf without a norm.
 
     Leaves that share a norm have the same array in `of` and the same threshold, so that
-    leaves of one dtype have one factor.
+    leaves of one dtype have one factor. Thresholds broadcast to the norms; errors call
+    them `name`.
 
     Returns:
       The new values, and the factor of each leaf.
     """
     made: dict[Any, jax.Array] = {}
 
-    def factor(norm: jax.Array, bound: Any, x: jax.Array) -> jax.Array:
-        key = id(norm), x.dtype
+    def factor(norm: jax.Array, bound: Any, leaf: Leaf) -> jax.Array:
+        key = id(norm), leaf.value.dtype
         if key not in made:
-            made[key] = factor_to(bound, norm, x.dtype)
+            fitting = fit_bound(name, bound, norm, leaf)
+            made[key] = factor_to(fitting, norm, leaf.value.dtype)
         return made[key]
 
-    factors = map_units(factor, of, bounds, leaves.values)
+    factors = map_units(factor, of, bounds, leaves.each)
     return rescaled(leaves.values, factors), factors
 
 
@@ -60,18 +62,14 @@ def clip_by_tree_norm(
 
 
 def clip_by_unit_norms(
-    leaves: Leaves,
-    of: Sequence[Any],
-    bound: Any,
-    fit: Callable[[Any, jax.Array, Any], Any],
+    leaves: Leaves, of: Sequence[Any], bound: Any, name: str
 ) -> tuple[Tree, Metrics]:
     """Clip the norms of units, one entry a leaf, to a threshold that all leaves share.
 
     If the threshold is one number, the largest norm decides the metrics, so that they
     cost one reduction a leaf.
     """
-    fitted = map_units(lambda norm, leaf: fit(bound, norm, leaf), of, leaves.each)
-    values, factors = clip(leaves, of, fitted)
+    values, factors = clip(leaves, of, [bound] * len(of), name)
     clipped = leaves.rebuild(values)
     most = largest(present(of))
     if jnp.ndim(bound) == 0:

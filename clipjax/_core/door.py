@@ -167,12 +167,11 @@ def with_metrics(
         changed, metrics, memory = returned
         return changed, _checked_metrics(name, metrics), memory
 
-    def remember_tree(leaves: Leaves) -> Any:
-        assert remember is not None
-        return remember(leaves.rebuild(leaves.values))
-
     return transformation(
-        name, act_on_leaves, remember and remember_tree, fixed_names=False
+        name,
+        act_on_leaves,
+        remember and (lambda leaves: remember(leaves.rebuild(leaves.values))),
+        fixed_names=False,
     )
 
 

@@ -59,7 +59,9 @@ def flatten(tree: Tree) -> Leaves:
     Python numbers and NumPy arrays become JAX arrays. A leaf that is no array, such as
     a function, raises an error.
     """
-    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_leaf)
+    found = jax.tree_util.tree_leaves_with_path(
+        tree, is_leaf=lambda node: _is_absent(node) or _is_sparse(node)
+    )
     paths = without_boxes([path for path, _ in found])
     nodes = [node for _, node in found]
     is_absent = list(map(_is_absent, nodes))
@@ -130,10 +132,6 @@ def _is_absent(node: Any) -> bool:
 
 def _is_sparse(node: Any) -> bool:
     return not isinstance(node, jax.Array) and hasattr(node, "todense")
-
-
-def _is_leaf(node: Any) -> bool:
-    return _is_absent(node) or _is_sparse(node)
 
 
 def _array_at(path: Path, leaf: Any) -> Any:

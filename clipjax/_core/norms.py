@@ -5,8 +5,6 @@ leaf, as the reduced `axes` say. Functions of one leaf are jitted, so that JAX t
 them once for each shape and not once for each leaf.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import operator
@@ -299,13 +297,9 @@ def unclear_error(path: Path, leaf: Any) -> ValueError:
         "heads, or a stack of layers. Pass axes=unit_axes(model) of clipjax.flax or "
         "clipjax.equinox, which asks the layers (in Linen unit_axes(model, key, x)), "
         "clipjax.fan_in for convolutions (*window, in, out), or the axes to reduce, as "
-        f"in axes={{{_pattern(path)!r}: ...}}, with '*': 'auto' for other leaves"
+        f"in axes={{{path_name(path) or '*'!r}: ...}}, with '*': 'auto' for other "
+        "leaves"
     )
-
-
-def _pattern(path: Path) -> str:
-    """Return the pattern of a leaf; a leaf that is the whole tree has no path."""
-    return path_name(path) or "*"
 
 
 def whole_matrices(path: Path, leaf: Any) -> Skip | None:
@@ -314,8 +308,8 @@ def whole_matrices(path: Path, leaf: Any) -> Skip | None:
         raise ValueError(
             f"axes: {Leaf(path, leaf)} may be a stack of matrices, of layers or of "
             "experts, each of which has a norm of its own. Pass the axes of one "
-            f"matrix, as in axes={{{_pattern(path)!r}: (1, 2)}}, None if all of it is "
-            "one, or clipjax.SKIP, with '*': 'auto' for other leaves"
+            f"matrix, as in axes={{{path_name(path) or '*'!r}: (1, 2)}}, None if all "
+            "of it is one, or clipjax.SKIP, with '*': 'auto' for other leaves"
         )
     return None if len(leaf.shape) == 2 else SKIP
 

@@ -1,7 +1,5 @@
 """States: the step, the metrics, and what a transformation itself remembers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -123,8 +121,9 @@ def next_metrics(name: str, old: Any, logged: Metrics) -> Any:
     """Return the metrics after a step."""
     if not isinstance(old, Mapping):  # of a tree without leaves
         return old
-    names = (a_few(sorted(each), 40) for each in (old, logged))
-    check_same(f"metrics of {name}", *names)
+    pairs = (old, logged), (logged, old)
+    only = (a_few(sorted({*a} - {*b})) or "no others" for a, b in pairs)
+    check_same(f"metrics of {name}", *only)
     return {key: _next(logged[key], old[key]) for key in logged}
 
 

@@ -16,23 +16,15 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from clipjax._core.aliases import Axes
-from clipjax._core.bounds import fit_bound, number
-from clipjax._core.clip import (
-    check_limits,
-    clip,
-    clip_by_tree_norm,
-    clip_entries,
-    inward,
-)
-from clipjax._core.leaves import Leaf, Leaves, flatten, is_inexact
+from clipjax._core.bounds import number
+from clipjax._core.clip import check_limits, clip, clip_by_tree_norm, clip_entries
+from clipjax._core.leaves import Leaves, flatten, is_inexact
 from clipjax._core.norms import (
     axes_of,
     check_axes,
-    map_units,
     norm_of,
     norms_of,
     over_devices,
-    sum_dtype,
     warn_if_local,
 )
 from clipjax.monitoring import taps
@@ -92,33 +84,21 @@ def clip_gradient_by_value(
       1.0
     """
     warn_if_local()
-    limits = check_limits(bound, high, low, functools.partial(number, shape=None))
+    limits = check_limits(bound, high, low, functools.partial(number, scalar=False))
 
     def clip_values(gradient: Leaves, low: Any, high: Any) -> Any:
-        values, seen = list(gradient.values), []
-        for i, leaf in enumerate(gradient.each):
-            if is_inexact(leaf.value):
-                values[i] = clip_entries(leaf, low, high)
-                seen += [_seen(leaf, low, high)] if leaf.value.size else []
+        values = [clip_entries(leaf, low, high) for leaf in gradient.each]
+        pairs = zip(gradient.values, values, strict=True)
+        seen = [_seen(g, new) for g, new in pairs if is_inexact(g) and g.size]
         return gradient.rebuild(values), seen
 
     return _with_gradient(clip_values, tap, x, *limits)
 
 
-def _seen(leaf: Leaf, low: Any, high: Any) -> taps.Seen:
-    """Return the largest absolute element, and whether one is beyond a threshold."""
-    x = leaf.value
-    g = x if jnp.iscomplexobj(x) else x.astype(sum_dtype(x.dtype))
-    if low is None:
-        absolute = jnp.abs(g)
-        most = inward(fit_bound("bound", high, g, leaf), absolute.dtype, -np.inf)
-        is_outside = absolute > most
-    else:
-        most = inward(fit_bound("high", high, g, leaf), g.dtype, -np.inf)
-        least = inward(fit_bound("low", low, g, leaf), g.dtype, np.inf)
-        is_outside = (g > most) | (g < least)
-    outside = jnp.any(is_outside).astype(np.uint8)
-    return norm_of(g, None, jnp.inf), over_devices(lax.pmax, outside) > 0
+def _seen(g: jax.Array, clipped: jax.Array) -> taps.Seen:
+    """Return the largest absolute element, and whether an element was clipped."""
+    changed = jnp.any((g != clipped) & (g == g)).astype(np.uint8)
+    return norm_of(g, None, jnp.inf), over_devices(lax.pmax, changed) > 0
 
 
 def clip_gradient_by_norm(
@@ -169,21 +149,15 @@ def clip_gradient_by_norm(
       [0.6 0.8]
     """
     warn_if_local()
-    bound = number("max_norm", max_norm, "[0, inf]", None)
+    bound = number("max_norm", max_norm, "[0, inf]", scalar=False)
     axes = check_axes(axes)
 
     def clip_units(gradient: Leaves, bound: Any) -> Any:
         of = norms_of(gradient.values, axes_of(gradient, axes, least_rank=0))
-        fitted = map_units(
-            lambda norm, leaf: _fitted("max_norm", bound, norm, leaf),
-            of,
-            gradient.each,
-        )
-        values, _ = clip(gradient, of, fitted)
-        rows = zip(of, fitted, gradient.values, strict=True)
-        return gradient.rebuild(values), [
-            (norm, norm > most) for norm, most, g in rows if norm is not None and g.size
-        ]
+        values, factors = clip(gradient, of, [bound] * len(of))
+        rows = zip(of, factors, gradient.values, strict=True)
+        seen = [(norm, by < 1) for norm, by, g in rows if by is not None and g.size]
+        return gradient.rebuild(values), seen
 
     return _with_gradient(clip_units, tap, x, bound)
 
@@ -231,15 +205,9 @@ def clip_gradient_by_global_norm(
 
     def clip_tree(gradient: Leaves, bound: Any) -> Any:
         clipped, metrics = clip_by_tree_norm(gradient, bound)
-        norm = metrics["norm"]
-        return clipped, [(norm, norm > jnp.asarray(bound, norm.dtype))]
+        return clipped, [(metrics["norm"], metrics["clipped"])]
 
     return _with_gradient(clip_tree, tap, tree, bound)
-
-
-def _fitted(name: str, limit: Any, x: jax.Array, leaf: Leaf) -> jax.Array:
-    """Return a threshold in the rank and the dtype of what is compared with it."""
-    return jnp.asarray(fit_bound(name, limit, x, leaf), x.dtype)
 
 
 def _with_gradient(

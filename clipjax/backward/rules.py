@@ -56,7 +56,7 @@ def scale_gradient(x: T, factor: ArrayLike) -> T:
       >>> float(jax.grad(lambda x: clipjax.scale_gradient(x, 5.0))(2.0))
       5.0
     """
-    value = number("factor", factor, "(-inf, inf)", None)
+    value = number("factor", factor, "(-inf, inf)", scalar=False)
     leaves = flatten(x)
 
     def scale(leaf: Leaf) -> Any:

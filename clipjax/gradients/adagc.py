@@ -138,7 +138,8 @@ def adagc(
         unit_norms = present(of)
         gammas = jax.tree.leaves(memory.gammas)
         treedef: Any = jax.tree.structure(memory.gammas)
-        check_same("updates of adagc", *_shapes(gammas, unit_norms))
+        shapes = [[x.shape for x in each] for each in (gammas, unit_norms)]
+        check_same("updates of adagc", *(f"norms of shapes {each}" for each in shapes))
         # The metrics are computed from all leaves together, since a part for each leaf
         # would be another kernel to compile. The factors are not: XLA on a CPU would
         # compute the joined numbers anew in each leaf (JAX 0.12: 33 s in place of 7 s
@@ -244,8 +245,3 @@ def _stacked(each: Sequence[jax.Array]) -> list[jax.Array]:
         *map(jnp.stack, singles.values()),
         *(x for x in each if x.size != 1),
     ]
-
-
-def _shapes(*each: Sequence[jax.Array]) -> list[str]:
-    """Return the shapes of gammas and of norms, as an error shows them."""
-    return [f"norms of shapes {[x.shape for x in arrays]}" for arrays in each]

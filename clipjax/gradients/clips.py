@@ -127,7 +127,7 @@ def clip_by_norm(
         updates: Leaves, params: Tree, step: Step, memory: Memory, /, **_: Any
     ) -> Any:
         of = norms_of(updates.values, axes_of(updates, axes), order)
-        return *clip_by_unit_norms(updates, of, bound.at(step), bound.fit), memory
+        return *clip_by_unit_norms(updates, of, bound.at(step), bound.name), memory
 
     return transformation("clip_by_norm", act)
 
@@ -189,7 +189,7 @@ def clip_by_rms(
         where = axes_of(updates, axes)
         of = norms_of(updates.values, where)
         of = map_units(rms_of, of, updates.values, where)
-        return *clip_by_unit_norms(updates, of, bound.at(step), bound.fit), memory
+        return *clip_by_unit_norms(updates, of, bound.at(step), bound.name), memory
 
     return transformation("clip_by_rms", act)
 

@@ -83,14 +83,13 @@ def clip_by_group_norm(
             pattern if is_inexact(x) else None
             for pattern, x in zip(matched, updates.values, strict=True)
         ]
-        members: dict[Any, list[Any]] = {pattern: [] for pattern in (*patterns, None)}
-        for x, own in zip(updates.values, groups, strict=True):
-            members[own].append(x)
-        norms = {own: tree_norm(members[own], order) for own in patterns}
-        now = {pattern: bound.at(step) for pattern, bound in bounds.items()}
-        of = [None if own is None else norms[own] for own in groups]
-        limits = [None if own is None else now[own] for own in groups]
-        values, _ = clip(updates, of, limits)
+        pairs = list(zip(groups, updates.values, strict=True))
+        norms: dict[Any, Any] = {
+            pattern: tree_norm([x for own, x in pairs if own == pattern], order)
+            for pattern in patterns
+        }
+        now: dict[Any, Any] = {own: bound.at(step) for own, bound in bounds.items()}
+        values, _ = clip(updates, [*map(norms.get, groups)], [*map(now.get, groups)])
         of_groups = {
             pattern: _metrics_of_group(norm, now[pattern])
             for pattern, norm in norms.items()

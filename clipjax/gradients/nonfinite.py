@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from clipjax._core.aliases import Memory, Scalar, Step, Tree
+from clipjax._core.aliases import Memory, Step, Tree
 from clipjax._core.clip import weak_like
 from clipjax._core.door import transformation
 from clipjax._core.leaves import Leaves, is_inexact
@@ -131,15 +131,11 @@ def skip_nonfinite(
       >>> print(w, clipjax.metrics(state)["skip_nonfinite/skipped"])
       [1. 2.] 1
     """
-
-    def compare(norm: Scalar, loss: Scalar | None, past: Memory, step: Scalar) -> Any:
-        return np.False_, past, {}
-
     return skipping(
         "skip_nonfinite",
         optimizer,
         args,
         max_consecutive=max_consecutive,
         check_updates=check_updates,
-        compare=compare,
+        compare=lambda norm, loss, past, step: (np.False_, past, {}),
     )

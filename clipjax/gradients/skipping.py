@@ -64,9 +64,8 @@ def skipping(
         )
     check_transformation("optimizer", optimizer)
     inner = optax.with_extra_args_support(optimizer)
-    most = None
-    if max_consecutive is not None:
-        most = check_count("max_consecutive", max_consecutive, 1)
+    is_endless = max_consecutive is None
+    most = None if is_endless else check_count("max_consecutive", max_consecutive, 1)
 
     def judge(
         updates: Leaves, step: Step, memory: SkipMemory, loss: Any, taken: Tree

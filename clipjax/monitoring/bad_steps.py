@@ -14,7 +14,7 @@ import numpy as np
 from clipjax._core.aliases import Tree
 from clipjax._core.leaves import a_few, short_repr
 from clipjax._core.states import UNKNOWN, BadSteps, MetricsState
-from clipjax.monitoring.groups import LARGEST
+from clipjax.monitoring.groups import LARGEST, natural_order
 from clipjax.monitoring.metrics import labeled_states_in, logged_in, restored
 
 
@@ -160,18 +160,11 @@ def _listed(names: Sequence[str], bad: Sequence[str]) -> str:
     Layers are names that differ in a number alone.
     """
 
-    def order(name: str) -> list[Any]:
-        parts = re.split(r"(\d+)", name)
-        return [int(part) if part.isdecimal() else part for part in parts]
-
     def run(name: str) -> tuple[bool, str]:
         return name in bad, re.sub(r"\d+", "", name)
 
-    runs = [
-        list(each)
-        for (is_bad, _), each in itertools.groupby(sorted(names, key=order), run)
-        if is_bad
-    ]
+    groups = itertools.groupby(sorted(names, key=natural_order), run)
+    runs = [list(each) for (is_bad, _), each in groups if is_bad]
     return a_few([x[0] if len(x) == 1 else f"{x[0]} to {x[-1]}" for x in runs], 3)
 
 

@@ -1,8 +1,7 @@
 """The norms of groups of leaves, and of the layers of stacks."""
 
-from __future__ import annotations
-
 import functools
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -123,6 +122,11 @@ def joined(arrays: Sequence[jax.Array]) -> jax.Array:
     """Return arrays as one, in the widest of their dtypes."""
     dtype = np.result_type(*(x.dtype for x in arrays))
     return jnp.concatenate([x.astype(dtype) for x in arrays])
+
+
+def natural_order(name: str) -> list[Any]:
+    """Return a key that sorts names: `layer_2` comes before `layer_10`."""
+    return [int(x) if x.isdecimal() else x for x in re.split(r"(\d+)", name)]
 
 
 def names_of_norms(measured: Mapping[str, Sequence[str]]) -> list[str]:

@@ -227,8 +227,7 @@ def _replayed(
         return state, (threshold, norm > threshold)
 
     run = jax.jit(lambda *args: lax.scan(step, *args)[1])
-    # Explicit transfers, which transfer guards allow.
-    thresholds, clipped = jax.device_get(run(*jax.device_put((state, norms))))
+    thresholds, clipped = jax.device_get(run(state, norms))
     last = thresholds[-max(1, len(norms) // 4) :]
     finite = last[np.isfinite(last)]
     settled = np.median(finite) if finite.size else np.inf

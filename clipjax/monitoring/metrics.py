@@ -191,7 +191,9 @@ def _from_scalars(
 ) -> Metrics:
     """Return metrics from the scalars in a state, in buffers of their own."""
     found = {"steps": jnp.copy(step)}
-    of_last = {key: x for key, x in kept.items() if _is_float(x)}
+    of_last = {
+        key: x for key, x in kept.items() if jnp.issubdtype(x.dtype, jnp.floating)
+    }
     if in_a_row is not None:
         of_last["skipped_last"] = (in_a_row > 0).astype(np.float32)
         found["skipped_in_a_row"] = jnp.abs(in_a_row).astype(np.float32)
@@ -199,7 +201,8 @@ def _from_scalars(
         of_last.setdefault("norm_after", of_last["norm"] * of_last["scale"])
     for key, x in kept.items():
         if x.dtype == np.uint32:
-            found[f"{key}_fraction"] = _fraction(x, step)
+            steps = jnp.maximum(step, 1).astype(np.float32)
+            found[f"{key}_fraction"] = x.astype(np.float32) / steps
         elif key not in of_last:
             found[key] = jnp.copy(x)
     # A skip froze the values of the step before it.
@@ -207,12 +210,3 @@ def _from_scalars(
     for count in skips:
         is_frozen |= count > 0
     return found | {key: jnp.where(is_frozen, jnp.nan, x) for key, x in of_last.items()}
-
-
-def _is_float(x: jax.Array) -> bool:
-    return bool(jnp.issubdtype(x.dtype, jnp.floating))
-
-
-def _fraction(count: jax.Array, step: Scalar) -> jax.Array:
-    """Return the fraction of the steps at which a bool was true."""
-    return count.astype(np.float32) / jnp.maximum(step, 1).astype(np.float32)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, SupportsIndex
 
 import jax
@@ -12,7 +12,13 @@ import optax
 from jax import lax
 
 from clipjax._core.aliases import Bound, Memory, Metrics, Ord, Step, Tree
-from clipjax._core.bounds import check_bound, check_count, check_ord, traced_error
+from clipjax._core.bounds import (
+    as_list,
+    check_bound,
+    check_count,
+    check_ord,
+    traced_error,
+)
 from clipjax._core.door import transformation
 from clipjax._core.leaves import Leaves, beside, short_repr
 from clipjax._core.norms import tree_norm
@@ -198,8 +204,7 @@ def record_norms(
         metrics = _by_name(names_in(updates), norms)
         return updates.rebuild(updates.values), metrics, memory
 
-    remembers = size if is_known else True
-    first = remember if remembers else None
+    first = remember if not is_known or size else None
     made = transformation("record_norms", act, first, measure, fixed_names=False)
     return Recorder(*made)
 
@@ -261,13 +266,8 @@ def _by_name(names: Sequence[str], norms: jax.Array) -> Metrics:
 
 def _check_of(of: Any) -> tuple[str, ...]:
     """Return what is measured, as a tuple of words."""
-    words = (of,) if isinstance(of, str) else of
-    measured = tuple(words) if isinstance(words, Iterable) else ()
-    known = (
-        isinstance(each, str) and each in ("updates", "params", "ratio")
-        for each in measured
-    )
-    if not (measured and all(known)):
+    measured = tuple(as_list(of))
+    if not measured or not {*map(str, measured)} <= {"updates", "params", "ratio"}:
         raise ValueError(
             "of must be 'updates', 'params', 'ratio' or several of them, got "
             f"{short_repr(of)}"

@@ -1,15 +1,13 @@
 """The columns of a history: the metrics of each transformation at all steps."""
 
-from __future__ import annotations
-
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from clipjax._core.leaves import a_few, check_patterns, matches, short_repr
 from clipjax.monitoring import history as runs
+from clipjax.monitoring.groups import natural_order
 
 
 class Columns(NamedTuple):
@@ -77,7 +75,8 @@ def groups_of(columns: Columns, only: str | Sequence[str] | None) -> dict[str, s
     # Of several transformations, each keeps its name.
     labels = {columns.labels[key] for key in groups}
     first = f"{labels.pop()}/" if len(labels) == 1 else ""
-    names = {key: groups[key].removeprefix(first) for key in _in_order(groups)}
+    in_order = sorted(groups, key=natural_order)
+    names = {key: groups[key].removeprefix(first) for key in in_order}
     if only is None:
         return names
     chosen = {
@@ -107,17 +106,8 @@ def _recorded(columns: Columns) -> dict[str, str]:
         key: key
         for key, label in columns.labels.items()
         if label.rpartition("/")[2].startswith("record_norms")
-        and key != f"{label}/steps"
+        and key not in (f"{label}/steps", f"{label}/nonfinite_count")
     }
-
-
-def _in_order(names: Iterable[str]) -> list[str]:
-    """Sort names, with numbers in them as numbers: `layer_2` before `layer_10`."""
-
-    def parts(name: str) -> list[Any]:
-        return [int(x) if x.isdecimal() else x for x in re.split(r"(\d+)", name)]
-
-    return sorted(names, key=parts)
 
 
 def kind_in(names: Sequence[str]) -> str:

@@ -74,12 +74,13 @@ def heat_map(
     at = [x for x, _ in places]
     above = {"transform": ax.get_xaxis_transform(), "clip_on": False, "ls": ""}
     ax.plot(at, np.full(len(at), 1.04), marker="v", ms=6, c=draw.ink(ax), **above)
-    rings = []
-    for step, (x, label) in zip(bad, places, strict=True):
-        for row, key in enumerate(names):
-            group = key.removeprefix(f"{label}/").partition("/")[2]
-            if columns.labels[key] == label and _is_named(group, step):
-                rings.append((x, row))
+    rings = [
+        (x, row)
+        for step, (x, label) in zip(bad, places, strict=True)
+        for row, key in enumerate(names)
+        if columns.labels[key] == label
+        and _is_named(key.removeprefix(f"{label}/").partition("/")[2], step)
+    ]
     _draw_rings(ax, rings)
     draw.steps_below(ax)
     return ax

@@ -114,3 +114,33 @@ def test_an_array_of_bounds_broadcasts_along_axes_of_size_1_only() -> None:
         np.testing.assert_array_equal(clipped, np.clip(x, -np.array(limits), limits))
     with pytest.raises(ValueError, match=r"high must broadcast to shape \(2, 3\)"):
         clipjax.box(-np.ones(2), np.ones(2)).apply(x)
+
+
+@pytest.mark.parametrize("number", [np.float64, np.float32, np.array])
+def test_numbers_of_numpy_do_what_those_of_python_do(number: Any) -> None:
+    """NumPy's float64 widened the norms of float32 leaves where x64 is enabled."""
+    tree = {"w": jnp.full((3, 4), 0.5)}
+
+    def steps(number: Any) -> Any:
+        links = [
+            clipjax.adaptive_grad_clip(number(0.25), eps=number(0.5)),
+            clipjax.zclip(decay=number(0.75), eps=number(0.125), warmup_steps=1),
+            clipjax.clip_by_lognormal(decay=number(0.75), eps=number(0.125)),
+            clipjax.clip_by_quantile(number(0.25), learning_rate=number(0.5)),
+            clipjax.autoclip(number(12.5)),
+            clipjax.adagc(decay=number(0.75), warmup_steps=1),
+        ]
+        found = []
+        for tx in links:
+            state = tx.init(tree)
+            for size in np.float32([1, 2, 8]):
+                grads = jax.tree.map(lambda x, size=size: size * x, tree)
+                updates, state = tx.update(grads, state, tree)
+                found.append((updates, state))
+        return found
+
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        each = [jax.tree.leaves(steps(kind)) for kind in (float, number)]
+    for x, y in zip(*each, strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(x, y)

@@ -121,3 +121,11 @@ def test_counters_of_states_stop_at_their_largest_value() -> None:
     found = clipjax.metrics(worn(np.float32([np.nan, np.nan])))
     for key in ("nonfinite_count", "steps"):
         assert found[f"clip_by_global_norm/{key}"] == MOST
+
+
+def test_a_leaf_of_another_name_is_an_error_however_many_there_are() -> None:
+    leaves = {f"{i:02}": jnp.ones(2) for i in range(60)}
+    tx = clipjax.record_norms("leaf")
+    other = {"new" if name == "59" else name: x for name, x in leaves.items()}
+    with pytest.raises(ValueError, match="made with updates/59, got updates/new"):
+        tx.update(other, tx.init(leaves))

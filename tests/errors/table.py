@@ -261,7 +261,7 @@ matching('kernel', 'dec/*')(params)
 non_negative(where=lambda path, leaf: False).apply(params)
     ValueError: where | 'bias'
 record_norms(True)
-    TypeError: groups | whole number | True
+    TypeError: groups | an int | True
 record_norms(0)
     ValueError: groups | [1, | got 0
 record_norms([])

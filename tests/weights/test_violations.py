@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from clipjax.weights.box import box
-from clipjax.weights.max_norm import max_norm, min_max_norm, unit_norm
+from clipjax.weights.norms import max_norm, min_max_norm, unit_norm
 from clipjax.weights.spectral import spectral_cap
 from clipjax.weights.violations import violations
 
