@@ -12,7 +12,13 @@ import numpy as np
 from clipjax.explaining.causes import Bad, Cause, Input
 from clipjax.explaining.internals import is_inexact, is_literal
 from clipjax.explaining.lines import Line, Passes, is_again, is_in_softmax, line_of
-from clipjax.explaining.primitives import MOVES, MULTIPLY, measured
+from clipjax.explaining.primitives import (
+    HAS_END_AT_0,
+    HAVE_POLES,
+    MOVES,
+    MULTIPLY,
+    measured,
+)
 from clipjax.explaining.walk import CONSTANT, Event, kind_of
 
 # How many operands a text tells.
@@ -159,7 +165,8 @@ def _bad_in(event: Event) -> Bad | None:
         if event.kind and kind_of(each.size) == event.kind:
             count, first = each.nan if event.kind == "nan" else each.inf
             aval = event.eqn.outvars[k].aval
-            is_over = event.kind == "inf" and event.least != 0
+            is_at_end = event.name in HAVE_POLES or event.least == 0
+            is_over = event.kind == "inf" and not is_at_end
             limit = float(jnp.finfo(aval.dtype).max) if is_over else None
             index = _index(first, aval.shape)
             return Bad(count, aval.shape, index, str(aval.dtype), limit)
@@ -185,7 +192,8 @@ def _in_words(event: Event, inputs: tuple[Input, ...], slope_of: str) -> str:
         signs |= dict.fromkeys(("add", "add_any", "sub"), "inf - inf")
         return signs.get(name, plain)
     if slope_of:
-        return f"the slope of {slope_of} at 0 ({plain})"
+        end = "0" if slope_of in HAS_END_AT_0 else "an end of its domain"
+        return f"the slope of {slope_of} at {end} ({plain})"
     if name == "div" and least == 0:
         return f"{'0 / 0' if kind == 'nan' else 'a division by 0'} ({plain})"
     if name == "cholesky":

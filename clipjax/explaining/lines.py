@@ -19,7 +19,7 @@ from clipjax.explaining.internals import (
     scan_counts,
     scopes,
 )
-from clipjax.explaining.primitives import HAS_ENDS, callee
+from clipjax.explaining.primitives import callee, measured
 from clipjax.explaining.walk import Event
 
 _HERE = Path(__file__).parent
@@ -148,7 +148,8 @@ class Passes:
         """Return "forward", "backward", or "update" for what uses gradients."""
         names = _scopes(event)
         if "rematted_computation" in names:
-            again = event.name in self._names_at(_site(event.eqn))
+            names = [eqn.primitive.name for eqn in self._at(_site(event.eqn))]
+            again = event.name in names
             return "forward" if again else "backward"
         if "transpose(" in names:
             return "backward"
@@ -157,10 +158,9 @@ class Passes:
         after = any(value.after_backward for value in event.operands)
         return "update" if after or _is_in_optimizer(event) else "forward"
 
-    def _names_at(self, site: Frame | None) -> list[str]:
+    def _at(self, site: Frame | None) -> list[Equation]:
         """Return the operations of the forward pass in a line."""
-        primal = self._primal.values()
-        return [eqn.primitive.name for eqn in primal if _site(eqn) == site]
+        return [eqn for eqn in self._primal.values() if _site(eqn) == site]
 
     def slope_of(self, event: Event) -> str:
         """Return the operation whose slope an operation of the backward pass is.
@@ -172,12 +172,13 @@ class Passes:
         jaxpr, eqn = event.place.path[-1]
         site, mine = _site(eqn), _variables(eqn)
         near = [
-            each.primitive.name
+            each
             for each in jaxpr.eqns
             if each is not eqn and mine & _variables(each) and _site(each) == site
         ]
-        for names in (near, self._names_at(site)):
-            found = [name for name in names if name in HAS_ENDS]
+        for eqns in (near, self._at(site)):
+            judged = [each for each in eqns if measured(each).judged is not None]
+            found = [each.primitive.name for each in judged]
             # The slope of a quotient has a power; other slopes have a quotient.
             is_power = event.name == "integer_pow"
             found.sort(key=lambda name: (name in ("div", "integer_pow")) != is_power)

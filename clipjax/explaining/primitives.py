@@ -28,10 +28,12 @@ MOVES |= {
 # An infinity that is given to one of these is no mask.
 MULTIPLY = {"mul", "dot_general", "conv_general_dilated", "ragged_dot_general"}
 # Where the operand is at an end of the domain, values or slopes are not finite.
-HAS_ENDS = {
-    *("log", "log1p", "sqrt", "rsqrt", "cbrt", "pow", "integer_pow", "div"),
-    *("acos", "acosh", "asin", "atanh", "lgamma", "digamma", "erf_inv"),
+HAS_END_AT_0 = {"log", "sqrt", "rsqrt", "cbrt", "pow", "integer_pow", "div"}
+HAS_ENDS = HAS_END_AT_0 | {
+    *("log1p", "acos", "acosh", "asin", "atanh", "lgamma", "digamma", "erf_inv"),
 }
+# Their infinities are at such an end, and no overflow.
+HAVE_POLES = HAS_ENDS - {"div", "pow", "integer_pow"}
 # They may have a jaxpr that is no call, or none that can be followed.
 WHOLE = {
     *("shard_map", "pallas_call", "custom_linear_solve", "reduce", "reduce_window"),

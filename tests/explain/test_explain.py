@@ -210,6 +210,25 @@ def test_the_text_has_operands_limit_and_where_it_became_nan() -> None:
     assert "float16 ends at 65504" in told(logit, 400 * X, 400 * X)[0]
 
 
+def test_a_slope_is_told_by_the_end_at_which_it_is_infinite() -> None:
+    ends = [(jnp.sqrt, 0), (jnp.log, 0), (jnp.arccos, 1), (jnp.log1p, -1)]
+    for function, x in ends:
+        guarded = lambda x, f=function: jnp.where(x > 9, f(x), 0).sum()  # noqa: E731
+        (cause,) = clipjax.explain(grad(guarded), jnp.full(2, float(x)))
+        end = "at 0 (" if x == 0 else "at an end of its domain ("
+        assert end in cause.what, str(cause)
+
+    @jax.custom_vjp
+    def own(x: Any) -> Any:
+        return x
+
+    own.defvjp(lambda x: (x, x), lambda x, g: (g / (x - 1),))
+    (cause,) = clipjax.explain(jax.grad(lambda x: (own(x) ** 2).sum()), jnp.ones(2))
+    assert cause.what.startswith("a division by 0")
+    (text,) = told(jnp.arctanh, jnp.ones(2))
+    assert "ends at" not in text
+
+
 def test_arguments_are_named_by_parameter_and_path() -> None:
     def loss(params: Any, batch: Any) -> Any:
         return ((batch["x"] @ params["w"]["kernel"]) ** 2).mean()
