@@ -242,7 +242,6 @@ def draw(history, bad, tall):
 def main():
     """Train, print a table and the bad steps, and draw."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="try one setting")
     parser.add_argument(
         "--plot", default="digits.png", help="where to save the picture"
     )
@@ -250,8 +249,6 @@ def main():
     sets = load()
     kinds = np.array([CORRUPTED.get(step, 0) for step in range(STEPS)])
     settings = list(itertools.product(RATES, THRESHOLDS))
-    if args.quick:
-        settings = [(2e-3, 3.0)]
     accuracies, records, best = {}, {}, 0
     for name, make in METHODS.items():
         print(f"training: {name:34}|", end="", flush=True)

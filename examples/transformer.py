@@ -186,7 +186,7 @@ def main():
     each_largest = {}
     runs = {"without": (), "with qk_clip": (clipjax.qk_clip(THRESHOLD),)}
     for name, project in runs.items():
-        losses, largest, history = train(120 if args.quick else 300, mesh, *project)
+        losses, largest, history = train(40 if args.quick else 300, mesh, *project)
         each_largest[name] = largest
         skipped = int(history[-1]["skip_spikes/skipped"])
         print(

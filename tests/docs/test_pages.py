@@ -129,7 +129,7 @@ def test_the_commands_of_the_readme_name_extras_that_exist():
 
 
 def test_the_readme_quotes_what_its_example_printed():
-    """`examples/digits.py --all` writes the file beside its pictures."""
+    """`examples/digits.py` writes the file beside its pictures."""
     printed = (ROOT / "docs" / "images" / "digits.txt").read_text()
     readme = " ".join((ROOT / "README.md").read_text().split())
     (caption,) = re.findall(r"\[start:caption\] -->(.*?)<!--", readme)
