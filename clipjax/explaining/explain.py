@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import keystr, tree_flatten_with_path
+from jax.tree_util import tree_flatten_with_path
 
-from clipjax._core.leaves import short_repr
+from clipjax._core.leaves import path_name, short_repr
 from clipjax._core.states import SkipMemory
 from clipjax.explaining.accused import first_causes, larger
 from clipjax.explaining.causes import Cause
@@ -197,8 +197,8 @@ def _without_statistics(results: dict[str, Any], tree: Any) -> dict[str, Any]:
 
 
 def _path(path: Sequence[Any]) -> str:
-    text = keystr(tuple(path), simple=True, separator="/")
-    return re.sub(r"/(value|raw_value)$", "", text)  # of Flax NNX's variables
+    # Flax NNX's variables have more names at their end.
+    return re.sub(r"/(value|raw_value)$", "", path_name(tuple(path)))
 
 
 def _argument(function: Callable[..., Any], path: Sequence[Any]) -> str:
