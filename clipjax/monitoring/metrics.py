@@ -108,11 +108,14 @@ def states_in(tree: Tree) -> list[Found]:
 def _states_in(
     tree: Tree, prefix: str, skips: tuple[jax.Array, ...]
 ) -> Iterator[Found]:
-    def is_state(node: Any) -> bool:
-        return bool(_named_state(node) or _metrics_state(node))
+    def is_known(node: Any) -> bool:
+        return bool(_was_tuple(node) or _named_state(node) or _metrics_state(node))
 
-    for node in nodes_where(is_state, tree):
-        if named := _named_state(node):
+    for node in nodes_where(is_known, tree):
+        if _was_tuple(node):
+            links = [node[str(i)] for i in range(len(node))]
+            yield from _states_in(links, prefix, skips)
+        elif named := _named_state(node):
             ((name, inner),) = named.named.items()
             yield from _states_in(inner, f"{prefix}{name}/", skips)
         elif state := _metrics_state(node):
@@ -133,6 +136,15 @@ def restored(kind: Any, needed: Iterable[str], node: Any) -> Any:
     if not {*needed} <= node.keys() <= {*kind._fields}:
         return None
     return kind(**{field: node.get(field, ()) for field in kind._fields})
+
+
+def _was_tuple(node: Any) -> bool:
+    """Whether a node is a tuple that was restored as a mapping from its indices.
+
+    These are texts, of which "10" comes before "2".
+    """
+    is_mapping = isinstance(node, Mapping) and len(node) > 0
+    return is_mapping and node.keys() == set(map(str, range(len(node))))
 
 
 def _named_state(node: Any) -> NamedState | None:

@@ -83,3 +83,13 @@ def test_a_named_recorder_may_come_after_a_projection() -> None:
     assert clipjax.metrics(state)["weights/record_norms/params"] == 2
     with pytest.raises(TypeError, match="projection"):
         clipjax.violations(params, clipjax.named("weights", clipjax.max_norm(1.0)))
+
+
+def test_a_long_chain_keeps_its_order_in_a_checkpoint_without_types() -> None:
+    """Where the tuple is a mapping from "0", "1", "10", "11", "2", …"""
+    first, second = clipjax.clip_by_global_norm(1.0), clipjax.clip_by_global_norm(5.0)
+    tx = optax.chain(*[optax.identity()] * 2, first, *[optax.scale(2.0)] * 7, second)
+    weights = jnp.ones(2)
+    _, state = tx.update(weights, tx.init(weights))
+    restored = flax.serialization.msgpack_restore(flax.serialization.to_bytes(state))
+    assert clipjax.metrics(restored) == clipjax.metrics(state)
