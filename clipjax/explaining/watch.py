@@ -29,8 +29,7 @@ from clipjax.explaining.primitives import callee, is_remat, is_silent, measured
 
 # How many iterations of a while loop are written down in the first run.
 ROOM = 64
-
-
+# The place of no element.
 LAST = np.uint32(2**32 - 1)
 
 
@@ -90,20 +89,17 @@ def _numbers(
     with one for each, fewer of them took 1.7 times as long as the step, in place of 1.2
     times (a decoder, JAX 0.12 on a CPU).
     """
-    places = lax.iota(jnp.uint32, out.size).reshape(out.shape)
-    parts: list[Any] = [(_bits(out), 0, jnp.maximum)]
+    none, places = np.uint32(0), lax.iota(jnp.uint32, out.size).reshape(out.shape)
+    parts: list[Any] = [(_bits(out), none, jnp.maximum)]
     for flags in (jnp.isnan(out), jnp.isinf(out)):
-        parts.append((flags, 0, jnp.add))
+        parts.append((flags.astype(jnp.uint32), none, jnp.add))
         parts.append((jnp.where(flags, places, LAST), LAST, jnp.minimum))
     if operands:
-        parts.append((_met(operands, out, name), 0, jnp.bitwise_or))
-    arrays, starts, functions = map(list, zip(*parts, strict=True))
-    arrays = [x.astype(jnp.uint32) for x in arrays]
-    starts = [np.uint32(x) for x in starts]
+        parts.append((_met(operands, out, name), none, jnp.bitwise_or))
     if judged is not None:
-        arrays.append(jnp.broadcast_to(_signed(judged, name), out.shape))
-        starts.append(np.float32(jnp.inf))
-        functions.append(jnp.minimum)
+        signed = jnp.broadcast_to(_signed(judged, name), out.shape)
+        parts.append((signed, np.float32(jnp.inf), jnp.minimum))
+    arrays, starts, functions = zip(*parts, strict=True)
 
     def both(xs: Any, ys: Any) -> Any:
         return [f(x, y) for f, x, y in zip(functions, xs, ys, strict=True)]
