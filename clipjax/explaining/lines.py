@@ -148,8 +148,8 @@ class Passes:
         """Return "forward", "backward", or "update" for what uses gradients."""
         names = _scopes(event)
         if "rematted_computation" in names:
-            names = [eqn.primitive.name for eqn in self._at(_site(event.eqn))]
-            again = event.name in names
+            primal = self._at(_site(event.eqn))
+            again = any(eqn.primitive.name == event.name for eqn in primal)
             return "forward" if again else "backward"
         if "transpose(" in names:
             return "backward"
