@@ -53,13 +53,12 @@ class BadSteps(NamedTuple):
     # these, and where no step is kept.
     followed_by: jax.Array
     # float (n, 4 + names): norm, threshold, loss, its threshold, and then all norms, in
-    # the order of the model.
+    # the order of their names, as JAX sorts the keys of the metrics.
     rows: jax.Array
-    # int32 (names,): the place of the name of each norm among the sorted names, since
-    # JAX sorts the keys of the metrics. One 0 if there are none: Orbax saves no array
-    # without elements.
-    order: jax.Array
     usual: jax.Array  # float (names,), likewise: the norms at the last fine step
+    # int32 (names,): the places of the names in the order of the model. The last update
+    # writes it, since a restart may bring another order.
+    order: jax.Array
 
 
 # What a row has in place of a loss that was not given. NaN would raise under

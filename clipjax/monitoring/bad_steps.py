@@ -254,14 +254,16 @@ def _steps_in(
             f"opt_state: it is stacked, of shape {np.shape(known.held)}; take one, as "
             "in jax.tree.map(lambda x: x[0], opt_state)"
         )
-    in_text_order = sorted(key for key, x in logged.items() if x.dtype.kind == "f")
-    names = [in_text_order[i] for i in known.order[: len(in_text_order)]]
-    usual = dict(zip(names, map(float, known.usual), strict=False))
-    usual_of_probes = _norms_of("forward", usual)
+    names = sorted(key for key, x in logged.items() if x.dtype.kind == "f")
+
+    def in_order(norms: Sequence[float]) -> dict[str, float]:
+        return {names[i]: float(norms[i]) for i in known.order[: len(names)]}
+
+    usual_of_probes = _norms_of("forward", in_order(known.usual))
     found = []
     for i in range(len(known.steps) - known.held, len(known.steps)):
         norm, threshold, loss, loss_threshold, *rest = map(float, known.rows[i])
-        norms = dict(zip(names, rest, strict=True))
+        norms = in_order(rest)
         has_loss = loss != UNKNOWN
         step = BadStep(
             step=int(known.steps[i]),

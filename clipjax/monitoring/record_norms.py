@@ -188,7 +188,7 @@ def record_norms(
     def act(
         updates: Leaves, params: Tree, step: Step, memory: Memory, /, **extra: Any
     ) -> Any:
-        norms = norms_in(updates, params, extra.get("taps"))
+        names, norms = names_in(updates), norms_in(updates, params, extra.get("taps"))
         (kept,) = memory.values() if memory else (None,)
         if is_known and step is not None:
             check_same("keep", 0 if kept is None else kept.steps.size, size)
@@ -197,12 +197,18 @@ def record_norms(
             check_same("state", *(f"{size} norms" for size in sizes))
             norm = lax.stop_gradient(tree_norm(updates.inexact))
             check_size(kept.past.window, length)
+            order = _order_of(names)
+            sorted_norms = norms[np.argsort(order)] if names else norms
             after = _with_step(
-                kept, step, norm, loss_of(extra), z_limit.at(step), norms
+                kept._replace(order=jnp.asarray(order)),
+                step,
+                norm,
+                loss_of(extra),
+                z_limit.at(step),
+                sorted_norms,
             )
             memory = dict.fromkeys(memory, after)
-        metrics = _by_name(names_in(updates), norms)
-        return updates.rebuild(updates.values), metrics, memory
+        return updates.rebuild(updates.values), _by_name(names, norms), memory
 
     first = remember if not is_known or size else None
     made = transformation("record_norms", act, first, measure, fixed_names=False)
@@ -283,18 +289,25 @@ def _ratio(norm: jax.Array, of: jax.Array) -> jax.Array:
 
 def _no_steps(size: int, names: Sequence[str], past: spikes.Past) -> BadSteps:
     """Return the memory before the first step."""
-    place = {name: i for i, name in enumerate(sorted(names))}
-    order = [place[name] for name in names] or [0]
-    dtype = past.window.values.dtype
+    order, dtype = _order_of(names), past.window.values.dtype
     return BadSteps(
         past,
         held=jnp.zeros((), np.int32),
         steps=jnp.zeros(size, np.int32),
         followed_by=jnp.full(size, -1, np.int32),
         rows=jnp.zeros((size, 4 + len(names)), dtype),
-        order=jnp.array(order, np.int32),
+        order=jnp.asarray(order),
         usual=jnp.zeros(len(order), dtype),
     )
+
+
+def _order_of(names: Sequence[str]) -> np.ndarray:
+    """Return the place of each name, in the order of the model, among sorted names.
+
+    It is one 0 if there are none: Orbax saves no array without elements.
+    """
+    place = {name: i for i, name in enumerate(sorted(names))}
+    return np.array([place[name] for name in names] or [0], np.int32)
 
 
 def _with_step(

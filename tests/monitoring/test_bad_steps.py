@@ -447,3 +447,21 @@ def test_a_skip_around_a_recorder_is_an_error() -> None:
     ):
         with pytest.raises(ValueError, match=f"keep: .* is wrapped by skip_{name}"):
             tx.init({"a": jnp.ones(1)})
+
+
+def test_a_restart_may_bring_another_order() -> None:
+    """As where the order of `probes=` was wrong."""
+
+    def loss_of(taps: Any) -> Any:
+        x = clipjax.probe(jnp.full(2, jnp.inf), taps["embed"])
+        return clipjax.probe(jnp.tanh(x), taps["head"]).sum()
+
+    state: Any = None
+    for names in (["head", "embed"], ["embed", "head"]):
+        tx = clipjax.record_norms("leaf", keep=4, probes=dict.fromkeys(names, 0))
+        state = tx.init(jnp.ones(2)) if state is None else state
+        taps = jax.grad(loss_of)({name: clipjax.tap(probe=True) for name in names})
+        _, state = tx.update(jnp.full(2, jnp.nan), state, taps=taps)
+    found = clipjax.bad_steps(state)
+    assert [list(step.forward) for step in found] == [["embed", "head"]] * 2
+    assert all("at embed" in str(step) for step in found)
