@@ -29,8 +29,9 @@ def adopt(
     """Bring an optimizer state into another chain, so that a run goes on in it.
 
     Use it when a transformation joins or leaves a run, or when one of clipjax replaces
-    a clip of Optax. Moments and counters go on, and what only the new chain has starts
-    as its `init` made it.
+    a clip of Optax. Moments and counters go on, and so do the hyperparameters that
+    `optax.inject_hyperparams` keeps in the state: set them anew if the new chain has
+    others. What only the new chain has starts as its `init` made it.
 
     A state of `old` takes the place of the state in `into` that has the same type (or,
     if it has metrics, is of the same transformation) and the same names around it:
@@ -61,8 +62,8 @@ def adopt(
       ValueError: `into` has no place for something that `drop` does not name; `drop`
         has a name of which nothing is left out; it is ambiguous which state becomes
         which (the message says how many there are); two arrays differ in shape, or a
-        layer has another name; `into` has already been updated, as if the two were
-        swapped; the paths of `like` are not those of `old`.
+        layer has another name; a counter in `into` says that it has already been
+        updated, as if the two were swapped; the paths of `like` are not those of `old`.
 
     See Also:
       :func:`named`, for two transformations of one kind.

@@ -126,9 +126,9 @@ def skip_spikes(
 
     If the norm or the loss of a step is not finite, neither of the two enters its
     window, and a norm or loss of 0 does not either. Outliers do enter, since a few of
-    them cannot move a median. If norms stay at a new level, steps are applied again
-    after at most 9 skipped steps, whatever the level is. A longer run of outliers is
-    taken for a new level, too.
+    them cannot move a median. If norms stay at a new level, however far away, and
+    scatter no more than before, steps are applied again after at most 9 skipped steps.
+    A longer run of outliers is taken for a new level, too.
 
     References:
       Leys et al., 2013, Detecting outliers: do not use standard deviation around the
