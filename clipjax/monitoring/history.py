@@ -156,7 +156,13 @@ def per_step(
     columns: Mapping[str, Any], key: str, like: str | None = None
 ) -> np.ndarray:
     """Return the values of a metric at all steps; raise if `like` has more or fewer."""
-    values = _numbers(f"history[{key!r}]", columns[key])
+    given = columns[key]
+    if not isinstance(given, Sequence) and np.ndim(given) == 0:
+        raise TypeError(
+            f"history[{key!r}] must have all steps: pass the list of what "
+            f"clipjax.metrics returned at each step, got {short_repr(given)}"
+        )
+    values = _numbers(f"history[{key!r}]", given)
     if like is not None and values.size != (steps := len(columns[like])):
         raise ValueError(
             f"history[{key!r}] must have {steps} steps, as {like!r} has, got "
@@ -202,17 +208,15 @@ def _numbers(name: str, values: Any) -> np.ndarray:
         raise TypeError(
             f"{name} must be real numbers, one for each step, got {short_repr(values)}"
         )
-    if array.ndim == 0:
-        raise TypeError(
-            f"{name} must have all steps: pass the list of what clipjax.metrics "
-            f"returned at each step, got {short_repr(values)}"
-        )
     if array.ndim != 1:
         hint = (
             "; take one of many runs, as in x[0], or x[:, 0] if the steps come first; "
             "join nested scans by x.reshape(-1)"
         )
-        raise ValueError(f"{name} must have shape (steps,), got {array.shape}{hint}")
+        raise ValueError(
+            f"{name} must have shape (steps,), got {array.shape}"
+            f"{hint if array.ndim > 1 else ''}"
+        )
     return array.astype(np.float64)
 
 

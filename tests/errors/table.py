@@ -443,7 +443,7 @@ STATES = [  # and steps
     ],
     *written("""
 zclip().update(grads, state_of(autoclip()))
-    TypeError: state | zclip | autoclip
+    TypeError: state | zclip | autoclip | like=, what init of the old chain returns
 bounded(sgd, accumulate=2).update(grads, state_of(bounded(sgd)))
     TypeError: state | bounded with accumulate= needs the state
 bounded(sgd, accumulate=2).update(grads, None)
