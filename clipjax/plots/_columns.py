@@ -49,8 +49,8 @@ def key_of_norm(columns: Columns, name: str | None) -> str:
 def skips_around(columns: Columns, key: str) -> list[str]:
     """Return the names of the skips that may be around the transformation of a metric.
 
-    A skip with another name in front belongs to another optimizer. A skip has itself
-    alone, since another without a name may be in another part of `optax.partition`.
+    A skip with another name in front belongs to another optimizer. For a skip it is
+    that skip alone, since others may belong to other parts of `optax.partition`.
     """
     own, known = columns.labels[key], {*columns.labels.values()}
     skips = [x for x in known if f"{x}/skipped_last" in columns.values]
@@ -68,9 +68,9 @@ def was_skipped(columns: Columns, skip: str) -> np.ndarray:
 def was_seen(columns: Columns, key: str) -> np.ndarray:
     """Return for each row whether its metric is that of a step that was seen.
 
-    The counter does not tell after a gap, as at the first row of a tail, or in every
-    tenth row. There NaN is a norm that is not finite, unless a skip skipped the step
-    although its gradients were finite.
+    The counter does not tell at the first row of a tail, or if every tenth row was
+    kept. There NaN is a norm that is not finite, unless the step was skipped although
+    its gradients were finite.
     """
     saw = runs.steps_taken(columns.values, key)
     for skip in skips_around(columns, key):
