@@ -101,6 +101,13 @@ __all__ = [
 
 # Modules that need packages of an extra are imported on first use, and so is `explain`,
 # which rests on more of JAX than a step of training does.
+_MODULES = ("equinox", "flax", "plots")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_MODULES})
+
+
 if TYPE_CHECKING:
     from clipjax import equinox as equinox
     from clipjax import flax as flax
@@ -111,7 +118,7 @@ else:  # type checkers would accept any name
     def __getattr__(name: str) -> Any:
         if name == "explain":
             return importlib.import_module("clipjax.explaining.explain").explain
-        if name not in ("equinox", "flax", "plots"):
+        if name not in _MODULES:
             raise AttributeError(f"module 'clipjax' has no attribute {name!r}")
         try:
             return importlib.import_module(f"clipjax.{name}")

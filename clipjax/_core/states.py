@@ -68,7 +68,7 @@ UNKNOWN = -(2.0**127)
 
 _ADOPT = (
     "; to go on from another chain, call clipjax.adopt(old, into=tx.init(params)), "
-    "with like=tx.init(params) for what a checkpoint restored as dicts"
+    "with like=, what init of the old chain returns, if a checkpoint restored dicts"
 )
 
 

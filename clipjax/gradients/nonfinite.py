@@ -91,8 +91,9 @@ def skip_nonfinite(
     Args:
       optimizer: a gradient transformation, usually a whole chain.
       max_consecutive: the number of steps in a row that may be skipped. After these
-        steps, all steps are applied, whatever they contain, until a step is finite.
-        None, the default, skips every step that is not finite.
+        steps, all steps are applied, whatever they contain, until a step is finite, and
+        the metric `skipped_in_a_row` stays at this number. None, the default, skips
+        every step that is not finite.
       check_updates: whether a step is also skipped if its gradients are finite but the
         updates that the optimizer makes of them are not, as with moments that were
         restored as NaN, or a matrix iteration that diverged. False by default, since

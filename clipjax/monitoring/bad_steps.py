@@ -79,6 +79,12 @@ def places_of(step: BadStep) -> tuple[Place, Place]:
         return by_probes, Place()
     if none_is_finite:
         text = "no group is finite: it broke in the loss or in the forward pass"
+        if step.loss is not None and math.isfinite(step.loss):
+            # It may have been scaled before its gradient was taken.
+            text = (
+                "no group is finite, but the loss is: it broke after the loss, in the "
+                "backward pass"
+            )
         return by_probes, Place(text)
     if bad:
         only = bad[0] if len(bad) == 1 else ""
@@ -196,9 +202,10 @@ def bad_steps(opt_state: Tree) -> list[BadStep]:
     `print` of a step is one line. For an outlier it names the group with the largest
     part of the squared norm. Otherwise it lists the groups that are not finite: the
     backward pass, which goes from the last layer to the first, broke where they begin.
-    If no group is finite, the step broke in the loss or in the forward pass, where only
-    probes can tell the layer; and because the loss comes after the last probe, pass
-    `loss=` to `update`, too. Groups whose norm is 0 say nothing, so they are left out.
+    If no group is finite, the step broke in the loss or in the forward pass, or, where
+    `update` got a finite loss, at the beginning of the backward pass. There only probes
+    can tell the layer; and because the loss comes after the last probe, pass `loss=`,
+    too. Groups whose norm is 0 say nothing, so they are left out.
 
     See Also:
       :func:`record_norms` keeps the steps; :func:`probe` finds the layer in both
@@ -228,9 +235,10 @@ def bad_steps(opt_state: Tree) -> list[BadStep]:
     ]
     if not kept:
         raise ValueError(
-            "opt_state: no recorder in it keeps bad steps. Put one in front of the "
-            "optimizer, outside of a skip: optax.chain(clipjax.record_norms('leaf', "
-            "keep=16), clipjax.bounded(...))"
+            f"opt_state: no recorder in {short_repr(opt_state)} keeps bad steps; pass "
+            "the state that tx.init and tx.update return, of a chain with one in front "
+            "of the optimizer, outside of a skip: optax.chain(clipjax.record_norms("
+            "'leaf', keep=16), clipjax.bounded(...))"
         )
     found = [step for each in kept for step in _steps_in(*each)]
     return sorted(found, key=lambda step: step.step)

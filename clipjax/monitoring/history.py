@@ -31,19 +31,21 @@ def series(history: History, name: str) -> np.ndarray:
 
     Args:
       history: what :func:`metrics` returned at each step: a list of dicts, or one dict
-        that a `scan` stacked. A loss, and other entries of yours, may be among them.
+        that a `scan` stacked. A loss, and other entries of yours, may be among them,
+        also at some steps only.
       name: the name of a metric, such as `"zclip/threshold"`, or of a transformation,
         such as `"zclip"`, which stands for its `norm`.
 
     Returns:
       A float64 array `(steps,)` of NumPy. A step that the transformation did not see is
-      NaN, because it was skipped or its gradients were only accumulated. The names
-      `"skip_nonfinite"` and `"skip_spikes"` give the norms of all steps, skipped ones
-      too.
+      NaN, because it was skipped, its gradients were only accumulated, or the chain did
+      not have the transformation. With accumulation, the first value of a tail, such as
+      `history[-50:]`, may be that of an earlier step. The names `"skip_nonfinite"` and
+      `"skip_spikes"` give the norms of all steps, skipped ones too.
 
     Raises:
-      TypeError: `history` has neither of the two forms, or is traced; the metric is not
-        a real number at each step.
+      TypeError: `history` has neither of the two forms, as when it is the dict of one
+        step, or is traced; the metric is not a real number at each step.
       ValueError: no metric has this name, or its steps have several numbers each.
 
     See Also:
@@ -126,15 +128,16 @@ def columns_of(history: Any) -> Mapping[str, Any]:
         isinstance(row, Mapping) and all(isinstance(key, str) for key in row)
         for row in rows
     )
-    if not named or any(row.keys() != rows[0].keys() for row in rows):
+    if not named:
         raise TypeError(
-            "history must be a list of what clipjax.metrics returned at each step, "
-            "with the same keys at all steps, or a dict that a scan stacked, got "
-            f"{short_repr(history)}"
+            "history must be a list of what clipjax.metrics returned at each step, or "
+            f"a dict that a scan stacked, got {short_repr(history)}"
         )
     if not is_list:
         return rows[0]
-    return {key: [row[key] for row in rows] for key in rows[0]} if rows else {}
+    # A chain may have changed during the run, and a row may have entries of its own.
+    keys = dict.fromkeys(key for row in rows for key in row)
+    return {key: [row.get(key, np.nan) for row in rows] for key in keys}
 
 
 def key_of(columns: Mapping[str, Any], name: str) -> str:
@@ -153,7 +156,13 @@ def per_step(
     columns: Mapping[str, Any], key: str, like: str | None = None
 ) -> np.ndarray:
     """Return the values of a metric at all steps; raise if `like` has more or fewer."""
-    values = _numbers(f"history[{key!r}]", columns[key])
+    given = columns[key]
+    if not isinstance(given, Sequence) and np.ndim(given) == 0:
+        raise TypeError(
+            f"history[{key!r}] must have all steps: pass the list of what "
+            f"clipjax.metrics returned at each step, got {short_repr(given)}"
+        )
+    values = _numbers(f"history[{key!r}]", given)
     if like is not None and values.size != (steps := len(columns[like])):
         raise ValueError(
             f"history[{key!r}] must have {steps} steps, as {like!r} has, got "
@@ -181,7 +190,10 @@ def steps_taken(columns: Mapping[str, Any], key: str) -> np.ndarray:
     label = label_of(columns, key)
     if label is None:
         return np.ones(per_step(columns, key).shape, bool)
-    return np.diff(per_step(columns, f"{label}/steps", key), prepend=0) != 0
+    steps = per_step(columns, f"{label}/steps", key)
+    taken = np.isfinite(steps)
+    taken[taken] = np.diff(steps[taken], prepend=0) != 0
+    return taken
 
 
 def _numbers(name: str, values: Any) -> np.ndarray:

@@ -16,6 +16,7 @@ from clipjax._core.bounds import (
     as_list,
     check_bound,
     check_count,
+    check_label,
     check_ord,
     traced_error,
 )
@@ -101,7 +102,8 @@ def record_norms(
       and `"ratio"`, `update` needs the parameters.
 
     Raises:
-      TypeError: `name` is not a string, or `groups` has none of the four forms.
+      TypeError: `name` is not a string without `/`, or `groups` has none of the four
+        forms.
       ValueError: two norms would have one name; `keep` is given and `of` leaves the
         updates out, or `ord` is not 2. In `init` or `update`: a pattern matches no
         leaf; the parameters are missing; the stacks of a group differ in length; a skip
@@ -122,15 +124,14 @@ def record_norms(
       5.0
     """
     measured = _check_of(of)
-    if not isinstance(name, str) or not name:
-        raise TypeError(f"name must be a str, and not empty, got {short_repr(name)}")
+    check_label(name)
     if name != "updates" and "updates" not in measured:
         raise ValueError(
             f"name is the name of the updates in the metrics, got {name!r}, but "
             f"of={short_repr(of)} does not measure updates"
         )
     lengths = _check_probes(probes)
-    if name.partition("/")[0] in ("steps", "params", "ratio", *_PASSES):
+    if name in ("steps", "params", "ratio", *_PASSES):
         raise ValueError(
             f"name must not be {name!r}, which begins like the names of other metrics"
         )

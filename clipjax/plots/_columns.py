@@ -1,6 +1,6 @@
 """The columns of a history: the metrics of each transformation at all steps."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,13 +22,6 @@ def columns_of(history: runs.History) -> Columns:
     given = runs.columns_of(history)
     labels = {key: runs.label_of(given, key) for key in given}
     known = {key: label for key, label in labels.items() if label is not None}
-    sizes = {np.ndim(given[key]) for key in known}
-    if isinstance(history, Mapping) and sizes == {0}:
-        raise TypeError(
-            "history must have all steps, as in plots.norms([metrics_of_step_0, ...]): "
-            "pass the list of what clipjax.metrics returned at each step, got "
-            f"{short_repr(history)}"
-        )
     values = {key: runs.per_step(given, key) for key in known}
     if not any(x.size for x in values.values()):
         raise ValueError(
@@ -56,10 +49,35 @@ def key_of_norm(columns: Columns, name: str | None) -> str:
 def skips_around(columns: Columns, key: str) -> list[str]:
     """Return the names of the skips that may be around the transformation of a metric.
 
-    A skip with another name in front belongs to another optimizer.
+    A skip with another name in front belongs to another optimizer. For a skip it is
+    that skip alone, since others may belong to other parts of `optax.partition`.
     """
-    skips = [x for x in {*columns.labels.values()} if f"{x}/skipped" in columns.values]
-    return [x for x in skips if columns.labels[key].startswith(x[: x.rfind("/") + 1])]
+    own, known = columns.labels[key], {*columns.labels.values()}
+    skips = [x for x in known if f"{x}/skipped_last" in columns.values]
+    if own in skips:
+        return [own]
+    return [x for x in skips if own.startswith(x[: x.rfind("/") + 1])]
+
+
+def was_skipped(columns: Columns, skip: str) -> np.ndarray:
+    """Return for each row whether a skip skipped its step."""
+    key = f"{skip}/skipped_last"
+    return runs.steps_taken(columns.values, key) & (columns.values[key] > 0)
+
+
+def was_seen(columns: Columns, key: str) -> np.ndarray:
+    """Return for each row whether its metric is that of a step that was seen.
+
+    The counter does not tell at the first row of a tail, or if every tenth row was
+    kept. There NaN is a norm that is not finite, unless the step was skipped although
+    its gradients were finite.
+    """
+    saw = runs.steps_taken(columns.values, key)
+    for skip in skips_around(columns, key):
+        norm = columns.values.get(f"{skip}/norm", np.nan)
+        is_frozen = was_skipped(columns, skip) & np.isfinite(norm)
+        saw &= ~(is_frozen & np.isnan(columns.values[key]))
+    return saw
 
 
 def groups_of(columns: Columns, only: str | Sequence[str] | None) -> dict[str, str]:

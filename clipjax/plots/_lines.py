@@ -11,11 +11,12 @@ from clipjax.monitoring import history as runs
 from clipjax.plots import _drawing as draw
 from clipjax.plots._columns import (
     columns_of,
-    groups_in,
     groups_of,
     key_of_norm,
     kind_in,
     skips_around,
+    was_seen,
+    was_skipped,
 )
 
 
@@ -62,14 +63,15 @@ def norms(history: runs.History, *, name: str | None = None, ax: Any = None) -> 
     """
     columns = columns_of(history)
     key = key_of_norm(columns, name)
-    norm, saw = columns.values[key], runs.steps_taken(columns.values, key)
+    norm, saw = columns.values[key], was_seen(columns, key)
     skipped = np.zeros(norm.shape, bool)
     for skip in skips_around(columns, key):
-        last = f"{skip}/skipped_last"
-        skipped |= runs.steps_taken(columns.values, last) & (columns.values[last] > 0)
+        skipped |= was_skipped(columns, skip)
     steps = np.arange(norm.size)
     own = key.removesuffix("/norm")
-    scale, limits = (columns.values.get(f"{own}/{x}") for x in ("scale", "threshold"))
+    scale, limits, after = (
+        columns.values.get(f"{own}/{x}") for x in ("scale", "threshold", "norm_after")
+    )
     ax = draw.new_axes(ax)  # after all errors
     draw.line(ax, steps[saw], norm[saw], color=draw.GREY, lw=1, label="norm")
     if scale is not None:
@@ -77,9 +79,10 @@ def norms(history: runs.History, *, name: str | None = None, ax: Any = None) -> 
         style = {"ls": "", "marker": "^", "ms": 5, "color": draw.COLORS[0]}
         label = f"clipped ({_percent(clipped[saw])})"
         ax.plot(steps[clipped], norm[clipped], label=label, **style)
-        # A fixed threshold is what it left; groups have no common one.
-        if limits is None and not groups_in(columns, own):
-            limits = np.where(clipped, norm * scale, np.nan)
+        # A fixed threshold is what it left, if the largest norm was clipped most.
+        if limits is None and after is not None:
+            left = np.where(clipped, norm * scale, np.nan)
+            limits = np.where(np.isclose(left, after, rtol=1e-3), left, np.nan)
     if limits is not None:
         _draw_threshold(ax, steps[saw], limits[saw])
     if skipped.any():
@@ -153,7 +156,7 @@ def group_norms(
     names = groups_of(columns, only)
     kind = kind_in([*names.values()])
     labels = {key: name.removeprefix(f"{kind}/") for key, name in names.items()}
-    saw = {key: runs.steps_taken(columns.values, key) for key in names}
+    saw = {key: was_seen(columns, key) for key in names}
     points = {
         key: (np.flatnonzero(x), columns.values[key][x]) for key, x in saw.items()
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,11 +10,12 @@ from matplotlib import pyplot as plt
 from matplotlib.colors import ListedColormap, LogNorm
 
 from clipjax._core.aliases import Tree
+from clipjax._core.leaves import short_repr
 from clipjax.monitoring import history as runs
 from clipjax.monitoring.bad_steps import BadStep, places_of
 from clipjax.monitoring.bad_steps import bad_steps as find_bad_steps
 from clipjax.plots import _drawing as draw
-from clipjax.plots._columns import Columns, columns_of, groups_of, kind_in
+from clipjax.plots._columns import Columns, columns_of, groups_of, kind_in, was_seen
 
 
 def heat_map(
@@ -34,8 +35,8 @@ def heat_map(
       only: path patterns of the groups to draw, as in `["*/embed", "*/blocks/*",
         "*/head"]`. The rows follow the order of the patterns. None, the default, draws
         all groups, sorted by name.
-      bad: the bad steps to mark, as :func:`clipjax.bad_steps` returns them; none by
-        default. Those that are not in `history` have no mark.
+      bad: the bad steps to mark, a list as :func:`clipjax.bad_steps` returns it; none
+        by default. Those that are not in `history` have no mark.
       ax: the axes to draw on. None, the default, makes a new figure.
 
     Returns:
@@ -46,7 +47,8 @@ def heat_map(
 
     Raises:
       TypeError: `history` is not a history, as when it is the dict of one step, or has
-        no groups; `ax` is not one of Matplotlib's axes.
+        no groups; `bad` is not a list of bad steps; `ax` is not one of Matplotlib's
+        axes.
       ValueError: no group matches `only`, or `history` has no steps.
 
     See Also:
@@ -63,11 +65,16 @@ def heat_map(
       >>> [label.get_text() for label in ax.get_yticklabels()]
       ['head', 'body']
     """
+    if not (isinstance(bad, Sequence) and all(isinstance(x, BadStep) for x in bad)):
+        raise TypeError(
+            "bad must be a list of bad steps, as in bad=clipjax.bad_steps(opt_state), "
+            f"got {short_repr(bad)}"
+        )
     columns = columns_of(history)
     names = groups_of(columns, only)
     kind = kind_in([*names.values()])
     labels = [name.removeprefix(f"{kind}/") for name in names.values()]
-    norms = np.stack([_held(columns.values, key) for key in names])
+    norms = np.stack([_held(columns, key) for key in names])
     ax = draw.new_axes(ax, height=1.4 + 0.3 * max(4, len(labels)))
     _cells(ax, norms, labels, f"norm of {kind}" if kind else "norm")
     places = [_place_of(columns, step) for step in bad]
@@ -86,11 +93,15 @@ def heat_map(
     return ax
 
 
-def _held(values: Mapping[str, np.ndarray], key: str) -> np.ndarray:
-    """Return a norm, at steps that were not seen that of the step before."""
-    saw = runs.steps_taken(values, key)
-    last = np.where(saw, np.arange(saw.size), 0)
-    return values[key][np.maximum.accumulate(last)]
+def _held(columns: Columns, key: str) -> np.ndarray:
+    """Return a norm, at steps that were not seen that of the step before.
+
+    It is 0 before the first of these, and where the chain has no such norm.
+    """
+    saw = was_seen(columns, key)
+    last = np.maximum.accumulate(np.where(saw, np.arange(saw.size), -1))
+    is_there = np.isfinite(columns.values[f"{columns.labels[key]}/steps"])
+    return np.where(is_there & (last >= 0), columns.values[key][last], 0)
 
 
 def bad_steps(opt_state: Tree, *, ax: Any = None) -> Any:
@@ -106,7 +117,8 @@ def bad_steps(opt_state: Tree, *, ax: Any = None) -> Any:
     Returns:
       The axes, with one column for each bad step, the oldest first, and one row for
       each group. Below these are the rows of the probes, if the model has some, in the
-      order of the model. Colors and rings are as in :func:`heat_map`.
+      order of the model. If several `record_norms` have kept steps, their names are in
+      front. Colors and rings are as in :func:`heat_map`.
 
     Raises:
       TypeError: `opt_state` is traced, or `ax` is not one of Matplotlib's axes.
@@ -127,39 +139,45 @@ def bad_steps(opt_state: Tree, *, ax: Any = None) -> Any:
       ['0: norm inf']
     """
     steps = find_bad_steps(opt_state)
-    norms_of = [
-        step.groups
-        | {
-            f"{of}/{x}": y
-            for of in ("forward", "backward")
-            for x, y in getattr(step, of).items()
-        }
-        for step in steps
-    ]
-    names = [*dict.fromkeys(name for norms in norms_of for name in norms)]
-    if steps and not names:
+    cells = [_cells_of(step) for step in steps]
+    rows = [*dict.fromkeys(row for each in cells for row in each)]
+    if steps and not rows:
         raise ValueError(
             "opt_state: its recorder has one norm for all leaves; name groups, as in "
             "record_norms('leaf', keep=16)"
         )
-    ax = draw.new_axes(ax, height=2.4 + 0.3 * max(4, len(names)))
+    ax = draw.new_axes(ax, height=2.4 + 0.3 * max(4, len(rows)))
     ax.set_xlabel("bad step")
     if not steps:
         return ax
-    norms = [[each.get(name, 0) for each in norms_of] for name in names]
+    # Of several recorders, each keeps its name.
+    several = len({step.recorder for step in steps}) > 1
+    names = [f"{row[0]}/" * several + row[1] for row in rows]
+    norms = [[each.get(row, 0) for each in cells] for row in rows]
     mesh = _cells(ax, np.array(norms), names, "norm")
     mesh.set(edgecolor=ax.get_facecolor(), linewidth=1)
-    groups = [x.removeprefix("forward/").removeprefix("backward/") for x in names]
     rings = [
-        (x, row)
+        (x, y)
         for x, step in enumerate(steps)
-        for row, group in enumerate(groups)
-        if _is_named(group, step)
+        for y, (recorder, name) in enumerate(rows)
+        if recorder == step.recorder
+        and _is_named(name.removeprefix("forward/").removeprefix("backward/"), step)
     ]
     _draw_rings(ax, rings)
-    texts = [_short(step) for step in steps]
+    texts = [f"{step.recorder}, " * several + _short(step) for step in steps]
     ax.set_xticks(range(len(steps)), texts, rotation=90)
     return ax
+
+
+def _cells_of(step: BadStep) -> dict[tuple[str, str], float]:
+    """Return the norms of the groups and of the probes, by recorder and name."""
+    of_probes = {"forward": step.forward, "backward": step.backward}
+    norms = step.groups | {
+        f"{of}/{name}": norm
+        for of, seen in of_probes.items()
+        for name, norm in seen.items()
+    }
+    return {(step.recorder, name): norm for name, norm in norms.items()}
 
 
 def _short(step: BadStep) -> str:
@@ -227,5 +245,8 @@ def _place_of(columns: Columns, step: BadStep) -> tuple[float, str]:
     if not own:
         return np.nan, ""
     label = min(own, key=len)
-    found = np.flatnonzero(columns.values[f"{label}/steps"] == step.step + 1)
-    return (float(found[0]) if found.size else np.nan), label
+    key = f"{label}/steps"
+    is_step = columns.values[key] == step.step + 1
+    # If `adopt` made the recorder anew, the last of its counters is that of the state.
+    found = np.flatnonzero(is_step & runs.steps_taken(columns.values, key))
+    return (float(found[-1]) if found.size else np.nan), label

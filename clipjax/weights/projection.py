@@ -269,20 +269,21 @@ def as_projection(name: str, function: Any) -> Projection:
 
     def project_tree(weights: Leaves, step: Step) -> list[Any]:
         params = weights.rebuild(weights.values)
+        hint = (
+            "The function gets the whole tree of weights; for each leaf, use "
+            "jax.tree.map in it. A projection is called first: clipjax.max_norm(3.0)."
+        )
         try:
             projected = function(params)
         except TypeError as error:
-            error.add_note(
-                "The function gets the whole tree of weights; for each leaf, use "
-                "jax.tree.map in it."
-            )
+            error.add_note(hint)
             raise
         wanted: Any = jax.tree.structure(params)
         returned: Any = jax.tree.structure(projected)
         if returned != wanted:
             raise TypeError(
                 f"{name} must keep the structure of the weights, {wanted}, but "
-                f"returned {returned}"
+                f"returned {returned}. {hint}"
             )
         after = flatten(projected)
         for old, new in zip(weights.each, after.values, strict=True):

@@ -25,14 +25,15 @@ def qk_clip(
     key: str = "key",
     rope: SupportsIndex = 0,
 ) -> Projection:
-    """Scale queries and keys so that attention logits stay below a threshold.
+    """Scale queries and keys of heads whose attention logits are above a threshold.
 
         w * sqrt(min(1, threshold / S)),  S the largest logit of the head
 
     Here w is a weight of the queries or of the keys. A logit is linear in both, so if
-    the largest logit of a head is above `threshold`, it becomes `threshold`. Use it
-    when attention logits grow during training until the softmax saturates, as they do
-    above all with Muon.
+    the largest logit of a head is above `threshold`, it becomes `threshold`. In a chain
+    it was measured before the update, and may exceed `threshold` by what one step adds.
+    Use it when attention logits grow during training until the softmax saturates, as
+    they do above all with Muon.
 
     Where several query heads share a key head, the largest of their logits decides how
     the key is scaled, and a query head that needs more is scaled by the rest. No weight

@@ -9,6 +9,7 @@ PROGRAM = """
 import sys
 sys.modules[{package!r}] = None
 import clipjax
+assert {{"explain", {extra!r}}} <= {{*dir(clipjax)}}
 assert not hasattr(clipjax, {extra!r})
 import clipjax.{extra}
 """

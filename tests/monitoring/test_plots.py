@@ -126,6 +126,83 @@ def test_the_skips_of_another_optimizer_are_not_drawn() -> None:
     assert "skipped (33.3%)" in drawn(plots.norms(history, name="gen/skip_nonfinite"))
 
 
+def test_a_skip_has_its_own_marks_alone() -> None:
+    """The other skip may be that of another part of `optax.partition`."""
+    never = {"norm": [2.0] * 3, "skipped_last": [0] * 3}
+    history = history_of("skip_nonfinite", norm=[1.0, NAN, 1.0], skipped_last=[0, 1, 0])
+    history |= history_of("skip_nonfinite_1", **never)
+    for name, skipped in {"": [1], "_1": []}.items():
+        found = drawn(plots.norms(history, name=f"skip_nonfinite{name}"))
+        marks = [x for key in found if "skipped" in key for x in found[key][0]]
+        assert marks == skipped
+
+
+def outlier_that_is_skipped() -> list[Any]:
+    """Return a history in which no norm is NaN, and step 20 of 30 is skipped."""
+    clip = clipjax.clip_by_group_norm({"*": 5.0})
+    tx = clipjax.skip_spikes(clip, z_threshold=INF, max_norm=100.0)
+
+    def step(state: Any, norm: Any) -> Any:
+        state = tx.update({"w": norm[None]}, state)[1]
+        return state, clipjax.metrics(state)
+
+    norms = jnp.ones(30).at[20].set(500.0)
+    history = jax.lax.scan(step, tx.init({"w": jnp.ones(1)}), norms)[1]
+    return [{key: x[i] for key, x in history.items()} for i in range(30)]
+
+
+@pytest.mark.parametrize("rows", [slice(20, None), slice(None, None, 10)])
+def test_a_finite_step_that_was_skipped_is_never_drawn_as_not_finite(
+    rows: slice,
+) -> None:
+    """In a tail that begins with it, and in a row of every tenth step."""
+    history = outlier_that_is_skipped()[rows]
+    found = drawn(plots.norms(history, name="clip_by_group_norm"))
+    (skipped,) = (x for key, (x, _) in found.items() if "skipped" in key)
+    assert skipped == [0 if rows.step is None else 2]
+    assert "not finite" not in found
+    assert "not finite" not in drawn(plots.group_norms(history))
+    assert not (cells_of(plots.heat_map(history)) == ORANGE).all(-1).any()
+
+
+@pytest.mark.parametrize(
+    ("grads", "threshold"), [([10.0, 0.04], "threshold 5"), ([10.0, 4.0], None)]
+)
+def test_of_several_thresholds_the_one_of_the_largest_norm_is_drawn(
+    grads: list[float], threshold: str | None
+) -> None:
+    """If that is the one that clips most, since a history has one factor."""
+    tx = clipjax.clip_by_norm(jnp.array([5.0, 0.1]), axes=0)
+    _, state = tx.update(jnp.array([grads]), tx.init(jnp.zeros((1, 2))))
+    labels = legend_of(plots.norms([clipjax.metrics(state)]))
+    assert [x for x in labels if "threshold" in x] == [threshold] * bool(threshold)
+
+
+def test_a_run_whose_chain_changed_is_drawn_where_each_part_was_in_it() -> None:
+    """Here with a recorder that joins, leaves, and comes back as a new one."""
+    tx = clipjax.record_norms("leaf", keep=2)
+    sizes, state, history = [1.0, NAN, 1.0], None, []
+    for part in ("with", "without", "with"):
+        state = tx.init({"a": jnp.ones(1), "b": jnp.ones(1)})
+        for i, size in enumerate(sizes):
+            _, state = tx.update({"a": jnp.ones(1), "b": jnp.array([size])}, state)
+            own = clipjax.metrics(state) if part == "with" else {}
+            history.append({"loss": 1.0} | own | ({"validation": 2.0} if i else {}))
+    history.insert(0, {"loss": 1.0})
+    found = drawn(plots.group_norms(history))
+    assert found["b"][0] == [1, 3, 7, 9]
+    assert found["a"][0] == [1, 2, 3, 7, 8, 9]
+    assert found["not finite"][0] == [2, 8]
+    ax = plots.heat_map(history, bad=clipjax.bad_steps(state))
+    colors = cells_of(ax)
+    is_blank = [0, 4, 5, 6]
+    assert np.flatnonzero(colors[0, :, 3] == 0).tolist() == is_blank
+    assert np.argwhere((colors == ORANGE).all(-1)).tolist() == [[1, 2], [1, 8]]
+    triangles, rings, _ = drawn_at(ax, 3)
+    assert [x for x, _ in triangles] == [8]
+    assert [(x, rows_of(ax)[int(row)]) for x, row in rings] == [(8, "b")]
+
+
 def test_a_name_chooses_among_several_norms() -> None:
     history = history_of("a", norm=[1.0]) | history_of("b", norm=[2.0])
     history |= recorded({"updates/norm": [3.0]})
@@ -329,6 +406,21 @@ def test_bad_steps_are_a_map_of_what_the_state_remembers() -> None:
         plots.bad_steps(state)
 
 
+def test_bad_steps_of_several_recorders_keep_their_names() -> None:
+    tx = clipjax.record_norms("leaf", keep=2)
+    state, one = {}, jnp.ones(1)
+    for name, broken in {"critic": "a", "generator": "b"}.items():
+        grads = {"a": one, "b": one} | {broken: jnp.array([NAN])}
+        own = clipjax.named(name, tx)
+        _, state[name] = jax.jit(own.update)(grads, own.init(grads))
+    ax = plots.bad_steps(state)
+    recorders = [f"{name}/record_norms" for name in state]
+    texts = [text.get_text() for text in ax.get_xticklabels()]
+    assert texts == [f"{recorder}, 0: norm nan" for recorder in recorders]
+    assert rows_of(ax) == [f"{recorder}/{x}" for recorder in recorders for x in "ab"]
+    assert drawn_at(ax, 1)[0] == [(0, 0), (1, 3)]
+
+
 @pytest.mark.parametrize("width", [4, 8])
 def test_the_legend_is_below_the_data(width: int) -> None:
     norms = {f"updates/layer_{i}/kernel": [1.0, 2.0] for i in range(8)}
@@ -369,7 +461,7 @@ def test_what_is_on_the_axes_stays_in_the_picture() -> None:
 def test_what_cannot_be_drawn_is_an_error() -> None:
     one_step = {"zclip/norm": jnp.ones(()), "zclip/steps": jnp.ones((), int)}
     for draw in (plots.norms, plots.group_norms, plots.heat_map):
-        with pytest.raises(TypeError, match=r"history must .* pass the list of what"):
+        with pytest.raises(TypeError, match=r"history.* must .* pass the list of what"):
             draw(one_step)
         with pytest.raises(ValueError, match=r"history must .* at least one step"):
             draw([])
@@ -378,4 +470,8 @@ def test_what_cannot_be_drawn_is_an_error() -> None:
             draw([one_step])
     with pytest.raises(TypeError, match=r"ax must be one of Matplotlib's .* got 3"):
         plots.norms([one_step], ax=3)
+    state, history = run_that_breaks()
+    for bad in (state, clipjax.bad_steps(state)[0]):
+        with pytest.raises(TypeError, match=r"bad must .* bad=clipjax.bad_steps\("):
+            plots.heat_map(history, bad=bad)
     assert not plt.get_fignums()

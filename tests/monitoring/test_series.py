@@ -14,6 +14,7 @@ import clipjax
 NAN, INF = np.nan, np.inf
 NORMS = np.exp(0.5 * np.random.default_rng(0).standard_normal(600)).astype(np.float32)
 NORMS[::50] *= 100  # spikes
+SKIP = clipjax.skip_nonfinite(optax.identity())
 
 
 def rows_of(stacked: Any, steps: int) -> list[dict[str, Any]]:
@@ -121,6 +122,34 @@ def test_a_log_of_every_tenth_step_tells_the_truth_at_a_skipped_step() -> None:
         assert row["skip_nonfinite/skipped"] == 2
         found.append(clipjax.series(history[::10], "clip_by_global_norm"))
     np.testing.assert_array_equal(found, [[100, NAN, NAN]] * 2)
+
+
+def test_a_step_at_which_a_row_lacks_the_metric_is_nan() -> None:
+    """As before and after `adopt`, and for what is measured at some steps."""
+    clip = clipjax.clip_by_global_norm(1.0)
+    clip_state, skip_state = (x.init(jnp.zeros(1)) for x in (clip, SKIP))
+    history: list[dict[str, Any]] = []
+    for i in range(6):
+        norm = jnp.array([NAN if i == 3 else i + 1.0])
+        if i in (1, 2, 4):  # it goes on from its old state
+            _, clip_state = clip.update(norm, clip_state)
+            history.append(clipjax.metrics(clip_state))
+        else:
+            _, skip_state = SKIP.update(norm, skip_state)
+            history.append(clipjax.metrics(skip_state))
+        history[-1] |= {"accuracy": jnp.bfloat16(0.5), "best": True} if i % 2 else {}
+    expected = {
+        "clip_by_global_norm": [NAN, 2, 3, NAN, 5, NAN],
+        "skip_nonfinite": [1, NAN, NAN, NAN, NAN, 6],
+        "skip_nonfinite/skipped": [0, NAN, NAN, 1, NAN, 1],
+        "accuracy": [NAN, 0.5] * 3,
+        "best": [NAN, 1] * 3,
+    }
+    for name, values in expected.items():
+        np.testing.assert_array_equal(clipjax.series(history, name), values)
+    norms = clipjax.series(history, "clip_by_global_norm")
+    rules = {"median": clipjax.autoclip(50.0)}
+    assert clipjax.suggest(norms, rules) == clipjax.suggest([2.0, 3.0, 5.0], rules)
 
 
 def test_what_an_outer_skip_froze_is_not_shown() -> None:
