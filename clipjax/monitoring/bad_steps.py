@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -160,18 +160,32 @@ def _place_of_most(step: BadStep) -> Place:
     return Place(f"largest in {name}", name)
 
 
+# How many runs of names a text has at most.
+_RUNS = 3
+
+
 def _listed(names: Sequence[str], bad: Sequence[str]) -> str:
     """List the bad names; layers that follow each other are `first to last`.
 
-    Layers are names that differ in a number alone.
+    Layers are names that differ in a number alone. If they are many, the names are cut
+    at their ends, so that the text has the last layer, too, where it began.
     """
+    most = max(name.count("/") for name in names) + 1
+    for depth in range(most, 0, -1):
+        shorter = {name: "/".join(name.split("/")[:depth]) for name in names}
+        runs = _runs({*shorter.values()}, {shorter[name] for name in bad})
+        if len(runs) <= _RUNS:
+            return ", ".join(runs)
+    return a_few(_runs(names, bad), _RUNS)
 
+
+def _runs(names: Iterable[str], bad: Collection[str]) -> list[str]:
     def run(name: str) -> tuple[bool, str]:
         return name in bad, re.sub(r"\d+", "", name)
 
     groups = itertools.groupby(sorted(names, key=natural_order), run)
     runs = [list(each) for (is_bad, _), each in groups if is_bad]
-    return a_few([x[0] if len(x) == 1 else f"{x[0]} to {x[-1]}" for x in runs], 3)
+    return [x[0] if len(x) == 1 else f"{x[0]} to {x[-1]}" for x in runs]
 
 
 def bad_steps(opt_state: Tree) -> list[BadStep]:

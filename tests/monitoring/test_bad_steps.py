@@ -467,3 +467,16 @@ def test_a_restart_may_bring_another_order() -> None:
     found = clipjax.bad_steps(state)
     assert [list(step.forward) for step in found] == [["embed", "head"]] * 2
     assert all("at embed" in str(step) for step in found)
+
+
+def test_many_leaves_are_told_by_their_layers() -> None:
+    """So that the text has the last of them, where the backward pass broke."""
+    one = jnp.ones(())
+    layers = [{"attn": {"bias": one, "kernel": one}, "mlp": one}] * 12
+    params = {"blocks": {str(i): layer for i, layer in enumerate(layers)}}
+    tx = clipjax.record_norms("leaf", keep=1)
+    nan = jax.tree.map(lambda x: x * jnp.nan, params["blocks"])
+    grads = {"blocks": params["blocks"] | {str(i): nan[str(i)] for i in range(6)}}
+    _, state = tx.update(grads, tx.init(params))
+    (step,) = clipjax.bad_steps(state)
+    assert str(step) == "step 0: norm nan; not finite in blocks/0 to blocks/5"
