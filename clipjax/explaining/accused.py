@@ -103,7 +103,8 @@ def _is_mild(event: Event) -> bool:
 def cause_of(event: Event, passes: Passes, arguments: Mapping[str, Any]) -> Cause:
     """Return the cause that tells an event."""
     if event.given:
-        line = line_of(event.used) if event.used else Line()
+        used = event.first_used if event.given == CONSTANT else event.used
+        line = line_of(used) if used else Line()
         bad = _bad_of(arguments.get(event.given), event.kind)
         return Cause(event.kind, **line._asdict(), given=event.given, bad=bad)
     inputs, began_in = _inputs(event), passes.of(event)
@@ -166,7 +167,7 @@ def _bad_in(event: Event) -> Bad | None:
             count, first = each.nan if event.kind == "nan" else each.inf
             aval = event.eqn.outvars[k].aval
             is_at_end = event.name in HAVE_POLES or event.least == 0
-            is_over = event.kind == "inf" and not is_at_end
+            is_over = event.kind == "inf" and not is_at_end and event.name not in MOVES
             limit = float(jnp.finfo(aval.dtype).max) if is_over else None
             index = _index(first, aval.shape)
             return Bad(count, aval.shape, index, str(aval.dtype), limit)

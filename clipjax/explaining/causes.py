@@ -61,7 +61,8 @@ class Cause(NamedTuple):
     line: int = 0
     function: str = ""
     library: str = ""  # the library function which that line calls, as "flax Linear"
-    began_in: str = ""  # "forward", "backward" or "update"
+    # "forward", "backward", "update", or "after" for what else uses a gradient
+    began_in: str = ""
     # The index and the number of iterations, None for a while loop, outermost first.
     iterations: tuple[tuple[int, int | None], ...] = ()
     inputs: tuple[Input, ...] = ()
@@ -103,7 +104,7 @@ class Cause(NamedTuple):
         what = self.kind
         if what == "large":
             what = f"{self.times:,.0f} times its usual growth"
-        text = f"{what} in {self._pass()}"
+        text = f"{what} {self._pass()}"
         for index, length in self.iterations:
             text += f", iteration {index} of {length}" if length else ""
             text += f", iteration {index}" if not length else ""
@@ -118,13 +119,12 @@ class Cause(NamedTuple):
     def _later(self, nan: Cause) -> str:
         if (nan.file, nan.line) == (self.file, self.line):
             return f"there ({nan.what})"
-        where = "" if nan.began_in == self.began_in else f"in {nan._pass()}, "
+        where = "" if nan.began_in == self.began_in else f"{nan._pass()}, "
         return f"{where}{nan._place()[2:]} ({nan.what})"
 
     def _pass(self) -> str:
-        return (
-            "the update" if self.began_in == "update" else f"the {self.began_in} pass"
-        )
+        words = {"update": "in the update", "after": "after the backward pass"}
+        return words.get(self.began_in, f"in the {self.began_in} pass")
 
     def _place(self) -> str:
         """Return the line, with its function and the library function it calls."""

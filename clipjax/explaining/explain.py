@@ -18,7 +18,16 @@ from clipjax.explaining.accused import first_causes, larger
 from clipjax.explaining.causes import Cause
 from clipjax.explaining.internals import is_inexact, is_traced
 from clipjax.explaining.lines import Passes, decides
-from clipjax.explaining.walk import Event, Tape, Value, Walk, given, joined
+from clipjax.explaining.primitives import is_check
+from clipjax.explaining.walk import (
+    CONSTANT,
+    Event,
+    Tape,
+    Value,
+    Walk,
+    given,
+    joined,
+)
 from clipjax.explaining.watch import Watch, magnitude
 from clipjax.monitoring.metrics import labeled_states_in
 
@@ -53,7 +62,8 @@ def explain(
     Returns:
       A list of causes, those of a NaN before those of infinities, each in the order of
       the program; it is empty if nothing was bad. `print` writes a cause in a line.
-      Some of its fields: `began_in` is "forward", "backward" or "update"; an iteration
+      Some of its fields: `began_in` is "forward", "backward", "update" or
+      "after" for what else uses gradients; an iteration
       `(3, 6)` has the index 3 of 6; `library` is the library function that the line
       calls, such as "flax Linear"; `given` is the path of an argument that was bad
       before the call; and `became_nan` is the cause that says where the infinity became
@@ -251,14 +261,21 @@ class _Program:
 
 def _size(x: Any) -> float:
     x = jnp.asarray(x)
-    return float(magnitude(x)) if is_inexact(x) else 0.0
+    return magnitude(x) if is_inexact(x) else 0.0
 
 
 def _checked(walk: Walk) -> dict[str, Event]:
-    """Return what checks of finiteness saw that decide about more than an element."""
-    checks = [each for each in walk.operations if each.name == "is_finite"]
+    """Return what checks of finiteness saw that decide about more than an element.
+
+    Infinities of constants are left out: these were meant.
+    """
+    checks = [each for each in walk.operations if is_check(each.eqn)]
     events = [joined(check.operands) for check in checks if decides(check)]
-    return {str(k): event for k, event in enumerate(events) if event}
+    return {
+        str(k): event
+        for k, event in enumerate(events)
+        if event and any(root.given != CONSTANT for root in event.roots)
+    }
 
 
 def _pairs(now: Walk, usual: Walk) -> list[tuple[Event, Event]]:

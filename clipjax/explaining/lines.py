@@ -145,7 +145,7 @@ class Passes:
                     self._find(inner, inner_places)
 
     def of(self, event: Event) -> str:
-        """Return "forward", "backward", or "update" for what uses gradients."""
+        """Return "forward", "backward", "update", or "after" the backward pass."""
         names = _scopes(event)
         if "rematted_computation" in names:
             primal = self._at(_site(event.eqn))
@@ -155,8 +155,10 @@ class Passes:
             return "backward"
         if "jvp(" in names:
             return "forward" if id(event.eqn) in self._primal else "backward"
+        if _is_in_optimizer(event):
+            return "update"
         after = any(value.after_backward for value in event.operands)
-        return "update" if after or _is_in_optimizer(event) else "forward"
+        return "after" if after else "forward"
 
     def _at(self, site: Frame | None) -> list[Equation]:
         """Return the operations of the forward pass in a line."""
@@ -215,8 +217,10 @@ def is_again(event: Event) -> bool:
 
 
 def is_in_softmax(event: Event) -> bool:
-    """Whether a function that has it in its name has made an equation."""
-    return any("softmax" in frame.function for frame in _all_frames(event))
+    """Whether a library's function that has it in its name has made an equation."""
+    return any(
+        "softmax" in frame.function and _package(frame) for frame in _all_frames(event)
+    )
 
 
 def _is_in_optimizer(event: Event) -> bool:

@@ -72,6 +72,12 @@ def callee(eqn: Equation) -> Any:
     return next((closed(jaxpr) for jaxpr in found if hasattr(jaxpr, "eqns")), None)
 
 
+def is_check(eqn: Equation) -> bool:
+    """Whether an equation checks for NaN or infinity; `isnan` is x != x."""
+    name, operands = eqn.primitive.name, eqn.invars
+    return name == "is_finite" or (name == "ne" and operands[0] is operands[1])
+
+
 def is_remat(eqn: Equation) -> bool:
     """Whether an equation is computed again in the backward pass, to save memory."""
     return eqn.primitive.name.startswith(("remat", "checkpoint"))

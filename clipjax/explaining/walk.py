@@ -30,7 +30,7 @@ from clipjax.explaining.primitives import (
     is_silent,
     measured,
 )
-from clipjax.explaining.watch import ROOM, Watch, magnitude
+from clipjax.explaining.watch import ROOM, Watch, as_float, magnitude
 
 CONSTANT = "a constant"
 
@@ -86,6 +86,7 @@ class Event:
     least: float | None = None  # of the operand that is judged
     order: int = 0
     given: str = ""  # the name of an argument, or "a constant"
+    first_used: Event | None = None
     used: Event | None = None  # what used it first, if possible not only moved it
 
     @property
@@ -97,6 +98,13 @@ class Event:
     def name(self) -> str:
         """The name of the primitive that ran, or ""."""
         return self.eqn.primitive.name if self.place.path else ""
+
+    @property
+    def parts(self) -> list[Event]:
+        """The events that met here; the event itself if it is no meeting."""
+        if self.eqn is not None or self.given:
+            return [self]
+        return [event for parent in self.parents for event in parent.parts]
 
     @property
     def ancestors(self) -> list[Event]:
@@ -133,7 +141,7 @@ class Value(NamedTuple):
 
 
 class Tape:
-    """Numbers that are read one after the other: counts, or the bits of float32."""
+    """Numbers that are read one after the other: counts, or the bits of floats."""
 
     def __init__(self, numbers: np.ndarray) -> None:
         self.numbers, self.at = numbers, 0
@@ -153,7 +161,7 @@ class Tape:
 
     def size(self) -> float:
         """Return the next number as a float."""
-        return float(self.take(1).view(np.float32)[0])
+        return as_float(self.take(1)[0])
 
     def rows(self, count: int, width: int) -> list[Tape]:
         """Return the tapes of some iterations."""
@@ -265,11 +273,16 @@ class Walk:
         kinds = {kind_of(size) for size in sizes.values()} - {""}
         if kinds:
             _mark_use(bad, here)
-        events = {kind: _origin(here, kind, bad) for kind in kinds}
+        chosen = _chosen(here, bad)
+        events = {kind: chosen or _origin(here, kind, bad) for kind in kinds}
         like = _like(eqn, operands)
+        about = joined(operands)  # what a bool tells of bad values
         return [
-            like._replace(size=size, event=events.get(kind_of(size)))
-            for size in (sizes.get(k, 0.0) for k in range(len(eqn.outvars)))
+            like._replace(
+                size=sizes.get(k, 0.0),
+                event=events.get(kind_of(sizes[k])) if k in sizes else about,
+            )
+            for k in range(len(eqn.outvars))
         ]
 
 
@@ -288,7 +301,7 @@ def given(size: float, name: str = "") -> Value:
 def _constant(x: Any, aval: Any) -> Value:
     if not is_inexact(aval):
         return Value()
-    return given(float(magnitude(x) if aval.shape else np.abs(x)))
+    return given(magnitude(x) if aval.shape else float(np.abs(x)))
 
 
 def joined(values: Iterable[Value]) -> Event | None:
@@ -309,9 +322,22 @@ def _origin(here: Event, kind: str, bad: list[Value]) -> Event | None:
     return dataclasses.replace(here, kind=kind, parents=(cause,) if cause else ())
 
 
+def _chosen(here: Event, bad: list[Value]) -> Event | None:
+    """Return what made a select take a constant, if it was something bad.
+
+    So `jnp.median` returns NaN if an element is NaN.
+    """
+    events = [value.event for value in bad if value.event]
+    are_constants = all(event.given == CONSTANT for event in events)
+    is_select = here.name == "select_n"
+    return here.operands[0].event if is_select and are_constants else None
+
+
 def _mark_use(bad: list[Value], here: Event) -> None:
-    """Remember the operation that made a bad result of what was given."""
-    for event in [value.event for value in bad if value.event and value.event.given]:
+    """Remember the operations that made a bad result of what was given."""
+    met = [event for value in bad if value.event for event in value.event.parts]
+    for event in [each for each in met if each.given]:
+        event.first_used = event.first_used or here
         if event.used is None or (event.used.name in MOVES and here.name not in MOVES):
             event.used = here
 

@@ -34,18 +34,29 @@ LAST = np.uint32(2**32 - 1)
 
 
 def _bits(x: jax.Array) -> jax.Array:
-    """Return |x|, or the larger part of a complex number, as the bits of a float32.
+    """Return |x|, or the larger part of a complex number, as bits.
 
     Those of NaN are above those of infinity, and these above those of numbers. XLA on a
     CPU loses NaN in a maximum of floats.
     """
     if jnp.iscomplexobj(x):
         return jnp.maximum(_bits(x.real), _bits(x.imag))
-    x = jnp.abs(x)
-    if x.dtype == jnp.float64:  # a finite one is to stay finite in float32
-        most = float(jnp.finfo(jnp.float32).max)
-        x = jnp.where(jnp.isfinite(x), jnp.minimum(x, most), x)
-    return lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+    return _word(jnp.abs(x))
+
+
+def _word(x: jax.Array) -> jax.Array:
+    """Return the bits of float32, or with x64 the first half of those of float64."""
+    if jax.dtypes.canonicalize_dtype(float) == np.float32:
+        return lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+    bits = lax.bitcast_convert_type(x.astype(jnp.float64), jnp.uint64)
+    return (bits >> 32).astype(jnp.uint32)
+
+
+def as_float(word: np.ndarray) -> float:
+    """Return the number of a word."""
+    if jax.dtypes.canonicalize_dtype(float) == np.float32:
+        return float(word.view(np.float32))
+    return float((word.astype(np.uint64) << 32).view(np.float64))
 
 
 def _met(operands: Sequence[jax.Array], out: jax.Array, name: str) -> jax.Array:
@@ -71,7 +82,7 @@ def _signed(x: jax.Array, name: str) -> jax.Array:
     """Return what the least element is of: of divisors and complex numbers, |x|."""
     is_real = not jnp.iscomplexobj(x)
     x = x if is_real and name != "div" else jnp.abs(x)
-    return jnp.where(jnp.isnan(x), jnp.inf, x.astype(jnp.float32)) + 0.0  # no -0
+    return jnp.where(jnp.isnan(x), jnp.inf, x) + 0.0  # no -0
 
 
 @functools.partial(jax.jit, static_argnames="name")  # which traces it once for a shape
@@ -98,19 +109,19 @@ def _numbers(
         parts.append((_met(operands, out, name), none, jnp.bitwise_or))
     if judged is not None:
         signed = jnp.broadcast_to(_signed(judged, name), out.shape)
-        parts.append((signed, np.float32(jnp.inf), jnp.minimum))
+        parts.append((signed, signed.dtype.type(jnp.inf), jnp.minimum))
     arrays, starts, functions = zip(*parts, strict=True)
 
     def both(xs: Any, ys: Any) -> Any:
         return [f(x, y) for f, x, y in zip(functions, xs, ys, strict=True)]
 
     numbers = lax.reduce(arrays, starts, both, tuple(range(out.ndim)))
-    return jnp.stack([lax.bitcast_convert_type(x, jnp.uint32) for x in numbers])
+    return jnp.stack([x if x.dtype == jnp.uint32 else _word(x) for x in numbers])
 
 
-def magnitude(x: jax.Array) -> jax.Array:
+def magnitude(x: jax.Array) -> float:
     """Return the largest |x|, where NaN is larger than infinity."""
-    return lax.bitcast_convert_type(_numbers(x)[0], jnp.float32)
+    return as_float(np.asarray(_numbers(x)[0]))
 
 
 def _row(numbers: Sequence[jax.Array]) -> jax.Array:

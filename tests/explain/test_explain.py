@@ -160,7 +160,7 @@ TABLE = [
     (branch, jax.jit, (X,), "sqrt", "forward", ()),
     (rule, grad, (X,), "log", "backward", ()),
     (in_vmap, grad, (SQUARE, X), "sqrt", "forward", ()),
-    (own_division, jax.jit, (X * 0, 0 * X), "div", "update", ()),
+    (own_division, jax.jit, (X * 0, 0 * X), "div", "after", ()),
     (calls_jit, grad, (SQUARE, X), "atanh", "forward", ()),
 ]
 
@@ -208,6 +208,48 @@ def test_the_text_has_operands_limit_and_where_it_became_nan() -> None:
     assert "by jax var" in told(one_element, ONE)[0]
     assert "least " in told(logarithm, SQUARE, X)[0]
     assert "float16 ends at 65504" in told(logit, 400 * X, 400 * X)[0]
+
+
+def test_nan_is_followed_through_a_median() -> None:
+    """Which selects a constant NaN if an element is NaN."""
+    causes = clipjax.explain(lambda x: jnp.median(jnp.log(x - 99)), X)
+    assert [cause.operation for cause in causes] == ["log"]
+    (cause,) = clipjax.explain(jnp.median, X.at[0, 0].set(jnp.nan))
+    assert cause.given == "a"
+
+
+def test_checks_of_masks_and_skips_by_isnan() -> None:
+    def guarded(x: Any) -> Any:
+        scores = jnp.where(x > 0, x, -jnp.inf).at[:, 0].set(0)
+        rows = jnp.isfinite(scores).any(-1)
+        return jnp.where(rows, jax.nn.softmax(scores).sum(-1), 0).sum()
+
+    assert clipjax.explain(jax.jit(guarded), X) == []
+
+    def skipping(x: Any) -> Any:
+        loss = jnp.log(x - 99).sum()
+        return lax.cond(jnp.isnan(loss), lambda x: x * 0, lambda x: x, x)
+
+    (cause,) = clipjax.explain(jax.jit(skipping), X)
+    assert cause.handled
+    assert cause.operation == "log"
+
+
+def test_constants_that_meet_are_told() -> None:
+    def best(x: Any) -> Any:
+        each = jnp.max(x, axis=1, where=x > 99, initial=-jnp.inf)  # no element
+        return (2 * each).sum()
+
+    (cause,) = clipjax.explain(best, X)
+    assert cause.given == "a constant"
+
+
+def test_magnitudes_of_float64_are_those_of_float64() -> None:
+    with jax.enable_x64(True):
+        x = jnp.float64([1e200, 1.0])
+        (cause,) = clipjax.explain(lambda x: (x * 1e200).sum(), x)
+    assert cause.inputs[0].greatest == pytest.approx(1e200, rel=1e-5)
+    assert "float64 ends at 1.79769e+308" in str(cause)
 
 
 def test_a_slope_is_told_by_the_end_at_which_it_is_infinite() -> None:
