@@ -59,11 +59,11 @@ def adopt(
     Raises:
       TypeError: `old`, `into` or `like` is not a state of arrays; `old` has dicts and
         lists in place of states, and there is no `like`; `drop` is a single string.
-      ValueError: `into` has no place for something that `drop` does not name; `drop`
-        has a name of which nothing is left out; it is ambiguous which state becomes
-        which (the message says how many there are); two arrays differ in shape, or a
-        layer has another name; a counter in `into` says that it has already been
-        updated, as if the two were swapped; the paths of `like` are not those of `old`.
+      ValueError: `into` has no place for something that `drop` does not name; a name in
+        `drop` drops nothing; it is ambiguous which state becomes which (the message
+        says how many there are); two arrays differ in shape, or a layer has another
+        name; a counter in `into` says that it has already been updated, as if the two
+        were swapped; the paths of `like` are not those of `old`.
 
     See Also:
       :func:`named`, for two transformations of one kind.

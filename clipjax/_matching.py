@@ -14,8 +14,8 @@ def matching(*patterns: str) -> Callable[[Any], Any]:
 
     Use it to apply any transformation to a part of the parameters. A pattern is a glob
     for the whole path of a leaf, such as `"encoder/*"`, or for its last components,
-    such as `"kernel"` or `"Dense_*/kernel"`. A pattern that begins with a slash is for
-    the whole path only. `*` also matches slashes: `"Dense*"` is for everything in
+    such as `"kernel"` or `"Dense_*/kernel"`. A pattern that begins with a slash has to
+    match the whole path. `*` also matches slashes, so `"Dense*"` matches everything in
     `Dense_0`.
 
     Args:

@@ -46,9 +46,9 @@ def unit_axes(model: Any, *, other: Mapping[str, Any] | None = None) -> dict[str
     Raises:
       TypeError: `model` contains no Equinox module; `other` is not a mapping to axes.
       ValueError: a pattern in `other` matches nothing; parameters belong to layers that
-        are not known, or their sizes do not tell which axis is a stack, as for 4 layers
-        (4, 4). The error lists all of these parameters, so that you can add them to
-        `other`.
+        are not known, or their sizes do not tell which axis is a stack, as for a stack
+        of 4 layers with parameters (4, 4). The error lists all of these parameters, so
+        that you can add them to `other`.
 
     See Also:
       :func:`clipjax.fan_in` reduces all axes but the last;

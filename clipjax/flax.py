@@ -64,9 +64,9 @@ def unit_axes(
       TypeError: `model` is not a Flax module; arguments are given for NNX; `other` is
         not a mapping to axes.
       ValueError: a pattern in `other` matches nothing; parameters belong to layers that
-        are not known, or their sizes do not tell which axis is a stack, as for 4 layers
-        (4, out). The error lists all of these parameters, so that you can add them to
-        `other`.
+        are not known, or their sizes do not tell which axis is a stack, as for a stack
+        of 4 layers with parameters (4, out). The error lists all of these parameters,
+        so that you can add them to `other`.
 
     See Also:
       :func:`clipjax.fan_in` suits Dense and convolutions;

@@ -86,8 +86,8 @@ def skip_spikes(
 
     The slope b, which is 0 with fewer than 16 norms, keeps the norms of the first
     steps, which fall fast, from being taken for noise. The other two conditions let the
-    steps of runs with little noise pass: on full batches, every small rise is many
-    standard deviations, and large swings build up over several steps.
+    steps of runs with little noise pass, such as those on full batches, where every
+    small rise is many standard deviations and large swings build up over several steps.
 
     Losses are compared in the same way, with a standard deviation of at least 0.01. If
     a loss in the window is not positive, they are compared without logarithms, and

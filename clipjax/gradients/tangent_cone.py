@@ -51,8 +51,7 @@ def tangent_cone(
     Returns:
       A gradient transformation that needs `params` in `update`. Its metric `norm` is
       the norm of the largest part that it removed at the last step, and
-      `removed_fraction` is the fraction of the steps at which it removed any part and
-      that part was finite.
+      `removed_fraction` is the fraction of the steps at which it removed a finite part.
 
     Raises:
       ValueError: in `init` with `axes="auto"`, a leaf has rank 3 or more, or no leaf

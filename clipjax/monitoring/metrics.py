@@ -36,12 +36,12 @@ def metrics(opt_state: Tree) -> dict[str, jax.Array]:
 
     Returns:
       A dict from `"<transformation>/<metric>"` to scalar arrays, where the second
-      transformation of a kind is `<transformation>_1`. A clip has, of the last step,
-      `norm`, the norm before the clip, `norm_after`, and the factor `scale`; and of all
-      steps `clipped_fraction`, the fraction of them that were clipped,
-      `nonfinite_count`, the number of steps at which a norm was not finite, and
-      `steps`, the number of all steps. If a clip measures several norms, `norm` is the
-      largest and `scale` the smallest factor.
+      transformation of a kind is `<transformation>_1`. For the last step, a clip has
+      `norm` (before the clip), `norm_after` and the factor `scale`. For all steps, it
+      has `clipped_fraction`, the fraction of them that were clipped, `nonfinite_count`,
+      the number of those at which a norm was not finite, and `steps`, the number of
+      all. If a clip measures several norms, `norm` is the largest and `scale` the
+      smallest factor.
 
     Raises:
       ValueError: `opt_state` contains no state with metrics.

@@ -91,10 +91,11 @@ def record_norms(
       window: the number of past norms and losses for that trend, 64 by default.
       probes: the name of each :func:`probe` of the model, in the order of the forward
         pass, mapped to the number of layers of its tap, or to 0 for a single one:
-        `{"embed": 0, "blocks": 12}`. None, the default, is for none. Every update then
-        needs the gradients with respect to the taps, `update(..., taps={"embed": …,
-        "blocks": …})`. The metrics get `forward/<probe>/<layer>` and
-        `backward/<probe>/<layer>`, which are infinite where an element is not finite.
+        `{"embed": 0, "blocks": 12}`. None, the default, is for a model without probes.
+        With them, every update needs the gradients with respect to the taps,
+        `update(..., taps={"embed": …, "blocks": …})`, and the metrics get
+        `forward/<probe>/<layer>` and `backward/<probe>/<layer>`, which are infinite
+        where an element is not finite.
 
     Returns:
       A gradient transformation that passes the updates on, with the metrics

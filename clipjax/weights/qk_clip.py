@@ -31,9 +31,9 @@ def qk_clip(
 
     Here w is a weight of the queries or of the keys. A logit is linear in both, so if
     the largest logit of a head is above `threshold`, it becomes `threshold`. In a chain
-    it was measured before the update, and may exceed `threshold` by what one step adds.
-    Use it when attention logits grow during training until the softmax saturates, as
-    they do above all with Muon.
+    the logits are measured before the update, so those after it may exceed `threshold`
+    by what one step adds. Use it when attention logits grow during training until the
+    softmax saturates, as they do above all with Muon.
 
     Where several query heads share a key head, the largest of their logits decides how
     the key is scaled, and a query head that needs more is scaled by the rest. No weight
@@ -51,8 +51,9 @@ def qk_clip(
       rope: for multi-head latent attention, as in `qk_clip(query="wq_b", key="wkv_b",
         rope=64)`: how many elements at the end of a query head are multiplied with the
         rotary key that all heads share; 0 by default. They take the whole factor,
-        because the shared key must not change. What a key head has beyond the elements
-        of the query that are left belongs to the values, which are not scaled.
+        because the shared key must not change. The other elements of the query meet as
+        many at the start of a key head; what follows these belongs to the values, which
+        are not scaled.
 
     Returns:
       A :class:`Projection`. Its `apply`, and `update` in a chain, need `max_logits`:
