@@ -62,13 +62,14 @@ def explain(
     Returns:
       A list of causes, those of a NaN before those of infinities, each in the order of
       the program; it is empty if nothing was bad. `print` writes a cause in a line.
-      Some of its fields: `began_in` is "forward", "backward", "update" or
-      "after" for what else uses gradients; an iteration
-      `(3, 6)` has the index 3 of 6; `library` is the library function that the line
-      calls, such as "flax Linear"; `given` is the path of an argument that was bad
-      before the call; and `became_nan` is the cause that says where the infinity became
-      NaN. `handled` is true if the result is finite because a check of finiteness, as
-      in a skip, caught the cause; what clipjax's states log does not count as a result.
+      Some of its fields: `began_in` is "forward", "backward", "update" for what an
+      optimizer does, or "after" for what else uses a gradient; an iteration `(3, 6)`
+      has the index 3 of 6; `bad` says how many elements of the array were bad, and the
+      index of the first; `library` is the library function that the line calls, such as
+      "flax Linear"; `given` is the path of an argument that was bad before the call;
+      and `became_nan` is the cause that says where the infinity became NaN. `handled`
+      is true if the result is finite because a check of finiteness, as in a skip,
+      caught the cause; what clipjax's states log does not count as a result.
       If the call is bad, but the watched program is not, the only cause has the kind
       "unseen".
 
