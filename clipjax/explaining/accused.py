@@ -39,7 +39,8 @@ def first_causes(
             names.setdefault(id(event), []).append(name)
             if event.eqn is not None and event.parents:
                 for root in event.roots:
-                    became_nan.setdefault(id(root), event)
+                    if root.kind == "inf":
+                        became_nan.setdefault(id(root), event)
         accused |= {id(event): event for event in _accused(last, passes)}
     nan = {name for name, event in results.items() if event.kind == "nan"}
 

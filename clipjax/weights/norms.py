@@ -71,7 +71,8 @@ def max_norm(bound: Bounds, *, axes: AutoAxes = "auto") -> Projection:
         no leaf has rank 2.
 
     Equals `keras.constraints.MaxNorm`, whose `axis` is `axes`, except that Keras
-    divides by norm + 1e-7, which also moves weights within the bound by a rounding.
+    divides by norm + 1e-7, which also shrinks weights within the bound, by 1e-7 / norm
+    of themselves.
 
     References:
       Srebro et al., 2005, Maximum-margin matrix factorization; Srivastava et al., 2014,
@@ -132,7 +133,8 @@ def min_max_norm(
     An output unit of norm 0 stays 0, since it has no direction to grow in.
 
     Equals `keras.constraints.MinMaxNorm`, whose `axis` is `axes`, except that Keras
-    divides by norm + 1e-7, which also moves weights within the bounds by a rounding.
+    divides by norm + 1e-7, which also shrinks weights within the bounds, by 1e-7 / norm
+    of themselves.
 
     See Also:
       :func:`max_norm` has no smallest norm; :func:`unit_norm` has one norm for all;
@@ -226,7 +228,7 @@ def keep_norm(*, rate: Bound = 1.0, axes: AutoAxes = "auto") -> Projection:
 
     The old norm is not stored in a state, but measured from the weights at each step.
     With float32 weights, the norm drifts by a fraction of less than 2e-3 over 100,000
-    steps. In a chain with bfloat16 weights, it may drift by tens of percent over 1,000
+    steps. In a chain with bfloat16 weights, it may drift by ten percent over 1,000
     steps. A direct `apply` to bfloat16 weights cannot follow such small steps at all,
     so keep the weights in float32.
 

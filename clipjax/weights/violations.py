@@ -48,7 +48,9 @@ def violations(
     old: Any = None,
     step: Step = None,
 ) -> list[Violation]:
-    """List the weights that a projection would still change, the farthest first.
+    """List the weights that a projection would still change, the largest change first.
+
+    Changes are compared relative to the norm or value before.
 
     Use it in tests, after loading a checkpoint, and for weights that no projection has
     seen, such as averages of weights and casts to 16 bits.
