@@ -188,7 +188,7 @@ def _in_words(event: Event, inputs: tuple[Input, ...], slope_of: str) -> str:
     if kind == "nan" and any(math.isinf(value.size) for value in event.operands):
         if name == "sub" and event.met & 1:
             is_masked = is_in_softmax(event)
-            row = "; a whole row of the softmax is masked" if is_masked else ""
+            row = "; a whole row of the softmax is -inf" if is_masked else ""
             return f"-inf - -inf{row}"
         signs = {"mul": "0 · inf", "div": "inf / inf"}
         signs |= dict.fromkeys(("add", "add_any", "sub"), "inf - inf")

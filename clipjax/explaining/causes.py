@@ -97,7 +97,7 @@ class Cause(NamedTuple):
         if self.given == CONSTANT:
             return f"{self.kind} from a constant{self._place()}"
         text = f"{self.kind} in {self.given}"
-        text += f": {self.bad}" if self.bad and self.bad.shape else ""
+        text += f": {self.bad}" if self.bad and math.prod(self.bad.shape) > 1 else ""
         return f"{text}, first used{self._place()[1:]}" if self.file else text
 
     def _of_operation(self) -> str:
@@ -109,7 +109,7 @@ class Cause(NamedTuple):
             text += f", iteration {index} of {length}" if length else ""
             text += f", iteration {index}" if not length else ""
         text += f"{self._place()}: {self.what}"
-        if self.bad is not None and self.bad.shape:
+        if self.bad is not None and math.prod(self.bad.shape) > 1:
             text += f", in {self.bad}"
         if self.bad is not None and self.bad.limit is not None:
             text += f"; {self.bad.dtype} ends at {self.bad.limit:.6g}"

@@ -96,7 +96,7 @@ def explain(
       (div of 0.5 and 0), after w; it became nan there (0 · inf)
     """
     call = _Call(function, args)
-    with jax.debug_nans(False), jax.debug_infs(False):
+    with jax.debug_nans(False), jax.debug_infs(False), jax.transfer_guard("allow"):
         program = _Program(call)
         results, walk = program.walk(call.arrays)
         bad = [name for name, value in results.items() if value.is_bad]
@@ -182,7 +182,7 @@ class _Call:
 
 
 def _is_array(x: Any) -> bool:
-    return isinstance(x, jax.Array | np.ndarray | np.generic)
+    return isinstance(x, jax.Array | np.ndarray | np.inexact)
 
 
 def _without_statistics(results: dict[str, Any], tree: Any) -> dict[str, Any]:

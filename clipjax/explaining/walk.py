@@ -253,7 +253,7 @@ class Walk:
     def _operation(
         self, eqn: Equation, operands: list[Value], tape: Tape, place: Place
     ) -> list[Value]:
-        what = measured(eqn)
+        what, operands = measured(eqn), _picked(eqn, operands)
         outputs = [Output(tape.size(), tape.pair(), tape.pair()) for _ in what.outputs]
         here = Event(
             place=place,
@@ -375,6 +375,14 @@ def _part(stack: Value, i: int, size: float) -> Value:
     name = f"{stack.name}[{i}]" if stack.name else ""
     event = stack.event if kind_of(size) else None
     return stack._replace(size=size, event=event, name=name)
+
+
+def _picked(eqn: Equation, operands: list[Value]) -> list[Value]:
+    """Return the operands, or the iteration that is sliced from what a scan stacked."""
+    if eqn.primitive.name != "slice" or not operands[0].each:
+        return operands
+    start, limit = (eqn.params[f"{end}_indices"][0] for end in ("start", "limit"))
+    return [operands[0].each[start]] if limit == start + 1 else operands
 
 
 def _stacked(values: Sequence[Value]) -> Value:

@@ -55,8 +55,8 @@ def _word(x: jax.Array) -> jax.Array:
 def as_float(word: np.ndarray) -> float:
     """Return the number of a word."""
     if jax.dtypes.canonicalize_dtype(float) == np.float32:
-        return float(word.view(np.float32))
-    return float((word.astype(np.uint64) << 32).view(np.float64))
+        return float(word.view(np.float32)) + 0.0  # no -0
+    return float((word.astype(np.uint64) << 32).view(np.float64)) + 0.0
 
 
 def _met(operands: Sequence[jax.Array], out: jax.Array, name: str) -> jax.Array:
@@ -82,7 +82,7 @@ def _signed(x: jax.Array, name: str) -> jax.Array:
     """Return what the least element is of: of divisors and complex numbers, |x|."""
     is_real = not jnp.iscomplexobj(x)
     x = x if is_real and name != "div" else jnp.abs(x)
-    return jnp.where(jnp.isnan(x), jnp.inf, x) + 0.0  # no -0
+    return jnp.where(jnp.isnan(x), jnp.inf, x)
 
 
 @functools.partial(jax.jit, static_argnames="name")  # which traces it once for a shape

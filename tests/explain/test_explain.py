@@ -199,7 +199,7 @@ def test_the_text_has_operands_limit_and_where_it_became_nan() -> None:
     (text,) = told(grad(norm_at_0), X)
     assert "by jax norm: the slope of sqrt at 0" in text
     (text,) = told(grad(all_masked), SQUARE, X)
-    assert ": -inf - -inf; a whole row of the softmax is masked, in 8 of 64" in text
+    assert ": -inf - -inf; a whole row of the softmax is -inf, in 8 of 64" in text
     (text,) = told(two_infinities, X)
     assert text.endswith("it became nan there (-inf - -inf) (and once more)")
     assert "0 / 0 (div of" in told(masked_mean, X, 0 * X)[0]
@@ -242,6 +242,25 @@ def test_constants_that_meet_are_told() -> None:
 
     (cause,) = clipjax.explain(best, X)
     assert cause.given == "a constant"
+
+
+def test_the_iteration_is_the_one_that_reached_the_result() -> None:
+    def last(xs: Any) -> Any:
+        def step(h: Any, x: Any) -> Any:
+            return h, jnp.log(x)
+
+        return lax.scan(step, 0.0, xs)[1][-1]
+
+    (cause,) = clipjax.explain(last, jnp.array([-1.0, 1.0, -2.0]))
+    assert cause.iterations == ((2, 3),)
+
+
+def test_numbers_of_numpy_may_be_static_and_transfers_forbidden() -> None:
+    power = jax.jit(lambda x, n: jnp.log(x**n).sum(), static_argnames="n")
+    x = -jnp.ones(3)
+    with jax.transfer_guard("disallow"):
+        (cause,) = clipjax.explain(power, x, np.int64(3))
+    assert cause.operation == "log"
 
 
 def test_magnitudes_of_float64_are_those_of_float64() -> None:
