@@ -80,11 +80,8 @@ def places_of(step: BadStep) -> tuple[Place, Place]:
     if none_is_finite:
         text = "no group is finite: it broke in the loss or in the forward pass"
         if step.loss is not None and math.isfinite(step.loss):
-            # It may have been scaled before its gradient was taken.
-            text = (
-                "no group is finite, but the loss is: it broke after the loss, in the "
-                "backward pass"
-            )
+            # It may be that of another micro-batch, or be scaled before the gradient.
+            text = "no group is finite, but the loss is"
         return by_probes, Place(text)
     if bad:
         only = bad[0] if len(bad) == 1 else ""
@@ -217,9 +214,9 @@ def bad_steps(opt_state: Tree) -> list[BadStep]:
     part of the squared norm. Otherwise it lists the groups that are not finite: the
     backward pass, which goes from the last layer to the first, broke where they begin.
     If no group is finite, the step broke in the loss or in the forward pass, or, where
-    `update` got a finite loss, at the beginning of the backward pass. There only probes
-    can tell the layer; and because the loss comes after the last probe, pass `loss=`,
-    too. Groups whose norm is 0 say nothing, so they are left out.
+    the loss of the whole batch is finite, at the beginning of the backward pass. There
+    only probes can tell the layer; and because the loss comes after the last probe,
+    pass `loss=`, too. Groups whose norm is 0 say nothing, so they are left out.
 
     See Also:
       :func:`record_norms` keeps the steps; :func:`probe` finds the layer in both

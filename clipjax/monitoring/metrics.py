@@ -102,6 +102,12 @@ def labeled_states_in(tree: Tree) -> dict[str, Found]:
 
 def states_in(tree: Tree) -> list[Found]:
     """Return the states in a tree, outer states before those in their memories."""
+    if isinstance(tree, Mapping):  # as a checkpoint is
+        tree = jax.tree.map(
+            lambda node: node["value"] if _was_box(node) else node,
+            tree,
+            is_leaf=_was_box,
+        )
     return list(_states_in(unboxed(tree), "", ()))
 
 
@@ -113,8 +119,9 @@ def _states_in(
 
     for node in nodes_where(is_known, tree):
         if _was_tuple(node):
-            links = [node[str(i)] for i in range(len(node))]
-            yield from _states_in(links, prefix, skips)
+            yield from _states_in(
+                [node[i] for i in sorted(node, key=int)], prefix, skips
+            )
         elif named := _named_state(node):
             ((name, inner),) = named.named.items()
             yield from _states_in(inner, f"{prefix}{name}/", skips)
@@ -138,13 +145,18 @@ def restored(kind: Any, needed: Iterable[str], node: Any) -> Any:
     return kind(**{field: node.get(field, ()) for field in kind._fields})
 
 
+def _was_box(node: Any) -> bool:
+    """Whether a node is a variable of Flax NNX that was restored as a mapping."""
+    return isinstance(node, Mapping) and node.keys() == {"value"}
+
+
 def _was_tuple(node: Any) -> bool:
     """Whether a node is a tuple that was restored as a mapping from its indices.
 
-    These are texts, of which "10" comes before "2".
+    These are texts, of which "10" comes before "2", and lack those of empty states.
     """
     is_mapping = isinstance(node, Mapping) and len(node) > 0
-    return is_mapping and node.keys() == set(map(str, range(len(node))))
+    return is_mapping and all(isinstance(k, str) and k.isdecimal() for k in node)
 
 
 def _named_state(node: Any) -> NamedState | None:
