@@ -197,7 +197,11 @@ def _in_words(event: Event, inputs: tuple[Input, ...], slope_of: str) -> str:
         end = "0" if slope_of in HAS_END_AT_0 else "an end of its domain"
         return f"the slope of {slope_of} at {end} ({plain})"
     if name == "div" and least == 0:
-        return f"{'0 / 0' if kind == 'nan' else 'a division by 0'} ({plain})"
+        is_real = not jnp.issubdtype(
+            event.eqn.outvars[0].aval.dtype, jnp.complexfloating
+        )
+        zeros = kind == "nan" and is_real  # of complex numbers, 1 / 0 is NaN as well
+        return f"{'0 / 0' if zeros else 'a division by 0'} ({plain})"
     if name == "cholesky":
         return f"{plain}, which is not positive definite"
     if name == "gather" and kind == "nan":

@@ -200,13 +200,15 @@ class Walk:
             return self._scan(eqn, operands, tape, place)
         if name == "while":
             return self._while(eqn, operands, tape, place)
+        reason = operands[0].event if name == "cond" else None
         if name == "cond":
             called, operands = eqn.params["branches"][tape.count()], operands[1:]
             (tape,) = tape.rows(1, self.watch.widths[id(eqn)])
         if is_silent(eqn):
             return []
         if called is not None:
-            return self.run(called.jaxpr, called.consts, operands, tape, place)
+            outs = self.run(called.jaxpr, called.consts, operands, tape, place)
+            return [_decided(each, reason) for each in outs]
         if name in SAME:
             return [each._replace(each=()) for each in operands[: len(eqn.outvars)]]
         return self._operation(eqn, operands, tape, place)
@@ -331,6 +333,12 @@ def _chosen(here: Event, bad: list[Value]) -> Event | None:
     are_constants = all(event.given == CONSTANT for event in events)
     is_select = here.name == "select_n"
     return here.operands[0].event if is_select and are_constants else None
+
+
+def _decided(out: Value, reason: Event | None) -> Value:
+    """Return what a cond returns; a bad constant comes from what it decided by."""
+    is_constant = out.event is not None and out.event.given == CONSTANT
+    return out._replace(event=reason) if is_constant and reason else out
 
 
 def _mark_use(bad: list[Value], here: Event) -> None:

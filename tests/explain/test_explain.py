@@ -203,6 +203,7 @@ def test_the_text_has_operands_limit_and_where_it_became_nan() -> None:
     (text,) = told(two_infinities, X)
     assert text.endswith("it became nan there (-inf - -inf) (and once more)")
     assert "0 / 0 (div of" in told(masked_mean, X, 0 * X)[0]
+    assert "a division by 0" in told(lambda z: (1 / z).sum(), jnp.zeros(2, complex))[0]
     assert "which is not positive definite" in told(not_definite, -SQUARE)[0]
     assert "nan from a constant, at " in told(one_element, ONE)[0]
     assert "by jax var" in told(one_element, ONE)[0]
@@ -216,6 +217,16 @@ def test_nan_is_followed_through_a_median() -> None:
     assert [cause.operation for cause in causes] == ["log"]
     (cause,) = clipjax.explain(jnp.median, X.at[0, 0].set(jnp.nan))
     assert cause.given == "a"
+
+
+def test_a_constant_of_a_branch_comes_from_what_chose_it() -> None:
+    def guarded(x: Any) -> Any:
+        y = jnp.exp(200 * x)
+        return lax.cond(jnp.isfinite(y).all(), jnp.sum, lambda y: jnp.inf, y)
+
+    assert clipjax.explain(guarded, 0 * X) == []
+    causes = clipjax.explain(guarded, jnp.ones(2))
+    assert [cause.operation for cause in causes] == ["exp"]
 
 
 def test_checks_of_masks_and_skips_by_isnan() -> None:
