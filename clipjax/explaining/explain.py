@@ -62,9 +62,9 @@ def explain(
     Returns:
       A list of causes, those of a NaN before those of infinities, each in the order of
       the program; it is empty if nothing was bad, or only an infinity that was given or
-      written in the program and was moved to the result. `print` writes a cause in a line.
-      Some of its fields: `began_in` is "forward", "backward", "update" for what an
-      optimizer does, or "after" for what else uses a gradient; an iteration `(3, 6)`
+      written in the program and was moved to the result. `print` writes a cause in a
+      line. Some of its fields: `began_in` is "forward", "backward", "update" for what
+      an optimizer does, or "after" for what else uses a gradient; an iteration `(3, 6)`
       has the index 3 of 6; `bad` says how many elements of the array were bad, and the
       index of the first; `library` is the library function that the line calls, such as
       "flax Linear"; `given` is the path of an argument that was bad before the call;
