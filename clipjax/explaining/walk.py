@@ -200,7 +200,7 @@ class Walk:
             return self._scan(eqn, operands, tape, place)
         if name == "while":
             return self._while(eqn, operands, tape, place)
-        reason = operands[0].event if name == "cond" else None
+        predicate = operands[0] if name == "cond" else Value()
         if name == "cond":
             called, operands = eqn.params["branches"][tape.count()], operands[1:]
             (tape,) = tape.rows(1, self.watch.widths[id(eqn)])
@@ -208,7 +208,7 @@ class Walk:
             return []
         if called is not None:
             outs = self.run(called.jaxpr, called.consts, operands, tape, place)
-            return [_decided(each, reason) for each in outs]
+            return [_decided(each, predicate) for each in outs]
         if name in SAME:
             return [each._replace(each=()) for each in operands[: len(eqn.outvars)]]
         return self._operation(eqn, operands, tape, place)
@@ -329,16 +329,26 @@ def _chosen(here: Event, bad: list[Value]) -> Event | None:
 
     So `jnp.median` returns NaN if an element is NaN.
     """
-    events = [value.event for value in bad if value.event]
-    are_constants = all(event.given == CONSTANT for event in events)
-    is_select = here.name == "select_n"
-    return here.operands[0].event if is_select and are_constants else None
+    if here.name != "select_n" or not all(map(_is_constant, bad)):
+        return None
+    return _as_reason(here.operands[0])
 
 
-def _decided(out: Value, reason: Event | None) -> Value:
+def _decided(out: Value, predicate: Value) -> Value:
     """Return what a cond returns; a bad constant comes from what it decided by."""
-    is_constant = out.event is not None and out.event.given == CONSTANT
-    return out._replace(event=reason) if is_constant and reason else out
+    reason = _as_reason(predicate) if _is_constant(out) else None
+    return out._replace(event=reason) if reason else out
+
+
+def _is_constant(value: Value) -> bool:
+    return value.event is not None and value.event.given == CONSTANT
+
+
+def _as_reason(predicate: Value) -> Event | None:
+    """Return what a predicate is about, unless it is an infinity that was given."""
+    event = predicate.event
+    is_made = event and any(root.eqn or root.kind == "nan" for root in event.roots)
+    return event if is_made else None
 
 
 def _mark_use(bad: list[Value], here: Event) -> None:

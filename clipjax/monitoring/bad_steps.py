@@ -213,10 +213,11 @@ def bad_steps(opt_state: Tree) -> list[BadStep]:
     `print` of a step is one line. For an outlier it names the group with the largest
     part of the squared norm. Otherwise it lists the groups that are not finite: the
     backward pass, which goes from the last layer to the first, broke where they begin.
-    If no group is finite, the step broke in the loss or in the forward pass, or, where
-    the loss of the whole batch is finite, at the beginning of the backward pass. There
-    only probes can tell the layer; and because the loss comes after the last probe,
-    pass `loss=`, too. Groups whose norm is 0 say nothing, so they are left out.
+    If no group is finite, the step broke in the loss or in the forward pass. If the
+    loss is finite all the same, it broke where the backward pass begins, or in elements
+    of the forward pass that the loss masks. There only probes can tell the layer; and
+    because the loss comes after the last probe, pass `loss=`, too. Groups whose norm is
+    0 say nothing, so they are left out.
 
     See Also:
       :func:`record_norms` keeps the steps; :func:`probe` finds the layer in both

@@ -102,12 +102,6 @@ def labeled_states_in(tree: Tree) -> dict[str, Found]:
 
 def states_in(tree: Tree) -> list[Found]:
     """Return the states in a tree, outer states before those in their memories."""
-    if isinstance(tree, Mapping):  # as a checkpoint is
-        tree = jax.tree.map(
-            lambda node: node["value"] if _was_box(node) else node,
-            tree,
-            is_leaf=_was_box,
-        )
     return list(_states_in(unboxed(tree), "", ()))
 
 
@@ -147,7 +141,8 @@ def restored(kind: Any, needed: Iterable[str], node: Any) -> Any:
 
 def _was_box(node: Any) -> bool:
     """Whether a node is a variable of Flax NNX that was restored as a mapping."""
-    return isinstance(node, Mapping) and node.keys() == {"value"}
+    is_single = isinstance(node, Mapping) and node.keys() == {"value"}
+    return is_single and not isinstance(node["value"], Mapping)
 
 
 def _was_tuple(node: Any) -> bool:
@@ -165,6 +160,10 @@ def _named_state(node: Any) -> NamedState | None:
 
 
 def _metrics_state(node: Any) -> MetricsState | None:
+    if isinstance(node, Mapping) and _was_box(node.get("step")):
+        node = jax.tree.map(
+            lambda x: x["value"] if _was_box(x) else x, node, is_leaf=_was_box
+        )
     found = restored(MetricsState, ["step", "metrics"], node)
     is_ours = found is not None and _has_one(found.metrics)
     if is_ours and isinstance(node, Mapping):

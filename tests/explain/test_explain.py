@@ -228,6 +228,12 @@ def test_a_constant_of_a_branch_comes_from_what_chose_it() -> None:
     causes = clipjax.explain(guarded, jnp.ones(2))
     assert [cause.operation for cause in causes] == ["exp"]
 
+    def flagged(x: Any) -> Any:
+        return lax.cond(jnp.isfinite(x).all(), jnp.sum, lambda x: jnp.nan, x)
+
+    (cause,) = clipjax.explain(flagged, jnp.array([jnp.inf, 1.0]))
+    assert (cause.kind, cause.given) == ("nan", "a constant")
+
 
 def test_checks_of_masks_and_skips_by_isnan() -> None:
     def guarded(x: Any) -> Any:

@@ -97,4 +97,14 @@ def test_a_long_chain_keeps_its_order_in_a_checkpoint_without_types() -> None:
     some = {key: x for key, x in restored.items() if jax.tree.leaves(x)}
     boxed = jax.tree.map(lambda x: {"value": x}, {"opt_state": some})
     assert len(some) < len(restored)
-    assert clipjax.metrics(boxed) == clipjax.metrics(state)
+    assert clipjax.metrics([boxed]) == clipjax.metrics(state)
+
+
+def test_value_may_be_a_name() -> None:
+    """Although the variables of Flax NNX are restored as {"value": array}."""
+    tx = clipjax.named("value", clipjax.record_norms(keep=1, name="value"))
+    _, state = tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
+    restored = flax.serialization.msgpack_restore(flax.serialization.to_bytes(state))
+    for tree in ({"value": state}, restored):
+        assert clipjax.metrics(tree) == clipjax.metrics(state)
+        assert clipjax.bad_steps(tree) == []
