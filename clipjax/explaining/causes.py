@@ -41,13 +41,17 @@ class Bad(NamedTuple):
     dtype: str = ""
     limit: float | None = None  # where the dtype ends, if that made them infinite
 
+    @property
+    def size(self) -> int:
+        """The number of all elements."""
+        return math.prod(self.shape)
+
     def __str__(self) -> str:
-        size = math.prod(self.shape)
-        if self.elements == size:
-            return f"all {size} elements"
+        if self.elements == self.size:
+            return f"all {self.size} elements"
         place = f"at [{', '.join(map(str, self.first))}]"
         first = place if self.elements == 1 else f"first {place}"
-        return f"{self.elements} of {size} elements, {first}"
+        return f"{self.elements} of {self.size} elements, {first}"
 
 
 class Cause(NamedTuple):
@@ -97,7 +101,7 @@ class Cause(NamedTuple):
         if self.given == CONSTANT:
             return f"{self.kind} from a constant{self._place()}"
         text = f"{self.kind} in {self.given}"
-        text += f": {self.bad}" if self.bad and math.prod(self.bad.shape) > 1 else ""
+        text += f": {self.bad}" if self.bad and self.bad.size > 1 else ""
         return f"{text}, first used{self._place()[1:]}" if self.file else text
 
     def _of_operation(self) -> str:
@@ -109,9 +113,9 @@ class Cause(NamedTuple):
             text += f", iteration {index} of {length}" if length else ""
             text += f", iteration {index}" if not length else ""
         text += f"{self._place()}: {self.what}"
-        if self.bad is not None and math.prod(self.bad.shape) > 1:
+        if self.bad and self.bad.size > 1:
             text += f", in {self.bad}"
-        if self.bad is not None and self.bad.limit is not None:
+        if self.bad and self.bad.limit is not None:
             text += f"; {self.bad.dtype} ends at {self.bad.limit:.6g}"
         text += f"; the infinity is from {self.given}" if self.given else ""
         return f"{text}, after {self.after}" if self.after else text

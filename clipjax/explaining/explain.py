@@ -43,10 +43,10 @@ def explain(
     after it, with the same batch, is that step; after a crash, restore the last
     checkpoint and give the batch that followed.
 
-    The call is compiled again, with one more result for each array: its largest
-    magnitude. From the bad results, `explain` goes back to the operations that made NaN
-    or infinity out of finite inputs. Infinities that reach no result, as in a mask, are
-    not causes.
+    The call is compiled again, with some more results for each array, such as its
+    largest magnitude. From the bad results, `explain` goes back to the operations that
+    made NaN or infinity out of finite inputs. Infinities that reach no result, as in a
+    mask, are not causes.
 
     Args:
       function: what was run: `jax.value_and_grad(loss)`, or a whole training step,

@@ -278,12 +278,10 @@ class Walk:
         chosen = _chosen(here, bad)
         events = {kind: chosen or _origin(here, kind, bad) for kind in kinds}
         like = _like(eqn, operands)
-        about = joined(operands)  # what a bool tells of bad values
         return [
-            like._replace(
-                size=sizes.get(k, 0.0),
-                event=events.get(kind_of(sizes[k])) if k in sizes else about,
-            )
+            like._replace(size=sizes[k], event=events.get(kind_of(sizes[k])))
+            if k in sizes
+            else like._replace(event=joined(operands))  # what a bool is about
             for k in range(len(eqn.outvars))
         ]
 

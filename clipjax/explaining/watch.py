@@ -46,7 +46,7 @@ def _bits(x: jax.Array) -> jax.Array:
 
 def _word(x: jax.Array) -> jax.Array:
     """Return the bits of float32, or with x64 the first half of those of float64."""
-    if jax.dtypes.canonicalize_dtype(float) == np.float32:
+    if not _is_wide():
         return lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
     bits = lax.bitcast_convert_type(x.astype(jnp.float64), jnp.uint64)
     return (bits >> 32).astype(jnp.uint32)
@@ -54,9 +54,12 @@ def _word(x: jax.Array) -> jax.Array:
 
 def as_float(word: np.ndarray) -> float:
     """Return the number of a word."""
-    if jax.dtypes.canonicalize_dtype(float) == np.float32:
-        return float(word.view(np.float32)) + 0.0  # no -0
-    return float((word.astype(np.uint64) << 32).view(np.float64)) + 0.0
+    wide = (word.astype(np.uint64) << 32).view(np.float64)
+    return float(wide if _is_wide() else word.view(np.float32)) + 0.0  # no -0
+
+
+def _is_wide() -> bool:
+    return bool(jax.dtypes.canonicalize_dtype(float) == np.float64)
 
 
 def _met(operands: Sequence[jax.Array], out: jax.Array, name: str) -> jax.Array:
