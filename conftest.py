@@ -90,7 +90,6 @@ def _run(example: Example) -> str:
 
 # The first tier, which judges a change in two minutes, is `testpaths`. The second has
 # the rest of these.
-FIRST_TIER = ("clipjax", "tests/contract", "tests/core", "tests/errors", "README.md")
 ALL = ["clipjax", "tests", "docs", "README.md", "CONTRIBUTING.md"]
 APART = ("slow", "tpu_compile", "gpu_compile")
 
@@ -103,11 +102,14 @@ def pytest_configure(config: pytest.Config) -> None:
         config.args[:] = ALL
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
     """Mark the second tier: what is in no folder of the first, and is not slow."""
+    first_tier = config.getini("testpaths")
     for item in items:
         path = item.path.relative_to(ROOT)
-        in_first = any(path.is_relative_to(folder) for folder in FIRST_TIER)
+        in_first = any(path.is_relative_to(folder) for folder in first_tier)
         if not in_first and not any(map(item.get_closest_marker, APART)):
             item.add_marker("full")
     # What takes longest begins first: the pages, which run in one process.
