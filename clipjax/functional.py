@@ -15,7 +15,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from clipjax._core.aliases import Axes, Ord, Tree
-from clipjax._core.bounds import check_fits, check_ord, is_real, number
+from clipjax._core.bounds import check_fits, check_flag, check_ord, is_real, number
 from clipjax._core.clip import check_limits, clip, clip_by_tree_norm, clip_entries
 from clipjax._core.leaves import flatten, is_inexact
 from clipjax._core.norms import (
@@ -127,6 +127,7 @@ def unitwise_norms(
       without units, it has None.
 
     Raises:
+      TypeError: `keepdims` is not a bool.
       ValueError: `axes` do not fit a leaf, or apply to no leaf.
 
     See Also:
@@ -140,6 +141,7 @@ def unitwise_norms(
       Array([5., 1.], dtype=float32)
     """
     warn_if_local()
+    check_flag("keepdims", keepdims)
     leaves = flatten(tree)
     where = axes_of(leaves, check_axes(axes), least_rank=0)
     measured: list[Any] = norms_of(leaves.values, where, check_ord(ord))
@@ -279,9 +281,8 @@ def clip_by_global_norm(
       The clipped tree, and its norm before the clip.
 
     Raises:
-      TypeError: `max_norm` or `norm` is not a number, or is a schedule.
-      ValueError: `max_norm` is negative, NaN or not a scalar; `norm` is negative or not
-        a scalar.
+      TypeError: `max_norm` is not a scalar, or is a schedule; `norm` is not a number.
+      ValueError: `max_norm` is negative or NaN; `norm` is negative or not a scalar.
 
     Equals `tf.clip_by_global_norm`, which takes lists of tensors.
 

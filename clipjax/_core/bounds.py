@@ -261,6 +261,12 @@ def check_word(name: str, value: Any, words: Sequence[str]) -> None:
         )
 
 
+def check_flag(name: str, value: Any) -> None:
+    """Raise if a value is no bool: the text "False" would count as true."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be a bool, got {short_repr(value)}")
+
+
 def as_list(value: Any) -> list[Any]:
     """Return the elements of a list or a plain tuple; return another value in a list.
 

@@ -183,9 +183,9 @@ def clip_gradient_by_global_norm(
       `tree`, bit for bit.
 
     Raises:
-      TypeError: `max_norm` is not a number, or is a schedule. JAX raises a TypeError in
+      TypeError: `max_norm` is not a scalar, or is a schedule. JAX raises a TypeError in
         forward mode, since a clipped gradient is not a linear function of the gradient.
-      ValueError: `max_norm` is negative, NaN or not a scalar.
+      ValueError: `max_norm` is negative or NaN.
 
     See Also:
       :func:`clip_gradient_by_norm` clips each leaf; :func:`clip_by_global_norm` clips

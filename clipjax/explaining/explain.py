@@ -16,7 +16,7 @@ from clipjax._core.leaves import path_name, short_repr
 from clipjax._core.states import SkipMemory
 from clipjax.explaining.accused import first_causes, larger
 from clipjax.explaining.causes import Cause
-from clipjax.explaining.internals import is_inexact, is_traced
+from clipjax.explaining.internals import is_inexact
 from clipjax.explaining.lines import Passes, decides
 from clipjax.explaining.primitives import is_check
 from clipjax.explaining.walk import (
@@ -139,7 +139,7 @@ class _Call:
         self.names = [_argument(function, paths[k][0]) for k in self.places]
         self.named = dict(zip(self.names, self.arrays, strict=True))
         for name, x in self.named.items():
-            if is_traced(x):
+            if isinstance(x, jax.core.Tracer):
                 raise TypeError(
                     f"{name}: explain needs known arrays: call it outside jit"
                 )

@@ -1,7 +1,7 @@
-"""What of JAX is public in name only: read here, and nowhere else.
+"""What of JAX is public in name only.
 
-Tried with JAX 0.10 and 0.12. `jax.extend.core` and the names of parameters of
-primitives may change with any minor version.
+Tried with JAX 0.10 and 0.12. It may change with any minor version, and so may the
+parameters of `scan`, `while`, `cond` and `jit`, which `watch`, `walk` and `lines` read.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax.extend import core
 
@@ -97,8 +96,3 @@ def frames(eqn: Equation) -> Iterator[Frame]:
     traceback: Any = eqn.source_info.traceback
     for each in traceback.frames if traceback else ():
         yield Frame(each.file_name, each.line_num, each.function_name)
-
-
-def is_traced(x: Any) -> bool:
-    """Whether `x` stands for an array under a transformation."""
-    return isinstance(x, jax.core.Tracer)

@@ -29,6 +29,8 @@ _FOLDERS = {
     Path(sysconfig.get_path("stdlib")): "python",
     Path(sysconfig.get_path("platstdlib")): "python",
 }
+# Their wrappers may stand around the user's own functions.
+_FRAMEWORKS = {"jax", "python", "clipjax", "optax", "flax", "equinox", "haiku"}
 # Functions of JAX that people call by name; the rest of JAX is machinery.
 _CALLED = re.compile(r"_src/(nn|scipy|ops|image|numpy/(linalg|reductions|fft))\b")
 
@@ -43,11 +45,17 @@ class Line(NamedTuple):
 
 
 def line_of(event: Event) -> Line:
-    """Return the innermost line of the user's around an equation."""
+    """Return the innermost line of the user's around an equation.
+
+    If all lines are of installed packages, the outermost one is the user's.
+    """
+    packages = [_package(frame) for frame in _all_frames(event)]
+    others = [each for each in packages if each not in _FRAMEWORKS]
+    users = "" if "" in packages or not others else others[-1]
     library, last = "", Line()
     for eqn in event.place.eqns:
         for frame in _frames(eqn):
-            if not _package(frame):
+            if _package(frame) == users:
                 return Line(frame.file, frame.line, _own(frame), library)
             name = _library(frame)
             if name and (not library or library.startswith("jax ")):
@@ -70,7 +78,7 @@ def _package(frame: Frame) -> str:
     path = Path(frame.file)
     for folder in ("site-packages", "dist-packages"):
         if folder in path.parts:
-            return path.parts[path.parts.index(folder) + 1]
+            return path.parts[path.parts.index(folder) + 1].removesuffix(".py")
     if frame.file.startswith("<frozen"):
         return "python"
     found = (name for folder, name in _FOLDERS.items() if folder in path.parents)

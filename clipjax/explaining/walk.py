@@ -74,7 +74,7 @@ class Output(NamedTuple):
 class Event:
     """An operation that ran, or an array that was given, as what made things bad.
 
-    With neither a place nor a name it is where bad values of several events met.
+    One that neither ran nor was given is where bad values of several events met.
     """
 
     kind: str = ""  # "nan" or "inf"

@@ -111,7 +111,8 @@ def skip_nonfinite(
 
     Raises:
       TypeError: `optimizer` is not a gradient transformation, or not the only
-        positional argument; in `update`, `loss` is not a real scalar.
+        positional argument; `check_updates` is not a bool; in `update`, `loss` is not a
+        real scalar.
 
     Equals `optax.apply_if_finite` with `max_consecutive_errors=max_consecutive`, except
     that it also skips a step whose loss is not finite, or whose norm overflows although

@@ -10,7 +10,7 @@ import optax
 from jax import lax
 
 from clipjax._core.aliases import Metrics, Scalar, Step, Tree
-from clipjax._core.bounds import check_count, check_transformation, is_real
+from clipjax._core.bounds import check_count, check_flag, check_transformation, is_real
 from clipjax._core.door import transformation
 from clipjax._core.leaves import Leaves, flatten, is_inexact, nodes_where, short_repr
 from clipjax._core.norms import over_devices, sum_dtype, tree_norm
@@ -63,6 +63,7 @@ def skipping(
             f"{short_repr(others[0])}"
         )
     check_transformation("optimizer", optimizer)
+    check_flag("check_updates", check_updates)
     inner = optax.with_extra_args_support(optimizer)
     is_endless = max_consecutive is None
     most = None if is_endless else check_count("max_consecutive", max_consecutive, 1)

@@ -117,7 +117,8 @@ def skip_spikes(
 
     Raises:
       TypeError: `optimizer` is not a gradient transformation, or not the only
-        positional argument; in `update`, `loss` is not a real scalar.
+        positional argument; `check_updates` is not a bool; in `update`, `loss` is not a
+        real scalar.
       ValueError: `warmup_steps` is above `window`.
 
     An outlier is applied after all if its norm and loss equal, bit for bit, those of

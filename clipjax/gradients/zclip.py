@@ -11,8 +11,13 @@ import optax
 from jax import lax
 
 from clipjax._core.aliases import Bound, DType, Number, Scalar, Step
-from clipjax._core.bounds import check_bound, check_count, check_word, number
-from clipjax._core.leaves import short_repr
+from clipjax._core.bounds import (
+    check_bound,
+    check_count,
+    check_flag,
+    check_word,
+    number,
+)
 from clipjax.gradients.past_norms import average, clip_by_past_norms, is_counted
 
 ZclipMode = Literal["adaptive", "mean", "percentile"]
@@ -125,10 +130,7 @@ def zclip(
     clip_factor = number("clip_factor", clip_factor, "[0, inf)")
     eps = number("eps", eps, "[0, inf)")
     check_word("mode", mode, get_args(ZclipMode))
-    if not isinstance(update_on_spike, bool):
-        raise TypeError(
-            f"update_on_spike must be a bool, got {short_repr(update_on_spike)}"
-        )
+    check_flag("update_on_spike", update_on_spike)
 
     def bound_of(norm: Scalar, memory: ZclipMemory, step: Step) -> tuple[Scalar, Any]:
         past, spikes = memory

@@ -199,10 +199,10 @@ def record_norms(
             check_same("state", *(f"{size} norms" for size in sizes))
             norm = lax.stop_gradient(tree_norm(updates.inexact))
             check_size(kept.past.window, length)
-            order = _order_of(names)
-            sorted_norms = norms[np.argsort(order)] if names else norms
+            places = _order_of(names)
+            sorted_norms = norms[np.argsort(places)] if names else norms
             after = _with_step(
-                kept._replace(order=jnp.asarray(order)),
+                kept._replace(order=jnp.asarray(places)),
                 step,
                 norm,
                 loss_of(extra),
@@ -274,8 +274,8 @@ def _by_name(names: Sequence[str], norms: jax.Array) -> Metrics:
 
 def _check_of(of: Any) -> tuple[str, ...]:
     """Return what is measured, as a tuple of words."""
-    measured = tuple(as_list(of))
-    if not measured or not {*map(str, measured)} <= {"updates", "params", "ratio"}:
+    measured = tuple(dict.fromkeys(map(str, as_list(of))))
+    if not measured or not {*measured} <= {"updates", "params", "ratio"}:
         raise ValueError(
             "of must be 'updates', 'params', 'ratio' or several of them, got "
             f"{short_repr(of)}"

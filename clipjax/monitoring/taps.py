@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from clipjax._core.aliases import Tree
-from clipjax._core.bounds import check_count, is_real
+from clipjax._core.bounds import check_count, check_flag, is_real
 from clipjax._core.leaves import flatten, short_repr
 from clipjax._core.norms import (
     mesh_axes,
@@ -56,7 +56,7 @@ def tap(*layers: SupportsIndex, probe: bool = False) -> jax.Array:
       model depends on them.
 
     Raises:
-      TypeError: a number of layers is traced, or not an int.
+      TypeError: a number of layers is traced, or not an int; `probe` is not a bool.
       ValueError: a number of layers is below 0.
 
     See Also:
@@ -71,6 +71,7 @@ def tap(*layers: SupportsIndex, probe: bool = False) -> jax.Array:
       >>> print(clipjax.tapped(grads[1])["mean_norm"])
       3.0
     """
+    check_flag("probe", probe)
     shape = tuple(check_count("layers", n, 0, static=True) for n in layers)
     return jnp.zeros(shape + (_OF_PROBE if probe else _OF_CLIP), np.float32)
 

@@ -50,7 +50,7 @@ def violations(
 ) -> list[Violation]:
     """List the weights that a projection would still change, the largest change first.
 
-    Changes are compared relative to the norm or value before.
+    Changes are compared as fractions of the larger of what is before and after.
 
     Use it in tests, after loading a checkpoint, and for weights that no projection has
     seen, such as averages of weights and casts to 16 bits.

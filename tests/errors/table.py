@@ -141,6 +141,12 @@ bounded(adam, nonfinite=None)
     ValueError: nonfinite | 'skip' | None
 zclip(update_on_spike=1)
     TypeError: update_on_spike | bool | got 1
+skip_nonfinite(adam, check_updates='False')
+    TypeError: check_updates | bool | 'False'
+clipjax.functional.unitwise_norms(params, axes=0, keepdims=1)
+    TypeError: keepdims | bool | got 1
+tap(probe='no')
+    TypeError: probe | bool | 'no'
 
 clip_by_global_norm(lambda step: 1j).init(params)
     TypeError: max_norm | schedule | returned 1j

@@ -3,6 +3,8 @@
 import functools
 import importlib
 import inspect
+import linecache
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -403,22 +405,40 @@ def test_a_skipped_step_is_told_as_handled(name: str) -> None:
     assert clipjax.explain(jax.jit(step), SQUARE, state, X, fine) == []
 
 
-def test_the_line_is_not_in_an_installed_package(
-    tmp_path: Any, monkeypatch: Any
-) -> None:
-    """Wherever it is installed."""
-    for folder in ("site-packages", "dist-packages"):
-        package = tmp_path / folder / f"toy_{folder[:4]}"
-        package.mkdir(parents=True)
-        (package / "__init__.py").write_text(
-            "import jax.numpy as jnp\ndef root(x):\n    return jnp.sqrt(x)\n"
-        )
-        monkeypatch.syspath_prepend(package.parent)
-        root = importlib.import_module(package.name).root
-        start = inspect.currentframe().f_lineno  # type: ignore[union-attr]
-        (cause,) = clipjax.explain(lambda x, root=root: root(x).sum(), -(X**2))
-        assert (cause.file, cause.line) == (__file__, start + 1)
-        assert cause.library == f"{package.name} root"
+@pytest.fixture
+def models(tmp_path: Path, monkeypatch: Any) -> Any:
+    """A library, and a user's package that calls it within wrappers of Flax."""
+    for folder, package in (("site-packages", "layers"), ("dist-packages", "models")):
+        (tmp_path / folder / package).mkdir(parents=True)
+        monkeypatch.syspath_prepend(tmp_path / folder)
+    library, users = (
+        tmp_path / "site-packages/layers",
+        tmp_path / "dist-packages/models",
+    )
+    (library / "__init__.py").write_text(
+        "import jax.numpy as jnp\n\ndef root(x):\n    return jnp.sqrt(x)\n"
+    )
+    (users / "__init__.py").write_text(
+        "import jax.numpy as jnp, layers\nfrom flax import nnx\n\n"
+        "def loss(x):\n    return jnp.sum(layers.root(x))\n\n"
+        "gradient = nnx.jit(nnx.grad(loss))\n"
+    )
+    return importlib.import_module("models")
+
+
+def test_the_line_is_not_in_a_library(models: Any) -> None:
+    """Wherever it is installed. If the user's own package is, the line is there."""
+
+    def mine(x: Any) -> Any:
+        return jnp.sum(models.layers.root(x))
+
+    calls = [(mine, __file__), (models.loss, models.__file__)]
+    calls += [(functools.partial(models.gradient), models.__file__)]
+    for function, file in calls:
+        (cause,) = clipjax.explain(function, jnp.float32([-1.0, 4.0]))
+        assert cause.file == file
+        assert "layers.root(x)" in linecache.getline(file, cause.line)
+        assert cause.library == "layers root"
 
 
 def test_a_function_without_a_line_of_its_own_gets_none() -> None:
