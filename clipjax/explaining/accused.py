@@ -17,6 +17,7 @@ from clipjax.explaining.primitives import (
     HAVE_POLES,
     MOVES,
     MULTIPLY,
+    PARTS,
     measured,
 )
 from clipjax.explaining.walk import CONSTANT, Event, kind_of
@@ -168,7 +169,8 @@ def _bad_in(event: Event) -> Bad | None:
             count, first = each.nan if event.kind == "nan" else each.inf
             aval = event.eqn.outvars[k].aval
             is_at_end = event.name in HAVE_POLES or event.least == 0
-            is_over = event.kind == "inf" and not is_at_end and event.name not in MOVES
+            is_moved = event.name in MOVES - PARTS
+            is_over = event.kind == "inf" and not is_at_end and not is_moved
             limit = float(jnp.finfo(aval.dtype).max) if is_over else None
             index = _index(first, aval.shape)
             return Bad(count, aval.shape, index, str(aval.dtype), limit)
@@ -228,9 +230,10 @@ def larger(
     ]
     growths = [(_growth(event, usual), event) for event, usual in operations]
     lines: dict[Any, Cause] = {}
-    for times, event in sorted(growths, key=lambda each: -each[0]):
-        if times > LARGE:
-            cause = cause_of(event, passes, {})._replace(kind="large", times=times)
+    grown = [each for each in growths if each[0] > LARGE]
+    for times, event in sorted(grown, key=lambda each: -each[0]):
+        cause = cause_of(event, passes, {})._replace(kind="large", times=times)
+        if not cause.library.startswith("clipjax "):  # which measures, as a probe does
             lines.setdefault((cause.file, cause.line, cause.began_in), cause)
     return [*causes, *list(lines.values())[:MOST]]
 
@@ -249,4 +252,4 @@ def _growth(now: Event, usual: Event) -> float:
     before = [_times(x.size, y.size) for x, y in operands]
     outputs = zip(now.outputs, usual.outputs, strict=True)
     after = [_times(x.size, y.size) for x, y in outputs]
-    return max(after, default=1.0) / max(1.0, *before)
+    return max(after, default=1.0) / max([1.0, *before])

@@ -107,7 +107,7 @@ class Cause(NamedTuple):
     def _of_operation(self) -> str:
         what = self.kind
         if what == "large":
-            what = f"{self.times:,.0f} times its usual growth"
+            what = f"{self.times:.3g} times its usual growth"
         text = f"{what} {self._pass()}"
         for index, length in self.iterations:
             text += f", iteration {index} of {length}" if length else ""

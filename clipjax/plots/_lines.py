@@ -74,17 +74,20 @@ def norms(history: runs.History, *, name: str | None = None, ax: Any = None) -> 
     )
     ax = draw.new_axes(ax)  # after all errors
     draw.line(ax, steps[saw], norm[saw], color=draw.GREY, lw=1, label="norm")
+    clipped, varying = np.zeros(norm.shape, bool), {}
     if scale is not None:
         clipped = saw & (scale < 1)
-        style = {"ls": "", "marker": "^", "ms": 5, "color": draw.COLORS[0]}
+        style: Any = {"ls": "", "marker": "^", "ms": 5, "color": draw.COLORS[0]}
         label = f"clipped ({_percent(clipped[saw])})"
         ax.plot(steps[clipped], norm[clipped], label=label, **style)
-        # A fixed threshold is what it left, if the largest norm was clipped most.
-        if limits is None and after is not None:
-            left = np.where(clipped, norm * scale, np.nan)
-            limits = np.where(np.isclose(left, after, rtol=1e-3), left, np.nan)
+    if limits is None and scale is not None and after is not None:
+        # It is what the clip left, if the largest norm was clipped most.
+        left = np.where(clipped, norm * scale, np.nan)
+        limits = np.where(np.isclose(left, after, rtol=1e-3), left, np.nan)
+        varying = {"ls": "", "marker": "_"}
     if limits is not None:
-        _draw_threshold(ax, steps[saw], limits[saw])
+        free = norm[saw & ~clipped & np.isfinite(norm)]
+        _draw_threshold(ax, steps[saw], limits[saw], free, varying)
     if skipped.any():
         style = {"marker": "o", "ms": 6, "mfc": "none", "mew": 1.5}
         style |= {"color": draw.COLORS[1], "label": f"skipped ({_percent(skipped)})"}
@@ -99,18 +102,24 @@ def _percent(where: np.ndarray) -> str:
     return f"{100 * where.sum() / max(1, where.size):.3g}%"
 
 
-def _draw_threshold(ax: Any, steps: np.ndarray, limits: np.ndarray) -> None:
-    """Draw a threshold where it is known, as one line if it is fixed."""
+def _draw_threshold(
+    ax: Any, steps: np.ndarray, limits: np.ndarray, free: np.ndarray, varying: Any
+) -> None:
+    """Draw a threshold where it is known.
+
+    One that is the same at all steps, and that no norm which is `free` exceeds, is a
+    line across the axes; any other has the style `varying`.
+    """
     finite = limits[np.isfinite(limits)]
     if not finite.size:
         return
     style = {"color": draw.COLORS[0], "ls": (0, (6, 2)), "lw": 1.6, "zorder": 2.5}
     # What a fixed threshold leaves differs by rounding.
-    if finite.max() <= 1.001 * finite.min():
+    if max([*finite, *free]) <= 1.001 * finite.min():
         ax.axhline(finite.min(), label=f"threshold {finite.min():.4g}", **style)
     else:
         limits = np.where(np.isfinite(limits), limits, np.nan)
-        ax.plot(steps, limits, label="threshold", **style)
+        ax.plot(steps, limits, label="threshold", **style | varying)
 
 
 def group_norms(

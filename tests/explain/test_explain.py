@@ -211,6 +211,7 @@ def test_the_text_has_operands_limit_and_where_it_became_nan() -> None:
     assert "by jax var" in told(one_element, ONE)[0]
     assert "least " in told(logarithm, SQUARE, X)[0]
     assert "float16 ends at 65504" in told(logit, 400 * X, 400 * X)[0]
+    assert told(jnp.float16, jnp.float32(1e6))[0].endswith("float16 ends at 65504")
 
 
 def test_nan_is_followed_through_a_median() -> None:
@@ -522,23 +523,28 @@ def test_unknown_primitives_are_named_whole() -> None:
 
 
 def test_usual_arguments_show_what_is_larger_and_where_it_grows() -> None:
-    def loss(w: Any, x: Any) -> Any:
+    def loss(w: Any, x: Any, tap: Any) -> Any:
         def block(x: Any, w: Any) -> Any:
             h = jnp.sinh(x @ w)
             return jnp.tanh(h) + 0.1 * h, None
 
+        x = clipjax.probe(x[jnp.arange(8)], tap)
         return (lax.scan(block, x, w)[0] ** 2).mean()
 
-    first, *rest = clipjax.explain(
-        grad(loss), LAYERS.at[4].mul(9), X, usual=(LAYERS, X)
-    )
+    tap = clipjax.tap(probe=True)
+    watched = jax.value_and_grad(loss, (0, 2))
+    usual = LAYERS, X, tap
+    first, *rest = clipjax.explain(watched, LAYERS.at[4].mul(9), X, tap, usual=usual)
     assert (first.kind, first.given) == ("large", "w")
     assert first.times == pytest.approx(9)
     assert rest[0].line == inspect.getsourcelines(loss)[1] + 2
     assert rest[0].iterations[0][0] >= 4
-    assert clipjax.explain(grad(loss), LAYERS, X, usual=(LAYERS, X)) == []
+    causes = clipjax.explain(watched, LAYERS, 4 * X, tap, usual=usual)
+    assert causes[0].given == "x"
+    assert not any(cause.library.startswith("clipjax") for cause in causes)
+    assert clipjax.explain(watched, *usual, usual=usual) == []
     with pytest.raises(ValueError, match="usual must be a tuple of arguments"):
-        clipjax.explain(grad(loss), LAYERS, X, usual=(LAYERS, X[:2]))
+        clipjax.explain(watched, *usual, usual=(LAYERS, X[:2], tap))
 
 
 def test_the_watched_program_does_what_the_function_does() -> None:

@@ -178,6 +178,21 @@ def test_of_several_thresholds_the_one_of_the_largest_norm_is_drawn(
     assert [x for x in labels if "threshold" in x] == [threshold] * bool(threshold)
 
 
+@pytest.mark.parametrize(
+    ("norm", "after", "known"),
+    [([1, 5, 1, 5], [1, 3, 1, 1], [1, 3]), ([4, 2], [4, 1], [1])],
+    ids=["a schedule", "one of several, or changed during the run"],
+)
+def test_a_threshold_that_is_not_fixed_is_drawn_where_it_clipped(
+    norm: list[float], after: list[float], known: list[int]
+) -> None:
+    scale = np.divide(after, norm)
+    ax = plots.norms(history_of("a", norm=norm, scale=scale, norm_after=after))
+    assert drawn(ax)["threshold"] == (known, [after[i] for i in known])
+    (marks,) = (x for x in ax.lines if x.get_label() == "threshold")
+    assert marks.get_marker() == "_"  # a line would not show single points
+
+
 def test_a_run_whose_chain_changed_is_drawn_where_each_part_was_in_it() -> None:
     """Here with a recorder that joins, leaves, and comes back as a new one."""
     tx = clipjax.record_norms("leaf", keep=2)
