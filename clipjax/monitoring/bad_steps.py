@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -85,7 +85,7 @@ def places_of(step: BadStep) -> tuple[Place, Place]:
         return by_probes, Place(text)
     if bad:
         only = bad[0] if len(bad) == 1 else ""
-        return by_probes, Place(f"not finite in {_listed(list(used), bad)}", only)
+        return by_probes, Place(_not_finite([*used], bad), only)
     return by_probes, _place_of_most(step)
 
 
@@ -161,28 +161,39 @@ def _place_of_most(step: BadStep) -> Place:
 _RUNS = 3
 
 
-def _listed(names: Sequence[str], bad: Sequence[str]) -> str:
-    """List the bad names; layers that follow each other are `first to last`.
+def _not_finite(names: Sequence[str], bad: Collection[str]) -> str:
+    """Say which groups are not finite, or, if these are many, which others are.
 
-    Layers are names that differ in a number alone. If they are many, the names are cut
-    at their ends, so that the text has the last layer, too, where it began.
+    A name is cut below the first part of its path that has groups of one kind alone.
+    Layers that follow each other are `first to last`.
     """
-    most = max(name.count("/") for name in names) + 1
-    for depth in range(most, 0, -1):
-        shorter = {name: "/".join(name.split("/")[:depth]) for name in names}
-        runs = _runs({*shorter.values()}, {shorter[name] for name in bad})
-        if len(runs) <= _RUNS:
-            return ", ".join(runs)
-    return a_few(_runs(names, bad), _RUNS)
+    kinds: dict[str, set[bool]] = {}
+    for name in names:
+        for part in _parts(name):
+            kinds.setdefault(part, set()).add(name in bad)
+    cut = {
+        next((part for part in _parts(name) if len(kinds[part]) == 1), name): name
+        in bad
+        for name in names
+    }
 
-
-def _runs(names: Iterable[str], bad: Collection[str]) -> list[str]:
     def run(name: str) -> tuple[bool, str]:
-        return name in bad, re.sub(r"\d+", "", name)
+        return cut[name], re.sub(r"\d+", "", name)  # of layers the numbers differ alone
 
-    groups = itertools.groupby(sorted(names, key=natural_order), run)
-    runs = [list(each) for (is_bad, _), each in groups if is_bad]
-    return [x[0] if len(x) == 1 else f"{x[0]} to {x[-1]}" for x in runs]
+    runs: dict[bool, list[str]] = {True: [], False: []}
+    for (is_bad, _), (first, *rest) in itertools.groupby(
+        sorted(cut, key=natural_order), run
+    ):
+        runs[is_bad].append(f"{first} to {rest[-1]}" if rest else first)
+    if len(runs[False]) < len(runs[True]) > _RUNS:
+        return f"finite only in {a_few(runs[False], _RUNS)}"
+    return f"not finite in {a_few(runs[True], _RUNS)}"
+
+
+def _parts(path: str) -> list[str]:
+    """Return a path and those around it, outermost first."""
+    names = path.split("/")
+    return ["/".join(names[:depth]) for depth in range(1, len(names) + 1)]
 
 
 def bad_steps(opt_state: Tree) -> list[BadStep]:
@@ -211,8 +222,9 @@ def bad_steps(opt_state: Tree) -> list[BadStep]:
         `vmap` makes it.
 
     `print` of a step is one line. For an outlier it names the group with the largest
-    part of the squared norm. Otherwise it lists the groups that are not finite: the
-    backward pass, which goes from the last layer to the first, broke where they begin.
+    part of the squared norm. Otherwise it lists the groups that are not finite, or, if
+    these are many, the only ones that are finite: the backward pass, which goes from
+    the last layer to the first, broke where one kind ends and the other begins.
     If no group is finite, the step broke in the loss or in the forward pass. If the
     loss is finite all the same, it broke where the backward pass begins, or in elements
     of the forward pass that the loss masks. There only probes can tell the layer; and

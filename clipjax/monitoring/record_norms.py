@@ -71,8 +71,9 @@ def record_norms(
         several patterns the first match counts, and other leaves are left out.
       of: one or several of `"updates"`, the default, `"params"`, as they are before the
         update, and `"ratio"`, the norm of the updates divided by that of the
-        parameters. Where the updates are 0, so is the ratio. It is of use at the end of
-        a chain, where the updates are what the weights get.
+        parameters. Where the updates are 0, so is the ratio; where only the parameters
+        are, it is infinite. It is of use at the end of a chain, where the updates are
+        what the weights get.
       name: what the updates are called in the metrics, `"updates"` by default;
         `"gradients"` fits in front of a clip.
       ord: the order of the norms: 1, 2 (the default), any p >= 1, or `jax.numpy.inf`.

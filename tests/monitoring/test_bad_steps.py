@@ -423,7 +423,7 @@ def test_layers_are_in_the_order_of_their_numbers() -> None:
     """Also in a dict, which sorts block_10 before block_2."""
     names = {f"block_{i}/kernel": NAN if i < 11 else 1.0 for i in range(12)}
     assert str(bad(NAN, INF, None, **dict(sorted(names.items()), head=1.0))).endswith(
-        "not finite in block_0/kernel to block_10/kernel"
+        "not finite in block_0 to block_10"
     )
     # Frozen layers have a gradient of 0, which is finite wherever the step broke.
     frozen = {"block_0": NAN, "block_1": 0.0, "block_2": NAN, "block_3": 1.0}
@@ -467,6 +467,21 @@ def test_a_restart_may_bring_another_order() -> None:
     found = clipjax.bad_steps(state)
     assert [list(step.forward) for step in found] == [["embed", "head"]] * 2
     assert all("at embed" in str(step) for step in found)
+
+
+def test_no_finite_group_is_told_as_not_finite() -> None:
+    """Of many kinds of layers, those are told that are fewer."""
+    names = ["cls", "head", "pos", *(f"blocks/{i}/{x}" for i in range(6) for x in "ab")]
+    fine = {"head", *names[-6:]}
+    groups = {f"params/{x}": 1.0 if x in fine else NAN for x in [*names, "bias"]}
+    assert str(bad(NAN, INF, None, **groups)).endswith(
+        "finite only in params/blocks/3 to params/blocks/5, params/head"
+    )
+    groups |= {"params/blocks/3/b": NAN, "params/cls": 1.0, "params/pos": 1.0}
+    assert str(bad(NAN, INF, None, **groups)).endswith(
+        "not finite in params/bias, params/blocks/0 to params/blocks/2, "
+        "params/blocks/3/b"
+    )
 
 
 def test_many_leaves_are_told_by_their_layers() -> None:
