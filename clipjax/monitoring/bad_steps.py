@@ -164,8 +164,8 @@ _RUNS = 3
 def _not_finite(names: Sequence[str], bad: Collection[str]) -> str:
     """Say which groups are not finite, or, if these are many, which others are.
 
-    A name is cut below the first part of its path that has groups of one kind alone.
-    Layers that follow each other are `first to last`.
+    A name ends where all groups that begin like it are of its kind. Layers that follow
+    each other are `first to last`.
     """
     kinds: dict[str, set[bool]] = {}
     for name in names:
