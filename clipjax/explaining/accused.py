@@ -11,7 +11,14 @@ import numpy as np
 
 from clipjax.explaining.causes import Bad, Cause, Input
 from clipjax.explaining.internals import is_inexact, is_literal
-from clipjax.explaining.lines import Line, Passes, is_again, is_in_softmax, line_of
+from clipjax.explaining.lines import (
+    Line,
+    Passes,
+    is_again,
+    is_in_softmax,
+    line_of,
+    written,
+)
 from clipjax.explaining.primitives import (
     HAS_END_AT_0,
     HAVE_POLES,
@@ -20,7 +27,7 @@ from clipjax.explaining.primitives import (
     PARTS,
     measured,
 )
-from clipjax.explaining.walk import CONSTANT, Event, kind_of
+from clipjax.explaining.walk import CONSTANT, Event, Value
 
 # How many operands a text tells.
 TOLD = 3
@@ -45,17 +52,28 @@ def first_causes(
         accused |= {id(event): event for event in _accused(last, passes)}
     nan = {name for name, event in results.items() if event.kind == "nan"}
 
-    def rank(event: Event) -> tuple[bool, bool, int]:
-        never_nan = nan.isdisjoint(names[id(event)])
-        return never_nan, bool(event.given) and event.kind == "inf", event.order
+    def rank(event: Event) -> tuple[bool, bool, int, bool]:
+        never_nan, is_inf = nan.isdisjoint(names[id(event)]), event.kind == "inf"
+        return never_nan, bool(event.given) and is_inf, event.order, is_inf
 
-    causes: dict[Any, Cause] = {}
+    # An operation may have made both kinds.
+    first_of: dict[Any, Event] = {}
     for event in sorted(accused.values(), key=rank):
+        first_of.setdefault(id(event) if event.given else event.order, event)
+    causes: dict[Any, Cause] = {}
+    keys: dict[Any, Any] = {}  # by what was written, in a library or not
+    for event in first_of.values():
         cause = cause_of(event, passes, arguments)
         key = cause.file, cause.line, cause.operation, cause.began_in, cause.given
+        place = written(event)
+        if is_again(event) and place in keys:
+            # Of a remat of a library's function, only this has the user's line.
+            line = {field: getattr(cause, field) for field in Line._fields}
+            causes[keys[place]] = causes[keys[place]]._replace(**line)
+            continue
+        keys.setdefault(place, key)
         if key in causes:
-            first = causes[key]
-            causes[key] = first._replace(again=first.again + (not is_again(event)))
+            causes[key] = causes[key]._replace(again=causes[key].again + 1)
             continue
         lines = [(each.file, each.line) for each in causes.values()]
         if cause.began_in == "backward" and (cause.file, cause.line) in lines:
@@ -135,13 +153,19 @@ def _inputs(event: Event) -> tuple[Input, ...]:
     least = event.least
     if least is not None and least > 0 and event.name != "div":
         judged = None  # it is not at an end of the domain
+
+    def is_told(v: Any, value: Value) -> bool:
+        """Whether the size is known; an infinity beside it made nothing bad here."""
+        return is_inexact(v.aval) and (bool(event.parents) or not value.is_bad)
+
     return tuple(
         Input(
             value.name,
             str(getattr(v.aval, "dtype", v.aval)),
             tuple(getattr(v.aval, "shape", ())),
-            value.size if is_inexact(v.aval) else None,
+            value.size if is_told(v, value) else None,
             least if k == judged else _signed(v),
+            moved=value.at != 0,
         )
         for k, (v, value) in enumerate(zip(eqn.invars, event.operands, strict=True))
     )
@@ -165,8 +189,8 @@ def _bad_in(event: Event) -> Bad | None:
     """Return which elements of an output are bad."""
     places = measured(event.eqn).outputs
     for k, each in zip(places, event.outputs, strict=True):
-        if event.kind and kind_of(each.size) == event.kind:
-            count, first = each.nan if event.kind == "nan" else each.inf
+        count, first = each.nan if event.kind == "nan" else each.inf
+        if event.kind and count:
             aval = event.eqn.outvars[k].aval
             is_at_end = event.name in HAVE_POLES or event.least == 0
             is_moved = event.name in MOVES - PARTS
@@ -187,7 +211,7 @@ def _in_words(event: Event, inputs: tuple[Input, ...], slope_of: str) -> str:
     operands = " and ".join(map(str, inputs[:TOLD]))
     operands += f" and {len(inputs) - TOLD} more" if len(inputs) > TOLD else ""
     plain = f"{name} of {operands}"
-    if kind == "nan" and any(math.isinf(value.size) for value in event.operands):
+    if kind == "nan" and event.parents:
         if name == "sub" and event.met & 1:
             is_masked = is_in_softmax(event)
             row = "; a whole row of the softmax is -inf" if is_masked else ""
@@ -224,9 +248,9 @@ def larger(
       passes: tells the passes apart.
     """
     causes = [
-        Cause("large", given=name, times=size / usual, what=_than(size, usual))
+        Cause("large", given=name, times=times, what=_than(size, usual))
         for name, (size, usual) in arguments.items()
-        if _times(size, usual) > LARGE
+        if (times := _times(size, usual, of_none=math.inf)) > LARGE
     ]
     growths = [(_growth(event, usual), event) for event, usual in operations]
     lines: dict[Any, Cause] = {}
@@ -242,13 +266,15 @@ def _than(size: float, usual: float) -> str:
     return f"up to {size:.3g}, usually {usual:.3g}"
 
 
-def _times(size: float, usual: float) -> float:
-    return size / usual if size and usual else 1.0
+def _times(size: float, usual: float, of_none: float = 1.0) -> float:
+    return 1.0 if not size else size / usual if usual else of_none
 
 
 def _growth(now: Event, usual: Event) -> float:
     """Return how many times as much as usual an operation made its inputs grow."""
-    operands = zip(now.operands, usual.operands, strict=True)
+    operands = list(zip(now.operands, usual.operands, strict=True))
+    if any(x.is_bad or y.is_bad for x, y in operands):  # as a mask is
+        return 1.0
     before = [_times(x.size, y.size) for x, y in operands]
     outputs = zip(now.outputs, usual.outputs, strict=True)
     after = [_times(x.size, y.size) for x, y in outputs]

@@ -15,12 +15,16 @@ class Input(NamedTuple):
     name: str  # the argument that it is, or a part of; "" if it was computed
     dtype: str
     shape: tuple[int, ...]
-    greatest: float | None  # the largest magnitude; None for integers
+    # The largest magnitude; None for integers, and beside harmless infinities.
+    greatest: float | None
     least: float | None = None  # the least element, where that matters, as for a log
+    moved: bool = False  # whether its elements have other places in what has the name
 
     def __str__(self) -> str:
         shape = f"[{', '.join(map(str, self.shape))}]" if self.shape else ""
         text = self.name or self.dtype + shape
+        if self.name and self.moved and shape:
+            text += f" as {self.dtype}{shape}"
         if self.greatest is None:
             return text
         signed = 0.0 if self.greatest == 0 else self.least

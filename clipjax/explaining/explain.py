@@ -97,7 +97,12 @@ def explain(
       (div of 0.5 and 0), after w; it became nan there (0 · inf)
     """
     call = _Call(function, args)
-    with jax.debug_nans(False), jax.debug_infs(False), jax.transfer_guard("allow"):
+    with (
+        jax.debug_nans(False),
+        jax.debug_infs(False),
+        jax.transfer_guard("allow"),
+        jax.numpy_dtype_promotion("standard"),
+    ):
         program = _Program(call)
         results, walk = program.walk(call.arrays)
         bad = [name for name, value in results.items() if value.is_bad]
@@ -248,7 +253,8 @@ class _Program:
     def walk(self, arrays: list[Any]) -> tuple[dict[str, Value], Walk]:
         """Return the values of the results, and the walk that found them."""
         arguments = [
-            given(_size(x), name) for name, x in zip(self.names, arrays, strict=True)
+            given(x, name) if is_inexact(x) else Value(name=name)
+            for name, x in zip(self.names, arrays, strict=True)
         ]
         while True:
             numbers = jax.device_get(self.run(self.jaxpr.consts, arrays))
@@ -272,7 +278,9 @@ def _checked(walk: Walk) -> dict[str, Event]:
     Infinities of constants are left out: these were meant.
     """
     checks = [each for each in walk.operations if is_check(each.eqn)]
-    events = [joined(check.operands) for check in checks if decides(check)]
+    events = [
+        joined(x.event for x in check.operands) for check in checks if decides(check)
+    ]
     return {
         str(k): event
         for k, event in enumerate(events)

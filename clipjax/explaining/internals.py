@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.extend import core
 
@@ -73,9 +74,17 @@ def is_inexact(aval: Any) -> bool:
 def bind(eqn: Equation, operands: Sequence[Any]) -> list[Any]:
     """Run an equation on other operands."""
     params = eqn.primitive.get_bind_params(eqn.params)
-    with eqn.ctx.manager:  # the mesh, and the precision, of its call
-        outs = eqn.primitive.bind(*operands, **params)
+    outs = eqn.primitive.bind(*operands, **params)
     return list(outs) if eqn.primitive.multiple_results else [outs]
+
+
+def in_this_mesh(x: jax.Array) -> jax.Array:
+    """Return a vector as the context has it: `auto_axes` has a mesh of its own."""
+    mesh: Any = jax.sharding.get_abstract_mesh()
+    if mesh.empty or jax.typeof(x).sharding.mesh == mesh:
+        return x
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    return jax.sharding.reshard(x, everywhere)
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:

@@ -119,8 +119,19 @@ def decides(check: Event) -> bool:
     if site is None or _package(site) == "jax":
         return False
     (flags,), (jaxpr, _) = check.eqn.outvars, check.place.path[-1]
-    users = {eqn.primitive.name for eqn in jaxpr.eqns if flags in eqn.invars}
-    return not flags.aval.shape or users.isdisjoint({"select_n", "jit"})
+    found, users = {flags}, set()
+    for eqn in jaxpr.eqns:
+        if not found.isdisjoint(_operands(eqn)):
+            users.add(eqn.primitive.name)
+            if eqn.primitive.name in ("not", "and", "or", "convert_element_type"):
+                found.update(eqn.outvars)
+    is_mask = not users.isdisjoint({"select_n", "mul", "jit"})
+    is_about_all = not users.isdisjoint({"reduce_and", "reduce_or"})
+    if check.operands[
+        0
+    ].name:  # missing values in what was given are masked, or counted
+        return is_about_all and not is_mask
+    return not flags.aval.shape or is_about_all or not is_mask
 
 
 class Passes:
@@ -137,8 +148,8 @@ class Passes:
 
     def _find(self, jaxpr: Any, results: Iterable[int]) -> None:
         """Find the equations that some results of a jaxpr need."""
-        variables = [v for eqn in jaxpr.eqns for v in eqn.invars]
-        used = {v for v in (*variables, *jaxpr.outvars) if not is_literal(v)}
+        variables = [v for eqn in jaxpr.eqns for v in _operands(eqn)]
+        used = {*variables, *(v for v in jaxpr.outvars if not is_literal(v))}
         outs = [jaxpr.outvars[k] for k in results]
         need = {v for v in outs if not is_literal(v)}
         for eqn in jaxpr.eqns[::-1]:
@@ -148,7 +159,7 @@ class Passes:
             # The loss is used by nothing where only gradients are returned.
             if places or used.isdisjoint(eqn.outvars):
                 self._primal[id(eqn)] = eqn
-                need.update(v for v in eqn.invars if not is_literal(v))
+                need.update(_operands(eqn))
                 for inner, inner_places in _called(eqn, places):
                     self._find(inner, inner_places)
 
@@ -198,7 +209,11 @@ class Passes:
 
 
 def _variables(eqn: Equation) -> set[Any]:
-    return {*eqn.outvars, *(v for v in eqn.invars if not is_literal(v))}
+    return {*eqn.outvars, *_operands(eqn)}
+
+
+def _operands(eqn: Equation) -> list[Any]:
+    return [v for v in eqn.invars if not is_literal(v)]
 
 
 def _called(eqn: Equation, places: list[int]) -> list[tuple[Any, Iterable[int]]]:
@@ -217,6 +232,11 @@ def _called(eqn: Equation, places: list[int]) -> list[tuple[Any, Iterable[int]]]
 def _scopes(event: Event) -> str:
     """Return the transformations and named scopes around an operation."""
     return " ".join(map(scopes, event.place.eqns))
+
+
+def written(event: Event) -> tuple[str, Frame | None]:
+    """Return what an operation is called, and the line that wrote it."""
+    return event.name, _site(event.eqn) if event.eqn is not None else None
 
 
 def is_again(event: Event) -> bool:

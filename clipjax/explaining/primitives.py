@@ -11,13 +11,10 @@ SAME = {
     *("reshape", "transpose", "squeeze", "broadcast_in_dim", "copy", "rev", "name"),
     *("optimization_barrier", "sharding_constraint", "reshard", "pvary"),
 }
+# Of them, those whose elements are in other places.
+REARRANGED = {"reshape", "transpose", "rev"}
 # The output is a part of the input, or the input rounded, and has its name.
 PARTS = {"convert_element_type", "reduce_precision", "slice", "dynamic_slice"}
-# An element of the output depends on the elements of the inputs at its place.
-BY_PLACE = {
-    *("add", "sub", "mul", "div", "max", "min", "pow", "add_any", "atan2", "rem"),
-    *("nextafter", "select_n", "clamp"),
-}
 # An infinity goes through unchanged, from one place to another.
 MOVES = SAME | PARTS
 MOVES |= {
@@ -31,6 +28,12 @@ MULTIPLY = {"mul", "dot_general", "conv_general_dilated", "ragged_dot_general"}
 HAS_END_AT_0 = {"log", "sqrt", "rsqrt", "cbrt", "pow", "integer_pow", "div"}
 HAS_ENDS = HAS_END_AT_0 | {
     *("log1p", "acos", "acosh", "asin", "atanh", "lgamma", "digamma", "erf_inv"),
+}
+# An element of the output depends on the elements of the inputs at its place, and may
+# be bad where they are not, or is one of them.
+BY_PLACE = HAS_ENDS | {
+    *("add", "sub", "mul", "max", "min", "add_any", "atan2", "rem", "nextafter"),
+    *("select_n", "clamp", "exp", "exp2", "expm1", "square", "sinh", "cosh", "tan"),
 }
 # Their infinities are at such an end, and no overflow.
 HAVE_POLES = HAS_ENDS - {"div", "pow", "integer_pow"}
@@ -56,12 +59,19 @@ def measured(eqn: Equation) -> Measured:
     outputs = tuple(k for k, v in enumerate(eqn.outvars) if is_inexact(v.aval))
     if name in SAME or not outputs:
         return Measured()
-    # One bit for each operand has to fit a float32.
-    by_place = name in BY_PLACE and 1 < len(eqn.invars) < 20
+    by_place = name in BY_PLACE or _is_narrower(eqn)
+    by_place &= len(eqn.invars) <= 10  # which have three bits each
     judged = None if name not in HAS_ENDS else 1 if name == "div" else 0
     if name == "integer_pow" and eqn.params["y"] > 0:
         judged = None
     return Measured(outputs, by_place, judged)
+
+
+def _is_narrower(eqn: Equation) -> bool:
+    """Whether an equation rounds to a narrower dtype, which may overflow."""
+    avals: Any = [v.aval for v in (*eqn.outvars, *eqn.invars)]
+    is_cast = eqn.primitive.name == "convert_element_type"
+    return is_cast and avals[0].dtype.itemsize < avals[1].dtype.itemsize
 
 
 def callee(eqn: Equation) -> Any:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from clipjax.explaining.internals import (
@@ -25,12 +26,13 @@ from clipjax.explaining.internals import (
 from clipjax.explaining.primitives import (
     MOVES,
     PARTS,
+    REARRANGED,
     SAME,
     callee,
     is_silent,
     measured,
 )
-from clipjax.explaining.watch import ROOM, Watch, as_float, magnitude
+from clipjax.explaining.watch import ROOM, Watch, as_float, numbers_of
 
 CONSTANT = "a constant"
 
@@ -65,7 +67,8 @@ class Output(NamedTuple):
 
     size: float = 0.0  # the largest magnitude
     # How many elements are NaN, how many are infinite, and the place of the first of
-    # them, as if the array had one axis.
+    # them, as if the array had one axis; of an operation by place, those that are so
+    # where no operand is.
     nan: tuple[int, int] = (0, 0)
     inf: tuple[int, int] = (0, 0)
 
@@ -83,7 +86,8 @@ class Event:
     operands: tuple[Value, ...] = ()
     outputs: tuple[Output, ...] = ()
     met: int = 0  # the bits of `watch._met`
-    least: float | None = None  # of the operand that is judged
+    # Of the operand that is judged, where it made the output bad.
+    least: float | None = None
     order: int = 0
     given: str = ""  # the name of an argument, or "a constant"
     first_used: Event | None = None
@@ -128,11 +132,20 @@ class Value(NamedTuple):
     """An array, of which only the largest magnitude is known."""
 
     size: float = 0.0
-    event: Event | None = None  # where its bad elements come from
+    nan: Event | None = None  # where elements that are NaN come from
+    inf: Event | None = None  # likewise for infinite ones
     name: str = ""  # the argument that it is, or is a part of
+    # Where it begins in what has the name, along the first axis; None if its elements
+    # are in another order.
+    at: int | None = 0
     near: str = ""  # the argument that was used last on the way to it
     after_backward: bool = False  # whether it depends on a gradient
     each: tuple[Value, ...] = ()  # what a scan has stacked
+
+    @property
+    def event(self) -> Event | None:
+        """Where bad elements of both kinds come from."""
+        return joined([self.nan, self.inf])
 
     @property
     def is_bad(self) -> bool:
@@ -210,7 +223,9 @@ class Walk:
             outs = self.run(called.jaxpr, called.consts, operands, tape, place)
             return [_decided(each, predicate) for each in outs]
         if name in SAME:
-            return [each._replace(each=()) for each in operands[: len(eqn.outvars)]]
+            same = [each._replace(each=()) for each in operands[: len(eqn.outvars)]]
+            is_rearranged = name in REARRANGED
+            return [each._replace(at=None) for each in same] if is_rearranged else same
         return self._operation(eqn, operands, tape, place)
 
     def _scan(
@@ -256,32 +271,28 @@ class Walk:
         self, eqn: Equation, operands: list[Value], tape: Tape, place: Place
     ) -> list[Value]:
         what, operands = measured(eqn), _picked(eqn, operands)
-        outputs = [Output(tape.size(), tape.pair(), tape.pair()) for _ in what.outputs]
+        outputs = [_output(tape) for _ in what.outputs]
         here = Event(
             place=place,
             operands=tuple(operands),
             outputs=tuple(outputs),
             met=tape.count() if what.by_place else 0,
-            least=tape.size() if what.judged is not None else None,
             order=len(self.operations),
         )
+        least = [None] * 2 if what.judged is None else [tape.size(), tape.size()]
         self.operations.append(here)
-        bad = [
-            value
-            for k, value in enumerate(operands)
-            if value.is_bad and (not what.by_place or here.met & (2 << k))
-        ]
-        sizes = {k: each.size for k, each in zip(what.outputs, outputs, strict=True)}
-        kinds = {kind_of(size) for size in sizes.values()} - {""}
-        if kinds:
-            _mark_use(bad, here)
-        chosen = _chosen(here, bad)
-        events = {kind: chosen or _origin(here, kind, bad) for kind in kinds}
-        like = _like(eqn, operands)
+        like, found = (
+            _like(eqn, operands),
+            dict(zip(what.outputs, outputs, strict=True)),
+        )
         return [
-            like._replace(size=sizes[k], event=events.get(kind_of(sizes[k])))
-            if k in sizes
-            else like._replace(event=joined(operands))  # what a bool is about
+            _bad_by(here, found[k], like, least, by_place=what.by_place)
+            if k in found
+            # What a bool is about.
+            else like._replace(
+                nan=joined(value.nan for value in operands),
+                inf=joined(value.inf for value in operands),
+            )
             for k in range(len(eqn.outvars))
         ]
 
@@ -291,35 +302,78 @@ def kind_of(size: float) -> str:
     return "nan" if math.isnan(size) else "inf" if math.isinf(size) else ""
 
 
-def given(size: float, name: str = "") -> Value:
+def _output(tape: Tape) -> Output:
+    return Output(tape.size(), tape.pair(), tape.pair())
+
+
+def given(x: Any, name: str = "") -> Value:
     """Return the value of an argument, or of a constant, which has no name."""
-    kind = kind_of(size)
-    event = Event(kind, given=name or CONSTANT) if kind else None
-    return Value(size, event, name)
+    seen = _output(Tape(numbers_of(jnp.asarray(x))))
+    nan, inf = (
+        Event(kind, given=name or CONSTANT) if count else None
+        for kind, (count, _) in (("nan", seen.nan), ("inf", seen.inf))
+    )
+    return Value(seen.size, nan, inf, name)
 
 
 def _constant(x: Any, aval: Any) -> Value:
     if not is_inexact(aval):
         return Value()
-    return given(magnitude(x) if aval.shape else float(np.abs(x)))
+    is_fine = not aval.shape and np.isfinite(x)
+    return Value(float(np.abs(x))) if is_fine else given(x)
 
 
-def joined(values: Iterable[Value]) -> Event | None:
-    """Return the event that bad values come from."""
-    found = {id(value.event): value.event for value in values if value.event}
+def joined(events: Iterable[Event | None]) -> Event | None:
+    """Return the event that bad elements of several values come from."""
+    found = {id(event): event for event in events if event}
     if len(found) < 2:
         return next(iter(found.values()), None)
     kinds = [event.kind for event in found.values()]
     return Event("nan" if "nan" in kinds else "inf", tuple(found.values()))
 
 
-def _origin(here: Event, kind: str, bad: list[Value]) -> Event | None:
-    """Return the event that a bad output comes from: what is here, or before it."""
-    before = [value for value in bad if kind_of(value.size) == "nan" or kind == "inf"]
-    if before:
-        return joined(before)
-    cause = joined(bad)
-    return dataclasses.replace(here, kind=kind, parents=(cause,) if cause else ())
+def _bad_by(
+    here: Event, out: Output, like: Value, least: Sequence[Any], *, by_place: bool
+) -> Value:
+    """Return an output, whose bad elements come from operands, or began here.
+
+    If not `by_place`, each may come from any element of the operands. NaN that arose
+    here comes from the infinities that it was made of.
+    """
+
+    def met(bit: int) -> list[Value]:
+        places = [3 * k + bit for k in range(len(here.operands))]
+        return [
+            x for x, n in zip(here.operands, places, strict=True) if here.met >> n & 1
+        ]
+
+    inf: list[Event | None]
+    nan: list[Event | None]
+    if by_place:
+        inf = [value.inf or value.event for value in met(1)]
+        nan = [value.nan or value.event for value in met(2)]
+        made_of = joined(value.inf or value.event for value in met(3))
+        new_inf, new_nan = out.inf[0] > 0, out.nan[0] > 0
+        reason = _chosen(here, met(1) + met(2))
+    else:
+        infinite = [value.inf for value in here.operands if value.inf]
+        inf = [*infinite] if out.inf[0] else []
+        nan = [value.nan for value in here.operands if value.nan] if out.nan[0] else []
+        made_of = joined(infinite)
+        new_inf, new_nan = out.inf[0] > 0 and not inf, out.nan[0] > 0 and not nan
+        reason = None
+    if new_inf:
+        inf.append(dataclasses.replace(here, kind="inf", least=least[1]))
+    if new_nan:
+        parents = (made_of,) if made_of else ()
+        began = dataclasses.replace(here, kind="nan", least=least[0], parents=parents)
+        nan.append(began)
+    _mark_use([*inf, *nan, made_of if new_nan else None], here)
+    return like._replace(
+        size=out.size,
+        nan=reason if reason and nan else joined(nan),
+        inf=reason if reason and inf else joined(inf),
+    )
 
 
 def _chosen(here: Event, bad: list[Value]) -> Event | None:
@@ -335,7 +389,9 @@ def _chosen(here: Event, bad: list[Value]) -> Event | None:
 def _decided(out: Value, predicate: Value) -> Value:
     """Return what a cond returns; a bad constant comes from what it decided by."""
     reason = _as_reason(predicate) if _is_constant(out) else None
-    return out._replace(event=reason) if reason else out
+    if reason is None:
+        return out
+    return out._replace(nan=out.nan and reason, inf=out.inf and reason)
 
 
 def _is_constant(value: Value) -> bool:
@@ -349,9 +405,9 @@ def _as_reason(predicate: Value) -> Event | None:
     return event if is_made else None
 
 
-def _mark_use(bad: list[Value], here: Event) -> None:
+def _mark_use(events: Iterable[Event | None], here: Event) -> None:
     """Remember the operations that made a bad result of what was given."""
-    met = [event for value in bad if value.event for event in value.event.parts]
+    met = [part for event in events if event for part in event.parts]
     for event in [each for each in met if each.given]:
         event.first_used = event.first_used or here
         if event.used is None or (event.used.name in MOVES and here.name not in MOVES):
@@ -364,33 +420,45 @@ def _like(eqn: Equation, operands: list[Value]) -> Value:
     names = [value.name for v, value in pairs if value.name and is_inexact(v.aval)]
     nears = [value.near for value in operands if value.near]
     after_backward = any(value.after_backward for value in operands)
+    name, at = _part_name(eqn, operands[0]) if operands else ("", 0)
     return Value(
-        name=_part_name(eqn, operands[0].name) if operands else "",
+        name=name,
+        at=at,
         near=(names or nears or [""])[-1],
         after_backward=after_backward or "transpose(" in scopes(eqn),
     )
 
 
-def _part_name(eqn: Any, name: str) -> str:
-    """Return what an output is called, if the first operand has a name."""
-    kind, params = eqn.primitive.name, eqn.params
+def _part_name(eqn: Any, whole: Value) -> tuple[str, int | None]:
+    """Return what an output is called after the first operand, and its `Value.at`."""
+    name, kind, params = whole.name, eqn.primitive.name, eqn.params
     if not name or kind not in (*PARTS, "reduce_sum"):
-        return ""
+        return "", 0
     if kind == "reduce_sum":
-        return f"the sum of {name}"
-    if kind != "slice" or not params["start_indices"]:
-        return name
-    start = params["start_indices"][0]
-    return f"{name}[{start}]" if params["limit_indices"][0] == start + 1 else name
+        return f"the sum of {name}", 0
+    if kind not in ("slice", "dynamic_slice"):
+        return name, whole.at
+    starts, limits = (params.get(f"{end}_indices", ()) for end in ("start", "limit"))
+    rest = zip(starts[1:], limits[1:], eqn.invars[0].aval.shape[1:], strict=False)
+    is_cut = any((start, limit) != (0, size) for start, limit, size in rest)
+    if not starts or is_cut or params["strides"] or whole.at is None:
+        return name, None
+    start = whole.at + starts[0]
+    return (f"{name}[{start}]", 0) if limits[0] == starts[0] + 1 else (name, start)
 
 
 def _part(stack: Value, i: int, size: float) -> Value:
     """Return a slice of what a scan goes through."""
     if stack.each:
         return stack.each[i]
-    name = f"{stack.name}[{i}]" if stack.name else ""
-    event = stack.event if kind_of(size) else None
-    return stack._replace(size=size, event=event, name=name)
+    name, at, kind = stack.name, stack.at, kind_of(size)
+    return stack._replace(
+        size=size,
+        nan=stack.nan if kind == "nan" else None,
+        inf=stack.inf if kind else None,
+        name=f"{name}[{at + i}]" if name and at is not None else name,
+        at=at if at is None else 0,
+    )
 
 
 def _picked(eqn: Equation, operands: list[Value]) -> list[Value]:
@@ -405,7 +473,8 @@ def _stacked(values: Sequence[Value]) -> Value:
     """Return what a scan has stacked."""
     return Value(
         size=float(np.max([value.size for value in values], initial=0.0)),
-        event=joined(values),
+        nan=joined(value.nan for value in values),
+        inf=joined(value.inf for value in values),
         near=values[-1].near if values else "",
         after_backward=any(value.after_backward for value in values),
         each=tuple(values),

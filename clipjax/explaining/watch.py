@@ -21,6 +21,7 @@ from clipjax.explaining.internals import (
     Equation,
     bind,
     closed,
+    in_this_mesh,
     interpret,
     is_inexact,
     scan_counts,
@@ -62,23 +63,30 @@ def _is_wide() -> bool:
     return bool(jax.dtypes.canonicalize_dtype(float) == np.float64)
 
 
-def _met(operands: Sequence[jax.Array], out: jax.Array, name: str) -> jax.Array:
-    """Return which operands are bad where the output is: operand k is bit k + 1.
+def _met(operands: Sequence[jax.Array], out: jax.Array, name: str) -> Any:
+    """Return what is bad in the output at the places where operands are.
 
-    Bit 0 says whether NaN arose where the first operand is -inf.
+    These are bits, and which elements are NaN or infinite where no operand is. The
+    three bits of operand k, from 3 k + 1 on, say whether the output is infinite where
+    it is, NaN where it is, and NaN where it is infinite and no operand is NaN. Bit 0
+    says whether NaN arose where the first operand is -inf.
     """
-    is_bad = ~jnp.isfinite(out)
-    bits = jnp.zeros(out.shape, jnp.uint32)
+    is_nan, is_inf = jnp.isnan(out), jnp.isinf(out)
+    new_nan, new_inf = is_nan, is_inf
+    of_operands = []
     for place, x in enumerate(operands):
         if is_inexact(x):
-            meets = is_bad & ~jnp.isfinite(x)
-            if name == "select_n":
-                meets &= operands[0] == place - 1
-            bits |= jnp.where(meets, jnp.uint32(2 << place), jnp.uint32(0))
+            counts = operands[0] == place - 1 if name == "select_n" else True
+            nan, inf = jnp.isnan(x) & counts, jnp.isinf(x) & counts
+            new_nan, new_inf = new_nan & ~nan, new_inf & ~inf
+            of_operands.append((place, nan, inf))
+    bits = jnp.zeros(out.shape, jnp.uint32)
+    for place, nan, inf in of_operands:
+        for k, flags in enumerate((is_inf & inf, is_nan & nan, new_nan & inf)):
+            bits |= flags.astype(jnp.uint32) << (3 * place + k + 1)
     if name in ("add", "sub") and not jnp.iscomplexobj(out):
-        is_negative = jnp.isnan(out) & (operands[0] == -jnp.inf)
-        bits |= is_negative.astype(jnp.uint32)
-    return bits
+        bits |= (new_nan & (operands[0] == -jnp.inf)).astype(jnp.uint32)
+    return bits, new_nan, new_inf
 
 
 def _signed(x: jax.Array, name: str) -> jax.Array:
@@ -98,21 +106,25 @@ def _numbers(
     """Return what is written down of an array that an operation made.
 
     These are its largest magnitude; how many elements are NaN, and the place of the
-    first of them; the same of infinities; then the bits of `_met`, if there are
-    operands, and the least element of the one that is judged. They are one reduction:
-    with one for each, fewer of them took 1.7 times as long as the step, in place of 1.2
-    times (a decoder, JAX 0.12 on a CPU).
+    first of them; the same of infinities. With operands, only elements count where they
+    are not bad themselves, and the bits of `_met` come next; then, for the operand that
+    is judged, its least elements where the output is newly NaN, and newly infinite.
+    All are one reduction: with one for each, fewer of them took 1.7 times as long as
+    the step, in place of 1.2 times (a decoder, JAX 0.12 on a CPU).
     """
     none, places = np.uint32(0), lax.iota(jnp.uint32, out.size).reshape(out.shape)
     parts: list[Any] = [(_bits(out), none, jnp.maximum)]
-    for flags in (jnp.isnan(out), jnp.isinf(out)):
+    bits, *bad = _met(operands, out, name)
+    for flags in bad:
         parts.append((flags.astype(jnp.uint32), none, jnp.add))
         parts.append((jnp.where(flags, places, LAST), LAST, jnp.minimum))
     if operands:
-        parts.append((_met(operands, out, name), none, jnp.bitwise_or))
+        parts.append((bits, none, jnp.bitwise_or))
     if judged is not None:
-        signed = jnp.broadcast_to(_signed(judged, name), out.shape)
-        parts.append((signed, signed.dtype.type(jnp.inf), jnp.minimum))
+        signed = _signed(judged, name)
+        for flags in bad:
+            least = jnp.where(flags, signed, jnp.inf)
+            parts.append((least, least.dtype.type(jnp.inf), jnp.minimum))
     arrays, starts, functions = zip(*parts, strict=True)
 
     def both(xs: Any, ys: Any) -> Any:
@@ -122,9 +134,14 @@ def _numbers(
     return jnp.stack([x if x.dtype == jnp.uint32 else _word(x) for x in numbers])
 
 
+def numbers_of(x: jax.Array) -> np.ndarray:
+    """Return what is written down of an array that was given."""
+    return np.asarray(_numbers(x))
+
+
 def magnitude(x: jax.Array) -> float:
     """Return the largest |x|, where NaN is larger than infinity."""
-    return as_float(np.asarray(_numbers(x)[0]))
+    return as_float(numbers_of(x)[0])
 
 
 def _row(numbers: Sequence[jax.Array]) -> jax.Array:
@@ -184,8 +201,10 @@ class Watch:
         if is_silent(eqn):
             return [], []
         if called is None:
-            outs = bind(eqn, operands)
-            return outs, _measure(eqn, operands, outs)
+            with eqn.ctx.manager:  # the mesh, and the precision, of its call
+                outs = bind(eqn, operands)
+                numbers = _measure(eqn, operands, outs)
+            return outs, [in_this_mesh(x) for x in numbers]
         if is_remat(eqn) and operands:  # or XLA would keep what it computes again
             operands = lax.optimization_barrier(operands)
         outs, row = self.run(called.jaxpr, called.consts, operands)

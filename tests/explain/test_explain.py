@@ -255,6 +255,86 @@ def test_checks_of_masks_and_skips_by_isnan() -> None:
     assert cause.operation == "log"
 
 
+def masked_softmax(x: Any, bias: Any) -> Any:
+    e = jnp.exp(x + bias)
+    return (e / e.sum(-1)).mean()
+
+
+def missing_labels(x: Any, y: Any) -> Any:
+    return jnp.where(jnp.isnan(y), 0.0, jnp.exp(x) - y).sum()
+
+
+def discarded(x: Any) -> Any:
+    return jnp.where(x >= 0, jnp.log(x), 0).sum()
+
+
+def narrowed(x: Any, bias: Any) -> Any:
+    return jax.nn.softmax((x + bias).astype(jnp.float16)).sum()
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "operation", "first"),
+    [
+        (masked_softmax, ([90.0, 1.0, 90.0], [-np.inf, 0.0, 0.0]), "exp", 2),
+        (missing_labels, ([1.0, 1.0, 90.0], [0.0, np.nan, 0.0]), "exp", 2),
+        (discarded, ([-1.0, 1.0, 0.0],), "log", 2),
+        (narrowed, ([1.0, 1.0, 1e6], [-np.inf, 0.0, 0.0]), "convert_element_type", 2),
+    ],
+)
+def test_harmless_elements_do_not_hide_those_that_broke_beside_them(
+    function: Any, args: Any, operation: str, first: int
+) -> None:
+    (cause,) = clipjax.explain(function, *map(jnp.float32, args))
+    assert (cause.kind, cause.operation, cause.given) == ("inf", operation, "")
+    assert (cause.bad.elements, cause.bad.first) == (1, (first,))
+    assert "up to inf" not in str(cause)
+
+
+def test_missing_values_that_are_masked_or_counted_are_no_skip() -> None:
+    def loss(w: Any, y: Any) -> Any:
+        known = ~jnp.isnan(y)
+        squares = jnp.where(known, (w - jnp.where(known, y, 0)) ** 2, 0)
+        return squares.sum() / known.sum(), jnp.isnan(y).mean()
+
+    args = jnp.ones(3), jnp.float32([1, np.nan, 2])
+    watched = jax.value_and_grad(loss, has_aux=True)
+    assert clipjax.explain(watched, *args) == []
+    outlier = args[0].at[0].set(100)
+    (first, *_) = clipjax.explain(watched, outlier, args[1], usual=args)
+    assert (first.given, first.times) == ("w", 100)
+
+
+def test_parts_of_arguments_have_their_own_index_or_none() -> None:
+    def later(x: Any) -> Any:
+        return lax.scan(lambda c, x: (c + jnp.log(x).sum(), None), 0.0, x[1:])[0]
+
+    def shaped(x: Any) -> Any:
+        x = x.reshape(2, 2, 2)
+        return lax.scan(lambda c, x: (c + jnp.log(x).sum(), None), 0.0, x)[0]
+
+    x = jnp.ones((4, 2)).at[2, 1].set(0)
+    places = {
+        later: "log of x[2], least 0, in 1 of 2 elements, at [1]",
+        shaped: "log of x as float32[2, 2], least 0, in 1 of 4 elements, at [0, 1]",
+        lambda x: jnp.log(x[2]).sum(): "log of x[2], least 0, in 1 of 2 elements, at",
+        lambda x: jnp.log(x[::-1]).sum(): "log of x as float32[4, 2], least 0",
+        lambda x: jnp.log(x.T[1]).sum(): "log of x as float32[4], least 0",
+    }
+    for function, place in places.items():
+        assert place in told(function, x)[0]
+
+
+def test_strict_promotion_and_meshes_of_auto_axes() -> None:
+    with jax.numpy_dtype_promotion("strict"):
+        assert "log of" in told(discarded, jnp.zeros(2))[0]
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+    spec = jax.sharding.PartitionSpec("d")
+    with jax.set_mesh(mesh):
+        roots = jax.sharding.auto_axes(jnp.sqrt, out_sharding=spec)
+        x = jax.device_put(-jnp.ones(4), jax.sharding.NamedSharding(mesh, spec))
+        assert "sqrt of" in told(jax.jit(lambda x: roots(x).sum()), x)[0]
+
+
 def test_constants_that_meet_are_told() -> None:
     def best(x: Any) -> Any:
         each = jnp.max(x, axis=1, where=x > 99, initial=-jnp.inf)  # no element
@@ -435,6 +515,8 @@ def test_the_line_is_not_in_a_library(models: Any) -> None:
 
     calls = [(mine, __file__), (models.loss, models.__file__)]
     calls += [(functools.partial(models.gradient), models.__file__)]
+    # JAX keeps the user's line of a remat in the backward pass alone.
+    calls += [(jax.value_and_grad(jax.checkpoint(mine)), __file__)]
     for function, file in calls:
         (cause,) = clipjax.explain(function, jnp.float32([-1.0, 4.0]))
         assert cause.file == file
@@ -543,6 +625,8 @@ def test_usual_arguments_show_what_is_larger_and_where_it_grows() -> None:
     assert causes[0].given == "x"
     assert not any(cause.library.startswith("clipjax") for cause in causes)
     assert clipjax.explain(watched, *usual, usual=usual) == []
+    nothing = LAYERS, 0 * X, tap
+    assert clipjax.explain(watched, *usual, usual=nothing)[0].times == np.inf
     with pytest.raises(ValueError, match="usual must be a tuple of arguments"):
         clipjax.explain(watched, *usual, usual=(LAYERS, X[:2], tap))
 
