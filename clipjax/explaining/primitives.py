@@ -20,7 +20,7 @@ MOVES = SAME | PARTS
 MOVES |= {
     *("select_n", "max", "min", "clamp", "concatenate", "pad", "gather", "scatter"),
     *("dynamic_update_slice", "sort", "reduce_max", "reduce_min", "cummax", "cummin"),
-    *("top_k", "split"),
+    *("top_k", "split", "stack", "unstack", "tile"),
 }
 # An infinity that is given to one of these is no mask.
 MULTIPLY = {"mul", "dot_general", "conv_general_dilated", "ragged_dot_general"}

@@ -92,6 +92,13 @@ class Event:
     given: str = ""  # the name of an argument, or "a constant"
     first_used: Event | None = None
     used: Event | None = None  # what used it first, if possible not only moved it
+    roots: dict[int, Event] = dataclasses.field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        """Find the first events that it comes from, by identity."""
+        for parent in self.parents:
+            self.roots |= parent.roots
+        self.roots = self.roots or {id(self): self}
 
     @property
     def eqn(self) -> Any:
@@ -106,9 +113,7 @@ class Event:
     @property
     def parts(self) -> list[Event]:
         """The events that met here; the event itself if it is no meeting."""
-        if self.eqn is not None or self.given:
-            return [self]
-        return [event for parent in self.parents for event in parent.parts]
+        return [self] if self.eqn is not None or self.given else [*self.parents]
 
     @property
     def ancestors(self) -> list[Event]:
@@ -121,11 +126,6 @@ class Event:
                 found[id(event)] = event
                 waiting += event.parents
         return list(found.values())
-
-    @property
-    def roots(self) -> list[Event]:
-        """The first events that it comes from."""
-        return [event for event in self.ancestors if not event.parents]
 
 
 class Value(NamedTuple):
@@ -325,7 +325,7 @@ def _constant(x: Any, aval: Any) -> Value:
 
 def joined(events: Iterable[Event | None]) -> Event | None:
     """Return the event that bad elements of several values come from."""
-    found = {id(event): event for event in events if event}
+    found = {id(part): part for event in events if event for part in event.parts}
     if len(found) < 2:
         return next(iter(found.values()), None)
     kinds = [event.kind for event in found.values()]
@@ -364,7 +364,7 @@ def _bad_by(
         reason = None
     if new_inf:
         inf.append(dataclasses.replace(here, kind="inf", least=least[1]))
-    if new_nan:
+    if new_nan and not (made_of and _is_known(made_of, joined(nan))):
         parents = (made_of,) if made_of else ()
         began = dataclasses.replace(here, kind="nan", least=least[0], parents=parents)
         nan.append(began)
@@ -374,6 +374,18 @@ def _bad_by(
         nan=reason if reason and nan else joined(nan),
         inf=reason if reason and inf else joined(inf),
     )
+
+
+def _is_known(made_of: Event, nan: Event | None) -> bool:
+    """Whether NaN beside one that is there already tells nothing new.
+
+    It was made of the same infinities, or of a mask: where XLA on a CPU loses NaN in a
+    maximum, a softmax of a mask and NaN makes NaN of -inf - -inf.
+    """
+    others = [
+        root for key, root in made_of.roots.items() if nan and key not in nan.roots
+    ]
+    return nan is not None and all(root.given for root in others)
 
 
 def _chosen(here: Event, bad: list[Value]) -> Event | None:
@@ -401,7 +413,9 @@ def _is_constant(value: Value) -> bool:
 def _as_reason(predicate: Value) -> Event | None:
     """Return what a predicate is about, unless it is an infinity that was given."""
     event = predicate.event
-    is_made = event and any(root.eqn or root.kind == "nan" for root in event.roots)
+    is_made = event and any(
+        root.eqn or root.kind == "nan" for root in event.roots.values()
+    )
     return event if is_made else None
 
 

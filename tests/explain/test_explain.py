@@ -335,6 +335,24 @@ def test_strict_promotion_and_meshes_of_auto_axes() -> None:
         assert "sqrt of" in told(jax.jit(lambda x: roots(x).sum()), x)[0]
 
 
+def test_what_breaks_behind_a_fault_is_not_told_beside_it() -> None:
+    """As masks do in NaN, whose maximum XLA on a CPU may lose; in many layers."""
+
+    def net(weights: Any, x: Any) -> Any:
+        for w in weights:
+            scores = jnp.where(jnp.tri(4) > 0, x @ w @ x.T, -jnp.inf)
+            x = x + jax.nn.gelu(jax.nn.softmax(scores) @ x)
+        return x.sum()
+
+    weights = [SQUARE] * 12
+    weights[2] = weights[2].at[0, 0].set(jnp.inf)
+    (cause,) = clipjax.explain(jax.value_and_grad(net), weights, X[:4])
+    assert cause.given == "weights/2"
+    stacked = lambda weights, x: net(list(jnp.stack(weights)), x)  # noqa: E731
+    (cause,) = clipjax.explain(stacked, weights, X[:4])
+    assert cause.given == "weights/2"
+
+
 def test_constants_that_meet_are_told() -> None:
     def best(x: Any) -> Any:
         each = jnp.max(x, axis=1, where=x > 99, initial=-jnp.inf)  # no element
