@@ -188,8 +188,9 @@ def clip_by_value(
         thresholds.
       ValueError: a threshold is NaN, or does not fit a leaf; `low` is above `high`.
 
-    Equals `tf.clip_by_value` of each leaf, except that a threshold which the dtype of a
-    leaf cannot represent is rounded toward the inside of the interval.
+    Equals `tf.clip_by_value` of each leaf, except that integers pass through, and that
+    a threshold which the dtype of a leaf cannot represent is rounded toward the inside
+    of the interval.
 
     See Also:
       :func:`clip_by_value` is the transformation; :func:`functional.clip_by_norm` keeps

@@ -106,7 +106,8 @@ def with_metrics(
     Args:
       name: the first part of the names of the metrics, a string without `/`.
       act: a function `act(updates, params, step, memory, **extra) -> (updates, metrics,
-        memory)`. `metrics` is a dict of scalars with the same names at every step.
+        memory)`. `step` counts the updates before this one, and is None without a
+        state. `metrics` is a dict of scalars with the same names at every step.
         `extra` are all keyword arguments of `update`, such as `loss`, so `act` takes
         `**extra` even if it reads none of them; `init` calls `act` without any.
       remember: a function that takes the parameters, and returns the memory before the

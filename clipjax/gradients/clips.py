@@ -230,9 +230,9 @@ def clip_by_value(
     whose absolute value is infinite, or above 1.8e19 in complex64, becomes NaN.
 
     Equals `tf.clip_by_value`, `optax.clip`, Keras' `clipvalue` and torch's
-    `clip_grad_value_`, except that a threshold which the dtype of a leaf cannot
-    represent is rounded toward the inside of the interval. In float32, 0.1 becomes
-    0.09999999 here, and 0.1 + 1.5e-9 elsewhere.
+    `clip_grad_value_`, except that integers pass through, and that a threshold which
+    the dtype of a leaf cannot represent is rounded toward the inside of the interval.
+    In float32, 0.1 becomes 0.09999999 here, and 0.1 + 1.5e-9 elsewhere.
 
     See Also:
       :func:`clip_by_norm` keeps the direction of each leaf, and

@@ -114,9 +114,9 @@ def skip_nonfinite(
         positional argument; `check_updates` is not a bool; in `update`, `loss` is not a
         real scalar.
 
-    Equals `optax.apply_if_finite` with `max_consecutive_errors=max_consecutive`, except
-    that it also skips a step whose loss is not finite, or whose norm overflows although
-    all elements are finite.
+    Equals `optax.apply_if_finite` with `max_consecutive_errors=max_consecutive`, which
+    may be 0 there, except that it also skips a step whose loss is not finite, or whose
+    norm overflows although all elements are finite.
 
     See Also:
       :func:`skip_spikes` also skips outlier steps; :func:`zero_nonfinite` replaces

@@ -64,9 +64,9 @@ def adaptive_grad_clip(
         structure or shape.
 
     Equals the rule of the paper and of timm. For finite gradients it also equals
-    `optax.adaptive_grad_clip`, with two exceptions: Optax takes a kernel for one vector
-    if only its last axis is longer than 1, as in (1, out), and of a leaf of rank 3 it
-    reduces only the first axis.
+    `optax.adaptive_grad_clip`, with three exceptions: Optax takes a kernel for one
+    vector if only its last axis is longer than 1, as in (1, out), it reduces only the
+    first axis of a leaf of rank 3, and it takes norms of gradients below 1e-6 for 1e-6.
 
     References:
       Brock et al., 2021, High-performance large-scale image recognition without

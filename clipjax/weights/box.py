@@ -53,8 +53,9 @@ def box(low: Bounds, high: Bounds, *, where: Where = None) -> Projection:
       ValueError: `low` is above `high`; in `init` or `apply`, `where` chooses no leaf.
 
     Equals `optax.projections.projection_box` with numbers, except that a bound which
-    the dtype of a leaf cannot represent is rounded toward the inside of the interval.
-    Optax also takes a tree of bounds; in its place, pass a mapping.
+    the dtype of a leaf cannot represent is rounded toward the inside of the interval,
+    and that -0.0 stays as it is. Optax also takes a tree of bounds; in its place, pass
+    a mapping.
 
     References:
       Elsayed et al., 2024, Weight clipping for deep continual and reinforcement
