@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from clipjax.explaining.causes import Bad, Cause, Input
+from clipjax.explaining.events import CONSTANT, Event, Value
 from clipjax.explaining.internals import is_inexact, is_literal
 from clipjax.explaining.lines import (
     Line,
@@ -27,7 +28,6 @@ from clipjax.explaining.primitives import (
     PARTS,
     measured,
 )
-from clipjax.explaining.walk import CONSTANT, Event, Value
 
 # How many operands a text tells.
 TOLD = 3

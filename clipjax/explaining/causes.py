@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import NamedTuple
 
-from clipjax.explaining.walk import CONSTANT
+from clipjax.explaining.events import CONSTANT
 
 
 class Input(NamedTuple):

@@ -16,18 +16,11 @@ from clipjax._core.leaves import path_name, short_repr
 from clipjax._core.states import SkipMemory
 from clipjax.explaining.accused import first_causes, larger
 from clipjax.explaining.causes import Cause
+from clipjax.explaining.events import CONSTANT, Event, Value, joined
 from clipjax.explaining.internals import is_inexact
 from clipjax.explaining.lines import Passes, decides
 from clipjax.explaining.primitives import is_check
-from clipjax.explaining.walk import (
-    CONSTANT,
-    Event,
-    Tape,
-    Value,
-    Walk,
-    given,
-    joined,
-)
+from clipjax.explaining.walk import Tape, Walk, given
 from clipjax.explaining.watch import Watch, magnitude
 from clipjax.monitoring.metrics import labeled_states_in
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from clipjax.explaining.events import Event
 from clipjax.explaining.internals import (
     Equation,
     Frame,
@@ -20,7 +21,6 @@ from clipjax.explaining.internals import (
     scopes,
 )
 from clipjax.explaining.primitives import callee, measured
-from clipjax.explaining.walk import Event
 
 _HERE = Path(__file__).parent
 _FOLDERS = {
