@@ -263,7 +263,7 @@ def check_word(name: str, value: Any, words: Sequence[str]) -> None:
 
 def check_flag(name: str, value: Any) -> None:
     """Raise if a value is no bool: the text "False" would count as true."""
-    if not isinstance(value, bool):
+    if not isinstance(value, bool | np.bool_):
         raise TypeError(f"{name} must be a bool, got {short_repr(value)}")
 
 

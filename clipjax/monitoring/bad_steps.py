@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -83,9 +83,15 @@ def places_of(step: BadStep) -> tuple[Place, Place]:
             # It may be that of another micro-batch, or be scaled before the gradient.
             text = "no group is finite, but the loss is"
         return by_probes, Place(text)
+    if bad and step.loss is not None and not math.isfinite(step.loss):
+        # As the slope of a ReLU at NaN is 0, biases may have a finite gradient.
+        text = (
+            f"{_not_finite(step.groups)}: it broke in the loss or in the forward pass"
+        )
+        return by_probes, Place(text)
     if bad:
         only = bad[0] if len(bad) == 1 else ""
-        return by_probes, Place(_not_finite([*used], bad), only)
+        return by_probes, Place(_not_finite(step.groups), only)
     return by_probes, _place_of_most(step)
 
 
@@ -161,39 +167,50 @@ def _place_of_most(step: BadStep) -> Place:
 _RUNS = 3
 
 
-def _not_finite(names: Sequence[str], bad: Collection[str]) -> str:
+def _not_finite(norms: Mapping[str, float]) -> str:
     """Say which groups are not finite, or, if these are many, which others are.
 
-    A name ends where all groups that begin like it are of its kind. Layers that follow
-    each other are `first to last`.
+    If they are many, paths end where all groups that begin like them are of their kind.
     """
+    is_bad = {name: not math.isfinite(norm) for name, norm in norms.items()}
+    bad, _ = _runs({name: is_bad[name] for name in norms if norms[name]})
+    if len(bad) <= _RUNS:
+        return f"not finite in {', '.join(bad)}"
     kinds: dict[str, set[bool]] = {}
-    for name in names:
+    for name in norms:
         for part in _parts(name):
-            kinds.setdefault(part, set()).add(name in bad)
-    cut = {
-        next((part for part in _parts(name) if len(kinds[part]) == 1), name): name
-        in bad
-        for name in names
-    }
-
-    def run(name: str) -> tuple[bool, str]:
-        return cut[name], re.sub(r"\d+", "", name)  # of layers the numbers differ alone
-
-    runs: dict[bool, list[str]] = {True: [], False: []}
-    for (is_bad, _), (first, *rest) in itertools.groupby(
-        sorted(cut, key=natural_order), run
-    ):
-        runs[is_bad].append(f"{first} to {rest[-1]}" if rest else first)
-    if len(runs[False]) < len(runs[True]) > _RUNS:
-        return f"finite only in {a_few(runs[False], _RUNS)}"
-    return f"not finite in {a_few(runs[True], _RUNS)}"
+            kinds.setdefault(part, set()).add(is_bad[name])
+    bad, fine = _runs(
+        {
+            next((x for x in _parts(name) if len(kinds[x]) == 1), name): is_bad[name]
+            for name in norms
+            if norms[name]
+        }
+    )
+    if len(fine) < len(bad) > _RUNS:
+        return f"finite only in {a_few(fine, _RUNS)}"
+    return f"not finite in {a_few(bad, _RUNS)}"
 
 
 def _parts(path: str) -> list[str]:
-    """Return a path and those around it, outermost first."""
+    """Return a path and those around it, outermost first; a pattern is no path."""
     names = path.split("/")
-    return ["/".join(names[:depth]) for depth in range(1, len(names) + 1)]
+    is_pattern = path.startswith("/") or not {*"*?["}.isdisjoint(path)
+    depths = () if is_pattern else range(1, len(names))
+    return [*("/".join(names[:depth]) for depth in depths), path]
+
+
+def _runs(is_bad: Mapping[str, bool]) -> tuple[list[str], list[str]]:
+    """Return the bad names and the others; layers in a row are `first to last`."""
+
+    def run(name: str) -> tuple[bool, str]:
+        return is_bad[name], re.sub(r"\d+", "", name)
+
+    found: tuple[list[str], list[str]] = [], []
+    for (bad, _), each in itertools.groupby(sorted(is_bad, key=natural_order), run):
+        first, *rest = each
+        found[not bad].append(f"{first} to {rest[-1]}" if rest else first)
+    return found
 
 
 def bad_steps(opt_state: Tree) -> list[BadStep]:
@@ -225,11 +242,11 @@ def bad_steps(opt_state: Tree) -> list[BadStep]:
     part of the squared norm. Otherwise it lists the groups that are not finite, or, if
     these are many, the only ones that are finite: the backward pass, which goes from
     the last layer to the first, broke where one kind ends and the other begins.
-    If no group is finite, the step broke in the loss or in the forward pass. If the
-    loss is finite all the same, it broke where the backward pass begins, or in elements
-    of the forward pass that the loss masks. There only probes can tell the layer; and
-    because the loss comes after the last probe, pass `loss=`, too. Groups whose norm is
-    0 say nothing, so they are left out.
+    If no group is finite, or the loss is not, the step broke in the loss or in the
+    forward pass; if no group is and the loss is all the same, where the backward pass
+    begins, or in elements of the forward pass that the loss masks. There only probes
+    can tell the layer; and because the loss comes after the last probe, pass `loss=`,
+    too. Groups whose norm is 0 say nothing, so they are left out.
 
     See Also:
       :func:`record_norms` keeps the steps; :func:`probe` finds the layer in both

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,9 +35,11 @@ def norms(history: runs.History, *, name: str | None = None, ax: Any = None) -> 
 
     Returns:
       The axes. The legend has the percentage of the steps that were clipped, and of
-      those that were skipped. A clip that a skip wraps has no norm at a skipped step,
-      so the mark of that step is at the top; draw the norm of the skip to see how large
-      the gradient was. An orange cross at the top is a norm that is not finite.
+      those that were skipped. A threshold that is no metric is read from the steps that
+      were clipped; that of `adagc` is the smallest one of its leaves. A clip that a
+      skip wraps has no norm at a skipped step, so the mark of that step is at the top;
+      draw the norm of the skip to see how large the gradient was. An orange cross at
+      the top is a norm that is not finite.
 
     Raises:
       TypeError: `history` is not a history, as when it is the dict of one step; `ax` is
@@ -74,9 +76,10 @@ def norms(history: runs.History, *, name: str | None = None, ax: Any = None) -> 
     )
     ax = draw.new_axes(ax)  # after all errors
     draw.line(ax, steps[saw], norm[saw], color=draw.GREY, lw=1, label="norm")
-    clipped, varying = np.zeros(norm.shape, bool), {}
+    varying: dict[str, Any] | None = {}
+    clipped = np.zeros(norm.shape, bool)
     if scale is not None:
-        clipped = saw & (scale < 1)
+        clipped = saw & ((scale < 1) | _was_counted(columns.values, own))
         style: Any = {"ls": "", "marker": "^", "ms": 5, "color": draw.COLORS[0]}
         label = f"clipped ({_percent(clipped[saw])})"
         ax.plot(steps[clipped], norm[clipped], label=label, **style)
@@ -85,8 +88,10 @@ def norms(history: runs.History, *, name: str | None = None, ax: Any = None) -> 
         left = np.where(clipped, norm * scale, np.nan)
         limits = np.where(np.isclose(left, after, rtol=1e-3), left, np.nan)
         varying = {"ls": "", "marker": "_"}
+        if own.rpartition("/")[2].startswith("clip_by_value"):
+            varying = None  # it may have two limits, of which one is the nearer one
     if limits is not None:
-        free = norm[saw & ~clipped & np.isfinite(norm)]
+        free = norm[saw & ~clipped & ~skipped & np.isfinite(norm)]
         _draw_threshold(ax, steps[saw], limits[saw], free, varying)
     if skipped.any():
         style = {"marker": "o", "ms": 6, "mfc": "none", "mew": 1.5}
@@ -96,6 +101,18 @@ def norms(history: runs.History, *, name: str | None = None, ax: Any = None) -> 
         draw.at_top(ax, steps[skipped & ~shown], **style)
     ax.set_ylabel("norm")
     return draw.finish(ax)
+
+
+def _was_counted(values: Mapping[str, np.ndarray], own: str) -> np.ndarray:
+    """Return where a step was counted as clipped, if its row comes next to another.
+
+    `clip_by_value` may clip elements that are not the largest.
+    """
+    steps, share = (values.get(f"{own}/{x}") for x in ("steps", "clipped_fraction"))
+    if steps is None or share is None:
+        return np.zeros((), bool)
+    counted = np.round(share * steps)
+    return (np.diff(counted, prepend=0) > 0) & (np.diff(steps, prepend=0) == 1)
 
 
 def _percent(where: np.ndarray) -> str:
@@ -108,7 +125,7 @@ def _draw_threshold(
     """Draw a threshold where it is known.
 
     One that is the same at all steps, and that no norm which is `free` exceeds, is a
-    line across the axes; any other has the style `varying`.
+    line across the axes; any other has the style `varying`, or none.
     """
     finite = limits[np.isfinite(limits)]
     if not finite.size:
@@ -117,7 +134,7 @@ def _draw_threshold(
     # What a fixed threshold leaves differs by rounding.
     if max([*finite, *free]) <= 1.001 * finite.min():
         ax.axhline(finite.min(), label=f"threshold {finite.min():.4g}", **style)
-    else:
+    elif varying is not None:
         limits = np.where(np.isfinite(limits), limits, np.nan)
         ax.plot(steps, limits, label="threshold", **style | varying)
 

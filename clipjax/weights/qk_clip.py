@@ -38,7 +38,7 @@ def qk_clip(
     Where several query heads share a key head, the largest of their logits decides how
     the key is scaled, and a query head that needs more is scaled by the rest. No weight
     grows to make up for a shared key, so the other logits of such a group shrink, too.
-    If the threshold is 0, only keys become 0.
+    If the threshold is 0, only keys become 0, and what is rotary in queries.
 
     Args:
       threshold: the largest logit allowed, a `Bound`, 100 by default. An array

@@ -423,7 +423,7 @@ def test_layers_are_in_the_order_of_their_numbers() -> None:
     """Also in a dict, which sorts block_10 before block_2."""
     names = {f"block_{i}/kernel": NAN if i < 11 else 1.0 for i in range(12)}
     assert str(bad(NAN, INF, None, **dict(sorted(names.items()), head=1.0))).endswith(
-        "not finite in block_0 to block_10"
+        "not finite in block_0/kernel to block_10/kernel"
     )
     # Frozen layers have a gradient of 0, which is finite wherever the step broke.
     frozen = {"block_0": NAN, "block_1": 0.0, "block_2": NAN, "block_3": 1.0}
@@ -482,6 +482,20 @@ def test_no_finite_group_is_told_as_not_finite() -> None:
         "not finite in params/bias, params/blocks/0 to params/blocks/2, "
         "params/blocks/3/b"
     )
+    # Norms of 0 are finite, but tell nothing; and a pattern is no path.
+    unused = {"a/x": NAN, "a/y": 0.0, "b/x": NAN, "c/x": NAN, "d/x": NAN, "e": 1.0}
+    assert str(bad(NAN, INF, None, **unused)).endswith("finite only in e")
+    patterns = {"*/a/*": NAN, "*/b/*": NAN, "/c/*": NAN, "*/d": NAN, "/e/*": 1.0}
+    assert str(bad(NAN, INF, None, **patterns)).endswith("finite only in /e/*")
+
+
+def test_a_loss_that_is_not_finite_says_that_the_forward_pass_broke() -> None:
+    """Though the slope of a ReLU at NaN is 0, so that biases have finite gradients."""
+    step = bad(NAN, INF, NAN, **{"a/kernel": NAN, "a/bias": 1.0, "b/kernel": NAN})
+    text = (
+        "not finite in a/kernel, b/kernel: it broke in the loss or in the forward pass"
+    )
+    assert str(step).endswith(text)
 
 
 def test_many_leaves_are_told_by_their_layers() -> None:

@@ -193,6 +193,16 @@ def test_a_threshold_that_is_not_fixed_is_drawn_where_it_clipped(
     assert marks.get_marker() == "_"  # a line would not show single points
 
 
+def test_two_limits_of_elements_are_no_threshold() -> None:
+    """But all steps that they clip are marked."""
+    tx, history = clipjax.clip_by_value(-1.0, 2.0), []
+    state = tx.init(jnp.zeros(2))
+    for grads in ([-4.0, 1.5], [3.0, -0.5], [-1.5, 1.9]):
+        _, state = tx.update(jnp.array(grads), state)
+        history.append(clipjax.metrics(state))
+    assert legend_of(plots.norms(history)) == ["norm", "clipped (100%)"]
+
+
 def test_a_run_whose_chain_changed_is_drawn_where_each_part_was_in_it() -> None:
     """Here with a recorder that joins, leaves, and comes back as a new one."""
     tx = clipjax.record_norms("leaf", keep=2)
