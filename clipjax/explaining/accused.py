@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from clipjax.explaining.causes import Bad, Cause, Input
-from clipjax.explaining.events import CONSTANT, Event, Value
+from clipjax.explaining.events import CONSTANT, ONE, Event, Value
 from clipjax.explaining.internals import is_inexact, is_literal
 from clipjax.explaining.lines import (
     Line,
@@ -56,24 +56,26 @@ def first_causes(
         never_nan, is_inf = nan.isdisjoint(names[id(event)]), event.kind == "inf"
         return never_nan, bool(event.given) and is_inf, event.order, is_inf
 
-    # An operation may have made both kinds.
-    first_of: dict[Any, Event] = {}
+    # Those of an operation in all iterations, which may be of both kinds.
+    alike: dict[Any, list[Event]] = {}
     for event in sorted(accused.values(), key=rank):
-        first_of.setdefault(id(event) if event.given else event.order, event)
+        place = id(event) if event.given else event.place.key
+        alike.setdefault(place, []).append(event)
     causes: dict[Any, Cause] = {}
     keys: dict[Any, Any] = {}  # by what was written, in a library or not
-    for event in first_of.values():
+    for event, *others in alike.values():
+        times = len({event.order, *(each.order for each in others)})
         cause = cause_of(event, passes, arguments)
         key = cause.file, cause.line, cause.operation, cause.began_in, cause.given
-        place = written(event)
-        if is_again(event) and place in keys:
+        what = written(event)
+        if is_again(event) and what in keys:
             # Of a remat of a library's function, only this has the user's line.
             line = {field: getattr(cause, field) for field in Line._fields}
-            causes[keys[place]] = causes[keys[place]]._replace(**line)
+            causes[keys[what]] = causes[keys[what]]._replace(**line)
             continue
-        keys.setdefault(place, key)
+        keys.setdefault(what, key)
         if key in causes:
-            causes[key] = causes[key]._replace(again=causes[key].again + 1)
+            causes[key] = causes[key]._replace(again=causes[key].again + times)
             continue
         lines = [(each.file, each.line) for each in causes.values()]
         if cause.began_in == "backward" and (cause.file, cause.line) in lines:
@@ -81,7 +83,8 @@ def first_causes(
         if id(event) in became_nan:
             later = cause_of(became_nan[id(event)], passes, arguments)
             cause = cause._replace(became_nan=later)
-        causes[key] = cause._replace(results=tuple(names[id(event)]))
+        reached = tuple(names[id(event)])
+        causes[key] = cause._replace(again=times - 1, results=reached)
     return list(causes.values())
 
 
@@ -102,9 +105,10 @@ def _accused(last: Event, passes: Passes) -> list[Event]:
         )
         if is_of_mild and not any(each in causes for each in event.ancestors):
             causes.append(event)
-    began_in = {id(event): passes.of(event) for event in causes if event.eqn}
+    first = {event.place.key: event for event in causes[::-1] if event.eqn}
+    began_in = {place: passes.of(event) for place, event in first.items()}
     if "forward" in began_in.values():
-        return [e for e in causes if began_in.get(id(e)) != "backward"]
+        return [e for e in causes if began_in.get(e.place.key) != "backward"]
     return causes or [e for e in roots if e.kind == "nan" or _is_used(e)]
 
 
@@ -170,7 +174,7 @@ def _inputs(event: Event) -> tuple[Input, ...]:
             tuple(getattr(v.aval, "shape", ())),
             value.size if is_told(v, value) else None,
             least if k == judged else _signed(v),
-            moved=value.at != 0,
+            moved=value.at not in (0, ONE),
         )
         for k, (v, value) in enumerate(zip(eqn.invars, event.operands, strict=True))
     )

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 from clipjax.explaining.internals import Equation
 
 CONSTANT = "a constant"
+# The `Value.at` of a part with the first axis of the whole, of which it is one index.
+ONE = -1
 
 
 class Place(NamedTuple):
@@ -32,6 +34,11 @@ class Place(NamedTuple):
     def during(self, iteration: int, length: int | None) -> Place:
         """Return the place in an iteration."""
         return self._replace(iterations=(*self.iterations, (iteration, length)))
+
+    @property
+    def key(self) -> tuple[int, ...]:
+        """What is the same in all iterations."""
+        return tuple(map(id, self.eqns))
 
     @property
     def eqns(self) -> list[Equation]:

@@ -49,8 +49,9 @@ def explain(
       *args: its arguments. Those that are not arrays are static. For an argument that
         is given by name, pass `functools.partial(function, name=value)`.
       usual: the arguments of a good step, of the same shapes, as a tuple. If nothing is
-        NaN or infinite, the answer tells which arrays among them are more than 3 times
-        as large as in that step, and at which lines sizes grew most, compared with it.
+        NaN or infinite, the answer tells which finite arrays among them are more than
+        3 times as large as in that step, and at which lines sizes grew most, compared
+        with it.
 
     Returns:
       A list of causes, those of a NaN before those of infinities, each in the order of

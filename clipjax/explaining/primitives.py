@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+
 from clipjax.explaining.internals import Equation, closed, is_inexact
 
 # The output is the input, in another form.
@@ -12,7 +14,7 @@ SAME = {
     *("optimization_barrier", "sharding_constraint", "reshard", "pvary"),
 }
 # Of them, those whose elements are in other places.
-REARRANGED = {"reshape", "transpose", "rev"}
+REARRANGED = {"reshape", "transpose", "rev", "squeeze", "broadcast_in_dim"}
 # The output is a part of the input, or the input rounded, and has its name.
 PARTS = {"convert_element_type", "reduce_precision", "slice", "dynamic_slice"}
 # An infinity goes through unchanged, from one place to another.
@@ -22,6 +24,8 @@ MOVES |= {
     *("dynamic_update_slice", "sort", "reduce_max", "reduce_min", "cummax", "cummin"),
     *("top_k", "split", "stack", "unstack", "tile"),
 }
+# XLA on a CPU may lose NaN in a maximum: -inf - max(-inf, NaN) is then a new one.
+MAY_LOSE_NAN = {"reduce_max", "reduce_min"}
 # An infinity that is given to one of these is no mask.
 MULTIPLY = {"mul", "dot_general", "conv_general_dilated", "ragged_dot_general"}
 # Where the operand is at an end of the domain, values or slopes are not finite.
@@ -70,8 +74,10 @@ def measured(eqn: Equation) -> Measured:
 def _is_narrower(eqn: Equation) -> bool:
     """Whether an equation rounds to a narrower dtype, which may overflow."""
     avals: Any = [v.aval for v in (*eqn.outvars, *eqn.invars)]
-    is_cast = eqn.primitive.name == "convert_element_type"
-    return is_cast and avals[0].dtype.itemsize < avals[1].dtype.itemsize
+    if eqn.primitive.name != "convert_element_type" or not all(map(is_inexact, avals)):
+        return False
+    new, old = (jnp.finfo(aval.dtype).max for aval in avals)
+    return float(new) < float(old)
 
 
 def callee(eqn: Equation) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 from clipjax.explaining.events import (
     CONSTANT,
     NOWHERE,
+    ONE,
     Event,
     Output,
     Place,
@@ -28,6 +30,7 @@ from clipjax.explaining.internals import (
     scopes,
 )
 from clipjax.explaining.primitives import (
+    MAY_LOSE_NAN,
     MOVES,
     PARTS,
     REARRANGED,
@@ -110,8 +113,7 @@ class Walk:
             return [_decided(each, predicate) for each in outs]
         if name in SAME:
             same = [each._replace(each=()) for each in operands[: len(eqn.outvars)]]
-            is_rearranged = name in REARRANGED
-            return [each._replace(at=None) for each in same] if is_rearranged else same
+            return [each._replace(at=_place_of(eqn, each)) for each in same]
         return self._operation(eqn, operands, tape, place)
 
     def _scan(
@@ -217,23 +219,26 @@ def _bad_by(
     if by_place:
         inf = [value.inf or value.event for value in met(1)]
         nan = [value.nan or value.event for value in met(2)]
-        made_of = joined(value.inf or value.event for value in met(3))
+        made_of = met(3)
         new_inf, new_nan = out.inf[0] > 0, out.nan[0] > 0
         reason = _chosen(here, met(1) + met(2))
     else:
         infinite = [value.inf for value in here.operands if value.inf]
         inf = [*infinite] if out.inf[0] else []
         nan = [value.nan for value in here.operands if value.nan] if out.nan[0] else []
-        made_of = joined(infinite)
+        made_of = [value for value in here.operands if value.inf]
         new_inf, new_nan = out.inf[0] > 0 and not inf, out.nan[0] > 0 and not nan
         reason = None
     if new_inf:
         inf.append(dataclasses.replace(here, kind="inf", least=least[1]))
+    source = joined(value.inf or value.event for value in made_of)
     if new_nan and not (made_of and _is_known(made_of, joined(nan))):
-        parents = (made_of,) if made_of else ()
+        parents = (source,) if source else ()
         began = dataclasses.replace(here, kind="nan", least=least[0], parents=parents)
         nan.append(began)
-    _mark_use([*inf, *nan, made_of if new_nan else None], here)
+    _mark_use([*inf, *nan, source if new_nan else None], here)
+    if here.name in MAY_LOSE_NAN:
+        nan = nan or [value.nan for value in here.operands]
     return like._replace(
         size=out.size,
         nan=reason if reason and nan else joined(nan),
@@ -241,24 +246,26 @@ def _bad_by(
     )
 
 
-def _is_known(made_of: Event, nan: Event | None) -> bool:
-    """Whether NaN beside one that is there already tells nothing new.
+def _is_known(made_of: Sequence[Value], nan: Event | None) -> bool:
+    """Whether NaN that was made of infinities tells nothing new.
 
-    It was made of the same infinities, or of a mask: where XLA on a CPU loses NaN in a
-    maximum, a softmax of a mask and NaN makes NaN of -inf - -inf.
+    NaN of the same ones is there already, or was lost in a maximum.
     """
-    others = [
-        root for key, root in made_of.roots.items() if nan and key not in nan.roots
-    ]
-    return nan is not None and all(root.given for root in others)
+    infinities = joined(value.inf or value.event for value in made_of)
+    roots = nan.roots.keys() if nan else set()
+    is_same = infinities is not None and infinities.roots.keys() <= roots
+    return is_same or any(value.nan and not math.isnan(value.size) for value in made_of)
 
 
 def _chosen(here: Event, bad: list[Value]) -> Event | None:
     """Return what made a select take a constant, if it was something bad.
 
-    So `jnp.median` returns NaN if an element is NaN.
+    So `jnp.median` returns NaN if an element is NaN. An infinity is a mask, unless one
+    bool decides about all elements.
     """
     if here.name != "select_n" or not all(map(_is_constant, bad)):
+        return None
+    if here.eqn.invars[0].aval.shape and not any(value.nan for value in bad):
         return None
     return _as_reason(here.operands[0])
 
@@ -314,16 +321,24 @@ def _part_name(eqn: Any, whole: Value) -> tuple[str, int | None]:
     if not name or kind not in (*PARTS, "reduce_sum"):
         return "", 0
     if kind == "reduce_sum":
-        return f"the sum of {name}", 0
+        return f"the sum of {name}", None
     if kind not in ("slice", "dynamic_slice"):
         return name, whole.at
     starts, limits = (params.get(f"{end}_indices", ()) for end in ("start", "limit"))
     rest = zip(starts[1:], limits[1:], eqn.invars[0].aval.shape[1:], strict=False)
     is_cut = any((start, limit) != (0, size) for start, limit, size in rest)
-    if not starts or is_cut or params["strides"] or whole.at is None:
+    if not starts or is_cut or params["strides"] or whole.at in (None, ONE):
         return name, None
     start = whole.at + starts[0]
-    return (f"{name}[{start}]", 0) if limits[0] == starts[0] + 1 else (name, start)
+    return (f"{name}[{start}]", ONE) if limits[0] == starts[0] + 1 else (name, start)
+
+
+def _place_of(eqn: Any, same: Value) -> int | None:
+    """Return `Value.at` of what has the elements of another array."""
+    name, shape = eqn.primitive.name, eqn.invars[0].aval.shape
+    if name == "squeeze" and eqn.params["dimensions"] == (0,) and same.at == ONE:
+        return 0
+    return None if name in REARRANGED and shape else same.at
 
 
 def _part(stack: Value, i: int, size: float) -> Value:
@@ -335,8 +350,8 @@ def _part(stack: Value, i: int, size: float) -> Value:
         size=size,
         nan=stack.nan if kind == "nan" else None,
         inf=stack.inf if kind else None,
-        name=f"{name}[{at + i}]" if name and at is not None else name,
-        at=at if at is None else 0,
+        name=name if not name or at in (None, ONE) else f"{name}[{at + i}]",
+        at=None if at in (None, ONE) else 0,
     )
 
 

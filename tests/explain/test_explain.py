@@ -290,6 +290,27 @@ def test_harmless_elements_do_not_hide_those_that_broke_beside_them(
     assert "up to inf" not in str(cause)
 
 
+def test_an_empty_row_is_told_beside_nan_and_where_nan_chose_the_mask() -> None:
+    def attend(x: Any, mask: Any) -> Any:
+        weights = jax.nn.softmax(jnp.where(mask, x, -jnp.inf))
+        return jnp.where(jnp.isnan(x).all(-1), 0, weights.sum(-1)).sum()
+
+    x = jnp.float32([[1, 2], [3, 4], [np.nan, np.nan]])
+    causes = clipjax.explain(attend, x, jnp.arange(3)[:, None] != 1)
+    assert [(cause.given, cause.operation) for cause in causes] == [
+        ("x", ""),
+        ("", "sub"),
+    ]
+    assert "a whole row of the softmax is -inf" in causes[1].what
+    assert causes[1].bad.first == (1, 0)
+
+    def pool(x: Any) -> Any:
+        return jax.nn.softmax(jnp.where(jnp.isnan(x), -jnp.inf, 1.0)).sum()
+
+    (text,) = told(pool, x)
+    assert "a whole row of the softmax is -inf, in 2 of 6 elements, first at [2" in text
+
+
 def test_missing_values_that_are_masked_or_counted_are_no_skip() -> None:
     def loss(w: Any, y: Any) -> Any:
         known = ~jnp.isnan(y)
@@ -319,9 +340,12 @@ def test_parts_of_arguments_have_their_own_index_or_none() -> None:
         lambda x: jnp.log(x[2]).sum(): "log of x[2], least 0, in 1 of 2 elements, at",
         lambda x: jnp.log(x[::-1]).sum(): "log of x as float32[4, 2], least 0",
         lambda x: jnp.log(x.T[1]).sum(): "log of x as float32[4], least 0",
+        lambda x: later(x[None][0]): "log of x as float32[2], least 0",
+        lambda x: 1 / x.sum(1)[2]: "div of 1 and the sum of x, least 0",
     }
     for function, place in places.items():
-        assert place in told(function, x)[0]
+        given = x.at[2, 0].set(0) if "sum of" in place else x
+        assert place in told(function, given)[0]
 
 
 def test_strict_promotion_and_meshes_of_auto_axes() -> None:
