@@ -36,10 +36,11 @@ def norms(history: runs.History, *, name: str | None = None, ax: Any = None) -> 
     Returns:
       The axes. The legend has the percentage of the steps that were clipped, and of
       those that were skipped. A threshold that is no metric is read from the steps that
-      were clipped; that of `adagc` is the smallest one of its leaves. A clip that a
-      skip wraps has no norm at a skipped step, so the mark of that step is at the top;
-      draw the norm of the skip to see how large the gradient was. An orange cross at
-      the top is a norm that is not finite.
+      were clipped, and drawn over all steps if it was the same at each of them; that of
+      `adagc` is the smallest one of its leaves. A clip that a skip wraps has no norm at
+      a skipped step, so the mark of that step is at the top; draw the norm of the skip
+      to see how large the gradient was. An orange cross at the top is a norm that is
+      not finite.
 
     Raises:
       TypeError: `history` is not a history, as when it is the dict of one step; `ax` is
