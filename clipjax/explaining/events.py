@@ -121,6 +121,7 @@ class Value(NamedTuple):
     size: float = 0.0
     nan: Event | None = None  # where elements that are NaN come from
     inf: Event | None = None  # likewise for infinite ones
+    lost: Event | None = None  # where what was bad, and is finite here, comes from
     name: str = ""  # the argument that it is, or is a part of
     # Where it begins in what has the name, along the first axis; None if its elements
     # are in another order.

@@ -24,8 +24,17 @@ MOVES |= {
     *("dynamic_update_slice", "sort", "reduce_max", "reduce_min", "cummax", "cummin"),
     *("top_k", "split", "stack", "unstack", "tile"),
 }
-# XLA on a CPU may lose NaN in a maximum: -inf - max(-inf, NaN) is then a new one.
-MAY_LOSE_NAN = {"reduce_max", "reduce_min"}
+# What they lose, as a field of `Value`. XLA on a CPU may lose NaN in a maximum, so that
+# -inf - max(-inf, NaN) is a new one; exp(-inf) is 0, and so may be a sum, whose log is
+# infinite again.
+LOSES = {
+    "reduce_max": "nan",
+    "reduce_min": "nan",
+    "exp": "inf",
+    "exp2": "inf",
+    "reduce_sum": "lost",
+    "abs": "lost",
+}
 # An infinity that is given to one of these is no mask.
 MULTIPLY = {"mul", "dot_general", "conv_general_dilated", "ragged_dot_general"}
 # Where the operand is at an end of the domain, values or slopes are not finite.

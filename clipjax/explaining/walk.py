@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -30,7 +29,7 @@ from clipjax.explaining.internals import (
     scopes,
 )
 from clipjax.explaining.primitives import (
-    MAY_LOSE_NAN,
+    LOSES,
     MOVES,
     PARTS,
     REARRANGED,
@@ -191,7 +190,7 @@ def given(x: Any, name: str = "") -> Value:
         Event(kind, given=name or CONSTANT) if count else None
         for kind, (count, _) in (("nan", seen.nan), ("inf", seen.inf))
     )
-    return Value(seen.size, nan, inf, name)
+    return Value(seen.size, nan, inf, name=name)
 
 
 def _constant(x: Any, aval: Any) -> Value:
@@ -229,21 +228,33 @@ def _bad_by(
         made_of = [value for value in here.operands if value.inf]
         new_inf, new_nan = out.inf[0] > 0 and not inf, out.nan[0] > 0 and not nan
         reason = None
-    if new_inf:
-        inf.append(dataclasses.replace(here, kind="inf", least=least[1]))
     source = joined(value.inf or value.event for value in made_of)
+    before = _lost_before(here)
+    if new_inf:
+        inf.append(before or dataclasses.replace(here, kind="inf", least=least[1]))
+    if new_nan and not made_of and before:
+        source = before
     if new_nan and not (made_of and _is_known(made_of, joined(nan))):
         parents = (source,) if source else ()
         began = dataclasses.replace(here, kind="nan", least=least[0], parents=parents)
         nan.append(began)
     _mark_use([*inf, *nan, source if new_nan else None], here)
-    if here.name in MAY_LOSE_NAN:
-        nan = nan or [value.nan for value in here.operands]
+    field = LOSES.get(here.name)
+    lost = joined(getattr(value, field) for value in here.operands) if field else None
     return like._replace(
         size=out.size,
+        lost=lost,
         nan=reason if reason and nan else joined(nan),
         inf=reason if reason and inf else joined(inf),
     )
+
+
+def _lost_before(here: Event) -> Event | None:
+    """Return what made an operand reach an end of the domain, if it was a fault."""
+    judged = measured(here.eqn).judged
+    lost = None if judged is None else here.operands[judged].lost
+    is_fault = lost and any(root.eqn is not None for root in lost.roots.values())
+    return lost if is_fault else None
 
 
 def _is_known(made_of: Sequence[Value], nan: Event | None) -> bool:
@@ -254,7 +265,8 @@ def _is_known(made_of: Sequence[Value], nan: Event | None) -> bool:
     infinities = joined(value.inf or value.event for value in made_of)
     roots = nan.roots.keys() if nan else set()
     is_same = infinities is not None and infinities.roots.keys() <= roots
-    return is_same or any(value.nan and not math.isnan(value.size) for value in made_of)
+    lost = [value.lost for value in made_of if value.lost]
+    return is_same or (bool(roots) and any(event.kind == "nan" for event in lost))
 
 
 def _chosen(here: Event, bad: list[Value]) -> Event | None:

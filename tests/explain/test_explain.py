@@ -372,6 +372,16 @@ def test_what_breaks_behind_a_fault_is_not_told_beside_it() -> None:
     weights[2] = weights[2].at[0, 0].set(jnp.inf)
     (cause,) = clipjax.explain(jax.value_and_grad(net), weights, X[:4])
     assert cause.given == "weights/2"
+
+    def recursion(emit: Any, seen: Any) -> Any:
+        def step(a: Any, k: Any) -> Any:
+            return jax.nn.logsumexp(a[:, None] - 1, 0) + jnp.log(emit[:, k]), None
+
+        return lax.scan(step, jnp.zeros(2), seen)[0]
+
+    emit = jnp.float32([[0.5, 0], [0.4, 0]])
+    (cause,) = clipjax.explain(recursion, emit, jnp.array([0, 1, 0, 0, 1]))
+    assert cause.iterations == ((1, 5),)
     stacked = lambda weights, x: net(list(jnp.stack(weights)), x)  # noqa: E731
     (cause,) = clipjax.explain(stacked, weights, X[:4])
     assert cause.given == "weights/2"
