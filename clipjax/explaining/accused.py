@@ -46,7 +46,7 @@ def first_causes(
         for event in sorted(last.ancestors, key=lambda event: event.order):
             names.setdefault(id(event), []).append(name)
             if event.eqn is not None and event.parents:
-                for root in event.roots.values():
+                for root in event.roots:
                     if root.kind == "inf":
                         became_nan.setdefault(id(root), event)
         accused |= {id(event): event for event in _accused(last, passes)}
@@ -100,9 +100,7 @@ def _accused(last: Event, passes: Passes) -> list[Event]:
     roots = [event for event in events if not event.parents]
     causes = [event for event in roots if not _is_mild(event)]
     for event in events:
-        is_of_mild = (
-            event.eqn and event.parents and all(map(_is_mild, event.roots.values()))
-        )
+        is_of_mild = event.eqn and event.parents and all(map(_is_mild, event.roots))
         if is_of_mild and not any(each in causes for each in event.ancestors):
             causes.append(event)
     first = {event.place.key: event for event in causes[::-1] if event.eqn}
@@ -136,10 +134,7 @@ def cause_of(event: Event, passes: Passes, arguments: Mapping[str, Any]) -> Caus
     inputs, began_in = _inputs(event), passes.of(event)
     is_slope = began_in == "backward" and event.least == 0
     slope_of = passes.slope_of(event) if is_slope else ""
-    roots = {root.given for root in event.roots.values() if event.parents} - {
-        "",
-        CONSTANT,
-    }
+    roots = {root.given for root in event.roots if event.parents} - {"", CONSTANT}
     is_named = any(each.name for each in inputs)
     nears = [value.near for value in event.operands if value.near]
     return Cause(

@@ -79,13 +79,12 @@ class Event:
     given: str = ""  # the name of an argument, or "a constant"
     first_used: Event | None = None
     used: Event | None = None  # what used it first, if possible not only moved it
-    roots: dict[int, Event] = dataclasses.field(default_factory=dict, init=False)
+    roots: frozenset[Event] = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        """Find the first events that it comes from, by identity."""
-        for parent in self.parents:
-            self.roots |= parent.roots
-        self.roots = self.roots or {id(self): self}
+        """Find the first events that it comes from."""
+        of_parents = (parent.roots for parent in self.parents)
+        self.roots = frozenset().union(*of_parents) or frozenset([self])
 
     @property
     def eqn(self) -> Any:

@@ -278,7 +278,7 @@ def _checked(walk: Walk) -> dict[str, Event]:
     return {
         str(k): event
         for k, event in enumerate(events)
-        if event and any(root.given != CONSTANT for root in event.roots.values())
+        if event and any(root.given != CONSTANT for root in event.roots)
     }
 
 

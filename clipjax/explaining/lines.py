@@ -127,9 +127,8 @@ def decides(check: Event) -> bool:
                 found.update(eqn.outvars)
     is_mask = not users.isdisjoint({"select_n", "mul", "jit"})
     is_about_all = not users.isdisjoint({"reduce_and", "reduce_or"})
-    if check.operands[
-        0
-    ].name:  # missing values in what was given are masked, or counted
+    if check.operands[0].name:
+        # Missing values in what was given are masked, or counted.
         return is_about_all and not is_mask
     return not flags.aval.shape or is_about_all or not is_mask
 

@@ -169,14 +169,21 @@ class Walk:
         least = [None] * 2 if what.judged is None else [tape.size(), tape.size()]
         self.operations.append(here)
         like = _like(eqn, operands)
-        about = like._replace(  # as a bool is about what was compared
-            nan=joined(value.nan for value in operands),
-            inf=joined(value.inf for value in operands),
-        )
-        found = dict.fromkeys(range(len(eqn.outvars)), about)
-        for k, out in zip(what.outputs, outputs, strict=True):
-            found[k] = _bad_by(here, out, like, least, by_place=what.by_place)
-        return list(found.values())
+        found = dict(zip(what.outputs, outputs, strict=True))
+        return [
+            _bad_by(here, found[k], like, least, by_place=what.by_place)
+            if k in found
+            else _about(operands, like)
+            for k in range(len(eqn.outvars))
+        ]
+
+
+def _about(operands: Sequence[Value], like: Value) -> Value:
+    """Return a bool, which is about what was compared."""
+    return like._replace(
+        nan=joined(value.nan for value in operands),
+        inf=joined(value.inf for value in operands),
+    )
 
 
 def _output(tape: Tape) -> Output:
@@ -253,7 +260,7 @@ def _lost_before(here: Event) -> Event | None:
     """Return what made an operand reach an end of the domain, if it was a fault."""
     judged = measured(here.eqn).judged
     lost = None if judged is None else here.operands[judged].lost
-    is_fault = lost and any(root.eqn is not None for root in lost.roots.values())
+    is_fault = lost and any(root.eqn is not None for root in lost.roots)
     return lost if is_fault else None
 
 
@@ -263,8 +270,8 @@ def _is_known(made_of: Sequence[Value], nan: Event | None) -> bool:
     NaN of the same ones is there already, or was lost in a maximum.
     """
     infinities = joined(value.inf or value.event for value in made_of)
-    roots = nan.roots.keys() if nan else set()
-    is_same = infinities is not None and infinities.roots.keys() <= roots
+    roots = nan.roots if nan else frozenset()
+    is_same = infinities is not None and infinities.roots <= roots
     lost = [value.lost for value in made_of if value.lost]
     return is_same or (bool(roots) and any(event.kind == "nan" for event in lost))
 
@@ -297,9 +304,7 @@ def _is_constant(value: Value) -> bool:
 def _as_reason(predicate: Value) -> Event | None:
     """Return what a predicate is about, unless it is an infinity that was given."""
     event = predicate.event
-    is_made = event and any(
-        root.eqn or root.kind == "nan" for root in event.roots.values()
-    )
+    is_made = event and any(root.eqn or root.kind == "nan" for root in event.roots)
     return event if is_made else None
 
 

@@ -83,15 +83,12 @@ def places_of(step: BadStep) -> tuple[Place, Place]:
             # It may be that of another micro-batch, or be scaled before the gradient.
             text = "no group is finite, but the loss is"
         return by_probes, Place(text)
-    if bad and step.loss is not None and not math.isfinite(step.loss):
-        # As the slope of a ReLU at NaN is 0, biases may have a finite gradient.
-        text = (
-            f"{_not_finite(step.groups)}: it broke in the loss or in the forward pass"
-        )
-        return by_probes, Place(text)
     if bad:
-        only = bad[0] if len(bad) == 1 else ""
-        return by_probes, Place(_not_finite(step.groups), only)
+        text, only = _not_finite(step.groups), bad[0] if len(bad) == 1 else ""
+        if step.loss is not None and not math.isfinite(step.loss):
+            # As the slope of a ReLU at NaN is 0, biases may have a finite gradient.
+            text, only = f"{text}: it broke in the loss or in the forward pass", ""
+        return by_probes, Place(text, only)
     return by_probes, _place_of_most(step)
 
 
