@@ -229,10 +229,9 @@ def _bad_by(
         new_inf, new_nan = out.inf[0] > 0, out.nan[0] > 0
         reason = _chosen(here, met(1) + met(2))
     else:
-        infinite = [value.inf for value in here.operands if value.inf]
-        inf = [*infinite] if out.inf[0] else []
-        nan = [value.nan for value in here.operands if value.nan] if out.nan[0] else []
         made_of = [value for value in here.operands if value.inf]
+        inf = [value.inf for value in made_of] if out.inf[0] else []
+        nan = [value.nan for value in here.operands if value.nan] if out.nan[0] else []
         new_inf, new_nan = out.inf[0] > 0 and not inf, out.nan[0] > 0 and not nan
         reason = None
     source = joined(value.inf or value.event for value in made_of)
